@@ -1,0 +1,292 @@
+"""The vocabulary in which families are declared.
+
+A rule says where one Hugging Face tensor lies inside the tensors of Megatron-Core, as a view. Names carry
+`{layer}` and `{expert}`. A block (attention, MLP, mixture of experts …) is a list of rules whose names are
+relative to a layer; `decoder` puts blocks into place. Nothing here knows about files, ranks or directions.
+
+Megatron-Core's names are those of its local layer spec with global layer and expert indices
+(`decoder.layers.7.mlp.experts.3.linear_fc1.weight`); how a checkpoint spells them is its format's concern.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from reshard.views import View
+
+
+class Native(NamedTuple):
+    """A Megatron-Core tensor: its name (with placeholders) and its whole, unsharded shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The tensor called `hf` is `view` (over `Native` sources), for each of `layers` and `experts`.
+
+    A `copy` holds elements that another rule already carries (tied heads, an embedding stored twice):
+    it is checked against the original and never a source of its own. `written` tells whether the hub's
+    checkpoints store that copy. A rule without a Hugging Face name drops its elements, for `reason`.
+    """
+
+    hf: str
+    view: View
+    layers: Sequence[int] = ()
+    experts: int = 0
+    copy: bool = False
+    written: bool = True
+    reason: str = ""
+
+
+Block = list[Rule]
+
+
+def native(name: str, *shape: int) -> View:
+    """A whole Megatron-Core tensor, to be split and sliced by a rule."""
+    return View.of(Native(name, shape), *shape)
+
+
+def same(hf: str, mcore: str, *shape: int) -> Rule:
+    """One tensor, two names."""
+    return Rule(hf, native(mcore, *shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Dims:
+    """The sizes of a model, from Megatron-LM's argument names (see `from_args`)."""
+
+    layers: int
+    hidden: int
+    heads: int
+    groups: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    padded_vocab: int
+    tied: bool
+    qkv_bias: bool
+    bias: bool
+    qk_norm: bool
+    experts: int
+    expert_ffn: int
+    shared_ffn: int
+    shared_gate: bool
+    router_bias: bool
+    sparse: tuple[int, ...]
+    q_lora: int
+    kv_lora: int
+    qk_nope: int
+    qk_rope: int
+    v_head: int
+    mtp: int
+
+    @staticmethod
+    def from_args(args: Mapping[str, Any], vocab: int, padded_vocab: int | None = None) -> Dims:
+        """Read sizes from Megatron-LM `args`; `vocab` counts real tokens, `padded_vocab` embedding rows."""
+
+        def get(name: str, default: Any = 0) -> Any:
+            value = args.get(name)
+            return default if value is None else value
+
+        heads, hidden, layers = args["num_attention_heads"], args["hidden_size"], args["num_layers"]
+        grouped = get("group_query_attention", True)
+        experts = get("num_experts")
+        ffn = args["ffn_hidden_size"]
+        return Dims(
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            groups=get("num_query_groups", heads) if grouped else heads,
+            head_dim=get("kv_channels", hidden // heads),
+            ffn=ffn,
+            vocab=vocab,
+            padded_vocab=padded_vocab or vocab,
+            tied=not get("untie_embeddings_and_output_weights", False),
+            qkv_bias=bool(get("add_qkv_bias", False) or get("add_bias_linear", False)),
+            bias=bool(get("add_bias_linear", False)),
+            qk_norm=bool(get("qk_layernorm", False)),
+            experts=experts,
+            expert_ffn=get("moe_ffn_hidden_size", ffn),
+            shared_ffn=get("moe_shared_expert_intermediate_size"),
+            shared_gate=bool(get("moe_shared_expert_gate", False)),
+            router_bias=bool(get("moe_router_enable_expert_bias", False)),
+            sparse=sparse_layers(get("moe_layer_freq", 1), layers) if experts else (),
+            q_lora=get("q_lora_rank"),
+            kv_lora=get("kv_lora_rank"),
+            qk_nope=get("qk_head_dim"),
+            qk_rope=get("qk_pos_emb_head_dim"),
+            v_head=get("v_head_dim"),
+            mtp=get("mtp_num_layers"),
+        )
+
+
+def sparse_layers(freq: int | Sequence[int], layers: int) -> tuple[int, ...]:
+    """Which layers are mixtures of experts, as Megatron-LM reads `--moe-layer-freq`."""
+    if isinstance(freq, int):
+        return tuple(layer for layer in range(layers) if layer % freq == 0)
+    return tuple(layer for layer, is_sparse in enumerate(freq) if is_sparse)
+
+
+def ends(d: Dims) -> Iterator[Rule]:
+    """Embedding, final norm and head. The rows beyond the vocabulary are padding on Megatron's side."""
+    table = native("embedding.word_embeddings.weight", d.padded_vocab, d.hidden)
+    head = table if d.tied else native("output_layer.weight", d.padded_vocab, d.hidden)
+    yield Rule("model.embed_tokens.weight", table[: d.vocab])
+    yield same("model.norm.weight", "decoder.final_layernorm.weight", d.hidden)
+    yield Rule("lm_head.weight", head[: d.vocab], copy=d.tied, written=not d.tied)
+    if d.padded_vocab > d.vocab:
+        for padded in [table] if d.tied else [table, head]:
+            yield Rule("", padded[d.vocab :], reason="vocabulary padding")
+
+
+def norms(d: Dims) -> Block:
+    """The two norms of a pre-norm layer."""
+    return [
+        same("input_layernorm.weight", "input_layernorm.weight", d.hidden),
+        same("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", d.hidden),
+    ]
+
+
+def attention(d: Dims) -> Block:
+    """Grouped-query attention. linear_qkv holds, group by group, its query heads, its key, its value."""
+    fused = (d.groups, d.heads // d.groups + 2, d.head_dim)
+    rows = (d.heads + 2 * d.groups) * d.head_dim
+
+    def projections(kind: str, view: View, *inner: int) -> Block:
+        query, key, value = (view[:, :-2], view[:, -2], view[:, -1])
+        return [
+            Rule(f"self_attn.q_proj.{kind}", query.reshape(d.heads * d.head_dim, *inner)),
+            Rule(f"self_attn.k_proj.{kind}", key.reshape(d.groups * d.head_dim, *inner)),
+            Rule(f"self_attn.v_proj.{kind}", value.reshape(d.groups * d.head_dim, *inner)),
+        ]
+
+    weight = native("self_attention.linear_qkv.weight", rows, d.hidden).split(0, *fused)
+    rules = projections("weight", weight, d.hidden)
+    rules.append(
+        same("self_attn.o_proj.weight", "self_attention.linear_proj.weight", d.hidden, d.heads * d.head_dim)
+    )
+    if d.qkv_bias:
+        rules += projections("bias", native("self_attention.linear_qkv.bias", rows).split(0, *fused))
+    if d.bias:
+        rules.append(same("self_attn.o_proj.bias", "self_attention.linear_proj.bias", d.hidden))
+    if d.qk_norm:
+        rules.append(same("self_attn.q_norm.weight", "self_attention.q_layernorm.weight", d.head_dim))
+        rules.append(same("self_attn.k_norm.weight", "self_attention.k_layernorm.weight", d.head_dim))
+    return rules
+
+
+def latent_attention(d: Dims) -> Block:
+    """Multi-head latent attention (DeepSeek), with or without a low-rank query."""
+    hf, mc = "self_attn.", "self_attention."
+    queries = d.heads * (d.qk_nope + d.qk_rope)
+    rules = [
+        same(
+            f"{hf}kv_a_proj_with_mqa.weight",
+            f"{mc}linear_kv_down_proj.weight",
+            d.kv_lora + d.qk_rope,
+            d.hidden,
+        ),
+        same(f"{hf}kv_a_layernorm.weight", f"{mc}kv_layernorm.weight", d.kv_lora),
+        same(
+            f"{hf}kv_b_proj.weight",
+            f"{mc}linear_kv_up_proj.weight",
+            d.heads * (d.qk_nope + d.v_head),
+            d.kv_lora,
+        ),
+        same(f"{hf}o_proj.weight", f"{mc}linear_proj.weight", d.hidden, d.heads * d.v_head),
+    ]
+    if not d.q_lora:
+        return [*rules, same(f"{hf}q_proj.weight", f"{mc}linear_q_proj.weight", queries, d.hidden)]
+    return [
+        *rules,
+        same(f"{hf}q_a_proj.weight", f"{mc}linear_q_down_proj.weight", d.q_lora, d.hidden),
+        same(f"{hf}q_a_layernorm.weight", f"{mc}q_layernorm.weight", d.q_lora),
+        same(f"{hf}q_b_proj.weight", f"{mc}linear_q_up_proj.weight", queries, d.q_lora),
+    ]
+
+
+GATED = ("gate_proj", "up_proj", "down_proj")
+
+
+def gated_mlp(
+    d: Dims,
+    ffn: int,
+    hf: str = "mlp",
+    mcore: str = "mlp",
+    names: tuple[str, str, str] = GATED,
+    bias: bool = False,
+) -> Block:
+    """A gated MLP: linear_fc1 is the gate above the up projection."""
+    gate, up, down = names
+    fc1 = native(f"{mcore}.linear_fc1.weight", 2 * ffn, d.hidden)
+    rules = [
+        Rule(f"{hf}.{gate}.weight", fc1[:ffn]),
+        Rule(f"{hf}.{up}.weight", fc1[ffn:]),
+        same(f"{hf}.{down}.weight", f"{mcore}.linear_fc2.weight", d.hidden, ffn),
+    ]
+    if bias:
+        fc1 = native(f"{mcore}.linear_fc1.bias", 2 * ffn)
+        rules.append(Rule(f"{hf}.{gate}.bias", fc1[:ffn]))
+        rules.append(Rule(f"{hf}.{up}.bias", fc1[ffn:]))
+        rules.append(same(f"{hf}.{down}.bias", f"{mcore}.linear_fc2.bias", d.hidden))
+    return rules
+
+
+def mlp(d: Dims) -> Block:
+    """The MLP of a dense layer."""
+    return gated_mlp(d, d.ffn, bias=d.bias)
+
+
+def moe(
+    d: Dims, hf: str = "mlp", names: tuple[str, str, str] = GATED, shared: str = "shared_experts"
+) -> Block:
+    """A mixture of experts: router, experts, and a shared expert if the model has one."""
+    experts = gated_mlp(d, d.expert_ffn, f"{hf}.experts.{{expert}}", "mlp.experts.{expert}", names)
+    rules = [
+        same(f"{hf}.gate.weight", "mlp.router.weight", d.experts, d.hidden),
+        *(replace(rule, experts=d.experts) for rule in experts),
+    ]
+    if d.router_bias:
+        rules.append(same(f"{hf}.gate.e_score_correction_bias", "mlp.router.expert_bias", d.experts))
+    if d.shared_ffn:
+        rules += gated_mlp(d, d.shared_ffn, f"{hf}.{shared}", "mlp.shared_experts")
+    if d.shared_gate:
+        rules.append(same(f"{hf}.{shared}_gate.weight", "mlp.shared_experts.gate_weight", 1, d.hidden))
+    return rules
+
+
+def under(hf: str, mcore: str, block: Iterable[Rule], layers: Sequence[int] = ()) -> Iterator[Rule]:
+    """Put a block below a prefix on either side, once or for each of `layers`."""
+
+    def below(source: Any) -> Native:
+        return Native(f"{mcore}.{source.name}", source.shape)
+
+    for rule in block:
+        yield replace(rule, hf=f"{hf}.{rule.hf}", view=rule.view.renamed(below), layers=layers)
+
+
+def decoder(d: Dims, dense: Block, sparse: Block | None = None) -> Iterator[Rule]:
+    """All decoder layers: `sparse` where the model has experts, `dense` elsewhere."""
+    plain = tuple(layer for layer in range(d.layers) if layer not in d.sparse)
+    for block, layers in ((dense, plain), (sparse or [], d.sparse)):
+        if layers:
+            yield from under("model.layers.{layer}", "decoder.layers.{layer}", block, layers)
+
+
+def multi_token_prediction(d: Dims, block: Block) -> Iterator[Rule]:
+    """MTP layers: the hub stores them after the last layer, each with a copy of embedding and head."""
+    table = native("embedding.word_embeddings.weight", d.padded_vocab, d.hidden)
+    head = table if d.tied else native("output_layer.weight", d.padded_vocab, d.hidden)
+    for index in range(d.mtp):
+        hf, mcore = f"model.layers.{d.layers + index}", f"mtp.layers.{index}"
+        yield from under(hf, f"{mcore}.transformer_layer", block)
+        yield same(f"{hf}.enorm.weight", f"{mcore}.enorm.weight", d.hidden)
+        yield same(f"{hf}.hnorm.weight", f"{mcore}.hnorm.weight", d.hidden)
+        yield same(f"{hf}.eh_proj.weight", f"{mcore}.eh_proj.weight", d.hidden, 2 * d.hidden)
+        yield same(f"{hf}.shared_head.norm.weight", f"{mcore}.final_layernorm.weight", d.hidden)
+        yield Rule(f"{hf}.embed_tokens.weight", table[: d.vocab], copy=True)
+        yield Rule(f"{hf}.shared_head.head.weight", head[: d.vocab], copy=True)
