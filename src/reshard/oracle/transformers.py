@@ -1,0 +1,185 @@
+"""The transformers oracle: what Hugging Face's own code computes from a Hugging Face folder.
+
+Loading is strict: a tensor that is missing, left over or of another shape is an error, although
+`from_pretrained` would only warn and go on with random numbers. Code that a folder carries is never run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.errors import Problem, ReshardError
+
+Logits = npt.NDArray[np.float32]
+RULE = "strict loading by transformers"
+
+
+def transformers_logits(path: str | Path, tokens: npt.NDArray[np.int64], *, dtype: str = "float32") -> Logits:
+    """Logits [batch, seq, vocab] of the model in `path` for `tokens` [batch, seq]: CPU, eager attention.
+
+    The weights are cast to `dtype` before anything is computed. Raises ReshardError if transformers does not
+    implement the model, or if the folder does not hold exactly its tensors.
+    """
+    import torch
+
+    model = load_model(path, dtype=dtype)
+    with torch.inference_mode():
+        logits = model(input_ids=torch.from_numpy(tokens), use_cache=False).logits
+    result: Logits = logits.float().numpy()
+    return result
+
+
+def generate(path: str | Path, prompt: str, max_new_tokens: int = 32) -> str:
+    """What the model and the tokenizer in `path` say after `prompt`, greedily decoded, without the prompt."""
+    import torch
+    from transformers import AutoTokenizer
+
+    model = load_model(path)
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    with torch.inference_mode():
+        output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+    text: str = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return text
+
+
+def load_model(path: str | Path, *, dtype: str = "float32") -> Any:
+    """The `PreTrainedModel` in `path`, in evaluation mode.
+
+    Raises ReshardError unless the tensors in the folder are exactly those that the model needs.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    settings = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    config = _config(path, settings)
+    try:
+        with _quiet():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                torch_dtype=getattr(torch, dtype),
+                attn_implementation="eager",
+                ignore_mismatched_sizes=True,  # so that _refuse reports them all
+                output_loading_info=True,
+                local_files_only=True,
+                trust_remote_code=False,
+            )
+    except RuntimeError as error:  # transformers 5 could not merge experts of which a part is missing
+        message = "transformers cannot put the weights together"
+        raise ReshardError(message, file=str(path), rule=RULE, found=str(error)) from error
+    absent = _biases_that_only_llama_has(settings, info["missing_keys"])
+    _refuse(path, settings, {**info, "missing_keys": set(info["missing_keys"]) - absent})
+    with torch.no_grad():
+        for name in absent:
+            model.get_parameter(name).zero_()
+    return model.eval()
+
+
+def _config(path: str | Path, settings: Mapping[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    if settings.get("model_type") == "internlm3":
+        return _internlm3_as_llama(settings)
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    except ValueError as error:
+        raise ReshardError(
+            "transformers does not implement this model",
+            file=str(Path(path) / "config.json"),
+            found=f"model_type {settings.get('model_type')!r}",
+            remedy="install a newer transformers, or verify without --logits",
+        ) from error
+
+
+def _internlm3_as_llama(settings: Mapping[str, Any]) -> Any:
+    """InternLM3 lives in remote code, and computes what Llama computes.
+
+    Its `qkv_bias` and `bias` (o_proj and MLP) are Llama's `attention_bias` (q, k, v and o) and `mlp_bias`.
+    Source: configuration_internlm3.py and modeling_internlm3.py of internlm/internlm3-8b-instruct.
+    """
+    from transformers import LlamaConfig
+
+    renamed = {
+        key: value
+        for key, value in settings.items()
+        if key not in ("model_type", "auto_map", "architectures")
+    }
+    qkv_bias, bias = bool(renamed.pop("qkv_bias", False)), bool(renamed.pop("bias", False))
+    return LlamaConfig(**renamed, attention_bias=qkv_bias or bias, mlp_bias=bias)
+
+
+def _biases_that_only_llama_has(settings: Mapping[str, Any], missing: set[str]) -> set[str]:
+    """Biases that InternLM3 does not declare but the Llama model in its stead has; they count as zero."""
+    if settings.get("model_type") != "internlm3":
+        return set()
+    declared = {"q_proj": "qkv_bias", "k_proj": "qkv_bias", "v_proj": "qkv_bias", "o_proj": "bias"}
+    return {
+        name
+        for name in missing
+        if name.endswith(".bias") and not settings.get(declared.get(name.split(".")[-2], ""), True)
+    }
+
+
+def _refuse(path: str | Path, settings: Mapping[str, Any], info: Mapping[str, Any]) -> None:
+    """Raise one ReshardError for all that `output_loading_info` reports."""
+    file = str(path)
+    problems = [
+        Problem("the model needs a tensor that is not there", tensor=name, file=file, rule=RULE)
+        for name in sorted(info["missing_keys"])
+    ]
+    problems += [
+        Problem("a tensor belongs to nothing in the model", tensor=name, file=file, rule=RULE)
+        for name in sorted(info["unexpected_keys"])
+        if not _is_mtp(name, settings)
+    ]
+    problems += [
+        Problem(
+            "a tensor has the wrong shape",
+            tensor=name,
+            file=file,
+            rule=RULE,
+            expected=str(list(expected)),
+            found=str(list(found)),
+        )
+        for name, found, expected in sorted(info["mismatched_keys"])
+    ]
+    problems += [Problem(message, file=file, rule=RULE) for message in info.get("error_msgs", [])]
+    if problems:
+        raise ReshardError(problems)
+
+
+def _is_mtp(name: str, settings: Mapping[str, Any]) -> bool:
+    """Whether `name` is of a multi-token-prediction layer: the hub numbers them after the last decoder layer.
+
+    transformers leaves these layers out of the causal model, so they have no part in its logits.
+    """
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    first = settings["num_hidden_layers"]
+    return match is not None and int(match[1]) in range(
+        first, first + settings.get("num_nextn_predict_layers", 0)
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and no warnings: what they would say is raised as an error."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
