@@ -1,0 +1,268 @@
+"""Run a plan: windows of each block are gathered into a small buffer and written at their final offset.
+
+Work is handed out block by block, each thread on the file that fewest others are writing. Memory is bounded
+by the window and scratch buffers of each thread, whatever the size of the model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event, Lock
+from typing import Any
+
+import numpy as np
+from isal.isal_zlib import crc32
+
+from reshard.checkpoint import Cells, Replica
+from reshard.dtypes import DType
+from reshard.errors import Problem, ReshardError
+from reshard.gather import RAW, Files, Gatherer, Ledger, crc_problem
+from reshard.plan import Block, OutputFile, Plan
+from reshard.storage import StoredTensor
+from reshard.views import View
+
+WINDOW = 1 << 20
+"""Bytes gathered at a time: small enough for the cache, large enough for the disk."""
+
+WIDE_WINDOW = 32 << 20
+"""The same where a tensor is transposed, so that one read of its source serves many rows."""
+
+
+@dataclass
+class Report:
+    """What passed: bytes written, and the tensors that hold NaN or Inf."""
+
+    nbytes: int = 0
+    nonfinite: list[str] = field(default_factory=list)
+
+
+def worker_count(workers: int | None, memory: int) -> int:
+    """How many threads to run: one a core, fewer if their buffers would not fit in `memory` bytes."""
+    wanted = workers or min(8, os.cpu_count() or 1)
+    return max(1, min(wanted, memory // peak_per_worker(memory)))
+
+
+def peak_per_worker(memory: int) -> int:
+    """Bytes of buffers that one thread holds at most."""
+    return 2 * min(WIDE_WINDOW, max(WINDOW, memory // 4))
+
+
+def execute(
+    plan: Plan,
+    folder: Path,
+    *,
+    memory: int = 1 << 30,
+    workers: int | None = None,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> Report:
+    """Write all files of `plan` below `folder`, which exists and is empty.
+
+    Raises ReshardError if a source is shorter than it was, or if bytes do not have the CRC32 that was
+    recorded for them. What was written until then stays in `folder`, for the caller to remove.
+    """
+    run = _Run(plan, folder, memory, on_bytes)
+    threads = worker_count(workers, memory)
+    with ThreadPoolExecutor(threads, thread_name_prefix="reshard") as pool:
+        futures = [pool.submit(run.work) for _ in range(threads)]
+        try:
+            while True:
+                done, pending = wait(futures, timeout=0.2, return_when=FIRST_EXCEPTION)
+                if not pending or any(future.exception() for future in done):
+                    break
+        finally:
+            run.stopped.set()
+        for future in futures:
+            future.result()
+    run.settle()
+    return run.report
+
+
+class _Run:
+    """The state that the threads of one execution share."""
+
+    def __init__(self, plan: Plan, folder: Path, memory: int, on_bytes: Callable[[int], None]) -> None:
+        self.folder = folder
+        self.on_bytes = on_bytes
+        self.ledger = Ledger()
+        self.report = Report()
+        self.stopped = Event()
+        self.wide = min(WIDE_WINDOW, max(WINDOW, memory // 4))
+        self._lock = Lock()
+        self._names: dict[Any, str] = {}
+        self._waiting = deque(plan.files)
+        self._open: list[_Job] = []  # with blocks that nobody has taken
+
+    def work(self) -> None:
+        """Take blocks until there are none left."""
+        worker = _Worker(self)
+        try:
+            while not self.stopped.is_set() and (taken := self._take()):
+                job, block = taken
+                if block is not None:
+                    worker.write(job, block)
+                if job.finished(self._lock):
+                    job.close()
+        finally:
+            worker.close()
+
+    def _take(self) -> tuple[_Job, Block | None] | None:
+        """The next block, of the open file with the fewest writers, or of a new file."""
+        with self._lock:
+            job = min(self._open, key=lambda job: job.active, default=None)
+            if (job is None or job.active) and self._waiting:
+                job = _Job(self._waiting.popleft(), self.folder)
+                self._open.append(job)
+            if job is None:
+                return None
+            block = job.waiting.pop() if job.waiting else None
+            job.active += 1
+            if not job.waiting:
+                self._open.remove(job)
+            return job, block
+
+    def note(self, block: Block, nonfinite: bool, storages: set[Any]) -> None:
+        """Keep what one finished block showed."""
+        with self._lock:
+            self.report.nbytes += block.nbytes
+            if nonfinite and block.name not in self.report.nonfinite:
+                self.report.nonfinite.append(block.name)
+            for storage in storages:
+                self._names.setdefault(storage, block.name)
+
+    def settle(self) -> None:
+        """Compare all checksums; every damaged tensor is named."""
+        files = Files()
+        try:
+            wrong = self.ledger.settle(files)
+        finally:
+            files.close()
+        if wrong:
+            raise ReshardError([crc_problem(storage, self._names.get(storage)) for storage in wrong])
+
+
+class _Job:
+    """An output file while it is being written."""
+
+    def __init__(self, file: OutputFile, folder: Path) -> None:
+        path = folder / file.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        os.ftruncate(self.descriptor, file.size)
+        for offset, content in file.literals():
+            _write(self.descriptor, memoryview(content), offset)
+        self.waiting = file.blocks[::-1]
+        self.active = 0
+
+    def finished(self, lock: Lock) -> bool:
+        with lock:
+            self.active -= 1
+            return not self.active and not self.waiting
+
+    def close(self) -> None:
+        """Make the file durable: the rename that publishes it must not overtake its bytes."""
+        os.fsync(self.descriptor)
+        os.close(self.descriptor)
+
+
+class _Worker:
+    """The buffers of one thread."""
+
+    def __init__(self, run: _Run) -> None:
+        self.run = run
+        self.files = Files()
+        self.gatherer = Gatherer(self.files, run.ledger, run.wide)
+        self.buffer = np.empty(WINDOW, np.uint8)
+        self.shifted = np.empty(WINDOW, np.uint8)
+
+    def close(self) -> None:
+        self.files.close()
+
+    def write(self, job: _Job, block: Block) -> None:
+        """Gather one block window by window, and write it, its checksum last."""
+        view, size = block.source(), block.dtype.itemsize
+        window = (self.run.wide if _is_transposed(view) else WINDOW) // size
+        checksum, nonfinite = 0, False
+        for begin in range(0, view.numel, window):
+            if self.run.stopped.is_set():
+                return
+            count = min(window, view.numel - begin)
+            raw = self._room(count * size)
+            self.gatherer.fill(view.window(begin, begin + count), block.dtype, raw.view(RAW[size]))
+            nonfinite = nonfinite or self._has_nonfinite(raw, block.dtype)
+            if block.crc_at:
+                checksum = crc32(raw.data, checksum)
+            _write(job.descriptor, raw.data, block.offset + begin * size)
+            self.run.on_bytes(len(raw))
+        for place in block.crc_at:
+            _write(job.descriptor, memoryview(checksum.to_bytes(4, "little")), place)
+        storages = {piece.source.storage for piece in view.pieces if isinstance(piece.source, Cells)}
+        self.run.note(block, nonfinite, storages)
+
+    def _room(self, nbytes: int) -> np.ndarray[Any, Any]:
+        if nbytes > self.buffer.nbytes:
+            self.buffer = np.empty(nbytes, np.uint8)
+            self.shifted = np.empty(nbytes, np.uint8)
+        return self.buffer[:nbytes]
+
+    def _has_nonfinite(self, raw: np.ndarray[Any, Any], dtype: DType) -> bool:
+        """Whether an exponent is all ones. Shifting the sign away leaves one comparison, at memory speed."""
+        if not dtype.exponent:
+            return False
+        bits = raw.view(RAW[dtype.itemsize])
+        shifted = self.shifted[: raw.nbytes].view(bits.dtype)
+        np.left_shift(bits, 1, out=shifted)
+        return bool(shifted.max(initial=0) >= dtype.exponent << 1)
+
+
+def _is_transposed(view: View) -> bool:
+    """Whether neighbours in the target are no neighbours in the source."""
+    return any(piece.axes and piece.axes[-1][1] != 1 for piece in view.pieces)
+
+
+def _write(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data, offset)
+        data, offset = data[count:], offset + count
+
+
+def check_replicas(replicas: list[Replica]) -> list[Problem]:
+    """Compare tensors that the layout stores more than once, by checksum where both have one."""
+    files = Files()
+    try:
+        return [_replica_problem(replica) for replica in replicas if not _equal(files, replica)]
+    finally:
+        files.close()
+
+
+def _equal(files: Files, replica: Replica) -> bool:
+    first, second = replica.first.storage, replica.second.storage
+    if first == second:
+        return True
+    known = first.crc32 is not None and second.crc32 is not None
+    if known and first.nbytes == replica.first.nbytes and second.nbytes == replica.second.nbytes:
+        return first.crc32 == second.crc32
+    return _content(files, replica.first) == _content(files, replica.second)
+
+
+def _content(files: Files, stored: StoredTensor) -> bytes:
+    cells = Cells(stored.storage, stored.dtype)
+    view = View.of(cells, *stored.shape, start=stored.start, strides=stored.strides)
+    out = np.empty(stored.numel, RAW[stored.dtype.itemsize])
+    Gatherer(files, None, WIDE_WINDOW).fill(view.pieces, stored.dtype, out)
+    return out.tobytes()
+
+
+def _replica_problem(replica: Replica) -> Problem:
+    return Problem(
+        "two ranks hold different values of a tensor that they share",
+        tensor=replica.tensor,
+        file=replica.second.storage.path,
+        rule="replicated tensors are equal on all ranks",
+        expected=f"the values in {replica.first.storage.path}",
+        remedy="the files are of different iterations or runs: gather one iteration's files again",
+    )

@@ -1,0 +1,96 @@
+"""A family's rules at given sizes: every tensor of both sides, and how either side is made of the other."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from reshard.families.rules import Native, Rule
+from reshard.views import Piece, View, covered, overlaps
+
+
+class Dropped(NamedTuple):
+    """A source of elements that the other side does not have; `reason` names the rule."""
+
+    reason: str
+
+
+class Bound(NamedTuple):
+    """One tensor: the template that declares it, filled in with a layer and an expert."""
+
+    template: _Template
+    layer: int | None
+    expert: int | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.template.view.shape
+
+    @property
+    def view(self) -> View:
+        """The tensor as a view over the names of the other side."""
+
+        def fill(source: Hashable) -> Hashable:
+            return source.format(layer=self.layer, expert=self.expert) if isinstance(source, str) else source
+
+        return self.template.view.renamed(fill)
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    name: str
+    view: View  # over name patterns of the other side, or Dropped
+    layers: Sequence[int]
+    experts: int
+    copy: bool = False
+    written: bool = True
+
+    def instances(self) -> Iterator[tuple[str, Bound]]:
+        for layer in self.layers or (None,):
+            for expert in range(self.experts) if self.experts else (None,):
+                yield self.name.format(layer=layer, expert=expert), Bound(self, layer, expert)
+
+
+class Binding:
+    """Both sides of a model, bound name by name.
+
+    `hf` and `native` map tensor names to `Bound`s. Copies stand in `copies`, not in `hf`. Raises ValueError
+    if the rules do not make a bijection, which is a mistake in the family and not of its user.
+    """
+
+    def __init__(self, rules: Iterable[Rule]) -> None:
+        rules = list(rules)
+        self.hf: dict[str, Bound] = {}
+        self.copies: dict[str, Bound] = {}
+        for rule in rules:
+            if rule.hf:
+                view = rule.view.renamed(lambda source: source.name)  # type: ignore[attr-defined]
+                template = _Template(rule.hf, view, rule.layers, rule.experts, rule.copy, rule.written)
+                (self.copies if rule.copy else self.hf).update(template.instances())
+        self.native: dict[str, Bound] = {}
+        for template in _inverted(rules):
+            self.native.update(template.instances())
+
+    def written(self) -> Iterator[tuple[str, Bound]]:
+        """The tensors of a Hugging Face folder, with those copies that the hub stores."""
+        yield from self.hf.items()
+        yield from ((name, bound) for name, bound in self.copies.items() if bound.template.written)
+
+
+def _inverted(rules: Iterable[Rule]) -> Iterator[_Template]:
+    """Turn rules round: each native tensor as a view over the Hugging Face tensors that lie in it."""
+    pieces: dict[tuple[Native, tuple[int, ...], int], list[Piece]] = {}
+    for rule in rules:
+        if rule.copy:
+            continue
+        for piece in rule.view.pieces:
+            assert isinstance(piece.source, Native)
+            source: Hashable = rule.hf or Dropped(rule.reason)
+            key = (piece.source, tuple(rule.layers), rule.experts)
+            pieces.setdefault(key, []).append(piece.swapped(source))
+    for (tensor, layers, experts), parts in pieces.items():
+        view = View(tensor.shape, tuple(parts))
+        if overlaps(view) or covered(view) != view.numel:
+            raise ValueError(f"the rules for {tensor.name} {list(tensor.shape)} are no bijection")
+        yield _Template(tensor.name, view, layers, experts)

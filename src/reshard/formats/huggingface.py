@@ -1,0 +1,169 @@
+"""Hugging Face folders: safetensors in one file or in shards with an index; `pytorch_model*.bin` is read too."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from reshard.checkpoint import Checkpoint, Tensor
+from reshard.errors import Problem, ReshardError
+from reshard.formats import safetensors
+from reshard.formats.torchfile import read_torch_file
+from reshard.plan import Block, OutputFile, Planned
+from reshard.storage import StoredTensor
+
+NAME = "huggingface"
+KINDS = (("model", "safetensors"), ("pytorch_model", "bin"))
+
+
+def detect(path: Path) -> bool:
+    """Whether `path` is a folder with Hugging Face weights, or one such file."""
+    if path.is_file():
+        return path.suffix == ".safetensors" or path.name.startswith("pytorch_model")
+    return any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin")) or _index(path) is not None
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a folder (or a single file). Raises ReshardError naming every shard and tensor that is missing."""
+    folder = path if path.is_dir() else path.parent
+    problems: list[Problem] = []
+    tensors: dict[str, Tensor] = {}
+    index = _index(path) if path.is_dir() else None
+    files = _indexed_files(index, problems) if index else _plain_files(path)
+    for file in files:
+        try:
+            found = _read(file)
+        except ReshardError as error:
+            problems.extend(error.problems)
+            continue
+        for name in found.keys() & tensors.keys():
+            problems.append(Problem("a tensor stands in two files", tensor=name, file=str(file)))
+        tensors.update(found)
+    if index and not problems:
+        problems += _index_mismatches(index, tensors)
+    if problems:
+        raise ReshardError(problems)
+    config = folder / "config.json"
+    return Checkpoint(
+        path=path,
+        format=NAME,
+        dialect="hf",
+        tensors=tensors,
+        root=folder,
+        config=json.loads(config.read_text()) if config.is_file() else None,
+        variant=", ".join(sorted({file.suffix.lstrip(".") for file in files})),
+    )
+
+
+def _index(path: Path) -> Path | None:
+    names = [path / f"{stem}.{suffix}.index.json" for stem, suffix in KINDS]
+    return next((name for name in names if name.is_file()), None)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        content = json.loads(index.read_text())["weight_map"]
+        return {str(name): str(file) for name, file in content.items()}
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ReshardError(
+            "the index cannot be read", file=str(index), found=repr(error), remedy="copy or download it again"
+        ) from None
+
+
+def _indexed_files(index: Path, problems: list[Problem]) -> list[Path]:
+    shards = [index.parent / name for name in sorted(set(_weight_map(index).values()))]
+    problems += [
+        Problem(
+            "a shard is missing",
+            file=str(shard),
+            rule=f"every file that {index.name} names is there",
+            remedy="copy or download the missing file",
+        )
+        for shard in shards
+        if not shard.is_file()
+    ]
+    return [shard for shard in shards if shard.is_file()]
+
+
+def _plain_files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    for stem, suffix in KINDS:
+        single = path / f"{stem}.{suffix}"
+        found = [single] if single.is_file() else sorted(path.glob(f"*.{suffix}"))
+        if suffix == "bin":
+            found = [file for file in found if file.name.startswith(stem)]
+        if found:
+            return found
+    raise ReshardError("no weights here", file=str(path), expected="model.safetensors or pytorch_model.bin")
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    if file.suffix == ".safetensors":
+        return safetensors.read_tensors(file)
+    content = read_torch_file(file)
+    content = content.get("state_dict", content) if isinstance(content, dict) else content
+    if not isinstance(content, dict):
+        raise ReshardError("not a state dict", file=str(file), found=type(content).__name__)
+    return {
+        str(name): Tensor.stored(item) for name, item in content.items() if isinstance(item, StoredTensor)
+    }
+
+
+def _index_mismatches(index: Path, tensors: Mapping[str, Tensor]) -> Iterator[Problem]:
+    named = _weight_map(index)
+    for name in sorted(named.keys() - tensors.keys()):
+        yield Problem(
+            "a tensor is missing",
+            tensor=name,
+            file=str(index.parent / named[name]),
+            rule=f"every tensor that {index.name} names is in its file",
+            remedy="the index and the shards are of different models: copy both again",
+        )
+    for name in sorted(tensors.keys() - named.keys()):
+        yield Problem(
+            "a tensor is in a shard but not in the index",
+            tensor=name,
+            file=str(index),
+            remedy="the index is stale or a shard is of another model: copy both again",
+        )
+
+
+def lay_out(tensors: Iterable[Planned], config: Mapping[str, Any], max_shard_size: int) -> list[OutputFile]:
+    """The weights and config.json of a folder; more than one shard comes with an index."""
+    shards: list[list[Planned]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.nbytes > max_shard_size:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.nbytes
+    count = len(shards)
+    names = [
+        "model.safetensors" if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors"
+        for i in range(1, count + 1)
+    ]
+    files = [_shard(name, shard) for name, shard in zip(names, shards, strict=True)]
+    if count > 1:
+        weight_map = {
+            tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard
+        }
+        total = sum(tensor.nbytes for shard in shards for tensor in shard)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        files.append(OutputFile.of_bytes("model.safetensors.index.json", to_json(index)))
+    return [*files, OutputFile.of_bytes("config.json", to_json(config))]
+
+
+def _shard(name: str, tensors: list[Planned]) -> OutputFile:
+    header, offsets = safetensors.header_bytes((t.name, t.dtype, t.shape) for t in tensors)
+    blocks = [Block.whole(tensor, offsets[tensor.name]) for tensor in tensors]
+    size = len(header) + sum(tensor.nbytes for tensor in tensors)
+    return OutputFile(name, size, blocks, lambda: iter([(0, header)]))
+
+
+def to_json(content: Any) -> bytes:
+    """JSON as Hugging Face folders have it: two spaces, a newline at the end."""
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()

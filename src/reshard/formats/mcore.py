@@ -1,0 +1,191 @@
+"""Megatron-Core's names: how a tensor is spelled in each kind of checkpoint, and how ranks share it.
+
+Inside reshard a Megatron tensor has one name: that of the local layer spec, with global layer and expert
+indices (`decoder.layers.7.mlp.experts.3.linear_fc1.weight`). On disk, Transformer Engine fuses a norm into
+the linear layer behind it, torch_dist stacks layers and experts, legacy files restart both at zero. All of
+that is spelling, and stands here. Source: the `sharded_state_dict` methods of megatron-core 0.12 to 0.16.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from reshard.layout import Layout
+from reshard.views import View, concat
+
+FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
+}
+"""What a Transformer Engine layer spells differently, below a layer."""
+
+
+class Split(NamedTuple):
+    """Tensor parallelism cuts `axis`, inside each of `parts` equal parts (gate and up are two)."""
+
+    axis: int
+    parts: int = 1
+
+
+SPLITS = {
+    "word_embeddings.weight": Split(0),
+    "output_layer.weight": Split(0),
+    "linear_qkv.weight": Split(0),
+    "linear_qkv.bias": Split(0),
+    "linear_q_proj.weight": Split(0),
+    "linear_q_up_proj.weight": Split(0),
+    "linear_kv_up_proj.weight": Split(0),
+    "linear_proj.weight": Split(1),
+    "linear_fc1.weight": Split(0, parts=2),
+    "linear_fc1.bias": Split(0, parts=2),
+    "linear_fc2.weight": Split(1),
+    "eh_proj.weight": Split(0),
+}
+"""By the last two components of a name; every other tensor is the same on all ranks."""
+
+
+def split_of(name: str) -> Split | None:
+    """How tensor parallelism cuts the tensor called `name`; None if all ranks hold it whole."""
+    return SPLITS.get(".".join(name.rsplit(".", 2)[-2:]))
+
+
+def shard(view: View, split: Split, rank: int, ranks: int) -> View:
+    """The shard of one rank, as that rank holds it."""
+    return concat([box[1] for box in shard_boxes(view, split, rank, ranks)], split.axis)
+
+
+def shard_boxes(view: View, split: Split, rank: int, ranks: int) -> Iterator[tuple[tuple[int, ...], View]]:
+    """The boxes of the whole tensor that make up the shard of one rank: (offsets, part)."""
+    part = view.shape[split.axis] // split.parts
+    step = part // ranks
+    for index in range(split.parts):
+        low = [0] * len(view.shape)
+        size = list(view.shape)
+        low[split.axis], size[split.axis] = index * part + rank * step, step
+        yield tuple(low), view.box(low, size)
+
+
+def join(shards: list[View], split: Split) -> View:
+    """The whole tensor from the shards of all ranks: the inverse of `shard`."""
+    parts = [view.split(split.axis, split.parts, view.shape[split.axis] // split.parts) for view in shards]
+    return concat(parts, split.axis + 1).merge(split.axis)
+
+
+class Place(NamedTuple):
+    """What a name says about where its tensor lives."""
+
+    module: str
+    """Below the layer, or the whole name outside of layers."""
+    stack: str = ""
+    """"decoder" or "mtp"; empty outside of layers."""
+    layer: int | None = None
+    expert: int | None = None
+
+
+_LAYER = re.compile(r"(decoder|mtp)\.layers\.(?:(\d+)\.)?(.*)")
+_EXPERT = re.compile(r"(.*mlp\.experts)\.(\d+)\.(.*)")
+
+
+def place_of(name: str) -> Place:
+    """Take apart a name of reshard's own spelling."""
+    match = _LAYER.fullmatch(name)
+    if not match:
+        return Place(name)
+    stack, layer, module = match[1], int(match[2]), match[3]
+    expert = _EXPERT.fullmatch(module)
+    if expert:
+        return Place(f"{expert[1]}.{expert[3]}", stack, layer, int(expert[2]))
+    return Place(module, stack, layer)
+
+
+def name_of(place: Place) -> str:
+    """Put a name together again: the inverse of `place_of`."""
+    module = place.module
+    if place.expert is not None:
+        module = module.replace("mlp.experts.", f"mlp.experts.{place.expert}.", 1)
+    return module if place.layer is None else f"{place.stack}.layers.{place.layer}.{module}"
+
+
+def unfused(module: str) -> str:
+    """The local spelling of a module below a layer, which Transformer Engine may have fused."""
+    for fused, plain in FUSED_NORMS.items():
+        if module.endswith(fused):
+            return module[: -len(fused)] + plain
+    return module.replace("mtp_model_layer.", "transformer_layer.")
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """How a layer is spelled: by Transformer Engine or by the local spec, in torch_dist or legacy files.
+
+    torch_dist writes fused names under both specs, but only Transformer Engine keeps the norm before a
+    mixture of experts by itself, and only it fuses the norms of latent attention.
+    """
+
+    transformer_engine: bool
+    torch_dist: bool
+    latent: bool
+
+    def module(self, module: str, sparse: bool) -> str:
+        """The spelling of a module below a layer that is (not) `sparse`."""
+        prefix, inner = "", module
+        if module.startswith("transformer_layer."):
+            prefix, inner = "transformer_layer.", module.removeprefix("transformer_layer.")
+        for fused, plain in FUSED_NORMS.items():
+            if inner == plain and self._fuses(plain, sparse):
+                return prefix + fused
+        return module
+
+    def _fuses(self, plain: str, sparse: bool) -> bool:
+        if plain == "pre_mlp_layernorm.weight":
+            return not sparse if self.transformer_engine else self.torch_dist
+        if plain == "input_layernorm.weight":
+            return not self.latent and (self.transformer_engine or self.torch_dist)
+        return self.latent and self.transformer_engine
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Which pipeline stage, and which virtual chunk of it, holds a tensor."""
+
+    layout: Layout
+    layers: int
+
+    def table(self) -> Mapping[int, tuple[int, int, int]]:
+        """For every decoder layer: (stage, chunk, index in the chunk)."""
+        return {
+            layer: (stage, chunk, index)
+            for stage, chunk, layers in self.layout.chunks(self.layers)
+            for index, layer in enumerate(layers)
+        }
+
+    @property
+    def last(self) -> tuple[int, int]:
+        return self.layout.pp - 1, self.layout.vpp - 1
+
+
+def padded_vocabulary(vocab: int, divisible_by: int, tp: int) -> int:
+    """Rows of the embedding: Megatron-LM pads them to a multiple of `divisible_by` times TP."""
+    unit = divisible_by * tp
+    return -(-vocab // unit) * unit
+
+
+def stage_arguments(layout: Layout) -> dict[str, Any]:
+    """The arguments that describe uneven pipeline stages to Megatron-LM."""
+    stages = layout.stages
+    if not stages or len(set(stages)) == 1:
+        return {}
+    if layout.vpp == 1 and len(set(stages[1:-1])) <= 1 and layout.pp > 2:
+        return {
+            "decoder_first_pipeline_num_layers": stages[0],
+            "decoder_last_pipeline_num_layers": stages[-1],
+        }
+    if layout.vpp == 1 and layout.pp == 2:
+        return {"decoder_first_pipeline_num_layers": stages[0]}
+    marks = ["t" * count for count in stages]
+    return {"pipeline_model_parallel_layout": "|".join(["E" + marks[0], *marks[1:-1], marks[-1] + "L"])}

@@ -1,0 +1,129 @@
+"""The safetensors container: eight bytes of header length, a JSON header, tensors.
+
+Source of the format: the README of the safetensors project. A reader must refuse tensors that overlap,
+leave gaps or end beyond the file; there is no checksum, so sizes are all that can be checked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from reshard.checkpoint import Cells, Tensor
+from reshard.dtypes import BY_SAFETENSORS, DType
+from reshard.errors import Problem, ReshardError
+from reshard.storage import Storage
+from reshard.views import View
+
+HEADER_LIMIT = 100_000_000
+"""Longer headers are refused, as the safetensors library does."""
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The header of a file without its `__metadata__`, and the offset at which its data begins.
+
+    Raises ReshardError if the file is cut short or is no safetensors file.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little") if size >= 8 else 0
+        if not 2 <= length <= min(HEADER_LIMIT, size - 8):
+            raise _broken(
+                path, "a header that fits in the file", f"{length} bytes of header in {size} bytes of file"
+            )
+        raw = file.read(length)
+    try:
+        header = json.loads(raw)
+    except ValueError as error:
+        raise _broken(path, "a JSON header", str(error)) from None
+    if not isinstance(header, dict):
+        raise _broken(path, "a JSON object", type(header).__name__)
+    header.pop("__metadata__", None)
+    return header, 8 + length
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a file. Raises ReshardError listing every entry that does not fit."""
+    header, begin = read_header(path)
+    available = path.stat().st_size - begin
+    tensors: dict[str, Tensor] = {}
+    problems: list[Problem] = []
+    spans: list[tuple[int, int, str]] = []
+    for name, entry in header.items():
+        try:
+            dtype = BY_SAFETENSORS[entry["dtype"]]
+            shape = tuple(int(size) for size in entry["shape"])
+            first, last = (int(at) for at in entry["data_offsets"])
+        except (KeyError, TypeError, ValueError) as error:
+            problems.append(_entry(path, name, "dtype, shape and data_offsets that are known", repr(error)))
+            continue
+        if last - first != prod(shape) * dtype.itemsize:
+            expected = f"{prod(shape) * dtype.itemsize} bytes for {dtype} {list(shape)}"
+            problems.append(_entry(path, name, expected, f"{last - first} bytes"))
+            continue
+        spans.append((first, last, name))
+        storage = Storage(str(path), begin + first, last - first)
+        tensors[name] = Tensor(dtype, View.of(Cells(storage, dtype), *shape))
+    end = 0
+    for first, last, name in sorted(spans):
+        if first != end:
+            problems.append(_entry(path, name, f"data from byte {end}", f"data from byte {first}"))
+        end = max(end, last)
+    if end != available and not problems:
+        problems.append(
+            Problem(
+                "the file is cut short" if end > available else "the file is longer than its tensors",
+                file=str(path),
+                rule="the tensors of a safetensors file fill it",
+                expected=f"{begin + end} bytes",
+                found=f"{begin + available} bytes",
+                remedy="copy or download the file again",
+            )
+        )
+    if problems:
+        raise ReshardError(problems)
+    return tensors
+
+
+def header_bytes(tensors: Iterable[tuple[str, DType, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
+    """The first bytes of a file that holds `tensors` in this order, and the file offset of each tensor."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers 4 refuses files without it
+    end = 0
+    for name, dtype, shape in tensors:
+        size = prod(shape) * dtype.itemsize
+        header[name] = {"dtype": dtype.safetensors, "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # data is aligned to eight bytes
+    offsets = _offsets(header, 8 + len(text))
+    return len(text).to_bytes(8, "little") + text, offsets
+
+
+def _offsets(header: Mapping[str, Any], begin: int) -> dict[str, int]:
+    return {
+        name: begin + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"
+    }
+
+
+def _broken(path: Path, expected: str, found: str) -> ReshardError:
+    return ReshardError(
+        "not a whole safetensors file",
+        file=str(path),
+        expected=expected,
+        found=found,
+        remedy="copy or download the file again; a Git LFS pointer must be pulled first",
+    )
+
+
+def _entry(path: Path, name: str, expected: str, found: str) -> Problem:
+    return Problem(
+        "an entry of a safetensors header does not add up",
+        tensor=name,
+        file=str(path),
+        expected=expected,
+        found=found,
+        remedy="the file is damaged or was written by a faulty tool: copy or write it again",
+    )

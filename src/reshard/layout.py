@@ -1,0 +1,74 @@
+"""How tensors are spread over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from math import lcm
+
+from reshard.errors import Problem, ReshardError
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes of the tensor, pipeline, virtual pipeline, expert and expert-tensor parallel groups.
+
+    `stages` lists how many decoder layers each pipeline stage holds (per virtual chunk: chunk-major,
+    `vpp * pp` entries); empty means evenly.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int = 1
+    stages: tuple[int, ...] = ()
+
+    def as_dict(self) -> dict[str, int]:
+        """The five sizes, for `--json`."""
+        sizes = asdict(self)
+        del sizes["stages"]
+        return sizes
+
+    def __str__(self) -> str:
+        sizes = {"TP": self.tp, "PP": self.pp, "VPP": self.vpp, "EP": self.ep, "ETP": self.etp}
+        return " · ".join(f"{name}{size}" for name, size in sizes.items() if size > 1 or name in ("TP", "PP"))
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of one pipeline stage: the least that the dense and the expert groups both divide."""
+        return lcm(self.tp, self.ep * self.etp)
+
+    @property
+    def world_size(self) -> int:
+        """The fewest ranks that this layout runs on (without data or context parallelism)."""
+        return self.stage_ranks * self.pp
+
+    def dense_rank(self, pp: int, tp: int) -> int:
+        """The global rank that saves dense shard `tp` of stage `pp` (rank order tp-cp-ep-dp-pp)."""
+        return pp * self.stage_ranks + tp
+
+    def expert_rank(self, pp: int, ep: int, etp: int) -> int:
+        """The global rank that saves expert shard (`ep`, `etp`) of stage `pp`."""
+        return pp * self.stage_ranks + ep * self.etp + etp
+
+    def chunks(self, layers: int) -> list[tuple[int, int, range]]:
+        """Which decoder layers lie where: (stage, chunk, layers), in the order of the layers.
+
+        Megatron-Core gives the first `pp` groups of layers to chunk 0 of each stage, the next to chunk 1.
+        """
+        counts = self.stages or (layers // (self.pp * self.vpp),) * (self.pp * self.vpp)
+        if len(counts) != self.pp * self.vpp or sum(counts) != layers:
+            raise ReshardError(
+                Problem(
+                    f"{layers} layers do not divide over the pipeline",
+                    rule="every stage holds the same number of layers",
+                    expected=f"a multiple of PP·VPP = {self.pp * self.vpp}",
+                    found=f"{layers} layers",
+                    remedy="choose another --pp or --vpp, or name the layers of each stage: --stages 10,12,…",
+                )
+            )
+        result, first = [], 0
+        for index, count in enumerate(counts):
+            result.append((index % self.pp, index // self.pp, range(first, first + count)))
+            first += count
+        return result

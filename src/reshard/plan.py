@@ -1,0 +1,144 @@
+"""The plan: every byte of the output traced to a byte of the input, before any is read.
+
+A plan is a list of output files. A file is made of literal bytes (headers, pickles, configs) and of blocks:
+boxes of planned tensors, contiguous in the file. What a block's elements are made of is compiled when the
+block is executed, so the plan of a model with half a million shards fits in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from reshard.checkpoint import Cells, Replica
+from reshard.dtypes import DType
+from reshard.errors import Problem, ReshardError
+from reshard.storage import Storage
+from reshard.views import View
+
+ZERO = Storage("", 0, 0)
+"""The source of elements that the input does not have: vocabulary padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A whole tensor of the output. `source` compiles its view over `Cells` (or `ZERO` cells)."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    source: Callable[[], View]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A view of planned elements that lies contiguous at byte `offset` of a file.
+
+    `crc_at` lists where the file keeps the CRC32 of the block (little-endian, four bytes).
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    source: Callable[[], View]
+    offset: int
+    crc_at: tuple[int, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    @staticmethod
+    def whole(tensor: Planned, offset: int, crc_at: tuple[int, ...] = ()) -> Block:
+        """A whole tensor in one piece."""
+        return Block(tensor.name, tensor.dtype, tensor.shape, tensor.source, offset, crc_at)
+
+
+@dataclass
+class OutputFile:
+    """A file to write, relative to the destination. `literals` gives (offset, bytes) when asked."""
+
+    path: str
+    size: int
+    blocks: list[Block] = field(default_factory=list)
+    literals: Callable[[], Iterator[tuple[int, bytes]]] = field(default=lambda: iter(()))
+
+    @staticmethod
+    def of_bytes(path: str, content: bytes) -> OutputFile:
+        """A small file whose content is known."""
+        return OutputFile(path, len(content), literals=lambda: iter([(0, content)]))
+
+
+@dataclass
+class Plan:
+    """All that a conversion will do. `dropped` maps the name of a rule to what it leaves behind, in bytes."""
+
+    source: str
+    target: str
+    files: list[OutputFile]
+    tensors: int
+    parameters: int
+    dropped: Mapping[str, int]
+    replicas: list[Replica]
+    notes: list[str]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the whole output."""
+        return sum(file.size for file in self.files)
+
+    def audit(self) -> None:
+        """Check that the blocks and literals of each file tile it: none outside, none overlapping, no gap.
+
+        Raises ReshardError listing every offender: a mistake in a format, found before a byte is read.
+        """
+        problems = []
+        for file in self.files:
+            end = 0
+            spans = [(block.offset, block.nbytes, block.name) for block in file.blocks]
+            if spans:
+                for offset, size, name in sorted(spans):
+                    if offset < end or offset + size > file.size:
+                        problems.append(
+                            Problem(
+                                "the plan places a tensor where it does not fit",
+                                tensor=name,
+                                file=file.path,
+                                rule="every output byte is written exactly once",
+                                expected=f"from byte {end} within {file.size}",
+                                found=f"bytes {offset} to {offset + size}",
+                                remedy="this is a mistake in reshard: please report it with this message",
+                            )
+                        )
+                    end = offset + size
+        if problems:
+            raise ReshardError(problems)
+
+
+def check_sources(tensors: Mapping[str, View]) -> list[Problem]:
+    """Problems of views that do not reach each of their elements exactly once."""
+    return [
+        Problem("elements of a tensor are missing", tensor=name, rule="every element has exactly one source")
+        for name, view in tensors.items()
+        if sum(piece.numel for piece in view.pieces) != view.numel
+    ]
+
+
+def source_files(plan: Plan) -> set[Path]:
+    """The input files that the plan reads."""
+    return {
+        Path(piece.source.storage.path)
+        for file in plan.files
+        for block in file.blocks
+        for piece in block.source().pieces
+        if isinstance(piece.source, Cells) and piece.source.storage is not ZERO
+    }

@@ -1,0 +1,106 @@
+"""Output appears whole or not at all: written under a temporary name, made durable, renamed last."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from reshard.errors import Problem, ReshardError
+
+
+@contextmanager
+def staged(target: Path, *, overwrite: bool) -> Iterator[Path]:
+    """A new empty folder that becomes `target` when the block ends well, and vanishes when it does not.
+
+    With `overwrite` the old folder is moved aside, and removed once the new one stands in its place.
+    """
+    target = target.absolute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(target)
+    folder = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    folder.mkdir()
+    try:
+        yield folder
+        for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
+            _sync(path)
+        aside = target.with_name(f".{target.name}.replaced-{os.getpid()}")
+        if target.exists():
+            if overwrite:
+                target.rename(aside)
+            else:
+                target.rmdir()  # empty: `check_target` saw to that
+        folder.rename(target)
+        _sync(target.parent)
+        shutil.rmtree(aside, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sweep(target: Path) -> None:
+    """Remove what runs that were killed left beside `target`."""
+    for leftover in target.parent.glob(f".{target.name}.partial-*"):
+        pid = leftover.name.rpartition("-")[2]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def check_target(source: Path, target: Path, *, overwrite: bool, replaceable: bool, needed: int) -> None:
+    """Refuse a destination that would lose something or cannot hold the result.
+
+    `replaceable` tells whether the folder is itself a checkpoint, and so may be replaced with `overwrite`;
+    `needed` is the size of the result in bytes. Raises ReshardError.
+    """
+    problems = []
+    here, there = source.resolve(), target.resolve()
+    if here == there or there in here.parents:
+        problems.append(
+            Problem(
+                "the source lies inside the destination",
+                file=str(target),
+                rule="the destination is replaced as a whole",
+                found=f"source {source}",
+                remedy="choose a destination outside of the source",
+            )
+        )
+    elif target.is_dir() and any(target.iterdir()) and not (overwrite and replaceable):
+        problems.append(
+            Problem(
+                "the destination is not empty",
+                file=str(target),
+                rule="old shards or a stale index never remain beside new ones",
+                found=", ".join(sorted(path.name for path in target.iterdir())[:5]),
+                remedy="choose another folder"
+                if overwrite
+                else "choose another folder, or give --overwrite to replace it",
+                expected="an empty folder, or a checkpoint to replace" if overwrite else None,
+            )
+        )
+    elif target.exists() and not target.is_dir():
+        problems.append(Problem("the destination is a file", file=str(target), remedy="name a folder"))
+    parent = next(path for path in [there, *there.parents] if path.exists())
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        problems.append(
+            Problem(
+                "the disk is too small for the result",
+                file=str(parent),
+                rule="space is checked before the first byte is written",
+                expected=f"{needed:,} bytes free",
+                found=f"{free:,} bytes free",
+                remedy="free some space, choose another disk, or a narrower --dtype",
+            )
+        )
+    if problems:
+        raise ReshardError(problems)
