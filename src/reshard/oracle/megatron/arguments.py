@@ -1,0 +1,181 @@
+"""Megatron-LM's arguments: what a checkpoint stores, what is missing from it, and what follows from it."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from reshard.oracle.megatron.parallel import ParallelSizes
+
+# The defaults of Megatron-LM's own parser (core_v0.16.1 megatron/training/arguments.py) for what shapes a model.
+# Names that are absent here and from the arguments take the default of megatron-core's TransformerConfig.
+DEFAULTS: dict[str, Any] = {
+    "add_bias_linear": True,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "ffn_hidden_size": None,
+    "group_query_attention": False,
+    "kv_channels": None,
+    "kv_lora_rank": 32,
+    "moe_ffn_hidden_size": None,
+    "moe_grouped_gemm": False,
+    "moe_layer_freq": 1,
+    "mtp_num_layers": None,
+    "multi_latent_attention": False,
+    "norm_epsilon": 1e-5,
+    "normalization": "LayerNorm",
+    "num_experts": None,
+    "num_query_groups": 1,
+    "pipeline_model_parallel_layout": None,
+    "pipeline_model_parallel_size": 1,
+    "position_embedding_type": "learned_absolute",
+    "q_lora_rank": None,
+    "qk_layernorm": False,
+    "rope_scaling_factor": 8.0,
+    "rope_type": None,
+    "rotary_base": 10000,
+    "rotary_percent": 1.0,
+    "rotary_scaling_factor": 1.0,
+    "swiglu": False,
+    "transformer_impl": "transformer_engine",
+    "untie_embeddings_and_output_weights": False,
+    "use_rope_scaling": False,
+    "use_rotary_position_embeddings": False,
+}
+
+# Arguments that mean the same under the same name in TransformerConfig or MLATransformerConfig. All others concern
+# speed, precision or training and do not change which function the weights compute.
+_SAME_NAME = (
+    "add_bias_linear",
+    "add_qkv_bias",
+    "beta_fast",
+    "beta_slow",
+    "ffn_hidden_size",
+    "glu_linear_offset",
+    "hidden_size",
+    "init_method_std",
+    "kv_channels",
+    "kv_lora_rank",
+    "moe_aux_loss_coeff",
+    "moe_ffn_hidden_size",
+    "moe_grouped_gemm",
+    "moe_layer_freq",
+    "moe_router_bias_update_rate",
+    "moe_router_dtype",
+    "moe_router_enable_expert_bias",
+    "moe_router_group_topk",
+    "moe_router_load_balancing_type",
+    "moe_router_num_groups",
+    "moe_router_pre_softmax",
+    "moe_router_score_function",
+    "moe_router_topk",
+    "moe_router_topk_scaling_factor",
+    "moe_shared_expert_gate",
+    "moe_shared_expert_intermediate_size",
+    "moe_use_legacy_grouped_gemm",
+    "mscale",
+    "mscale_all_dim",
+    "mtp_num_layers",
+    "multi_latent_attention",
+    "normalization",
+    "num_attention_heads",
+    "num_layers",
+    "original_max_position_embeddings",
+    "q_lora_rank",
+    "qk_head_dim",
+    "qk_layernorm",
+    "qk_pos_emb_head_dim",
+    "rope_type",
+    "rotary_base",
+    "rotary_interleaved",
+    "rotary_percent",
+    "rotary_scaling_factor",
+    "v_head_dim",
+)
+
+# Where None is a value and not the lack of one.
+_NONE_IS_A_VALUE = frozenset({"q_lora_rank"})
+
+
+def complete(args: argparse.Namespace | Mapping[str, Any]) -> SimpleNamespace:
+    """The arguments with Megatron-LM's defaults and with what its `validate_args` derives from them.
+
+    Raises KeyError for a name without which there is no model: num_layers, hidden_size, num_attention_heads,
+    padded_vocab_size.
+    """
+    given = dict(args) if isinstance(args, Mapping) else dict(vars(args))
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size"):
+        if given.get(name) is None:
+            raise KeyError(f"the Megatron arguments lack {name!r}")
+    full = SimpleNamespace(**{**DEFAULTS, **given})
+    if full.ffn_hidden_size is None:
+        full.ffn_hidden_size = (
+            int(4 * full.hidden_size * 2 / 3 / 64) * 64 if full.swiglu else 4 * full.hidden_size
+        )
+    if full.kv_channels is None:
+        full.kv_channels = full.hidden_size // full.num_attention_heads
+    if full.num_experts is not None and full.moe_ffn_hidden_size is None:
+        full.moe_ffn_hidden_size = full.ffn_hidden_size
+    if full.use_rotary_position_embeddings:
+        full.position_embedding_type = "rope"
+    if isinstance(full.moe_layer_freq, str):
+        full.moe_layer_freq = ast.literal_eval(full.moe_layer_freq)
+    full.max_position_embeddings = given.get("max_position_embeddings") or given.get("seq_length") or 4096
+    return full
+
+
+def stage_sizes(args: SimpleNamespace, sizes: ParallelSizes) -> dict[str, Any]:
+    """Uneven pipeline stages, which hold only for the number of stages that the arguments were written for."""
+    if sizes.pp == 1 or sizes.pp != args.pipeline_model_parallel_size:
+        return {}
+    return {
+        "num_layers_in_first_pipeline_stage": args.decoder_first_pipeline_num_layers,
+        "num_layers_in_last_pipeline_stage": args.decoder_last_pipeline_num_layers,
+        "pipeline_model_parallel_layout": args.pipeline_model_parallel_layout,
+    }
+
+
+def config_fields(args: SimpleNamespace, config_class: type) -> dict[str, Any]:
+    """The architecture in terms of `config_class`, as Megatron-LM's `core_transformer_config_from_args` gives it."""
+    import torch.nn.functional as functional
+
+    known = {field.name for field in dataclasses.fields(config_class)}
+    fields = {
+        name: getattr(args, name)
+        for name in _SAME_NAME
+        if name in known
+        and hasattr(args, name)
+        and (getattr(args, name) is not None or name in _NONE_IS_A_VALUE)
+    }
+    fields["num_moe_experts"] = args.num_experts
+    fields["layernorm_epsilon"] = args.norm_epsilon
+    fields["layernorm_zero_centered_gamma"] = bool(getattr(args, "apply_layernorm_1p", False))
+    fields["num_query_groups"] = args.num_query_groups if args.group_query_attention else None
+    if args.swiglu:
+        fields["gated_linear_unit"] = True
+        fields["activation_func"] = functional.silu
+    return fields
+
+
+def to_store(
+    args: argparse.Namespace | Mapping[str, Any], sizes: ParallelSizes, **changes: Any
+) -> argparse.Namespace:
+    """The arguments as a checkpoint of this layout stores them, under the names of Megatron-LM's parser."""
+    stored = argparse.Namespace(**vars(complete(args)))
+    layers_per_chunk = stored.num_layers // sizes.pp // (sizes.virtual or 1)
+    layout = {
+        "tensor_model_parallel_size": sizes.tp,
+        "pipeline_model_parallel_size": sizes.pp,
+        "virtual_pipeline_model_parallel_size": sizes.virtual,
+        "num_layers_per_virtual_pipeline_stage": layers_per_chunk if sizes.virtual else None,
+        "expert_model_parallel_size": sizes.ep,
+        "expert_tensor_parallel_size": sizes.expert_tp,
+        "context_parallel_size": 1,
+    }
+    for name, value in {**layout, **changes}.items():
+        setattr(stored, name, value)
+    return stored

@@ -1,0 +1,302 @@
+"""Load a checkpoint into model chunks strictly, and save one as Megatron-LM's `save_checkpoint` does."""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import random
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from reshard.oracle.megatron import names
+from reshard.oracle.megatron.parallel import ParallelSizes, supported
+from reshard.oracle.megatron.unpickle import inert_pickle
+
+Format = Literal["torch_dist", "torch"]
+
+# Entries that are no weights: fp8 state of TransformerEngine, optimizer, random states, data iterators.
+_NOT_WEIGHTS = re.compile(r"(_extra_state(/.*)?$)|^(optimizer\.|rng_state|rerun_state_machine|chained_)")
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """What a strict load found.
+
+    `missing`: weights that the model has and the checkpoint lacks; `unexpected`: the other way round;
+    `other`: keys on either side that are no weights (`_extra_state`, optimizer, random states).
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    other: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, missing: Any, unexpected: Any) -> Mismatch:
+        """Sort keys by whether they are weights."""
+        other = {key for key in {*missing, *unexpected} if _NOT_WEIGHTS.search(key)}
+        return cls(
+            tuple(sorted(set(missing) - other)), tuple(sorted(set(unexpected) - other)), tuple(sorted(other))
+        )
+
+    @classmethod
+    def union(cls, mismatches: list[Mismatch]) -> Mismatch:
+        """What all ranks found together."""
+        return cls(
+            *(
+                tuple(sorted({key for one in mismatches for key in getattr(one, kind)}))
+                for kind in ("missing", "unexpected", "other")
+            )
+        )
+
+
+def is_torch_dist(folder: Path) -> bool:
+    """Whether an iteration folder holds the distributed format and not `mp_rank_*`."""
+    return (folder / ".metadata").is_file()
+
+
+def rank_folder(folder: Path) -> Path:
+    """This rank's `mp_rank_*` folder: the pipeline and the expert part appear only where there are several."""
+    from megatron.core import parallel_state as ps
+
+    name = f"mp_rank_{ps.get_tensor_model_parallel_rank():02d}"
+    if ps.get_pipeline_model_parallel_world_size() > 1:
+        name += f"_{ps.get_pipeline_model_parallel_rank():03d}"
+    if ps.get_expert_model_parallel_world_size() > 1:
+        name += f"_{ps.get_expert_model_parallel_rank():03d}"
+    return folder / name
+
+
+def model_key(chunks: list[Any], index: int) -> str:
+    """`model`, or `model0`, `model1` … where a rank holds several chunks."""
+    return "model" if len(chunks) == 1 else f"model{index}"
+
+
+def load_weights(chunks: list[Any], folder: Path) -> Mismatch:
+    """Fill `chunks` from an iteration folder of either format; collective over all ranks."""
+    return _load_torch_dist(chunks, folder) if is_torch_dist(folder) else _load_legacy(chunks, folder)
+
+
+def _load_torch_dist(chunks: list[Any], folder: Path) -> Mismatch:
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+
+    keys = stored_keys(folder)
+    wanted = {
+        model_key(chunks, index): chunk.sharded_state_dict(metadata=_key_style(keys))
+        for index, chunk in enumerate(chunks)
+    }
+    names.follow_checkpoint(wanted, keys)
+    loaded, missing, unexpected = dist_checkpointing.load(
+        wanted, str(folder), strict=StrictHandling.RETURN_ALL
+    )
+    left = [_fill(chunk, loaded[model_key(chunks, index)]) for index, chunk in enumerate(chunks)]
+    return Mismatch.union([Mismatch.of(missing, unexpected), *left])
+
+
+def stored_keys(folder: Path) -> frozenset[str]:
+    """Every key of a torch_dist checkpoint, tensors and pickled objects alike."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    return frozenset(FileSystemReader(str(folder)).read_metadata().state_dict_metadata)
+
+
+def _key_style(keys: frozenset[str]) -> dict[str, Any]:
+    """The metadata that makes `sharded_state_dict` name its keys as the checkpoint does."""
+    from megatron.core import parallel_state as ps
+
+    return {
+        "dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True),
+        "non_homogeneous_layers": any(re.match(r"decoder\.layers\.\d+\.", key) for key in keys),
+        "singleton_local_shards": any(key.endswith(("linear_fc1.weight_w", "fc1.weight_v")) for key in keys),
+        "chained_optim_avoid_prefix": True,
+    }
+
+
+def _fill(chunk: Any, state: dict[str, Any]) -> Mismatch:
+    """Load what arrived; keys that never did are already in the report of `dist_checkpointing.load`."""
+    result = chunk.load_state_dict(state, strict=False)
+    return Mismatch.of((), result.unexpected_keys)
+
+
+def _load_legacy(chunks: list[Any], folder: Path) -> Mismatch:
+    import torch
+
+    file = rank_folder(folder) / "model_optim_rng.pt"
+    stored = torch.load(file, map_location="cpu", weights_only=False, pickle_module=inert_pickle)
+    found = []
+    for index, chunk in enumerate(chunks):
+        state = names.legacy_to_local(chunk, stored[model_key(chunks, index)])
+        result = chunk.load_state_dict(state, strict=False)
+        found.append(Mismatch.of(result.missing_keys, result.unexpected_keys))
+    return Mismatch.union(found)
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """How a checkpoint is written. The defaults are those of Megatron-LM, but for `per_layer` and `singleton`,
+    which other frameworks built on megatron-core choose.
+    """
+
+    format: Format = "torch_dist"
+    release: bool = False
+    optimizer: bool = True
+    optimizer_sharding: str = "dp_reshardable"
+    fully_parallel: bool = True
+    per_layer: bool = False
+    singleton: bool = False
+
+
+def save_checkpoint(
+    out: Path,
+    iteration: int,
+    chunks: list[Any],
+    args: argparse.Namespace,
+    sizes: ParallelSizes,
+    *,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    options: SaveOptions | None = None,
+) -> Path:
+    """Write `out/iter_NNNNNNN` (or `out/release`) and the tracker file; collective. Returns the folder.
+
+    The content is that of `generate_state_dict` and `save_checkpoint` in Megatron-LM core_v0.16.1.
+    """
+    import torch
+
+    options = options or SaveOptions()
+    folder = out / ("release" if options.release else f"iter_{iteration:07d}")
+    args.ckpt_format, args.iteration = options.format, iteration
+    state: dict[str, Any] = {"args": args, "checkpoint_version": 3.0, "iteration": iteration}
+    optimizer = optimizer if options.optimizer else None
+    if torch.distributed.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+    torch.distributed.barrier()
+    if options.format == "torch_dist":
+        _save_torch_dist(folder, state, chunks, sizes, optimizer, scheduler, options)
+    else:
+        _save_legacy(folder, state, chunks, optimizer, scheduler)
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        tracker = "release" if options.release else str(iteration)
+        (out / "latest_checkpointed_iteration.txt").write_text(tracker)
+    torch.distributed.barrier()
+    return folder
+
+
+def _save_torch_dist(
+    folder: Path,
+    state: dict[str, Any],
+    chunks: list[Any],
+    sizes: ParallelSizes,
+    optimizer: Any,
+    scheduler: Any,
+    options: SaveOptions,
+) -> None:
+    from megatron.core import dist_checkpointing
+    from megatron.core import parallel_state as ps
+    from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+
+    group = ps.get_data_parallel_group(with_context_parallel=True)
+    content = _content_metadata(optimizer, options)
+    metadata = {**content, "dp_cp_group": group}
+    for index, chunk in enumerate(chunks):
+        state[model_key(chunks, index)] = chunk.sharded_state_dict(metadata=metadata)
+    if optimizer is not None:
+        state["optimizer"] = _sharded_optimizer(optimizer, state, metadata, options)
+        state["opt_param_scheduler"] = scheduler.state_dict()
+    state["rng_state"] = _sharded_random_state(sizes)
+    state["num_floating_point_operations_so_far"] = 0.0
+    strategy = get_default_save_sharded_strategy("torch_dist")
+    if options.fully_parallel:
+        strategy = FullyParallelSaveStrategyWrapper(strategy, group, False)
+    dist_checkpointing.save(
+        state,
+        str(folder),
+        strategy,
+        validate_access_integrity=True,
+        **supported(dist_checkpointing.save, content_metadata=content),
+    )
+
+
+def _content_metadata(optimizer: Any, options: SaveOptions) -> dict[str, Any]:
+    """What 0.13 and later store as `content_metadata`; older ones only act by it."""
+    content: dict[str, Any] = {
+        "singleton_local_shards": options.singleton,
+        "chained_optim_avoid_prefix": True,
+    }
+    if options.per_layer:
+        content["non_homogeneous_layers"] = True
+    if getattr(getattr(optimizer, "config", None), "use_distributed_optimizer", False):
+        content["distrib_optim_sharding_type"] = options.optimizer_sharding
+        if options.optimizer_sharding == "fully_reshardable":
+            content["distrib_optim_fully_reshardable_mem_efficient"] = False
+    return content
+
+
+def _sharded_optimizer(
+    optimizer: Any, state: dict[str, Any], metadata: dict[str, Any], options: SaveOptions
+) -> Any:
+    """0.14 and later read the kind of sharding from the metadata, older ones from an argument of their own."""
+    try:
+        return optimizer.sharded_state_dict(state, metadata=metadata)
+    except TypeError:
+        if "distrib_optim_sharding_type" not in metadata:
+            return optimizer.sharded_state_dict(state)
+        return optimizer.sharded_state_dict(state, sharding_type=options.optimizer_sharding)
+
+
+def random_state() -> list[dict[str, Any]]:
+    """The random states as Megatron-LM collects them: one entry per data parallel rank, here one."""
+    import numpy as np
+    import torch
+    from megatron.core import tensor_parallel
+
+    return [
+        {
+            "random_rng_state": random.getstate(),
+            "np_rng_state": np.random.get_state(),
+            "torch_rng_state": torch.get_rng_state(),
+            "cuda_rng_state": torch.cuda.get_rng_state(),
+            "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+        }
+    ]
+
+
+def _sharded_random_state(sizes: ParallelSizes) -> Any:
+    """One object per (pipeline, tensor) rank; with expert parallelism per data parallel rank too."""
+    from megatron.core import parallel_state as ps
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    pipeline, tensor = ps.get_pipeline_model_parallel_rank(), ps.get_tensor_model_parallel_rank()
+    data = ps.get_data_parallel_rank(with_context_parallel=True)
+    if sizes.ep > 1:
+        shape = (sizes.pp, sizes.tp, ps.get_data_parallel_world_size(with_context_parallel=True))
+        return ShardedObject("rng_state", random_state(), shape, (pipeline, tensor, data), replica_id=0)
+    return ShardedObject(
+        "rng_state", random_state(), (sizes.pp, sizes.tp), (pipeline, tensor), replica_id=data
+    )
+
+
+def _save_legacy(
+    folder: Path, state: dict[str, Any], chunks: list[Any], optimizer: Any, scheduler: Any
+) -> None:
+    import torch
+    from megatron.core import parallel_state as ps
+
+    target = rank_folder(folder)
+    for index, chunk in enumerate(chunks):
+        state[model_key(chunks, index)] = chunk.state_dict_for_save_checkpoint()
+    if optimizer is not None:
+        state["optimizer"] = optimizer.state_dict()
+        state["opt_param_scheduler"] = scheduler.state_dict()
+        if getattr(optimizer.config, "use_distributed_optimizer", False):
+            target.mkdir(exist_ok=True)
+            optimizer.save_parameter_state(str(target / "distrib_optim.pt"))
+    state["rng_state"] = random_state()
+    state["num_floating_point_operations_so_far"] = 0.0
+    if ps.get_expert_data_parallel_rank() == 0:
+        target.mkdir(exist_ok=True)
+        torch.save(state, target / "model_optim_rng.pt", pickle_protocol=pickle.DEFAULT_PROTOCOL)

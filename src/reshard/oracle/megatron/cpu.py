@@ -1,0 +1,215 @@
+"""Let the megatron-core of PyPI (0.12.3 to 0.16.1) run on a torch that has no GPU.
+
+Megatron-Core names CUDA in a few dozen places where nothing but a device is meant. `enable` replaces those
+once per process, in the ranks and not in their parent. It changes where tensors live and how processes talk, never
+what is computed. Where torch sees a GPU it does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import queue
+from typing import Any
+
+_enabled = False
+
+
+def enable() -> None:
+    """Apply every patch once; call before models are built."""
+    global _enabled
+    import torch._dynamo
+
+    if _enabled or torch.cuda.is_available():
+        return
+    _enabled = True
+    # Megatron-Core compiles small functions, which would cost more here than they run.
+    torch._dynamo.config.disable = True
+    _replace_cuda_runtime()
+    _redirect_devices()
+    _repair_random_states()
+    _repair_uneven_collectives()
+    _repair_experts()
+    _repair_attention()
+    _repair_norms()
+    _repair_writers()
+
+
+class _Stream:
+    """A CUDA stream on a device that runs everything in order."""
+
+    cuda_stream = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def wait_stream(self, *_: Any) -> None: ...
+    def wait_event(self, *_: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def record_event(self, *_: Any) -> _Stream:
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def _replace_cuda_runtime() -> None:
+    """Calls of `torch.cuda` that raise without a driver: device, streams, random state."""
+    import torch
+
+    cuda: Any = torch.cuda
+    stream = _Stream()
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.synchronize = lambda *_, **__: None
+    cuda.Stream = _Stream
+    cuda.current_stream = cuda.default_stream = lambda *_, **__: stream
+    cuda.stream = lambda _: contextlib.nullcontext()
+    cuda.manual_seed = torch.manual_seed
+    cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+def _redirect_devices() -> None:
+    """Send `device="cuda"` and `.cuda()` to the CPU for as long as the process lives."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    def is_cuda(device: Any) -> bool:
+        return torch.device(device).type == "cuda" if isinstance(device, (str, torch.device)) else False
+
+    class CpuForCuda(TorchFunctionMode):  # type: ignore[misc]
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = dict(kwargs or {})
+            if is_cuda(kwargs.get("device")):
+                kwargs["device"] = "cpu"
+            if func is torch.Tensor.cuda:
+                return args[0]
+            if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+                # The distributed data parallel code and the optimizer group parameters by the names of
+                # CUDA tensor types ("torch.cuda.FloatTensor") and refuse all others.
+                return func(*args).replace("torch.", "torch.cuda.", 1)
+            return func(*args, **kwargs)
+
+    CpuForCuda().__enter__()
+
+
+def _repair_random_states() -> None:
+    """The random-state tracker holds its own references to the CUDA generator."""
+    import torch
+    from megatron.core.tensor_parallel import random as tracker
+
+    tracker._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    tracker._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+def _repair_uneven_collectives() -> None:
+    """Gloo gathers and scatters equal parts only; experts with tensor parallelism exchange unequal ones."""
+    import torch
+    from megatron.core.tensor_parallel import mappings
+
+    gather_equal, scatter_equal = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather(input_: Any, group: Any, sizes: Any = None, *rest: Any) -> Any:
+        if sizes is None:
+            return gather_equal(input_, group, sizes, *rest)
+        padded = input_.new_zeros((max(sizes), *input_.shape[1:]))
+        padded[: input_.shape[0]] = input_
+        parts = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def reduce_scatter(input_: Any, group: Any, sizes: Any = None, *rest: Any) -> Any:
+        if sizes is None:
+            return scatter_equal(input_, group, sizes, *rest)
+        total = input_.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return torch.split(total, [int(size) for size in sizes])[
+            torch.distributed.get_rank(group)
+        ].contiguous()
+
+    mappings._gather_along_first_dim = gather
+    mappings._reduce_scatter_along_first_dim = reduce_scatter
+
+
+def _repair_experts() -> None:
+    """Mixture-of-experts code that is only right with a GPU or with TransformerEngine."""
+    import torch
+    from megatron.core.transformer.moe import grouped_gemm_util, moe_utils, token_dispatcher
+
+    # 0.16: the name is used unguarded, but imported only where TransformerEngine is installed.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+    # The all-to-all dispatcher turns split sizes into numpy only if they were on a GPU; it needs numpy anyway.
+    def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
+    # The legacy GroupedMLP asks for a CUDA extension when built. Its forward pass needs it; saving does not.
+    grouped_gemm_util.assert_grouped_gemm_is_available = lambda: None
+
+
+def _repair_attention() -> None:
+    """Multi-latent attention asks for keys and values of different sizes, which only TransformerEngine's class takes.
+
+    The plain DotProductAttention computes them as it stands; it only has to be told the width of its output.
+    """
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    # The import of the TransformerEngine wrappers never fails, so the module believes in mock objects.
+    if not isinstance(getattr(multi_latent_attention, "TELinear", None), type):
+        multi_latent_attention.HAVE_TE = False
+    plain_init = DotProductAttention.__init__
+    if "v_channels" in inspect.signature(plain_init).parameters:
+        return
+
+    def init(self: Any, *args: Any, k_channels: Any = None, v_channels: Any = None, **kwargs: Any) -> None:
+        plain_init(self, *args, **kwargs)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    DotProductAttention.__init__ = init
+
+
+def _repair_norms() -> None:
+    """The plain torch norm refuses sequence parallelism, which MoE training with TP > 1 requires.
+
+    All that sequence parallelism asks of a norm is a mark on its parameters, by which their gradients are
+    summed over the tensor parallel ranks.
+    """
+    import torch
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    def build(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        norm = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        module = norm(hidden_size, eps=eps)
+        for parameter in module.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return module
+
+    WrappedTorchNorm.__new__ = staticmethod(build)
+
+
+def _repair_writers() -> None:
+    """Saving: a queue without a second interpreter, and a private torch function that gained an argument."""
+    import torch.distributed.checkpoint.filesystem as torch_filesystem
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    # The queue of results comes from a spawned Manager, which imports __main__ again in every rank
+    # (a second each, and a hang where __main__ has no guard). A synchronous save needs no other process.
+    filesystem_async._get_write_results_queue = queue.Queue
+
+    # torch 2.8 made `serialization_format` a required argument; megatron-core 0.12 does not pass it.
+    write_item = torch_filesystem._write_item
+    if "serialization_format" in inspect.signature(write_item).parameters:
+
+        def write(*args: Any, **kwargs: Any) -> Any:
+            if len(args) < 6:
+                kwargs.setdefault("serialization_format", torch_filesystem.SerializationFormat.TORCH_SAVE)
+            return write_item(*args, **kwargs)
+
+        torch_filesystem._write_item = write
+        if hasattr(filesystem_async, "_write_item"):
+            filesystem_async._write_item = write

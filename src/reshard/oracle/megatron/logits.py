@@ -1,0 +1,166 @@
+"""Megatron-Core's own logits for given tokens, from a checkpoint loaded strictly at any layout."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.errors import Problem, ReshardError
+from reshard.oracle.megatron import parallel
+from reshard.oracle.megatron.checkpoint import Mismatch, load_weights
+from reshard.oracle.megatron.model import Spec, build_model
+from reshard.oracle.megatron.parallel import Layout, ParallelSizes
+from reshard.oracle.megatron.session import run_ranks
+
+Tokens = npt.NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True)
+class MegatronLogits:
+    """Logits, float32 [batch, sequence, padded vocabulary], and the keys on which model and checkpoint differ.
+
+    `mtp` holds the logits of the multi-token prediction layers, in order. For the other fields see `Mismatch`.
+    """
+
+    logits: npt.NDArray[np.float32]
+    mtp: tuple[npt.NDArray[np.float32], ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    other: tuple[str, ...]
+
+
+def megatron_logits(
+    checkpoint: Path | str,
+    tokens: Tokens,
+    *,
+    args: argparse.Namespace | Mapping[str, Any],
+    layout: Layout | None = None,
+    spec: Spec = "local",
+    strict: bool = True,
+    timeout: float = 300.0,
+) -> MegatronLogits:
+    """Run `tokens` [batch, sequence] through the checkpoint in the iteration folder `checkpoint`, in float32.
+
+    torch_dist is loaded at `layout` (one rank unless given); `mp_rank_*` at the layout that it was saved in, which
+    `layout` must name. `args` are Megatron-LM's, as the checkpoint stores them. The local modules also read
+    checkpoints that were written with TransformerEngine's names; `spec="te"` runs TransformerEngine itself.
+    Raises ReshardError where weights are missing or left over and `strict` is set, RankError where a rank fails.
+    """
+    folder = Path(checkpoint)
+    sizes = ParallelSizes.of(layout)
+    ranks = run_ranks(
+        sizes.world_size, _rank_logits, folder, tokens, args, sizes, spec, strict, timeout=timeout
+    )
+    mismatch = Mismatch.union([found for found, _ in ranks])
+    if strict and (mismatch.missing or mismatch.unexpected):
+        raise ReshardError(_problems(mismatch, folder))
+    outputs = next(outputs for _, outputs in ranks if outputs)
+    return MegatronLogits(
+        outputs[-1], tuple(outputs[:-1]), mismatch.missing, mismatch.unexpected, mismatch.other
+    )
+
+
+def _problems(mismatch: Mismatch, folder: Path) -> list[Problem]:
+    rule = "megatron-core's strict loading"
+    missing = [
+        Problem("megatron-core does not find a weight", tensor=key, file=str(folder), rule=rule)
+        for key in mismatch.missing
+    ]
+    unexpected = [
+        Problem("megatron-core has no place for a weight", tensor=key, file=str(folder), rule=rule)
+        for key in mismatch.unexpected
+    ]
+    return missing + unexpected
+
+
+def _rank_logits(
+    folder: Path,
+    tokens: Tokens,
+    args: argparse.Namespace | Mapping[str, Any],
+    sizes: ParallelSizes,
+    spec: Spec,
+    strict: bool,
+) -> tuple[Mismatch, list[npt.NDArray[np.float32]]]:
+    """One rank's part: the logits come from the last stage's first tensor and data parallel rank."""
+    import torch
+    from megatron.core import parallel_state as ps
+
+    parallel.initialize(sizes, seed=0)
+    chunks = build_model(args, sizes, spec=spec)
+    mismatch = load_weights(chunks, folder)
+    gathered: list[Mismatch] = [Mismatch()] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, mismatch)
+    if strict and any(found.missing or found.unexpected for found in gathered):
+        return mismatch, []
+    outputs = forward_logits(chunks, torch.from_numpy(np.asarray(tokens, dtype=np.int64)), sizes)
+    first = ps.get_tensor_model_parallel_rank() == 0 and ps.get_data_parallel_rank() == 0
+    return mismatch, [output.numpy() for output in outputs] if first else []
+
+
+def forward_logits(chunks: list[Any], tokens: Any, sizes: ParallelSizes) -> list[Any]:
+    """The logits of each multi-token prediction layer and then of the model itself, each [batch, sequence, V].
+
+    Collective; empty on ranks without the head. Every sequence is a microbatch of its own, since the interleaved
+    pipeline schedule wants a multiple of the stages.
+    """
+    import torch
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    batch, length = tokens.shape
+    microbatches = -(-batch // sizes.pp) * sizes.pp if sizes.virtual else batch
+    sequences = [tokens[min(index, batch - 1)].unsqueeze(0) for index in range(microbatches)]
+    heads = [chunk.output_layer for chunk in chunks if chunk.post_process]
+    collected: list[Any] = []
+    hooks = [head.register_forward_hook(partial(_keep_output, collected)) for head in heads]
+    with torch.no_grad():
+        get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=[iter(sequences) for _ in chunks] if len(chunks) > 1 else iter(sequences),
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=microbatches,
+            seq_length=length,
+            micro_batch_size=1,
+            decoder_seq_length=length,
+            forward_only=True,
+        )
+    for hook in hooks:
+        hook.remove()
+    return _assemble(collected, microbatches, batch)
+
+
+def _keep_output(collected: list[Any], module: Any, inputs: Any, output: Any) -> None:
+    collected.append(output[0].detach().clone())  # the cross entropy turns the logits into softmax in place
+
+
+def _forward_step(sequences: Any, model: Any) -> tuple[Any, Any]:
+    """One microbatch. Labels matter only to multi-token prediction, which does not run without them."""
+    import torch
+
+    tokens = next(sequences)
+    length = tokens.shape[1]
+    positions = torch.arange(length).unsqueeze(0)
+    mask = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)[None, None]
+    labels = tokens if model.config.mtp_num_layers else None
+    return model(tokens, positions, mask, labels=labels), lambda output: (output.float().mean(), {})
+
+
+def _assemble(collected: list[Any], microbatches: int, batch: int) -> list[Any]:
+    """Join the vocabulary shards [sequence, 1, V/TP] of every call of the head into [batch, sequence, V]."""
+    import torch
+    from megatron.core import parallel_state as ps
+
+    per_microbatch = len(collected) // microbatches
+    outputs = []
+    for head in range(per_microbatch):
+        own = torch.cat(collected[head::per_microbatch][:batch], dim=1).float().contiguous()
+        shards = [torch.empty_like(own) for _ in range(ps.get_tensor_model_parallel_world_size())]
+        torch.distributed.all_gather(shards, own, group=ps.get_tensor_model_parallel_group())
+        outputs.append(torch.cat(shards, dim=-1).transpose(0, 1).contiguous())
+    return outputs

@@ -1,0 +1,76 @@
+"""Names that differ between megatron-core's local modules and its TransformerEngine modules.
+
+TransformerEngine does not run on a CPU, and the same weights under its names must still be judged there. Both
+kinds of modules compute the same function; where their names differ, the local model here asks for the name that the
+checkpoint uses. Names that agree are left to megatron-core.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+# (name that the local modules give a sharded key, name that the TransformerEngine modules give it)
+_SHARDED = (
+    # The local spec stores every MLP norm as if it were fused into fc1, in layers of experts too.
+    (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
+    # Multi-latent attention has no key map in the local spec: norms appear under their module names.
+    (r"\.pre_mlp_layernorm\.(weight|bias)$", r".mlp.linear_fc1.layer_norm_\1"),
+    (r"\.self_attention\.q_layernorm\.(weight|bias)$", r".self_attention.linear_q_up_proj.layer_norm_\1"),
+    (r"\.self_attention\.kv_layernorm\.(weight|bias)$", r".self_attention.linear_kv_up_proj.layer_norm_\1"),
+)
+
+
+def follow_checkpoint(wanted: Mapping[str, Any], keys: frozenset[str]) -> None:
+    """Rename sharded tensors that the checkpoint lacks but holds under the TransformerEngine name."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    for tensor in nested_values(wanted):
+        if isinstance(tensor, ShardedTensor) and tensor.key not in keys:
+            tensor.key = _alternative(tensor.key, keys)
+
+
+def _alternative(key: str, keys: frozenset[str]) -> str:
+    for pattern, replacement in _SHARDED:
+        other = re.sub(pattern, replacement, key)
+        if other in keys:
+            return other
+    return key
+
+
+_LEGACY = (
+    (r"\.input_layernorm\.(weight|bias)$", r".self_attention.linear_qkv.layer_norm_\1"),
+    (r"\.pre_mlp_layernorm\.(weight|bias)$", r".mlp.linear_fc1.layer_norm_\1"),
+    (r"\.self_attention\.q_layernorm\.(weight|bias)$", r".self_attention.linear_q_up_proj.layer_norm_\1"),
+    (r"\.self_attention\.kv_layernorm\.(weight|bias)$", r".self_attention.linear_kv_up_proj.layer_norm_\1"),
+    (r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$", r".experts.\2.\3\1"),
+)
+
+
+def legacy_to_local(chunk: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """A rank's stored state under the names of `chunk`, where TransformerEngine's differ; the rest as it is.
+
+    The down projections of multi-latent attention are whole on every tensor parallel rank under TransformerEngine
+    and split by the local modules, so this rank's rows are cut out.
+    """
+    state = dict(stored)
+    for name, parameter in chunk.state_dict().items():
+        if name not in state:
+            for pattern, replacement in _LEGACY:
+                other = re.sub(pattern, replacement, name)
+                if other in state:
+                    state[name] = state.pop(other)
+                    break
+        value = state.get(name)
+        if value is not None and name.endswith("_down_proj.weight") and value.shape != parameter.shape:
+            state[name] = _own_rows(value, parameter.shape[0])
+    return state
+
+
+def _own_rows(whole: Any, rows: int) -> Any:
+    from megatron.core import parallel_state
+
+    start = parallel_state.get_tensor_model_parallel_rank() * rows
+    return whole[start : start + rows]

@@ -1,0 +1,183 @@
+"""Run one function on N ranks of a gloo process group, one forked process each.
+
+Torch and megatron-core are imported once, in the caller; forking then starts a rank in milliseconds, where
+`torchrun` pays the imports once per rank and job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import logging
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+from reshard.oracle.megatron import cpu
+
+T = TypeVar("T")
+
+_IMPORTS = (
+    "torch._dynamo",
+    "megatron.core.dist_checkpointing",
+    "megatron.core.distributed",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel",
+)
+_PR_SET_PDEATHSIG = 1
+# When one rank fails, its neighbours notice only by their own timeouts. This long they may add their tracebacks.
+_GRACE_SECONDS = 1.0
+
+
+class RankError(RuntimeError):
+    """A rank raised, died or did not finish in time. The message holds the traceback of each rank that failed."""
+
+
+@dataclass
+class _Rank:
+    """One forked process, the pipe by which it answers, and its answer."""
+
+    number: int
+    pid: int
+    pipe: Connection
+    value: Any = None
+    failure: str | None = None
+    answered: bool = False
+
+
+@dataclass
+class _Session:
+    ranks: list[_Rank] = field(default_factory=list)
+    failed: list[_Rank] = field(default_factory=list)  # in the order in which they were heard of
+
+    def collect(self, deadline: float) -> None:
+        """Read answers until all are in, the deadline passes, or the grace after a failure is over."""
+        while pending := [rank for rank in self.ranks if not rank.answered]:
+            ready = wait([rank.pipe for rank in pending], timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return
+            for rank in pending:
+                if rank.pipe in ready:
+                    _receive(rank)
+                    if rank.failure:
+                        self.failed.append(rank)
+                        deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+
+    def close(self) -> None:
+        """End every rank and whatever it started, and reap it."""
+        for rank in self.ranks:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(rank.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(rank.pid, 0)
+            rank.pipe.close()
+
+
+def run_ranks(world_size: int, function: Callable[..., T], *args: Any, timeout: float = 300.0) -> list[T]:
+    """Call `function(*args)` on each of `world_size` ranks and return what they returned, in rank order.
+
+    Inside, `torch.distributed` is initialized with gloo. Arguments travel by fork and may be anything; results are
+    pickled. What a rank prints goes to standard error. Nothing outlives the call: on an exception, a timeout
+    (seconds) or an interrupt every rank is killed. Raises RankError with the tracebacks of the ranks that failed.
+    """
+    _import_all()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    session = _Session()
+    with tempfile.TemporaryDirectory(prefix="reshard-ranks-") as folder:
+        try:
+            for number in range(world_size):
+                session.ranks.append(_fork(number, world_size, Path(folder) / "store", function, args))
+            session.collect(time.monotonic() + timeout)
+        finally:
+            session.close()
+    failures = [
+        f"rank {rank.number} of {world_size}: {rank.failure}" for rank in session.ranks if rank.failure
+    ]
+    if failures:
+        raise RankError("\n".join(failures))
+    late = [str(rank.number) for rank in session.ranks if not rank.answered]
+    if late:
+        raise RankError(f"rank {', '.join(late)} of {world_size} did not finish within {timeout:g} s")
+    return [rank.value for rank in session.ranks]
+
+
+def _import_all() -> None:
+    """Import before forking what every rank needs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for module in _IMPORTS:
+            importlib.import_module(module)
+
+
+def _fork(number: int, world_size: int, store: Path, function: Callable[..., Any], args: Any) -> _Rank:
+    ours, theirs = Pipe(duplex=False)
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        return _Rank(number, pid, ours)
+    status = 1
+    try:
+        _become_rank(parent)
+        theirs.send_bytes(_answer(number, world_size, store, function, args))
+        status = 0
+    finally:
+        # Neither the parent's exit handlers nor pytest's frames are this process's to run.
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _become_rank(parent: int) -> None:
+    """Detach from the parent's terminal and standard output, but not from its life."""
+    os.setpgid(0, 0)  # so that the writers that a rank starts are killed with it
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    os.dup2(2, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+
+
+def _answer(number: int, world_size: int, store: Path, function: Callable[..., Any], args: Any) -> bytes:
+    """The pickled (value, traceback) of this rank's call; one of the two is None."""
+    import torch
+
+    try:
+        torch.set_num_threads(1)  # the parent's OpenMP threads did not survive the fork
+        cpu.enable()  # here and not in the parent, whose torch stays as it is
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=number, world_size=world_size
+        )
+        value = function(*args)
+        torch.distributed.barrier()
+        return pickle.dumps((value, None))
+    except BaseException:
+        return pickle.dumps((None, traceback.format_exc()))
+
+
+def _receive(rank: _Rank) -> None:
+    rank.answered = True
+    try:
+        rank.value, rank.failure = pickle.loads(rank.pipe.recv_bytes())
+    except EOFError:
+        _, status = os.waitpid(rank.pid, 0)
+        rank.failure = (
+            f"the process ended without an answer (exit status {os.waitstatus_to_exitcode(status)})"
+        )

@@ -1,0 +1,273 @@
+"""Train a Megatron-Core model for some steps with Megatron's own schedule and optimizer, and save it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reshard.oracle.megatron import parallel
+from reshard.oracle.megatron.arguments import to_store
+from reshard.oracle.megatron.checkpoint import SaveOptions, load_weights, save_checkpoint
+from reshard.oracle.megatron.logits import Tokens
+from reshard.oracle.megatron.model import Spec, build_model
+from reshard.oracle.megatron.parallel import Layout, ParallelSizes
+from reshard.oracle.megatron.session import run_ranks
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """The iteration folder that was written and the loss of every step."""
+
+    folder: Path
+    losses: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """Everything that a rank needs to know; `initial` is the iteration folder to start from."""
+
+    args: argparse.Namespace | Mapping[str, Any]
+    sizes: ParallelSizes
+    out: Path
+    initial: Path | None
+    tokens: Tokens
+    steps: int
+    lr: float
+    bf16: bool
+    distributed_optimizer: bool
+    spec: Spec
+    seed: int
+    iteration: int
+    save: tuple[SaveOptions, ...]
+
+
+def train_and_save(
+    args: argparse.Namespace | Mapping[str, Any],
+    out: Path | str,
+    tokens: Tokens,
+    *,
+    checkpoint: Path | str | None = None,
+    layout: Layout | None = None,
+    steps: int = 2,
+    lr: float = 1e-3,
+    bf16: bool = True,
+    distributed_optimizer: bool = False,
+    spec: Spec = "local",
+    seed: int = 1234,
+    iteration: int | None = None,
+    save: SaveOptions | tuple[SaveOptions, ...] = SaveOptions(),  # noqa: B008 (frozen)
+    timeout: float = 600.0,
+) -> TrainingRun:
+    """Train for `steps` on `tokens` [sequences, length + 1] and write `out/iter_*` with its tracker file.
+
+    Starts from the iteration folder `checkpoint`, loaded strictly, or from random weights. Every step takes the next
+    sequences, around and around. Weights are bfloat16 with float32 main weights unless `bf16` is off. Several `save`
+    options write the same model several times, each into a subfolder of `out` that is named after its format. With
+    `steps=0` nothing is trained and there is no optimizer to save. Raises RankError, with the cause, where a rank
+    fails.
+    """
+    sizes = ParallelSizes.of(layout)
+    recipe = _Recipe(
+        args=args,
+        sizes=sizes,
+        out=Path(out),
+        initial=Path(checkpoint) if checkpoint else None,
+        tokens=tokens,
+        steps=steps,
+        lr=lr,
+        bf16=bf16,
+        distributed_optimizer=distributed_optimizer,
+        spec=spec,
+        seed=seed,
+        iteration=steps if iteration is None else iteration,
+        save=save if isinstance(save, tuple) else (save,),
+    )
+    return run_ranks(sizes.world_size, _train_rank, recipe, timeout=timeout)[-1]
+
+
+def _train_rank(recipe: _Recipe) -> TrainingRun:
+    import torch
+
+    parallel.initialize(recipe.sizes, seed=recipe.seed)
+    dtype = torch.bfloat16 if recipe.bf16 else torch.float32
+    chunks = build_model(recipe.args, recipe.sizes, spec=recipe.spec, dtype=dtype, training=True)
+    if recipe.initial is not None:
+        mismatch = load_weights(chunks, recipe.initial)
+        if mismatch.missing or mismatch.unexpected:
+            raise ValueError(
+                f"missing weights: {mismatch.missing}; unexpected weights: {mismatch.unexpected}"
+            )
+    losses: list[float] = []
+    optimizer = scheduler = None
+    if recipe.steps:
+        wrapped = _wrap(chunks, recipe)
+        optimizer, scheduler = _make_optimizer(wrapped, recipe)
+        batches = _batches(recipe)
+        losses = [_step(wrapped, optimizer, batches, recipe) for _ in range(recipe.steps)]
+    elif recipe.bf16:
+        _wrap_precision(chunks)
+    folder = recipe.out
+    for options in recipe.save:
+        folder = save_checkpoint(
+            recipe.out / options.format if len(recipe.save) > 1 else recipe.out,
+            recipe.iteration,
+            chunks,
+            to_store(recipe.args, recipe.sizes, **_run_arguments(recipe, dtype)),
+            recipe.sizes,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            options=options,
+        )
+    return TrainingRun(folder, tuple(losses))
+
+
+def _run_arguments(recipe: _Recipe, dtype: Any) -> dict[str, Any]:
+    """The arguments that say how this run was made."""
+    import torch
+
+    world_size = torch.distributed.get_world_size()
+    return {
+        "bf16": recipe.bf16,
+        "fp16": False,
+        "params_dtype": dtype,
+        "transformer_impl": "transformer_engine" if recipe.spec == "te" else "local",
+        "use_distributed_optimizer": recipe.distributed_optimizer,
+        "data_parallel_size": world_size // recipe.sizes.tp // recipe.sizes.pp,
+        "world_size": world_size,
+        "rank": torch.distributed.get_rank(),
+        "optimizer": "adam",
+        "lr": recipe.lr,
+        "seq_length": recipe.tokens.shape[1] - 1,
+        "consumed_train_samples": 0,
+        "no_save_optim": False,
+        "no_save_rng": False,
+    }
+
+
+def _wrap_precision(chunks: list[Any]) -> list[Any]:
+    from megatron.core.transformer.module import Float16Module
+
+    return [Float16Module(chunk.config, chunk) for chunk in chunks]
+
+
+def _wrap(chunks: list[Any], recipe: _Recipe) -> list[Any]:
+    """Mixed precision and data parallelism around each chunk, as Megatron-LM's `get_model` does."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=recipe.distributed_optimizer,
+        check_for_nan_in_grad=False,
+    )
+    modules = _wrap_precision(chunks) if recipe.bf16 else chunks
+    wrapped = [
+        DistributedDataParallel(
+            config=module.config, ddp_config=config, module=module, disable_bucketing=index > 0
+        )
+        for index, module in enumerate(modules)
+    ]
+    for module in wrapped:
+        module.broadcast_params()
+    return wrapped
+
+
+def _make_optimizer(wrapped: list[Any], recipe: _Recipe) -> tuple[Any, Any]:
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    config = wrapped[0].config
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=recipe.lr,
+            min_lr=recipe.lr,
+            weight_decay=0.01,
+            bf16=recipe.bf16,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=recipe.distributed_optimizer,
+            clip_grad=1.0,
+        ),
+        wrapped,
+    )
+    for module in wrapped:
+        module.config.finalize_model_grads_func = finalize_model_grads
+        module.config.grad_scale_func = optimizer.scale_loss
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=recipe.lr,
+        min_lr=recipe.lr,
+        lr_warmup_steps=0,
+        lr_decay_steps=max(recipe.steps, 1),
+        lr_decay_style="constant",
+        start_wd=0.01,
+        end_wd=0.01,
+        wd_incr_steps=max(recipe.steps, 1),
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=True,
+        override_opt_param_scheduler=False,
+    )
+    return optimizer, scheduler
+
+
+def _batches(recipe: _Recipe) -> Iterator[tuple[Any, Any]]:
+    """This data parallel rank's sequences, one at a time, as (inputs, next tokens), for ever."""
+    import torch
+    from megatron.core import parallel_state as ps
+
+    tokens = torch.from_numpy(np.asarray(recipe.tokens, dtype=np.int64))
+    position, stride = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
+    while True:
+        sequence = tokens[position % len(tokens)].unsqueeze(0)
+        yield sequence[:, :-1], sequence[:, 1:]
+        position += stride
+
+
+def _step(wrapped: list[Any], optimizer: Any, batches: Iterator[tuple[Any, Any]], recipe: _Recipe) -> float:
+    """One optimizer step over one microbatch per pipeline stage; the loss is the mean over all ranks."""
+    import torch
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    for module in wrapped:
+        module.zero_grad_buffer()
+    optimizer.zero_grad()
+    microbatches = [next(batches) for _ in range(recipe.sizes.pp)]
+    length = recipe.tokens.shape[1] - 1
+    results = get_forward_backward_func()(
+        forward_step_func=_training_forward,
+        data_iterator=[iter(microbatches) for _ in wrapped] if len(wrapped) > 1 else iter(microbatches),
+        model=wrapped if len(wrapped) > 1 else wrapped[0],
+        num_microbatches=len(microbatches),
+        seq_length=length,
+        micro_batch_size=1,
+        decoder_seq_length=length,
+        forward_only=False,
+    )
+    succeeded, _, _ = optimizer.step()
+    if not succeeded:
+        raise RuntimeError("the optimizer skipped a step: gradients were not finite")
+    totals = torch.tensor([sum(float(result["loss"]) for result in results), float(len(results))])
+    torch.distributed.all_reduce(totals)
+    return float(totals[0] / totals[1])
+
+
+def _training_forward(batches: Iterator[tuple[Any, Any]], model: Any) -> tuple[Any, Any]:
+    import torch
+
+    tokens, labels = next(batches)
+    length = tokens.shape[1]
+    positions = torch.arange(length).unsqueeze(0)
+    mask = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)[None, None]
+    return model(tokens, positions, mask, labels=labels), _mean_loss
+
+
+def _mean_loss(output: Any) -> tuple[Any, dict[str, Any]]:
+    loss = output.float().mean()
+    return loss, {"loss": loss.detach().clone()}  # the schedule scales the loss in place
