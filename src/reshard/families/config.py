@@ -1,0 +1,278 @@
+"""The table between Hugging Face's `config.json` and the `args` that Megatron-LM keeps in a checkpoint.
+
+An entry says once how some keys of the config and some arguments express the same fact, and is read in both
+directions. `COMMON` holds what all families share; a family adds what is its own.
+
+The arguments are those that `--use-checkpoint-args` restores (`load_args_from_checkpoint` in Megatron-LM's
+`training/checkpointing.py`) and those that `core_transformer_config_from_args` and `gpt_builder` need to build the
+same model. What is a choice of the run and not of the model is left out, so that it stays the user's: layout,
+`moe_grouped_gemm`, `moe_token_dispatcher_type`, loss coefficients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reshard.errors import Problem
+from reshard.families.entries import (
+    NEGATED,
+    RULE,
+    Args,
+    Biases,
+    Config,
+    Const,
+    DenseFirst,
+    Entry,
+    HeadDim,
+    Key,
+    KeyValueHeads,
+    Precision,
+    RouterGroups,
+    SharedExperts,
+    SlidingWindow,
+    SparseStep,
+    Values,
+    same,
+)
+from reshard.families.rope import LatentRope, Rope, both_spellings
+
+
+@dataclass(frozen=True)
+class ConfigMap:
+    """The entries of one family, read from either side.
+
+    Values that the given side does not tell are absent from the result, never guessed.
+    """
+
+    model_type: str
+    entries: tuple[Entry, ...]
+
+    def to_args(self, config: Config) -> Values:
+        """Megatron-LM arguments for a `config.json` of transformers 4 or 5."""
+        return {name: value for entry in self.entries for name, value in entry.to_args(config).items()}
+
+    def to_config(self, args: Args) -> Values:
+        """A `config.json` in the keys of transformers 5 (see `portable_config`) for Megatron-LM arguments."""
+        return {key: value for entry in self.entries for key, value in entry.to_config(args).items()}
+
+    def notices(self, config: Config) -> list[Problem]:
+        """Warnings: where the model that Megatron-LM builds computes something else than the config says."""
+        texts = (text for entry in self.entries for text in entry.notices(config))
+        return [Problem(text, file="config.json", rule=RULE, severity="warning") for text in texts]
+
+    def disagreements(self, config: Config, args: Args) -> list[Problem]:
+        """Where a config and the arguments of a checkpoint describe different models.
+
+        Both are brought into the same form first. The vocabulary is not compared, because Megatron-LM pads it,
+        nor is what a training run may change: context length, dropout, dtype, multi-token prediction.
+        """
+        expected, found = self.to_config(self.to_args(config)), self.to_config(args)
+        return [
+            Problem(
+                "config.json and the checkpoint describe different models",
+                rule=RULE,
+                expected=f"{key}={expected[key]} (config.json)",
+                found=f"{key}={found[key]} (arguments in the checkpoint)",
+                remedy="give the config that belongs to this checkpoint",
+            )
+            for key in expected
+            if key in found and key not in RUN_CHOICES and expected[key] != found[key]
+        ]
+
+
+RUN_CHOICES = {
+    "vocab_size",
+    "max_position_embeddings",
+    "attention_dropout",
+    "initializer_range",
+    "dtype",
+    "num_nextn_predict_layers",
+}
+
+COMMON: tuple[Entry, ...] = (
+    Key("num_hidden_layers", "num_layers"),
+    same("hidden_size"),
+    Key("intermediate_size", "ffn_hidden_size"),
+    same("num_attention_heads"),
+    KeyValueHeads(),
+    same("vocab_size"),
+    same("max_position_embeddings", also=("seq_length",)),
+    Key("rms_norm_eps", "norm_epsilon", also=("layernorm_epsilon",)),  # until 0.15, since 0.16
+    Key("initializer_range", "init_method_std"),
+    same("attention_dropout", default=0.0),
+    Key(
+        "tie_word_embeddings",
+        "untie_embeddings_and_output_weights",
+        default=False,
+        values=NEGATED,
+    ),
+    Precision(),
+    Const(args={"swiglu": True, "squared_relu": False}, config={"hidden_act": "silu"}),
+    Const(
+        args={
+            "normalization": "RMSNorm",
+            "apply_layernorm_1p": False,
+            "apply_query_key_layer_scaling": False,
+            "hidden_dropout": 0.0,
+            "position_embedding_type": "rope",
+            "add_position_embedding": True,
+            "use_rotary_position_embeddings": True,
+            "rotary_percent": 1.0,
+            "rotary_interleaved": False,
+        }
+    ),
+)
+NO_BIAS = Const(args={"add_qkv_bias": False, "add_bias_linear": False})
+QKV_BIAS = Const(args={"add_qkv_bias": True, "add_bias_linear": False})
+QK_NORM = Const(args={"qk_layernorm": True})
+NO_QK_NORM = Const(args={"qk_layernorm": False})
+GROUPED_HEADS: tuple[Entry, ...] = (HeadDim(), Const(args={"multi_latent_attention": False}))
+FULL_ATTENTION = Const(config={"use_sliding_window": False})
+
+ROUTER: tuple[Entry, ...] = (
+    Key("num_experts_per_tok", "moe_router_topk"),
+    Key("moe_intermediate_size", "moe_ffn_hidden_size"),
+)
+SOFTMAX_ROUTER = Const(args={"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False})
+# Scores are a softmax over all experts. With norm_topk_prob they are normalised over the chosen ones, which is
+# the same as a softmax over the chosen ones alone: Megatron-LM's default.
+NORM_TOPK = Key("norm_topk_prob", "moe_router_pre_softmax", default=False, values=NEGATED)
+QWEN_EXPERTS: tuple[Entry, ...] = (
+    *ROUTER,
+    Key("num_experts", "num_experts", aliases=("num_local_experts",)),
+    SOFTMAX_ROUTER,
+    NORM_TOPK,
+    SparseStep(),
+)
+
+
+def family(model_type: str, architecture: str, *entries: Entry) -> ConfigMap:
+    """The map of a family whose config.json says `model_type` and `architectures: [architecture]`."""
+    says = Const(config={"model_type": model_type, "architectures": [architecture]})
+    return ConfigMap(model_type, (says, *COMMON, *entries))
+
+
+LLAMA = family(
+    "llama", "LlamaForCausalLM", *GROUPED_HEADS, Rope(), Biases("attention_bias", "mlp_bias"), NO_QK_NORM
+)
+INTERNLM3 = family(
+    "internlm3", "InternLM3ForCausalLM", *GROUPED_HEADS, Rope(), Biases("qkv_bias", "bias"), NO_QK_NORM
+)
+MISTRAL = family(
+    "mistral", "MistralForCausalLM", *GROUPED_HEADS, Rope(), SlidingWindow(default=4096), NO_BIAS, NO_QK_NORM
+)
+MIXTRAL = family(
+    "mixtral",
+    "MixtralForCausalLM",
+    *GROUPED_HEADS,
+    Rope(default_theta=1000000.0),
+    SlidingWindow(default=None),
+    NO_BIAS,
+    NO_QK_NORM,
+    Key("num_local_experts", "num_experts", aliases=("num_experts",), default=8),
+    Key("num_experts_per_tok", "moe_router_topk", default=2),
+    Key("intermediate_size", "ffn_hidden_size", also=("moe_ffn_hidden_size",)),
+    SOFTMAX_ROUTER,
+    Const(args={"moe_router_pre_softmax": False, "moe_layer_freq": 1}),
+)
+QWEN2 = family(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    HeadDim(written=False),
+    Const(args={"multi_latent_attention": False}),
+    Rope(),
+    FULL_ATTENTION,
+    QKV_BIAS,
+    NO_QK_NORM,
+)
+QWEN2_MOE = family(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    HeadDim(written=False),
+    Const(args={"multi_latent_attention": False}),
+    Rope(),
+    FULL_ATTENTION,
+    Key("qkv_bias", "add_qkv_bias", default=True),
+    Const(args={"add_bias_linear": False, "moe_shared_expert_gate": True}),
+    NO_QK_NORM,
+    *QWEN_EXPERTS,
+    Key("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+)
+QWEN3 = family(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    *GROUPED_HEADS,
+    Rope(),
+    FULL_ATTENTION,
+    NO_BIAS,
+    Const(config={"attention_bias": False}),
+    QK_NORM,
+)
+QWEN3_MOE = family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    *GROUPED_HEADS,
+    Rope(),
+    FULL_ATTENTION,
+    NO_BIAS,
+    Const(config={"attention_bias": False}),
+    QK_NORM,
+    *QWEN_EXPERTS,
+)
+DEEPSEEK_V3 = family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    Const(args={"multi_latent_attention": True}, config={"attention_bias": False, "rope_interleave": True}),
+    LatentRope(),
+    NO_BIAS,
+    QK_NORM,
+    same("q_lora_rank", none=None),
+    same("kv_lora_rank"),
+    Key("qk_nope_head_dim", "qk_head_dim"),
+    Key("qk_rope_head_dim", "qk_pos_emb_head_dim"),
+    same("v_head_dim"),
+    *ROUTER,
+    Key("n_routed_experts", "num_experts", aliases=("num_local_experts",)),
+    DenseFirst(),
+    SharedExperts(),
+    Key("scoring_func", "moe_router_score_function", default="sigmoid"),
+    Key(
+        "topk_method",
+        "moe_router_enable_expert_bias",
+        default="noaux_tc",
+        values={"noaux_tc": True, "group_limited_greedy": False},
+    ),
+    RouterGroups(),
+    Key("routed_scaling_factor", "moe_router_topk_scaling_factor", none=1.0),
+    # Sigmoid scores are always normalised over the chosen experts, before or after softmax or not.
+    Const(args={"moe_router_pre_softmax": True, "moe_router_dtype": "fp32"}, config={"norm_topk_prob": True}),
+    Key("num_nextn_predict_layers", "mtp_num_layers", aliases=("num_mtp_layers",), default=0, none=0),
+)
+
+CONFIG_MAPS = {
+    each.model_type: each
+    for each in (
+        LLAMA,
+        INTERNLM3,
+        MISTRAL,
+        MIXTRAL,
+        QWEN2,
+        QWEN2_MOE,
+        QWEN3,
+        QWEN3_MOE,
+        DEEPSEEK_V3,
+    )
+}
+
+
+def portable_config(config: Config, dtype: str) -> Values:
+    """The `config.json` that transformers 4 and 5 and serving engines read alike, for weights of `dtype`.
+
+    Nothing that `config` says is lost or changed, except the dtype and `use_cache`. What one generation of readers
+    looks for and another left out is added: both spellings of the rotary embedding and of the dtype, and, for a
+    declared family, all that its map can tell (`num_experts` beside `num_local_experts`, `scoring_func` …).
+    """
+    written = CONFIG_MAPS.get(config.get("model_type", ""))
+    implied = written.to_config(written.to_args(config)) if written else {}
+    portable = {**implied, **config, **both_spellings({**implied, **config})}
+    return {**portable, "dtype": dtype, "torch_dtype": dtype, "use_cache": True}

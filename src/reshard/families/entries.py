@@ -1,0 +1,269 @@
+"""Facts that a `config.json` and the arguments of Megatron-LM both express, each declared once for both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from reshard.errors import ReshardError
+from reshard.families.rules import sparse_layers
+
+Config = Mapping[str, Any]
+Args = Mapping[str, Any]
+Values = dict[str, Any]
+
+RULE = "config.json and Megatron-LM arguments"
+NEGATED = {True: False, False: True}
+UNSET = object()
+
+
+def first(source: Mapping[str, Any], names: Iterable[str], default: Any = None) -> Any:
+    """The first of `names` that has a value in `source`."""
+    return next((source[name] for name in names if source.get(name) is not None), default)
+
+
+class Entry:
+    """A fact that both sides express. What the given side does not tell is left out of the other."""
+
+    def to_args(self, config: Config) -> Values:
+        raise NotImplementedError
+
+    def to_config(self, args: Args) -> Values:
+        raise NotImplementedError
+
+    def notices(self, config: Config) -> Iterator[str]:
+        """What the config asks for and Megatron-LM has no argument for."""
+        yield from ()
+
+
+@dataclass(frozen=True)
+class Key(Entry):
+    """One value under two names.
+
+    `also` are further arguments that hold it, `aliases` further keys of the config that may. `default` is what
+    transformers assumes when the key is absent, `none` the value that Megatron-LM spells None, `values` the
+    one-to-one translation of values. Raises ReshardError for a value that has no translation.
+    """
+
+    key: str
+    arg: str
+    also: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    default: Any = None
+    none: Any = UNSET
+    values: Mapping[Any, Any] | None = None
+
+    def to_args(self, config: Config) -> Values:
+        value = first(config, (self.key, *self.aliases), self.default)
+        if value == self.none:
+            return {self.arg: None}
+        if value is None:
+            return {}
+        return dict.fromkeys((self.arg, *self.also), _translate(self.key, value, self.values))
+
+    def to_config(self, args: Args) -> Values:
+        value = first(args, (self.arg, *self.also))
+        if value is None:
+            return {} if self.none is UNSET else {self.key: self.none}
+        inverse = self.values and {new: old for old, new in self.values.items()}
+        return {self.key: _translate(self.arg, value, inverse)}
+
+
+def _translate(name: str, value: Any, values: Mapping[Any, Any] | None) -> Any:
+    if values is None:
+        return value
+    if value not in values:
+        message = f"{name} has a value that the other side cannot express"
+        raise ReshardError(message, rule=RULE, expected=", ".join(map(repr, values)), found=repr(value))
+    return values[value]
+
+
+def same(name: str, **options: Any) -> Key:
+    """One value under one name."""
+    return Key(name, name, **options)
+
+
+@dataclass(frozen=True)
+class Const(Entry):
+    """What holds for every model of a family: these arguments, and these keys of the config."""
+
+    args: Values = field(default_factory=dict)
+    config: Values = field(default_factory=dict)
+
+    def to_args(self, config: Config) -> Values:
+        return dict(self.args)
+
+    def to_config(self, args: Args) -> Values:
+        return dict(self.config)
+
+    def notices(self, config: Config) -> Iterator[str]:
+        for key, value in self.config.items():
+            if key not in ("model_type", "architectures") and config.get(key, value) != value:
+                yield f"{key} is {config[key]!r}; Megatron-LM's model of this family computes {value!r}"
+
+
+class KeyValueHeads(Entry):
+    """`num_key_value_heads`; Megatron-LM looks at the number of groups only if grouped attention is on."""
+
+    def to_args(self, config: Config) -> Values:
+        heads = config.get("num_attention_heads")
+        groups = first(config, ("num_key_value_heads",), heads)
+        return (
+            {} if groups is None else {"num_query_groups": groups, "group_query_attention": groups != heads}
+        )
+
+    def to_config(self, args: Args) -> Values:
+        name = "num_query_groups" if args.get("group_query_attention", True) else "num_attention_heads"
+        groups = first(args, (name, "num_attention_heads"))
+        return {} if groups is None else {"num_key_value_heads": groups}
+
+
+@dataclass(frozen=True)
+class HeadDim(Entry):
+    """`head_dim`, by default the hidden size divided by the heads. A family without that key is not given one."""
+
+    written: bool = True
+
+    def to_args(self, config: Config) -> Values:
+        size = config.get("head_dim") or _quotient(config, "hidden_size", "num_attention_heads")
+        return {} if size is None else {"kv_channels": size}
+
+    def to_config(self, args: Args) -> Values:
+        size = args.get("kv_channels") or _quotient(args, "hidden_size", "num_attention_heads")
+        return {} if size is None or not self.written else {"head_dim": size}
+
+
+def _quotient(source: Mapping[str, Any], dividend: str, divisor: str) -> int | None:
+    if not source.get(dividend) or not source.get(divisor):
+        return None
+    return int(source[dividend] // source[divisor])
+
+
+@dataclass(frozen=True)
+class Biases(Entry):
+    """Biases of the query, key and value projection (`qkv`), and of all linear layers (`linear`).
+
+    Megatron-LM's `add_bias_linear` implies a bias of linear_qkv, so `linear` without `qkv` cannot be built.
+    """
+
+    qkv: str
+    linear: str
+
+    def to_args(self, config: Config) -> Values:
+        return {
+            "add_qkv_bias": bool(config.get(self.qkv, False)),
+            "add_bias_linear": bool(config.get(self.linear, False)),
+        }
+
+    def to_config(self, args: Args) -> Values:
+        linear = bool(args.get("add_bias_linear", False))
+        return {self.qkv: linear or bool(args.get("add_qkv_bias", False)), self.linear: linear}
+
+    def notices(self, config: Config) -> Iterator[str]:
+        qkv, linear = config.get(self.qkv, False), config.get(self.linear, False)
+        if linear and not qkv:
+            yield f"{self.linear} without {self.qkv}; Megatron-LM's add_bias_linear gives linear_qkv a bias too"
+        if qkv and not linear and self.qkv == "attention_bias":
+            yield "attention_bias without mlp_bias; Megatron-LM's add_qkv_bias gives linear_proj no bias"
+
+
+@dataclass(frozen=True)
+class SlidingWindow(Entry):
+    """`sliding_window` counts the token itself, the left side of Megatron-LM's `window_size` does not."""
+
+    default: int | None
+
+    def to_args(self, config: Config) -> Values:
+        window = config.get("sliding_window", self.default)
+        return {"window_size": (window - 1, 0)} if window else {}
+
+    def to_config(self, args: Args) -> Values:
+        size = args.get("window_size")
+        return {"sliding_window": size[0] + 1 if size else None}
+
+
+class Precision(Entry):
+    """The dtype, which Megatron-LM keeps as two flags."""
+
+    def to_args(self, config: Config) -> Values:
+        dtype = first(config, ("dtype", "torch_dtype"))
+        return {} if dtype is None else {"bf16": dtype == "bfloat16", "fp16": dtype == "float16"}
+
+    def to_config(self, args: Args) -> Values:
+        if args.get("bf16") is None and args.get("fp16") is None:
+            return {}
+        return {"dtype": "bfloat16" if args.get("bf16") else "float16" if args.get("fp16") else "float32"}
+
+
+def _moe_layer_freq(sparse: Sequence[bool]) -> int | list[int]:
+    """1 if all layers are sparse: Megatron-Core then stacks the layers of a checkpoint, and not for a list."""
+    return 1 if all(sparse) else [int(layer) for layer in sparse]
+
+
+class SparseStep(Entry):
+    """Qwen: every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`."""
+
+    def to_args(self, config: Config) -> Values:
+        step, dense = first(config, ("decoder_sparse_step",), 1), first(config, ("mlp_only_layers",), ())
+        layers = range(config.get("num_hidden_layers", 0))
+        return {"moe_layer_freq": _moe_layer_freq([i not in dense and (i + 1) % step == 0 for i in layers])}
+
+    def to_config(self, args: Args) -> Values:
+        layers = args.get("num_layers", 0)
+        sparse = sparse_layers(first(args, ("moe_layer_freq",), 1), layers)
+        return {"decoder_sparse_step": 1, "mlp_only_layers": [i for i in range(layers) if i not in sparse]}
+
+
+class DenseFirst(Entry):
+    """DeepSeek: the first `first_k_dense_replace` layers have no experts, all others have."""
+
+    def to_args(self, config: Config) -> Values:
+        dense = config.get("first_k_dense_replace") or 0
+        return {
+            "moe_layer_freq": _moe_layer_freq([i >= dense for i in range(config.get("num_hidden_layers", 0))])
+        }
+
+    def to_config(self, args: Args) -> Values:
+        layers = args.get("num_layers", 0)
+        sparse = sparse_layers(first(args, ("moe_layer_freq",), 1), layers)
+        if sparse != tuple(range(layers - len(sparse), layers)):
+            message = "config.json of this family can only say that the leading layers are dense"
+            raise ReshardError(message, rule=RULE, found=f"moe_layer_freq={args.get('moe_layer_freq')}")
+        return {"first_k_dense_replace": layers - len(sparse), "moe_layer_freq": 1}
+
+
+class SharedExperts(Entry):
+    """DeepSeek counts its shared experts, Megatron-LM gives the width of all together."""
+
+    def to_args(self, config: Config) -> Values:
+        count, size = config.get("n_shared_experts"), config.get("moe_intermediate_size")
+        return {"moe_shared_expert_intermediate_size": count * size} if count and size else {}
+
+    def to_config(self, args: Args) -> Values:
+        width, size = args.get("moe_shared_expert_intermediate_size"), args.get("moe_ffn_hidden_size")
+        if not width or not size:
+            return {"n_shared_experts": None}
+        if width % size:
+            message = "the shared experts are not a whole number of experts"
+            found = f"moe_shared_expert_intermediate_size={width}, moe_ffn_hidden_size={size}"
+            raise ReshardError(message, rule=RULE, found=found)
+        return {"n_shared_experts": width // size}
+
+
+class RouterGroups(Entry):
+    """Routing within groups of experts; one group is no grouping."""
+
+    def to_args(self, config: Config) -> Values:
+        if first(config, ("n_group",), 1) == 1:
+            return {"moe_router_num_groups": None, "moe_router_group_topk": None}
+        return {"moe_router_num_groups": config["n_group"], "moe_router_group_topk": config["topk_group"]}
+
+    def to_config(self, args: Args) -> Values:
+        groups = first(args, ("moe_router_num_groups",), 1)
+        return {"n_group": groups, "topk_group": first(args, ("moe_router_group_topk",), 1)}
+
+    def notices(self, config: Config) -> Iterator[str]:
+        best = config.get("num_experts_per_tok", 0) // (config.get("topk_group") or 1)
+        if first(config, ("n_group",), 1) > 1 and best != 2:
+            yield f"a group is scored by its 2 best experts; Megatron-Core takes topk / group_topk = {best}"

@@ -1,0 +1,137 @@
+"""The rotary embedding, in the spellings of transformers 4, transformers 5 and Megatron-LM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from reshard.families.entries import Args, Config, Entry, Values, first
+
+
+def rope_parameters(config: Config) -> Values:
+    """The rotary embedding as transformers 5 writes it, from its own keys or from those of transformers 4.
+
+    Empty if the config says nothing. As in transformers 5, `rope_scaling` goes before `rope_parameters`, and a
+    `rope_theta` within them before one beside them. Parameters by layer type are returned as they are.
+    """
+    stated = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    if any(isinstance(value, Mapping) for value in stated.values()):
+        return stated
+    theta = first({**(config.get("rope_parameters") or {}), **config, **stated}, ("rope_theta",))
+    if theta is None and not stated:
+        return {}
+    kind = first(stated, ("rope_type", "type"), "default")
+    rest = {key: value for key, value in stated.items() if key not in ("type", "rope_type", "rope_theta")}
+    return {"rope_type": kind, **({} if theta is None else {"rope_theta": theta}), **rest}
+
+
+def _rotary_base(rope: Config, default: float) -> int | float:
+    """Megatron-LM declares `--rotary-base` as an integer."""
+    theta = float(rope.get("rope_theta", default))
+    return int(theta) if theta.is_integer() else theta
+
+
+# Megatron-Core's RotaryEmbedding fixes these constants of Llama 3; only the factor is an argument.
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@dataclass(frozen=True)
+class Rope(Entry):
+    """The rotary embedding of all families but DeepSeek's: plain, or scaled as in Llama 3."""
+
+    default_theta: float = 10000.0
+
+    def to_args(self, config: Config) -> Values:
+        rope = rope_parameters(config)
+        args = {"rotary_base": _rotary_base(rope, self.default_theta), "use_rope_scaling": False}
+        if rope.get("rope_type") == "llama3":
+            args.update(use_rope_scaling=True, rope_scaling_factor=rope["factor"])
+        return args
+
+    def to_config(self, args: Args) -> Values:
+        theta = float(first(args, ("rotary_base",), self.default_theta))
+        if not args.get("use_rope_scaling"):
+            return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+        factor = first(args, ("rope_scaling_factor",), 8.0)
+        return {"rope_parameters": {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **LLAMA3}}
+
+    def notices(self, config: Config) -> Iterator[str]:
+        rope = rope_parameters(config)
+        kind = rope.get("rope_type", "default")
+        if kind == "dynamic":
+            yield "dynamic rope scaling; Megatron-LM agrees up to max_position_embeddings, and not beyond"
+        elif kind == "llama3":
+            for name, value in LLAMA3.items():
+                if rope.get(name, value) != value:
+                    yield f"{name} of the llama3 rope is {rope[name]}; Megatron-LM computes with {value}"
+        elif kind != "default":
+            yield f"rope_type is {kind!r}; Megatron-LM has no argument for it and computes an unscaled rope"
+
+
+# (key of the rope parameters, Megatron-LM's argument, default of both transformers and the DeepSeek-V3 code)
+YARN = (
+    ("factor", "rotary_scaling_factor", 1.0),
+    ("original_max_position_embeddings", "original_max_position_embeddings", 4096),
+    ("beta_fast", "beta_fast", 32.0),
+    ("beta_slow", "beta_slow", 1.0),
+    ("mscale", "mscale", 1.0),
+    ("mscale_all_dim", "mscale_all_dim", 0.0),
+)
+
+
+@dataclass(frozen=True)
+class LatentRope(Entry):
+    """The rotary embedding of latent attention: plain or YaRN, whose parameters are fields of MLATransformerConfig.
+
+    For a plain one, the YaRN parameters are set to those that change nothing, because Megatron-Core scales the
+    softmax by them whatever `rope_type` says.
+    """
+
+    default_theta: float = 10000.0
+
+    def to_args(self, config: Config) -> Values:
+        rope = rope_parameters(config)
+        args: Values = {"rotary_base": _rotary_base(rope, self.default_theta), "use_rope_scaling": False}
+        if rope.get("rope_type") != "yarn":
+            return {
+                **args,
+                "rope_type": "rope",
+                "rotary_scaling_factor": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.0,
+            }
+        return {
+            **args,
+            "rope_type": "yarn",
+            **{arg: first(rope, (key,), default) for key, arg, default in YARN},
+        }
+
+    def to_config(self, args: Args) -> Values:
+        rope: Values = {"rope_theta": float(first(args, ("rotary_base",), self.default_theta))}
+        if first(args, ("rope_type",), "yarn") != "yarn":
+            return {"rope_parameters": {"rope_type": "default", **rope}}
+        yarn = {key: first(args, (arg,), default) for key, arg, default in YARN}
+        return {"rope_parameters": {"rope_type": "yarn", **rope, **yarn}}
+
+    def notices(self, config: Config) -> Iterator[str]:
+        rope = rope_parameters(config)
+        if rope.get("rope_type", "default") not in ("default", "yarn"):
+            yield f"rope_type is {rope['rope_type']!r}; Megatron-LM's latent attention knows plain and yarn"
+        if rope.get("mscale", 1.0) != 1.0 and not rope.get("mscale_all_dim"):
+            yield "mscale without mscale_all_dim; transformers ignores it, Megatron-Core does not"
+        for key in ("attention_factor", "truncate"):
+            if rope.get(key) is not None:
+                yield f"{key} of the yarn rope is {rope[key]}; Megatron-LM has no argument for it"
+
+
+def both_spellings(config: Config) -> Values:
+    """`rope_parameters` of transformers 5 with `rope_theta` and `rope_scaling` of transformers 4, saying the same.
+
+    DeepSeek's and older remote code read `type` where transformers reads `rope_type`.
+    """
+    rope = rope_parameters(config)
+    if "rope_theta" not in rope or any(isinstance(value, Mapping) for value in rope.values()):
+        return {}
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    legacy = None if rope["rope_type"] == "default" else {"type": rope["rope_type"], **scaling}
+    return {"rope_parameters": rope, "rope_theta": rope["rope_theta"], "rope_scaling": legacy}
