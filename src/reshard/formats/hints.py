@@ -1,0 +1,174 @@
+"""What other tools leave beside a Megatron checkpoint: where its base model was, and what it was.
+
+- ms-swift writes `args.json` into each `checkpoint-N` and the output folder above it: all its arguments, among them
+  `model` (hub id or path), `model_dir` (where that was on disk), `torch_dtype`, `tuner_type`.
+- Megatron-Bridge (and NeMo on top of it) writes `run_config.yaml` into each `iter_*`: `model` (the fields of the
+  model provider, or below it a `transformer` section), `checkpoint`, `tokenizer`. Such checkpoints have no `args`.
+- Megatron-LM keeps `args` in the checkpoint itself, with `tokenizer_model` and `pretrained_checkpoint`.
+
+A path in them is told and never followed here, because it was true on another machine. YAML is read as plain data:
+a tag that would build a Python object builds nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ARGS_JSON = "args.json"
+RUN_CONFIG = "run_config.yaml"
+ARGS = "args in the checkpoint"
+
+BASE, MEGATRON_BASE, TOKENIZER = "base model", "base Megatron checkpoint", "tokenizer"
+MODEL_TYPE, DTYPE, TUNER, UNREADABLE = "model type", "dtype", "tuner", "unreadable"
+_PATHS = {BASE, MEGATRON_BASE, TOKENIZER}
+
+# (kind, where in the file), the most telling first.
+_SWIFT = (
+    (BASE, ("model_dir",)),
+    (BASE, ("model",)),
+    (MEGATRON_BASE, ("mcore_model",)),
+    (MODEL_TYPE, ("model_type",)),
+    (DTYPE, ("torch_dtype",)),
+    (TUNER, ("tuner_type",)),
+    (TUNER, ("train_type",)),  # its name before ms-swift 4
+)
+_BRIDGE = (
+    (BASE, ("checkpoint", "hf_source_path")),
+    (BASE, ("model", "extra_checkpoint_metadata", "hf_model_id")),
+    (BASE, ("model", "hf_model_id")),
+    (MEGATRON_BASE, ("checkpoint", "pretrained_checkpoint")),
+    (TOKENIZER, ("tokenizer", "tokenizer_model")),
+    (TUNER, ("peft", "_target_")),
+)
+_MEGATRON_LM = ((MEGATRON_BASE, ("pretrained_checkpoint",)), (TOKENIZER, ("tokenizer_model",)))
+
+
+@dataclass(frozen=True)
+class Hint:
+    """`value` is said by `key` of the file `source` about what `kind` names.
+
+    `exists` tells whether a path is on this machine: absolute, or beside the file. A hub id exists nowhere.
+    """
+
+    source: str
+    key: str
+    kind: str
+    value: str
+    exists: bool
+
+    def __str__(self) -> str:
+        gone = ", which is not on this machine" if self.kind in _PATHS and not self.exists else ""
+        return f"{self.source} ({self.key}) names the {self.kind} {self.value}{gone}"
+
+
+def find_hints(folders: Sequence[str | Path], args: Mapping[str, Any] | None = None) -> list[Hint]:
+    """What `args.json` and `run_config.yaml` in `folders`, and the `args` of a checkpoint, tell about its base.
+
+    `folders` are those of the checkpoint, innermost first (`iter_*`, its parent, …). A file that cannot be read is a
+    hint of kind `UNREADABLE`.
+    """
+    hints: list[Hint] = []
+    for folder in map(Path, folders):
+        hints += _hints_of_file(folder / ARGS_JSON, _SWIFT)
+        hints += _hints_of_file(folder / RUN_CONFIG, _BRIDGE)
+    return [*hints, *_hints_of(args or {}, _MEGATRON_LM, ARGS, None)]
+
+
+def read_run_config(folder: str | Path) -> dict[str, Any] | None:
+    """`run_config.yaml` in `folder` as plain data; None if there is none. Raises ValueError if it is broken."""
+    path = Path(folder) / RUN_CONFIG
+    return _read(path) if path.is_file() else None
+
+
+def args_of_run_config(run_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron-LM arguments from the `model` section of a `run_config.yaml`.
+
+    The section holds Megatron-Core's config classes and the arguments of GPTModel, whose names are Megatron-LM's
+    but for these few. Values that are no plain data (functions, dtypes) are left out.
+    """
+    model = dict(run_config.get("model") or {})
+    fields = {**model, **(model.get("transformer") or {})}
+    args = {name: value for name, value in fields.items() if not isinstance(value, Mapping)}
+    for field, arg in (
+        ("num_moe_experts", "num_experts"),
+        ("gated_linear_unit", "swiglu"),
+        ("rope_scaling", "use_rope_scaling"),
+    ):
+        if field in args:
+            args[arg] = args.pop(field)
+    if "share_embeddings_and_output_weights" in args:
+        args["untie_embeddings_and_output_weights"] = not args.pop("share_embeddings_and_output_weights")
+    if "num_query_groups" in args:
+        args["group_query_attention"] = args["num_query_groups"] is not None
+    return args
+
+
+def _hints_of_file(path: Path, places: Sequence[tuple[str, tuple[str, ...]]]) -> Iterator[Hint]:
+    if not path.is_file():
+        return
+    try:
+        content = _read(path)
+    except ValueError as error:
+        yield Hint(str(path), "", UNREADABLE, str(error), exists=False)
+    else:
+        yield from _hints_of(content, places, str(path), path.parent)
+
+
+def _hints_of(
+    content: Mapping[str, Any],
+    places: Sequence[tuple[str, tuple[str, ...]]],
+    source: str,
+    folder: Path | None,
+) -> Iterator[Hint]:
+    for kind, keys in places:
+        value: Any = content
+        for key in keys:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if isinstance(value, str | Path) and str(value):
+            yield Hint(
+                source, ".".join(keys), kind, str(value), kind in _PATHS and _exists(str(value), folder)
+            )
+
+
+def _exists(value: str, folder: Path | None) -> bool:
+    path = Path(value)
+    if not path.is_absolute():
+        if folder is None:
+            return False
+        path = folder / path
+    try:
+        return path.exists()
+    except OSError:  # a name that no file system takes
+        return False
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text) if path.suffix == ".json" else yaml.load(text, _PlainData)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(content, dict):
+        raise ValueError("not a mapping")
+    return content
+
+
+class _PlainData(yaml.SafeLoader):
+    """Reads YAML of any tags; what a tag asks for is not built, its mapping, sequence or text is kept."""
+
+
+def _without_its_tag(loader: yaml.SafeLoader, _: str, node: yaml.Node) -> Any:
+    if isinstance(node, yaml.MappingNode):
+        return loader.construct_mapping(node, deep=True)
+    if isinstance(node, yaml.SequenceNode):
+        return loader.construct_sequence(node, deep=True)
+    return node.value
+
+
+_PlainData.add_multi_constructor("", _without_its_tag)
