@@ -45,11 +45,12 @@ class Tensor(NamedTuple):
 
 
 class Replica(NamedTuple):
-    """Two storages that hold the same elements by the layout's rule, and so must be equal."""
+    """Two places that hold the same elements by some rule, and so must be equal."""
 
     tensor: str
-    first: StoredTensor
-    second: StoredTensor
+    first: Tensor
+    second: Tensor
+    rule: str
 
 
 @dataclass

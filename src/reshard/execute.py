@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 from isal.isal_zlib import crc32
 
-from reshard.checkpoint import Cells, Replica
+from reshard.checkpoint import Cells
 from reshard.dtypes import DType
-from reshard.errors import Problem, ReshardError
+from reshard.errors import ReshardError
 from reshard.gather import RAW, Files, Gatherer, Ledger, crc_problem
 from reshard.plan import Block, OutputFile, Plan
-from reshard.storage import StoredTensor
 from reshard.views import View
 
 WINDOW = 1 << 20
@@ -228,41 +227,3 @@ def _write(descriptor: int, data: memoryview, offset: int) -> None:
     while data:
         count = os.pwrite(descriptor, data, offset)
         data, offset = data[count:], offset + count
-
-
-def check_replicas(replicas: list[Replica]) -> list[Problem]:
-    """Compare tensors that the layout stores more than once, by checksum where both have one."""
-    files = Files()
-    try:
-        return [_replica_problem(replica) for replica in replicas if not _equal(files, replica)]
-    finally:
-        files.close()
-
-
-def _equal(files: Files, replica: Replica) -> bool:
-    first, second = replica.first.storage, replica.second.storage
-    if first == second:
-        return True
-    known = first.crc32 is not None and second.crc32 is not None
-    if known and first.nbytes == replica.first.nbytes and second.nbytes == replica.second.nbytes:
-        return first.crc32 == second.crc32
-    return _content(files, replica.first) == _content(files, replica.second)
-
-
-def _content(files: Files, stored: StoredTensor) -> bytes:
-    cells = Cells(stored.storage, stored.dtype)
-    view = View.of(cells, *stored.shape, start=stored.start, strides=stored.strides)
-    out = np.empty(stored.numel, RAW[stored.dtype.itemsize])
-    Gatherer(files, None, WIDE_WINDOW).fill(view.pieces, stored.dtype, out)
-    return out.tobytes()
-
-
-def _replica_problem(replica: Replica) -> Problem:
-    return Problem(
-        "two ranks hold different values of a tensor that they share",
-        tensor=replica.tensor,
-        file=replica.second.storage.path,
-        rule="replicated tensors are equal on all ranks",
-        expected=f"the values in {replica.first.storage.path}",
-        remedy="the files are of different iterations or runs: gather one iteration's files again",
-    )

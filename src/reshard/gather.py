@@ -192,24 +192,26 @@ def _strided(array: np.ndarray[Any, Any], first: int, axes: list[tuple[int, int]
 
 def cast(values: np.ndarray[Any, Any], source: DType, target: DType) -> np.ndarray[Any, Any]:
     """Convert raw elements of one float type to another, rounding to nearest even as torch does."""
-    return _from_float(_to_float(values, source), target)
+    return _from_float(as_float(values, source), target)
 
 
 FLOATS: dict[str, Any] = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
 
 
-def _to_float(values: np.ndarray[Any, Any], source: DType) -> np.ndarray[Any, Any]:
+def as_float(values: np.ndarray[Any, Any], source: DType) -> np.ndarray[Any, Any]:
+    """Raw elements as numpy floats that hold them exactly."""
     if source.name == "bfloat16":
         return (values.astype(np.uint32) << 16).view(np.float32)
-    compact: np.ndarray[Any, Any] = np.ascontiguousarray(values).view(FLOATS[source.name])
-    return compact
+    floats: np.ndarray[Any, Any] = np.ascontiguousarray(values).view(FLOATS[source.name])
+    return floats
 
 
 def _from_float(values: np.ndarray[Any, Any], target: DType) -> np.ndarray[Any, Any]:
     with np.errstate(over="ignore"):  # an overflow becomes Inf, which the executor reports by name
         if target.name != "bfloat16":
             narrowed: np.ndarray[Any, Any] = values.astype(FLOATS[target.name])
-            return narrowed.view(RAW[target.itemsize])
+            raw: np.ndarray[Any, Any] = narrowed.view(RAW[target.itemsize])
+            return raw
         bits = values.astype(np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16
     is_nan = (bits & np.uint32(0x7FFF_FFFF)) > np.uint32(0x7F80_0000)

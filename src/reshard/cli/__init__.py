@@ -1,0 +1,59 @@
+"""The command line. One thin file for each command; each is loaded when it is called."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import Any
+
+import click
+
+from reshard import __version__
+
+COMMANDS = {
+    "inspect": "What is this checkpoint, is it whole, and what to type next.",
+    "convert": "Carry a checkpoint to another format or parallel layout.",
+    "verify": "Are the weights of two checkpoints the same, bit for bit?",
+    "support": "Which formats and families are read and written.",
+}
+
+
+class LazyGroup(click.Group):
+    """Knows its commands by name; imports one when it is needed, so that `--help` stays fast."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = import_module(f"reshard.cli.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="reshard")
+def cli() -> None:
+    """Carry LLM weights between Hugging Face folders and Megatron-Core checkpoints, in any parallel layout.
+
+    \b
+      reshard inspect  CKPT                              what is this, what do I type next
+      reshard convert  CKPT  MODEL                       to a Hugging Face folder
+      reshard convert  MODEL CKPT --to megatron --tp 2   to Megatron-Core
+      reshard verify   CKPT  MODEL                       prove that nothing was lost
+
+    Exit status: 0 done, 1 the check failed, 2 the request cannot be carried out.
+    """
+
+
+def main(argv: list[str] | None = None) -> Any:
+    """Run the command line; the entry point of the `reshard` script."""
+    try:
+        return cli.main(args=argv, prog_name="reshard", standalone_mode=True)
+    except BrokenPipeError:  # the reader of a pipe went away, as `| head` does
+        sys.stderr.close()
+        sys.exit(1)

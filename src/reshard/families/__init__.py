@@ -1,0 +1,27 @@
+"""Model architectures: one declaration each, used in both directions."""
+
+from __future__ import annotations
+
+from reshard.families.deepseek_v3 import DEEPSEEK_V3
+from reshard.families.family import Family
+from reshard.families.llama import INTERNLM3, LLAMA, MISTRAL
+from reshard.families.mixtral import MIXTRAL
+from reshard.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        QWEN2,  # before Llama: where nothing names the family, a bias on q, k and v alone means Qwen2
+        LLAMA,
+        MISTRAL,
+        MIXTRAL,
+        QWEN2_MOE,
+        QWEN3,
+        QWEN3_MOE,
+        INTERNLM3,
+        DEEPSEEK_V3,
+    )
+}
+"""By the `model_type` of config.json."""
+
+__all__ = ["FAMILIES", "Family"]

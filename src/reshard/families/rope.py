@@ -119,6 +119,10 @@ class LatentRope(Entry):
             yield f"rope_type is {rope['rope_type']!r}; Megatron-LM's latent attention knows plain and yarn"
         if rope.get("mscale", 1.0) != 1.0 and not rope.get("mscale_all_dim"):
             yield "mscale without mscale_all_dim; transformers ignores it, Megatron-Core does not"
+        for key, arg, default in YARN:
+            # Fields of MLATransformerConfig which Megatron-LM's command line leaves at their defaults.
+            if key == arg and "mscale" not in key and first(rope, (key,), default) != default:
+                yield f"{key} of the yarn rope is {rope[key]}; Megatron-LM's command line has {default}"
         for key in ("attention_factor", "truncate"):
             if rope.get(key) is not None:
                 yield f"{key} of the yarn rope is {rope[key]}; Megatron-LM has no argument for it"

@@ -271,6 +271,8 @@ def under(hf: str, mcore: str, block: Iterable[Rule], layers: Sequence[int] = ()
 
 def decoder(d: Dims, dense: Block, sparse: Block | None = None) -> Iterator[Rule]:
     """All decoder layers: `sparse` where the model has experts, `dense` elsewhere."""
+    if sparse is not None and not d.experts:
+        raise ValueError("the family has experts, and the sizes have none")
     plain = tuple(layer for layer in range(d.layers) if layer not in d.sparse)
     for block, layers in ((dense, plain), (sparse or [], d.sparse)):
         if layers:

@@ -1,0 +1,45 @@
+"""One module for each format. What a path holds is detected, never asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from reshard.checkpoint import Checkpoint
+from reshard.errors import Problem, ReshardError
+from reshard.formats import huggingface, megatron, megatron_legacy
+
+FORMATS = {module.NAME: module for module in (megatron, megatron_legacy, huggingface)}
+"""By name, in the order in which they are looked for."""
+
+
+def detect(path: Path) -> str | None:
+    """The format of what lies at `path`, or None."""
+    return next((name for name, module in FORMATS.items() if module.detect(path)), None)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` holds a checkpoint of any format, or what reshard wrote."""
+    return (path / "reshard.json").is_file() or detect(path) is not None
+
+
+def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
+    """Open a checkpoint of any format. Raises ReshardError if there is none, or if it is damaged."""
+    if not path.exists():
+        raise ReshardError("there is nothing at this path", file=str(path), remedy="check the path")
+    name = detect(path)
+    if name is None:
+        found = sorted(child.name for child in path.iterdir())[:8] if path.is_dir() else [path.name]
+        raise ReshardError(
+            Problem(
+                "no checkpoint found here",
+                file=str(path),
+                expected="a Hugging Face folder (*.safetensors), or a Megatron folder (iter_* or release)",
+                found=", ".join(found) or "an empty folder",
+                remedy="name the folder that holds the weights, or an iteration folder",
+            )
+        )
+    if name == huggingface.NAME:
+        return huggingface.open_checkpoint(path)
+    if name == megatron.NAME:
+        return megatron.open_checkpoint(path, iteration)
+    return megatron_legacy.open_checkpoint(path, iteration)

@@ -15,6 +15,7 @@ from reshard.plan import Block, OutputFile, Planned
 from reshard.storage import StoredTensor
 
 NAME = "huggingface"
+WHAT = "safetensors in one file or in shards; pytorch_model*.bin is read"
 KINDS = (("model", "safetensors"), ("pytorch_model", "bin"))
 
 
@@ -38,8 +39,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
         except ReshardError as error:
             problems.extend(error.problems)
             continue
-        for name in found.keys() & tensors.keys():
-            problems.append(Problem("a tensor stands in two files", tensor=name, file=str(file)))
+        problems += [
+            Problem("a tensor stands in two files", tensor=name, file=str(file))
+            for name in sorted(found.keys() & tensors.keys())
+        ]
         tensors.update(found)
     if index and not problems:
         problems += _index_mismatches(index, tensors)

@@ -49,6 +49,21 @@ SPLITS = {
 """By the last two components of a name; every other tensor is the same on all ranks."""
 
 
+PARALLEL_LINEARS = (
+    "linear_qkv",
+    "linear_proj",
+    "linear_fc1",
+    "linear_fc2",
+    "linear_q_proj",
+    "linear_q_down_proj",
+    "linear_q_up_proj",
+    "linear_kv_down_proj",
+    "linear_kv_up_proj",
+    "eh_proj",
+)
+"""Modules that save an `_extra_state` beside their weight."""
+
+
 def split_of(name: str) -> Split | None:
     """How tensor parallelism cuts the tensor called `name`; None if all ranks hold it whole."""
     return SPLITS.get(".".join(name.rsplit(".", 2)[-2:]))

@@ -1,0 +1,43 @@
+# Everything a fresh machine with Python >= 3.10, pip and make needs.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+TORCH  := torch==2.13.0
+MCORE  := megatron-core==0.16.1
+
+# One thread a process: the tests start several ranks on few cores.
+export OMP_NUM_THREADS ?= 1
+export TORCHDYNAMO_DISABLE := 1
+export HF_HUB_OFFLINE := 1
+
+.PHONY: demo test test-all lint bench clean
+
+demo: $(VENV)/.ready  ## Hugging Face -> Megatron-Core, train, and back, with every step checked
+	$(BIN)/python -m demo
+
+test: $(VENV)/.ready lint  ## lint, types and the tests that need no second framework
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+
+test-all: $(VENV)/.ready lint  ## also older versions of the frameworks
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.ready  ## wall time and memory beside cp and beside other tools
+	$(BIN)/python -m bench
+
+# torch comes first and alone, so that nothing pulls in a CUDA build; megatron-core comes without its
+# requirements for the same reason.
+$(VENV)/.ready: pyproject.toml Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade "pip>=24"
+	$(BIN)/pip install --quiet $(TORCH) || $(BIN)/pip install --quiet torch
+	$(BIN)/pip install --quiet --editable ".[dev]"
+	$(BIN)/pip install --quiet --no-deps $(MCORE)
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist

@@ -1,0 +1,165 @@
+"""The functions behind the commands, under the same names and with the same arguments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from reshard import conversion
+from reshard.checkpoint import Checkpoint
+from reshard.errors import ReshardError
+from reshard.execute import Report, worker_count
+from reshard.formats import open_checkpoint
+from reshard.inspection import Inspection, inspect_checkpoint
+from reshard.layout import Layout
+from reshard.plan import Plan
+from reshard.verification import Comparison, compare_weights, open_sides
+
+StrPath = str | PathLike[str]
+_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
+
+
+def parse_size(size: int | str, flag: str = "size") -> int:
+    """Bytes of "5GB", "1GiB", "500M" or a plain number. Raises ReshardError naming `flag`."""
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", size.lower())
+    if not match:
+        raise ReshardError(
+            f"{flag} is no size",
+            expected="a number with a unit, as 5GB or 512MiB",
+            found=size,
+            remedy=f"correct {flag}",
+        )
+    return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+def open(path: StrPath, iteration: int | None = None) -> Checkpoint:
+    """Open a checkpoint of any format, reading headers and metadata only. Raises ReshardError."""
+    return open_checkpoint(Path(path), iteration)
+
+
+def inspect(path: StrPath, iteration: int | None = None) -> Inspection:
+    """What a checkpoint is, whether it is whole, and what to type next. Raises ReshardError."""
+    return inspect_checkpoint(Path(path), iteration)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A plan, and what passed when it was carried out (None after a dry run)."""
+
+    plan: Plan
+    report: Report | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content of `convert --json`."""
+        plan = self.plan
+        return {
+            **plan.facts,
+            "files": [{"path": file.path, "bytes": file.size} for file in plan.files],
+            "tensors": plan.tensors,
+            "parameters": plan.parameters,
+            "bytes": plan.nbytes,
+            "notes": plan.notes,
+            "written": self.report.nbytes if self.report else 0,
+            "nonfinite": self.report.nonfinite if self.report else [],
+        }
+
+
+def convert(
+    src: StrPath,
+    dst: StrPath,
+    *,
+    to: str | None = None,
+    base: StrPath | None = None,
+    tp: int = 1,
+    pp: int = 1,
+    vpp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    stages: tuple[int, ...] = (),
+    iteration: int | None = None,
+    family: str | None = None,
+    dtype: str | None = None,
+    max_shard_size: int | str = "5GB",
+    vocab_divisible_by: int | None = None,
+    transformer_impl: str | None = None,
+    memory: int | str = "1GiB",
+    workers: int | None = None,
+    dry_run: bool = False,
+    overwrite: bool = False,
+    no_tokenizer: bool = False,
+    strict: bool = False,
+    on_plan: Callable[[Plan], None] = lambda plan: None,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> Conversion:
+    """Carry the checkpoint at `src` to `dst`, in the format and layout that are asked for.
+
+    `on_plan` sees the plan before a byte is read, `on_bytes` the count of each window that was written.
+    Raises ReshardError, with `dst` as it was before.
+    """
+    layout = Layout(tp, pp, vpp, ep, tp if etp is None else etp, stages)
+    options = conversion.Options(
+        to=to,
+        base=Path(base) if base else None,
+        layout=layout,
+        iteration=iteration,
+        family=family,
+        dtype=dtype,
+        max_shard_size=parse_size(max_shard_size, "--max-shard-size"),
+        vocab_divisible_by=vocab_divisible_by,
+        transformer_impl=transformer_impl,
+        tokenizer=not no_tokenizer,
+    )
+    budget = parse_size(memory, "--memory")
+    plan = conversion.plan_conversion(Path(src), options)
+    on_plan(plan)
+    if dry_run:
+        return Conversion(plan)
+    report = conversion.convert(
+        plan,
+        Path(src),
+        Path(dst),
+        overwrite=overwrite,
+        memory=budget,
+        workers=workers,
+        strict=strict,
+        on_bytes=on_bytes,
+    )
+    return Conversion(plan, report)
+
+
+def verify(
+    a: StrPath,
+    b: StrPath,
+    *,
+    base: StrPath | None = None,
+    logits: bool = False,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> Comparison:
+    """Whether two checkpoints of any formats and layouts hold the same weights, bit for bit.
+
+    With `logits`, the same tokens also run through both, by transformers and by megatron-core. Raises
+    ReshardError if either cannot be read.
+    """
+    first, second = open_sides(Path(a), Path(b), Path(base) if base else None)
+    result = compare_weights(first, second, workers=worker_count(None, 1 << 30), on_bytes=on_bytes)
+    if logits:
+        from reshard.oracle.agreement import compare_logits
+
+        result.logits = compare_logits(first, second)
+    return result

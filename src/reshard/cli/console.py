@@ -1,0 +1,149 @@
+"""What commands print: results on stdout, everything else on stderr, with or without a terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+
+from reshard.errors import Problem, ReshardError
+
+SHOWN = 12
+"""How many offenders are printed in full; the rest are counted."""
+
+
+def stdout() -> Console:
+    """Where results go. Rich follows NO_COLOR, and drops colour and wrapping for pipes."""
+    return Console(soft_wrap=True, highlight=False)
+
+
+def stderr() -> Console:
+    """Where progress, notes and errors go."""
+    return Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+def print_json(content: Any) -> None:
+    """The one thing that `--json` prints."""
+    click.echo(json.dumps(content, indent=2, ensure_ascii=False, default=str))
+
+
+def print_problems(problems: list[Problem], console: Console) -> None:
+    """Every offender with what was found and what to do; many alike are counted."""
+    for problem in problems[:SHOWN]:
+        style = "bold red" if problem.severity == "error" else "bold yellow"
+        first, *rest = str(problem).split("\n")
+        console.print(f"[{style}]{problem.severity}:[/] {escape(first)}")
+        for line in rest:
+            console.print(escape(line))
+    if len(problems) > SHOWN:
+        console.print(f"… and {len(problems) - SHOWN} more (--json lists all)")
+
+
+def handles_errors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Turn errors that a user can mend into a message and exit status 2; `--debug` shows the traceback."""
+
+    @wraps(function)
+    def wrapped(*args: Any, debug: bool, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except ReshardError as error:
+            problems = error.problems
+        except (OSError, MemoryError) as error:
+            problems = [
+                Problem(str(error) or type(error).__name__, remedy="see the message of the system above")
+            ]
+        except KeyboardInterrupt:
+            stderr().print("interrupted: nothing was changed")
+            sys.exit(130)
+        if debug:
+            stderr().print_exception()
+        if kwargs.get("json_output"):
+            print_json({"problems": [problem.as_dict() for problem in problems]})
+        print_problems(problems, stderr())
+        sys.exit(2)
+
+    return wrapped
+
+
+def common_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`--json` and `--debug`, which every command has."""
+    function = click.option("--debug", is_flag=True, help="Show the traceback of an error.")(function)
+    return click.option("--json", "json_output", is_flag=True, help="Print JSON for machines.")(function)
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people: 1.3 GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.1f} TB"
+
+
+def count(number: float) -> str:
+    """Parameters for people: 30.5B."""
+    for unit in ("", "k", "M"):
+        if number < 1000:
+            return f"{number:.0f}" if not unit else f"{number:.1f}{unit}"
+        number /= 1000
+    return f"{number:.1f}B"
+
+
+PLAIN_EVERY = 5.0
+"""Seconds between the lines of progress that a log gets."""
+
+
+@contextmanager
+def progress(what: str, total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """Show bytes, rate and time left: a bar on a terminal, plain lines elsewhere, nothing if `quiet`."""
+    console = stderr()
+    if quiet:
+        yield lambda count: None
+    elif console.is_terminal:
+        with _bar(console) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda count: bar.advance(task, count)
+    else:
+        yield _PlainProgress(what, total, console)
+
+
+def _bar(console: Console) -> Any:
+    from rich import progress as rich_progress
+
+    return rich_progress.Progress(
+        rich_progress.TextColumn("{task.description}"),
+        rich_progress.BarColumn(),
+        rich_progress.DownloadColumn(),
+        rich_progress.TransferSpeedColumn(),
+        rich_progress.TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+
+
+class _PlainProgress:
+    """A line now and then, for logs; runs of a few seconds print none."""
+
+    def __init__(self, what: str, total: int, console: Console) -> None:
+        self._what, self._total, self._console = what, total, console
+        self._done = 0
+        self._begin = self._last = time.monotonic()
+
+    def __call__(self, count: int) -> None:
+        self._done += count
+        now = time.monotonic()
+        if now - self._last >= PLAIN_EVERY:
+            self._last = now
+            rate = self._done / (now - self._begin)
+            left = (self._total - self._done) / rate
+            self._console.print(
+                f"{self._what}: {size(self._done)} of {size(self._total)}, {size(rate)}/s, {left:.0f} s left"
+            )

@@ -1,0 +1,141 @@
+"""`reshard convert`."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.markup import escape
+
+from reshard import api
+from reshard.api import Conversion, parse_size
+from reshard.cli.console import (
+    common_options,
+    count,
+    handles_errors,
+    print_json,
+    progress,
+    size,
+    stderr,
+    stdout,
+)
+from reshard.execute import peak_per_worker, worker_count
+from reshard.plan import Plan
+
+FORMATS = click.Choice(["huggingface", "megatron", "megatron-legacy"])
+POSITIVE = click.IntRange(min=1)
+
+
+def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in value.split(",")) if value else ()
+    except ValueError:
+        raise click.BadParameter("give the layers of each stage, as 10,12,12,10") from None
+
+
+@click.command("convert")
+@click.argument("src", type=click.Path(path_type=Path))
+@click.argument("dst", type=click.Path(path_type=Path))
+@click.option("--to", type=FORMATS, help="Format of DST; huggingface unless SRC is one.")
+@click.option(
+    "--base", type=click.Path(path_type=Path), help="Hugging Face folder with config and tokenizer."
+)
+@click.option("--tp", type=POSITIVE, default=1, metavar="N", help="Tensor-parallel size.")
+@click.option("--pp", type=POSITIVE, default=1, metavar="N", help="Pipeline-parallel size.")
+@click.option("--vpp", type=POSITIVE, default=1, metavar="N", help="Virtual pipeline chunks of a stage.")
+@click.option("--ep", type=POSITIVE, default=1, metavar="N", help="Expert-parallel size.")
+@click.option("--etp", type=POSITIVE, metavar="N", help="Expert-tensor-parallel size; --tp by default.")
+@click.option("--stages", callback=_stages, metavar="N,N,…", help="Layers of each pipeline stage, if uneven.")
+@click.option(
+    "--iteration", type=int, metavar="N", help="Which iteration of SRC; the tracked one by default."
+)
+@click.option("--family", metavar="NAME", help="Read SRC as this family, whatever its config says.")
+@click.option("--dtype", metavar="DTYPE", help="Convert weights to float32, bfloat16 or float16.")
+@click.option(
+    "--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Of safetensors files."
+)
+@click.option(
+    "--vocab-divisible-by", type=POSITIVE, metavar="N", help="Pad the vocabulary to N·TP; 128 by default."
+)
+@click.option(
+    "--transformer-impl",
+    type=click.Choice(["transformer_engine", "local"]),
+    help="Layer spec whose tensor names to write; Transformer Engine by default, as Megatron-LM.",
+)
+@click.option("--memory", default="1GiB", show_default=True, metavar="SIZE", help="Bound on buffers.")
+@click.option("--workers", type=POSITIVE, metavar="N", help="Threads; one a core by default.")
+@click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
+@click.option("--overwrite", is_flag=True, help="Replace the checkpoint at DST.")
+@click.option("--no-tokenizer", is_flag=True, help="Go on without a tokenizer.")
+@click.option("--strict", is_flag=True, help="NaN or Inf in the weights is an error.")
+@click.option("--quiet", is_flag=True, help="Print errors only.")
+@common_options
+@handles_errors
+def command(src: Path, dst: Path, quiet: bool, json_output: bool, **options: Any) -> None:
+    """Carry the checkpoint at SRC to DST, in any format and parallel layout.
+
+    The format of SRC is detected. DST appears whole or not at all; config and tokenizer travel along.
+
+    \b
+      reshard convert ckpt model                          Megatron to Hugging Face
+      reshard convert model ckpt --to megatron --tp 4     Hugging Face to Megatron
+      reshard convert ckpt ckpt2 --to megatron --pp 2     Megatron to another layout
+    """
+    silent = quiet or json_output
+    begin = time.monotonic()
+    with ExitStack() as stack:
+        shown: dict[str, Any] = {}
+
+        def on_plan(plan: Plan) -> None:
+            if not silent:
+                _print_notes(plan)
+            if not options["dry_run"]:
+                shown["bar"] = stack.enter_context(progress("convert", plan.nbytes, quiet=silent))
+
+        result = api.convert(src, dst, **options, on_plan=on_plan, on_bytes=lambda n: shown["bar"](n))
+    if json_output:
+        print_json(result.as_dict())
+    elif not quiet and options["dry_run"]:
+        _print_plan(result.plan, parse_size(options["memory"]), options["workers"])
+    elif not quiet:
+        _print_result(result, dst, time.monotonic() - begin)
+    if result.report and result.report.nonfinite and not json_output:
+        names = ", ".join(result.report.nonfinite[:5])
+        more = len(result.report.nonfinite) - 5
+        tail = f" and {more} more" if more > 0 else ""
+        stderr().print(f"[bold yellow]warning:[/] NaN or Inf in {escape(names)}{tail} (--strict refuses it)")
+
+
+def _print_notes(plan: Plan) -> None:
+    for note in plan.notes:
+        stderr().print(f"[bold]note:[/] {escape(note)}")
+
+
+def _print_plan(plan: Plan, memory: int, workers: int | None) -> None:
+    console = stdout()
+    console.print(
+        f"{plan.source} → {plan.target}: {count(plan.parameters)} parameters in {plan.tensors} tensors"
+    )
+    for file in plan.files[:40]:
+        console.print(f"  {size(file.size):>10}  {escape(file.path)}")
+    if len(plan.files) > 40:
+        console.print(f"  … and {len(plan.files) - 40} more files (--json lists all)")
+    console.print(f"  {size(plan.nbytes):>10}  in {len(plan.files)} files")
+    threads = worker_count(workers, memory)
+    console.print(f"buffers: at most {size(threads * peak_per_worker(memory))} in {threads} threads")
+    for rule, nbytes in plan.dropped.items():
+        console.print(f"dropped: {escape(rule)}, {size(nbytes)}")
+    console.print("unmatched: none")
+
+
+def _print_result(result: Conversion, dst: Path, seconds: float) -> None:
+    plan, console = result.plan, stdout()
+    for rule, nbytes in plan.dropped.items():
+        console.print(f"dropped: {escape(rule)}, {size(nbytes)}")
+    console.print(
+        f"{escape(str(dst))}: {plan.target}, {count(plan.parameters)} parameters in {plan.tensors} tensors, "
+        f"{size(plan.nbytes)} in {seconds:.1f} s ({size(plan.nbytes / seconds)}/s)"
+    )

@@ -1,0 +1,61 @@
+"""`reshard inspect`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+from rich.markup import escape
+
+from reshard import api
+from reshard.cli.console import (
+    common_options,
+    count,
+    handles_errors,
+    print_json,
+    print_problems,
+    size,
+    stdout,
+)
+from reshard.inspection import OPTIMIZER, Inspection
+
+
+@click.command("inspect")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--iteration", type=int, metavar="N", help="Which iteration; the tracked one by default.")
+@common_options
+@handles_errors
+def command(path: Path, iteration: int | None, json_output: bool) -> None:
+    """Say what the checkpoint at PATH is, whether it is whole, and what to type next.
+
+    Reads headers and metadata only. Exit status: 0 whole, 1 problems were found, 2 nothing could be opened.
+    """
+    found = api.inspect(path, iteration)
+    if json_output:
+        print_json(found.as_dict())
+    else:
+        _print(found)
+    sys.exit(0 if found.whole else 1)
+
+
+def _print(found: Inspection) -> None:
+    console, c = stdout(), found.checkpoint
+    rows = {
+        "path": str(c.path),
+        "format": f"{c.format} ({c.variant})" if c.variant else c.format,
+        "family": found.family or "not known",
+        "layout": "" if c.dialect == "hf" else str(c.layout),
+        "iteration": "" if c.iteration is None else str(c.iteration),
+        "weights": f"{count(c.parameters)} parameters in {len(c.tensors)} tensors, {size(c.nbytes)}",
+        "dtypes": ", ".join(f"{name} × {number}" for name, number in sorted(c.dtypes.items())),
+        "optimizer": f"yes, {size(c.dropped[OPTIMIZER])}" if c.dropped[OPTIMIZER] else "",
+    }
+    for name, value in rows.items():
+        if value:
+            console.print(f"[bold]{name:<10}[/] {escape(value)}")
+    for note in [*found.notes, *found.hints]:
+        console.print(f"[bold]{'note':<10}[/] {escape(note)}")
+    print_problems(found.problems, console)
+    if found.next:
+        console.print(f"[bold]{'next':<10}[/] {escape(found.next)}")

@@ -1,0 +1,59 @@
+"""`reshard verify`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+from rich.table import Table
+
+from reshard import api
+from reshard.cli.console import common_options, handles_errors, print_json, progress, size, stdout
+from reshard.verification import Comparison
+
+SHOWN = 40
+
+
+@click.command("verify")
+@click.argument("a", type=click.Path(path_type=Path))
+@click.argument("b", type=click.Path(path_type=Path))
+@click.option("--base", type=click.Path(path_type=Path), help="Hugging Face folder with the config.")
+@click.option("--logits", is_flag=True, help="Also run the same tokens through both models.")
+@common_options
+@handles_errors
+def command(a: Path, b: Path, base: Path | None, logits: bool, json_output: bool) -> None:
+    """Compare the weights of two checkpoints bit for bit, whatever their formats and layouts.
+
+    Exit status: 0 equal, 1 different, 2 one of them cannot be read.
+    """
+    total = api.open(a).nbytes
+    with progress("verify", total, quiet=json_output) as advance:
+        found = api.verify(a, b, base=base, logits=logits, on_bytes=advance)
+    if json_output:
+        print_json(found.as_dict())
+    else:
+        _print(found)
+    sys.exit(0 if found.equal else 1)
+
+
+def _print(found: Comparison) -> None:
+    console = stdout()
+    if found.rows:
+        table = Table("tensor", "what differs", "A", "B", "largest difference")
+        for row in found.rows[:SHOWN]:
+            largest = "" if row.largest is None else f"{row.largest:.3g}"
+            table.add_row(row.tensor, row.kind, row.a, row.b, largest)
+        console.print(table)
+        if len(found.rows) > SHOWN:
+            console.print(f"… and {len(found.rows) - SHOWN} more (--json lists all)")
+        console.print(f"[bold red]different:[/] {len(found.rows)} tensors; {found.tensors} were compared")
+    else:
+        console.print(f"[bold green]equal:[/] {found.tensors} tensors, {size(found.nbytes)}, bit for bit")
+    if found.logits:
+        verdict = "[bold green]agree[/]" if found.logits["equal"] else "[bold red]differ[/]"
+        console.print(
+            f"logits {verdict}: largest difference {found.logits['difference']:.2e} of {found.logits['scale']:.3g}, "
+            f"relative {found.logits['relative']:.2e}, threshold {found.logits['threshold']:.0e} "
+            f"({found.logits['tokens']} tokens; {found.logits['a']} and {found.logits['b']})"
+        )

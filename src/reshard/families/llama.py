@@ -1,0 +1,20 @@
+"""Llama and what is built like it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from reshard.families import config
+from reshard.families.family import Family
+from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, norms
+
+
+def dense(d: Dims) -> Iterator[Rule]:
+    """Pre-norm layers of grouped-query attention and a gated MLP; biases and query/key norms as the sizes say."""
+    yield from ends(d)
+    yield from decoder(d, [*norms(d), *attention(d), *mlp(d)])
+
+
+LLAMA = Family("llama", "LlamaForCausalLM", config.LLAMA, dense)
+MISTRAL = Family("mistral", "MistralForCausalLM", config.MISTRAL, dense)
+INTERNLM3 = Family("internlm3", "InternLM3ForCausalLM", config.INTERNLM3, dense)

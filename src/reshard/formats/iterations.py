@@ -1,0 +1,100 @@
+"""The folders of a Megatron run: a tracker file, and a folder for each iteration."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from reshard.errors import Problem, ReshardError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_NAME = re.compile(r"iter_(\d{7,})")
+
+
+def name_of(iteration: int | str) -> str:
+    """The folder of an iteration."""
+    return "release" if iteration == "release" else f"iter_{int(iteration):07d}"
+
+
+def _step(folder: Path) -> int | str | None:
+    if folder.name == "release":
+        return "release"
+    match = _NAME.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def found_in(root: Path) -> dict[int | str, Path]:
+    """All iterations below `root`, the latest last."""
+    if not root.is_dir():
+        return {}
+    steps = {step: child for child in root.iterdir() if child.is_dir() and (step := _step(child)) is not None}
+    return dict(
+        sorted(steps.items(), key=lambda item: (item[0] != "release", item[0] if item[0] != "release" else 0))
+    )
+
+
+def candidates(path: Path) -> list[Path]:
+    """The folders that may hold an iteration: `path` itself, and those below it."""
+    return [path, *found_in(path).values()] if path.is_dir() else []
+
+
+def root_of(folder: Path) -> Path:
+    """The run that an iteration folder belongs to: where configs and tokenizers lie."""
+    return folder.parent if _step(folder) is not None else folder
+
+
+def choose(path: Path, iteration: int | None = None) -> tuple[Path, int | str | None]:
+    """The folder of the asked, or else the tracked iteration. Raises ReshardError if there is none."""
+    steps = found_in(path)
+    if not steps:
+        if iteration is not None and _step(path) not in (None, iteration):
+            raise ReshardError(
+                "another iteration was asked for than the one that was named",
+                file=str(path),
+                expected=f"iteration {iteration}",
+                remedy="name the folder above it, or leave out --iteration",
+            )
+        return path, _step(path)
+    listed = ", ".join(str(step) for step in steps)
+    if iteration is not None:
+        if iteration not in steps:
+            raise ReshardError(
+                "there is no such iteration",
+                file=str(path / name_of(iteration)),
+                found=f"iterations {listed}",
+                remedy="choose one of these with --iteration",
+            )
+        return steps[iteration], iteration
+    tracked = _tracked(path / TRACKER, listed)
+    if tracked not in steps:
+        raise ReshardError(
+            "the iteration that the tracker names is missing",
+            file=str(path / name_of(tracked)),
+            expected=f"iteration {tracked}, as {TRACKER} says",
+            found=f"iterations {listed}",
+            remedy="copy the missing folder, or choose another with --iteration",
+        )
+    return steps[tracked], tracked
+
+
+def _tracked(tracker: Path, listed: str) -> int | str:
+    if not tracker.is_file():
+        raise ReshardError(
+            Problem(
+                "the tracker file is missing, so the latest iteration is not known",
+                file=str(tracker),
+                rule="the tracker names the last iteration that was saved whole",
+                found=f"iterations {listed}",
+                remedy="choose one with --iteration N, or name its folder",
+            )
+        )
+    text = tracker.read_text().strip()
+    if text != "release" and not text.isdigit():
+        raise ReshardError(
+            "the tracker file cannot be read",
+            file=str(tracker),
+            expected='an iteration, or "release"',
+            found=repr(text[:40]),
+            remedy="choose an iteration with --iteration N",
+        )
+    return "release" if text == "release" else int(text)

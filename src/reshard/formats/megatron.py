@@ -1,0 +1,396 @@
+"""Megatron-Core's torch_dist checkpoints: chunks of whole tensors, in files that torch's DCP metadata maps.
+
+`<root>/latest_checkpointed_iteration.txt` names `iter_0000002` or `release`; that folder holds `.metadata`,
+`metadata.json`, `common.pt` and `__<rank>_<n>.distcp`. Source: megatron-core's dist_checkpointing 0.12 to 0.16.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reshard.checkpoint import Checkpoint, Tensor
+from reshard.dtypes import DType
+from reshard.errors import Problem, ReshardError
+from reshard.formats import iterations
+from reshard.formats.copies import CopyFinder
+from reshard.formats.dcp import DcpChunk, DcpMetadata, DcpTensor, read_metadata, write_metadata
+from reshard.formats.mcore import (
+    PARALLEL_LINEARS,
+    Place,
+    Spelling,
+    Stages,
+    name_of,
+    place_of,
+    shard_boxes,
+    split_of,
+    unfused,
+)
+from reshard.formats.torchfile import ChunkReader, read_torch_file
+from reshard.formats.torchwrite import Image, NewTensor, image_bytes, layout_torch_file
+from reshard.layout import Layout
+from reshard.plan import Block, OutputFile, Planned
+from reshard.views import View, assemble
+
+NAME = "megatron"
+WHAT = "Megatron-Core distributed checkpoint (torch_dist)"
+NOT_WEIGHTS = (
+    (re.compile(r"(chained_\d+\.)?optimizer\b.*"), "optimizer states"),
+    (re.compile(r"rng_state\b.*"), "random number states"),
+    (re.compile(r"rerun_state_machine_state\b.*"), "rerun state machine"),
+    (re.compile(r".*\._extra_state\b.*"), "Transformer Engine extra states"),
+)
+
+
+def detect(path: Path) -> bool:
+    """Whether `path` is an iteration folder in torch_dist, or a folder with such iterations."""
+    return any((folder / ".metadata").is_file() for folder in iterations.candidates(path))
+
+
+def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
+    """Open the latest (or the given) iteration. Raises ReshardError naming all that is missing or damaged."""
+    folder, step = iterations.choose(path, iteration)
+    metadata = read_metadata(folder / ".metadata")
+    common = _common(folder)
+    args = vars(common["args"]) if isinstance(common.get("args"), Namespace) else None
+    reader = _Reader()
+    dropped: Counter[str] = Counter()
+    for key, tensor in metadata.tensors.items():
+        rule = _not_a_weight(key)
+        if rule:
+            dropped[rule] += prod(tensor.shape) * tensor.dtype.itemsize
+        else:
+            reader.add(key, tensor)
+    for key, entry in metadata.objects.items():
+        dropped[_not_a_weight(key) or "other objects"] += entry.length
+    reader.close()
+    return Checkpoint(
+        path=folder,
+        format=NAME,
+        dialect="mcore",
+        tensors=reader.tensors(),
+        root=iterations.root_of(folder),
+        layout=layout_of(args or {}),
+        iteration=step,
+        args=args,
+        dropped=dropped,
+        problems=reader.copies.problems(),
+        variant="one key for each layer" if reader.per_layer else "stacked",
+    )
+
+
+def _not_a_weight(key: str) -> str | None:
+    return next((rule for pattern, rule in NOT_WEIGHTS if pattern.fullmatch(key)), None)
+
+
+def _common(folder: Path) -> dict[str, Any]:
+    path = folder / "common.pt"
+    if not path.is_file():
+        raise ReshardError(
+            "a file of the checkpoint is missing", file=str(path), remedy="copy the iteration folder again"
+        )
+    content = read_torch_file(path)
+    return content if isinstance(content, dict) else {}
+
+
+def layout_of(args: Mapping[str, Any]) -> Layout:
+    """The layout that Megatron-LM's arguments describe."""
+
+    def get(name: str) -> int:
+        value = args.get(name)
+        return value if isinstance(value, int) else 1
+
+    tp, pp = get("tensor_model_parallel_size"), get("pipeline_model_parallel_size")
+    vpp, ep = get("virtual_pipeline_model_parallel_size"), get("expert_model_parallel_size")
+    etp = args.get("expert_tensor_parallel_size") or tp
+    return Layout(tp, pp, vpp, ep, etp if args.get("num_experts") else 1)
+
+
+_KEY = re.compile(r"(decoder|mtp)\.layers\.(?:(\d+)\.)?(.*)")
+_EXPERT_KEY = re.compile(r"(.*mlp\.experts)\.experts\.(?:(\d+)\.)?(.*)")
+_HALVES = {"_w": 0, "_v": 1}
+"""Suffixes of the gate and the up half, where a checkpoint stores them as tensors of their own."""
+
+
+class _Key(NamedTuple):
+    """A key of the checkpoint: the tensor it stands for, which leading axes it stacks, which half it is."""
+
+    place: Place
+    stacks_layers: bool
+    stacks_experts: bool
+    half: int | None
+
+
+def _parse(key: str) -> _Key:
+    half = _HALVES.get(key[-2:])
+    key = key if half is None else key[:-2]
+    match = _KEY.fullmatch(key)
+    if not match:
+        return _Key(Place(key), False, False, half)
+    stack, layer, module = match.groups()
+    expert = _EXPERT_KEY.fullmatch(module)
+    index = int(expert[2]) if expert and expert[2] else None
+    if expert:
+        module = f"{expert[1]}.{expert[3]}"
+    place = Place(unfused(module), stack, int(layer) if layer else None, index)
+    return _Key(place, layer is None, expert is not None and index is None, half)
+
+
+class _Reader:
+    """Collects chunks under the names of whole tensors."""
+
+    def __init__(self) -> None:
+        self.copies = CopyFinder()
+        self.per_layer = False
+        self._chunks = ChunkReader()
+        self._parts: dict[str, list[tuple[tuple[int, ...], View]]] = {}
+        self._shapes: dict[str, tuple[DType, tuple[int, ...]]] = {}
+
+    def close(self) -> None:
+        self._chunks.close()
+
+    def add(self, key: str, tensor: DcpTensor) -> None:
+        """Add all chunks of one key, cut into the layers and experts that it stacks."""
+        parsed = _parse(key)
+        lead = parsed.stacks_layers + parsed.stacks_experts
+        self.per_layer |= parsed.place.stack == "decoder" and not parsed.stacks_layers
+        inner = tensor.shape[lead:]
+        shape = inner if parsed.half is None else (2 * inner[0], *inner[1:])
+        for chunk in tensor.chunks:
+            stored = self._chunks.read(chunk.file, chunk.offset, chunk.length, tensor.dtype, chunk.sizes)
+            self.copies.add(chunk.file, key, chunk.offsets, stored)
+            view = Tensor.stored(stored).view
+            low = list(chunk.offsets[lead:])
+            if parsed.half:
+                low[0] += inner[0]
+            for index in _indices(chunk.sizes[:lead]):
+                at = [first + i for first, i in zip(chunk.offsets, index, strict=False)]
+                place = parsed.place
+                if parsed.stacks_experts:
+                    place = place._replace(expert=at[-1])
+                if parsed.stacks_layers:
+                    place = place._replace(layer=at[0])
+                name = name_of(place)
+                self._shapes[name] = tensor.dtype, shape
+                self._parts.setdefault(name, []).append((tuple(low), view[index] if index else view))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors, each whole. Raises ReshardError listing those with chunks missing."""
+        problems, result = [], {}
+        for name, (dtype, shape) in self._shapes.items():
+            parts = self._parts[name]
+            found = sum(part.numel for _, part in parts)
+            if found != prod(shape):
+                problems.append(
+                    Problem(
+                        "chunks of a tensor are missing" if found < prod(shape) else "chunks overlap",
+                        tensor=name,
+                        rule="the chunks of a tensor tile it",
+                        expected=f"{prod(shape)} elements of {list(shape)}",
+                        found=f"{found} elements in {len(parts)} chunks",
+                        remedy="the checkpoint is incomplete: copy it again from where it was saved",
+                    )
+                )
+            whole = parts[0][1] if len(parts) == 1 and parts[0][1].shape == shape else assemble(shape, parts)
+            result[name] = Tensor(dtype, whole)
+        if problems:
+            raise ReshardError(problems)
+        return result
+
+
+def _indices(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    if not sizes:
+        yield ()
+        return
+    for first in range(sizes[0]):
+        for rest in _indices(sizes[1:]):
+            yield (first, *rest)
+
+
+# ---------------------------------------------------------------------------------------------- writing
+
+
+@dataclass
+class _RankFile:
+    """The `.distcp` file of one rank, while the layout assigns chunks to it."""
+
+    path: str
+    size: int = 0
+    blocks: list[Block] = field(default_factory=list)
+    images: list[tuple[int, Image]] = field(default_factory=list)
+
+    def append(self, image: Image) -> int:
+        """Put an image at the end, and return where."""
+        begin = self.size
+        self.images.append((begin, image))
+        self.size += image.size
+        return begin
+
+    def finished(self, folder: str) -> OutputFile:
+        def literals() -> Iterator[tuple[int, bytes]]:
+            for begin, image in self.images:
+                for offset, content in image.literals:
+                    yield begin + offset, content
+
+        return OutputFile(f"{folder}/{self.path}", self.size, self.blocks, literals)
+
+
+@lru_cache(maxsize=4096)
+def _tensor_image(dtype: DType, shape: tuple[int, ...]) -> Image:
+    return layout_torch_file(NewTensor("data", dtype, shape))
+
+
+EXTRA_STATE = layout_torch_file([None])
+"""What a parallel linear without fp8 state saves; loading it is a no-op."""
+
+
+class _Writer:
+    """Assigns the chunks of every tensor to ranks, as megatron-core would."""
+
+    def __init__(self, layout: Layout, layers: int, experts: int, spelling: Spelling, stacked: bool) -> None:
+        self.layout = layout
+        self.layers, self.experts = layers, experts
+        self.spelling, self.stacked = spelling, stacked
+        self.metadata = DcpMetadata({}, {})
+        self.stages = Stages(layout, layers)
+        self.table = self.stages.table()
+        self.files: dict[int, _RankFile] = {}
+
+    def add(self, tensor: Planned, sparse: bool) -> None:
+        """Cut one tensor into the chunks of all ranks that hold it."""
+        place = place_of(tensor.name)
+        split = split_of(tensor.name)
+        ranks = self.layout.tp if place.expert is None else self.layout.etp
+        key, lead, at = self._key(place, sparse)
+        entry = self.metadata.tensors.setdefault(key, DcpTensor(tensor.dtype, (*lead, *tensor.shape), []))
+        whole = View.of("", *tensor.shape)
+        for rank in range(ranks if split else 1):
+            boxes = shard_boxes(whole, split, rank, ranks) if split else [((0,) * len(whole.shape), whole)]
+            for low, part in boxes:
+                file = self._file(place, rank)
+                sizes = ((1,) * len(lead)) + part.shape
+                image = _tensor_image(tensor.dtype, sizes)
+                begin = file.append(image)
+                (slot,) = image.slots
+                file.blocks.append(
+                    Block(
+                        tensor.name,
+                        tensor.dtype,
+                        part.shape,
+                        _boxed(tensor, low, part.shape),
+                        begin + slot.offset,
+                        tuple(begin + crc for crc in slot.crc_at),
+                    )
+                )
+                entry.chunks.append(DcpChunk((*at, *low), sizes, file.path, begin, image.size))
+
+    def add_extra_state(self, place: Place, sparse: bool) -> None:
+        """The object that a parallel linear saves beside its weight."""
+        key, lead, at = self._key(
+            place._replace(module=place.module.rsplit(".", 1)[0] + "._extra_state"), sparse
+        )
+        if lead:
+            shard = f"/shard_{'.'.join(map(str, at))}_{'.'.join(map(str, lead))}"
+        else:
+            shard = "/shard_0_1"
+        file = self._file(place, 0)
+        begin = file.append(EXTRA_STATE)
+        self.metadata.objects[key + shard] = DcpChunk((), (), file.path, begin, EXTRA_STATE.size)
+
+    def _key(self, place: Place, sparse: bool) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        """The key of a tensor, the leading axes that it stacks, and the place in them."""
+        module = place.module if place.layer is None else self.spelling.module(place.module, sparse)
+        lead: tuple[int, ...] = ()
+        at: tuple[int, ...] = ()
+        if place.layer is None:
+            return module, lead, at
+        prefix = f"{place.stack}.layers."
+        if self.stacked and place.stack == "decoder":
+            lead, at = (self.layers,), (place.layer,)
+        else:
+            prefix += f"{place.layer}."
+        if place.expert is not None:
+            module = module.replace("mlp.experts.", "mlp.experts.experts.", 1)
+            lead, at = (*lead, self.experts), (*at, place.expert)
+        return prefix + module, lead, at
+
+    def _file(self, place: Place, rank: int) -> _RankFile:
+        if place.stack == "decoder" and place.layer is not None:
+            stage = self.table[place.layer][0]
+        else:
+            stage = 0 if place.module.startswith("embedding.") else self.stages.last[0]
+        if place.expert is None:
+            number = self.layout.dense_rank(stage, rank)
+        else:
+            ep = place.expert * self.layout.ep // self.experts
+            number = self.layout.expert_rank(stage, ep, rank)
+        return self.files.setdefault(number, _RankFile(f"__{number}_0.distcp"))
+
+
+def _boxed(tensor: Planned, low: tuple[int, ...], size: tuple[int, ...]) -> Any:
+    if size == tensor.shape:
+        return tensor.source
+    return lambda: tensor.source().box(low, size)
+
+
+def lay_out(
+    tensors: list[Planned],
+    args: Mapping[str, Any],
+    layout: Layout,
+    iteration: int | str,
+    *,
+    transformer_engine: bool,
+) -> list[OutputFile]:
+    """The files of one iteration and the tracker that names it. `args` become those of the checkpoint."""
+    places = {tensor.name: place_of(tensor.name) for tensor in tensors}
+    sparse = {place[1:3] for place in places.values() if place.expert is not None}
+    latent = any("linear_kv_up_proj" in name for name in places)
+    stacked = not isinstance(args.get("moe_layer_freq"), (list, tuple)) and args.get("moe_layer_freq", 1) == 1
+    writer = _Writer(
+        layout,
+        int(args["num_layers"]),
+        int(args.get("num_experts") or 0),
+        Spelling(transformer_engine, torch_dist=True, latent=latent),
+        stacked,
+    )
+    for tensor in tensors:
+        place = places[tensor.name]
+        writer.add(tensor, place[1:3] in sparse)
+        if _has_extra_state(tensor.name):
+            writer.add_extra_state(place, place[1:3] in sparse)
+    folder = iterations.name_of(iteration)
+    files = [file.finished(folder) for _, file in sorted(writer.files.items())]
+    metadata = {
+        "sharded_backend": "torch_dist",
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
+    common = {
+        "args": Namespace(**args),
+        "checkpoint_version": 3.0,
+        "iteration": 0 if iteration == "release" else iteration,
+        "num_floating_point_operations_so_far": 0,
+        "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
+    }
+    return [
+        *files,
+        OutputFile.of_bytes(f"{folder}/.metadata", write_metadata(writer.metadata)),
+        OutputFile.of_bytes(f"{folder}/metadata.json", json.dumps(metadata).encode()),
+        OutputFile.of_bytes(f"{folder}/common.pt", image_bytes(layout_torch_file(common))),
+        OutputFile.of_bytes(iterations.TRACKER, str(iteration).encode()),
+    ]
+
+
+def _has_extra_state(name: str) -> bool:
+    """Whether the tensor is the weight of a parallel linear of a layer, which saves an extra state."""
+    module, _, kind = name.rpartition(".")
+    return kind == "weight" and module.rpartition(".")[2] in PARALLEL_LINEARS

@@ -1,0 +1,126 @@
+"""Inspect: what a checkpoint is, whether it is whole, and what to type next."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reshard.checkpoint import Checkpoint
+from reshard.errors import Problem, ReshardError
+from reshard.formats import huggingface, open_checkpoint
+from reshard.formats.companions import find_companions
+from reshard.formats.hints import find_hints
+from reshard.logical import logical_tensors
+from reshard.model import Model, read_config, resolve
+
+OPTIMIZER = "optimizer states"
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What `inspect` found. `problems` of severity "error" stand in the way of a conversion."""
+
+    checkpoint: Checkpoint
+    family: str | None
+    problems: list[Problem]
+    notes: list[str]
+    next: str
+    hints: list[str] = field(default_factory=list)
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing stands in the way of a conversion."""
+        return not any(problem.severity == "error" for problem in self.problems)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The keys of `inspect --json`."""
+        c = self.checkpoint
+        return {
+            "path": str(c.path),
+            "format": c.format,
+            "variant": c.variant,
+            "family": self.family,
+            "layout": c.layout.as_dict(),
+            "iteration": c.iteration,
+            "tensors": len(c.tensors),
+            "parameters": c.parameters,
+            "bytes": c.nbytes,
+            "dtypes": c.dtypes,
+            "optimizer": OPTIMIZER in c.dropped,
+            "dropped": dict(c.dropped),
+            "problems": [problem.as_dict() for problem in self.problems],
+            "notes": self.notes,
+            "hints": self.hints,
+            "next": self.next,
+        }
+
+
+def inspect_checkpoint(path: Path, iteration: int | None = None) -> Inspection:
+    """Look at the checkpoint at `path`. Raises ReshardError only if nothing can be opened there."""
+    checkpoint = open_checkpoint(path, iteration)
+    problems = list(checkpoint.problems)
+    notes = list(checkpoint.notes)
+    hints = find_hints([checkpoint.path, checkpoint.root], checkpoint.args)
+    base = next((Path(hint.value) for hint in hints if hint.exists and Path(hint.value).is_dir()), None)
+    has_config = checkpoint.config is not None or (checkpoint.root / "config.json").is_file()
+    model: Model | None = None
+    try:
+        model = resolve(checkpoint)
+        notes += model.notes
+        logical_tensors(checkpoint, model)
+    except ReshardError as error:
+        problems += error.problems
+    problems += _companion_problems(checkpoint, has_config)
+    return Inspection(
+        checkpoint=checkpoint,
+        family=model.family.name if model else _declared_type(checkpoint),
+        problems=problems,
+        notes=notes,
+        next=_next_command(checkpoint, path, problems, base),
+        hints=[str(hint) for hint in hints],
+    )
+
+
+def _declared_type(checkpoint: Checkpoint) -> str | None:
+    config = checkpoint.config or read_config(checkpoint.root)
+    return str(config["model_type"]) if config and "model_type" in config else None
+
+
+def _companion_problems(checkpoint: Checkpoint, has_config: bool) -> list[Problem]:
+    there = find_companions(checkpoint.root)
+    problems = []
+    if not has_config:
+        problems.append(
+            Problem(
+                "there is no config.json beside the weights",
+                file=str(checkpoint.root),
+                severity="warning",
+                remedy="give the Hugging Face folder that training started from: --base DIR",
+            )
+        )
+    if not there.has_tokenizer:
+        problems.append(
+            Problem(
+                "there is no tokenizer beside the weights",
+                file=str(checkpoint.root),
+                severity="warning",
+                remedy="give the Hugging Face folder that training started from (--base DIR), or --no-tokenizer",
+            )
+        )
+    return problems
+
+
+def _next_command(checkpoint: Checkpoint, path: Path, problems: list[Problem], base: Path | None) -> str:
+    if any(problem.severity == "error" for problem in problems):
+        return ""
+    source = path.as_posix().rstrip("/")
+    words = ["reshard", "convert", source]
+    if checkpoint.format == huggingface.NAME:
+        words += [f"{source}-megatron", "--to", "megatron", "--tp", "2", "--pp", "2"]
+    else:
+        words.append(f"{source}-hf")
+        if problems:
+            words += ["--base", str(base) if base else "HF_FOLDER"]
+    return shlex.join(words)

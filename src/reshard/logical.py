@@ -1,0 +1,133 @@
+"""Logical tensors: the tensors of any checkpoint under their Hugging Face names, where all formats meet."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+from reshard.checkpoint import Cells, Checkpoint, Replica
+from reshard.dtypes import DType, dtype
+from reshard.errors import Problem, ReshardError
+from reshard.families.binding import Binding, Bound, Dropped
+from reshard.model import Model
+from reshard.plan import ZERO
+from reshard.views import View
+
+
+class Logical(NamedTuple):
+    """One logical tensor. `bound` leads to the native tensors that hold it; None if it is stored as it is."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    bound: Bound | None
+
+
+class LogicalTensors:
+    """All logical tensors of a checkpoint. Views are compiled when asked for."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, tensors: Mapping[str, Logical], copies: Sequence[Replica] = ()
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.tensors = tensors
+        self.replicas = [*checkpoint.replicas, *copies]
+
+    def view(self, name: Hashable) -> View:
+        """Where the elements of a logical tensor lie, as a view over `Cells`."""
+        if isinstance(name, Dropped):
+            return View((1 << 62,), View.of(Cells(ZERO, _ANY), 1 << 62).pieces)
+        bound = self.tensors[str(name)].bound
+        if bound is None:
+            return self.checkpoint.tensors[str(name)].view
+        return bound.view.through(lambda native: self.checkpoint.tensors[str(native)].view)
+
+
+_ANY = dtype("uint8")
+
+
+def logical_tensors(checkpoint: Checkpoint, model: Model | None) -> LogicalTensors:
+    """The logical tensors of `checkpoint`, each there, whole and of the right shape.
+
+    Without a model, the names of a Hugging Face checkpoint are taken as they are. Raises ReshardError listing
+    every tensor that is missing, left over, or of another shape.
+    """
+    if model is None:
+        found = {name: Logical(t.dtype, t.shape, None) for name, t in checkpoint.tensors.items()}
+        return LogicalTensors(checkpoint, found)
+    binding = model.binding()
+    if checkpoint.dialect == "hf":
+        _check(checkpoint, binding.hf, binding.copies)
+        found = {
+            name: Logical(checkpoint.tensors[name].dtype, bound.shape, None)
+            for name, bound in binding.hf.items()
+        }
+        return LogicalTensors(checkpoint, found, _copies(checkpoint, binding))
+    _check(checkpoint, binding.native, {})
+    found = {}
+    for name, bound in binding.written():
+        native = next(piece.source for piece in bound.view.pieces)
+        found[name] = Logical(checkpoint.tensors[str(native)].dtype, bound.shape, bound)
+    return LogicalTensors(checkpoint, found)
+
+
+def _copies(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
+    """The tensors of a Hugging Face checkpoint that store again what another one holds."""
+    result = []
+    for name in sorted(checkpoint.tensors.keys() & binding.copies.keys()):
+        native = next(piece.source for piece in binding.copies[name].view.pieces)
+        original = next(piece.source for piece in binding.native[str(native)].view.pieces)
+        first, second = checkpoint.tensors[str(original)], checkpoint.tensors[name]
+        result.append(Replica(name, first, second, f"this is a second copy of {original}"))
+    return result
+
+
+def _check(checkpoint: Checkpoint, wanted: Mapping[str, Bound], optional: Mapping[str, Bound]) -> None:
+    have = checkpoint.tensors
+    problems = []
+    for name in sorted(wanted.keys() - have.keys()):
+        problems.append(
+            Problem(
+                "a tensor is missing",
+                tensor=name,
+                file=str(checkpoint.path),
+                rule="every tensor that the family declares is in the checkpoint",
+                expected=str(list(wanted[name].shape)),
+                remedy="the checkpoint is incomplete, or of another family (--family)",
+            )
+        )
+    for name in sorted(have.keys() - wanted.keys() - optional.keys()):
+        problems.append(
+            Problem(
+                "a tensor is not known",
+                tensor=name,
+                file=_file_of(checkpoint, name),
+                rule="every tensor of the checkpoint is declared by the family; nothing is left out silently",
+                found=f"{have[name].dtype} {list(have[name].shape)}",
+                remedy="the config is of a smaller model (--base), or the model is of another family (--family)",
+            )
+        )
+    for name in sorted(have.keys() & (wanted.keys() | optional.keys())):
+        shape = (wanted.get(name) or optional[name]).shape
+        if have[name].shape != shape:
+            transposed = have[name].shape == shape[::-1]
+            problems.append(
+                Problem(
+                    "a tensor is transposed" if transposed else "a tensor has another shape",
+                    tensor=name,
+                    file=_file_of(checkpoint, name),
+                    rule="the family and the config say what shape each tensor has",
+                    expected=str(list(shape)),
+                    found=str(list(have[name].shape)),
+                    remedy="the tool that wrote it swapped the axes: write it again as [out, in]"
+                    if transposed
+                    else "give the config that belongs to these weights: --base DIR",
+                )
+            )
+    if problems:
+        raise ReshardError(problems)
+
+
+def _file_of(checkpoint: Checkpoint, name: str) -> str:
+    """The file that holds (the first piece of) a tensor."""
+    source = next((piece.source for piece in checkpoint.tensors[name].view.pieces), None)
+    return source.storage.path if isinstance(source, Cells) else str(checkpoint.path)

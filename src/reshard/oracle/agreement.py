@@ -1,0 +1,75 @@
+"""`verify --logits`: the same tokens through both models, by the frameworks that the checkpoints are made for."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.errors import ReshardError
+from reshard.model import EMBEDDING
+from reshard.verification import Side
+
+THRESHOLD = 1e-5
+"""Largest difference relative to the largest logit. Both sides compute in float32, whatever the weights are."""
+
+BATCH, LENGTH = 2, 32
+
+
+def compare_logits(first: Side, second: Side) -> dict[str, Any]:
+    """Run random tokens (seeded, [2, 32]) through both and compare the logits of the real vocabulary.
+
+    Raises ReshardError if a framework that is needed is not installed, or does not load a side strictly.
+    """
+    vocab = min(_vocabulary(side) for side in (first, second))
+    tokens = np.random.default_rng(0).integers(0, vocab, (BATCH, LENGTH))
+    a, b = _logits(first, tokens)[..., :vocab], _logits(second, tokens)[..., :vocab]
+    difference, scale = float(np.abs(a - b).max()), float(np.abs(a).max())
+    relative = difference / scale if scale else difference
+    return {
+        "equal": bool(relative <= THRESHOLD),  # NaN is not equal
+        "difference": difference,
+        "scale": scale,
+        "relative": relative,
+        "threshold": THRESHOLD,
+        "tokens": tokens.size,
+        "a": _oracle(first),
+        "b": _oracle(second),
+    }
+
+
+def _vocabulary(side: Side) -> int:
+    return side.model.dims.vocab if side.model else side.checkpoint.tensors[EMBEDDING["hf"]].shape[0]
+
+
+def _oracle(side: Side) -> str:
+    return "transformers" if side.checkpoint.dialect == "hf" else "megatron-core"
+
+
+def _logits(side: Side, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    checkpoint = side.checkpoint
+    if checkpoint.dialect == "hf":
+        _require("transformers", "pip install 'reshard[hf]'")
+        from reshard.oracle.transformers import transformers_logits
+
+        return transformers_logits(checkpoint.root, tokens)
+    _require("megatron.core", "pip install 'reshard[megatron]' && pip install --no-deps megatron-core")
+    from reshard.oracle.megatron import megatron_logits
+
+    args = checkpoint.args or (side.model.args if side.model else {})
+    # torch_dist loads at one rank whatever it was saved at; legacy files only at their own layout.
+    layout = checkpoint.layout if checkpoint.format == "megatron-legacy" else None
+    return megatron_logits(checkpoint.path, tokens, args=args, layout=layout).logits
+
+
+def _require(module: str, command: str) -> None:
+    try:
+        found = find_spec(module)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise ReshardError(
+            f"{module.partition('.')[0]} is not installed, and --logits runs it", remedy=command
+        )

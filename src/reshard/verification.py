@@ -1,0 +1,150 @@
+"""Verify: are the weights of two checkpoints the same, bit for bit, whatever their formats and layouts?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reshard.checkpoint import Checkpoint, Tensor
+from reshard.compare import Comparer, unequal_replicas
+from reshard.errors import ReshardError
+from reshard.formats import open_checkpoint
+from reshard.gather import Files, Ledger, crc_problem
+from reshard.logical import Logical, LogicalTensors, logical_tensors
+from reshard.model import Model, resolve
+
+
+class Row(NamedTuple):
+    """One tensor that is not the same on both sides. `largest` is the largest difference of two elements."""
+
+    tensor: str
+    kind: str
+    a: str
+    b: str
+    largest: float | None = None
+
+
+@dataclass
+class Comparison:
+    """What `verify` found. Equal if there are no rows and, where asked for, the logits agree."""
+
+    tensors: int
+    nbytes: int
+    rows: list[Row]
+    family: str | None
+    logits: dict[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def equal(self) -> bool:
+        return not self.rows and (self.logits is None or bool(self.logits["equal"]))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content of `verify --json`."""
+        return {
+            "equal": self.equal,
+            "tensors": self.tensors,
+            "bytes": self.nbytes,
+            "family": self.family,
+            "differences": [row._asdict() for row in self.rows],
+            "logits": self.logits,
+            "notes": self.notes,
+        }
+
+
+class Side(NamedTuple):
+    """One of the two checkpoints that are compared."""
+
+    checkpoint: Checkpoint
+    model: Model | None
+    tensors: LogicalTensors
+
+
+def open_sides(a: Path, b: Path, base: Path | None = None) -> tuple[Side, Side]:
+    """Open both checkpoints under logical names. A side without a config takes that of the other."""
+    first, second = open_checkpoint(a), open_checkpoint(b)
+    return _side(first, second, base), _side(second, first, base)
+
+
+def _side(checkpoint: Checkpoint, other: Checkpoint, base: Path | None) -> Side:
+    if checkpoint.problems:
+        raise ReshardError(checkpoint.problems)
+    if base is None and not (checkpoint.root / "config.json").is_file():
+        base = other.root if (other.root / "config.json").is_file() else None
+    try:
+        model = resolve(checkpoint, base)
+    except ReshardError:
+        if checkpoint.dialect != "hf" or other.dialect != "hf":
+            raise
+        model = None  # names are already the hub's: any model can be compared
+    return Side(checkpoint, model, logical_tensors(checkpoint, model))
+
+
+def compare_weights(
+    first: Side, second: Side, *, workers: int = 2, on_bytes: Callable[[int], None] = lambda count: None
+) -> Comparison:
+    """Compare all logical tensors. Raises ReshardError if a checksum says that a file is damaged."""
+    problems = unequal_replicas([*first.tensors.replicas, *second.tensors.replicas])
+    if problems:
+        raise ReshardError(problems)
+    ours, theirs = first.tensors.tensors, second.tensors.tensors
+    copies = {name for side in (first, second) if side.model for name in side.model.binding().copies}
+    only_a = [name for name in ours if name not in theirs and name not in copies]
+    only_b = [name for name in theirs if name not in ours and name not in copies]
+    rows = [Row(name, "only in A", _words(ours[name]), "") for name in only_a]
+    rows += [Row(name, "only in B", "", _words(theirs[name])) for name in only_b]
+    same = []
+    for name in ours.keys() & theirs.keys():
+        if ours[name].shape != theirs[name].shape:
+            rows.append(Row(name, "shape", _words(ours[name]), _words(theirs[name])))
+        elif ours[name].dtype != theirs[name].dtype:
+            rows.append(Row(name, "dtype", _words(ours[name]), _words(theirs[name])))
+        else:
+            same.append(name)
+    ledger = Ledger()
+    with ThreadPoolExecutor(workers) as pool:
+        shares = [same[i::workers] for i in range(workers)]
+        parts = pool.map(lambda names: _differing(first, second, names, ledger, on_bytes), shares)
+        rows += [row for part in parts for row in part]
+    _settle(ledger)
+    nbytes = sum(_tensor(first, name).nbytes for name in same)
+    model = first.model or second.model
+    return Comparison(len(same), nbytes, sorted(rows), model.family.name if model else None)
+
+
+def _words(logical: Logical) -> str:
+    return f"{logical.dtype} {list(logical.shape)}"
+
+
+def _tensor(side: Side, name: str) -> Tensor:
+    return Tensor(side.tensors.tensors[name].dtype, side.tensors.view(name))
+
+
+def _differing(
+    first: Side, second: Side, names: list[str], ledger: Ledger, on_bytes: Callable[[int], None]
+) -> list[Row]:
+    comparer, rows = Comparer(ledger), []
+    try:
+        for name in names:
+            a, b = _tensor(first, name), _tensor(second, name)
+            found = comparer.difference(a, b)
+            if found:
+                values = f"{found.elements} of {a.view.numel} elements"
+                rows.append(Row(name, "values", values, values, found.largest))
+            on_bytes(a.nbytes)
+    finally:
+        comparer.close()
+    return rows
+
+
+def _settle(ledger: Ledger) -> None:
+    files = Files()
+    try:
+        wrong = ledger.settle(files)
+    finally:
+        files.close()
+    if wrong:
+        raise ReshardError([crc_problem(storage, None) for storage in wrong])
