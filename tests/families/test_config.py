@@ -30,6 +30,7 @@ from reshard.families.config import (
     MIXTRAL,
     QWEN2,
     QWEN3_MOE,
+    flags_not_restored,
     portable_config,
 )
 from reshard.families.rope import rope_parameters
@@ -305,6 +306,17 @@ def test_what_arguments_do_not_tell_is_not_guessed() -> None:
     assert "num_layers" not in LLAMA.to_args({"hidden_size": 64})
 
 
+def test_flags_that_megatron_does_not_restore(tmp_path: Path) -> None:
+    args = args_of(config_of("qwen3_moe", tmp_path))
+    assert flags_not_restored(args) == ["--norm-epsilon", "1e-06", "--qk-layernorm"]
+    args = args_of(config_of("deepseek_v3", tmp_path))
+    flags = " ".join(flags_not_restored(args))
+    assert "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16" in flags
+    assert "--moe-router-num-groups 2 --moe-router-group-topk 1" in flags and "--mtp-num-layers" not in flags
+    assert flags_not_restored({"window_size": (7, 0)}) == ["--window-size", "(7,0)"]
+    assert not {"--" + name.replace("_", "-") for name in RESTORED | RESTORED_MOE} & set(flags.split())
+
+
 def test_a_sliding_window_counts_the_token_itself(tmp_path: Path) -> None:
     args = args_of(config_of("mistral", tmp_path, sliding_window=8))
     assert args["window_size"] == (7, 0)
@@ -317,9 +329,9 @@ def test_notices_name_what_megatron_computes_otherwise(tmp_path: Path) -> None:
     for name in VARIANTS:
         config = config_of(name, tmp_path)
         said = [problem.message for problem in CONFIG_MAPS[config["model_type"]].notices(config)]
-        assert [text.split(";")[0] for text in said] == (
-            ["dynamic rope scaling"] if name.startswith("internlm3") else []
-        )
+        expected = {"internlm3": "dynamic rope scaling", "internlm3_bias": "dynamic rope scaling"}
+        expected["deepseek_v3"] = "original_max_position_embeddings of the yarn rope is 32"
+        assert [text.split(";")[0] for text in said] == ([expected[name]] if name in expected else [])
     config = {"num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "norm_topk_prob": False}
     config["rope_scaling"] = {"type": "yarn", "factor": 4.0, "mscale": 0.9, "truncate": False}
     texts = " ".join(problem.message for problem in DEEPSEEK_V3.notices(config))
