@@ -215,7 +215,8 @@ def _from_float(values: np.ndarray[Any, Any], target: DType) -> np.ndarray[Any, 
         bits = values.astype(np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16
     is_nan = (bits & np.uint32(0x7FFF_FFFF)) > np.uint32(0x7F80_0000)
-    return np.where(is_nan, (bits >> 16) | np.uint32(0x40), rounded).astype(np.uint16)
+    halves: np.ndarray[Any, Any] = np.where(is_nan, (bits >> 16) | np.uint32(0x40), rounded).astype(np.uint16)
+    return halves
 
 
 def castable(dtype: DType) -> bool:
