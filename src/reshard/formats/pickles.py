@@ -1,0 +1,442 @@
+"""Pickles without their classes: read one as data that runs no code, write one for classes we do not import.
+
+A pickle is a program: it names functions, and loading it calls them. `loads` never imports what a file
+names. A few names are rebuilt as plain Python values, other names of known frameworks become inert `Opaque`
+objects, and every other name is refused. Opcodes: the `pickletools` module of the standard library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import pickle
+import struct
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from inspect import isroutine
+from itertools import chain
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+
+from reshard.dtypes import BY_NAME, DType
+from reshard.errors import ReshardError
+
+# fmt: off
+FRAMEWORKS = frozenset((
+    "torch", "torch_npu", "torchao", "numpy", "transformers", "accelerate", "peft", "trl", "deepspeed",
+    "megatron", "transformer_engine", "apex", "mindspeed", "modellink", "nemo", "nemo_run", "omegaconf",
+    "lightning", "pytorch_lightning", "lightning_fabric", "swift", "verl", "llamafactory", "fairscale",
+    "internlm", "internevo", "tokenizers", "safetensors", "datasets", "__main__",
+    "argparse", "dataclasses", "datetime", "decimal", "enum", "fractions", "functools", "signal", "types",
+    "typing", "uuid",
+))
+"""Top-level modules whose classes and functions may stand in a checkpoint; each becomes an `Opaque`."""
+
+INERT = frozenset((
+    "copyreg._reconstructor", "copyreg.__newobj__", "collections.deque", "collections.Counter",
+    "builtins.getattr", "builtins.object", "builtins.type", "builtins.int", "builtins.float",
+    "builtins.bool", "builtins.str", "builtins.bytes", "builtins.list", "builtins.tuple", "builtins.dict",
+))
+"""Names outside of `FRAMEWORKS` that honest checkpoints hold; they become an `Opaque` too."""
+# fmt: on
+
+
+class Opaque:
+    """An object whose class (or function) a pickle named: its parts are kept, its code is never imported.
+
+    `args` are those of the call, `state` is what BUILD would have restored (usually a dict of attributes),
+    `items` what was appended to it as a list or set in it as a dict (then pairs). A class that is only
+    named, not called, stands as a subclass of `Opaque`; `module` and `name` say which.
+    """
+
+    module = ""
+    name = ""
+    args: tuple[Any, ...]
+    state: Any
+    items: list[Any]
+    called: bool
+    """Whether the class was called, rather than made by its `__new__` alone."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Opaque:
+        self: Opaque = super().__new__(cls)
+        self.args = (*args, kwargs) if kwargs else args
+        self.state = None
+        self.items = []
+        self.called = False
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.called = True
+
+    @property
+    def qualname(self) -> str:
+        """Where the class or function would be imported from, as in "signal.Signals"."""
+        return f"{self.module}.{self.name}"
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items.append((key, value))
+
+    def append(self, item: Any) -> None:
+        """Take an item of a list subclass."""
+        self.items.append(item)
+
+    def extend(self, items: Any) -> None:
+        """Take items of a list subclass."""
+        self.items.extend(items)
+
+    def __repr__(self) -> str:
+        return f"<{self.qualname}{self.args!r}>"
+
+
+def opaque_class(module: str, name: str) -> type[Opaque]:
+    """What stands for a class or function that a pickle names."""
+    return type("Opaque", (Opaque,), {"module": module, "name": name})
+
+
+def _made_by(build: Callable[..., Any]) -> type:
+    """A class that, when called or instantiated, gives what `build` returns.
+
+    NEWOBJ wants a class where REDUCE wants a callable. The class is new for each load, so that a pickle that
+    sets attributes on it changes nothing for the next.
+    """
+    return type("Built", (), {"__new__": lambda cls, *args, **kwargs: build(*args, **kwargs)})
+
+
+def _encode(text: str, encoding: str = "latin1") -> bytes:
+    """Bytes as protocol 2 spells them. Other codecs of `_codecs.encode` would import modules."""
+    if encoding not in ("latin1", "latin-1"):
+        raise pickle.UnpicklingError(f"codec {encoding!r}")
+    return text.encode("latin1")
+
+
+def _collection(kind: type) -> Callable[..., Any]:
+    """`kind` of a list of items only: a range of a billion would fill the memory."""
+
+    def build(items: list[Any] | tuple[Any, ...] = ()) -> Any:
+        if not isinstance(items, list | tuple):
+            raise pickle.UnpicklingError(f"{kind.__name__} of {type(items).__name__}")
+        return kind(items)
+
+    return build
+
+
+def _bytearray(content: bytes | str = b"", encoding: str = "latin1") -> bytearray:
+    return bytearray(_encode(content, encoding) if isinstance(content, str) else bytes(memoryview(content)))
+
+
+def _path(*parts: str) -> str:
+    return str(PurePosixPath(*parts))
+
+
+_REBUILT: dict[str, Callable[..., Any]] = {
+    "builtins.set": _collection(set),
+    "builtins.frozenset": _collection(frozenset),
+    "builtins.bytearray": _bytearray,
+    "builtins.complex": complex,
+    "builtins.slice": slice,
+    "builtins.range": range,
+    "collections.OrderedDict": OrderedDict,
+    "collections.defaultdict": lambda *factory: defaultdict(None),
+    "argparse.Namespace": lambda *args: argparse.Namespace(),
+    "torch.Size": tuple,
+    "_codecs.encode": _encode,
+}
+
+
+class Sealed:
+    """Values that were handed to a pickle while it loads, and must come back as they were.
+
+    BUILD sets the fields even of a frozen dataclass. A tensor whose path or offset a pickle has rewritten
+    would make reshard copy bytes of another file.
+    """
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[Any, Any]] = []
+
+    def add(self, value: Any) -> Any:
+        """Hand out `value`, a dataclass, and remember what its fields were."""
+        self._copies.append((value, replace(value)))
+        return value
+
+    def intact(self) -> bool:
+        """Whether no value has changed since."""
+        return all(value == copy for value, copy in self._copies)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(
+        self,
+        data: bytes,
+        file: str,
+        rebuild: Mapping[str, Any],
+        persistent_load: Callable[[Any], Any] | None,
+        sealed: Sealed,
+    ) -> None:
+        super().__init__(io.BytesIO(data))
+        self._file = file
+        self._rebuild = rebuild
+        self._look_up = persistent_load
+        self._sealed = sealed
+
+    def persistent_load(self, key: Any) -> Any:
+        if self._look_up is None:
+            raise pickle.UnpicklingError("a persistent object where none is expected")
+        return self._look_up(key)
+
+    def find_class(self, module: str, name: str) -> Any:
+        # Protocol 2, which torch writes, has the names that things had in Python 2.
+        module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+        qualname = f"{module}.{name}"
+        made = self._rebuild.get(qualname, _REBUILT.get(qualname))
+        if made is not None:
+            return _made_by(made) if isroutine(made) else made
+        if module == "torch" and name in BY_NAME:
+            return self._sealed.add(replace(BY_NAME[name]))
+        top = module.partition(".")[0]
+        if top == "pathlib":
+            return _made_by(_path)
+        if top in FRAMEWORKS or qualname in INERT:
+            return opaque_class(module, name)
+        raise ReshardError(
+            f"refused to load {qualname} named by the pickle in {self._file}; nothing was executed",
+            file=self._file,
+            rule="a pickle may name classes of known training frameworks only",
+            found=qualname,
+            remedy="if the file comes from somebody you do not trust, delete it; "
+            "if the name is an honest one, save the checkpoint again with plain values in its place",
+        )
+
+
+def loads(
+    data: bytes,
+    file: str,
+    *,
+    rebuild: Mapping[str, Any] | None = None,
+    persistent_load: Callable[[Any], Any] | None = None,
+    sealed: Sealed | None = None,
+) -> Any:
+    """The objects that the pickle `data` of `file` describes; torch dtypes are `DType`s, paths strings.
+
+    `rebuild` maps qualified names to the function, class or value that stands for them: give classes that
+    are made for this one load, or a pickle could alter them for the next. `sealed` remembers what `rebuild`
+    and `persistent_load` hand out. Raises ReshardError for a name that is refused and for a damaged pickle.
+    """
+    sealed = sealed or Sealed()
+    try:
+        content = _Unpickler(data, file, rebuild or {}, persistent_load, sealed).load()
+        intact = sealed.intact()
+    except ReshardError:
+        raise
+    except Exception as error:  # whatever a hostile or damaged program can provoke
+        raise damaged(file, f"{type(error).__name__}: {error}") from None
+    if not intact:
+        raise damaged(file, "it rewrites the tensors that it describes")
+    return content
+
+
+def damaged(file: str, found: str) -> ReshardError:
+    """The error for a pickle that is not what a framework wrote."""
+    return ReshardError(
+        "a pickle cannot be read",
+        file=file,
+        expected="a pickle as torch writes it",
+        found=found,
+        remedy="the file is damaged: copy or download it again",
+    )
+
+
+class Global(NamedTuple):
+    """A class or function by name, imported by whoever loads the pickle."""
+
+    module: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """What `function(*args)` returns when the pickle is loaded, with `state` restored into it."""
+
+    function: Global
+    args: tuple[Any, ...] = ()
+    state: Any = None
+    new: bool = False
+    """Make it by `function.__new__(function, *args)`, which does not run `__init__`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Persistent:
+    """An object that the loader looks up by `key`: a storage, in torch files."""
+
+    key: tuple[Any, ...]
+
+
+class Pickler:
+    """Writes protocol 2, what `torch.load(weights_only=True)` reads.
+
+    Plain values, `DType`, `argparse.Namespace`, `Opaque` and the nodes above. Strings and globals are written
+    once and referred to; a list or dict that occurs twice is written twice.
+    """
+
+    def __init__(self) -> None:
+        self._out = bytearray(b"\x80\x02")
+        self._memo: dict[Any, bytes] = {}
+        self._writers: dict[type, Callable[[Any], None]] = {
+            type(None): lambda value: self.raw(b"N"),
+            bool: lambda value: self.raw(b"\x88" if value else b"\x89"),
+            int: lambda value: self.raw(encode_int(value)),
+            float: lambda value: self.raw(b"G" + struct.pack(">d", value)),
+            str: self._string,
+            bytes: self._bytes,
+            list: self._list,
+            tuple: self._tuple,
+            dict: self._dict,
+            set: lambda value: self.write(Reduce(Global("builtins", "set"), (sorted(value),))),
+            OrderedDict: self._ordered,
+            Global: self._global,
+            Reduce: self._reduce,
+            Persistent: self._persistent,
+            DType: lambda value: self.write(Global("torch", value.name)),
+            argparse.Namespace: lambda value: self.write(
+                Reduce(Global("argparse", "Namespace"), (), vars(value), new=True)
+            ),
+        }
+
+    def finish(self) -> bytes:
+        """The pickle of what was written: one object."""
+        self._out += b"."
+        return bytes(self._out)
+
+    def raw(self, opcodes: bytes) -> None:
+        """Append opcodes as they are."""
+        self._out += opcodes
+
+    def memoize(self, key: Any) -> bytes:
+        """Remember the object on top of the stack under `key`; returns the opcode that fetches it again."""
+        index = len(self._memo)
+        if index < 256:
+            self._out += b"q%c" % index
+            self._memo[key] = b"h%c" % index
+        else:
+            number = struct.pack("<I", index)
+            self._out += b"r" + number
+            self._memo[key] = b"j" + number
+        return self._memo[key]
+
+    def recall(self, key: Any) -> bool:
+        """Fetch the object that was memoized under `key`, if there is one."""
+        opcode = self._memo.get(key)
+        if opcode is None:
+            return False
+        self._out += opcode
+        return True
+
+    def prepare(self, value: Any) -> bytes:
+        """Write a hashable `value` now, put it aside, and return the opcode that fetches it."""
+        if value not in self._memo:
+            self.write(value)
+            if value not in self._memo:
+                self.memoize(value)
+            self._out += b"0"
+        return self._memo[value]
+
+    def write(self, value: Any) -> None:
+        """Append one object. Raises TypeError if a pickle of ours cannot hold it."""
+        writer = self._writers.get(type(value))
+        if writer is not None:
+            writer(value)
+        elif isinstance(value, Opaque):
+            self._opaque(value)
+        elif isinstance(value, type) and issubclass(value, Opaque):
+            self._global(Global(value.module, value.name))
+        else:
+            raise TypeError(f"cannot write a {type(value).__name__} into a pickle")
+
+    def _string(self, value: str) -> None:
+        if not self.recall(value):
+            encoded = value.encode("utf-8", "surrogatepass")
+            self._out += b"X" + struct.pack("<I", len(encoded)) + encoded
+            self.memoize(value)
+
+    def _bytes(self, value: bytes) -> None:
+        self.write(Reduce(Global("_codecs", "encode"), (value.decode("latin1"), "latin1")))
+
+    def _list(self, value: list[Any]) -> None:
+        self._out += b"]"
+        self._batch(value, b"e")
+
+    def _batch(self, values: Any, opcode: bytes) -> None:
+        self._out += b"("
+        for item in values:
+            self.write(item)
+        self._out += opcode
+
+    def _tuple(self, value: tuple[Any, ...]) -> None:
+        if 1 <= len(value) <= 3:
+            for item in value:
+                self.write(item)
+            self._out += b"\x85\x86\x87"[len(value) - 1 : len(value)]
+        elif value:
+            self._batch(value, b"t")
+        else:
+            self._out += b")"
+
+    def _dict(self, value: Mapping[Any, Any]) -> None:
+        self._out += b"}"
+        if value:
+            self._batch(chain.from_iterable(value.items()), b"u")
+
+    def _ordered(self, value: Mapping[Any, Any]) -> None:
+        self.write(Reduce(Global("collections", "OrderedDict")))
+        if value:
+            self._batch(chain.from_iterable(value.items()), b"u")
+
+    def _global(self, value: Global) -> None:
+        if self.recall(value):
+            return
+        if "." in value.name:
+            raise TypeError(f"protocol 2 cannot name the nested class {value.module}.{value.name}")
+        self._out += f"c{value.module}\n{value.name}\n".encode()
+        self.memoize(value)
+
+    def _reduce(self, value: Reduce) -> None:
+        self.write(value.function)
+        self._tuple(value.args)
+        self._out += b"\x81" if value.new else b"R"
+        if value.state is not None:
+            self.write(value.state)
+            self._out += b"b"
+
+    def _persistent(self, value: Persistent) -> None:
+        self._tuple(value.key)
+        self._out += b"Q"
+
+    def _opaque(self, value: Opaque) -> None:
+        function = Global(value.module, value.name)
+        self._reduce(Reduce(function, value.args, value.state, new=not value.called))
+        if value.items:
+            pairs = all(isinstance(item, tuple) and len(item) == 2 for item in value.items)
+            self._batch(chain.from_iterable(value.items) if pairs else value.items, b"u" if pairs else b"e")
+
+
+def encode_int(value: int) -> bytes:
+    """The shortest opcode for an integer of up to 255 bytes."""
+    if 0 <= value < 1 << 8:
+        return b"K%c" % value
+    if 0 <= value < 1 << 16:
+        return b"M" + struct.pack("<H", value)
+    if -(1 << 31) <= value < 1 << 31:
+        return b"J" + struct.pack("<i", value)
+    encoded = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a%c" % len(encoded) + encoded
+
+
+def dumps(value: Any) -> bytes:
+    """The pickle of `value`; see `Pickler` for what it may be."""
+    pickler = Pickler()
+    pickler.write(value)
+    return pickler.finish()
