@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import enum
 import io
 import os
 import pathlib
 import pickle
 import signal
-import struct
 import zipfile
 from collections import OrderedDict, defaultdict
 from pathlib import Path
@@ -55,10 +53,6 @@ def assert_same(stored: Any, tensor: torch.Tensor) -> None:
     assert f"torch.{stored.dtype}" == str(tensor.dtype)
     assert stored.shape == tuple(tensor.shape)
     assert raw(stored) == elements(tensor)
-
-
-class Color(enum.Enum):
-    RED = 1
 
 
 @pytest.mark.parametrize("name", dtypes.BY_NAME)
@@ -227,7 +221,9 @@ def test_dangerous_names_are_refused(
     trap = tmp_path / "trap"
     hostile = nest(Call(function, f"touch {trap}"))
     path = write_pickle(tmp_path / "x.pt", pickle.dumps(hostile, protocol))
-    with pytest.raises(ReshardError, match=f"refused to load _?{name} named by the pickle in .*x.pt") as error:
+    with pytest.raises(
+        ReshardError, match=f"refused to load _?{name} named by the pickle in .*x.pt"
+    ) as error:
         read_torch_file(path)
     assert "nothing was executed" in str(error.value)
     assert not trap.exists()
@@ -258,7 +254,9 @@ TENSOR = (
 
 
 def test_a_pickle_cannot_rewrite_what_it_is_handed(tmp_path: Path) -> None:
-    assert_same(read_torch_file(write_pickle(tmp_path / "x.pt", b"\x80\x02" + TENSOR + b".")), torch.zeros(4, 4))
+    assert_same(
+        read_torch_file(write_pickle(tmp_path / "x.pt", b"\x80\x02" + TENSOR + b".")), torch.zeros(4, 4)
+    )
     longer = b"(NN(J\x00\x00\x00\x01t(K\x01tK\x00tb"
     with pytest.raises(ReshardError):
         read_torch_file(write_pickle(tmp_path / "x.pt", b"\x80\x02" + TENSOR + longer + b"."))
@@ -288,7 +286,7 @@ def test_a_pickle_cannot_rewrite_what_it_is_handed(tmp_path: Path) -> None:
 def test_a_tensor_that_does_not_fit_its_storage(tmp_path: Path, old: bytes, new: bytes) -> None:
     assert old in TENSOR
     path = write_pickle(tmp_path / "x.pt", b"\x80\x02" + TENSOR.replace(old, new) + b".")
-    with pytest.raises(ReshardError, match="x.pt"):
+    with pytest.raises(ReshardError, match=r"x\.pt"):
         read_torch_file(path)
 
 
@@ -386,26 +384,5 @@ def test_a_flipped_byte_in_the_pickle_is_noticed(sample: Path, tmp_path: Path) -
     content[at] ^= 1
     path = tmp_path / "flipped.pt"
     path.write_bytes(content)
-    with pytest.raises(ReshardError, match="bytes of data.pkl have changed"):
+    with pytest.raises(ReshardError, match=r"bytes of data\.pkl have changed"):
         read_torch_file(path)
-
-
-def test_zip64_fields_are_read(tmp_path: Path) -> None:
-    """A storage of 4 GiB and more, in a sparse file that the zipfile module wrote the directory of."""
-    path = tmp_path / "wide.pt"
-    count = (1 << 30) + 16
-    tensor = TENSOR.replace(b"K\x10t", b"J" + struct.pack("<i", count) + b"t")
-    tensor = tensor.replace(b"(K\x04K\x04t(K\x04K\x01t", b"(J" + struct.pack("<i", count) + b"t(K\x01t")
-    with zipfile.ZipFile(path, "w") as archive:
-        info = zipfile.ZipInfo("archive/data/0")
-        with archive.open(info, "w", force_zip64=True) as member:
-            member._crc, member._file_size, member._compress_size = 0, count * 4, count * 4
-            archive.fp.seek(count * 4, os.SEEK_CUR)
-            member.write(b"")
-        archive.start_dir = archive.fp.tell()
-        archive.writestr("archive/data.pkl", b"\x80\x02" + tensor + b".")
-    with zipfile.ZipFile(path) as archive:
-        (info,) = [info for info in archive.infolist() if info.filename == "archive/data/0"]
-    if info.file_size != count * 4:
-        pytest.skip("this version of zipfile does not let its sizes be set")
-    assert read_torch_file(path).shape == (count,)
