@@ -147,6 +147,7 @@ def _compiler(logical: LogicalTensors, name: str) -> Callable[[], Any]:
 
 def _to_megatron(checkpoint: Checkpoint, model: Model, target: str, options: Options) -> Plan:
     layout = options.layout if model.dims.experts else replace(options.layout, etp=1)
+    layout = layout.over(model.dims.layers)
     _check_layout(model, layout)
     unit = options.vocab_divisible_by or int(model.args.get("make_vocab_size_divisible_by") or 128)
     rows = padded_vocabulary(model.dims.vocab, unit, layout.tp)

@@ -176,7 +176,6 @@ class _Worker:
         self.files = Files()
         self.gatherer = Gatherer(self.files, run.ledger, run.wide)
         self.buffer = np.empty(WINDOW, np.uint8)
-        self.shifted = np.empty(WINDOW, np.uint8)
 
     def close(self) -> None:
         self.files.close()
@@ -192,7 +191,7 @@ class _Worker:
             count = min(window, view.numel - begin)
             raw = self._room(count * size)
             self.gatherer.fill(view.window(begin, begin + count), block.dtype, raw.view(RAW[size]))
-            nonfinite = nonfinite or self._has_nonfinite(raw, block.dtype)
+            nonfinite = nonfinite or has_nonfinite(raw, block.dtype)
             if block.crc_at:
                 checksum = crc32(raw.data, checksum)
             _write(job.descriptor, raw.data, block.offset + begin * size)
@@ -205,17 +204,20 @@ class _Worker:
     def _room(self, nbytes: int) -> np.ndarray[Any, Any]:
         if nbytes > self.buffer.nbytes:
             self.buffer = np.empty(nbytes, np.uint8)
-            self.shifted = np.empty(nbytes, np.uint8)
         return self.buffer[:nbytes]
 
-    def _has_nonfinite(self, raw: np.ndarray[Any, Any], dtype: DType) -> bool:
-        """Whether an exponent is all ones. Shifting the sign away leaves one comparison, at memory speed."""
-        if not dtype.exponent:
-            return False
-        bits = raw.view(RAW[dtype.itemsize])
-        shifted = self.shifted[: raw.nbytes].view(bits.dtype)
-        np.left_shift(bits, 1, out=shifted)
-        return bool(shifted.max(initial=0) >= dtype.exponent << 1)
+
+def has_nonfinite(raw: np.ndarray[Any, Any], dtype: DType) -> bool:
+    """Whether an element is NaN or Inf, that is, whether an exponent is all ones.
+
+    Read as integers, such elements are the largest: the positive ones if the bits are signed, the negative
+    ones if they are not. Two maxima run at cache speed, where masks and comparisons would not.
+    """
+    if not dtype.exponent or not raw.size:
+        return False
+    bits, sign = raw.view(RAW[dtype.itemsize]), 1 << (8 * dtype.itemsize - 1)
+    signed = bits.view(f"i{dtype.itemsize}")
+    return bool(signed.max() >= dtype.exponent or bits.max() >= sign | dtype.exponent)
 
 
 def _is_transposed(view: View) -> bool:

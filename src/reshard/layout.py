@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import lcm
 
 from reshard.errors import Problem, ReshardError
@@ -51,19 +51,35 @@ class Layout:
         """The global rank that saves expert shard (`ep`, `etp`) of stage `pp`."""
         return pp * self.stage_ranks + ep * self.etp + etp
 
+    def over(self, layers: int) -> Layout:
+        """This layout with the layers of each stage written out if they do not divide evenly.
+
+        The first and the last stage then hold less than those between them, which is what Megatron-LM's
+        `--decoder-first-pipeline-num-layers` and `--decoder-last-pipeline-num-layers` can say.
+        """
+        if self.stages or layers % (self.pp * self.vpp) == 0 or self.vpp > 1 or layers < self.pp:
+            return self
+        middle = -(-layers // self.pp)
+        if layers - middle * (self.pp - 2) < 2:
+            middle -= 1
+        ends = layers - middle * (self.pp - 2)
+        return replace(self, stages=(-(-ends // 2), *[middle] * (self.pp - 2), ends // 2))
+
     def chunks(self, layers: int) -> list[tuple[int, int, range]]:
         """Which decoder layers lie where: (stage, chunk, layers), in the order of the layers.
 
         Megatron-Core gives the first `pp` groups of layers to chunk 0 of each stage, the next to chunk 1.
+        Raises ReshardError if the layers do not divide.
         """
-        counts = self.stages or (layers // (self.pp * self.vpp),) * (self.pp * self.vpp)
-        if len(counts) != self.pp * self.vpp or sum(counts) != layers:
+        parts = self.pp * self.vpp
+        counts = self.stages or (layers // parts,) * parts
+        if len(counts) != parts or sum(counts) != layers or min(counts) < 1:
             raise ReshardError(
                 Problem(
                     f"{layers} layers do not divide over the pipeline",
-                    rule="every stage holds the same number of layers",
-                    expected=f"a multiple of PP·VPP = {self.pp * self.vpp}",
-                    found=f"{layers} layers",
+                    rule="every stage holds at least one layer, every virtual chunk the same number",
+                    expected=f"a multiple of PP·VPP = {parts}, or {parts} numbers that add up to {layers}",
+                    found=f"--stages {','.join(map(str, self.stages))}" if self.stages else f"{layers} layers",
                     remedy="choose another --pp or --vpp, or name the layers of each stage: --stages 10,12,…",
                 )
             )

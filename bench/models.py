@@ -1,0 +1,136 @@
+"""Synthetic Hugging Face folders of real shape: random bf16 weights, real configs, no tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reshard.dtypes import dtype
+from reshard.families import FAMILIES
+from reshard.families.binding import Binding
+from reshard.families.rules import Dims
+from reshard.formats.safetensors import header_bytes
+
+SHARD = 2_000_000_000
+BF16 = dtype("bfloat16")
+
+QWEN2_5_3B: dict[str, Any] = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+QWEN3_MOE: dict[str, Any] = {
+    **QWEN2_5_3B,
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
+DEEPSEEK_V3: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_nextn_predict_layers": 1,
+    "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+def make(folder: Path, config: Mapping[str, Any], *, sparse: bool = False) -> Path:
+    """Write a folder unless it is there. `sparse` files have all their size and none of their bytes."""
+    if (folder / "config.json").is_file():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = list(_shards(config))
+    weight_map = {}
+    for index, shard in enumerate(shards, 1):
+        name = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
+        header, _ = header_bytes((tensor, BF16, shape) for tensor, shape in shard)
+        size = sum(_nbytes(shape) for _, shape in shard)
+        with (folder / name).open("wb") as file:
+            file.write(header)
+            if sparse:
+                file.truncate(len(header) + size)
+            else:
+                _write_random(file, size)
+        weight_map.update(dict.fromkeys((tensor for tensor, _ in shard), name))
+    index_json = {"metadata": {"total_size": sum(_nbytes(s) for shard in shards for _, s in shard)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({**index_json, "weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    return folder
+
+
+def _shards(config: Mapping[str, Any]) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
+    family = FAMILIES[config["model_type"]]
+    dims = Dims.from_args(family.config.to_args(config), config["vocab_size"])
+    shard: list[tuple[str, tuple[int, ...]]] = []
+    for name, bound in Binding(family.rules(dims)).written():
+        if shard and sum(_nbytes(shape) for _, shape in shard) + _nbytes(bound.shape) > SHARD:
+            yield shard
+            shard = []
+        shard.append((name, bound.shape))
+    yield shard
+
+
+def _nbytes(shape: tuple[int, ...]) -> int:
+    return int(np.prod(shape)) * BF16.itemsize
+
+
+def _write_random(file: Any, size: int) -> None:
+    """Random bits that are finite numbers; a block is drawn once and rolled, which is enough for copying."""
+    block = np.random.default_rng(0).integers(0, 1 << 16, 8 << 20, dtype=np.uint16) & 0xBFFF
+    while size > 0:
+        data = block.tobytes()[: min(size, block.nbytes)]
+        file.write(data)
+        size -= len(data)
+        block = np.roll(block, 12345)
