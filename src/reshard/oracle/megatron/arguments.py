@@ -24,6 +24,7 @@ DEFAULTS: dict[str, Any] = {
     "moe_ffn_hidden_size": None,
     "moe_grouped_gemm": False,
     "moe_layer_freq": 1,
+    "mtp_loss_scaling_factor": 0.1,
     "mtp_num_layers": None,
     "multi_latent_attention": False,
     "norm_epsilon": 1e-5,
@@ -79,6 +80,7 @@ _SAME_NAME = (
     "moe_use_legacy_grouped_gemm",
     "mscale",
     "mscale_all_dim",
+    "mtp_loss_scaling_factor",
     "mtp_num_layers",
     "multi_latent_attention",
     "normalization",
@@ -129,14 +131,28 @@ def complete(args: argparse.Namespace | Mapping[str, Any]) -> SimpleNamespace:
 
 
 def stage_sizes(args: SimpleNamespace, sizes: ParallelSizes) -> dict[str, Any]:
-    """Uneven pipeline stages, which hold only for the number of stages that the arguments were written for."""
+    """Uneven pipeline stages, as TransformerConfig takes them.
+
+    Those of the arguments hold only for the number of stages that the arguments were written for.
+    """
+    if sizes.stages:
+        return {"pipeline_model_parallel_layout": pipeline_layout(args, sizes)}
     if sizes.pp == 1 or sizes.pp != args.pipeline_model_parallel_size:
         return {}
-    return {
+    uneven = {
         "num_layers_in_first_pipeline_stage": args.decoder_first_pipeline_num_layers,
         "num_layers_in_last_pipeline_stage": args.decoder_last_pipeline_num_layers,
         "pipeline_model_parallel_layout": args.pipeline_model_parallel_layout,
     }
+    return {name: value for name, value in uneven.items() if value is not None}
+
+
+def pipeline_layout(args: SimpleNamespace, sizes: ParallelSizes) -> str:
+    """`sizes.stages` in the language of `--pipeline-model-parallel-layout`, e.g. `Et*3|tmL`."""
+    stages = [f"t*{layers}" if layers else "" for layers in sizes.stages]
+    stages[0] = "E" + stages[0]
+    stages[-1] += "m" * (args.mtp_num_layers or 0) + "L"
+    return "|".join(stages)
 
 
 def config_fields(args: SimpleNamespace, config_class: type) -> dict[str, Any]:
@@ -167,7 +183,7 @@ def to_store(
     """The arguments as a checkpoint of this layout stores them, under the names of Megatron-LM's parser."""
     stored = argparse.Namespace(**vars(complete(args)))
     layers_per_chunk = stored.num_layers // sizes.pp // (sizes.virtual or 1)
-    layout = {
+    layout: dict[str, Any] = {
         "tensor_model_parallel_size": sizes.tp,
         "pipeline_model_parallel_size": sizes.pp,
         "virtual_pipeline_model_parallel_size": sizes.virtual,
@@ -176,6 +192,8 @@ def to_store(
         "expert_tensor_parallel_size": sizes.expert_tp,
         "context_parallel_size": 1,
     }
+    if sizes.stages:
+        layout["pipeline_model_parallel_layout"] = pipeline_layout(complete(args), sizes)
     for name, value in {**layout, **changes}.items():
         setattr(stored, name, value)
     return stored

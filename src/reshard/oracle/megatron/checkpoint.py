@@ -16,6 +16,11 @@ from reshard.oracle.megatron.unpickle import inert_pickle
 
 Format = Literal["torch_dist", "torch"]
 
+_SHARDING_BEFORE_0_15 = {
+    "dp_reshardable": "dp_zero_gather_scatter",
+    "fully_reshardable": "fully_sharded_model_space",
+}
+
 # Entries that are no weights: fp8 state of TransformerEngine, optimizer, random states, data iterators.
 _NOT_WEIGHTS = re.compile(r"(_extra_state(/.*)?$)|^(optimizer\.|rng_state|rerun_state_machine|chained_)")
 
@@ -88,7 +93,8 @@ def _load_torch_dist(chunks: list[Any], folder: Path) -> Mismatch:
         for index, chunk in enumerate(chunks)
     }
     names.follow_checkpoint(wanted, keys)
-    loaded, missing, unexpected = dist_checkpointing.load(
+    # To dist_checkpointing, "missing" is what the model does not ask for: the reverse of load_state_dict's words.
+    loaded, unexpected, missing = dist_checkpointing.load(
         wanted, str(folder), strict=StrictHandling.RETURN_ALL
     )
     left = [_fill(chunk, loaded[model_key(chunks, index)]) for index, chunk in enumerate(chunks)]
@@ -205,7 +211,7 @@ def _save_torch_dist(
     for index, chunk in enumerate(chunks):
         state[model_key(chunks, index)] = chunk.sharded_state_dict(metadata=metadata)
     if optimizer is not None:
-        state["optimizer"] = _sharded_optimizer(optimizer, state, metadata, options)
+        state["optimizer"] = _sharded_optimizer(optimizer, state, metadata)
         state["opt_param_scheduler"] = scheduler.state_dict()
     state["rng_state"] = _sharded_random_state(sizes)
     state["num_floating_point_operations_so_far"] = 0.0
@@ -230,22 +236,29 @@ def _content_metadata(optimizer: Any, options: SaveOptions) -> dict[str, Any]:
     if options.per_layer:
         content["non_homogeneous_layers"] = True
     if getattr(getattr(optimizer, "config", None), "use_distributed_optimizer", False):
-        content["distrib_optim_sharding_type"] = options.optimizer_sharding
+        content["distrib_optim_sharding_type"] = _sharding_type(options)
         if options.optimizer_sharding == "fully_reshardable":
             content["distrib_optim_fully_reshardable_mem_efficient"] = False
     return content
 
 
-def _sharded_optimizer(
-    optimizer: Any, state: dict[str, Any], metadata: dict[str, Any], options: SaveOptions
-) -> Any:
+def _sharding_type(options: SaveOptions) -> str:
+    """The kind of optimizer sharding under the name that the installed version gives it."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    if hasattr(DistributedOptimizer, f"sharded_param_state_{options.optimizer_sharding}"):
+        return options.optimizer_sharding
+    return _SHARDING_BEFORE_0_15[options.optimizer_sharding]
+
+
+def _sharded_optimizer(optimizer: Any, state: dict[str, Any], metadata: dict[str, Any]) -> Any:
     """0.14 and later read the kind of sharding from the metadata, older ones from an argument of their own."""
     try:
         return optimizer.sharded_state_dict(state, metadata=metadata)
     except TypeError:
         if "distrib_optim_sharding_type" not in metadata:
             return optimizer.sharded_state_dict(state)
-        return optimizer.sharded_state_dict(state, sharding_type=options.optimizer_sharding)
+        return optimizer.sharded_state_dict(state, sharding_type=metadata["distrib_optim_sharding_type"])
 
 
 def random_state() -> list[dict[str, Any]]:

@@ -8,9 +8,15 @@ what is computed. Where torch sees a GPU it does nothing.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import inspect
-import queue
+import multiprocessing
+import signal
+from multiprocessing.managers import SyncManager
 from typing import Any
+
+_PR_SET_PDEATHSIG = 1
 
 _enabled = False
 
@@ -33,6 +39,7 @@ def enable() -> None:
     _repair_attention()
     _repair_norms()
     _repair_writers()
+    _repair_distributed_optimizer()
 
 
 class _Stream:
@@ -110,7 +117,7 @@ def _repair_uneven_collectives() -> None:
 
     gather_equal, scatter_equal = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
-    def gather(input_: Any, group: Any, sizes: Any = None, *rest: Any) -> Any:
+    def gather(input_: Any, group: Any = None, sizes: Any = None, *rest: Any) -> Any:
         if sizes is None:
             return gather_equal(input_, group, sizes, *rest)
         padded = input_.new_zeros((max(sizes), *input_.shape[1:]))
@@ -119,7 +126,7 @@ def _repair_uneven_collectives() -> None:
         torch.distributed.all_gather(parts, padded, group=group)
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
-    def reduce_scatter(input_: Any, group: Any, sizes: Any = None, *rest: Any) -> Any:
+    def reduce_scatter(input_: Any, group: Any = None, sizes: Any = None, *rest: Any) -> Any:
         if sizes is None:
             return scatter_equal(input_, group, sizes, *rest)
         total = input_.clone()
@@ -193,13 +200,16 @@ def _repair_norms() -> None:
 
 
 def _repair_writers() -> None:
-    """Saving: a queue without a second interpreter, and a private torch function that gained an argument."""
+    """Saving: names that torch and numpy changed under older versions, and a queue that does not import again."""
+    import numpy as np
     import torch.distributed.checkpoint.filesystem as torch_filesystem
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    # The queue of results comes from a spawned Manager, which imports __main__ again in every rank
-    # (a second each, and a hang where __main__ has no guard). A synchronous save needs no other process.
-    filesystem_async._get_write_results_queue = queue.Queue
+    filesystem_async._get_write_results_queue = _results_queue
+
+    # numpy 2 dropped the alias that megatron-core up to 0.15 uses.
+    if not hasattr(np, "product"):
+        np.product = np.prod  # type: ignore[attr-defined]
 
     # torch 2.8 made `serialization_format` a required argument; megatron-core 0.12 does not pass it.
     write_item = torch_filesystem._write_item
@@ -213,3 +223,35 @@ def _repair_writers() -> None:
         torch_filesystem._write_item = write
         if hasattr(filesystem_async, "_write_item"):
             filesystem_async._write_item = write
+
+
+@functools.lru_cache(maxsize=1)
+def _results_queue() -> Any:
+    """What the writer processes report through, as in megatron-core a queue of another process, but a forked one.
+
+    Megatron-Core spawns it, which imports __main__ again in every rank: seconds each, and a hang where __main__ has
+    no guard.
+    """
+    manager = SyncManager(ctx=multiprocessing.get_context("fork"))
+    manager.start(die_with_parent)
+    return manager.Queue()
+
+
+def _repair_distributed_optimizer() -> None:
+    """0.12 quantizes the (empty) list of fp8 parameters after each step, and refuses without TransformerEngine."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    quantize = getattr(distrib_optimizer, "quantize_param_shard", None)
+    if quantize is None:
+        return
+
+    def quantize_some(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        if len(parameters):
+            quantize(parameters, *args, **kwargs)
+
+    distrib_optimizer.quantize_param_shard = quantize_some
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends, however that ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

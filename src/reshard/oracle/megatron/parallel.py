@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 
 class Layout(Protocol):
-    """Whatever names the five sizes: `reshard.layout.Layout` or `ParallelSizes`."""
+    """Whatever names these sizes: `reshard.layout.Layout` or `ParallelSizes`."""
 
     @property
     def tp(self) -> int: ...
@@ -22,6 +22,8 @@ class Layout(Protocol):
     def ep(self) -> int: ...
     @property
     def etp(self) -> int | None: ...
+    @property
+    def stages(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,8 @@ class ParallelSizes:
     """Tensor, pipeline, virtual pipeline, expert and expert-tensor parallel sizes.
 
     `etp=None` means the tensor parallel size, as in Megatron-LM; `vpp=None` and `vpp=1` mean one chunk per stage.
+    `stages` lists the decoder layers of every pipeline stage, chunk by chunk in the order of the layers; empty means
+    evenly. `dp` multiplies the ranks beyond the fewest that the other sizes need.
     """
 
     tp: int = 1
@@ -36,13 +40,17 @@ class ParallelSizes:
     vpp: int | None = None
     ep: int = 1
     etp: int | None = None
+    stages: tuple[int, ...] = ()
+    dp: int = 1
 
     @classmethod
     def of(cls, layout: Layout | None) -> ParallelSizes:
         """The sizes that `layout` names; one of each when there is none."""
         if layout is None:
             return cls()
-        return cls(layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp)
+        if isinstance(layout, ParallelSizes):
+            return layout
+        return cls(layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp, layout.stages)
 
     @property
     def expert_tp(self) -> int:
@@ -56,8 +64,8 @@ class ParallelSizes:
 
     @property
     def world_size(self) -> int:
-        """The fewest ranks that hold this layout: TP and EP·ETP both tile one pipeline stage."""
-        return self.pp * math.lcm(self.tp, self.ep * self.expert_tp)
+        """The number of ranks: TP and EP·ETP both tile one pipeline stage."""
+        return self.dp * self.pp * math.lcm(self.tp, self.ep * self.expert_tp)
 
 
 def supported(function: Callable[..., Any], **kwargs: Any) -> dict[str, Any]:

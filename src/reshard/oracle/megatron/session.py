@@ -7,7 +7,6 @@ Torch and megatron-core are imported once, in the caller; forking then starts a 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import logging
 import os
@@ -36,7 +35,6 @@ _IMPORTS = (
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel",
 )
-_PR_SET_PDEATHSIG = 1
 # When one rank fails, its neighbours notice only by their own timeouts. This long they may add their tracebacks.
 _GRACE_SECONDS = 1.0
 
@@ -54,13 +52,13 @@ class _Rank:
     pipe: Connection
     value: Any = None
     failure: str | None = None
+    failed_at: float = 0.0
     answered: bool = False
 
 
 @dataclass
 class _Session:
     ranks: list[_Rank] = field(default_factory=list)
-    failed: list[_Rank] = field(default_factory=list)  # in the order in which they were heard of
 
     def collect(self, deadline: float) -> None:
         """Read answers until all are in, the deadline passes, or the grace after a failure is over."""
@@ -72,7 +70,6 @@ class _Session:
                 if rank.pipe in ready:
                     _receive(rank)
                     if rank.failure:
-                        self.failed.append(rank)
                         deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
 
     def close(self) -> None:
@@ -92,7 +89,8 @@ def run_ranks(world_size: int, function: Callable[..., T], *args: Any, timeout: 
 
     Inside, `torch.distributed` is initialized with gloo. Arguments travel by fork and may be anything; results are
     pickled. What a rank prints goes to standard error. Nothing outlives the call: on an exception, a timeout
-    (seconds) or an interrupt every rank is killed. Raises RankError with the tracebacks of the ranks that failed.
+    (seconds) or an interrupt every rank is killed. Raises RankError with the tracebacks of the ranks that failed, the
+    earliest first, for the others fail in turn when they lose their neighbour.
     """
     _import_all()
     sys.stdout.flush()
@@ -105,11 +103,9 @@ def run_ranks(world_size: int, function: Callable[..., T], *args: Any, timeout: 
             session.collect(time.monotonic() + timeout)
         finally:
             session.close()
-    failures = [
-        f"rank {rank.number} of {world_size}: {rank.failure}" for rank in session.ranks if rank.failure
-    ]
-    if failures:
-        raise RankError("\n".join(failures))
+    failed = sorted((rank for rank in session.ranks if rank.failure), key=lambda rank: rank.failed_at)
+    if failed:
+        raise RankError("\n".join(f"rank {rank.number} of {world_size}: {rank.failure}" for rank in failed))
     late = [str(rank.number) for rank in session.ranks if not rank.answered]
     if late:
         raise RankError(f"rank {', '.join(late)} of {world_size} did not finish within {timeout:g} s")
@@ -145,7 +141,7 @@ def _fork(number: int, world_size: int, store: Path, function: Callable[..., Any
 def _become_rank(parent: int) -> None:
     """Detach from the parent's terminal and standard output, but not from its life."""
     os.setpgid(0, 0)  # so that the writers that a rank starts are killed with it
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    cpu.die_with_parent()
     if os.getppid() != parent:
         os._exit(1)
     os.dup2(2, 1)
@@ -155,7 +151,7 @@ def _become_rank(parent: int) -> None:
 
 
 def _answer(number: int, world_size: int, store: Path, function: Callable[..., Any], args: Any) -> bytes:
-    """The pickled (value, traceback) of this rank's call; one of the two is None."""
+    """The pickled (value, traceback, time of failure) of this rank's call; value or traceback is None."""
     import torch
 
     try:
@@ -167,15 +163,15 @@ def _answer(number: int, world_size: int, store: Path, function: Callable[..., A
         )
         value = function(*args)
         torch.distributed.barrier()
-        return pickle.dumps((value, None))
+        return pickle.dumps((value, None, 0.0))
     except BaseException:
-        return pickle.dumps((None, traceback.format_exc()))
+        return pickle.dumps((None, traceback.format_exc(), time.monotonic()))
 
 
 def _receive(rank: _Rank) -> None:
     rank.answered = True
     try:
-        rank.value, rank.failure = pickle.loads(rank.pipe.recv_bytes())
+        rank.value, rank.failure, rank.failed_at = pickle.loads(rank.pipe.recv_bytes())
     except EOFError:
         _, status = os.waitpid(rank.pid, 0)
         rank.failure = (
