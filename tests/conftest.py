@@ -1,0 +1,63 @@
+"""Fixtures that are dear to make and shared by many tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.genuine.megatron import Genuine
+
+# Before any test imports torch: ranks are processes, and there are more of them than cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def hf_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Make a folder of `tests.genuine.huggingface.VARIANTS`, each once per session; see `make_model`."""
+    from tests.genuine.huggingface import make_model
+
+    made: dict[str, Path] = {}
+
+    def get(name: str, **options: object) -> Path:
+        key = f"{name}-{sorted(options.items())}"
+        if key not in made:
+            made[key] = make_model(name, tmp_path_factory.mktemp(name), **options)
+        return made[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def genuine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Genuine]:
+    """Make a checkpoint of `tests.genuine.megatron.VARIANTS`, each once per session; see `make`."""
+    from tests.genuine.megatron import make
+
+    made: dict[tuple[str, str | None], Genuine] = {}
+
+    def get(name: str, megatron: str | None = None) -> Genuine:
+        if (name, megatron) not in made:
+            made[name, megatron] = make(name, tmp_path_factory.mktemp("megatron"), megatron)
+        return made[name, megatron]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def transformer_engine() -> Iterator[Executor]:
+    """A process in which megatron-core finds a TransformerEngine, and so builds its modules for it.
+
+    megatron-core decides this when it is imported, so it cannot be had in the process that runs the tests.
+    """
+    from tests.genuine import fake_te
+
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=fake_te.install) as pool:
+        yield pool

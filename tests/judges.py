@@ -1,0 +1,55 @@
+"""What the tests ask the real frameworks, and how they hold two answers against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import load_file
+
+import reshard
+from reshard.oracle.megatron import MegatronLogits, megatron_logits
+from reshard.oracle.megatron.model import Spec
+from reshard.oracle.megatron.parallel import Layout
+
+Array = npt.NDArray[Any]
+
+TOKENS = np.random.default_rng(0).integers(0, 250, (2, 12))
+THRESHOLD = 1e-5
+"""Largest difference of two logits relative to the largest logit: both sides compute in float32."""
+
+
+def judged_by_megatron(path: Path, layout: Layout | None = None, spec: Spec = "local") -> MegatronLogits:
+    """megatron-core's logits of a Megatron checkpoint that reshard wrote, loaded strictly at `layout`.
+
+    The model is built from the arguments in the checkpoint. Its plain modules run experts one by one, since their
+    grouped form needs a GPU.
+    """
+    checkpoint = reshard.open(path)
+    args = {**(checkpoint.args or {}), "moe_grouped_gemm": spec == "te"}
+    return megatron_logits(checkpoint.path, TOKENS, args=args, layout=layout or checkpoint.layout, spec=spec)
+
+
+def assert_agree(ours: Array, reference: Array) -> None:
+    """Logits over the vocabulary that both have; where one is padded, its padding is left out."""
+    vocabulary = min(ours.shape[-1], reference.shape[-1])
+    ours, reference = ours[..., :vocabulary], reference[..., :vocabulary]
+    assert reference.std() > 0.1
+    assert np.abs(ours - reference).max() <= THRESHOLD * np.abs(reference).max()
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a Hugging Face folder, read by the safetensors library."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def assert_same_tensors(ours: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> None:
+    """The same names, and the same bits under each."""
+    assert ours.keys() == reference.keys()
+    for name, tensor in reference.items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert torch.equal(ours[name], tensor), name

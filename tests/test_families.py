@@ -1,0 +1,168 @@
+"""Every family: what transformers makes, megatron-core computes alike, and comes back bit for bit.
+
+No mechanism of these families is beyond megatron-core on a CPU. Two are judged in two parts, because TransformerEngine
+itself needs a GPU: the local modules of megatron-core compute the logits of what was written for TransformerEngine's
+modules, and TransformerEngine's modules (megatron-core's real ones, over a stand-in for the library) load it strictly.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import Executor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import torch
+from transformers import AutoConfig, AutoTokenizer
+from transformers.modeling_layers import MtpModel
+
+import reshard
+from reshard.layout import Layout
+from reshard.oracle.megatron import ParallelSizes
+from reshard.oracle.transformers import Logits, load_model, transformers_logits
+from tests.genuine.huggingface import VARIANTS
+from tests.judges import TOKENS, assert_agree, assert_same_tensors, judged_by_megatron, tensors_of
+
+Models = Callable[..., Path]
+
+MOE = {name for name, (_, own) in VARIANTS.items() if "num_experts_per_tok" in own}
+LATENT = {name for name in VARIANTS if name.startswith("deepseek")}
+WIDE = {
+    name: {"tp": 2, "pp": 2, "ep": 2, "etp": 1} if name in MOE else {"tp": 2, "pp": 2} for name in VARIANTS
+}
+DEEP = {name: {"ep": 4} if name in MOE else {"pp": 2, "vpp": 2} for name in VARIANTS}
+OTHER = {name: ParallelSizes(pp=2, vpp=2, ep=2 if name in MOE else 1) for name in VARIANTS}
+FORMATS = ("megatron", "megatron-legacy")
+
+
+@cache
+def by_transformers(folder: Path) -> Logits:
+    return transformers_logits(folder, TOKENS)
+
+
+@pytest.fixture(scope="module")
+def converted(hf_model: Models, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A variant in a Megatron format and layout, converted once."""
+    made: dict[str, Path] = {}
+
+    def get(name: str, to: str, layout: dict[str, int], **options: str) -> Path:
+        key = f"{name} {to} {layout} {options}"
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp(name) / "megatron"
+            reshard.convert(hf_model(name), made[key], to=to, **layout, **options)
+        return made[key]
+
+    return get
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_megatron_computes_the_same_at_the_layout_that_was_written(
+    name: str, hf_model: Models, converted: Callable[..., Path]
+) -> None:
+    expected = by_transformers(hf_model(name))
+    for to in FORMATS:
+        for layout in (WIDE[name], DEEP[name]):
+            result = judged_by_megatron(converted(name, to, layout))
+            assert_agree(result.logits, expected)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_megatron_computes_the_same_at_another_layout(
+    name: str, hf_model: Models, converted: Callable[..., Path]
+) -> None:
+    expected = by_transformers(hf_model(name))
+    assert_agree(judged_by_megatron(converted(name, "megatron", WIDE[name]), OTHER[name]).logits, expected)
+    assert_agree(judged_by_megatron(converted(name, "megatron", DEEP[name]), Layout()).logits, expected)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_modules_of_transformer_engine_find_all_their_keys(
+    name: str, to: str, converted: Callable[..., Path], transformer_engine: Executor
+) -> None:
+    """No weight and no extra state is missing or left over; the layout is the one that was written."""
+    folder = converted(name, to, WIDE[name])
+    result = transformer_engine.submit(judged_by_megatron, folder, spec="te").result(timeout=120)
+    assert (result.missing, result.unexpected, result.other) == ((), (), ())
+
+
+# megatron-core cannot build latent attention of its local modules without help, so nobody has such checkpoints.
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("name", sorted(VARIANTS.keys() - LATENT))
+def test_local_modules_find_all_their_keys(
+    name: str, to: str, hf_model: Models, converted: Callable[..., Path]
+) -> None:
+    result = judged_by_megatron(converted(name, to, WIDE[name], transformer_impl="local"))
+    assert (result.missing, result.unexpected, result.other) == ((), (), ())
+    assert_agree(result.logits, by_transformers(hf_model(name)))
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_way_back_is_bit_for_bit(
+    name: str, to: str, hf_model: Models, converted: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = hf_model(name)
+    for layout in (WIDE[name], DEEP[name]):
+        back = tmp_path / f"{layout}"
+        reshard.convert(converted(name, to, layout), back)
+        assert_same_tensors(tensors_of(back), tensors_of(source))
+    np.testing.assert_array_equal(transformers_logits(back, TOKENS), by_transformers(source))
+    assert_same_config(back, source)
+    travelling = {path.name for path in source.iterdir()} - {"config.json", "model.safetensors"}
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= travelling
+    for file in travelling:
+        assert (back / file).read_bytes() == (source / file).read_bytes()
+    assert len(AutoTokenizer.from_pretrained(back)) == len(AutoTokenizer.from_pretrained(source))
+
+
+def assert_same_config(ours: Path, reference: Path) -> None:
+    """transformers reads the same config, or for InternLM3, whose code is its own, every key is still there."""
+    was, now = (stated(folder) for folder in (reference, ours))
+    differing = {key for key, value in was.items() if now.get(key) != value}
+    assert differing == set()
+
+
+def stated(folder: Path) -> dict[str, Any]:
+    """What a config says, but for the older spelling of `rope_type`, which reshard adds for older readers."""
+    config = json.loads((folder / "config.json").read_text())
+    if config["model_type"] != "internlm3":
+        config = AutoConfig.from_pretrained(folder).to_dict()
+    config.pop("_name_or_path", None)
+    for key in ("rope_parameters", "rope_scaling"):
+        if config.get(key):
+            config[key].pop("type", None)
+    return config
+
+
+def test_the_head_of_multi_token_prediction_computes_the_same(
+    hf_model: Models, converted: Callable[..., Path]
+) -> None:
+    """Position i sees the main model's hidden state at i and the token at i + 1, so the last one has no input."""
+    expected = mtp_logits(hf_model("deepseek_v3_mtp"))
+    for to in FORMATS:
+        for layout in (WIDE, DEEP):
+            (ours,) = judged_by_megatron(converted("deepseek_v3_mtp", to, layout["deepseek_v3_mtp"])).mtp
+            assert_agree(ours[:, :-1], expected)
+
+
+def mtp_logits(folder: Path) -> Logits:
+    """Logits [batch, seq - 1, vocab] of the first MTP layer in a DeepSeek-V3 folder, by transformers' MtpModel."""
+    main = load_model(folder)
+    # transformers finds MTP layers by the number that they have in the 61-layer model.
+    main._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{main.config.num_hidden_layers}\."]
+    mtp = MtpModel.from_pretrained(main).eval()
+    tokens = torch.from_numpy(TOKENS)
+    with torch.inference_mode():
+        hidden = main.model(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1]
+        positions = torch.arange(hidden.shape[1]).unsqueeze(0)
+        output = mtp.forward_layer(0, hidden, positions, None, input_ids=tokens[:, 1:])
+        logits: Logits = main.lm_head(output).numpy()
+    return logits
