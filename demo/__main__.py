@@ -1,0 +1,125 @@
+"""The whole road on a small model: `make demo`, or `python -m demo` where everything is installed.
+
+Each station runs one command, which is printed first and can be pasted. The first station that fails ends the demo
+with exit status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PROMPT = "A checkpoint is a promise: whoever stops the machine tonight"
+"""How the bundled text begins; a model that was trained on it knows how it goes on."""
+
+
+@dataclass(frozen=True)
+class Station:
+    """A command with the exit status that it should have; `last_line` shows only the end of what it prints."""
+
+    title: str
+    command: tuple[str, ...]
+    result: Path | None = None
+    status: int = 0
+    last_line: bool = False
+
+
+def stations(output: Path, steps: int) -> Iterator[Station]:
+    """All commands, in order. What they write lies in `output`."""
+    model, megatron, trained = (str(output / name) for name in ("model", "megatron", "trained"))
+    yield Station(
+        "Make a small random Qwen3-MoE model and a tokenizer, as a Hugging Face folder",
+        ("python", "-m", "demo.make_model", model),
+        result=Path(model),
+    )
+    layout = ("--tp", "2", "--pp", "2", "--ep", "2", "--etp", "1")
+    yield Station(
+        "Convert it to Megatron-Core at TP2 · PP2 · EP2, for four ranks",
+        ("reshard", "convert", model, megatron, "--to", "megatron", *layout),
+        result=Path(megatron),
+    )
+    yield Station(
+        "Megatron-Core itself loads it strictly, trains it and saves it",
+        ("python", "-m", "demo.train", megatron, "--steps", str(steps)),
+        result=Path(megatron),
+    )
+    yield Station("Look at what Megatron-Core left", ("reshard", "inspect", megatron))
+    yield Station(
+        "Convert it back to Hugging Face", ("reshard", "convert", megatron, trained), result=Path(trained)
+    )
+    yield Station(
+        "The weights are no longer those of the beginning",
+        ("reshard", "verify", model, trained),
+        status=1,
+        last_line=True,
+    )
+    yield Station(
+        "They are those that Megatron-Core saved, and both compute the same",
+        ("reshard", "verify", megatron, trained, "--logits"),
+    )
+    yield Station(
+        "transformers loads the folder and goes on with the text that Megatron-Core trained on",
+        ("python", "-m", "demo.generate", trained, PROMPT),
+    )
+
+
+def run(station: Station) -> None:
+    """Print and run the command of a station. Exits with status 1 if its exit status is not the expected one."""
+    shown = shlex.join(station.command) + (" | tail -n 1" if station.last_line else "")
+    print(f"$ {shown}", flush=True)
+    begin = time.monotonic()
+    done = subprocess.run(
+        _executable(station.command), stdout=subprocess.PIPE, text=True, encoding="utf-8", check=False
+    )
+    lines = done.stdout.splitlines()
+    for line in lines[-1:] if station.last_line else lines:
+        print(line)
+    size = "" if station.result is None else f", {station.result} is {_megabytes(station.result):.1f} MB"
+    print(f"  ({time.monotonic() - begin:.1f} s{size})\n", flush=True)
+    if done.returncode != station.status:
+        raise SystemExit(f"this station ended with exit status {done.returncode}; expected {station.status}")
+
+
+def _executable(command: tuple[str, ...]) -> list[str]:
+    """The same command from the environment that the demo runs in, activated or not."""
+    return [str(Path(sys.executable).with_name(command[0])), *command[1:]]
+
+
+def _megabytes(folder: Path) -> float:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
+
+
+def _clear(output: Path) -> None:
+    """Remove what an earlier run wrote, and nothing else."""
+    for station in stations(output, steps=0):
+        if station.result is not None:
+            shutil.rmtree(station.result, ignore_errors=True)
+
+
+def main() -> None:
+    """Run all stations, over what an earlier run left."""
+    parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("demo-output"), help="Where the models go.")
+    parser.add_argument("--steps", type=int, default=60, help="Training steps.")
+    arguments = parser.parse_args()
+    # Four ranks on few cores: one thread each. The compiler and the hub are not needed.
+    for name, value in (("OMP_NUM_THREADS", "1"), ("TORCHDYNAMO_DISABLE", "1"), ("HF_HUB_OFFLINE", "1")):
+        os.environ.setdefault(name, value)
+    begin = time.monotonic()
+    _clear(arguments.output)
+    for number, station in enumerate(stations(arguments.output, arguments.steps), 1):
+        print(f"{number}. {station.title}")
+        run(station)
+    print(f"All stations passed in {time.monotonic() - begin:.0f} s.")
+
+
+if __name__ == "__main__":
+    main()
