@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from reshard import conversion
+from reshard import conversion, planning
 from reshard.checkpoint import Checkpoint
 from reshard.errors import ReshardError
 from reshard.execute import Report, worker_count
@@ -113,7 +113,7 @@ def convert(
     Raises ReshardError, with `dst` as it was before.
     """
     layout = Layout(tp, pp, vpp, ep, tp if etp is None else etp, stages)
-    options = conversion.Options(
+    options = planning.Options(
         to=to,
         base=Path(base) if base else None,
         layout=layout,
@@ -126,7 +126,7 @@ def convert(
         tokenizer=not no_tokenizer,
     )
     budget = parse_size(memory, "--memory")
-    plan = conversion.plan_conversion(Path(src), options)
+    plan = planning.plan_conversion(Path(src), options)
     on_plan(plan)
     if dry_run:
         return Conversion(plan)

@@ -79,7 +79,11 @@ class OutputFile:
 
 @dataclass
 class Plan:
-    """All that a conversion will do. `dropped` maps the name of a rule to what it leaves behind, in bytes."""
+    """All that a conversion will do.
+
+    `dropped` maps the name of a rule to what it leaves behind, in bytes; `facts` become `reshard.json`;
+    `load_with` are flags with which Megatron-LM loads the result.
+    """
 
     source: str
     target: str
@@ -90,6 +94,7 @@ class Plan:
     replicas: list[Replica]
     notes: list[str]
     facts: dict[str, Any] = field(default_factory=dict)
+    load_with: list[str] = field(default_factory=list)
 
     @cached_property
     def nbytes(self) -> int:

@@ -133,6 +133,8 @@ def _print_plan(plan: Plan, memory: int, workers: int | None) -> None:
 
 def _print_result(result: Conversion, dst: Path, seconds: float) -> None:
     plan, console = result.plan, stdout()
+    if plan.load_with:
+        stderr().print(f"[bold]load with:[/] --load {escape(str(dst))} {escape(' '.join(plan.load_with))}")
     for rule, nbytes in plan.dropped.items():
         console.print(f"dropped: {escape(rule)}, {size(nbytes)}")
     console.print(

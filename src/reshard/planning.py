@@ -1,0 +1,337 @@
+"""Plan a conversion: the tensors of the target, each made of the source's logical tensors, and its files."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import reshard
+from reshard.checkpoint import Cells, Checkpoint
+from reshard.dtypes import DType, dtype
+from reshard.errors import Problem, ReshardError
+from reshard.families.binding import Bound, Dropped
+from reshard.families.config import flags_not_restored, portable_config
+from reshard.formats import companions, huggingface, megatron, megatron_legacy, open_checkpoint
+from reshard.formats.hints import BASE, find_hints
+from reshard.formats.huggingface import to_json
+from reshard.formats.mcore import padded_vocabulary, stage_arguments
+from reshard.gather import castable
+from reshard.layout import Layout
+from reshard.logical import LogicalTensors, logical_tensors
+from reshard.model import EMBEDDING, Model, resolve
+from reshard.plan import OutputFile, Plan, Planned
+
+KEEPS_ITS_DTYPE = ("e_score_correction_bias", "expert_bias")
+"""Router biases are fp32 whatever the model is: transformers and Megatron-Core both keep them so."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the output should look; the flags of `reshard convert`."""
+
+    to: str | None = None
+    base: Path | None = None
+    layout: Layout = field(default_factory=Layout)
+    iteration: int | None = None
+    family: str | None = None
+    dtype: str | None = None
+    max_shard_size: int = 5_000_000_000
+    vocab_divisible_by: int | None = None
+    transformer_impl: str | None = None
+    tokenizer: bool = True
+
+
+def plan_conversion(source: Path, options: Options) -> Plan:
+    """Plan the conversion of `source`. Reads headers and metadata only; raises ReshardError."""
+    checkpoint = open_checkpoint(source, options.iteration)
+    if checkpoint.problems:
+        raise ReshardError(checkpoint.problems)
+    target = options.to or ("huggingface" if checkpoint.format != "huggingface" else "")
+    if not target:
+        raise ReshardError(
+            "the source is a Hugging Face folder already",
+            file=str(source),
+            remedy="say what it should become: --to megatron, --to megatron-legacy, or --to huggingface",
+        )
+    options = _with_hinted_base(checkpoint, options)
+    model = resolve(checkpoint, options.base, options.family)
+    if target == "huggingface":
+        plan = _to_huggingface(checkpoint, model, options)
+    else:
+        plan = _to_megatron(checkpoint, model, target, options)
+    plan.audit()
+    return plan
+
+
+def _with_hinted_base(checkpoint: Checkpoint, options: Options) -> Options:
+    """Where config or tokenizer is missing, take the base that another tool noted, if it is there.
+
+    `resolve` then checks that its config belongs to these weights.
+    """
+    beside = companions.find_companions(checkpoint.root)
+    if options.base or (beside.config and (beside.has_tokenizer or not options.tokenizer)):
+        return options
+    for hint in find_hints([checkpoint.path, checkpoint.root], checkpoint.args):
+        if hint.kind == BASE:
+            checkpoint.notes.append(str(hint))
+            if hint.exists and (Path(hint.value) / "config.json").is_file():
+                return replace(options, base=Path(hint.value))
+    return options
+
+
+class _Types:
+    """The dtype of each tensor of the output."""
+
+    def __init__(self, wanted: str | None) -> None:
+        try:
+            self._wanted = dtype(wanted) if wanted else None
+        except KeyError:
+            raise ReshardError(
+                "no such dtype", found=wanted, remedy="choose float32, bfloat16 or float16"
+            ) from None
+        if self._wanted and not castable(self._wanted):
+            raise ReshardError(
+                "cannot convert to this dtype", found=wanted, remedy="choose float32, bfloat16 or float16"
+            )
+
+    def of(self, name: str, stored: DType) -> DType:
+        """The dtype that tensor `name` will have."""
+        if self._wanted is None or not castable(stored) or name.endswith(KEEPS_ITS_DTYPE):
+            return stored
+        return self._wanted
+
+
+def _to_huggingface(checkpoint: Checkpoint, model: Model, options: Options) -> Plan:
+    logical, types = logical_tensors(checkpoint, model), _Types(options.dtype)
+    tensors = [
+        Planned(name, types.of(name, item.dtype), item.shape, _compiler(logical, name))
+        for name, item in logical.tensors.items()
+    ]
+    config = portable_config(dict(model.config), main_dtype(tensors))
+    files = huggingface.lay_out(tensors, config, options.max_shard_size)
+    files += _travelling(checkpoint, options)
+    dropped = Counter(checkpoint.dropped)
+    padding = model.dims.padded_vocab - model.dims.vocab
+    if padding:
+        tables = 1 if model.dims.tied else 2
+        width = checkpoint.tensors[EMBEDDING["mcore"]].dtype.itemsize * model.dims.hidden
+        dropped["vocabulary padding"] += padding * tables * width
+    return _plan(checkpoint, model, "huggingface", files, tensors, dropped, logical, Layout())
+
+
+def _compiler(logical: LogicalTensors, name: str) -> Callable[[], Any]:
+    return lambda: logical.view(name)
+
+
+def _to_megatron(checkpoint: Checkpoint, model: Model, target: str, options: Options) -> Plan:
+    layout = options.layout if model.dims.experts else replace(options.layout, etp=1)
+    layout = layout.over(model.dims.layers)
+    _check_layout(model, layout)
+    unit = options.vocab_divisible_by or int(model.args.get("make_vocab_size_divisible_by") or 128)
+    rows = padded_vocabulary(model.dims.vocab, unit, layout.tp)
+    if checkpoint.dialect == "mcore":
+        # Padding rows took part in the softmax while the model trained: carry those that both sides have.
+        kept = min(rows, model.dims.padded_vocab)
+        model = replace(model, dims=replace(model.dims, vocab=kept))
+    logical = logical_tensors(checkpoint, model)
+    types = _Types(options.dtype)
+    binding = model.padded(rows).binding()
+    tensors = list(_native(logical, binding.native, types))
+    tensor_engine = _transformer_engine(checkpoint, options)
+    args = {
+        **model.args,
+        **(checkpoint.args or {}),  # a checkpoint of Megatron's keeps what its run was given
+        **layout_arguments(layout),
+        "padded_vocab_size": rows,
+        "make_vocab_size_divisible_by": unit,
+        "transformer_impl": "transformer_engine" if tensor_engine else "local",
+        **_dtype_arguments(main_dtype(tensors)),
+    }
+    iteration = checkpoint.iteration if isinstance(checkpoint.iteration, int) else "release"
+    writer = megatron if target == "megatron" else megatron_legacy
+    files = writer.lay_out(tensors, args, layout, iteration, transformer_engine=tensor_engine)
+    files.append(
+        OutputFile.of_bytes("config.json", to_json(portable_config(dict(model.config), main_dtype(tensors))))
+    )
+    files += _travelling(checkpoint, options)
+    if layout.stages and not options.layout.stages:
+        model = replace(
+            model, notes=(*model.notes, f"layers of the stages: {', '.join(map(str, layout.stages))}")
+        )
+    dropped = Counter(checkpoint.dropped)
+    lost = model.dims.padded_vocab - rows
+    if checkpoint.dialect == "mcore" and lost > 0:
+        width = checkpoint.tensors[EMBEDDING["mcore"]].dtype.itemsize * model.dims.hidden
+        dropped["vocabulary padding"] += lost * width * (1 if model.dims.tied else 2)
+    plan = _plan(checkpoint, model, target, files, tensors, dropped, logical, layout)
+    plan.load_with = load_flags(args, checkpoint.iteration is None or iteration == "release")
+    return plan
+
+
+def _native(logical: LogicalTensors, natives: Mapping[str, Bound], types: _Types) -> Iterator[Planned]:
+    problems = []
+    for name, bound in natives.items():
+        sources = {piece.source for piece in bound.view.pieces if not isinstance(piece.source, Dropped)}
+        found = {logical.tensors[str(source)].dtype for source in sources}
+        wanted = {types.of(str(source), logical.tensors[str(source)].dtype) for source in sources}
+        if len(wanted) > 1:
+            problems.append(
+                Problem(
+                    "tensors that Megatron fuses into one have different dtypes",
+                    tensor=", ".join(sorted(map(str, sources))),
+                    rule=f"{name} has one dtype",
+                    found=", ".join(sorted(map(str, found))),
+                    remedy="choose one for all: --dtype bfloat16",
+                )
+            )
+            continue
+        yield Planned(name, wanted.pop(), bound.shape, _native_compiler(logical, bound))
+    if problems:
+        raise ReshardError(problems)
+
+
+def _native_compiler(logical: LogicalTensors, bound: Bound) -> Callable[[], Any]:
+    return lambda: bound.view.through(logical.view)
+
+
+def main_dtype(tensors: list[Planned]) -> str:
+    """The dtype of most elements: what config.json and Megatron-LM's arguments call the model's dtype."""
+    counted: Counter[str] = Counter()
+    for tensor in tensors:
+        counted[tensor.dtype.name] += tensor.nbytes
+    return counted.most_common(1)[0][0]
+
+
+def _dtype_arguments(name: str) -> dict[str, Any]:
+    return {"params_dtype": dtype(name), "bf16": name == "bfloat16", "fp16": name == "float16"}
+
+
+def layout_arguments(layout: Layout) -> dict[str, Any]:
+    """The arguments that describe a layout to Megatron-LM."""
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "world_size": layout.world_size,
+        "sequence_parallel": layout.tp > 1 and layout.ep > 1,
+        **stage_arguments(layout),
+    }
+
+
+def load_flags(args: Mapping[str, Any], is_release: bool) -> list[str]:
+    """What Megatron-LM has to be told to load the checkpoint, beside `--load`."""
+    weights_only = [] if is_release else ["--no-load-optim", "--no-load-rng"]
+    return ["--use-checkpoint-args", *weights_only, *flags_not_restored(args)]
+
+
+def _transformer_engine(checkpoint: Checkpoint, options: Options) -> bool:
+    given = (checkpoint.args or {}).get("transformer_impl")
+    return (options.transformer_impl or given or "transformer_engine") != "local"
+
+
+def _check_layout(model: Model, layout: Layout) -> None:
+    """Refuse a layout that the sizes of the model do not divide into; all that does not fit at once."""
+    d = model.dims
+    groups = d.heads if d.kv_lora else d.groups
+    rules = [
+        ("attention heads", d.heads, "--tp", layout.tp),
+        ("query groups", groups, "--tp", layout.tp),
+        ("the MLP's width", d.ffn if len(d.sparse) < d.layers else 0, "--tp", layout.tp),
+        ("the shared experts' width", d.shared_ffn, "--tp", layout.tp),
+        ("experts", d.experts, "--ep", layout.ep),
+        ("an expert's width", d.expert_ffn if d.experts else 0, "--etp", layout.etp),
+    ]
+    problems = [
+        Problem(
+            f"{what} do not divide over {flag} {by}"
+            if what[-1] == "s"
+            else f"{what} does not divide over {flag} {by}",
+            rule="every rank holds an equal share",
+            expected=f"a divisor of {size}",
+            found=f"{flag} {by}",
+            remedy=f"choose {flag} from {', '.join(str(n) for n in range(1, min(size, 64) + 1) if size % n == 0)}",
+        )
+        for what, size, flag, by in rules
+        if size and size % by
+    ]
+    if not d.experts and layout.ep > 1:
+        problems.append(
+            Problem("the model has no experts", found=f"--ep {layout.ep}", remedy="leave out --ep")
+        )
+    if problems:
+        raise ReshardError(problems)
+    layout.chunks(d.layers)
+
+
+def _travelling(checkpoint: Checkpoint, options: Options) -> Iterator[OutputFile]:
+    """Tokenizer, chat template, generation config: the files that travel beside the weights."""
+    folders = [options.base, checkpoint.root] if options.base else [checkpoint.root]
+    found = companions.find_companions(*folders)
+    if options.tokenizer and not found.has_tokenizer:
+        raise ReshardError(
+            "there is no tokenizer beside the checkpoint",
+            file=str(checkpoint.root),
+            rule="the output loads with no other folder",
+            expected="tokenizer.json, tokenizer.model or vocab.json",
+            remedy="give the Hugging Face folder that training started from (--base DIR), or --no-tokenizer",
+        )
+    for name, file in sorted(found.files.items()):
+        if name != "config.json":  # written anew, true to the weights
+            yield OutputFile.of_bytes(name, file.read_bytes())
+
+
+def _plan(
+    checkpoint: Checkpoint,
+    model: Model,
+    target: str,
+    files: list[OutputFile],
+    tensors: list[Planned],
+    dropped: Mapping[str, int],
+    logical: LogicalTensors,
+    layout: Layout,
+) -> Plan:
+    facts = {
+        "reshard": reshard.__version__,
+        "source": {
+            "format": checkpoint.format,
+            "variant": checkpoint.variant,
+            "layout": checkpoint.layout.as_dict(),
+            "iteration": checkpoint.iteration,
+            "files": _source_files(checkpoint),
+        },
+        "format": target,
+        "family": model.family.name,
+        "layout": layout.as_dict(),
+        "vocabulary": model.dims.vocab,
+        "dtypes": dict(Counter(tensor.dtype.name for tensor in tensors)),
+        "dropped": dict(dropped),
+    }
+    files.append(OutputFile.of_bytes("reshard.json", to_json(facts)))
+    parameters = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in tensors)
+    return Plan(
+        source=checkpoint.format,
+        target=target,
+        files=files,
+        tensors=len(tensors),
+        parameters=parameters,
+        dropped=dropped,
+        replicas=logical.replicas,
+        notes=[*checkpoint.notes, *model.notes],
+        facts=facts,
+    )
+
+
+def _source_files(checkpoint: Checkpoint) -> dict[str, int]:
+    """Each file that holds weights, with its size: what the output was made of."""
+    paths = {
+        piece.source.storage.path
+        for tensor in checkpoint.tensors.values()
+        for piece in tensor.view.pieces
+        if isinstance(piece.source, Cells)
+    }
+    return {Path(path).name: Path(path).stat().st_size for path in sorted(paths)}
