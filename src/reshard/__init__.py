@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-__all__ = ["ReshardError", "convert", "inspect", "open", "verify"]
+from reshard.version import __version__
+
+__all__ = ["ReshardError", "__version__", "convert", "inspect", "open", "verify"]
 
 if TYPE_CHECKING:
     from reshard.api import convert, inspect, open, verify

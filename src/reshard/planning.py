@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import reshard
 from reshard.checkpoint import Cells, Checkpoint
 from reshard.dtypes import DType, dtype
 from reshard.errors import Problem, ReshardError
@@ -23,6 +22,7 @@ from reshard.layout import Layout
 from reshard.logical import LogicalTensors, logical_tensors
 from reshard.model import EMBEDDING, Model, resolve
 from reshard.plan import OutputFile, Plan, Planned
+from reshard.version import __version__
 
 KEEPS_ITS_DTYPE = ("e_score_correction_bias", "expert_bias")
 """Router biases are fp32 whatever the model is: transformers and Megatron-Core both keep them so."""
@@ -296,7 +296,7 @@ def _plan(
     layout: Layout,
 ) -> Plan:
     facts = {
-        "reshard": reshard.__version__,
+        "reshard": __version__,
         "source": {
             "format": checkpoint.format,
             "variant": checkpoint.variant,

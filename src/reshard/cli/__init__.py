@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from reshard import __version__
+from reshard.version import __version__
 
 COMMANDS = {
     "inspect": "What is this checkpoint, is it whole, and what to type next.",
