@@ -7,14 +7,14 @@ block is executed, so the plan of a model with half a million shards fits in mem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint import Cells, Replica
+from reshard.checkpoint import Replica
 from reshard.dtypes import DType
 from reshard.errors import Problem, ReshardError
 from reshard.storage import Storage
@@ -101,49 +101,40 @@ class Plan:
         """Bytes of the whole output."""
         return sum(file.size for file in self.files)
 
-    def audit(self) -> None:
-        """Check that the blocks and literals of each file tile it: none outside, none overlapping, no gap.
+    def audit(self, tensors: Iterable[Planned]) -> None:
+        """Check that blocks fit their files without overlap, and that together they hold every tensor.
 
-        Raises ReshardError listing every offender: a mistake in a format, found before a byte is read.
+        With the rules a bijection (`families.binding`), the names complete (`logical`) and the chunks of the
+        source tiling it (its reader), this proves that every element is carried exactly once. Raises
+        ReshardError listing every offender: a mistake in a format, found before a byte is read.
         """
         problems = []
+        written: Counter[str] = Counter()
         for file in self.files:
             end = 0
-            spans = [(block.offset, block.nbytes, block.name) for block in file.blocks]
-            if spans:
-                for offset, size, name in sorted(spans):
-                    if offset < end or offset + size > file.size:
-                        problems.append(
-                            Problem(
-                                "the plan places a tensor where it does not fit",
-                                tensor=name,
-                                file=file.path,
-                                rule="every output byte is written exactly once",
-                                expected=f"from byte {end} within {file.size}",
-                                found=f"bytes {offset} to {offset + size}",
-                                remedy="this is a mistake in reshard: please report it with this message",
-                            )
-                        )
-                    end = offset + size
+            for block in sorted(file.blocks, key=lambda block: block.offset):
+                if block.offset < end or block.offset + block.nbytes > file.size:
+                    found = f"bytes {block.offset} to {block.offset + block.nbytes}"
+                    problems.append(_mistake(block.name, file.path, f"from byte {end} in {file.size}", found))
+                end = block.offset + block.nbytes
+                written[block.name] += block.nbytes
+        for tensor in tensors:
+            # A rank's own file repeats what ranks share; a chunk of a shared checkpoint never does.
+            copies, rest = divmod(written[tensor.name], tensor.nbytes)
+            if rest or not copies:
+                found = f"{written[tensor.name]} bytes"
+                problems.append(_mistake(tensor.name, None, f"all of {tensor.nbytes} bytes", found))
         if problems:
             raise ReshardError(problems)
 
 
-def check_sources(tensors: Mapping[str, View]) -> list[Problem]:
-    """Problems of views that do not reach each of their elements exactly once."""
-    return [
-        Problem("elements of a tensor are missing", tensor=name, rule="every element has exactly one source")
-        for name, view in tensors.items()
-        if sum(piece.numel for piece in view.pieces) != view.numel
-    ]
-
-
-def source_files(plan: Plan) -> set[Path]:
-    """The input files that the plan reads."""
-    return {
-        Path(piece.source.storage.path)
-        for file in plan.files
-        for block in file.blocks
-        for piece in block.source().pieces
-        if isinstance(piece.source, Cells) and piece.source.storage is not ZERO
-    }
+def _mistake(tensor: str, file: str | None, expected: str, found: str) -> Problem:
+    return Problem(
+        "the plan does not add up",
+        tensor=tensor,
+        file=file,
+        rule="every byte of the output is written exactly once",
+        expected=expected,
+        found=found,
+        remedy="this is a mistake in reshard: please report it with this message",
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,6 @@ def plan_conversion(source: Path, options: Options) -> Plan:
         plan = _to_huggingface(checkpoint, model, options)
     else:
         plan = _to_megatron(checkpoint, model, target, options)
-    plan.audit()
     return plan
 
 
@@ -302,6 +302,7 @@ def _plan(
             "variant": checkpoint.variant,
             "layout": checkpoint.layout.as_dict(),
             "iteration": checkpoint.iteration,
+            "fingerprint": _fingerprint(checkpoint),
             "files": _source_files(checkpoint),
         },
         "format": target,
@@ -313,7 +314,7 @@ def _plan(
     }
     files.append(OutputFile.of_bytes("reshard.json", to_json(facts)))
     parameters = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in tensors)
-    return Plan(
+    plan = Plan(
         source=checkpoint.format,
         target=target,
         files=files,
@@ -324,6 +325,21 @@ def _plan(
         notes=[*checkpoint.notes, *model.notes],
         facts=facts,
     )
+    plan.audit(tensors)
+    return plan
+
+
+def _fingerprint(checkpoint: Checkpoint) -> str:
+    """SHA-256 over what the headers of the source say: names, dtypes, shapes, places, and checksums if recorded."""
+    digest = sha256()
+    for name, tensor in sorted(checkpoint.tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        for piece in tensor.view.pieces:
+            if isinstance(piece.source, Cells):
+                storage = piece.source.storage
+                file = Path(storage.path).name
+                digest.update(f" {file} {storage.offset} {piece.start} {storage.crc32}".encode())
+    return digest.hexdigest()
 
 
 def _source_files(checkpoint: Checkpoint) -> dict[str, int]:

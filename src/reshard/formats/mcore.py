@@ -9,8 +9,9 @@ that is spelling, and stands here. Source: the `sharded_state_dict` methods of m
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from reshard.layout import Layout
@@ -69,20 +70,32 @@ def split_of(name: str) -> Split | None:
     return SPLITS.get(".".join(name.rsplit(".", 2)[-2:]))
 
 
+class Box(NamedTuple):
+    """A part of a tensor: where it begins on each axis, and how far it reaches."""
+
+    low: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def shard_boxes(shape: tuple[int, ...], split: Split | None, rank: int, ranks: int) -> tuple[Box, ...]:
+    """The boxes of a tensor of `shape` that make up the shard of one of `ranks`; one for each part."""
+    if split is None:
+        return (Box((0,) * len(shape), shape),)
+    axis, part = split.axis, shape[split.axis] // split.parts
+    step = part // ranks
+    return tuple(
+        Box(
+            tuple(index * part + rank * step if i == axis else 0 for i in range(len(shape))),
+            (*shape[:axis], step, *shape[axis + 1 :]),
+        )
+        for index in range(split.parts)
+    )
+
+
 def shard(view: View, split: Split, rank: int, ranks: int) -> View:
     """The shard of one rank, as that rank holds it."""
-    return concat([box[1] for box in shard_boxes(view, split, rank, ranks)], split.axis)
-
-
-def shard_boxes(view: View, split: Split, rank: int, ranks: int) -> Iterator[tuple[tuple[int, ...], View]]:
-    """The boxes of the whole tensor that make up the shard of one rank: (offsets, part)."""
-    part = view.shape[split.axis] // split.parts
-    step = part // ranks
-    for index in range(split.parts):
-        low = [0] * len(view.shape)
-        size = list(view.shape)
-        low[split.axis], size[split.axis] = index * part + rank * step, step
-        yield tuple(low), view.box(low, size)
+    return concat([view.box(*box) for box in shard_boxes(view.shape, split, rank, ranks)], split.axis)
 
 
 def join(shards: list[View], split: Split) -> View:
@@ -190,8 +203,32 @@ def padded_vocabulary(vocab: int, divisible_by: int, tp: int) -> int:
     return -(-vocab // unit) * unit
 
 
-def stage_arguments(layout: Layout) -> dict[str, Any]:
-    """The arguments that describe uneven pipeline stages to Megatron-LM."""
+def stored_args(args: Mapping[str, Any], layout: Layout, ckpt_format: str) -> dict[str, Any]:
+    """`args` as Megatron-LM stores them with a checkpoint of weights alone, at this layout.
+
+    Whatever they said about pipeline stages before is replaced. Without `no_save_optim` and `no_save_rng`,
+    `load_checkpoint` of Megatron-LM would ask for states that are not there.
+    """
+    uneven = stage_arguments(layout, int(args.get("mtp_num_layers") or 0))
+    chunks = layout.pp * layout.vpp if layout.vpp > 1 and not uneven else None
+    return {
+        **args,
+        "ckpt_format": ckpt_format,
+        "no_save_optim": True,
+        "no_save_rng": True,
+        "num_layers_per_virtual_pipeline_stage": int(args["num_layers"]) // chunks if chunks else None,
+        "num_virtual_stages_per_pipeline_rank": None,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
+        "decoder_first_pipeline_num_layers": None,
+        "decoder_last_pipeline_num_layers": None,
+        "pipeline_model_parallel_layout": None,
+        **uneven,
+    }
+
+
+def stage_arguments(layout: Layout, mtp: int = 0) -> dict[str, Any]:
+    """The arguments that describe uneven pipeline stages to Megatron-LM; MTP layers stand in the last one."""
     stages = layout.stages
     if not stages or len(set(stages)) == 1:
         return {}
@@ -203,4 +240,5 @@ def stage_arguments(layout: Layout) -> dict[str, Any]:
     if layout.vpp == 1 and layout.pp == 2:
         return {"decoder_first_pipeline_num_layers": stages[0]}
     marks = ["t" * count for count in stages]
-    return {"pipeline_model_parallel_layout": "|".join(["E" + marks[0], *marks[1:-1], marks[-1] + "L"])}
+    marks[0], marks[-1] = "E" + marks[0], marks[-1] + "m" * mtp + "L"
+    return {"pipeline_model_parallel_layout": "|".join(marks)}

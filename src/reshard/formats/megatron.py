@@ -21,8 +21,9 @@ from reshard.checkpoint import Checkpoint, Tensor
 from reshard.dtypes import DType
 from reshard.errors import Problem, ReshardError
 from reshard.formats import iterations
-from reshard.formats.copies import CopyFinder
+from reshard.formats.copies import CopyFinder, explained
 from reshard.formats.dcp import DcpChunk, DcpMetadata, DcpTensor, read_metadata, write_metadata
+from reshard.formats.hints import args_of_run_config, read_run_config
 from reshard.formats.mcore import (
     PARALLEL_LINEARS,
     Place,
@@ -32,6 +33,7 @@ from reshard.formats.mcore import (
     place_of,
     shard_boxes,
     split_of,
+    stored_args,
     unfused,
 )
 from reshard.formats.torchfile import ChunkReader, read_torch_file
@@ -58,9 +60,16 @@ def detect(path: Path) -> bool:
 def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
     """Open the latest (or the given) iteration. Raises ReshardError naming all that is missing or damaged."""
     folder, step = iterations.choose(path, iteration)
+    try:
+        return _open(folder, step)
+    except ReshardError as error:
+        raise ReshardError(explained(error.problems, folder.glob("*.distcp"))) from error
+
+
+def _open(folder: Path, step: int | str | None) -> Checkpoint:
     metadata = read_metadata(folder / ".metadata")
     common = _common(folder)
-    args = vars(common["args"]) if isinstance(common.get("args"), Namespace) else None
+    args = vars(common["args"]) if isinstance(common.get("args"), Namespace) else _args_of_bridge(folder)
     reader = _Reader()
     dropped: Counter[str] = Counter()
     for key, tensor in metadata.tensors.items():
@@ -85,6 +94,15 @@ def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
         problems=reader.copies.problems(),
         variant="one key for each layer" if reader.per_layer else "stacked",
     )
+
+
+def _args_of_bridge(folder: Path) -> dict[str, Any] | None:
+    """Megatron-Bridge and NeMo save no `args`: their `run_config.yaml` has the same facts."""
+    try:
+        run_config = read_run_config(folder)
+    except ValueError:
+        return None  # `inspect` says that the file cannot be read
+    return args_of_run_config(run_config) if run_config else None
 
 
 def _not_a_weight(key: str) -> str | None:
@@ -271,12 +289,10 @@ class _Writer:
         ranks = self.layout.tp if place.expert is None else self.layout.etp
         key, lead, at = self._key(place, sparse)
         entry = self.metadata.tensors.setdefault(key, DcpTensor(tensor.dtype, (*lead, *tensor.shape), []))
-        whole = View.of("", *tensor.shape)
         for rank in range(ranks if split else 1):
-            boxes = shard_boxes(whole, split, rank, ranks) if split else [((0,) * len(whole.shape), whole)]
-            for low, part in boxes:
-                file = self._file(place, rank)
-                sizes = ((1,) * len(lead)) + part.shape
+            file = self._file(place, rank)
+            for low, size in shard_boxes(tensor.shape, split, rank, ranks):
+                sizes = (1,) * len(lead) + size
                 image = _tensor_image(tensor.dtype, sizes)
                 begin = file.append(image)
                 (slot,) = image.slots
@@ -284,8 +300,8 @@ class _Writer:
                     Block(
                         tensor.name,
                         tensor.dtype,
-                        part.shape,
-                        _boxed(tensor, low, part.shape),
+                        size,
+                        _boxed(tensor, low, size),
                         begin + slot.offset,
                         tuple(begin + crc for crc in slot.crc_at),
                     )
@@ -293,10 +309,8 @@ class _Writer:
                 entry.chunks.append(DcpChunk((*at, *low), sizes, file.path, begin, image.size))
 
     def add_extra_state(self, place: Place, sparse: bool) -> None:
-        """The object that a parallel linear saves beside its weight."""
-        key, lead, at = self._key(
-            place._replace(module=place.module.rsplit(".", 1)[0] + "._extra_state"), sparse
-        )
+        """The object that the module at `place` saves beside its weight."""
+        key, lead, at = self._key(place._replace(module=f"{place.module}._extra_state"), sparse)
         if lead:
             shard = f"/shard_{'.'.join(map(str, at))}_{'.'.join(map(str, lead))}"
         else:
@@ -364,8 +378,8 @@ def lay_out(
     for tensor in tensors:
         place = places[tensor.name]
         writer.add(tensor, place[1:3] in sparse)
-        if _has_extra_state(tensor.name):
-            writer.add_extra_state(place, place[1:3] in sparse)
+        for module in _with_extra_state(place, transformer_engine):
+            writer.add_extra_state(place._replace(module=module), place[1:3] in sparse)
     folder = iterations.name_of(iteration)
     files = [file.finished(folder) for _, file in sorted(writer.files.items())]
     metadata = {
@@ -375,7 +389,7 @@ def lay_out(
         "common_backend_version": 1,
     }
     common = {
-        "args": Namespace(**args),
+        "args": Namespace(**stored_args(args, layout, "torch_dist")),
         "checkpoint_version": 3.0,
         "iteration": 0 if iteration == "release" else iteration,
         "num_floating_point_operations_so_far": 0,
@@ -390,7 +404,13 @@ def lay_out(
     ]
 
 
-def _has_extra_state(name: str) -> bool:
-    """Whether the tensor is the weight of a parallel linear of a layer, which saves an extra state."""
-    module, _, kind = name.rpartition(".")
-    return kind == "weight" and module.rpartition(".")[2] in PARALLEL_LINEARS
+def _with_extra_state(place: Place, transformer_engine: bool) -> Iterator[str]:
+    """The modules whose extra state is saved with the tensor at `place`: parallel linears of layers.
+
+    Transformer Engine's attention has one too. The decoder leaves it out since 0.13, the MTP layers do not.
+    """
+    module, _, kind = place.module.rpartition(".")
+    if kind == "weight" and module.rpartition(".")[2] in PARALLEL_LINEARS:
+        yield module
+        if transformer_engine and place.stack == "mtp" and module.endswith(".linear_proj"):
+            yield module.replace("linear_proj", "core_attention")
