@@ -29,6 +29,7 @@ from reshard.formats.mcore import (
     place_of,
     shard,
     split_of,
+    stored_args,
     unfused,
 )
 from reshard.formats.megatron import layout_of
@@ -298,7 +299,7 @@ def lay_out(
         for pp in range(layout.pp):
             rank = Rank(tp, pp, ep)
             content = {
-                "args": Namespace(**args),
+                "args": Namespace(**stored_args(args, layout, "torch")),
                 "checkpoint_version": 3.0,
                 "iteration": 0 if iteration == "release" else iteration,
                 **writer.models(rank, etp),
@@ -388,6 +389,9 @@ class _Writer:
             state[key] = NewTensor(_Shard(tensor, source), tensor.dtype, tuple(shape))
             for name in self._extra_states(key):
                 state[name] = None
+        if (rank.pp, chunk) == self._stages.last:
+            # The head has one even where it shares its weight with the embedding of the same rank.
+            state["output_layer._extra_state"] = None
         return state
 
     def _key(self, place: Place, tensor: Planned) -> str:
@@ -404,7 +408,7 @@ class _Writer:
     def _extra_states(self, key: str) -> Iterator[str]:
         """The extra states that strict loading asks for together with the weight `key`."""
         match = re.fullmatch(r"(.*\.(\w+))\.weight\d*", key)
-        if (match and match[2] in PARALLEL_LINEARS) or key == "output_layer.weight":
+        if match and match[2] in PARALLEL_LINEARS:
             yield f"{key.rpartition('.')[0]}._extra_state"
         if self._te and key.endswith("linear_proj.weight"):
             yield key.replace("linear_proj.weight", "core_attention._extra_state")
