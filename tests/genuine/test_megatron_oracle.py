@@ -132,7 +132,7 @@ def stored_weights(folder: Path) -> dict[str, TensorStorageMetadata]:
     return {
         key: entry
         for key, entry in metadata.items()
-        if isinstance(entry, TensorStorageMetadata) and not key.startswith("optimizer.")
+        if isinstance(entry, TensorStorageMetadata) and not key.startswith(("optimizer.", "chained_"))
     }
 
 
@@ -305,7 +305,15 @@ def test_every_variant_can_be_made(genuine: Maker, name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen2-tp2-pp2", "qwen3-moe-tp2-pp2-ep4-etp1", "deepseek-v3-te"])
 def test_older_versions_write_what_this_one_reads(genuine: Maker, name: str, megatron: str) -> None:
     older, current = genuine(name, megatron), genuine(name)
-    layouts = stored_weights(older.iteration()), stored_weights(current.iteration())
-    old, new = ({key: (entry.size, entry.chunks) for key, entry in one.items()} for one in layouts)
-    assert old == new
+    old, new = stored_weights(older.iteration()), stored_weights(current.iteration())
+    assert old.keys() == new.keys()
+    for key, entry in old.items():
+        assert (entry.size, entry.properties.dtype) == (new[key].size, new[key].properties.dtype), key
+        # Until 0.13 these were split over tensor parallel ranks, from 0.14 on each holds them whole.
+        if not (key.endswith("_down_proj.weight") and megatron in ("0.12.3", "0.13.1")):
+            assert boxes(entry) == boxes(new[key]), key
     assert_same(logits(older), logits(older, older.layout, "torch"))
+
+
+def boxes(entry: TensorStorageMetadata) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks}

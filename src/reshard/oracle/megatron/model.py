@@ -52,12 +52,14 @@ def build_config(
     dtype = dtype or torch.float32
     # Only training with experts and TP > 1 insists on sequence parallelism; without it any length will do.
     sequence_parallel = training and sizes.tp > 1 and args.num_experts is not None
-    stages = stage_sizes(args, sizes)
-    if unknown := stages.keys() - supported(config_class, **stages):
+    decisive = stage_sizes(args, sizes)
+    if getattr(args, "moe_shared_expert_gate", False):
+        decisive["moe_shared_expert_gate"] = True  # from 0.16 on; before, a spec of one's own had it
+    if unknown := decisive.keys() - supported(config_class, **decisive):
         raise NotImplementedError(f"this version of megatron-core has no {', '.join(unknown)}")
     fields = {
         **config_fields(args, config_class),
-        **stages,
+        **decisive,
         **_parallel_fields(args, sizes),
         **_plain_fields(),
         "sequence_parallel": sequence_parallel,
