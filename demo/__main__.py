@@ -31,6 +31,11 @@ class Station:
     status: int = 0
     last_line: bool = False
 
+    @property
+    def shown(self) -> str:
+        """The command as one types it."""
+        return shlex.join(self.command) + (" | tail -n 1" if self.last_line else "")
+
 
 def stations(output: Path, steps: int) -> Iterator[Station]:
     """All commands, in order. What they write lies in `output`."""
@@ -73,8 +78,7 @@ def stations(output: Path, steps: int) -> Iterator[Station]:
 
 def run(station: Station) -> None:
     """Print and run the command of a station. Exits with status 1 if its exit status is not the expected one."""
-    shown = shlex.join(station.command) + (" | tail -n 1" if station.last_line else "")
-    print(f"$ {shown}", flush=True)
+    print(f"$ {station.shown}", flush=True)
     begin = time.monotonic()
     done = subprocess.run(
         _executable(station.command), stdout=subprocess.PIPE, text=True, encoding="utf-8", check=False

@@ -13,13 +13,13 @@ from transformers.utils import logging
 
 
 def main(folder: str, prompt: str) -> None:
-    """Print the prompt and the 40 most probable tokens after it."""
+    """Print the prompt and the 46 most probable tokens after it."""
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     with torch.inference_mode():
-        output = model.generate(**inputs, max_new_tokens=40, do_sample=False)
+        output = model.generate(**inputs, max_new_tokens=46, do_sample=False)
     print(tokenizer.decode(output[0], skip_special_tokens=True))
 
 

@@ -1,0 +1,274 @@
+"""What the documentation says is so: commands parse, tables are true, links lead somewhere, code runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import numpy as np
+import pytest
+from demo.__main__ import stations
+from safetensors.numpy import load_file, save_file
+
+import reshard
+from reshard import families
+from reshard.cli import COMMANDS, cli
+from reshard.cli.support import support
+from reshard.families import config as family_config
+from reshard.formats import FORMATS
+
+REPOSITORY = Path(__file__).parents[1]
+ENGLISH, CHINESE = REPOSITORY / "README.md", REPOSITORY / "README.zh-CN.md"
+PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").rglob("*.md"))]
+# Of other programs; everything else that looks like a flag in the text is one of reshard's.
+FOREIGN_FLAGS = {
+    "--ckpt-format",
+    "--load",
+    "--make-vocab-size-divisible-by",
+    "--no-load-optim",
+    "--save",
+    "--use-checkpoint-args",
+}
+    "--ckpt-format",
+    "--load",
+    "--make-vocab-size-divisible-by",
+    "--save",
+    "--use-checkpoint-args",
+}
+FOREIGN_FUNCTIONS = {"sharded_state_dict"}
+READ_AND_WRITTEN = {True: ("yes", "是"), False: ("no", "否")}
+
+
+class Fence(NamedTuple):
+    """A fenced block of code."""
+
+    language: str
+    text: str
+
+
+def fences(page: Path) -> list[Fence]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+    return [Fence(*block) for block in found]
+
+
+def prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+def tables(page: Path) -> list[list[list[str]]]:
+    """The tables of a page as rows of cells, without the line below the heading."""
+    blocks = re.findall(r"(?:^\|.*\|\n)+", prose(page), re.M)
+    rows = [[line.strip("|").split("|") for line in block.splitlines()] for block in blocks]
+    return [[[cell.strip() for cell in row] for row in (table[0], *table[2:])] for table in rows]
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The shell commands of a page as words: lines after `$ `, and those of bash blocks."""
+    for language, text in fences(page):
+        if language == "console":
+            lines = [line[2:] for line in text.splitlines() if line.startswith("$ ")]
+        else:
+            lines = text.replace("\\\n", " ").splitlines() if language == "bash" else []
+        for line in lines:
+            words: list[str] = []
+            for word in shlex.split(line, comments=True):
+                if word in ("|", "&&", ";"):
+                    yield words
+                    words = []
+                else:
+                    words.append(word)
+            yield words
+
+
+def flags() -> set[str]:
+    names: set[str] = set()
+    for command in map(command_named, COMMANDS):
+        for parameter in command.params:
+            names.update(parameter.opts if isinstance(parameter, click.Option) else ())
+    return names | {"--help", "--version"}
+
+
+def command_named(name: str) -> click.Command:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None, f"there is no command {name!r}"
+    return command
+
+
+def name(page: Path) -> str:
+    return page.relative_to(REPOSITORY).as_posix()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_commands_can_be_typed(page: Path) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.M))
+    for words in commands(page):
+        if words[:1] == ["reshard"]:
+            command_named(words[1]).make_context(words[1], words[2:])  # raises for what does not parse
+        if words[:1] == ["make"]:
+            assert set(words[1:]) <= targets, words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_to_files(page: Path) -> None:
+    links = re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", prose(page))
+    missing = [
+        link
+        for link in links
+        if "://" not in link and not (page.parent / link.partition("#")[0]).resolve().exists()
+    ]
+    assert not missing
+
+
+def definitions() -> set[str]:
+    """The functions and classes of the repository."""
+    files = (
+        path for folder in ("src", "tests", "demo", "bench") for path in (REPOSITORY / folder).rglob("*.py")
+    )
+    text = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    return set(re.findall(r"^\s*(?:def|class) (\w+)", text, re.M))
+
+
+def exists(span: str, defined: set[str]) -> bool:
+    """Whether the file, the function or the flag that a piece of inline code names is there."""
+    if re.fullmatch(r"(?:src|tests|docs|demo|bench|\.ci)/[\w./-]*", span):
+        return (REPOSITORY / span).exists() or span == "src/reshard/families/cobalt.py"
+    if attribute := re.fullmatch(r"reshard\.(?!json)(\w+)", span):
+        return hasattr(reshard, attribute[1])
+    if function := re.fullmatch(r"(?:\w+\.)*(\w+)\(.*\)", span):
+        return function[1] in defined | FOREIGN_FUNCTIONS
+    if flag := re.match(r"--[a-z][\w-]+", span):
+        return flag[0] in flags() | FOREIGN_FLAGS
+    return True
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_names_in_the_text_exist(page: Path) -> None:
+    defined = definitions()
+    assert [span for span in re.findall(r"`([^`\n]+)`", prose(page)) if not exists(span, defined)] == []
+
+
+@pytest.mark.parametrize("page", (ENGLISH, CHINESE), ids=name)
+def test_tables_are_those_of_reshard_support(page: Path) -> None:
+    known, (formats, declared) = support(), tables(page)[:2]
+    for row, (shown, what, *cells) in zip(known["formats"], formats[1:], strict=True):
+        assert shown == f"`{row['name']}`"
+        assert page != ENGLISH or what == row["what"]
+        for cell, is_so in zip(cells, (row["read"], row["written"]), strict=True):
+            assert cell in READ_AND_WRITTEN[is_so]
+    assert declared[1:] == [[f"`{row['name']}`", row["architecture"]] for row in known["families"]]
+
+
+def test_both_readmes_say_the_same() -> None:
+    assert fences(ENGLISH) == fences(CHINESE)
+
+    def shape(page: Path) -> list[tuple[int, int]]:
+        return [(len(table), len(table[0])) for table in tables(page)]
+
+    def headings(page: Path) -> list[str]:
+        return re.findall(r"^(#+) ", prose(page), re.M)
+
+    def links(page: Path) -> list[str]:
+        return [link for link in re.findall(r"\]\(([^)]+)\)", prose(page)) if not link.startswith("README")]
+
+    assert shape(ENGLISH) == shape(CHINESE)
+    assert headings(ENGLISH) == headings(CHINESE)
+    assert links(ENGLISH) == links(CHINESE)
+
+
+def test_the_recorded_run_is_that_of_the_demo() -> None:
+    recorded = fences(ENGLISH)[0].text.splitlines()
+    titles = [line for line in recorded if re.match(r"\d+\. ", line)]
+    typed = [line for line in recorded if line.startswith("$ ")]
+    expected = list(stations(Path("demo-output"), steps=60))
+    assert titles == [f"{number}. {station.title}" for number, station in enumerate(expected, 1)]
+    assert typed == ["$ make demo", *(f"$ {station.shown}" for station in expected)]
+
+
+def test_every_format_has_what_contributing_asks_for() -> None:
+    table = next(rows for rows in tables(REPOSITORY / "CONTRIBUTING.md") if rows[0][0] == "Name")
+    wanted = [re.match(r"`(\w+)", row[0])[1] for row in table[1:]]  # type: ignore[index]
+    assert len(wanted) == 5
+    for module in FORMATS.values():
+        assert all(hasattr(module, attribute) for attribute in wanted), module
+
+
+def test_python_in_the_readme_runs(
+    tmp_path: Path, hf_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reshard.convert(hf_model("qwen3_moe"), tmp_path / "demo-output" / "megatron", to="megatron", tp=2)
+    monkeypatch.chdir(tmp_path)
+    (block,) = (fence.text for fence in fences(ENGLISH) if fence.language == "python")
+    exec(compile(block, str(ENGLISH), "exec"), {})
+    assert (tmp_path / "demo-output" / "tp4" / "release").is_dir()
+
+
+@pytest.fixture
+def cobalt(monkeypatch: pytest.MonkeyPatch) -> Iterator[families.Family]:
+    """The family of docs/add-a-family.md, declared by the code that stands there."""
+    page = REPOSITORY / "docs" / "add-a-family.md"
+    in_config, in_module, _ = (fence.text for fence in fences(page) if fence.language == "python")
+    declared = dict(vars(family_config))
+    exec(compile(in_config, str(page), "exec"), declared)
+    monkeypatch.setattr(family_config, "COBALT", declared["COBALT"], raising=False)
+    monkeypatch.setitem(family_config.CONFIG_MAPS, "cobalt", declared["COBALT"])
+    module = types.ModuleType("cobalt")
+    exec(compile(in_module, str(page), "exec"), vars(module))
+    monkeypatch.setitem(families.FAMILIES, "cobalt", module.COBALT)
+    yield module.COBALT
+
+
+def as_cobalt(qwen3: Path, folder: Path) -> Path:
+    """The model in `qwen3` as one of the fictitious family: the same weights under its names."""
+    folder.mkdir()
+    hub = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+    def renamed(tensor: str) -> str:
+        return re.sub(r"\.mlp\.(\w+)\.", lambda match: f".feed_forward.{hub[match[1]]}.", tensor)
+
+    tensors = {renamed(key): value for key, value in load_file(qwen3 / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((qwen3 / "config.json").read_text())
+    config.update(model_type="cobalt", architectures=["CobaltForCausalLM"])
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_bytes((qwen3 / "tokenizer.json").read_bytes())
+    return folder
+
+
+def test_the_family_that_the_guide_declares_works(
+    cobalt: families.Family, hf_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    pytest.importorskip("megatron.core")
+    from reshard.oracle.megatron import megatron_logits
+    from reshard.oracle.transformers import transformers_logits
+
+    qwen3 = hf_model("qwen3")
+    source = as_cobalt(qwen3, tmp_path / "cobalt")
+    reshard.convert(source, tmp_path / "megatron", to="megatron", tp=2, pp=2)
+    reshard.convert(tmp_path / "megatron", tmp_path / "back")
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[key], after[key]) for key in before)
+
+    tokens = np.random.default_rng(0).integers(0, 283, (1, 16))
+    checkpoint = reshard.open(tmp_path / "megatron")
+    assert checkpoint.args is not None
+    found = megatron_logits(checkpoint.path, tokens, args=checkpoint.args).logits
+    expected = transformers_logits(qwen3, tokens)
+    assert np.abs(found[..., :283] - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+def test_the_mlp_that_the_guide_spells_out_is_the_real_one() -> None:
+    from reshard.families.rules import Dims, native, same
+
+    text = fences(REPOSITORY / "docs" / "add-a-family.md")[2].text
+    names = {"native": native, "same": same, "Rule": families.rules.Rule, "ffn": 6, "hidden": 4}
+    exec(compile(text, "add-a-family.md", "exec"), names)
+    args = {"num_attention_heads": 2, "hidden_size": 4, "num_layers": 1, "ffn_hidden_size": 6}
+    real = families.rules.mlp(Dims.from_args(args, vocab=8))
+    assert [(rule.hf, rule.view) for rule in names["block"]] == [(rule.hf, rule.view) for rule in real]
