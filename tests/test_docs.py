@@ -35,12 +35,6 @@ FOREIGN_FLAGS = {
     "--save",
     "--use-checkpoint-args",
 }
-    "--ckpt-format",
-    "--load",
-    "--make-vocab-size-divisible-by",
-    "--save",
-    "--use-checkpoint-args",
-}
 FOREIGN_FUNCTIONS = {"sharded_state_dict"}
 READ_AND_WRITTEN = {True: ("yes", "是"), False: ("no", "否")}
 
