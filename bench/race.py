@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import time
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -25,15 +25,25 @@ class Contender:
         """One run: wall seconds, and the largest resident size of the process in bytes."""
         _remove(self.output)
         os.sync()  # what the run before left dirty is not this one's to pay for
-        begin = time.perf_counter()
-        process = subprocess.Popen(self.command, stdout=subprocess.DEVNULL)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        elapsed = time.perf_counter() - begin
-        if process.returncode:
-            raise SystemExit(f"{self.name}: exit status {process.returncode}: {' '.join(self.command)}")
-        self.seconds.append(elapsed)
-        self.peak.append(usage.ru_maxrss * 1024)
+        launched = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", LAUNCHER, *self.command], stdout=subprocess.PIPE, check=False
+        )
+        if launched.returncode:
+            raise SystemExit(f"{self.name}: exit status {launched.returncode}: {' '.join(self.command)}")
+        seconds, peak = launched.stdout.split()[-2:]
+        self.seconds.append(float(seconds))
+        self.peak.append(int(peak))
+
+
+LAUNCHER = """
+import os, sys, time
+begin = time.perf_counter()
+child = os.posix_spawnp(sys.argv[1], sys.argv[1:], os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, 2, 1)])
+_, status, usage = os.wait4(child, 0)
+print(time.perf_counter() - begin, usage.ru_maxrss * 1024)
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+"""Starts the command from a small process: a child's peak is never below the size of the one that made it."""
 
 
 def race(title: str, contenders: list[Contender], rounds: int = 5) -> list[str]:
