@@ -41,7 +41,8 @@ from reshard.families.rope import LatentRope, Rope, both_spellings
 class ConfigMap:
     """The entries of one family, read from either side.
 
-    Values that the given side does not tell are absent from the result, never guessed.
+    Values that the given side does not tell are absent from the result, never guessed. A switch of
+    Megatron-LM that is not there is off, and that is stated where transformers would take it for on.
     """
 
     model_type: str
@@ -104,6 +105,7 @@ COMMON: tuple[Entry, ...] = (
         "tie_word_embeddings",
         "untie_embeddings_and_output_weights",
         default=False,
+        assumed=False,
         values=NEGATED,
     ),
     Precision(),
@@ -136,7 +138,7 @@ ROUTER: tuple[Entry, ...] = (
 SOFTMAX_ROUTER = Const(args={"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False})
 # Scores are a softmax over all experts. With norm_topk_prob they are normalised over the chosen ones, which is
 # the same as a softmax over the chosen ones alone: Megatron-LM's default.
-NORM_TOPK = Key("norm_topk_prob", "moe_router_pre_softmax", default=False, values=NEGATED)
+NORM_TOPK = Key("norm_topk_prob", "moe_router_pre_softmax", default=False, assumed=False, values=NEGATED)
 QWEN_EXPERTS: tuple[Entry, ...] = (
     *ROUTER,
     Key("num_experts", "num_experts", aliases=("num_local_experts",)),

@@ -42,8 +42,9 @@ class Key(Entry):
     """One value under two names.
 
     `also` are further arguments that hold it, `aliases` further keys of the config that may. `default` is what
-    transformers assumes when the key is absent, `none` the value that Megatron-LM spells None, `values` the
-    one-to-one translation of values. Raises ReshardError for a value that has no translation.
+    transformers assumes when the key is absent, `assumed` what Megatron-LM assumes when the argument is and
+    transformers would assume otherwise, `none` the value that Megatron-LM spells None, `values` the one-to-one
+    translation of values. Raises ReshardError for a value that has no translation.
     """
 
     key: str
@@ -51,6 +52,7 @@ class Key(Entry):
     also: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     default: Any = None
+    assumed: Any = None
     none: Any = UNSET
     values: Mapping[Any, Any] | None = None
 
@@ -63,7 +65,7 @@ class Key(Entry):
         return dict.fromkeys((self.arg, *self.also), _translate(self.key, value, self.values))
 
     def to_config(self, args: Args) -> Values:
-        value = first(args, (self.arg, *self.also))
+        value = first(args, (self.arg, *self.also), self.assumed)
         if value is None:
             return {} if self.none is UNSET else {self.key: self.none}
         inverse = self.values and {new: old for old, new in self.values.items()}
