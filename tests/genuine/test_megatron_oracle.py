@@ -55,9 +55,7 @@ def genuine(tmp_path_factory: pytest.TempPathFactory) -> Maker:
 def logits(
     checkpoint: Genuine, layout: Layout | ParallelSizes | None = None, format: Format = "torch_dist"
 ) -> MegatronLogits:
-    # The plain modules run experts one by one; only their grouped form needs a GPU.
-    args = {**checkpoint.args, "moe_grouped_gemm": False}
-    return megatron_logits(checkpoint.iteration(format), TOKENS, args=args, layout=layout)
+    return megatron_logits(checkpoint.iteration(format), TOKENS, args=checkpoint.args, layout=layout)
 
 
 def assert_same(one: MegatronLogits, other: MegatronLogits) -> None:
@@ -95,6 +93,7 @@ def test_one_checkpoint_gives_the_same_logits_at_every_layout(
         "qwen2-uneven",
         "qwen3-pp2-vpp2",
         "qwen3-moe-ep2",
+        "qwen3-moe-grouped-legacy",
         pytest.param("qwen3-moe-tp2-pp2-ep2-etp2", marks=pytest.mark.slow),
         pytest.param("qwen3-moe-tp2-pp2-ep4-etp1", marks=pytest.mark.slow),
     ],

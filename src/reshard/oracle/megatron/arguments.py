@@ -130,6 +130,12 @@ def complete(args: argparse.Namespace | Mapping[str, Any]) -> SimpleNamespace:
     return full
 
 
+def one_expert_at_a_time(args: argparse.Namespace | Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments without grouped experts: their kernels need a GPU, and compute the same from the same weights."""
+    given = dict(args) if isinstance(args, Mapping) else dict(vars(args))
+    return {**given, "moe_grouped_gemm": False}
+
+
 def stage_sizes(args: SimpleNamespace, sizes: ParallelSizes) -> dict[str, Any]:
     """Uneven pipeline stages, as TransformerConfig takes them.
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from reshard.errors import Problem, ReshardError
 from reshard.oracle.megatron import parallel
+from reshard.oracle.megatron.arguments import one_expert_at_a_time
 from reshard.oracle.megatron.checkpoint import Mismatch, load_weights
 from reshard.oracle.megatron.model import Spec, build_model
 from reshard.oracle.megatron.parallel import Layout, ParallelSizes
@@ -54,6 +55,8 @@ def megatron_logits(
     Raises ReshardError where weights are missing or left over and `strict` is set, RankError where a rank fails.
     """
     folder = Path(checkpoint)
+    if spec == "local":
+        args = one_expert_at_a_time(args)
     sizes = ParallelSizes.of(layout)
     ranks = run_ranks(
         sizes.world_size, _rank_logits, folder, tokens, args, sizes, spec, strict, timeout=timeout

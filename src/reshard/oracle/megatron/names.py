@@ -53,10 +53,12 @@ def legacy_to_local(chunk: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
     """A rank's stored state under the names of `chunk`, where TransformerEngine's differ; the rest as it is.
 
     The down projections of multi-latent attention are whole on every tensor parallel rank under TransformerEngine
-    and split by the local modules, so this rank's rows are cut out.
+    and split by the local modules, so this rank's rows are cut out (megatron-core 0.12 and 0.13 saved them split). The
+    older GroupedMLP holds all experts of a rank in two matrices; they are taken apart.
     """
-    state = dict(stored)
-    for name, parameter in chunk.state_dict().items():
+    wanted = chunk.state_dict()
+    state = _separate_experts(stored, wanted)
+    for name, parameter in wanted.items():
         if name not in state:
             for pattern, replacement in _LEGACY:
                 other = re.sub(pattern, replacement, name)
@@ -66,6 +68,26 @@ def legacy_to_local(chunk: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
         value = state.get(name)
         if value is not None and name.endswith("_down_proj.weight") and value.shape != parameter.shape:
             state[name] = _own_rows(value, parameter.shape[0])
+    return state
+
+
+def _separate_experts(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """GroupedMLP's `weight1` [H, experts·2F] and `weight2` [experts·F, H] as one fc1 and one fc2 per expert.
+
+    Both are read as [experts, inputs, outputs], though `weight1` is declared with the experts in its columns
+    (`GroupedMLP.forward` views them so); a linear layer has [outputs, inputs].
+    """
+    state = dict(stored)
+    for first in [name for name in stored if name.endswith(".experts.weight1")]:
+        prefix = first.removesuffix("weight1")
+        local = re.compile(re.escape(prefix) + r"local_experts\.\d+\.linear_fc1\.weight")
+        experts = sum(1 for name in wanted if local.fullmatch(name))
+        hidden = state[first].shape[0]
+        fc1 = state.pop(first).view(experts, hidden, -1)
+        fc2 = state.pop(f"{prefix}weight2").view(experts, -1, hidden)
+        for expert in range(experts):
+            state[f"{prefix}local_experts.{expert}.linear_fc1.weight"] = fc1[expert].T
+            state[f"{prefix}local_experts.{expert}.linear_fc2.weight"] = fc2[expert].T
     return state
 
 

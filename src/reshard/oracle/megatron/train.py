@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from reshard.oracle.megatron import parallel
-from reshard.oracle.megatron.arguments import to_store
+from reshard.oracle.megatron.arguments import one_expert_at_a_time, to_store
 from reshard.oracle.megatron.checkpoint import SaveOptions, load_weights, save_checkpoint
 from reshard.oracle.megatron.logits import Tokens
 from reshard.oracle.megatron.model import Spec, build_model
@@ -72,6 +72,8 @@ def train_and_save(
     fails.
     """
     sizes = ParallelSizes.of(layout)
+    if spec == "local" and steps:
+        args = one_expert_at_a_time(args)
     recipe = _Recipe(
         args=args,
         sizes=sizes,
