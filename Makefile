@@ -29,9 +29,12 @@ lint: $(VENV)/.ready
 bench: $(VENV)/.ready  ## wall time and memory beside cp and beside other tools
 	$(BIN)/python -m bench
 
-# torch comes first and alone, so that nothing pulls in a CUDA build; megatron-core comes without its
-# requirements for the same reason.
+# torch comes first and by itself, at the version that the tests know. megatron-core comes without its
+# requirements, which would pull in CUDA packages that nothing here uses.
 $(VENV)/.ready: pyproject.toml Makefile
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "reshard needs Python 3.10 or later: make PYTHON=python3.12"; exit 1; }
+	@echo "Setting up $(VENV); the first time this takes some minutes."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade "pip>=24"
 	$(BIN)/pip install --quiet $(TORCH) || $(BIN)/pip install --quiet torch
@@ -40,4 +43,4 @@ $(VENV)/.ready: pyproject.toml Makefile
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist demo-output
