@@ -36,6 +36,12 @@ class Tensor(NamedTuple):
     def nbytes(self) -> int:
         return self.view.numel * self.dtype.itemsize
 
+    @property
+    def file(self) -> str:
+        """The file that holds its first elements, for messages."""
+        source = next((piece.source for piece in self.view.pieces), None)
+        return source.storage.path if isinstance(source, Cells) else "?"
+
     @staticmethod
     def stored(stored: StoredTensor) -> Tensor:
         """The tensor that lies in one strided piece of one file."""
@@ -45,21 +51,22 @@ class Tensor(NamedTuple):
 
 
 class Replica(NamedTuple):
-    """Two places that hold the same elements by some rule, and so must be equal."""
+    """Two places that hold the same elements by some rule, and so must be equal; `remedy` if they are not."""
 
     tensor: str
     first: Tensor
     second: Tensor
     rule: str
+    remedy: str = "the files are of different runs or iterations, or one is damaged: gather them again"
 
 
 @dataclass
 class Checkpoint:
     """What a format's reader found.
 
-    `dialect` says whose names `tensors` have: "hf" or "mcore". `config` is the Hugging Face config that lies
-    with the weights, `args` Megatron-LM's arguments. `dropped` counts bytes of what is there and not model
-    weights, by rule ("optimizer states", "random number states" …).
+    `dialect` says whose names `tensors` have: "hf" or "mcore". `root` is the folder where the config lies,
+    `args` are Megatron-LM's arguments. `dropped` counts bytes of what is there and not model weights, by rule
+    ("optimizer states", "random number states" …).
     """
 
     path: Path
@@ -69,7 +76,6 @@ class Checkpoint:
     root: Path
     layout: Layout = field(default_factory=Layout)
     iteration: int | str | None = None
-    config: dict[str, Any] | None = None
     args: Mapping[str, Any] | None = None
     dropped: Counter[str] = field(default_factory=Counter)
     replicas: list[Replica] = field(default_factory=list)

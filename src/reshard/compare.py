@@ -98,18 +98,11 @@ def _storage(view: View) -> Storage | None:
 
 
 def _problem(replica: Replica) -> Problem:
-    first, second = (
-        next(
-            (piece.source.storage.path for piece in tensor.view.pieces if isinstance(piece.source, Cells)),
-            "?",
-        )
-        for tensor in (replica.first, replica.second)
-    )
     return Problem(
         "a tensor is stored twice, with different values",
         tensor=replica.tensor,
-        file=second,
+        file=replica.second.file,
         rule=replica.rule,
-        expected=f"the values in {first}",
-        remedy="the files are of different runs or iterations, or one is damaged: gather them again",
+        expected=f"the values in {replica.first.file}",
+        remedy=replica.remedy,
     )

@@ -6,8 +6,10 @@ one run shows all there is to repair. Commands print them and exit with status 2
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +43,25 @@ class ReshardError(Exception):
             problems = Problem(problems, **fields)  # type: ignore[arg-type]
         self.problems = [problems] if isinstance(problems, Problem) else list(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def one_for_all(problems: Iterable[Problem], names: Iterable[str], file: str) -> list[Problem]:
+    """`problems`, with one in place of those that are the same for every layer and expert.
+
+    A wrong size in a config makes a problem of every tensor that it shapes; `names` are all tensors there
+    are, of which `problems` name some, and `file` is where to look for all of them.
+    """
+    instances = Counter(_INDEX.sub("*", name) for name in names)
+    groups: dict[Problem, list[Problem]] = {}
+    for problem in problems:
+        pattern = _INDEX.sub("*", problem.tensor or "")
+        groups.setdefault(replace(problem, tensor=pattern, file=file), []).append(problem)
+    merged = []
+    for alike, members in groups.items():
+        if 1 < len(members) == instances[str(alike.tensor)]:
+            members = [replace(alike, tensor=f"{alike.tensor} (all {len(members)})")]
+        merged += members
+    return merged

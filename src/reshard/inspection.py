@@ -64,7 +64,7 @@ def inspect_checkpoint(path: Path, iteration: int | None = None) -> Inspection:
     notes = list(checkpoint.notes)
     hints = find_hints([checkpoint.path, checkpoint.root], checkpoint.args)
     base = next((Path(hint.value) for hint in hints if hint.exists and Path(hint.value).is_dir()), None)
-    has_config = checkpoint.config is not None or (checkpoint.root / "config.json").is_file()
+    has_config = (checkpoint.root / "config.json").is_file()
     model: Model | None = None
     try:
         model = resolve(checkpoint)
@@ -84,7 +84,10 @@ def inspect_checkpoint(path: Path, iteration: int | None = None) -> Inspection:
 
 
 def _declared_type(checkpoint: Checkpoint) -> str | None:
-    config = checkpoint.config or read_config(checkpoint.root)
+    try:
+        config = read_config(checkpoint.root)
+    except ReshardError:
+        return None  # it is among the problems
     return str(config["model_type"]) if config and "model_type" in config else None
 
 

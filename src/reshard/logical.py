@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from reshard.checkpoint import Cells, Checkpoint, Replica
 from reshard.dtypes import DType, dtype
-from reshard.errors import Problem, ReshardError
+from reshard.errors import Problem, ReshardError, one_for_all
 from reshard.families.binding import Binding, Bound, Dropped
 from reshard.model import Model
 from reshard.plan import ZERO
@@ -77,7 +77,12 @@ def _copies(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
         native = next(piece.source for piece in binding.copies[name].view.pieces)
         original = next(piece.source for piece in binding.native[str(native)].view.pieces)
         first, second = checkpoint.tensors[str(original)], checkpoint.tensors[name]
-        result.append(Replica(name, first, second, f"this is a second copy of {original}"))
+        if name == "lm_head.weight":
+            rule = f"tie_word_embeddings is true in config.json, so the head is {original} over again"
+            remedy = "if the head has values of its own, set tie_word_embeddings to false in config.json"
+            result.append(Replica(name, first, second, rule, remedy))
+        else:
+            result.append(Replica(name, first, second, f"this is a second copy of {original}"))
     return result
 
 
@@ -100,7 +105,7 @@ def _check(checkpoint: Checkpoint, wanted: Mapping[str, Bound], optional: Mappin
             Problem(
                 "a tensor is not known",
                 tensor=name,
-                file=_file_of(checkpoint, name),
+                file=have[name].file,
                 rule="every tensor of the checkpoint is declared by the family; nothing is left out silently",
                 found=f"{have[name].dtype} {list(have[name].shape)}",
                 remedy="the config is of a smaller model (--base), or the model is of another family (--family)",
@@ -114,7 +119,7 @@ def _check(checkpoint: Checkpoint, wanted: Mapping[str, Bound], optional: Mappin
                 Problem(
                     "a tensor is transposed" if transposed else "a tensor has another shape",
                     tensor=name,
-                    file=_file_of(checkpoint, name),
+                    file=have[name].file,
                     rule="the family and the config say what shape each tensor has",
                     expected=str(list(shape)),
                     found=str(list(have[name].shape)),
@@ -124,10 +129,4 @@ def _check(checkpoint: Checkpoint, wanted: Mapping[str, Bound], optional: Mappin
                 )
             )
     if problems:
-        raise ReshardError(problems)
-
-
-def _file_of(checkpoint: Checkpoint, name: str) -> str:
-    """The file that holds (the first piece of) a tensor."""
-    source = next((piece.source for piece in checkpoint.tensors[name].view.pieces), None)
-    return source.storage.path if isinstance(source, Cells) else str(checkpoint.path)
+        raise ReshardError(one_for_all(problems, have.keys() | wanted.keys(), str(checkpoint.path)))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint import Checkpoint
-from reshard.errors import Problem, ReshardError
+from reshard.errors import Problem, ReshardError, one_for_all
 from reshard.families import FAMILIES, Family
 from reshard.families.binding import Binding
 from reshard.families.rules import Dims
@@ -45,12 +45,22 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ReshardError("config.json cannot be read", file=str(path), found=str(error)) from None
+        raise _unreadable_config(path, str(error)) from None
     if not isinstance(content, dict):
-        raise ReshardError("config.json cannot be read", file=str(path), found=type(content).__name__)
+        raise _unreadable_config(path, f"a {type(content).__name__}")
     return content
+
+
+def _unreadable_config(path: Path, found: str) -> ReshardError:
+    return ReshardError(
+        "config.json cannot be read",
+        file=str(path),
+        expected="a JSON object",
+        found=found,
+        remedy="copy or download it again, or give another one: --base DIR",
+    )
 
 
 def resolve(checkpoint: Checkpoint, base: Path | None = None, family: str | None = None) -> Model:
@@ -61,10 +71,16 @@ def resolve(checkpoint: Checkpoint, base: Path | None = None, family: str | None
     """
     config = read_config(base or checkpoint.root)
     if config is None and base:
-        raise ReshardError("the base folder has no config.json", file=str(base), remedy="name another --base")
+        raise ReshardError(
+            "the base folder has no config.json" if base.is_dir() else "there is no such base folder",
+            file=str(base),
+            expected="the Hugging Face folder that training started from",
+            remedy="name another folder with --base",
+        )
+    args: Mapping[str, Any] | None = None
     if config is not None:
         found, notes = _family_of(config, checkpoint, family)
-        args = found.config.to_args(config)
+        config = {"model_type": found.name, **config}
     else:
         found, notes = _family_by_args(checkpoint, family)
         args = dict(checkpoint.args or {})
@@ -72,22 +88,48 @@ def resolve(checkpoint: Checkpoint, base: Path | None = None, family: str | None
         config.update(model_type=found.name, architectures=[found.architecture])
         config["vocab_size"] = _true_vocabulary(checkpoint, args)
         notes = [*notes, f"config.json is derived from the checkpoint's arguments, as family {found.name}"]
-    rows = _embedding_rows(checkpoint)
-    try:
-        dims = Dims.from_args(
-            args, int(config["vocab_size"]), rows if checkpoint.dialect == "mcore" else None
-        )
-    except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise ReshardError(
-            f"config.json does not describe a model of family {found.name}",
-            file=str(base or checkpoint.root),
-            found=f"no usable value of {error}",
-            remedy="give the config that belongs to these weights: --base DIR",
-        ) from None
-    problems = _disagreements(checkpoint, config, args, dims)
+    args, dims = _sizes(found, config, args, checkpoint, base or checkpoint.root)
+    problems = _disagreements(checkpoint, dims)
+    if checkpoint.args and not problems:
+        problems += found.config.disagreements(config, checkpoint.args)
     if problems:
         raise ReshardError(problems)
     return Model(found, config, args, dims, tuple(notes))
+
+
+UNUSABLE = (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError)
+"""What values of a config that are missing, or of another type than they should be, lead to."""
+
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def _sizes(
+    family: Family,
+    config: Mapping[str, Any],
+    args: Mapping[str, Any] | None,
+    checkpoint: Checkpoint,
+    folder: Path,
+) -> tuple[Mapping[str, Any], Dims]:
+    """Megatron-LM's arguments (`args`, or what the config says) and sizes. Raises ReshardError naming unusable keys."""
+    missing = [key for key in SIZES if not isinstance(config.get(key), int) or config[key] < 1]
+    try:
+        if missing:
+            raise KeyError(", ".join(missing))
+        args = args or family.config.to_args(config)
+        return args, Dims.from_args(args, int(config["vocab_size"]), _padded_rows(checkpoint))
+    except UNUSABLE as error:
+        raise ReshardError(
+            f"config.json does not describe a model of family {family.name}",
+            file=str(folder / "config.json"),
+            rule="the config gives every size of the model",
+            expected=f"numbers for {', '.join(SIZES)}",
+            found=f"no usable {', '.join(missing)}" if missing else f"{type(error).__name__}: {error}",
+            remedy="give the config that belongs to these weights: --base DIR",
+        ) from error
+
+
+def _padded_rows(checkpoint: Checkpoint) -> int | None:
+    return _embedding_rows(checkpoint) if checkpoint.dialect == "mcore" else None
 
 
 def _family_of(
@@ -95,28 +137,24 @@ def _family_of(
 ) -> tuple[Family, list[str]]:
     if forced:
         return _named(forced), []
-    model_type = str(config.get("model_type"))
+    model_type = config.get("model_type")
     if model_type in FAMILIES:
         return FAMILIES[model_type], []
-    if checkpoint.dialect == "hf":
-        closest: list[str] | None = None
-        for family in FAMILIES.values():
-            unmatched = _unmatched(family, config, checkpoint)
-            if unmatched == []:
-                return family, [
-                    f'model_type "{model_type}" is not known; its tensors are those of {family.name}'
-                ]
-            if unmatched is not None and (closest is None or len(unmatched) < len(closest)):
-                closest = unmatched
-        raise ReshardError(
-            [_unsupported(model_type), *(_unmatched_problem(name) for name in (closest or [])[:20])]
-        )
-    raise ReshardError(_unsupported(model_type))
+    fits = [(family, _misfits(family, config, checkpoint)) for family in FAMILIES.values()]
+    usable = [(family, misfits) for family, misfits in fits if misfits is not None]
+    if not usable:
+        raise ReshardError(_unsupported(model_type))
+    family, misfits = min(usable, key=lambda item: len(item[1]))
+    if misfits:
+        raise ReshardError([_unsupported(model_type), *misfits])
+    known = f'model_type "{model_type}" is not known' if model_type else "config.json has no model_type"
+    return family, [f"{known}; the tensors are those of {family.name} (--family forces another)"]
 
 
-def _unsupported(model_type: str) -> Problem:
+def _unsupported(model_type: str | None) -> Problem:
+    named = f'the family "{model_type}" is not supported' if model_type else "config.json has no model_type"
     return Problem(
-        f'the family "{model_type}" is not supported, and its tensors fit none that is',
+        f"{named}, and the tensors fit no family that is",
         rule="a family declares where each tensor lies",
         expected=", ".join(FAMILIES),
         found=model_type,
@@ -124,20 +162,30 @@ def _unsupported(model_type: str) -> Problem:
     )
 
 
-def _unmatched_problem(name: str) -> Problem:
-    return Problem("no rule of the closest family matches this tensor", tensor=name)
-
-
-def _unmatched(family: Family, config: Mapping[str, Any], checkpoint: Checkpoint) -> list[str] | None:
-    """Tensors that do not fit a family; None if even the config cannot be read as one of its own."""
+def _misfits(family: Family, config: Mapping[str, Any], checkpoint: Checkpoint) -> list[Problem] | None:
+    """The tensors that do not fit a family; None if even the config cannot be read as one of its own."""
     try:
-        dims = Dims.from_args(family.config.to_args(config), int(config["vocab_size"]))
-        binding = Binding(family.rules(dims))
-    except (KeyError, TypeError, ValueError, ZeroDivisionError, ReshardError):
+        args = family.config.to_args(config)
+        binding = Binding(
+            family.rules(Dims.from_args(args, int(config["vocab_size"]), _padded_rows(checkpoint)))
+        )
+    except (*UNUSABLE, ReshardError):
         return None
+    bounds = binding.hf if checkpoint.dialect == "hf" else binding.native
+    want = {name: bound.shape for name, bound in bounds.items()}
     have = {name: tensor.shape for name, tensor in checkpoint.tensors.items() if name not in binding.copies}
-    want = {name: bound.shape for name, bound in binding.hf.items()}
-    return sorted(name for name in have.keys() | want.keys() if have.get(name) != want.get(name))
+    names = have.keys() | want.keys()
+    misfits = [
+        Problem(
+            f"a tensor does not fit {family.name}, the closest family",
+            tensor=name,
+            expected=str(list(want[name])) if name in want else "no such tensor",
+            found=str(list(have[name])) if name in have else "nothing",
+        )
+        for name in sorted(names)
+        if have.get(name) != want.get(name)
+    ]
+    return one_for_all(misfits, names, str(checkpoint.path))
 
 
 def _named(name: str) -> Family:
@@ -169,7 +217,7 @@ def _family_by_args(checkpoint: Checkpoint, forced: str | None) -> tuple[Family,
             derived = family.config.to_config(checkpoint.args)
             args = family.config.to_args({**derived, "vocab_size": rows})
             binding = Binding(family.rules(Dims.from_args(args, rows)))
-        except (KeyError, TypeError, ValueError, ZeroDivisionError, ReshardError):
+        except (*UNUSABLE, ReshardError):
             continue
         want = {name: bound.shape for name, bound in binding.native.items()}
         if want == {name: tensor.shape for name, tensor in checkpoint.tensors.items()}:
@@ -207,9 +255,23 @@ def _true_vocabulary(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int:
     return min(int(counted), rows) if counted else rows
 
 
-def _disagreements(
-    checkpoint: Checkpoint, config: Mapping[str, Any], args: Mapping[str, Any], dims: Dims
-) -> list[Problem]:
+def _with_counted_mtp(
+    checkpoint: Checkpoint, args: Mapping[str, Any], config: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Multi-token prediction layers as the tensors have them: configs often name layers that were left out."""
+    args, config = dict(args), dict(config)
+    declared = int(config.get("num_nextn_predict_layers") or 0)
+    if checkpoint.dialect == "mcore":
+        found = _count(checkpoint, _MTP_LAYER)
+    else:
+        found = min(declared, max(0, _count(checkpoint, _LAYER) - int(args.get("num_layers") or 0)))
+    if found != declared or found != int(args.get("mtp_num_layers") or 0):
+        args["mtp_num_layers"] = found or None
+        config["num_nextn_predict_layers"] = found
+    return args, config
+
+
+def _disagreements(checkpoint: Checkpoint, dims: Dims) -> list[Problem]:
     """Sizes on which the config and the tensors differ: one problem each, not one for every tensor."""
     mcore = checkpoint.dialect == "mcore"
     rows, hidden = checkpoint.tensors[EMBEDDING[checkpoint.dialect]].shape
@@ -218,11 +280,9 @@ def _disagreements(
         ("hidden size", "hidden_size", dims.hidden, hidden),
         ("experts", "num_experts", dims.experts, _count(checkpoint, _EXPERT)),
     ]
-    if mcore and checkpoint.args:
-        heads = checkpoint.args.get("num_attention_heads")
-        pairs.append(("attention heads", "num_attention_heads", dims.heads, heads or dims.heads))
     if not mcore:
         pairs.append(("vocabulary", "vocab_size", dims.vocab, rows))
+        pairs += _heads(checkpoint, dims)
     problems = [
         Problem(
             f"the config and the checkpoint disagree on {what}",
@@ -230,7 +290,9 @@ def _disagreements(
             rule=f"{key} of config.json is that of the weights",
             expected=f"{wanted} (config.json)",
             found=f"{found} (checkpoint)",
-            remedy="give the config that belongs to these weights: --base DIR",
+            remedy="give the config that belongs to these weights: --base DIR"
+            if found > wanted
+            else "copy the weights that are missing, or give the config that belongs to these: --base DIR",
         )
         for what, key, wanted, found in pairs
         if wanted != found
@@ -250,6 +312,17 @@ def _disagreements(
     return problems
 
 
+def _heads(checkpoint: Checkpoint, dims: Dims) -> Iterator[tuple[str, str, int, int]]:
+    """What the rows of the first query and key projection say about heads; latent attention has others."""
+    for what, key, wanted, projection in (
+        ("attention heads", "num_attention_heads", dims.heads, "q_proj"),
+        ("key-value heads", "num_key_value_heads", dims.groups, "k_proj"),
+    ):
+        first = checkpoint.tensors.get(f"model.layers.0.self_attn.{projection}.weight")
+        if first and not dims.kv_lora and not first.shape[0] % dims.head_dim:
+            yield what, key, wanted, first.shape[0] // dims.head_dim
+
+
 def _plausible_padding(checkpoint: Checkpoint, vocab: int, rows: int) -> bool:
     args = checkpoint.args or {}
     unit = int(args.get("make_vocab_size_divisible_by") or 128)
@@ -258,6 +331,7 @@ def _plausible_padding(checkpoint: Checkpoint, vocab: int, rows: int) -> bool:
 
 
 _LAYER = re.compile(r"(?:model|decoder)\.layers\.(\d+)\.")
+_MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 _EXPERT = re.compile(r".*\.experts\.(\d+)\.")
 
 

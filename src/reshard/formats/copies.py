@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
+from pathlib import Path
 
 from reshard.errors import Problem
 from reshard.storage import StoredTensor
+
+EDGE = 1 << 16
+"""Bytes compared at either end of two files: the last ones hold the checksums of a whole archive."""
 
 
 class CopyFinder:
     """Compares files by the checksums that they record, so no tensor is read."""
 
     def __init__(self) -> None:
-        self._files: dict[str, list[tuple[str, int]]] = defaultdict(list)
+        self._checksums: dict[str, list[int]] = defaultdict(list)
         self._places: dict[str, list[tuple[Hashable, ...]]] = defaultdict(list)
 
     def add(self, file: str, tensor: str, place: tuple[Hashable, ...], stored: StoredTensor) -> None:
@@ -23,25 +27,51 @@ class CopyFinder:
         equal, and are not counted.
         """
         if stored.storage.crc32 is not None and sum(size > 1 for size in stored.shape) > 1:
-            self._files[file].append((tensor, stored.storage.crc32))
+            self._checksums[file].append(stored.storage.crc32)
             self._places[file].append((tensor, *place))
 
     def problems(self) -> list[Problem]:
-        """Every file whose shards equal those of another file, and should be others."""
-        seen: dict[tuple[tuple[str, int], ...], str] = {}
+        """Every file whose shards equal those of another file, and should be others.
+
+        Names do not count: in a copy from another pipeline stage, the embedding may pass for the head.
+        """
+        seen: dict[tuple[int, ...], str] = {}
         problems = []
-        for file in sorted(self._files):
-            first = seen.setdefault(tuple(sorted(self._files[file])), file)
+        for file in sorted(self._checksums):
+            shards = sorted(self._checksums[file])
+            first = seen.setdefault(tuple(shards), file)
             if first != file and set(self._places[first]) != set(self._places[file]):
-                problems.append(
-                    Problem(
-                        "the file of one rank is a copy of another rank's",
-                        tensor=self._files[file][0][0],
-                        file=file,
-                        rule="the shards of two ranks differ",
-                        expected="the shards of this rank",
-                        found=f"the same {len(self._files[file])} shards as in {first}",
-                        remedy="copy this rank's own file from where it was saved",
-                    )
-                )
+                tensor = str(self._places[file][0][0])
+                problems.append(_copy(file, f"the same {len(shards)} shards as in {first}", tensor))
         return problems
+
+
+def explained(problems: Sequence[Problem], files: Iterable[Path]) -> Sequence[Problem]:
+    """`problems`, or why they are there: a file that they name is another one of `files` over again.
+
+    Reads the ends of files only, which is enough where the sizes are the same.
+    """
+    broken = tuple(problem.file or "" for problem in problems)
+    seen: dict[tuple[int, bytes, bytes], Path] = {}
+    copies = []
+    for path in sorted(files):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(EDGE)
+            file.seek(max(0, size - EDGE))
+            first = seen.setdefault((size, head, file.read(EDGE)), path)
+        if first != path and any(file.startswith((str(first), str(path))) for file in broken):
+            copies.append(_copy(str(path), f"the same {size} bytes as in {first}"))
+    return copies or problems
+
+
+def _copy(file: str, found: str, tensor: str | None = None) -> Problem:
+    return Problem(
+        "the file of one rank is a copy of another rank's",
+        tensor=tensor,
+        file=file,
+        rule="the shards of two ranks differ",
+        expected="the shards of this rank",
+        found=found,
+        remedy="one of the two is in the wrong place: copy each rank's own file from where it was saved",
+    )

@@ -40,7 +40,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
             problems.extend(error.problems)
             continue
         problems += [
-            Problem("a tensor stands in two files", tensor=name, file=str(file))
+            Problem(
+                "a tensor stands in two files",
+                tensor=name,
+                file=str(file),
+                rule="every tensor is in one shard",
+                found=f"the same name in {tensors[name].file}",
+                remedy="remove the file that is left over from another save, or copy all shards again",
+            )
             for name in sorted(found.keys() & tensors.keys())
         ]
         tensors.update(found)
@@ -48,14 +55,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
         problems += _index_mismatches(index, tensors)
     if problems:
         raise ReshardError(problems)
-    config = folder / "config.json"
     return Checkpoint(
         path=path,
         format=NAME,
         dialect="hf",
         tensors=tensors,
         root=folder,
-        config=json.loads(config.read_text()) if config.is_file() else None,
         variant=", ".join(sorted({file.suffix.lstrip(".") for file in files})),
     )
 
@@ -67,7 +72,7 @@ def _index(path: Path) -> Path | None:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        content = json.loads(index.read_text())["weight_map"]
+        content = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return {str(name): str(file) for name, file in content.items()}
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ReshardError(
@@ -100,7 +105,12 @@ def _plain_files(path: Path) -> list[Path]:
             found = [file for file in found if file.name.startswith(stem)]
         if found:
             return found
-    raise ReshardError("no weights here", file=str(path), expected="model.safetensors or pytorch_model.bin")
+    raise ReshardError(
+        "no weights here",
+        file=str(path),
+        expected="model.safetensors or pytorch_model.bin",
+        remedy="name the folder that holds the weights",
+    )
 
 
 def _read(file: Path) -> dict[str, Tensor]:
@@ -109,7 +119,13 @@ def _read(file: Path) -> dict[str, Tensor]:
     content = read_torch_file(file)
     content = content.get("state_dict", content) if isinstance(content, dict) else content
     if not isinstance(content, dict):
-        raise ReshardError("not a state dict", file=str(file), found=type(content).__name__)
+        raise ReshardError(
+            "not a state dict",
+            file=str(file),
+            expected="a dict of tensors",
+            found=type(content).__name__,
+            remedy="save the model's state_dict()",
+        )
     return {
         str(name): Tensor.stored(item) for name, item in content.items() if isinstance(item, StoredTensor)
     }

@@ -88,7 +88,7 @@ def _tracked(tracker: Path, listed: str) -> int | str:
                 remedy="choose one with --iteration N, or name its folder",
             )
         )
-    text = tracker.read_text().strip()
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
     if text != "release" and not text.isdigit():
         raise ReshardError(
             "the tracker file cannot be read",

@@ -29,7 +29,10 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """
     size = path.stat().st_size
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little") if size >= 8 else 0
+        first = file.read(8)
+        length = int.from_bytes(first, "little") if size >= 8 else 0
+        if first == b"version ":
+            raise _broken(path, "weights", "a Git LFS pointer", "fetch the content with `git lfs pull`")
         if not 2 <= length <= min(HEADER_LIMIT, size - 8):
             raise _broken(
                 path, "a header that fits in the file", f"{length} bytes of header in {size} bytes of file"
@@ -108,13 +111,11 @@ def _offsets(header: Mapping[str, Any], begin: int) -> dict[str, int]:
     }
 
 
-def _broken(path: Path, expected: str, found: str) -> ReshardError:
+def _broken(
+    path: Path, expected: str, found: str, remedy: str = "copy or download the file again"
+) -> ReshardError:
     return ReshardError(
-        "not a whole safetensors file",
-        file=str(path),
-        expected=expected,
-        found=found,
-        remedy="copy or download the file again; a Git LFS pointer must be pulled first",
+        "not a whole safetensors file", file=str(path), expected=expected, found=found, remedy=remedy
     )
 
 

@@ -1,0 +1,48 @@
+"""The real command line, run in this process: what it prints, its exit status, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reshard.cli import main
+
+
+class Result(NamedTuple):
+    """What one command did."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """What the command printed, which must be strict JSON: no NaN and nothing beside it."""
+
+        def refuse(constant: str) -> None:
+            raise ValueError(f"{constant} is not JSON")
+
+        return json.loads(self.out, parse_constant=refuse)
+
+
+def reshard(*words: object) -> Result:
+    """Run `reshard` with these arguments."""
+    out, err = StringIO(), StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            main([str(word) for word in words])
+            code: Any = 0
+        except SystemExit as stopped:
+            code = stopped.code
+    return Result(code or 0, out.getvalue(), err.getvalue())
+
+
+def listing(folder: Path) -> dict[str, tuple[int, int]]:
+    """Everything below a folder, hidden things too, with size and time of change: equal if nothing happened."""
+    return {
+        path.relative_to(folder).as_posix(): (path.lstat().st_size, path.lstat().st_mtime_ns)
+        for path in folder.rglob("*")
+    }
