@@ -183,8 +183,9 @@ def _chunks(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 @dataclass
 class _Shards:
-    """The shards of one tensor, by tensor-parallel rank."""
+    """The shards of one tensor, by tensor-parallel rank, and how they were cut."""
 
+    split: Split | None
     by_rank: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -200,6 +201,11 @@ class _Reader:
         self._layout, self._etp = layout, shards
         self._local_experts = int(args.get("num_experts") or 0) // layout.ep
         self._tied = not args.get("untie_embeddings_and_output_weights", False)
+        self._down_rows = {
+            "linear_q_down_proj.weight": args.get("q_lora_rank") or 0,
+            "linear_kv_down_proj.weight": (args.get("kv_lora_rank") or 0)
+            + (args.get("qk_pos_emb_head_dim") or 0),
+        }
         self._counts: dict[tuple[int, int], int] = {}
         self._found: dict[str, _Shards] = {}
 
@@ -226,12 +232,18 @@ class _Reader:
             tied = name == "output_layer.weight" and self._is_tied_copy(rank)
             name = "embedding.word_embeddings.weight" if tied else name
             shard = rank.tp if place.expert is None else self._etp[rank.tp, rank.ep]
-            index = shard if split_of(name) else 0
-            known = self._found.setdefault(name, _Shards()).by_rank.setdefault(index, part)
+            found = self._found.setdefault(name, _Shards(self._split(name, part)))
+            index = shard if found.split else 0
+            known = found.by_rank.setdefault(index, part)
             if known is not part:
                 self.replicas.append(Replica(name, known, part, "replicated tensors are equal on all ranks"))
-            if split_of(name):
+            if found.split:
                 self.copies.add(stored.storage.path, key, (name, index), stored)
+
+    def _split(self, name: str, part: Tensor) -> Split | None:
+        """How a tensor was cut. Until 0.13, Transformer Engine cut the down projections of latent attention too."""
+        rows = next((rows for suffix, rows in self._down_rows.items() if name.endswith(suffix)), 0)
+        return Split(0) if part.shape[0] < rows else split_of(name)
 
     def _is_tied_copy(self, rank: Rank) -> bool:
         """With tied embeddings, the last of several stages holds a copy of the embedding as its head."""
@@ -269,14 +281,45 @@ class _Reader:
             yield None, module, tensor
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors, joined over the ranks that share them."""
+        """All tensors, joined over the ranks that share them. Raises ReshardError listing those that do not fit."""
+        problems = [problem for name in self._found for problem in self._misfits(name)]
+        if problems:
+            raise ReshardError(problems)
         result = {}
         for name, shards in self._found.items():
-            split = split_of(name)
+            split = shards.split
             parts = [shards.by_rank[index] for index in sorted(shards.by_rank)]
             whole = join([part.view for part in parts], split) if split and len(parts) > 1 else parts[0].view
             result[name] = Tensor(parts[0].dtype, whole)
         return result
+
+    def _misfits(self, name: str) -> Iterator[Problem]:
+        """Shards of a tensor that are missing, or not as large as the others."""
+        if not self._found[name].split:
+            return
+        shards = self._found[name].by_rank
+        ranks = self._layout.tp if place_of(name).expert is None else self._layout.etp
+        first = shards[min(shards)]
+        if missing := sorted(set(range(ranks)) - shards.keys()):
+            yield Problem(
+                "a shard of a tensor is missing",
+                tensor=name,
+                file=first.file,
+                rule=f"{ranks} tensor-parallel ranks hold a shard each",
+                found=f"nothing in the files of tensor-parallel rank {', '.join(map(str, missing))}",
+                remedy="copy the files of all ranks again from where they were saved",
+            )
+        for part in shards.values():
+            if part.shape != first.shape:
+                yield Problem(
+                    "the shards of a tensor are not equal in size",
+                    tensor=name,
+                    file=part.file,
+                    rule=f"{ranks} tensor-parallel ranks hold a shard each",
+                    expected=f"{list(first.shape)}, as in {first.file}",
+                    found=str(list(part.shape)),
+                    remedy="the files are of different runs: copy those of all ranks again",
+                )
 
 
 # ---------------------------------------------------------------------------------------------- writing
