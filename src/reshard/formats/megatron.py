@@ -54,7 +54,10 @@ NOT_WEIGHTS = (
 
 def detect(path: Path) -> bool:
     """Whether `path` is an iteration folder in torch_dist, or a folder with such iterations."""
-    return any((folder / ".metadata").is_file() for folder in iterations.candidates(path))
+    return any(
+        (folder / ".metadata").is_file() or any(folder.glob("__*_*.distcp"))
+        for folder in iterations.candidates(path)
+    )
 
 
 def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
