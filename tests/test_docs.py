@@ -36,6 +36,16 @@ FOREIGN_FLAGS = {
     "--use-checkpoint-args",
 }
 FOREIGN_FUNCTIONS = {"sharded_state_dict"}
+FOREIGN_FILES = {
+    "arguments.py",  # of Megatron-LM
+    "training/arguments.py",
+    "training/checkpointing.py",
+    "megatron/core/models/gpt/gpt_layer_specs.py",
+    "serialization.py",  # of torch
+    "distributed/checkpoint/metadata.py",
+    "filesystem.py",
+    "src/reshard/families/cobalt.py",  # the reader of docs/add-a-family.md writes it
+}
 READ_AND_WRITTEN = {True: ("yes", "是"), False: ("no", "否")}
 
 
@@ -131,9 +141,14 @@ def definitions() -> set[str]:
 def exists(span: str, defined: set[str]) -> bool:
     """Whether the file, the function or the flag that a piece of inline code names is there."""
     if re.fullmatch(r"(?:src|tests|docs|demo|bench|\.ci)/[\w./-]*", span):
-        return (REPOSITORY / span).exists() or span == "src/reshard/families/cobalt.py"
+        return (REPOSITORY / span).exists() or span in FOREIGN_FILES
+    if re.fullmatch(r"[\w/]+\.py", span):
+        return any(REPOSITORY.glob(f"src/**/{span}")) or span in FOREIGN_FILES
     if attribute := re.fullmatch(r"reshard\.(?!json)(\w+)", span):
         return hasattr(reshard, attribute[1])
+    member = re.fullmatch(r"(\w+)\.(\w+)", span)
+    if member and member[1] in defined:
+        return member[2] in defined
     if function := re.fullmatch(r"(?:\w+\.)*(\w+)\(.*\)", span):
         return function[1] in defined | FOREIGN_FUNCTIONS
     if flag := re.match(r"--[a-z][\w-]+", span):
