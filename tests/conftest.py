@@ -37,15 +37,20 @@ def hf_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def genuine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Genuine]:
-    """Make a checkpoint of `tests.genuine.megatron.VARIANTS`, each once per session; see `make`."""
-    from tests.genuine.megatron import make
+def genuine(tmp_path_factory: pytest.TempPathFactory, transformer_engine: Executor) -> Callable[..., Genuine]:
+    """Get a checkpoint of `tests.genuine.megatron.VARIANTS`, each made once per session; see `make`."""
+    from tests.genuine import megatron as variants
 
     made: dict[tuple[str, str | None], Genuine] = {}
 
     def get(name: str, megatron: str | None = None) -> Genuine:
         if (name, megatron) not in made:
-            made[name, megatron] = make(name, tmp_path_factory.mktemp("megatron"), megatron)
+            out = tmp_path_factory.mktemp("megatron")
+            if megatron is None and variants.VARIANTS[name].spec == "te":
+                transformer_engine.submit(variants._make_here, name, out).result(timeout=120)
+                made[name, megatron] = variants.existing(name, out)
+            else:
+                made[name, megatron] = variants.make(name, out, megatron)
         return made[name, megatron]
 
     return get

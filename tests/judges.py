@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 import reshard
 from reshard.oracle.megatron import MegatronLogits, megatron_logits
@@ -26,8 +28,7 @@ THRESHOLD = 1e-5
 def judged_by_megatron(path: Path, layout: Layout | None = None, spec: Spec = "local") -> MegatronLogits:
     """megatron-core's logits of a Megatron checkpoint that reshard wrote, loaded strictly at `layout`.
 
-    The model is built from the arguments in the checkpoint. Its plain modules run experts one by one, since their
-    grouped form needs a GPU.
+    The model is built from the arguments in the checkpoint. TransformerEngine's experts are a grouped linear.
     """
     checkpoint = reshard.open(path)
     args = {**(checkpoint.args or {}), "moe_grouped_gemm": spec == "te"}
@@ -53,3 +54,25 @@ def assert_same_tensors(ours: Mapping[str, torch.Tensor], reference: Mapping[str
     for name, tensor in reference.items():
         assert ours[name].dtype == tensor.dtype, name
         assert torch.equal(ours[name], tensor), name
+
+
+def differing_keys(ours: Path, reference: Path) -> set[str]:
+    """What the config of `reference` says and that of `ours` says otherwise or not at all, as transformers reads them.
+
+    InternLM3's own code is not run, so its keys are compared as they stand.
+    """
+    was, now = (_stated(folder) for folder in (reference, ours))
+    return {key for key, value in was.items() if now.get(key) != value}
+
+
+def _stated(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    if config["model_type"] != "internlm3":
+        config = AutoConfig.from_pretrained(folder).to_dict()
+    config.pop("_name_or_path", None)
+    for key in ("rope_parameters", "rope_scaling"):
+        if config.get(key):
+            config[key].pop(
+                "type", None
+            )  # the older spelling of rope_type, which reshard adds for older readers
+    return config

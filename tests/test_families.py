@@ -7,12 +7,10 @@ modules, and TransformerEngine's modules (megatron-core's real ones, over a stan
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +18,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.modeling_layers import MtpModel
 
 import reshard
@@ -28,7 +26,14 @@ from reshard.layout import Layout
 from reshard.oracle.megatron import ParallelSizes
 from reshard.oracle.transformers import Logits, load_model, transformers_logits
 from tests.genuine.huggingface import VARIANTS
-from tests.judges import TOKENS, assert_agree, assert_same_tensors, judged_by_megatron, tensors_of
+from tests.judges import (
+    TOKENS,
+    assert_agree,
+    assert_same_tensors,
+    differing_keys,
+    judged_by_megatron,
+    tensors_of,
+)
 
 Models = Callable[..., Path]
 
@@ -115,31 +120,12 @@ def test_the_way_back_is_bit_for_bit(
         reshard.convert(converted(name, to, layout), back)
         assert_same_tensors(tensors_of(back), tensors_of(source))
     np.testing.assert_array_equal(transformers_logits(back, TOKENS), by_transformers(source))
-    assert_same_config(back, source)
+    assert differing_keys(back, source) == set()
     travelling = {path.name for path in source.iterdir()} - {"config.json", "model.safetensors"}
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= travelling
     for file in travelling:
         assert (back / file).read_bytes() == (source / file).read_bytes()
     assert len(AutoTokenizer.from_pretrained(back)) == len(AutoTokenizer.from_pretrained(source))
-
-
-def assert_same_config(ours: Path, reference: Path) -> None:
-    """transformers reads the same config, or for InternLM3, whose code is its own, every key is still there."""
-    was, now = (stated(folder) for folder in (reference, ours))
-    differing = {key for key, value in was.items() if now.get(key) != value}
-    assert differing == set()
-
-
-def stated(folder: Path) -> dict[str, Any]:
-    """What a config says, but for the older spelling of `rope_type`, which reshard adds for older readers."""
-    config = json.loads((folder / "config.json").read_text())
-    if config["model_type"] != "internlm3":
-        config = AutoConfig.from_pretrained(folder).to_dict()
-    config.pop("_name_or_path", None)
-    for key in ("rope_parameters", "rope_scaling"):
-        if config.get(key):
-            config[key].pop("type", None)
-    return config
 
 
 def test_the_head_of_multi_token_prediction_computes_the_same(

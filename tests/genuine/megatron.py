@@ -88,7 +88,10 @@ DEEPSEEK_V3: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """One checkpoint to make: a model, a layout, and how it is trained and saved."""
+    """One checkpoint to make: a model, a layout, and how it is trained and saved.
+
+    `start` names the variant whose trained weights it starts from, where its own modules cannot be trained on a CPU.
+    """
 
     args: dict[str, Any]
     layout: ParallelSizes = field(default_factory=ParallelSizes)
@@ -98,6 +101,7 @@ class Variant:
     distributed_optimizer: bool = False
     formats: tuple[Format, ...] = ("torch_dist", "torch")
     save: dict[str, Any] = field(default_factory=dict)
+    start: str | None = None
 
 
 _GROUPED = {"moe_grouped_gemm": True}
@@ -131,7 +135,9 @@ VARIANTS: dict[str, Variant] = {
     "qwen3-moe-singleton": Variant(
         QWEN3_MOE, ParallelSizes(ep=2), formats=("torch_dist",), save={"singleton": True}
     ),
-    "qwen3-moe-grouped-legacy": Variant({**QWEN3_MOE, **_GROUPED}, ParallelSizes(ep=2), steps=0),
+    "qwen3-moe-grouped-legacy": Variant(
+        {**QWEN3_MOE, **_GROUPED}, ParallelSizes(ep=2), steps=0, start="qwen3-moe-ep2"
+    ),
     "qwen3-moe-te-grouped": Variant(
         {**QWEN3_MOE, **_GROUPED}, ParallelSizes(tp=2, pp=2, ep=2, etp=1), spec="te"
     ),
@@ -188,10 +194,13 @@ def existing(name: str, out: Path) -> Genuine:
 
 def _make_here(name: str, out: Path) -> None:
     variant = VARIANTS[name]
+    if variant.start is not None:
+        _make_here(variant.start, out)
     train_and_save(
         variant.args,
         out / name,
         tokens(),
+        checkpoint=existing(variant.start, out).iteration() if variant.start else None,
         layout=variant.layout,
         spec=variant.spec,
         steps=variant.steps,

@@ -1,0 +1,195 @@
+"""Whatever the real megatron-core writes becomes a folder that transformers loads, and computes alike.
+
+Each checkpoint comes from a few training steps, so that no two weights are equal. Both sides compute in float32.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from transformers import AutoTokenizer
+
+import reshard
+from reshard.errors import ReshardError
+from reshard.oracle.megatron import megatron_logits, train_and_save
+from reshard.oracle.megatron.checkpoint import Format, SaveOptions
+from reshard.oracle.transformers import Logits, transformers_logits
+from tests.genuine.huggingface import VARIANTS as FAMILIES
+from tests.genuine.huggingface import make_tokenizer
+from tests.genuine.megatron import OLDER_VERSIONS, QWEN2, VARIANTS, Genuine, tokens
+from tests.judges import TOKENS, assert_agree, assert_same_tensors, differing_keys, tensors_of
+
+Maker = Callable[..., Genuine]
+
+
+def by_megatron(checkpoint: Genuine, format: Format) -> Logits:
+    """megatron-core's own logits: from torch_dist at one rank, from legacy files at the layout they were saved in."""
+    layout = checkpoint.layout if format == "torch" else None
+    return megatron_logits(checkpoint.iteration(format), TOKENS, args=checkpoint.args, layout=layout).logits
+
+
+@pytest.mark.parametrize(
+    "name, format", [(name, format) for name, variant in VARIANTS.items() for format in variant.formats]
+)
+def test_transformers_computes_what_megatron_computes(
+    name: str, format: Format, genuine: Maker, tmp_path: Path
+) -> None:
+    source = genuine(name)
+    reshard.convert(source.roots[format], tmp_path / "hf", no_tokenizer=True)
+    assert_agree(transformers_logits(tmp_path / "hf", TOKENS), by_megatron(source, format))
+    dtype = "bfloat16" if VARIANTS[name].bf16 else "float32"
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["torch_dtype"] == dtype
+
+
+@pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if len(variant.formats) == 2])
+def test_both_formats_hold_the_same(name: str, genuine: Maker) -> None:
+    roots = genuine(name).roots
+    comparison = reshard.verify(roots["torch_dist"], roots["torch"])
+    assert comparison.equal and comparison.tensors > 20
+
+
+OPTIMIZERS = [
+    name for name, variant in VARIANTS.items() if variant.steps and variant.save.get("optimizer", True)
+]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_of_the_optimizer_are_dropped_by_name(name: str, genuine: Maker) -> None:
+    """Two moments and main weights in float32: six times the bytes of bfloat16 weights, or three without main ones."""
+    for format, root in genuine(name).roots.items():
+        checkpoint = reshard.open(root)
+        states = checkpoint.dropped["optimizer states"]
+        assert states > (5 if VARIANTS[name].bf16 else 1.5) * checkpoint.nbytes, format
+        assert (
+            reshard.convert(root, "unused", no_tokenizer=True, dry_run=True).plan.dropped["optimizer states"]
+            == states
+        )
+
+
+def test_a_release_has_no_optimizer(genuine: Maker) -> None:
+    checkpoint = reshard.open(genuine("qwen2-release").roots["torch_dist"])
+    assert checkpoint.iteration == "release"
+    assert checkpoint.dropped["optimizer states"] == 0
+
+
+@pytest.mark.parametrize("format", ["torch_dist", "torch"])
+def test_each_of_several_iterations(format: Format, genuine: Maker, tmp_path: Path) -> None:
+    """The tracked one unless told otherwise, by number or by the folder itself."""
+    source = genuine("qwen2-fp32")
+    root = tmp_path / "run"
+    shutil.copytree(source.roots[format], root)
+    later = train_and_save(
+        QWEN2,
+        tmp_path / "later",
+        tokens(),
+        checkpoint=source.iteration("torch_dist"),
+        bf16=False,
+        steps=1,
+        iteration=3,
+        save=SaveOptions(format=format),
+    ).folder
+    shutil.copytree(later, root / "iter_0000003")
+    args = {"args": QWEN2, "layout": source.layout if format == "torch" else None}
+    earlier_logits = megatron_logits(root / "iter_0000002", TOKENS, **args).logits
+    later_logits = megatron_logits(root / "iter_0000003", TOKENS, args=QWEN2).logits
+    assert np.abs(earlier_logits - later_logits).max() > 0.01
+
+    def converted(path: Path, iteration: int | None, name: str) -> Logits:
+        reshard.convert(path, tmp_path / name, no_tokenizer=True, iteration=iteration)
+        return transformers_logits(tmp_path / name, TOKENS)
+
+    assert_agree(converted(root, None, "tracked"), earlier_logits)
+    assert_agree(converted(root, 2, "2"), earlier_logits)
+    assert_agree(converted(root, 3, "3"), later_logits)
+    assert_agree(converted(root / "iter_0000003", None, "by folder"), later_logits)
+    (root / "latest_checkpointed_iteration.txt").write_text("3\n")
+    assert_agree(converted(root, None, "now tracked"), later_logits)
+
+
+# ----------------------------------------------------------------------------------------- config and base
+
+
+@pytest.fixture(scope="module")
+def base(genuine: Maker, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Hugging Face folder that a training run of Qwen2 would have started from: config and tokenizer."""
+    folder = tmp_path_factory.mktemp("base")
+    reshard.convert(genuine("qwen2-fp32").roots["torch"], folder / "hf", no_tokenizer=True)
+    make_tokenizer().save_pretrained(folder / "hf")
+    config = json.loads((folder / "hf" / "config.json").read_text())
+    config.update(max_position_embeddings=4096, a_key_of_another_tool=7)
+    (folder / "hf" / "config.json").write_text(json.dumps(config))
+    return folder / "hf"
+
+
+@pytest.mark.parametrize("name", ["qwen2-tp2-pp2", "qwen2-te-tp2-pp2", "qwen2-release"])
+@pytest.mark.parametrize("format", ["torch_dist", "torch"])
+def test_config_and_tokenizer_come_from_the_base(
+    name: str, format: Format, genuine: Maker, base: Path, tmp_path: Path
+) -> None:
+    source = genuine(name)
+    with pytest.raises(ReshardError, match="--base"):
+        reshard.convert(source.roots[format], tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+    reshard.convert(source.roots[format], tmp_path / "hf", base=base)
+    assert_agree(transformers_logits(tmp_path / "hf", TOKENS), by_megatron(source, format))
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (config["max_position_embeddings"], config["a_key_of_another_tool"]) == (4096, 7)
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf").chat_template
+    assert tensors_of(tmp_path / "hf")["model.embed_tokens.weight"].shape == (250, 32)
+
+
+# What a checkpoint's arguments cannot tell: who pads and ends, and what has another name for the same model.
+TOKEN_IDS = {"bos_token_id", "eos_token_id", "pad_token_id"}
+# InternLM3, Mistral and Llama without biases are one architecture, and so are Llama with all biases and InternLM3.
+TWINS = {"mistral", "internlm3", "internlm3_bias"}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_config_derived_from_arguments_makes_the_same_model(
+    name: str, hf_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Of a checkpoint that has no config beside it any more."""
+    source, run, back = hf_model(name), tmp_path / "run", tmp_path / "back"
+    reshard.convert(source, run, to="megatron", no_tokenizer=True)
+    for file in run.iterdir():
+        if file.is_file() and file.name != "latest_checkpointed_iteration.txt":
+            file.unlink()
+    plan = reshard.convert(run, back, no_tokenizer=True).plan
+    assert any("derived" in note for note in plan.notes)
+    assert_same_tensors(tensors_of(back), tensors_of(source))
+    np.testing.assert_array_equal(transformers_logits(back, TOKENS), transformers_logits(source, TOKENS))
+    if name in TWINS:
+        assert any("would fit as well" in note for note in plan.notes)
+        return
+    assert differing_keys(back, source) <= TOKEN_IDS
+
+
+# -------------------------------------------------------------------------------------- older megatron-core
+
+
+# The oldest is the most different; the rest is for `make test-all`.
+QUICK = ("qwen2-tp2-pp2", "0.12.3")
+
+
+@pytest.mark.parametrize(
+    "name, megatron",
+    [
+        pytest.param(*case, marks=() if case == QUICK else pytest.mark.slow)
+        for case in product(["qwen2-tp2-pp2", "qwen3-moe-tp2-pp2-ep4-etp1", "deepseek-v3-te"], OLDER_VERSIONS)
+    ],
+)
+def test_older_versions(name: str, megatron: str, genuine: Maker, tmp_path: Path) -> None:
+    """Whose metadata names classes of its own, and which split latent attention's down projections."""
+    source = genuine(name, megatron)
+    for format, root in source.roots.items():
+        reshard.convert(root, tmp_path / format, no_tokenizer=True)
+        assert_agree(transformers_logits(tmp_path / format, TOKENS), by_megatron(source, format))
