@@ -135,6 +135,7 @@ class _Run:
 
     def settle(self) -> None:
         """Compare all checksums; every damaged tensor is named."""
+        self.report.nonfinite.sort()
         files = Files()
         try:
             wrong = self.ledger.settle(files)

@@ -72,7 +72,10 @@ def inspect_checkpoint(path: Path, iteration: int | None = None) -> Inspection:
         logical_tensors(checkpoint, model)
     except ReshardError as error:
         problems += error.problems
-    problems += _companion_problems(checkpoint, has_config)
+    try:
+        problems += _companion_problems(checkpoint, has_config)
+    except ReshardError as error:
+        problems = list(dict.fromkeys([*problems, *error.problems]))
     return Inspection(
         checkpoint=checkpoint,
         family=model.family.name if model else _declared_type(checkpoint),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from reshard.errors import Problem, ReshardError, one_for_all
 from reshard.families import FAMILIES, Family
 from reshard.families.binding import Binding
 from reshard.families.rules import Dims
-from reshard.formats.companions import find_companions
+from reshard.formats.companions import find_companions, read_object
 from reshard.formats.mcore import padded_vocabulary
 
 EMBEDDING = {"hf": "model.embed_tokens.weight", "mcore": "embedding.word_embeddings.weight"}
@@ -44,23 +43,7 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     path = folder / "config.json"
     if not path.is_file():
         return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise _unreadable_config(path, str(error)) from None
-    if not isinstance(content, dict):
-        raise _unreadable_config(path, f"a {type(content).__name__}")
-    return content
-
-
-def _unreadable_config(path: Path, found: str) -> ReshardError:
-    return ReshardError(
-        "config.json cannot be read",
-        file=str(path),
-        expected="a JSON object",
-        found=found,
-        remedy="copy or download it again, or give another one: --base DIR",
-    )
+    return read_object(path)
 
 
 def resolve(checkpoint: Checkpoint, base: Path | None = None, family: str | None = None) -> Model:
@@ -91,7 +74,8 @@ def resolve(checkpoint: Checkpoint, base: Path | None = None, family: str | None
     args, dims = _sizes(found, config, args, checkpoint, base or checkpoint.root)
     problems = _disagreements(checkpoint, dims)
     if checkpoint.args and not problems:
-        problems += found.config.disagreements(config, checkpoint.args)
+        file = str((base or checkpoint.root) / "config.json")
+        problems += [replace(each, file=file) for each in found.config.disagreements(config, checkpoint.args)]
     if problems:
         raise ReshardError(problems)
     return Model(found, config, args, dims, tuple(notes))

@@ -57,6 +57,12 @@ def plan_conversion(source: Path, options: Options) -> Plan:
             file=str(source),
             remedy="say what it should become: --to megatron, --to megatron-legacy, or --to huggingface",
         )
+    if target == "huggingface" and options.layout != Layout():
+        raise ReshardError(
+            "a Hugging Face folder has no parallel layout",
+            found=str(options.layout),
+            remedy="leave out the layout (that of the source is detected), or add --to megatron",
+        )
     options = _with_hinted_base(checkpoint, options)
     model = resolve(checkpoint, options.base, options.family)
     if target == "huggingface":
@@ -82,6 +88,15 @@ def _with_hinted_base(checkpoint: Checkpoint, options: Options) -> Options:
     return options
 
 
+def _no_such_dtype(wanted: str | None) -> ReshardError:
+    return ReshardError(
+        "weights cannot be converted to this dtype",
+        expected="float32, bfloat16 or float16",
+        found=f"--dtype {wanted}",
+        remedy="choose one of these with --dtype",
+    )
+
+
 class _Types:
     """The dtype of each tensor of the output."""
 
@@ -89,13 +104,9 @@ class _Types:
         try:
             self._wanted = dtype(wanted) if wanted else None
         except KeyError:
-            raise ReshardError(
-                "no such dtype", found=wanted, remedy="choose float32, bfloat16 or float16"
-            ) from None
+            raise _no_such_dtype(wanted) from None
         if self._wanted and not castable(self._wanted):
-            raise ReshardError(
-                "cannot convert to this dtype", found=wanted, remedy="choose float32, bfloat16 or float16"
-            )
+            raise _no_such_dtype(wanted)
 
     def of(self, name: str, stored: DType) -> DType:
         """The dtype that tensor `name` will have."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import glob
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from reshard.errors import Problem, ReshardError
@@ -15,29 +17,58 @@ from reshard.errors import Problem, ReshardError
 def staged(target: Path, *, overwrite: bool) -> Iterator[Path]:
     """A new empty folder that becomes `target` when the block ends well, and vanishes when it does not.
 
-    With `overwrite` the old folder is moved aside, and removed once the new one stands in its place.
+    With `overwrite` the old folder is moved aside, and removed once the new one stands in its place. Raises
+    ReshardError if the system refuses to read or to write.
     """
-    target = target.absolute()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(target)
+    target = target.resolve()  # a link to a folder stays a link
+    created = [path for path in target.parents if not path.exists()]
     folder = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    folder.mkdir()
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(target)
+        folder.mkdir()
         yield folder
-        for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
-            _sync(path)
-        aside = target.with_name(f".{target.name}.replaced-{os.getpid()}")
-        if target.exists():
-            if overwrite:
-                target.rename(aside)
-            else:
-                target.rmdir()  # empty: `check_target` saw to that
-        folder.rename(target)
-        _sync(target.parent)
-        shutil.rmtree(aside, ignore_errors=True)
-    except BaseException:
+        _publish(folder, target, overwrite)
+    except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            for path in created:
+                path.rmdir()
+        if isinstance(error, OSError):
+            raise _refused(error, target) from error
         raise
+
+
+def _publish(folder: Path, target: Path, overwrite: bool) -> None:
+    """Make `folder` durable and put it in the place of `target`."""
+    for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
+        _sync(path)
+    aside = target.with_name(f".{target.name}.replaced-{os.getpid()}")
+    if target.exists() and overwrite:
+        target.rename(aside)
+    elif target.exists():
+        target.rmdir()  # empty: `check_target` saw to that
+    try:
+        folder.rename(target)
+    except BaseException:
+        if aside.exists():
+            aside.rename(target)
+        raise
+    _sync(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _refused(error: OSError, target: Path) -> ReshardError:
+    """What the system says when a disk is full, a folder read-only, a file gone."""
+    return ReshardError(
+        "the system refused to read or to write",
+        file=str(error.filename or target),
+        rule="the destination appears whole or not at all",
+        found=error.strerror or str(error),
+        remedy="free some space or choose another disk"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT)
+        else "see to what the system reports, and run the same command again",
+    )
 
 
 def _sync(folder: Path) -> None:
@@ -49,10 +80,14 @@ def _sync(folder: Path) -> None:
 
 
 def _sweep(target: Path) -> None:
-    """Remove what runs that were killed left beside `target`."""
-    for leftover in target.parent.glob(f".{target.name}.partial-*"):
-        pid = leftover.name.rpartition("-")[2]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+    """Remove what runs that were killed left beside `target`; put back what one had moved aside."""
+    for leftover in target.parent.glob(f".{glob.escape(target.name)}.*-*"):
+        kind, _, pid = leftover.name[len(target.name) + 2 :].rpartition("-")
+        if kind not in ("partial", "replaced") or not pid.isdigit() or Path(f"/proc/{pid}").exists():
+            continue
+        if kind == "replaced" and not target.exists():
+            leftover.rename(target)
+        else:
             shutil.rmtree(leftover, ignore_errors=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from importlib import import_module
 from typing import Any
@@ -52,8 +53,16 @@ def cli() -> None:
 
 def main(argv: list[str] | None = None) -> Any:
     """Run the command line; the entry point of the `reshard` script."""
+    words = sys.argv[1:] if argv is None else argv
     try:
-        return cli.main(args=argv, prog_name="reshard", standalone_mode=True)
+        return cli.main(args=words, prog_name="reshard", standalone_mode=False)
+    except click.ClickException as error:
+        if "--json" in words:
+            click.echo(json.dumps({"problems": [{"message": error.format_message(), "severity": "error"}]}))
+        error.show()
+        sys.exit(error.exit_code)
+    except click.Abort:  # Ctrl-C before a command began
+        sys.exit(130)
     except BrokenPipeError:  # the reader of a pipe went away, as `| head` does
         sys.stderr.close()
         sys.exit(1)

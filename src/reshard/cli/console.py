@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -32,7 +34,16 @@ def stderr() -> Console:
 
 def print_json(content: Any) -> None:
     """The one thing that `--json` prints."""
-    click.echo(json.dumps(content, indent=2, ensure_ascii=False, default=str))
+    click.echo(json.dumps(_strict(content), indent=2, ensure_ascii=False, default=str, allow_nan=False))
+
+
+def _strict(content: Any) -> Any:
+    """The same content with NaN and infinities as strings: JSON has no numbers for them."""
+    if isinstance(content, Mapping):
+        return {key: _strict(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_strict(value) for value in content]
+    return str(content) if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def print_problems(problems: list[Problem], console: Console) -> None:
@@ -54,23 +65,53 @@ def handles_errors(function: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args: Any, debug: bool, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
-        except ReshardError as error:
-            problems = error.problems
-        except (OSError, MemoryError) as error:
-            problems = [
-                Problem(str(error) or type(error).__name__, remedy="see the message of the system above")
-            ]
+        except BrokenPipeError:
+            raise  # the reader of our output went away
         except KeyboardInterrupt:
             stderr().print("interrupted: nothing was changed")
             sys.exit(130)
-        if debug:
-            stderr().print_exception()
+        except Exception as error:
+            if debug:
+                traceback.print_exc()
+            problems = problems_of(error)
         if kwargs.get("json_output"):
             print_json({"problems": [problem.as_dict() for problem in problems]})
         print_problems(problems, stderr())
         sys.exit(2)
 
     return wrapped
+
+
+def problems_of(error: Exception) -> list[Problem]:
+    """What to tell the user about an exception. One that nobody foresaw is a mistake of ours, and says so."""
+    if isinstance(error, ReshardError):
+        return error.problems
+    if isinstance(error, OSError):
+        return [
+            Problem(
+                "the system refused to read or to write",
+                file=str(error.filename) if error.filename else None,
+                found=error.strerror or str(error),
+                remedy="see to what the system reports, and run the same command again",
+            )
+        ]
+    if isinstance(error, MemoryError):
+        return [Problem("there is not enough memory", remedy="choose a smaller --memory or fewer --workers")]
+    if isinstance(error, ImportError):
+        return [
+            Problem(
+                "a package that this needs is not installed",
+                found=str(error),
+                remedy="pip install 'reshard[hf,megatron]'",
+            )
+        ]
+    return [
+        Problem(
+            "reshard met something that it does not expect",
+            found=f"{type(error).__name__}: {error}",
+            remedy="this is a mistake in reshard: please report what the same command prints with --debug",
+        )
+    ]
 
 
 def common_options(function: Callable[..., Any]) -> Callable[..., Any]:

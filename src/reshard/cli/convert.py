@@ -71,7 +71,7 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 @click.option("--overwrite", is_flag=True, help="Replace the checkpoint at DST.")
 @click.option("--no-tokenizer", is_flag=True, help="Go on without a tokenizer.")
 @click.option("--strict", is_flag=True, help="NaN or Inf in the weights is an error.")
-@click.option("--quiet", is_flag=True, help="Print errors only.")
+@click.option("--quiet", is_flag=True, help="Print warnings and errors only.")
 @common_options
 @handles_errors
 def command(src: Path, dst: Path, quiet: bool, json_output: bool, **options: Any) -> None:

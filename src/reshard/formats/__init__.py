@@ -39,6 +39,13 @@ def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
             )
         )
     if name == huggingface.NAME:
+        if iteration is not None:
+            raise ReshardError(
+                "a Hugging Face folder has no iterations",
+                file=str(path),
+                found=f"--iteration {iteration}",
+                remedy="leave out --iteration",
+            )
         return huggingface.open_checkpoint(path)
     if name == megatron.NAME:
         return megatron.open_checkpoint(path, iteration)

@@ -50,7 +50,7 @@ class Companions:
     @property
     def config(self) -> dict[str, Any] | None:
         """The parsed `config.json`, or None if there is none. Raises ReshardError if it is no object."""
-        return _read_object(self.files[CONFIG]) if CONFIG in self.files else None
+        return read_object(self.files[CONFIG]) if CONFIG in self.files else None
 
     @property
     def has_tokenizer(self) -> bool:
@@ -65,12 +65,12 @@ class Companions:
         then `vocab_size` in config.json is the true number.
         """
         if "tokenizer.json" in self.files:
-            return _vocab_size_of_tokenizer(_read_object(self.files["tokenizer.json"]))
+            return _vocab_size_of_tokenizer(read_object(self.files["tokenizer.json"]))
         if "vocab.json" not in self.files:
             return None
-        ids = [*_read_object(self.files["vocab.json"]).values()]
+        ids = [*read_object(self.files["vocab.json"]).values()]
         if "added_tokens.json" in self.files:
-            ids += _read_object(self.files["added_tokens.json"]).values()
+            ids += read_object(self.files["added_tokens.json"]).values()
         return max(ids, default=-1) + 1
 
 
@@ -92,7 +92,7 @@ def find_companions(*folders: str | Path) -> Companions:
 def _names_code(folder: Path) -> bool:
     """Whether the config or the tokenizer of `folder` is implemented by Python files beside it."""
     candidates = (folder / CONFIG, folder / "tokenizer_config.json")
-    return any("auto_map" in _read_object(path) for path in candidates if path.is_file())
+    return any("auto_map" in read_object(path) for path in candidates if path.is_file())
 
 
 def _matches(names: Iterable[str], patterns: Iterable[str]) -> Iterator[str]:
@@ -109,11 +109,22 @@ def _vocab_size_of_tokenizer(tokenizer: Mapping[str, Any]) -> int | None:
     return int(max([highest, *(token["id"] for token in tokenizer.get("added_tokens", ()))])) + 1
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object that a file holds. Raises ReshardError if it holds none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ReshardError("a file is not JSON", file=str(path), found=str(error)) from error
+        raise _unreadable(path, str(error)) from error
     if not isinstance(content, dict):
-        raise ReshardError("a JSON file has another form than expected", file=str(path), expected="an object")
+        raise _unreadable(path, f"a {type(content).__name__}")
     return content
+
+
+def _unreadable(path: Path, found: str) -> ReshardError:
+    return ReshardError(
+        f"{path.name} cannot be read",
+        file=str(path),
+        expected="a JSON object",
+        found=found,
+        remedy="copy or download it again",
+    )

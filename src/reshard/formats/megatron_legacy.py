@@ -284,7 +284,7 @@ class _Reader:
         """All tensors, joined over the ranks that share them. Raises ReshardError listing those that do not fit."""
         problems = [problem for name in self._found for problem in self._misfits(name)]
         if problems:
-            raise ReshardError(problems)
+            raise ReshardError(self.copies.problems() or problems)
         result = {}
         for name, shards in self._found.items():
             split = shards.split

@@ -63,11 +63,11 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         except (KeyError, TypeError, ValueError) as error:
             problems.append(_entry(path, name, "dtype, shape and data_offsets that are known", repr(error)))
             continue
+        spans.append((first, last, name))
         if last - first != prod(shape) * dtype.itemsize:
             expected = f"{prod(shape) * dtype.itemsize} bytes for {dtype} {list(shape)}"
             problems.append(_entry(path, name, expected, f"{last - first} bytes"))
             continue
-        spans.append((first, last, name))
         storage = Storage(str(path), begin + first, last - first)
         tensors[name] = Tensor(dtype, View.of(Cells(storage, dtype), *shape))
     end = 0
