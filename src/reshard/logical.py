@@ -59,7 +59,8 @@ def logical_tensors(checkpoint: Checkpoint, model: Model | None) -> LogicalTenso
         _check(checkpoint, binding.hf, binding.copies)
         found = {
             name: Logical(checkpoint.tensors[name].dtype, bound.shape, None)
-            for name, bound in binding.hf.items()
+            for name, bound in binding.written()
+            if name in checkpoint.tensors  # copies may be left out
         }
         return LogicalTensors(checkpoint, found, _copies(checkpoint, binding))
     _check(checkpoint, binding.native, {})
