@@ -115,5 +115,5 @@ def test_a_broken_config_is_named(tmp_path: Path) -> None:
         find_companions(tmp_path)
     assert caught.value.problems[0].file == str(tmp_path / "config.json")
     write(tmp_path, config__json="[]")
-    with pytest.raises(ReshardError, match="expected: an object"):
+    with pytest.raises(ReshardError, match="expected: a JSON object"):
         find_companions(tmp_path)
