@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from tests.genuine.huggingface import CORPUS
 from transformers import AutoTokenizer
 
 import reshard
 from reshard.oracle.megatron import train_and_save
+from tests.genuine.huggingface import CORPUS
 
 LENGTH = 256
 """Tokens of one training sequence."""

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from demo.__main__ import Station, run, stations
 from demo.train import check_loss
 

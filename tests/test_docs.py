@@ -13,10 +13,10 @@ from typing import NamedTuple
 import click
 import numpy as np
 import pytest
-from demo.__main__ import stations
 from safetensors.numpy import load_file, save_file
 
 import reshard
+from demo.__main__ import stations
 from reshard import families
 from reshard.cli import COMMANDS, cli
 from reshard.cli.support import support
@@ -225,7 +225,6 @@ def cobalt(monkeypatch: pytest.MonkeyPatch) -> Iterator[families.Family]:
     declared = dict(vars(family_config))
     exec(compile(in_config, str(page), "exec"), declared)
     monkeypatch.setattr(family_config, "COBALT", declared["COBALT"], raising=False)
-    monkeypatch.setitem(family_config.CONFIG_MAPS, "cobalt", declared["COBALT"])
     module = types.ModuleType("cobalt")
     exec(compile(in_module, str(page), "exec"), vars(module))
     monkeypatch.setitem(families.FAMILIES, "cobalt", module.COBALT)

@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
-from bench.models import DEEPSEEK_V3, make
 
+from bench.models import DEEPSEEK_V3, make
 from reshard.checkpoint import Cells
 from reshard.dtypes import dtype
 from reshard.errors import ReshardError

@@ -30,8 +30,9 @@ class Layout:
         return sizes
 
     def __str__(self) -> str:
+        always = ("TP", "PP", "ETP") if self.ep > 1 else ("TP", "PP")
         sizes = {"TP": self.tp, "PP": self.pp, "VPP": self.vpp, "EP": self.ep, "ETP": self.etp}
-        return " · ".join(f"{name}{size}" for name, size in sizes.items() if size > 1 or name in ("TP", "PP"))
+        return " · ".join(f"{name}{size}" for name, size in sizes.items() if size > 1 or name in always)
 
     @property
     def stage_ranks(self) -> int:
@@ -79,7 +80,9 @@ class Layout:
                     f"{layers} layers do not divide over the pipeline",
                     rule="every stage holds at least one layer, every virtual chunk the same number",
                     expected=f"a multiple of PP·VPP = {parts}, or {parts} numbers that add up to {layers}",
-                    found=f"--stages {','.join(map(str, self.stages))}" if self.stages else f"{layers} layers",
+                    found=f"--stages {','.join(map(str, self.stages))}"
+                    if self.stages
+                    else f"{layers} layers",
                     remedy="choose another --pp or --vpp, or name the layers of each stage: --stages 10,12,…",
                 )
             )

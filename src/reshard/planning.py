@@ -121,7 +121,7 @@ def _to_huggingface(checkpoint: Checkpoint, model: Model, options: Options) -> P
         Planned(name, types.of(name, item.dtype), item.shape, _compiler(logical, name))
         for name, item in logical.tensors.items()
     ]
-    config = portable_config(dict(model.config), main_dtype(tensors))
+    config = portable_config(model.config, main_dtype(tensors), model.family.config)
     files = huggingface.lay_out(tensors, config, options.max_shard_size)
     files += _travelling(checkpoint, options)
     dropped = Counter(checkpoint.dropped)
@@ -165,7 +165,9 @@ def _to_megatron(checkpoint: Checkpoint, model: Model, target: str, options: Opt
     writer = megatron if target == "megatron" else megatron_legacy
     files = writer.lay_out(tensors, args, layout, iteration, transformer_engine=tensor_engine)
     files.append(
-        OutputFile.of_bytes("config.json", to_json(portable_config(dict(model.config), main_dtype(tensors))))
+        OutputFile.of_bytes(
+            "config.json", to_json(portable_config(model.config, main_dtype(tensors), model.family.config))
+        )
     )
     files += _travelling(checkpoint, options)
     if layout.stages and not options.layout.stages:

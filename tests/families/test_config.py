@@ -23,8 +23,8 @@ from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_func
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from reshard.errors import ReshardError
+from reshard.families import FAMILIES
 from reshard.families.config import (
-    CONFIG_MAPS,
     DEEPSEEK_V3,
     LLAMA,
     MIXTRAL,
@@ -37,6 +37,7 @@ from reshard.families.rope import rope_parameters
 from reshard.oracle.transformers import load_model, transformers_logits
 from tests.genuine.huggingface import VARIANTS, VOCAB_SIZE, make_model
 
+CONFIG_MAPS = {name: family.config for name, family in FAMILIES.items()}
 TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, (2, 24))
 
 
@@ -79,6 +80,11 @@ def folder_and_config(name: str, tmp_path: Path, **overrides: Any) -> tuple[Path
 
 def config_of(name: str, tmp_path: Path, **overrides: Any) -> dict[str, Any]:
     return folder_and_config(name, tmp_path, **overrides)[1]
+
+
+def written_config(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """The config that a conversion of this family writes."""
+    return portable_config(config, dtype, CONFIG_MAPS.get(config.get("model_type", "")))
 
 
 def args_of(config: dict[str, Any]) -> dict[str, Any]:
@@ -139,7 +145,7 @@ def test_a_config_made_of_arguments_alone_gives_the_same_logits(name: str, tmp_p
     folder, config = folder_and_config(name, tmp_path)
     expected = transformers_logits(folder, TOKENS)
     derived = CONFIG_MAPS[config["model_type"]].to_config(args_of(config))
-    (folder / "config.json").write_text(json.dumps(portable_config(derived, "float32")))
+    (folder / "config.json").write_text(json.dumps(written_config(derived, "float32")))
     np.testing.assert_array_equal(transformers_logits(folder, TOKENS), expected)
 
 
@@ -367,7 +373,7 @@ def test_a_portable_config_changes_nothing_that_was_said(name: str, tmp_path: Pa
     folder, config = folder_and_config(name, tmp_path)
     expected = transformers_logits(folder, TOKENS)
     config |= {"use_cache": False, "my_own_key": {"kept": [1]}}
-    portable = portable_config(config, "bfloat16")
+    portable = written_config(config, "bfloat16")
     changed = {"dtype", "torch_dtype", "use_cache", "rope_scaling"}
     assert {key: portable[key] for key in config.keys() - changed} == {
         key: config[key] for key in config.keys() - changed
@@ -377,7 +383,7 @@ def test_a_portable_config_changes_nothing_that_was_said(name: str, tmp_path: Pa
     assert rope_parameters({**portable, "rope_parameters": None}) == rope_parameters(
         {**portable, "rope_scaling": None}
     )
-    assert portable_config(portable, "bfloat16") == portable
+    assert written_config(portable, "bfloat16") == portable
     (folder / "config.json").write_text(json.dumps(portable))
     np.testing.assert_array_equal(transformers_logits(folder, TOKENS), expected)
 
@@ -385,10 +391,10 @@ def test_a_portable_config_changes_nothing_that_was_said(name: str, tmp_path: Pa
 def test_what_one_generation_leaves_out_is_added(tmp_path: Path) -> None:
     moe = config_of("qwen3_moe", tmp_path)
     assert "num_experts" not in moe
-    assert portable_config(moe, "float32")["num_experts"] == 8
+    assert written_config(moe, "float32")["num_experts"] == 8
     deepseek = config_of("deepseek_v3", tmp_path)
     del deepseek["scoring_func"], deepseek["topk_method"], deepseek["moe_layer_freq"]
-    portable = portable_config(deepseek, "float32")
+    portable = written_config(deepseek, "float32")
     assert (portable["scoring_func"], portable["topk_method"], portable["moe_layer_freq"]) == (
         "sigmoid",
         "noaux_tc",
@@ -398,7 +404,7 @@ def test_what_one_generation_leaves_out_is_added(tmp_path: Path) -> None:
 
 def test_a_config_of_an_unknown_family_is_left_alone_but_for_the_spellings() -> None:
     config = {"model_type": "unknown", "rope_theta": 1e6, "torch_dtype": "float16", "x": 1}
-    assert portable_config(config, "bfloat16") == {
+    assert written_config(config, "bfloat16") == {
         **config,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         "rope_scaling": None,
@@ -407,8 +413,8 @@ def test_a_config_of_an_unknown_family_is_left_alone_but_for_the_spellings() -> 
         "use_cache": True,
     }
     by_layer = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
-    assert portable_config({"rope_parameters": by_layer}, "float32")["rope_parameters"] == by_layer
-    assert "rope_theta" not in portable_config({"model_type": "gpt2"}, "float32")
+    assert written_config({"rope_parameters": by_layer}, "float32")["rope_parameters"] == by_layer
+    assert "rope_theta" not in written_config({"model_type": "gpt2"}, "float32")
 
 
 OLD_TRANSFORMERS = """
@@ -448,7 +454,7 @@ def test_transformers_4_reads_the_portable_config_alike(tmp_path: Path) -> None:
                 # Mixtral had no head_dim of its own before 4.48.
                 narrow = {"head_dim": 8} if name == "mixtral" else {}
                 folder, config = folder_and_config(name, tmp_path / version.strip(), **narrow)
-                (folder / "config.json").write_text(json.dumps(portable_config(config, "float32")))
+                (folder / "config.json").write_text(json.dumps(written_config(config, "float32")))
                 folders[folder] = transformers_logits(folder, TOKENS)
         np.save(tmp_path / "tokens.npy", TOKENS)
         command = [python, "-c", OLD_TRANSFORMERS, str(tmp_path / "tokens.npy"), *map(str, folders)]

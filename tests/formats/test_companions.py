@@ -111,7 +111,7 @@ def test_the_first_folder_counts(tmp_path: Path) -> None:
 
 def test_a_broken_config_is_named(tmp_path: Path) -> None:
     write(tmp_path, config__json="{")
-    with pytest.raises(ReshardError, match="config.json cannot be read") as caught:
+    with pytest.raises(ReshardError, match=r"config\.json cannot be read") as caught:
         find_companions(tmp_path)
     assert caught.value.problems[0].file == str(tmp_path / "config.json")
     write(tmp_path, config__json="[]")

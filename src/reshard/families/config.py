@@ -251,22 +251,6 @@ DEEPSEEK_V3 = family(
     Key("num_nextn_predict_layers", "mtp_num_layers", aliases=("num_mtp_layers",), default=0, none=0),
 )
 
-CONFIG_MAPS = {
-    each.model_type: each
-    for each in (
-        LLAMA,
-        INTERNLM3,
-        MISTRAL,
-        MIXTRAL,
-        QWEN2,
-        QWEN2_MOE,
-        QWEN3,
-        QWEN3_MOE,
-        DEEPSEEK_V3,
-    )
-}
-
-
 # Arguments that shape the model and that `--use-checkpoint-args` of Megatron-LM core_v0.16.1 does not restore.
 NOT_RESTORED = (
     *("layernorm_epsilon", "qk_layernorm", "use_rope_scaling", "rope_scaling_factor", "window_size"),
@@ -297,14 +281,13 @@ def flags_not_restored(args: Args) -> list[str]:
     return flags
 
 
-def portable_config(config: Config, dtype: str) -> Values:
+def portable_config(config: Config, dtype: str, table: ConfigMap | None = None) -> Values:
     """The `config.json` that transformers 4 and 5 and serving engines read alike, for weights of `dtype`.
 
     Nothing that `config` says is lost or changed, except the dtype and `use_cache`. What one generation of readers
-    looks for and another left out is added: both spellings of the rotary embedding and of the dtype, and, for a
-    declared family, all that its map can tell (`num_experts` beside `num_local_experts`, `scoring_func` …).
+    looks for and another left out is added: both spellings of the rotary embedding and of the dtype, and all that
+    the `table` of the family can tell (`num_experts` beside `num_local_experts`, `scoring_func` …).
     """
-    written = CONFIG_MAPS.get(config.get("model_type", ""))
-    implied = written.to_config(written.to_args(config)) if written else {}
+    implied = table.to_config(table.to_args(config)) if table else {}
     portable = {**implied, **config, **both_spellings({**implied, **config})}
     return {**portable, "dtype": dtype, "torch_dtype": dtype, "use_cache": True}

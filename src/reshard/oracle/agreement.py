@@ -51,11 +51,11 @@ def _oracle(side: Side) -> str:
 def _logits(side: Side, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
     checkpoint = side.checkpoint
     if checkpoint.dialect == "hf":
-        _require("transformers", "pip install 'reshard[hf]'")
+        _require("transformers", "pip install torch transformers")
         from reshard.oracle.transformers import transformers_logits
 
         return transformers_logits(checkpoint.root, tokens)
-    _require("megatron.core", "pip install 'reshard[megatron]' && pip install --no-deps megatron-core")
+    _require("megatron.core", "pip install torch psutil && pip install --no-deps megatron-core")
     from reshard.oracle.megatron import megatron_logits
 
     args = checkpoint.args or (side.model.args if side.model else {})
