@@ -76,11 +76,12 @@ def _side(checkpoint: Checkpoint, other: Checkpoint, base: Path | None) -> Side:
         base = other.root if (other.root / "config.json").is_file() else None
     try:
         model = resolve(checkpoint, base)
+        return Side(checkpoint, model, logical_tensors(checkpoint, model))
     except ReshardError:
-        if checkpoint.dialect != "hf" or other.dialect != "hf":
+        if checkpoint.dialect != "hf":
             raise
-        model = None  # names are already the hub's: any model can be compared
-    return Side(checkpoint, model, logical_tensors(checkpoint, model))
+        # The names are the hub's already: what is missing, left over or misshapen is what differs.
+        return Side(checkpoint, None, logical_tensors(checkpoint, None))
 
 
 def compare_weights(

@@ -22,9 +22,14 @@ SHOWN = 12
 """How many offenders are printed in full; the rest are counted."""
 
 
+PIPE_WIDTH = 200
+"""Columns of a table that no terminal bounds: no name of a tensor is broken in a log."""
+
+
 def stdout() -> Console:
     """Where results go. Rich follows NO_COLOR, and drops colour and wrapping for pipes."""
-    return Console(soft_wrap=True, highlight=False)
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    return Console(soft_wrap=True, highlight=False, width=width)
 
 
 def stderr() -> Console:

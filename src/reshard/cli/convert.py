@@ -55,7 +55,7 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 @click.option("--family", metavar="NAME", help="Read SRC as this family, whatever its config says.")
 @click.option("--dtype", metavar="DTYPE", help="Convert weights to float32, bfloat16 or float16.")
 @click.option(
-    "--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Of safetensors files."
+    "--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest safetensors file."
 )
 @click.option(
     "--vocab-divisible-by", type=POSITIVE, metavar="N", help="Pad the vocabulary to N·TP; 128 by default."

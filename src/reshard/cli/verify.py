@@ -40,7 +40,10 @@ def command(a: Path, b: Path, base: Path | None, logits: bool, json_output: bool
 def _print(found: Comparison) -> None:
     console = stdout()
     if found.rows:
-        table = Table("tensor", "what differs", "A", "B", "largest difference")
+        table = Table()
+        table.add_column("tensor", overflow="fold")  # a name that is cut off names nothing
+        for title in ("what differs", "A", "B", "largest difference"):
+            table.add_column(title)
         for row in found.rows[:SHOWN]:
             largest = "" if row.largest is None else f"{row.largest:.3g}"
             table.add_row(row.tensor, row.kind, row.a, row.b, largest)

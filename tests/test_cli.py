@@ -1,0 +1,343 @@
+"""The surface that is a contract: commands, flags, exit statuses, what is printed where."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import reshard as api
+from reshard.cli import cli
+from reshard.families import FAMILIES
+from reshard.formats import FORMATS
+from tests.commandline import reshard
+
+CONTRACT = {
+    "inspect": "--json",
+    "convert": "--to --base --tp --pp --vpp --ep --etp --iteration --family --dtype --max-shard-size "
+    "--vocab-divisible-by --memory --workers --dry-run --overwrite --no-tokenizer --json --quiet --debug",
+    "verify": "--base --logits --json",
+    "support": "--json",
+}
+BESIDES = {
+    "inspect": "--iteration --debug",
+    "convert": "--stages --transformer-impl --strict",
+    "verify": "--debug",
+    "support": "--debug",
+}
+INSPECT_KEYS = {
+    *("format", "family", "layout", "iteration", "tensors", "parameters"),
+    *("bytes", "dtypes", "problems", "next"),
+}
+ESCAPE = "\x1b"
+
+
+@pytest.fixture(scope="module")
+def model(hf_model: Callable[..., Path]) -> Path:
+    return hf_model("qwen3")
+
+
+@pytest.fixture(scope="module")
+def megatron(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cli") / "megatron"
+    api.convert(model, path, to="megatron", tp=2, pp=2)
+    return path
+
+
+@pytest.fixture(scope="module")
+def other(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model, but for one tensor of each kind of difference."""
+    path = tmp_path_factory.mktemp("cli") / "other"
+    api.convert(model, path, to="huggingface")
+    tensors: dict[str, Any] = load_file(path / "model.safetensors")
+    layer = "model.layers.1."
+    tensors[f"{layer}self_attn.q_proj.weight"][0, :3] += 0.5
+    tensors[f"{layer}mlp.up_proj.weight"][:] = np.nan
+    tensors[f"{layer}self_attn.k_proj.weight"] = tensors[f"{layer}self_attn.k_proj.weight"].astype(np.float16)
+    tensors[f"{layer}self_attn.v_proj.weight"] = tensors[f"{layer}self_attn.v_proj.weight"][:32].copy()
+    tensors[f"{layer}extra.weight"] = tensors.pop(f"{layer}self_attn.o_proj.weight")
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def command(name: str) -> click.Command:
+    found = cli.get_command(click.Context(cli), name)
+    assert found is not None
+    return found
+
+
+def run(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The installed command in a process of its own, its output in pipes."""
+    return subprocess.run(
+        [sys.executable, "-m", "reshard", *map(str, words)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TERM": "xterm-256color", **environment},
+        check=False,
+    )
+
+
+def run_in_terminal(*words: object, **environment: str) -> str:
+    """The same with its output on a terminal; what the terminal was sent."""
+    ours, theirs = pty.openpty()
+    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", **environment}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "reshard", *map(str, words)], stdout=theirs, stderr=theirs, env=env
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while block := os.read(ours, 1 << 16):
+            shown += block
+    except OSError:  # what Linux says when the last writer is gone
+        pass
+    os.close(ours)
+    process.wait()
+    return shown.decode()
+
+
+# ------------------------------------------------------------------------------------------- what there is
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_help_tells_every_flag_and_there_are_no_others(name: str) -> None:
+    flags = {*CONTRACT[name].split(), *BESIDES[name].split()}
+    result = reshard(name, "--help")
+    assert result.code == 0 and result.err == ""
+    assert set(re.findall(r"(?m)^ +(?:-h, )?(--[a-z-]+)", result.out)) == flags | {"--help"}
+    options = [each for each in command(name).params if isinstance(each, click.Option)]
+    assert {flag for option in options for flag in option.opts} == flags
+    assert all(option.help and not option.hidden for option in options)
+
+
+def test_help_tells_every_command() -> None:
+    result = reshard("--help")
+    assert result.code == 0 and list(cli.list_commands(click.Context(cli))) == list(CONTRACT)
+    assert set(re.findall(r"(?m)^  ([a-z]+)  ", result.out)) == set(CONTRACT)
+    assert "Exit status: 0 done, 1 the check failed, 2 the request cannot be carried" in result.out
+
+
+def test_formats_to_choose_from_are_those_there_are() -> None:
+    to = next(each for each in command("convert").params if each.name == "to")
+    assert isinstance(to.type, click.Choice) and set(to.type.choices) == FORMATS.keys()
+
+
+def test_version() -> None:
+    result = reshard("--version")
+    assert (result.code, result.out) == (0, f"reshard, version {api.__version__}\n")
+
+
+def test_a_command_that_is_none() -> None:
+    result = reshard("explode")
+    assert result.code == 2 and "explode" in result.err and result.out == ""
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "own"),
+    [
+        (api.inspect, "inspect", set()),
+        (api.convert, "convert", {"quiet"}),
+        (api.verify, "verify", set()),
+    ],
+)
+def test_functions_have_the_arguments_of_their_commands(
+    function: Callable[..., Any], name: str, own: set[str]
+) -> None:
+    signature = inspect.signature(function)
+    arguments = {each: value for each, value in signature.parameters.items() if not each.startswith("on_")}
+    options: Mapping[str | None, click.Parameter] = {each.name: each for each in command(name).params}
+    assert arguments.keys() == options.keys() - own - {"json_output", "debug"}
+    assert all(value.annotation is not inspect.Parameter.empty for value in arguments.values())
+    words = ["A", "B"][: sum(isinstance(option, click.Argument) for option in options.values())]
+    given = command(name).make_context(name, words).params
+    for argument, value in arguments.items():
+        if value.default is not inspect.Parameter.empty:
+            assert given[argument] == value.default, argument
+
+
+def test_open_takes_what_inspect_takes() -> None:
+    opened, inspected = (inspect.signature(each).parameters for each in (api.open, api.inspect))
+    assert [*opened] == [*inspected] == ["path", "iteration"]
+    assert set(api.__all__) == {"open", "inspect", "convert", "verify", "ReshardError", "__version__"}
+
+
+# ------------------------------------------------------------------------------------------- what is loaded
+
+
+def loaded(program: str, *words: object) -> set[str]:
+    """The top-level modules that a program has loaded when it ends."""
+    code = f"import sys\n{program}\nprint('loaded', *{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.splitlines()[-1].split()[1:])
+
+
+def test_the_command_line_starts_without_what_it_may_not_need() -> None:
+    modules = loaded("import reshard.cli")
+    assert "reshard" in modules and not modules & {"numpy", "torch", "yaml", "isal"}
+    modules = loaded("import reshard; reshard.__version__")
+    assert not modules & {"numpy", "torch", "click", "rich"}
+
+
+def test_no_framework_is_loaded_to_inspect_convert_and_verify(model: Path, tmp_path: Path) -> None:
+    program = """
+import reshard
+model, target = sys.argv[1:]
+for to in ("megatron", "megatron-legacy"):
+    reshard.convert(model, target + to, to=to, tp=2, pp=2)
+    assert reshard.inspect(target + to).whole
+    reshard.convert(target + to, target + to + "-hf")
+    assert reshard.verify(target + to, target + to + "-hf").equal
+"""
+    modules = loaded(program, model, tmp_path / "x-")
+    frameworks = {"torch", "transformers", "megatron", "safetensors", "tokenizers", "accelerate", "deepspeed"}
+    assert "numpy" in modules and not modules & frameworks
+
+
+# ------------------------------------------------------------------------------------------ what is printed
+
+
+def test_inspect_json_has_the_keys_of_the_contract(megatron: Path, model: Path) -> None:
+    found = reshard("inspect", megatron, "--json").json
+    assert found.keys() >= INSPECT_KEYS
+    assert found["format"] == "megatron" and found["family"] == "qwen3"
+    assert found["layout"] == {"tp": 2, "pp": 2, "vpp": 1, "ep": 1, "etp": 1}
+    assert found["iteration"] == "release" and found["dtypes"] == {"float32": 35}
+    assert found["bytes"] == 4 * found["parameters"] and found["problems"] == []
+    assert found["next"] == f"reshard convert {megatron} {megatron}-hf"
+    assert reshard("inspect", model, "--json").json["tensors"] == len(load_file(model / "model.safetensors"))
+
+
+def test_inspect_tells_what_to_type_next_and_that_works(megatron: Path, model: Path) -> None:
+    result = reshard("inspect", megatron)
+    assert result.code == 0 and "TP2 · PP2" in result.out
+    words = re.search(r"next +reshard (.*)", result.out)
+    assert words is not None
+    assert reshard(*words[1].split()).code == 0
+    assert reshard("verify", model, f"{megatron}-hf").code == 0
+
+
+def test_convert_json_lists_what_was_written(model: Path, tmp_path: Path) -> None:
+    result = reshard("convert", model, tmp_path / "dst", "--to", "megatron", "--tp", 2, "--json")
+    assert result.err == ""
+    found = result.json
+    written = {path.relative_to(tmp_path / "dst").as_posix() for path in (tmp_path / "dst").rglob("*.*")}
+    files = {file["path"]: file["bytes"] for file in found["files"]}
+    assert files.keys() >= written - {"release"} and sum(files.values()) == found["bytes"]
+    assert all((tmp_path / "dst" / path).stat().st_size == size for path, size in files.items())
+    assert found["layout"]["tp"] == 2 and found["family"] == "qwen3" and found["nonfinite"] == []
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(model: Path, megatron: Path, tmp_path: Path) -> None:
+    result = reshard("convert", model, tmp_path / "dst", "--to", "megatron", "--tp", 2, "--dry-run")
+    assert result.code == 0 and not list(tmp_path.iterdir())
+    assert "release/__1_0.distcp" in result.out and "config.json" in result.out
+    assert "unmatched: none" in result.out and re.search(r"buffers: at most .* in \d+ threads", result.out)
+    result = reshard("convert", megatron, tmp_path / "dst", "--dry-run")
+    assert "dropped: vocabulary padding" in result.out and "model.safetensors" in result.out
+    planned = reshard("convert", megatron, tmp_path / "dst", "--dry-run", "--json").json
+    assert planned["written"] == 0 and planned["dropped"]["vocabulary padding"] > 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_quiet_prints_nothing_but_errors(megatron: Path, tmp_path: Path) -> None:
+    result = reshard("convert", megatron, tmp_path / "dst", "--quiet")
+    assert result == (0, "", "")
+    result = reshard("convert", megatron, tmp_path / "dst", "--quiet")
+    assert result.code == 2 and result.out == "" and "error: the destination is not empty" in result.err
+
+
+def test_without_quiet_the_result_is_told_on_stdout(megatron: Path, tmp_path: Path) -> None:
+    result = reshard("convert", megatron, tmp_path / "dst")
+    assert result.err == ""
+    assert re.search(rf"{tmp_path}/dst: huggingface, .* parameters in 47 tensors, .* in .* s \(", result.out)
+
+
+def test_verify_equal(model: Path, megatron: Path) -> None:
+    result = reshard("verify", model, megatron)
+    assert result.code == 0 and result.out.startswith("equal: 47 tensors, 835.8 kB, bit for bit")
+    found = reshard("verify", megatron, model, "--json").json
+    assert found["equal"] and found["differences"] == [] and found["tensors"] == 47
+
+
+def test_verify_different(model: Path, other: Path) -> None:
+    result = reshard("verify", model, other)
+    assert result.code == 1 and "different: 6 tensors" in result.out
+    layer = "model.layers.1."
+    rows = {
+        f"{layer}self_attn.q_proj.weight": ("values", "3 of 8192 elements", "0.5"),
+        f"{layer}mlp.up_proj.weight": ("values", "6144 of 6144 elements", "nan"),
+        f"{layer}self_attn.k_proj.weight": ("dtype", "float32 [64, 64]", "float16 [64, 64]"),
+        f"{layer}self_attn.v_proj.weight": ("shape", "float32 [64, 64]", "float32 [32, 64]"),
+        f"{layer}self_attn.o_proj.weight": ("only in A", "float32 [64, 128]"),
+        f"{layer}extra.weight": ("only in B", "float32 [64, 128]"),
+    }
+    for tensor, cells in rows.items():
+        (line,) = [line for line in result.out.splitlines() if f" {tensor} " in line]
+        assert all(cell in line for cell in cells), line
+    machine = reshard("verify", model, other, "--json")
+    assert machine.code == 1 and not machine.json["equal"]
+    assert {row["tensor"]: row["kind"] for row in machine.json["differences"]} == {
+        tensor: cells[0] for tensor, cells in rows.items()
+    }
+    largest = {
+        row["kind"]: row["largest"] for row in machine.json["differences"] if "up_proj" not in row["tensor"]
+    }
+    assert largest.pop("values") == pytest.approx(0.5) and set(largest.values()) == {None}
+
+
+def test_verify_of_what_cannot_be_read(model: Path, tmp_path: Path) -> None:
+    result = reshard("verify", model, tmp_path / "nothing")
+    assert result.code == 2 and "nothing at this path" in result.err
+
+
+def test_names_of_tensors_are_whole_on_a_narrow_terminal(model: Path, other: Path) -> None:
+    shown = run_in_terminal("verify", model, other, COLUMNS="60", NO_COLOR="1")
+    letters = re.sub(rf"[^a-z0-9_.]|{ESCAPE}\[[0-9;]*m", "", "".join(re.findall(r"(?m)^│ ?(\S*)", shown)))
+    assert "model.layers.1.self_attn.q_proj.weight" in letters
+
+
+def test_support(model: Path) -> None:
+    result = reshard("support")
+    assert result.code == 0 and all(name in result.out for name in [*FORMATS, *FAMILIES])
+    found = reshard("support", "--json").json
+    assert {row["name"] for row in found["formats"] if row["read"] and row["written"]} == FORMATS.keys()
+    assert {row["name"]: row["architecture"] for row in found["families"]} == {
+        name: family.architecture for name, family in FAMILIES.items()
+    }
+
+
+# --------------------------------------------------------------------------------------------- pipes and colour
+
+
+def test_pipes_get_no_escape_codes(model: Path, other: Path) -> None:
+    for words in (("verify", model, other), ("inspect", "nowhere"), ("support",)):
+        done = run(*words)
+        assert done.stdout + done.stderr and ESCAPE not in done.stdout + done.stderr
+    assert json.loads(run("inspect", model, "--json").stdout)["family"] == "qwen3"
+
+
+def test_terminals_get_colour_unless_told_otherwise(model: Path, other: Path) -> None:
+    colour = re.compile(rf"{ESCAPE}\[(?:\d+;)*(?:3|4|9|10)\d(?:;\d+)*m")
+    assert colour.search(run_in_terminal("verify", model, other))
+    plain = run_in_terminal("verify", model, other, NO_COLOR="1")
+    assert "different:" in plain and not colour.search(plain)
+
+
+def test_a_reader_that_goes_away_is_no_error(model: Path, other: Path) -> None:
+    script = f"{sys.executable} -m reshard inspect {model} --json | true; {sys.executable} -m reshard support | head -1"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
