@@ -22,6 +22,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import reshard
+from reshard.errors import ReshardError
 from reshard.layout import Layout
 from reshard.oracle.megatron import megatron_logits, train_and_save
 from reshard.oracle.megatron.checkpoint import Format, SaveOptions
@@ -90,6 +91,7 @@ CASES = {
     "latent attention and MTP, uneven virtual stages": Case(
         "deepseek_v3_mtp", Layout(1, 2, 2, 2, 1, stages=(1, 1, 2, 1)), config={"num_hidden_layers": 5}
     ),
+    "two MTP layers": Case("deepseek_v3_mtp", Layout(2, 2, 1, 2, 1), config={"num_nextn_predict_layers": 2}),
     "latent attention without q_lora": Case("deepseek_v3_noq", Layout(2, 1, 1, 4, 2)),
 }
 
@@ -184,6 +186,21 @@ LAYOUT_ARGUMENTS = (
     "expert_model_parallel_size",
     "decoder_first_pipeline_num_layers",
 )
+
+
+@pytest.mark.parametrize(
+    "to, layout, flag",
+    [
+        ("megatron", {"vpp": 2}, "--vpp"),  # megatron-core: interleaving needs more than one stage
+        ("megatron-legacy", {"ep": 2, "etp": 2}, "--etp"),  # two ranks would write one file
+    ],
+)
+def test_layouts_that_megatron_cannot_have_are_refused(
+    to: str, layout: dict[str, int], flag: str, hf_model: Models, tmp_path: Path
+) -> None:
+    with pytest.raises(ReshardError, match=flag):
+        reshard.convert(hf_model("qwen3_moe"), tmp_path / "out", to=to, **layout)
+    assert not (tmp_path / "out").exists()
 
 
 # ------------------------------------------------------------------------- arguments in the checkpoint

@@ -272,6 +272,15 @@ def _check_layout(model: Model, layout: Layout) -> None:
         for what, size, flag, by in rules
         if size and size % by
     ]
+    if layout.vpp > 1 and layout.pp == 1:
+        problems.append(
+            Problem(
+                "virtual stages need several pipeline stages",
+                rule="Megatron-Core interleaves the chunks of its stages",
+                found=f"--vpp {layout.vpp} with --pp 1",
+                remedy="leave out --vpp, or choose a greater --pp",
+            )
+        )
     if not d.experts and layout.ep > 1:
         problems.append(
             Problem("the model has no experts", found=f"--ep {layout.ep}", remedy="leave out --ep")

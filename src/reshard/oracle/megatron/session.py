@@ -155,6 +155,9 @@ def _answer(number: int, world_size: int, store: Path, function: Callable[..., A
     import torch
 
     try:
+        tempfile.tempdir = str(
+            store.parent
+        )  # a rank ends without cleaning up; the session removes its folder
         torch.set_num_threads(1)  # the parent's OpenMP threads did not survive the fork
         cpu.enable()  # here and not in the parent, whose torch stays as it is
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
