@@ -9,7 +9,7 @@ from typing import Any
 
 from reshard.checkpoint import Checkpoint
 from reshard.errors import Problem, ReshardError
-from reshard.formats import huggingface, open_checkpoint
+from reshard.formats import huggingface, iterations, open_checkpoint
 from reshard.formats.companions import find_companions
 from reshard.formats.hints import find_hints
 from reshard.logical import logical_tensors
@@ -81,7 +81,7 @@ def inspect_checkpoint(path: Path, iteration: int | None = None) -> Inspection:
         family=model.family.name if model else _declared_type(checkpoint),
         problems=problems,
         notes=notes,
-        next=_next_command(checkpoint, path, problems, base),
+        next=_next_command(checkpoint, path, model, problems, base),
         hints=[str(hint) for hint in hints],
     )
 
@@ -118,15 +118,28 @@ def _companion_problems(checkpoint: Checkpoint, has_config: bool) -> list[Proble
     return problems
 
 
-def _next_command(checkpoint: Checkpoint, path: Path, problems: list[Problem], base: Path | None) -> str:
+def _next_command(
+    checkpoint: Checkpoint, path: Path, model: Model | None, problems: list[Problem], base: Path | None
+) -> str:
+    """The command to type next; none while something stands in its way."""
     if any(problem.severity == "error" for problem in problems):
         return ""
-    source = path.as_posix().rstrip("/")
-    words = ["reshard", "convert", source]
+    words = ["reshard", "convert", path.as_posix().rstrip("/") or "/"]
+    target = iterations.root_of(path).as_posix().rstrip("/")
     if checkpoint.format == huggingface.NAME:
-        words += [f"{source}-megatron", "--to", "megatron", "--tp", "2", "--pp", "2"]
+        words += [f"{target}-megatron", "--to", "megatron", *_fitting_layout(model)]
     else:
-        words.append(f"{source}-hf")
-        if problems:
-            words += ["--base", str(base) if base else "HF_FOLDER"]
+        words.append(f"{target}-hf")
+    if problems:  # config or tokenizer is missing
+        words += ["--base", str(base) if base else "HF_FOLDER"]
     return shlex.join(words)
+
+
+def _fitting_layout(model: Model | None) -> list[str]:
+    """A small layout that the sizes of the model divide into."""
+    if model is None:
+        return []
+    d = model.dims
+    by_two = all(size % 2 == 0 for size in (d.heads, d.groups, d.ffn, d.shared_ffn, d.expert_ffn))
+    words = ["--tp", "2"] if by_two else []
+    return [*words, "--pp", "2"] if d.layers % 2 == 0 else words
