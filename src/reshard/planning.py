@@ -12,6 +12,7 @@ from typing import Any
 from reshard.checkpoint import Cells, Checkpoint
 from reshard.dtypes import DType, dtype
 from reshard.errors import Problem, ReshardError
+from reshard.families import FAMILIES
 from reshard.families.binding import Bound, Dropped
 from reshard.families.config import flags_not_restored, portable_config
 from reshard.formats import companions, huggingface, megatron, megatron_legacy, open_checkpoint
@@ -21,7 +22,7 @@ from reshard.formats.mcore import padded_vocabulary, stage_arguments
 from reshard.gather import castable
 from reshard.layout import Layout
 from reshard.logical import LogicalTensors, logical_tensors
-from reshard.model import EMBEDDING, Model, resolve
+from reshard.model import EMBEDDING, Model, read_config, resolve
 from reshard.plan import OutputFile, Plan, Planned
 from reshard.version import __version__
 
@@ -64,12 +65,18 @@ def plan_conversion(source: Path, options: Options) -> Plan:
             remedy="leave out the layout (that of the source is detected), or add --to megatron",
         )
     options = _with_hinted_base(checkpoint, options)
+    if target == "huggingface" and checkpoint.format == "huggingface" and not is_known(checkpoint, options):
+        return _to_huggingface(checkpoint, None, options)  # the names are the hub's: no family is needed
     model = resolve(checkpoint, options.base, options.family)
     if target == "huggingface":
-        plan = _to_huggingface(checkpoint, model, options)
-    else:
-        plan = _to_megatron(checkpoint, model, target, options)
-    return plan
+        return _to_huggingface(checkpoint, model, options)
+    return _to_megatron(checkpoint, model, target, options)
+
+
+def is_known(checkpoint: Checkpoint, options: Options) -> bool:
+    """Whether a family is declared for what config.json (or --family) says."""
+    config = read_config(options.base or checkpoint.root) or {}
+    return bool(options.family) or config.get("model_type") in FAMILIES
 
 
 def _with_hinted_base(checkpoint: Checkpoint, options: Options) -> Options:
@@ -115,22 +122,28 @@ class _Types:
         return self._wanted
 
 
-def _to_huggingface(checkpoint: Checkpoint, model: Model, options: Options) -> Plan:
+def _to_huggingface(checkpoint: Checkpoint, model: Model | None, options: Options) -> Plan:
     logical, types = logical_tensors(checkpoint, model), _Types(options.dtype)
     tensors = [
         Planned(name, types.of(name, item.dtype), item.shape, _compiler(logical, name))
         for name, item in logical.tensors.items()
     ]
-    config = portable_config(model.config, main_dtype(tensors), model.family.config)
-    files = huggingface.lay_out(tensors, config, options.max_shard_size)
-    files += _travelling(checkpoint, options)
+    config = model.config if model else read_config(options.base or checkpoint.root) or {}
+    files = huggingface.lay_out(tensors, options.max_shard_size)
+    files += _companion_files(checkpoint, model, config, tensors, options)
     dropped = Counter(checkpoint.dropped)
-    padding = model.dims.padded_vocab - model.dims.vocab
-    if padding:
-        tables = 1 if model.dims.tied else 2
-        width = checkpoint.tensors[EMBEDDING["mcore"]].dtype.itemsize * model.dims.hidden
-        dropped["vocabulary padding"] += padding * tables * width
+    if model:
+        dropped += _lost_padding(checkpoint, model, model.dims.vocab)
     return _plan(checkpoint, model, "huggingface", files, tensors, dropped, logical, Layout())
+
+
+def _lost_padding(checkpoint: Checkpoint, model: Model, rows: int) -> Counter[str]:
+    """The bytes of those rows of Megatron's embedding and head that do not fit in `rows`."""
+    lost = model.dims.padded_vocab - rows
+    if checkpoint.dialect != "mcore" or lost <= 0:
+        return Counter()
+    width = checkpoint.tensors[EMBEDDING["mcore"]].dtype.itemsize * model.dims.hidden
+    return Counter({"vocabulary padding": lost * width * (1 if model.dims.tied else 2)})
 
 
 def _compiler(logical: LogicalTensors, name: str) -> Callable[[], Any]:
@@ -148,40 +161,39 @@ def _to_megatron(checkpoint: Checkpoint, model: Model, target: str, options: Opt
         kept = min(rows, model.dims.padded_vocab)
         model = replace(model, dims=replace(model.dims, vocab=kept))
     logical = logical_tensors(checkpoint, model)
-    types = _Types(options.dtype)
     binding = model.padded(rows).binding()
-    tensors = list(_native(logical, binding.native, types))
-    tensor_engine = _transformer_engine(checkpoint, options)
-    args = {
-        **model.args,
-        **(checkpoint.args or {}),  # a checkpoint of Megatron's keeps what its run was given
-        **layout_arguments(layout),
-        "padded_vocab_size": rows,
-        "make_vocab_size_divisible_by": unit,
-        "transformer_impl": "transformer_engine" if tensor_engine else "local",
-        **_dtype_arguments(main_dtype(tensors)),
-    }
+    tensors = list(_native(logical, binding.native, _Types(options.dtype)))
+    args = _arguments(checkpoint, model, layout, options, tensors)
+    args |= {"padded_vocab_size": rows, "make_vocab_size_divisible_by": unit}
     iteration = checkpoint.iteration if isinstance(checkpoint.iteration, int) else "release"
     writer = megatron if target == "megatron" else megatron_legacy
-    files = writer.lay_out(tensors, args, layout, iteration, transformer_engine=tensor_engine)
-    files.append(
-        OutputFile.of_bytes(
-            "config.json", to_json(portable_config(model.config, main_dtype(tensors), model.family.config))
-        )
-    )
-    files += _travelling(checkpoint, options)
-    if layout.stages and not options.layout.stages:
-        model = replace(
-            model, notes=(*model.notes, f"layers of the stages: {', '.join(map(str, layout.stages))}")
-        )
-    dropped = Counter(checkpoint.dropped)
-    lost = model.dims.padded_vocab - rows
-    if checkpoint.dialect == "mcore" and lost > 0:
-        width = checkpoint.tensors[EMBEDDING["mcore"]].dtype.itemsize * model.dims.hidden
-        dropped["vocabulary padding"] += lost * width * (1 if model.dims.tied else 2)
+    transformer_engine = args["transformer_impl"] != "local"
+    files = writer.lay_out(tensors, args, layout, iteration, transformer_engine=transformer_engine)
+    files += _companion_files(checkpoint, model, model.config, tensors, options)
+    dropped = Counter(checkpoint.dropped) + _lost_padding(checkpoint, model, rows)
     plan = _plan(checkpoint, model, target, files, tensors, dropped, logical, layout)
-    plan.load_with = load_flags(args, checkpoint.iteration is None or iteration == "release")
+    plan.load_with = load_flags(args, is_release=iteration == "release")
+    if layout.stages and not options.layout.stages:
+        plan.notes.append(f"layers of the stages: {', '.join(map(str, layout.stages))}")
     return plan
+
+
+def _arguments(
+    checkpoint: Checkpoint, model: Model, layout: Layout, options: Options, tensors: list[Planned]
+) -> dict[str, Any]:
+    """The `args` of a Megatron checkpoint: the model's, those that its own run was given, and the layout's."""
+    given = checkpoint.args or {}
+    main = main_dtype(tensors)
+    return {
+        **model.args,
+        **given,
+        **layout_arguments(layout),
+        "sequence_parallel": layout.tp > 1 and model.dims.experts > 0,  # experts need it
+        "transformer_impl": options.transformer_impl or given.get("transformer_impl") or "transformer_engine",
+        "params_dtype": dtype(main),
+        "bf16": main == "bfloat16",
+        "fp16": main == "float16",
+    }
 
 
 def _native(logical: LogicalTensors, natives: Mapping[str, Bound], types: _Types) -> Iterator[Planned]:
@@ -218,10 +230,6 @@ def main_dtype(tensors: list[Planned]) -> str:
     return counted.most_common(1)[0][0]
 
 
-def _dtype_arguments(name: str) -> dict[str, Any]:
-    return {"params_dtype": dtype(name), "bf16": name == "bfloat16", "fp16": name == "float16"}
-
-
 def layout_arguments(layout: Layout) -> dict[str, Any]:
     """The arguments that describe a layout to Megatron-LM."""
     return {
@@ -231,20 +239,14 @@ def layout_arguments(layout: Layout) -> dict[str, Any]:
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
         "world_size": layout.world_size,
-        "sequence_parallel": layout.tp > 1 and layout.ep > 1,
         **stage_arguments(layout),
     }
 
 
-def load_flags(args: Mapping[str, Any], is_release: bool) -> list[str]:
+def load_flags(args: Mapping[str, Any], *, is_release: bool) -> list[str]:
     """What Megatron-LM has to be told to load the checkpoint, beside `--load`."""
     weights_only = [] if is_release else ["--no-load-optim", "--no-load-rng"]
     return ["--use-checkpoint-args", *weights_only, *flags_not_restored(args)]
-
-
-def _transformer_engine(checkpoint: Checkpoint, options: Options) -> bool:
-    given = (checkpoint.args or {}).get("transformer_impl")
-    return (options.transformer_impl or given or "transformer_engine") != "local"
 
 
 def _check_layout(model: Model, layout: Layout) -> None:
@@ -290,8 +292,16 @@ def _check_layout(model: Model, layout: Layout) -> None:
     layout.chunks(d.layers)
 
 
-def _travelling(checkpoint: Checkpoint, options: Options) -> Iterator[OutputFile]:
-    """Tokenizer, chat template, generation config: the files that travel beside the weights."""
+def _companion_files(
+    checkpoint: Checkpoint,
+    model: Model | None,
+    config: Mapping[str, Any],
+    tensors: list[Planned],
+    options: Options,
+) -> Iterator[OutputFile]:
+    """config.json, true to the weights; tokenizer, chat template, generation config as they are."""
+    table = model.family.config if model else None
+    yield OutputFile.of_bytes("config.json", to_json(portable_config(config, main_dtype(tensors), table)))
     folders = [options.base, checkpoint.root] if options.base else [checkpoint.root]
     found = companions.find_companions(*folders)
     if options.tokenizer and not found.has_tokenizer:
@@ -303,13 +313,13 @@ def _travelling(checkpoint: Checkpoint, options: Options) -> Iterator[OutputFile
             remedy="give the Hugging Face folder that training started from (--base DIR), or --no-tokenizer",
         )
     for name, file in sorted(found.files.items()):
-        if name != "config.json":  # written anew, true to the weights
+        if name != "config.json":
             yield OutputFile.of_bytes(name, file.read_bytes())
 
 
 def _plan(
     checkpoint: Checkpoint,
-    model: Model,
+    model: Model | None,
     target: str,
     files: list[OutputFile],
     tensors: list[Planned],
@@ -328,9 +338,9 @@ def _plan(
             "files": _source_files(checkpoint),
         },
         "format": target,
-        "family": model.family.name,
+        "family": model.family.name if model else None,
         "layout": layout.as_dict(),
-        "vocabulary": model.dims.vocab,
+        "vocabulary": model.config["vocab_size"] if model else None,
         "dtypes": dict(Counter(tensor.dtype.name for tensor in tensors)),
         "dropped": dict(dropped),
     }
@@ -344,7 +354,7 @@ def _plan(
         parameters=parameters,
         dropped=dropped,
         replicas=logical.replicas,
-        notes=[*checkpoint.notes, *model.notes],
+        notes=[*checkpoint.notes, *(model.notes if model else [])],
         facts=facts,
     )
     plan.audit(tensors)

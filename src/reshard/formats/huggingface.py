@@ -150,8 +150,8 @@ def _index_mismatches(index: Path, tensors: Mapping[str, Tensor]) -> Iterator[Pr
         )
 
 
-def lay_out(tensors: Iterable[Planned], config: Mapping[str, Any], max_shard_size: int) -> list[OutputFile]:
-    """The weights and config.json of a folder; more than one shard comes with an index."""
+def lay_out(tensors: Iterable[Planned], max_shard_size: int) -> list[OutputFile]:
+    """The weights of a folder; more than one shard comes with an index."""
     shards: list[list[Planned]] = [[]]
     size = 0
     for tensor in tensors:
@@ -173,7 +173,7 @@ def lay_out(tensors: Iterable[Planned], config: Mapping[str, Any], max_shard_siz
         total = sum(tensor.nbytes for shard in shards for tensor in shard)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         files.append(OutputFile.of_bytes("model.safetensors.index.json", to_json(index)))
-    return [*files, OutputFile.of_bytes("config.json", to_json(config))]
+    return files
 
 
 def _shard(name: str, tensors: list[Planned]) -> OutputFile:
