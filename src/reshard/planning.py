@@ -65,18 +65,25 @@ def plan_conversion(source: Path, options: Options) -> Plan:
             remedy="leave out the layout (that of the source is detected), or add --to megatron",
         )
     options = _with_hinted_base(checkpoint, options)
-    if target == "huggingface" and checkpoint.format == "huggingface" and not is_known(checkpoint, options):
-        return _to_huggingface(checkpoint, None, options)  # the names are the hub's: no family is needed
-    model = resolve(checkpoint, options.base, options.family)
-    if target == "huggingface":
+    model = _model(checkpoint, target, options)
+    if target == "huggingface" or model is None:
         return _to_huggingface(checkpoint, model, options)
     return _to_megatron(checkpoint, model, target, options)
 
 
-def is_known(checkpoint: Checkpoint, options: Options) -> bool:
-    """Whether a family is declared for what config.json (or --family) says."""
-    config = read_config(options.base or checkpoint.root) or {}
-    return bool(options.family) or config.get("model_type") in FAMILIES
+def _model(checkpoint: Checkpoint, target: str, options: Options) -> Model | None:
+    """The model of a checkpoint. Between Hugging Face folders it may be of a family that nobody declared."""
+    if checkpoint.dialect == "hf" and target == "huggingface" and not options.family:
+        model_type = (read_config(options.base or checkpoint.root) or {}).get("model_type")
+        if model_type not in FAMILIES:
+            try:
+                return resolve(checkpoint, options.base)
+            except ReshardError:
+                checkpoint.notes.append(
+                    f'model_type "{model_type}" is not known; names are taken as they are'
+                )
+                return None
+    return resolve(checkpoint, options.base, options.family)
 
 
 def _with_hinted_base(checkpoint: Checkpoint, options: Options) -> Options:
