@@ -368,6 +368,29 @@ def test_a_config_of_another_model_disagrees_with_the_arguments(tmp_path: Path) 
     ]
 
 
+@pytest.mark.parametrize(
+    "name, argument, value",
+    [
+        ("llama", "rotary_interleaved", True),
+        ("qwen2", "rotary_percent", 0.5),
+        ("qwen3", "apply_layernorm_1p", True),
+        ("mistral", "normalization", "LayerNorm"),
+        ("qwen3_moe", "moe_router_score_function", "sigmoid"),
+        ("deepseek_v3", "position_embedding_type", "none"),
+    ],
+)
+def test_a_model_of_another_mechanism_disagrees_though_its_tensors_look_alike(
+    name: str, argument: str, value: object, tmp_path: Path
+) -> None:
+    config = config_of(name, tmp_path)
+    table = CONFIG_MAPS[config["model_type"]]
+    args = table.to_args(config)
+    assert table.disagreements(config, args) == []
+    [problem] = table.disagreements(config, {**args, argument: value})
+    assert problem.found == f"{argument}={value} (arguments in the checkpoint)"
+    assert table.disagreements(config, {**args, argument: None}) == []
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_portable_config_changes_nothing_that_was_said(name: str, tmp_path: Path) -> None:
     folder, config = folder_and_config(name, tmp_path)

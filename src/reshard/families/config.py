@@ -11,6 +11,7 @@ same model. What is a choice of the run and not of the model is left out, so tha
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from reshard.errors import Problem
@@ -68,7 +69,7 @@ class ConfigMap:
         nor is what a training run may change: context length, dropout, dtype, multi-token prediction.
         """
         expected, found = self.to_config(self.to_args(config)), self.to_config(args)
-        return [
+        return [*self._foreign(args)] + [
             Problem(
                 "config.json and the checkpoint describe different models",
                 rule=RULE,
@@ -80,6 +81,19 @@ class ConfigMap:
             if key in found and key not in RUN_CHOICES and expected[key] != found[key]
         ]
 
+    def _foreign(self, args: Args) -> Iterator[Problem]:
+        """Arguments of a model that no config of this family can describe, though its tensors look alike."""
+        fixed = {k: v for entry in self.entries if isinstance(entry, Const) for k, v in entry.args.items()}
+        for name in MECHANISMS:
+            if name in fixed and args.get(name) not in (None, fixed[name]):
+                yield Problem(
+                    f"the checkpoint is of a model that {self.model_type} cannot describe",
+                    rule=RULE,
+                    expected=f"{name}={fixed[name]}, as all models of this family have",
+                    found=f"{name}={args[name]} (arguments in the checkpoint)",
+                    remedy="if no family fits, declare it: see docs/add-a-family.md",
+                )
+
 
 RUN_CHOICES = {
     "vocab_size",
@@ -89,6 +103,12 @@ RUN_CHOICES = {
     "dtype",
     "num_nextn_predict_layers",
 }
+
+# What leaves no trace in names and shapes, and decides what the weights mean.
+MECHANISMS = (
+    *("swiglu", "normalization", "apply_layernorm_1p"),
+    *("position_embedding_type", "rotary_percent", "rotary_interleaved", "moe_router_score_function"),
+)
 
 COMMON: tuple[Entry, ...] = (
     Key("num_hidden_layers", "num_layers"),

@@ -98,6 +98,7 @@ def args_of_run_config(run_config: Mapping[str, Any]) -> dict[str, Any]:
     for field, arg in (
         ("num_moe_experts", "num_experts"),
         ("gated_linear_unit", "swiglu"),
+        ("layernorm_zero_centered_gamma", "apply_layernorm_1p"),
         ("rope_scaling", "use_rope_scaling"),
     ):
         if field in args:
