@@ -748,6 +748,15 @@ def test_a_hugging_face_folder_without_a_format_to_go_to(copy: Copy) -> None:
     assert "--to megatron" in refusal(*convert(copy("qwen3")))["remedy"]
 
 
+def test_layers_of_different_dtypes_that_megatron_stacks(copy: Copy) -> None:
+    source = copy("qwen2")
+    name = "model.layers.2.input_layernorm.weight"
+    edit_tensors(source, lambda tensors: tensors.update({name: tensors[name].astype(np.float16)}))
+    problem = refusal(*convert(source, *MEGATRON))
+    assert (problem["expected"], problem["found"]) == ("float32", "float16")
+    assert "linear_qkv.layer_norm_weight" in problem["rule"] and "--dtype" in problem["remedy"]
+
+
 @pytest.mark.parametrize("dtype", ["int4", "int64", "bfloat"])
 def test_an_unknown_dtype(copy: Copy, dtype: str) -> None:
     problem = refusal(*convert(copy("qwen3"), *MEGATRON, "--dtype", dtype))

@@ -284,6 +284,7 @@ class _Writer:
         self.stages = Stages(layout, layers)
         self.table = self.stages.table()
         self.files: dict[int, _RankFile] = {}
+        self.problems: list[Problem] = []
 
     def add(self, tensor: Planned, sparse: bool) -> None:
         """Cut one tensor into the chunks of all ranks that hold it."""
@@ -292,6 +293,17 @@ class _Writer:
         ranks = self.layout.tp if place.expert is None else self.layout.etp
         key, lead, at = self._key(place, sparse)
         entry = self.metadata.tensors.setdefault(key, DcpTensor(tensor.dtype, (*lead, *tensor.shape), []))
+        if entry.dtype != tensor.dtype:
+            self.problems.append(
+                Problem(
+                    "layers that Megatron stacks into one tensor have different dtypes",
+                    tensor=tensor.name,
+                    rule=f"{key} has one dtype",
+                    expected=str(entry.dtype),
+                    found=str(tensor.dtype),
+                    remedy="choose one for all: --dtype bfloat16",
+                )
+            )
         for rank in range(ranks if split else 1):
             file = self._file(place, rank)
             for low, size in shard_boxes(tensor.shape, split, rank, ranks):
@@ -383,6 +395,8 @@ def lay_out(
         writer.add(tensor, place[1:3] in sparse)
         for module in _with_extra_state(place, transformer_engine):
             writer.add_extra_state(place._replace(module=module), place[1:3] in sparse)
+    if writer.problems:
+        raise ReshardError(writer.problems)
     folder = iterations.name_of(iteration)
     files = [file.finished(folder) for _, file in sorted(writer.files.items())]
     metadata = {
