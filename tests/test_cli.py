@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -228,6 +229,30 @@ def test_inspect_tells_what_to_type_next_and_that_works(megatron: Path, model: P
     assert words is not None
     assert reshard(*words[1].split()).code == 0
     assert reshard("verify", model, f"{megatron}-hf").code == 0
+
+
+def test_an_iteration_is_known_by_any_path(
+    megatron: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The config and the tokenizer lie above it, also where the path does not say its name."""
+    root = Path(shutil.copytree(megatron, tmp_path / "run"))
+    (tmp_path / "latest").symlink_to(root / "release")
+    monkeypatch.chdir(root / "release")
+    for path in (".", "../release/", tmp_path / "latest"):
+        assert reshard("convert", path, tmp_path / "out", "--overwrite").code == 0
+        assert reshard("inspect", path, "--json").json["iteration"] == "release"
+    monkeypatch.chdir(root)
+    assert reshard("inspect", ".", "--json").json["next"] == f"reshard convert . {root}-hf"
+
+
+def test_a_run_that_changed_its_format(model: Path, tmp_path: Path) -> None:
+    for step, to in enumerate(("megatron", "megatron-legacy", "megatron"), 1):
+        assert reshard("convert", model, tmp_path / to, "--to", to, "--overwrite").code == 0
+        shutil.copytree(tmp_path / to / "release", tmp_path / "run" / f"iter_{step:07d}")
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("2")
+    found = [reshard("inspect", tmp_path / "run", "--iteration", step, "--json").json for step in (1, 2, 3)]
+    assert [each["format"] for each in found] == ["megatron", "megatron-legacy", "megatron"]
+    assert reshard("inspect", tmp_path / "run", "--json").json["iteration"] == 2
 
 
 def test_convert_json_lists_what_was_written(model: Path, tmp_path: Path) -> None:

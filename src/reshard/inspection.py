@@ -125,7 +125,8 @@ def _next_command(
     if any(problem.severity == "error" for problem in problems):
         return ""
     words = ["reshard", "convert", path.as_posix().rstrip("/") or "/"]
-    target = iterations.root_of(path).as_posix().rstrip("/")
+    root = iterations.root_of(path)
+    target = (root.resolve() if root.name in ("", "..") else root).as_posix().rstrip("/")
     if checkpoint.format == huggingface.NAME:
         words += [f"{target}-megatron", "--to", "megatron", *_fitting_layout(model)]
     else:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from reshard.checkpoint import Checkpoint
 from reshard.errors import Problem, ReshardError
-from reshard.formats import huggingface, megatron, megatron_legacy
+from reshard.formats import huggingface, iterations, megatron, megatron_legacy
 
 FORMATS = {module.NAME: module for module in (megatron, megatron_legacy, huggingface)}
 """By name, in the order in which they are looked for."""
@@ -47,6 +47,7 @@ def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
                 remedy="leave out --iteration",
             )
         return huggingface.open_checkpoint(path)
-    if name == megatron.NAME:
-        return megatron.open_checkpoint(path, iteration)
-    return megatron_legacy.open_checkpoint(path, iteration)
+    folder, _ = iterations.choose(path, iteration)  # a run may have changed its format on the way
+    if megatron_legacy.detect(folder) and not megatron.detect(folder):
+        return megatron_legacy.open_checkpoint(path, iteration)
+    return megatron.open_checkpoint(path, iteration)

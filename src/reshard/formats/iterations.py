@@ -23,6 +23,11 @@ def _step(folder: Path) -> int | str | None:
     return int(match[1]) if match else None
 
 
+def _real(folder: Path) -> Path:
+    """`folder` under the name that tells its iteration, where it is given as `.` or by a link of another name."""
+    return folder if _step(folder) is not None or not folder.is_dir() else folder.resolve()
+
+
 def found_in(root: Path) -> dict[int | str, Path]:
     """All iterations below `root`, the latest last."""
     if not root.is_dir():
@@ -40,21 +45,23 @@ def candidates(path: Path) -> list[Path]:
 
 def root_of(folder: Path) -> Path:
     """The run that an iteration folder belongs to: where configs and tokenizers lie."""
-    return folder.parent if _step(folder) is not None else folder
+    real = _real(folder)
+    return real.parent if _step(real) is not None else folder
 
 
 def choose(path: Path, iteration: int | None = None) -> tuple[Path, int | str | None]:
     """The folder of the asked, or else the tracked iteration. Raises ReshardError if there is none."""
     steps = found_in(path)
     if not steps:
-        if iteration is not None and _step(path) not in (None, iteration):
+        step = _step(_real(path))
+        if iteration is not None and step not in (None, iteration):
             raise ReshardError(
                 "another iteration was asked for than the one that was named",
                 file=str(path),
                 expected=f"iteration {iteration}",
                 remedy="name the folder above it, or leave out --iteration",
             )
-        return path, _step(path)
+        return path, step
     listed = ", ".join(str(step) for step in steps)
     if iteration is not None:
         if iteration not in steps:
