@@ -218,6 +218,51 @@ def test_a_tied_head_that_is_stored_is_checked(hf_model: Models, tmp_path: Path)
         converted(other, tmp_path / "none")
 
 
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors"])
+def test_rotary_buffers_of_older_versions_are_dropped_by_name(
+    file: str, hf_model: Models, tmp_path: Path
+) -> None:
+    source = hf_model("llama")
+    buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(8) for i in range(4)}
+    folder = with_weights(source, tmp_path / "old", {**tensors_of(source), **buffers}, file)
+    plan = reshard.convert(folder, tmp_path / "megatron", to="megatron").plan
+    assert plan.dropped == {"rotary buffers": 4 * 8 * 4}
+    assert reshard.verify(folder, tmp_path / "megatron").equal
+    assert_same_model(converted(folder, tmp_path / "out"), source)
+
+
+def test_mtp_layers_that_only_the_config_names(hf_model: Models, tmp_path: Path) -> None:
+    """transformers leaves them out when it saves a model, and leaves their number in the config."""
+    source = hf_model("deepseek_v3_mtp")
+    plain = {name: tensor for name, tensor in tensors_of(source).items() if "model.layers.4." not in name}
+    folder = with_weights(source, tmp_path / "plain", plain, "model.safetensors")
+    assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    plan = reshard.convert(folder, tmp_path / "megatron", to="megatron").plan
+    assert "MTP layers: config.json names 1, the checkpoint has 0" in plan.notes
+    (tmp_path / "megatron" / "config.json").unlink()
+    reshard.convert(tmp_path / "megatron", tmp_path / "out", base=source)
+    assert_same_tensors(tensors_of(tmp_path / "out"), plain)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+def test_what_megatron_computes_otherwise_is_told(hf_model: Models, tmp_path: Path) -> None:
+    source = hf_model("llama")
+    folder = with_weights(source, tmp_path / "scaled", tensors_of(source), "model.safetensors")
+    edit_config(folder, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0})
+    plan = reshard.convert(folder, tmp_path / "out", to="megatron", dry_run=True).plan
+    assert [note.split(";")[0] for note in plan.notes] == ["rope_type is 'linear'"]
+    assert not reshard.convert(source, tmp_path / "out", to="megatron", dry_run=True).plan.notes
+
+
+def test_a_quantized_base_does_not_make_plain_weights_quantized(hf_model: Models, tmp_path: Path) -> None:
+    source = hf_model("llama")
+    base = with_weights(source, tmp_path / "base", {}, "model.safetensors")
+    edit_config(base, quantization_config={"quant_method": "fp8"})
+    reshard.convert(source, tmp_path / "megatron", to="megatron")
+    reshard.convert(tmp_path / "megatron", tmp_path / "out", base=base)
+    assert_same_model(tmp_path / "out", source)
+
+
 def test_what_it_is_need_be_said_only_for_another_format(hf_model: Models, tmp_path: Path) -> None:
     with pytest.raises(ReshardError, match="--to"):
         reshard.convert(hf_model("llama"), tmp_path / "out")
@@ -238,6 +283,14 @@ def test_an_unknown_model_that_fits_is_converted_with_a_notice(hf_model: Models,
     assert json.loads((tmp_path / "forced" / "config.json").read_text())["model_type"] == "newcomer"
     edit_config(tmp_path / "forced", model_type="llama", architectures=["LlamaForCausalLM"])
     assert_same_model(tmp_path / "forced", source)
+
+
+def test_an_unknown_model_may_have_empty_tensors_and_numbers(hf_model: Models, tmp_path: Path) -> None:
+    source = hf_model("llama")
+    tensors = {**tensors_of(source), "empty": torch.zeros(0, 4), "number": torch.tensor(3.0)}
+    folder = with_weights(source, tmp_path / "source", tensors, "model.safetensors")
+    edit_config(folder, model_type="newcomer")
+    assert_same_tensors(tensors_of(converted(folder, tmp_path / "out")), tensors)
 
 
 def test_an_unknown_model_that_does_not_fit_names_what_is_unmatched(hf_model: Models, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ as torch reads them: keys, shapes, dtypes, chunk boundaries, extra states, files
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -345,6 +346,13 @@ def test_megatron_to_megatron_in_another_layout(
     args = reshard.open(out).args or {}
     uneven = ("decoder_first_pipeline_num_layers", "pipeline_model_parallel_layout")
     assert [args.get(name) for name in uneven] == [layout["stages"][0] if "stages" in layout else None, None]
+
+
+def test_the_padding_of_the_source_is_kept_unless_told_otherwise(hf_model: Models, tmp_path: Path) -> None:
+    reshard.convert(hf_model("qwen2"), tmp_path / "source", to="megatron", vocab_divisible_by=1)
+    reshard.convert(tmp_path / "source", tmp_path / "out", to="megatron", pp=2)
+    shape = reshard.open(tmp_path / "out").tensors["embedding.word_embeddings.weight"].shape
+    assert shape[0] == json.loads((hf_model("qwen2") / "config.json").read_text())["vocab_size"]
 
 
 @pytest.mark.parametrize("unit, rows", [(64, 256), (128, 256), (192, 384), (1, 250)])

@@ -64,6 +64,11 @@ def resolve(checkpoint: Checkpoint, base: Path | None = None, family: str | None
     if config is not None:
         found, notes = _family_of(config, checkpoint, family)
         config = {"model_type": found.name, **config}
+        declared = config.get("num_nextn_predict_layers") or 0
+        there = _mtp_layers(checkpoint, config)
+        if there != declared:
+            config["num_nextn_predict_layers"] = there
+            notes = [*notes, f"MTP layers: config.json names {declared}, the checkpoint has {there}"]
     else:
         found, notes = _family_by_args(checkpoint, family)
         args = dict(checkpoint.args or {})
@@ -239,20 +244,17 @@ def _true_vocabulary(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int:
     return min(int(counted), rows) if counted else rows
 
 
-def _with_counted_mtp(
-    checkpoint: Checkpoint, args: Mapping[str, Any], config: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Multi-token prediction layers as the tensors have them: configs often name layers that were left out."""
-    args, config = dict(args), dict(config)
-    declared = int(config.get("num_nextn_predict_layers") or 0)
+def _mtp_layers(checkpoint: Checkpoint, config: Mapping[str, Any]) -> int:
+    """How many multi-token prediction layers there are: configs often name layers that were left out.
+
+    The hub numbers them on from the last layer, so only the config can tell them from layers too many.
+    """
     if checkpoint.dialect == "mcore":
-        found = _count(checkpoint, _MTP_LAYER)
-    else:
-        found = min(declared, max(0, _count(checkpoint, _LAYER) - int(args.get("num_layers") or 0)))
-    if found != declared or found != int(args.get("mtp_num_layers") or 0):
-        args["mtp_num_layers"] = found or None
-        config["num_nextn_predict_layers"] = found
-    return args, config
+        return _count(checkpoint, _MTP_LAYER)
+    declared, layers = config.get("num_nextn_predict_layers") or 0, config.get("num_hidden_layers")
+    if not isinstance(declared, int) or not isinstance(layers, int):
+        return 0
+    return min(declared, max(0, _count(checkpoint, _LAYER) - layers))
 
 
 def _disagreements(checkpoint: Checkpoint, dims: Dims) -> list[Problem]:

@@ -120,7 +120,7 @@ class Plan:
                 written[block.name] += block.nbytes
         for tensor in tensors:
             # A rank's own file repeats what ranks share; a chunk of a shared checkpoint never does.
-            copies, rest = divmod(written[tensor.name], tensor.nbytes)
+            copies, rest = divmod(written[tensor.name], tensor.nbytes) if tensor.nbytes else (1, 0)
             if rest or not copies:
                 found = f"{written[tensor.name]} bytes"
                 problems.append(_mistake(tensor.name, None, f"all of {tensor.nbytes} bytes", found))

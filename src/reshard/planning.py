@@ -161,7 +161,8 @@ def _to_megatron(checkpoint: Checkpoint, model: Model, target: str, options: Opt
     layout = options.layout if model.dims.experts else replace(options.layout, etp=1)
     layout = layout.over(model.dims.layers)
     _check_layout(model, layout)
-    unit = options.vocab_divisible_by or int(model.args.get("make_vocab_size_divisible_by") or 128)
+    given = (checkpoint.args or {}).get("make_vocab_size_divisible_by")
+    unit = options.vocab_divisible_by or int(given or 128)
     rows = padded_vocabulary(model.dims.vocab, unit, layout.tp)
     if checkpoint.dialect == "mcore":
         # Padding rows took part in the softmax while the model trained: carry those that both sides have.
@@ -180,6 +181,7 @@ def _to_megatron(checkpoint: Checkpoint, model: Model, target: str, options: Opt
     dropped = Counter(checkpoint.dropped) + _lost_padding(checkpoint, model, rows)
     plan = _plan(checkpoint, model, target, files, tensors, dropped, logical, layout)
     plan.load_with = load_flags(args, is_release=iteration == "release")
+    plan.notes += [problem.message for problem in model.family.config.notices(model.config)]
     if layout.stages and not options.layout.stages:
         plan.notes.append(f"layers of the stages: {', '.join(map(str, layout.stages))}")
     return plan
@@ -308,6 +310,8 @@ def _companion_files(
 ) -> Iterator[OutputFile]:
     """config.json, true to the weights; tokenizer, chat template, generation config as they are."""
     table = model.family.config if model else None
+    if model:  # a family declares plain weights, whatever the base folder was quantized to
+        config = {key: value for key, value in config.items() if key != "quantization_config"}
     yield OutputFile.of_bytes("config.json", to_json(portable_config(config, main_dtype(tensors), table)))
     folders = [options.base, checkpoint.root] if options.base else [checkpoint.root]
     found = companions.find_companions(*folders)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from reshard.storage import StoredTensor
 NAME = "huggingface"
 WHAT = "safetensors in one file or in shards; pytorch_model*.bin is read"
 KINDS = (("model", "safetensors"), ("pytorch_model", "bin"))
+BUFFER = ".rotary_emb.inv_freq"
+"""Frequencies that transformers saved with the weights until 4.31. They follow from the config."""
 
 
 def detect(path: Path) -> bool:
@@ -55,12 +58,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
         problems += _index_mismatches(index, tensors)
     if problems:
         raise ReshardError(problems)
+    buffers = [tensors.pop(name) for name in list(tensors) if name.endswith(BUFFER)]
     return Checkpoint(
         path=path,
         format=NAME,
         dialect="hf",
         tensors=tensors,
         root=folder,
+        dropped=+Counter({"rotary buffers": sum(buffer.nbytes for buffer in buffers)}),
         variant=", ".join(sorted({file.suffix.lstrip(".") for file in files})),
     )
 
