@@ -834,6 +834,19 @@ def test_overwrite_does_not_replace_what_is_no_checkpoint(copy: Copy) -> None:
     assert "--overwrite" not in problem["remedy"]
 
 
+def test_overwrite_replaces_one_checkpoint_and_not_more(copy: Copy) -> None:
+    """Not a run with several iterations, nor a folder of folders in which a file of weights happens to lie."""
+    src = copy("qwen3")
+    dst = src.parent / "dst"
+    converted(src, dst, *MEGATRON)
+    shutil.copytree(dst / "release", dst / "iter_0000001")
+    assert "iter_0000001" in refusal(*convert(src, *MEGATRON, "--overwrite"))["found"]
+    shutil.rmtree(dst)
+    (dst / "photos").mkdir(parents=True)
+    shutil.copy(find(src, "model.safetensors"), dst)
+    assert "photos" in refusal(*convert(src, *MEGATRON, "--overwrite"))["found"]
+
+
 def test_the_destination_is_a_file(copy: Copy) -> None:
     src = copy("qwen3")
     (src.parent / "dst").write_text("a file")
@@ -928,7 +941,7 @@ import os, sys, time
 from reshard.cli import main
 pwrite = os.pwrite
 def slow(*args):
-    time.sleep(0.01)
+    time.sleep(0.05)
     return pwrite(*args)
 os.pwrite = slow
 main(sys.argv[1:])

@@ -8,7 +8,7 @@ from pathlib import Path
 from reshard.compare import unequal_replicas
 from reshard.errors import Problem, ReshardError
 from reshard.execute import Report, execute
-from reshard.formats import is_checkpoint
+from reshard.formats import is_replaceable
 from reshard.plan import Plan
 from reshard.staging import check_target, staged
 
@@ -25,7 +25,7 @@ def convert(
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Report:
     """Carry out a plan. `target` appears whole, or stays as it was; raises ReshardError."""
-    replaceable = target.is_dir() and is_checkpoint(target)
+    replaceable = target.is_dir() and is_replaceable(target)
     check_target(source, target, overwrite=overwrite, replaceable=replaceable, needed=plan.nbytes)
     problems = unequal_replicas(plan.replicas)
     if problems:

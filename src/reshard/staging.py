@@ -94,7 +94,7 @@ def _sweep(target: Path) -> None:
 def check_target(source: Path, target: Path, *, overwrite: bool, replaceable: bool, needed: int) -> None:
     """Refuse a destination that would lose something or cannot hold the result.
 
-    `replaceable` tells whether the folder is itself a checkpoint, and so may be replaced with `overwrite`;
+    `replaceable` tells whether the folder is one checkpoint and nothing else, which `overwrite` may replace;
     `needed` is the size of the result in bytes. Raises ReshardError.
     """
     problems = []
@@ -119,7 +119,7 @@ def check_target(source: Path, target: Path, *, overwrite: bool, replaceable: bo
                 remedy="choose another folder"
                 if overwrite
                 else "choose another folder, or give --overwrite to replace it",
-                expected="an empty folder, or a checkpoint to replace" if overwrite else None,
+                expected="an empty folder, or a checkpoint to replace, alone in it" if overwrite else None,
             )
         )
     elif target.exists() and not target.is_dir():

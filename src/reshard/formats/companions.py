@@ -15,6 +15,7 @@ from typing import Any
 from reshard.errors import ReshardError
 
 CONFIG = "config.json"
+TEMPLATES = "additional_chat_templates"
 
 TOKENIZER = (
     "tokenizer.json",
@@ -33,7 +34,7 @@ BESIDES = (
     "generation_config.json",
     "chat_template.json",
     "*.jinja",
-    "additional_chat_templates/*.jinja",
+    f"{TEMPLATES}/*.jinja",
     "*processor_config.json",  # preprocessor_config.json, processor_config.json, video_preprocessor_config.json
 )
 # Each alone, or these two together, is a whole vocabulary.
