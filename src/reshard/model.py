@@ -238,10 +238,13 @@ def _embedding_rows(checkpoint: Checkpoint) -> int:
 
 
 def _true_vocabulary(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int:
-    """Tokens, not rows: from the arguments, else from the tokenizer beside the checkpoint, else all rows."""
+    """Tokens, not rows: what the arguments or the tokenizer beside the checkpoint count, else all rows.
+
+    The greater of the two: Megatron-LM's `--vocab-size` may leave out tokens that were added later.
+    """
     rows = _embedding_rows(checkpoint)
-    counted = args.get("vocab_size") or find_companions(checkpoint.root).vocab_size
-    return min(int(counted), rows) if counted else rows
+    counted = args.get("vocab_size"), find_companions(checkpoint.root).vocab_size
+    return min(max((int(count) for count in counted if count), default=rows), rows)
 
 
 def _mtp_layers(checkpoint: Checkpoint, config: Mapping[str, Any]) -> int:

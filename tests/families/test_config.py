@@ -331,6 +331,21 @@ def test_a_sliding_window_counts_the_token_itself(tmp_path: Path) -> None:
     assert "window_size" not in MIXTRAL.to_args({})
 
 
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_moe", "deepseek_v3"])
+def test_experts_are_as_wide_as_a_dense_mlp_unless_told_otherwise(name: str, tmp_path: Path) -> None:
+    args = args_of(config_of(name, tmp_path))
+    args |= {"moe_ffn_hidden_size": None, "ffn_hidden_size": 16, "moe_shared_expert_intermediate_size": 48}
+    config = CONFIG_MAPS[name].to_config(args)
+    assert config["moe_intermediate_size"] == config["intermediate_size"] == 16
+    assert config.get("n_shared_experts", 3) == 3
+
+
+def test_heads_of_a_width_of_their_own_are_told_where_no_key_is_usual(tmp_path: Path) -> None:
+    args = args_of(config_of("qwen2", tmp_path))
+    assert "head_dim" not in QWEN2.to_config(args)
+    assert QWEN2.to_config({**args, "kv_channels": 32})["head_dim"] == 32
+
+
 def test_notices_name_what_megatron_computes_otherwise(tmp_path: Path) -> None:
     for name in VARIANTS:
         config = config_of(name, tmp_path)

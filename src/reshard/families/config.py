@@ -24,6 +24,7 @@ from reshard.families.entries import (
     Const,
     DenseFirst,
     Entry,
+    ExpertWidth,
     HeadDim,
     Key,
     KeyValueHeads,
@@ -153,7 +154,7 @@ FULL_ATTENTION = Const(config={"use_sliding_window": False})
 
 ROUTER: tuple[Entry, ...] = (
     Key("num_experts_per_tok", "moe_router_topk"),
-    Key("moe_intermediate_size", "moe_ffn_hidden_size"),
+    ExpertWidth(),
 )
 SOFTMAX_ROUTER = Const(args={"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False})
 # Scores are a softmax over all experts. With norm_topk_prob they are normalised over the chosen ones, which is

@@ -123,7 +123,10 @@ class KeyValueHeads(Entry):
 
 @dataclass(frozen=True)
 class HeadDim(Entry):
-    """`head_dim`, by default the hidden size divided by the heads. A family without that key is not given one."""
+    """`head_dim`, by default the hidden size divided by the heads.
+
+    A family without that key is given one (which its code reads) only where it is not the default.
+    """
 
     written: bool = True
 
@@ -132,8 +135,9 @@ class HeadDim(Entry):
         return {} if size is None else {"kv_channels": size}
 
     def to_config(self, args: Args) -> Values:
-        size = args.get("kv_channels") or _quotient(args, "hidden_size", "num_attention_heads")
-        return {} if size is None or not self.written else {"head_dim": size}
+        default = _quotient(args, "hidden_size", "num_attention_heads")
+        size = args.get("kv_channels") or default
+        return {} if size is None or (not self.written and size == default) else {"head_dim": size}
 
 
 def _quotient(source: Mapping[str, Any], dividend: str, divisor: str) -> int | None:
@@ -235,6 +239,23 @@ class DenseFirst(Entry):
         return {"first_k_dense_replace": layers - len(sparse), "moe_layer_freq": 1}
 
 
+def _expert_width(args: Args) -> Any:
+    """Megatron-LM makes experts as wide as a dense MLP unless it is told otherwise."""
+    return first(args, ("moe_ffn_hidden_size", "ffn_hidden_size"))
+
+
+class ExpertWidth(Entry):
+    """`moe_intermediate_size`, the width of one expert."""
+
+    def to_args(self, config: Config) -> Values:
+        width = config.get("moe_intermediate_size")
+        return {} if width is None else {"moe_ffn_hidden_size": width}
+
+    def to_config(self, args: Args) -> Values:
+        width = _expert_width(args)
+        return {} if width is None else {"moe_intermediate_size": width}
+
+
 class SharedExperts(Entry):
     """DeepSeek counts its shared experts, Megatron-LM gives the width of all together."""
 
@@ -243,12 +264,12 @@ class SharedExperts(Entry):
         return {"moe_shared_expert_intermediate_size": count * size} if count and size else {}
 
     def to_config(self, args: Args) -> Values:
-        width, size = args.get("moe_shared_expert_intermediate_size"), args.get("moe_ffn_hidden_size")
+        width, size = args.get("moe_shared_expert_intermediate_size"), _expert_width(args)
         if not width or not size:
             return {"n_shared_experts": None}
         if width % size:
             message = "the shared experts are not a whole number of experts"
-            found = f"moe_shared_expert_intermediate_size={width}, moe_ffn_hidden_size={size}"
+            found = f"moe_shared_expert_intermediate_size={width}, experts of width {size}"
             raise ReshardError(message, rule=RULE, found=found)
         return {"n_shared_experts": width // size}
 

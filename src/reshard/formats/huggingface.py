@@ -19,7 +19,7 @@ NAME = "huggingface"
 WHAT = "safetensors in one file or in shards; pytorch_model*.bin is read"
 KINDS = (("model", "safetensors"), ("pytorch_model", "bin"))
 BUFFER = ".rotary_emb.inv_freq"
-"""Frequencies that transformers saved with the weights until 4.31. They follow from the config."""
+"""Frequencies that older versions of transformers saved with the weights. They follow from the config."""
 
 
 def detect(path: Path) -> bool:
