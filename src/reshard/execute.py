@@ -6,6 +6,7 @@ by the window and scratch buffers of each thread, whatever the size of the model
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections import deque
 from collections.abc import Callable
@@ -30,6 +31,14 @@ WINDOW = 1 << 20
 
 WIDE_WINDOW = 32 << 20
 """The same where a tensor is transposed, so that one read of its source serves many rows."""
+
+
+SLICE = 128 << 10
+"""Bytes of one write. The kernel sizes the memory that it takes for a file by it: larger writes ask for large
+contiguous pieces, which took three times as long to find here as small ones (docs/performance.md)."""
+
+WRITEBACK = 16 << 20
+"""Bytes after which a file's dirty pages start on their way to the disk, so that fsync finds little left to do."""
 
 
 @dataclass
@@ -157,6 +166,15 @@ class _Job:
             _write(self.descriptor, memoryview(content), offset)
         self.waiting = file.blocks[::-1]
         self.active = 0
+        self._dirty = 0
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Write at a final offset. Threads may write different parts of one file."""
+        _write(self.descriptor, data, offset)
+        self._dirty += len(data)  # a lost update only moves the moment of the next writeback
+        if self._dirty >= WRITEBACK:
+            self._dirty = 0
+            start_writeback(self.descriptor)
 
     def finished(self, lock: Lock) -> bool:
         with lock:
@@ -195,7 +213,7 @@ class _Worker:
             nonfinite = nonfinite or has_nonfinite(raw, block.dtype)
             if block.crc_at:
                 checksum = crc32(raw.data, checksum)
-            _write(job.descriptor, raw.data, block.offset + begin * size)
+            job.write(raw.data, block.offset + begin * size)
             self.run.on_bytes(len(raw))
         for place in block.crc_at:
             _write(job.descriptor, memoryview(checksum.to_bytes(4, "little")), place)
@@ -228,5 +246,19 @@ def _is_transposed(view: View) -> bool:
 
 def _write(descriptor: int, data: memoryview, offset: int) -> None:
     while data:
-        count = os.pwrite(descriptor, data, offset)
+        count = os.pwrite(descriptor, data[:SLICE], offset)
         data, offset = data[count:], offset + count
+
+
+def _sync_file_range() -> Callable[[int], object]:
+    """Linux's sync_file_range, which Python does not wrap; elsewhere nothing, and fsync does it all."""
+    try:
+        call = ctypes.CDLL(None).sync_file_range
+    except (OSError, AttributeError):
+        return lambda descriptor: None
+    call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    write_only = 2  # SYNC_FILE_RANGE_WRITE: start, and do not wait
+    return lambda descriptor: call(descriptor, 0, 0, write_only)
+
+
+start_writeback = _sync_file_range()

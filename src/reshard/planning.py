@@ -18,7 +18,7 @@ from reshard.families.config import flags_not_restored, portable_config
 from reshard.formats import companions, huggingface, megatron, megatron_legacy, open_checkpoint
 from reshard.formats.hints import BASE, find_hints
 from reshard.formats.huggingface import to_json
-from reshard.formats.mcore import padded_vocabulary, stage_arguments
+from reshard.formats.mcore import padded_vocabulary
 from reshard.gather import castable
 from reshard.layout import Layout
 from reshard.logical import LogicalTensors, logical_tensors
@@ -248,7 +248,6 @@ def layout_arguments(layout: Layout) -> dict[str, Any]:
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
         "world_size": layout.world_size,
-        **stage_arguments(layout),
     }
 
 
