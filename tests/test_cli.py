@@ -298,6 +298,19 @@ def test_verify_equal(model: Path, megatron: Path) -> None:
     assert found["equal"] and found["differences"] == [] and found["tensors"] == 47
 
 
+def test_verify_tells_what_it_took_for_granted(model: Path, megatron: Path, tmp_path: Path) -> None:
+    bare = Path(shutil.copytree(megatron, tmp_path / "bare"))
+    (bare / "config.json").unlink()
+    assert not reshard("verify", bare, megatron, "--json").json["notes"]  # the other side has a config
+    (tmp_path / "other").mkdir()
+    shutil.copytree(bare / "release", tmp_path / "other" / "release")
+    (tmp_path / "other" / "latest_checkpointed_iteration.txt").write_text("release")
+    words = ("verify", bare, tmp_path / "other")
+    notes = reshard(*words, "--json").json["notes"]
+    assert {note[:3] for note in notes} == {"A: ", "B: "} and "derived" in " ".join(notes)
+    assert notes[0] in reshard(*words).err
+
+
 def test_verify_different(model: Path, other: Path) -> None:
     result = reshard("verify", model, other)
     assert result.code == 1 and "different: 6 tensors" in result.out

@@ -189,7 +189,7 @@ def _named(name: str) -> Family:
 
 
 def _family_by_args(checkpoint: Checkpoint, forced: str | None) -> tuple[Family, list[str]]:
-    """The family whose constants agree with the arguments and whose tensors are all there."""
+    """The first family whose tensors, at the sizes that the arguments tell, are those of the checkpoint."""
     if checkpoint.args is None:
         raise ReshardError(
             "nothing says which model this is",

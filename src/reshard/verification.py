@@ -113,7 +113,9 @@ def compare_weights(
     _settle(ledger)
     nbytes = sum(_tensor(first, name).nbytes for name in same)
     model = first.model or second.model
-    return Comparison(len(same), nbytes, sorted(rows), model.family.name if model else None)
+    sides = (("A", first), ("B", second))
+    notes = [f"{name}: {note}" for name, side in sides if side.model for note in side.model.notes]
+    return Comparison(len(same), nbytes, sorted(rows), model.family.name if model else None, notes=notes)
 
 
 def _words(logical: Logical) -> str:

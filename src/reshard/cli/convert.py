@@ -58,7 +58,10 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     "--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest safetensors file."
 )
 @click.option(
-    "--vocab-divisible-by", type=POSITIVE, metavar="N", help="Pad the vocabulary to N·TP; 128 by default."
+    "--vocab-divisible-by",
+    type=POSITIVE,
+    metavar="N",
+    help="Pad the vocabulary to a multiple of N·TP; SRC's N by default, else 128.",
 )
 @click.option(
     "--transformer-impl",

@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 import click
+from rich.markup import escape
 from rich.table import Table
 
 from reshard import api
-from reshard.cli.console import common_options, handles_errors, print_json, progress, size, stdout
+from reshard.cli.console import common_options, handles_errors, print_json, progress, size, stderr, stdout
 from reshard.verification import Comparison
 
 SHOWN = 40
@@ -39,6 +40,8 @@ def command(a: Path, b: Path, base: Path | None, logits: bool, json_output: bool
 
 def _print(found: Comparison) -> None:
     console = stdout()
+    for note in found.notes:
+        stderr().print(f"[bold]note:[/] {escape(note)}")
     if found.rows:
         table = Table()
         table.add_column("tensor", overflow="fold")  # a name that is cut off names nothing
