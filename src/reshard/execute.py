@@ -1,7 +1,7 @@
 """Run a plan: windows of each block are gathered into a small buffer and written at their final offset.
 
 Work is handed out block by block, each thread on the file that fewest others are writing. Memory is bounded
-by the window and scratch buffers of each thread, whatever the size of the model.
+by the window of each thread and what it maps of its sources, whatever the size of the model.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from reshard.dtypes import DType
 from reshard.errors import ReshardError
 from reshard.gather import RAW, Files, Gatherer, Ledger, crc_problem
 from reshard.plan import Block, OutputFile, Plan
-from reshard.views import View
+from reshard.views import Piece, View
 
-WINDOW = 1 << 20
+WINDOW = 2 << 20
 """Bytes gathered at a time: small enough for the cache, large enough for the disk."""
 
 WIDE_WINDOW = 32 << 20
@@ -208,8 +208,7 @@ class _Worker:
             if self.run.stopped.is_set():
                 return
             count = min(window, view.numel - begin)
-            raw = self._room(count * size)
-            self.gatherer.fill(view.window(begin, begin + count), block.dtype, raw.view(RAW[size]))
+            raw = self._gathered(view.window(begin, begin + count), block.dtype, count)
             nonfinite = nonfinite or has_nonfinite(raw, block.dtype)
             if block.crc_at:
                 checksum = crc32(raw.data, checksum)
@@ -219,6 +218,14 @@ class _Worker:
             _write(job.descriptor, memoryview(checksum.to_bytes(4, "little")), place)
         storages = {piece.source.storage for piece in view.pieces if isinstance(piece.source, Cells)}
         self.run.note(block, nonfinite, storages)
+
+    def _gathered(self, pieces: tuple[Piece, ...], dtype: DType, count: int) -> np.ndarray[Any, Any]:
+        """The bytes of a window: where they lie, if they lie side by side, else put together in the buffer."""
+        raw = self.gatherer.contiguous(pieces, dtype, count)
+        if raw is None:
+            raw = self._room(count * dtype.itemsize)
+            self.gatherer.fill(pieces, dtype, raw.view(RAW[dtype.itemsize]))
+        return raw
 
     def _room(self, nbytes: int) -> np.ndarray[Any, Any]:
         if nbytes > self.buffer.nbytes:

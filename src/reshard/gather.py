@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections import OrderedDict
 from threading import Lock
@@ -20,8 +21,11 @@ from reshard.views import Piece
 RAW: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """Elements are moved as integers of their width, whatever they mean."""
 
-DIRECT = 16 << 10
-"""Runs of at least this many bytes are read straight to their place; shorter ones with what lies between."""
+MAP_LIMIT = 32 << 20
+"""Bytes mapped at a time, at most: mapped pages count as memory of the process."""
+
+MAP_FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+"""Populating maps all pages in one call instead of a fault for each few."""
 
 
 class Files:
@@ -42,21 +46,25 @@ class Files:
         opened = self._open[path] = os.open(path, os.O_RDONLY)
         return opened
 
-    def read(self, path: str, offset: int, into: memoryview) -> None:
-        """Fill `into` from byte `offset` of `path`, or raise: a short read is a truncated file."""
-        descriptor = self.descriptor(path)
-        done = 0
-        while done < len(into):
-            count = os.preadv(descriptor, [into[done:]], offset + done)
-            if count == 0:
-                raise ReshardError(
-                    "a file ends before its tensors do",
-                    file=path,
-                    expected=f"at least {offset + len(into)} bytes",
-                    found=f"{offset + done} bytes",
-                    remedy="the file changed or was cut short while it was read: copy it again",
-                )
-            done += count
+    def mapped(self, path: str, offset: int, nbytes: int) -> np.ndarray[Any, Any]:
+        """`nbytes` bytes of `path` from `offset` as an array that shows the page cache, without a copy.
+
+        The mapping lives as long as the array. Raises ReshardError if the file ends before: it is truncated.
+        """
+        start = offset % mmap.ALLOCATIONGRANULARITY
+        try:
+            pages = mmap.mmap(
+                self.descriptor(path), start + nbytes, MAP_FLAGS, mmap.PROT_READ, offset=offset - start
+            )
+        except ValueError:
+            raise ReshardError(
+                "a file ends before its tensors do",
+                file=path,
+                expected=f"at least {offset + nbytes} bytes",
+                found=f"{os.fstat(self.descriptor(path)).st_size} bytes",
+                remedy="the file changed or was cut short while it was read: copy it again",
+            ) from None
+        return np.frombuffer(pages, np.uint8, nbytes, start)
 
     def close(self) -> None:
         while self._open:
@@ -74,7 +82,8 @@ class Ledger:
         """Note that bytes `begin` and on of `storage` were `data`. What came before is not counted again."""
         if storage.crc32 is None:
             return
-        value, end = crc32(data), begin + len(data)
+        end = begin + len(data)
+        value = crc32(data)
         with self._lock:
             ranges = self._seen.setdefault(storage, [])
             place = len(ranges)
@@ -95,16 +104,15 @@ class Ledger:
 
     def settle(self, files: Files) -> list[Storage]:
         """Read what did not pass of each storage that was touched, and return those whose CRC32 is wrong."""
-        buffer = memoryview(bytearray(1 << 20))
         wrong = []
         for storage, ranges in self._seen.items():
             total, position = 0, 0
             for begin, end, value in [*ranges, (storage.nbytes, storage.nbytes, 0)]:
                 while position < begin:
-                    part = buffer[: min(len(buffer), begin - position)]
-                    files.read(storage.path, storage.offset + position, part)
-                    total = crc32(part, total)
-                    position += len(part)
+                    count = min(MAP_LIMIT, begin - position)
+                    part = files.mapped(storage.path, storage.offset + position, count)
+                    total = crc32(part.data, total)
+                    position += count
                 total = crc32_combine(total, value, end - begin)
                 position = end
             if total != storage.crc32:
@@ -113,62 +121,55 @@ class Ledger:
 
 
 class Gatherer:
-    """Reads pieces for one thread. `scratch` bounds the memory of strided reads, in bytes."""
+    """Reads pieces for one thread. `limit` bounds what is mapped at a time, in bytes."""
 
-    def __init__(self, files: Files, ledger: Ledger | None, scratch: int) -> None:
+    def __init__(self, files: Files, ledger: Ledger | None, limit: int = MAP_LIMIT) -> None:
         self._files = files
         self._ledger = ledger
-        self._scratch = np.empty(scratch, np.uint8)
+        self._limit = limit
+
+    def contiguous(self, pieces: tuple[Piece, ...], dtype: DType, count: int) -> np.ndarray[Any, Any] | None:
+        """The `count` elements of `pieces` as bytes of the page cache, if they lie there just so; else None."""
+        if len(pieces) != 1:
+            return None
+        piece, cells = pieces[0], pieces[0].source
+        assert isinstance(cells, Cells)
+        side_by_side = piece.axes in ((), ((count, 1, 1),)) and piece.numel == count
+        if not side_by_side or cells.dtype != dtype or not cells.storage.path:
+            return None
+        return self._span(cells, piece)
 
     def fill(self, pieces: tuple[Piece, ...], dtype: DType, out: np.ndarray[Any, Any]) -> None:
         """Put the elements of `pieces` at their places in `out`, whose items are as wide as `dtype`."""
         for piece in pieces:
             cells = piece.source
             assert isinstance(cells, Cells)
-            if not cells.storage.path:
-                _strided(out, piece.at, [(n, t) for n, _, t in piece.axes])[...] = 0
-            elif cells.dtype == dtype and _run(piece) * dtype.itemsize >= DIRECT:
-                self._direct(cells, piece, out)
+            if cells.storage.path:
+                self._place(cells, piece, dtype, out)
             else:
-                self._strided(cells, piece, dtype, out)
+                _strided(out, piece.at, [(n, t) for n, _, t in piece.axes])[...] = 0
 
-    def _direct(self, cells: Cells, piece: Piece, out: np.ndarray[Any, Any]) -> None:
-        """Long runs: one read each, straight into the buffer."""
-        size, run = cells.dtype.itemsize, _run(piece)
-        raw = out.data.cast("B")
-        outer = piece.axes[:-1]
-        for index in np.ndindex(*[n for n, _, _ in outer]):
-            start = piece.start + sum(i * s for i, (_, s, _) in zip(index, outer, strict=True))
-            at = piece.at + sum(i * t for i, (_, _, t) in zip(index, outer, strict=True))
-            self._read(cells.storage, start * size, raw[at * size : (at + run) * size])
-
-    def _strided(self, cells: Cells, piece: Piece, dtype: DType, out: np.ndarray[Any, Any]) -> None:
-        """Short runs: read all that lies between the first and the last, and pick in memory."""
+    def _place(self, cells: Cells, piece: Piece, dtype: DType, out: np.ndarray[Any, Any]) -> None:
+        """Map all that lies between the first and the last element, and pick from it."""
         size = cells.dtype.itemsize
-        span = (piece.source_end - piece.start) * size
-        if span > self._scratch.nbytes:
+        if (piece.source_end - piece.start) * size > self._limit:
             for part in _halves(piece):
-                self._strided(cells, part, dtype, out)
+                self._place(cells, part, dtype, out)
             return
-        covering = self._scratch[:span]
-        self._read(cells.storage, piece.start * size, covering.data)
-        values = _strided(covering.view(RAW[size]), 0, [(n, s) for n, s, _ in piece.axes])
+        span = self._span(cells, piece).view(RAW[size])
+        values = _strided(span, 0, [(n, s) for n, s, _ in piece.axes])
         if cells.dtype != dtype:
             values = cast(values, cells.dtype, dtype)
         _strided(out, piece.at, [(n, t) for n, _, t in piece.axes])[...] = values
 
-    def _read(self, storage: Storage, begin: int, into: memoryview) -> None:
-        self._files.read(storage.path, storage.offset + begin, into)
+    def _span(self, cells: Cells, piece: Piece) -> np.ndarray[Any, Any]:
+        """The bytes from the first to the last element of a piece, which are noted in the ledger."""
+        size = cells.dtype.itemsize
+        begin, count = piece.start * size, (piece.source_end - piece.start) * size
+        span = self._files.mapped(cells.storage.path, cells.storage.offset + begin, count)
         if self._ledger is not None:
-            self._ledger.record(storage, begin, into)
-
-
-def _run(piece: Piece) -> int:
-    """How many elements lie side by side both in the source and in the target."""
-    if not piece.axes:
-        return 1
-    count, source, target = piece.axes[-1]
-    return count if source == target == 1 else 1
+            self._ledger.record(cells.storage, begin, span.data)
+        return span
 
 
 def _halves(piece: Piece) -> tuple[Piece, Piece]:

@@ -69,6 +69,12 @@ def resolve(checkpoint: Checkpoint, base: Path | None = None, family: str | None
         if there != declared:
             config["num_nextn_predict_layers"] = there
             notes = [*notes, f"MTP layers: config.json names {declared}, the checkpoint has {there}"]
+        if tokens := _fewer_tokens(checkpoint, config, base or checkpoint.root):
+            notes = [
+                *notes,
+                f"vocab_size: {tokens} as the tokenizer has, not {config['vocab_size']}: {_FEWER}",
+            ]
+            config["vocab_size"] = tokens
     else:
         found, notes = _family_by_args(checkpoint, family)
         args = dict(checkpoint.args or {})
@@ -247,6 +253,28 @@ def _true_vocabulary(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int:
     return min(max((int(count) for count in counted if count), default=rows), rows)
 
 
+_FEWER = "Megatron-LM pads what the tokenizer has, and config.json counts spare rows that it never made"
+
+
+def _fewer_tokens(checkpoint: Checkpoint, config: Mapping[str, Any], base: Path) -> int | None:
+    """The tokenizer's size, if Megatron made its embedding from that, with fewer rows than config.json says.
+
+    Qwen2.5's config, for one, has 151,936 rows for 151,665 tokens.
+    """
+    declared = config.get("vocab_size")
+    if checkpoint.dialect != "mcore" or not isinstance(declared, int):
+        return None
+    rows = _embedding_rows(checkpoint)
+    tokens = find_companions(base, checkpoint.root).vocab_size
+    if tokens is None or not tokens <= rows < declared <= rows + SPARE_ROWS:
+        return None
+    return tokens
+
+
+SPARE_ROWS = 1024
+"""How many rows beyond the tokens, at most, are padding and not another model's vocabulary."""
+
+
 def _mtp_layers(checkpoint: Checkpoint, config: Mapping[str, Any]) -> int:
     """How many multi-token prediction layers there are: configs often name layers that were left out.
 
@@ -316,7 +344,7 @@ def _plausible_padding(checkpoint: Checkpoint, vocab: int, rows: int) -> bool:
     args = checkpoint.args or {}
     unit = int(args.get("make_vocab_size_divisible_by") or 128)
     exact = padded_vocabulary(vocab, unit, int(args.get("tensor_model_parallel_size") or 1))
-    return vocab <= rows and rows - vocab <= max(exact - vocab, 1024)
+    return vocab <= rows and rows - vocab <= max(exact - vocab, SPARE_ROWS)
 
 
 _LAYER = re.compile(r"(?:model|decoder)\.layers\.(\d+)\.")

@@ -197,6 +197,19 @@ class Stages:
         return self.layout.pp - 1, self.layout.vpp - 1
 
 
+def layout_of(args: Mapping[str, Any]) -> Layout:
+    """The layout that Megatron-LM's arguments describe."""
+
+    def get(name: str) -> int:
+        value = args.get(name)
+        return value if isinstance(value, int) else 1
+
+    tp, pp = get("tensor_model_parallel_size"), get("pipeline_model_parallel_size")
+    vpp, ep = get("virtual_pipeline_model_parallel_size"), get("expert_model_parallel_size")
+    etp = args.get("expert_tensor_parallel_size") or tp
+    return Layout(tp, pp, vpp, ep, etp if args.get("num_experts") else 1)
+
+
 def padded_vocabulary(vocab: int, divisible_by: int, tp: int) -> int:
     """Rows of the embedding: Megatron-LM pads them to a multiple of `divisible_by` times TP."""
     unit = divisible_by * tp

@@ -29,6 +29,7 @@ from reshard.formats.mcore import (
     Place,
     Spelling,
     Stages,
+    layout_of,
     name_of,
     place_of,
     shard_boxes,
@@ -122,19 +123,6 @@ def _common(folder: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def layout_of(args: Mapping[str, Any]) -> Layout:
-    """The layout that Megatron-LM's arguments describe."""
-
-    def get(name: str) -> int:
-        value = args.get(name)
-        return value if isinstance(value, int) else 1
-
-    tp, pp = get("tensor_model_parallel_size"), get("pipeline_model_parallel_size")
-    vpp, ep = get("virtual_pipeline_model_parallel_size"), get("expert_model_parallel_size")
-    etp = args.get("expert_tensor_parallel_size") or tp
-    return Layout(tp, pp, vpp, ep, etp if args.get("num_experts") else 1)
-
-
 _KEY = re.compile(r"(decoder|mtp)\.layers\.(?:(\d+)\.)?(.*)")
 _EXPERT_KEY = re.compile(r"(.*mlp\.experts)\.experts\.(?:(\d+)\.)?(.*)")
 _HALVES = {"_w": 0, "_v": 1}
@@ -209,7 +197,8 @@ class _Reader:
         for name, (dtype, shape) in self._shapes.items():
             parts = self._parts[name]
             found = sum(part.numel for _, part in parts)
-            if found != prod(shape):
+            repeated = len({low for low, _ in parts}) < len(parts)
+            if found != prod(shape) or repeated:
                 problems.append(
                     Problem(
                         "chunks of a tensor are missing" if found < prod(shape) else "chunks overlap",

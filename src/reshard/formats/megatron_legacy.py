@@ -25,6 +25,7 @@ from reshard.formats.mcore import (
     Split,
     Stages,
     join,
+    layout_of,
     name_of,
     place_of,
     shard,
@@ -32,7 +33,6 @@ from reshard.formats.mcore import (
     stored_args,
     unfused,
 )
-from reshard.formats.megatron import layout_of
 from reshard.formats.torchfile import read_torch_file
 from reshard.formats.torchwrite import NewTensor, layout_torch_file
 from reshard.layout import Layout
