@@ -60,6 +60,7 @@ def resolve(checkpoint: Checkpoint, base: Path | None = None, family: str | None
             expected="the Hugging Face folder that training started from",
             remedy="name another folder with --base",
         )
+    _refuse_quantized(checkpoint)
     args: Mapping[str, Any] | None = None
     if config is not None:
         found, notes = _family_of(config, checkpoint, family)
@@ -251,6 +252,19 @@ def _true_vocabulary(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int:
     rows = _embedding_rows(checkpoint)
     counted = args.get("vocab_size"), find_companions(checkpoint.root).vocab_size
     return min(max((int(count) for count in counted if count), default=rows), rows)
+
+
+def _refuse_quantized(checkpoint: Checkpoint) -> None:
+    """Weights with scales beside them are no numbers by themselves; carrying them over would lose the scales."""
+    scaled = [name for name in checkpoint.tensors if name.endswith(("weight_scale_inv", "weight_scale"))]
+    if scaled:
+        raise ReshardError(
+            "the weights are quantized",
+            tensor=f"{scaled[0]} and {len(scaled) - 1} more",
+            file=str(checkpoint.path),
+            rule="a tensor is carried as it is, and its scale has no place on the other side",
+            remedy="dequantize the model to bfloat16 first, as its publisher describes",
+        )
 
 
 _FEWER = "Megatron-LM pads what the tokenizer has, and config.json counts spare rows that it never made"
