@@ -47,9 +47,7 @@ def test_any_view_is_gathered_as_numpy_sees_it(tmp_path_factory: pytest.TempPath
     view, expected = View.of(cells, *shape)[box].permute(*order), values[box].transpose(order)
     files, ledger = Files(), Ledger()
     out = np.zeros(view.numel, np.uint16)
-    Gatherer(files, ledger, limit=data.draw(st.sampled_from([64, 4096, 1 << 16]))).fill(
-        view.pieces, U16, out
-    )
+    Gatherer(files, ledger, limit=data.draw(st.sampled_from([64, 4096, 1 << 16]))).fill(view.pieces, U16, out)
     assert np.array_equal(out.reshape(view.shape), expected)
     assert ledger.settle(files) == []
     files.close()
