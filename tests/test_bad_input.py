@@ -937,8 +937,9 @@ def test_ctrl_c_in_a_callback(copy: Copy) -> None:
 
 
 SLOW = """
-import os, sys, time
+import os, signal, sys, time
 from reshard.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell begins with it ignored
 pwrite = os.pwrite
 def slow(*args):
     time.sleep(0.05)

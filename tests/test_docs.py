@@ -142,6 +142,8 @@ def exists(span: str, defined: set[str]) -> bool:
     """Whether the file, the function or the flag that a piece of inline code names is there."""
     if re.fullmatch(r"(?:src|tests|docs|demo|bench|\.ci)/[\w./-]*", span):
         return (REPOSITORY / span).exists() or span in FOREIGN_FILES
+    if re.fullmatch(r"[\w.*-]+\.(safetensors|json|bin|pt|txt|yaml|jinja|distcp)", span):
+        return True  # a file of a checkpoint, not of the project
     if re.fullmatch(r"[\w/]+\.py", span):
         return any(REPOSITORY.glob(f"src/**/{span}")) or span in FOREIGN_FILES
     if attribute := re.fullmatch(r"reshard\.(?!json)(\w+)", span):

@@ -30,9 +30,10 @@ class Layout:
         return sizes
 
     def __str__(self) -> str:
-        always = ("TP", "PP", "ETP") if self.ep > 1 else ("TP", "PP")
-        sizes = {"TP": self.tp, "PP": self.pp, "VPP": self.vpp, "EP": self.ep, "ETP": self.etp}
-        return " · ".join(f"{name}{size}" for name, size in sizes.items() if size > 1 or name in always)
+        words = [f"TP{self.tp}", f"PP{self.pp}"]
+        words += [f"VPP{self.vpp}"] * (self.vpp > 1) + [f"EP{self.ep}"] * (self.ep > 1)
+        words += [f"ETP{self.etp}"] * (self.ep > 1 or self.etp not in (1, self.tp))
+        return " · ".join(words)
 
     @property
     def stage_ranks(self) -> int:
