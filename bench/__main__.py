@@ -48,7 +48,7 @@ def _against_cp(name: str, model: Path, data: Path, rounds: int) -> None:
     _show(
         race(
             f"{name}: huggingface → megatron {' '.join(layout)}",
-            [Contender("cp -r", ["cp", "-r", str(model), str(copy)], copy), Contender("reshard", there, out)],
+            [*_copies(model, copy), Contender("reshard", there, out)],
             rounds,
         )
     )
@@ -59,10 +59,19 @@ def _against_cp(name: str, model: Path, data: Path, rounds: int) -> None:
     _show(
         race(
             f"{name}: megatron → huggingface",
-            [Contender("cp -r", ["cp", "-r", str(kept), str(copy)], copy), Contender("reshard", back, out)],
+            [*_copies(kept, copy), Contender("reshard", back, out)],
             rounds,
         )
     )
+
+
+def _copies(source: Path, copy: Path) -> list[Contender]:
+    """`cp -r`, and the same until the copy is on the disk, which is when reshard ends."""
+    durable = 'cp -r "$0" "$1" && find "$1" -type f -exec sync {} +'
+    return [
+        Contender("cp -r", ["cp", "-r", str(source), str(copy)], copy),
+        Contender("cp -r, then sync", ["sh", "-c", durable, str(source), str(copy)], copy),
+    ]
 
 
 def _against_peers(model: Path, data: Path, rounds: int) -> None:

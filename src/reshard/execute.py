@@ -208,7 +208,8 @@ class _Worker:
             if self.run.stopped.is_set():
                 return
             count = min(window, view.numel - begin)
-            raw = self._gathered(view.window(begin, begin + count), block.dtype, count)
+            pieces = view.pieces if count == view.numel else view.window(begin, begin + count)
+            raw = self._gathered(pieces, block.dtype, count)
             nonfinite = nonfinite or has_nonfinite(raw, block.dtype)
             if block.crc_at:
                 checksum = crc32(raw.data, checksum)

@@ -24,9 +24,6 @@ RAW: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 MAP_LIMIT = 32 << 20
 """Bytes mapped at a time, at most: mapped pages count as memory of the process."""
 
-MAP_FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-"""Populating maps all pages in one call instead of a fault for each few."""
-
 
 class Files:
     """Open file descriptors, least recently used first, for one thread."""
@@ -54,7 +51,7 @@ class Files:
         start = offset % mmap.ALLOCATIONGRANULARITY
         try:
             pages = mmap.mmap(
-                self.descriptor(path), start + nbytes, MAP_FLAGS, mmap.PROT_READ, offset=offset - start
+                self.descriptor(path), start + nbytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=offset - start
             )
         except ValueError:
             raise ReshardError(
