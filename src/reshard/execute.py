@@ -167,14 +167,16 @@ class _Job:
         self.waiting = file.blocks[::-1]
         self.active = 0
         self._dirty = 0
+        self._writing = Lock()
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write at a final offset. Threads may write different parts of one file."""
-        _write(self.descriptor, data, offset)
-        self._dirty += len(data)  # a lost update only moves the moment of the next writeback
-        if self._dirty >= WRITEBACK:
-            self._dirty = 0
-            start_writeback(self.descriptor)
+        with self._writing:  # the kernel lets one write a file at a time, and the others spin
+            _write(self.descriptor, data, offset)
+            self._dirty += len(data)
+            if self._dirty >= WRITEBACK:
+                self._dirty = 0
+                start_writeback(self.descriptor)
 
     def finished(self, lock: Lock) -> bool:
         with lock:
