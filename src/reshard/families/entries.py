@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,14 +24,16 @@ def first(source: Mapping[str, Any], names: Iterable[str], default: Any = None) 
     return next((source[name] for name in names if source.get(name) is not None), default)
 
 
-class Entry:
+class Entry(ABC):
     """A fact that both sides express. What the given side does not tell is left out of the other."""
 
+    @abstractmethod
     def to_args(self, config: Config) -> Values:
-        raise NotImplementedError
+        """The arguments that say what `config` says."""
 
+    @abstractmethod
     def to_config(self, args: Args) -> Values:
-        raise NotImplementedError
+        """The config that says what `args` say."""
 
     def notices(self, config: Config) -> Iterator[str]:
         """What the config asks for and Megatron-LM has no argument for."""
