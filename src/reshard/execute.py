@@ -6,7 +6,6 @@ by the window of each thread and what it maps of its sources, whatever the size 
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections import deque
 from collections.abc import Callable
@@ -24,21 +23,14 @@ from reshard.dtypes import DType
 from reshard.errors import ReshardError
 from reshard.gather import RAW, Files, Gatherer, Ledger, crc_problem
 from reshard.plan import Block, OutputFile, Plan
-from reshard.views import Piece, View
+from reshard.sink import PAGE, Buffer, Sink
+from reshard.views import View
 
 WINDOW = 2 << 20
 """Bytes gathered at a time: small enough for the cache, large enough for the disk."""
 
 WIDE_WINDOW = 32 << 20
 """The same where a tensor is transposed, so that one read of its source serves many rows."""
-
-
-SLICE = 128 << 10
-"""Bytes of one write. The kernel sizes the memory that it takes for a file by it: larger writes ask for large
-contiguous pieces, which took three times as long to find here as small ones (docs/performance.md)."""
-
-WRITEBACK = 16 << 20
-"""Bytes after which a file's dirty pages start on their way to the disk, so that fsync finds little left to do."""
 
 
 @dataclass
@@ -114,7 +106,7 @@ class _Run:
                 if block is not None:
                     worker.write(job, block)
                 if job.finished(self._lock):
-                    job.close()
+                    job.sink.close()
         finally:
             worker.close()
 
@@ -158,35 +150,16 @@ class _Job:
     """An output file while it is being written."""
 
     def __init__(self, file: OutputFile, folder: Path) -> None:
-        path = folder / file.path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        os.ftruncate(self.descriptor, file.size)
+        self.sink = Sink(folder / file.path, file.size)
         for offset, content in file.literals():
-            _write(self.descriptor, memoryview(content), offset)
+            self.sink.write(memoryview(content), offset)
         self.waiting = file.blocks[::-1]
         self.active = 0
-        self._dirty = 0
-        self._writing = Lock()
-
-    def write(self, data: memoryview, offset: int) -> None:
-        """Write at a final offset. Threads may write different parts of one file."""
-        with self._writing:  # the kernel lets one write a file at a time, and the others spin
-            _write(self.descriptor, data, offset)
-            self._dirty += len(data)
-            if self._dirty >= WRITEBACK:
-                self._dirty = 0
-                start_writeback(self.descriptor)
 
     def finished(self, lock: Lock) -> bool:
         with lock:
             self.active -= 1
             return not self.active and not self.waiting
-
-    def close(self) -> None:
-        """Make the file durable: the rename that publishes it must not overtake its bytes."""
-        os.fsync(self.descriptor)
-        os.close(self.descriptor)
 
 
 class _Worker:
@@ -196,7 +169,7 @@ class _Worker:
         self.run = run
         self.files = Files()
         self.gatherer = Gatherer(self.files, run.ledger, run.wide)
-        self.buffer = np.empty(WINDOW, np.uint8)
+        self.buffer = Buffer(WINDOW)
 
     def close(self) -> None:
         self.files.close()
@@ -204,36 +177,27 @@ class _Worker:
     def write(self, job: _Job, block: Block) -> None:
         """Gather one block window by window, and write it, its checksum last."""
         view, size = block.source(), block.dtype.itemsize
-        window = (self.run.wide if _is_transposed(view) else WINDOW) // size
+        window = self.run.wide if _is_transposed(view) else WINDOW
         checksum, nonfinite = 0, False
-        for begin in range(0, view.numel, window):
+        begin = 0
+        while begin < view.numel:
             if self.run.stopped.is_set():
                 return
-            count = min(window, view.numel - begin)
-            pieces = view.pieces if count == view.numel else view.window(begin, begin + count)
-            raw = self._gathered(pieces, block.dtype, count)
+            offset = block.offset + begin * size
+            end = min(view.numel, begin + (window - offset % PAGE) // size)  # windows but the last end with a page
+            pieces = view.pieces if end - begin == view.numel else view.window(begin, end)
+            raw = self.buffer.room((end - begin) * size, offset)
+            self.gatherer.fill(pieces, block.dtype, raw.view(RAW[size]))
             nonfinite = nonfinite or has_nonfinite(raw, block.dtype)
             if block.crc_at:
                 checksum = crc32(raw.data, checksum)
-            job.write(raw.data, block.offset + begin * size)
+            job.sink.write(raw.data, offset)
             self.run.on_bytes(len(raw))
+            begin = end
         for place in block.crc_at:
-            _write(job.descriptor, memoryview(checksum.to_bytes(4, "little")), place)
+            job.sink.write(memoryview(checksum.to_bytes(4, "little")), place)
         storages = {piece.source.storage for piece in view.pieces if isinstance(piece.source, Cells)}
         self.run.note(block, nonfinite, storages)
-
-    def _gathered(self, pieces: tuple[Piece, ...], dtype: DType, count: int) -> np.ndarray[Any, Any]:
-        """The bytes of a window: where they lie, if they lie side by side, else put together in the buffer."""
-        raw = self.gatherer.contiguous(pieces, dtype, count)
-        if raw is None:
-            raw = self._room(count * dtype.itemsize)
-            self.gatherer.fill(pieces, dtype, raw.view(RAW[dtype.itemsize]))
-        return raw
-
-    def _room(self, nbytes: int) -> np.ndarray[Any, Any]:
-        if nbytes > self.buffer.nbytes:
-            self.buffer = np.empty(nbytes, np.uint8)
-        return self.buffer[:nbytes]
 
 
 def has_nonfinite(raw: np.ndarray[Any, Any], dtype: DType) -> bool:
@@ -252,23 +216,3 @@ def has_nonfinite(raw: np.ndarray[Any, Any], dtype: DType) -> bool:
 def _is_transposed(view: View) -> bool:
     """Whether neighbours in the target are no neighbours in the source."""
     return any(piece.axes and piece.axes[-1][1] != 1 for piece in view.pieces)
-
-
-def _write(descriptor: int, data: memoryview, offset: int) -> None:
-    while data:
-        count = os.pwrite(descriptor, data[:SLICE], offset)
-        data, offset = data[count:], offset + count
-
-
-def _sync_file_range() -> Callable[[int], object]:
-    """Linux's sync_file_range, which Python does not wrap; elsewhere nothing, and fsync does it all."""
-    try:
-        call = ctypes.CDLL(None).sync_file_range
-    except (OSError, AttributeError):
-        return lambda descriptor: None
-    call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    write_only = 2  # SYNC_FILE_RANGE_WRITE: start, and do not wait
-    return lambda descriptor: call(descriptor, 0, 0, write_only)
-
-
-start_writeback = _sync_file_range()

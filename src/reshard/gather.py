@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import product
 from threading import Lock
 from typing import Any
 
@@ -20,6 +22,9 @@ from reshard.views import Piece
 
 RAW: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """Elements are moved as integers of their width, whatever they mean."""
+
+RUN = 32 << 10
+"""Bytes side by side from which a read of their own is cheaper than mapping them: measured, docs/performance.md."""
 
 MAP_LIMIT = 32 << 20
 """Bytes mapped at a time, at most: mapped pages count as memory of the process."""
@@ -54,14 +59,26 @@ class Files:
                 self.descriptor(path), start + nbytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=offset - start
             )
         except ValueError:
-            raise ReshardError(
-                "a file ends before its tensors do",
-                file=path,
-                expected=f"at least {offset + nbytes} bytes",
-                found=f"{os.fstat(self.descriptor(path)).st_size} bytes",
-                remedy="the file changed or was cut short while it was read: copy it again",
-            ) from None
+            raise self._short(path, offset + nbytes) from None
         return np.frombuffer(pages, np.uint8, nbytes, start)
+
+    def read(self, path: str, offset: int, out: memoryview) -> None:
+        """Fill `out` with the bytes of `path` from `offset`. Raises ReshardError as `mapped` does."""
+        descriptor, end = self.descriptor(path), offset + len(out)
+        while out:
+            count = os.preadv(descriptor, [out], offset)
+            if not count:
+                raise self._short(path, end)
+            out, offset = out[count:], offset + count
+
+    def _short(self, path: str, end: int) -> ReshardError:
+        return ReshardError(
+            "a file ends before its tensors do",
+            file=path,
+            expected=f"at least {end} bytes",
+            found=f"{os.fstat(self.descriptor(path)).st_size} bytes",
+            remedy="the file changed or was cut short while it was read: copy it again",
+        )
 
     def close(self) -> None:
         while self._open:
@@ -125,17 +142,6 @@ class Gatherer:
         self._ledger = ledger
         self._limit = limit
 
-    def contiguous(self, pieces: tuple[Piece, ...], dtype: DType, count: int) -> np.ndarray[Any, Any] | None:
-        """The `count` elements of `pieces` as bytes of the page cache, if they lie there just so; else None."""
-        if len(pieces) != 1:
-            return None
-        piece, cells = pieces[0], pieces[0].source
-        assert isinstance(cells, Cells)
-        side_by_side = piece.axes in ((), ((count, 1, 1),)) and piece.numel == count
-        if not side_by_side or cells.dtype != dtype or not cells.storage.path:
-            return None
-        return self._span(cells, piece)
-
     def fill(self, pieces: tuple[Piece, ...], dtype: DType, out: np.ndarray[Any, Any]) -> None:
         """Put the elements of `pieces` at their places in `out`, whose items are as wide as `dtype`."""
         for piece in pieces:
@@ -147,8 +153,14 @@ class Gatherer:
                 _strided(out, piece.at, [(n, t) for n, _, t in piece.axes])[...] = 0
 
     def _place(self, cells: Cells, piece: Piece, dtype: DType, out: np.ndarray[Any, Any]) -> None:
-        """Map all that lies between the first and the last element, and pick from it."""
+        """Read a run of elements where they belong; map others with all that lies between them, and pick."""
         size = cells.dtype.itemsize
+        if cells.dtype == dtype and (run := _run(piece)) * size >= RUN:
+            for start, at in _runs(piece, run):
+                target = out[at : at + run].view(np.uint8).data
+                self._files.read(cells.storage.path, cells.storage.offset + start * size, target)
+                self._note(cells, start * size, target)
+            return
         if (piece.source_end - piece.start) * size > self._limit:
             for part in _halves(piece):
                 self._place(cells, part, dtype, out)
@@ -164,9 +176,28 @@ class Gatherer:
         size = cells.dtype.itemsize
         begin, count = piece.start * size, (piece.source_end - piece.start) * size
         span = self._files.mapped(cells.storage.path, cells.storage.offset + begin, count)
-        if self._ledger is not None:
-            self._ledger.record(cells.storage, begin, span.data)
+        self._note(cells, begin, span.data)
         return span
+
+    def _note(self, cells: Cells, begin: int, data: memoryview) -> None:
+        if self._ledger is not None:
+            self._ledger.record(cells.storage, begin, data)
+
+
+def _run(piece: Piece) -> int:
+    """How many elements of a piece lie side by side in its source and in its target, at a time."""
+    return piece.axes[-1][0] if piece.axes and piece.axes[-1][1:] == (1, 1) else 1
+
+
+def _runs(piece: Piece, run: int) -> Iterator[tuple[int, int]]:
+    """Where each of them starts: in the source, and in the target."""
+    outer = piece.axes[:-1] if run > 1 else piece.axes
+    for place in product(*(range(count) for count, _, _ in outer)):
+        steps = list(zip(place, outer, strict=True))
+        yield (
+            piece.start + sum(i * source for i, (_, source, _) in steps),
+            piece.at + sum(i * target for i, (_, _, target) in steps),
+        )
 
 
 def _halves(piece: Piece) -> tuple[Piece, Piece]:

@@ -1,0 +1,144 @@
+"""Files as they are written: whole pages past the page cache, edges through it, and durable at the end."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+PAGE = 4096
+"""What direct writes are aligned to: in the file, in memory and in length."""
+
+DIRECT = 64 << 10
+"""Bytes from which a direct write pays."""
+
+SLICE = 128 << 10
+"""Bytes of one write through the page cache. The kernel sizes the memory that it takes for a file by it: larger
+writes ask for large contiguous pieces, which took three times as long to find as small ones (docs/performance.md)."""
+
+WRITEBACK = 16 << 20
+"""Bytes after which a file's dirty pages start on their way to the disk, so that fsync finds little left to do."""
+
+
+class Sink:
+    """A file of a known size, open for writing. Threads may write different parts of it.
+
+    What is written has to be on the disk before the file is published, so the page cache would only be a detour:
+    twice the memory traffic, and pages that displace the source's. Whole pages go to the disk directly where the
+    file system can do that (tmpfs, for one, cannot), the rest through the cache.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._cached = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        os.ftruncate(self._cached, size)
+        self._direct = _open_direct(path) if size >= DIRECT else None
+        if self._direct is not None:
+            allocate(self._cached, size)
+        self._dirty = 0
+        self._writing = Lock()
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Write `data` at byte `offset`, fastest from a `Buffer` that was laid out for that offset."""
+        head = -offset % PAGE
+        body = (len(data) - head) // PAGE * PAGE
+        if self._direct is None or body < DIRECT or (_address(data) + head) % PAGE:
+            self._write_cached(data, offset)
+            return
+        try:
+            _write(self._direct, data[head : head + body], offset + head, body)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # EINVAL: this disk wants a larger alignment, or none will do
+                raise
+            self._write_cached(data, offset)
+            return
+        self._write_cached(data[:head], offset)
+        self._write_cached(data[head + body :], offset + head + body)
+
+    def _write_cached(self, data: memoryview, offset: int) -> None:
+        with self._writing:  # the kernel lets one write a file at a time, and the others spin
+            _write(self._cached, data, offset, SLICE)
+            self._dirty += len(data)
+            if self._dirty >= WRITEBACK:
+                self._dirty = 0
+                start_writeback(self._cached)
+
+    def close(self) -> None:
+        """Make the file durable: the rename that publishes it must not overtake its bytes."""
+        os.fsync(self._cached)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close the file without waiting for the disk."""
+        os.close(self._cached)
+        if self._direct is not None:
+            os.close(self._direct)
+
+
+class Buffer:
+    """Reusable memory of one thread, lying in its page as the file does, so that whole pages can go directly."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = _pages(nbytes + PAGE)
+
+    def room(self, nbytes: int, offset: int) -> np.ndarray[Any, Any]:
+        """`nbytes` bytes for what will be written at byte `offset`; what they held before is lost."""
+        skew = offset % PAGE
+        if skew + nbytes > self._memory.nbytes:
+            self._memory = _pages(nbytes + PAGE)
+        return self._memory[skew : skew + nbytes]
+
+
+def _pages(nbytes: int) -> np.ndarray[Any, Any]:
+    return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)  # a mapping begins at a page
+
+
+def _address(data: memoryview) -> int:
+    return int(np.frombuffer(data, np.uint8).ctypes.data)
+
+
+def _open_direct(path: Path) -> int | None:
+    try:
+        return os.open(path, os.O_WRONLY | os.O_DIRECT)
+    except (OSError, AttributeError):  # a file system, or an operating system, without
+        return None
+
+
+def _write(descriptor: int, data: memoryview, offset: int, step: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data[:step], offset)
+        data, offset = data[count:], offset + count
+
+
+def _libc(name: str, *arguments: Any) -> Callable[..., object]:
+    """A function of Linux that Python does not wrap; elsewhere one that does nothing."""
+    try:
+        call = getattr(ctypes.CDLL(None), name)
+    except (OSError, AttributeError):
+        return lambda *given: None
+    call.argtypes = arguments
+    return call  # type: ignore[no-any-return]
+
+
+_fallocate = _libc("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_sync_file_range = _libc("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+
+
+def allocate(descriptor: int, size: int) -> None:
+    """Find the blocks of a file before they are written, so that threads need not wait for each other there.
+
+    Where the file system cannot, nothing happens: `posix_fallocate` would write zeros instead.
+    """
+    _fallocate(descriptor, 0, 0, size)
+
+
+def start_writeback(descriptor: int) -> None:
+    """Start what is dirty on its way to the disk, and do not wait."""
+    _sync_file_range(descriptor, 0, 0, 2)  # SYNC_FILE_RANGE_WRITE
