@@ -42,8 +42,11 @@ class Report:
 
 
 def worker_count(workers: int | None, memory: int) -> int:
-    """How many threads to run: one a core, fewer if their buffers would not fit in `memory` bytes."""
-    wanted = workers or min(8, os.cpu_count() or 1)
+    """How many threads to run: two a core, so that one gathers while another waits for the disk.
+
+    There are fewer if their buffers would not fit in `memory` bytes.
+    """
+    wanted = workers or min(8, 2 * (os.cpu_count() or 1))
     return max(1, min(wanted, memory // peak_per_worker(memory)))
 
 
