@@ -187,7 +187,8 @@ class _Worker:
             if self.run.stopped.is_set():
                 return
             offset = block.offset + begin * size
-            end = min(view.numel, begin + (window - offset % PAGE) // size)  # windows but the last end with a page
+            # All windows but the last end where a page does.
+            end = min(view.numel, begin + (window - offset % PAGE) // size)
             pieces = view.pieces if end - begin == view.numel else view.window(begin, end)
             raw = self.buffer.room((end - begin) * size, offset)
             self.gatherer.fill(pieces, block.dtype, raw.view(RAW[size]))
