@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from reshard.dtypes import DType
 from reshard.errors import Problem
@@ -16,10 +19,27 @@ from reshard.views import View
 
 
 class Cells(NamedTuple):
-    """The elements of a storage, read as `dtype`: the source at the bottom of every view."""
+    """The elements of a storage, read as `dtype`: the source at the bottom of a view."""
 
     storage: Storage
     dtype: DType
+
+
+class Computed(ABC):
+    """Elements that are computed from others, such as the sum of a weight and an adapter: a source like `Cells`.
+
+    It is the one thing that is not re-indexing. `inputs` are all it reads, so that plan and audit see through it.
+    """
+
+    dtype: DType
+    inputs: tuple[Tensor, ...]
+
+    @abstractmethod
+    def values(self, begin: int, end: int, read: Read) -> np.ndarray[Any, Any]:
+        """Raw elements `begin` to `end`, in row-major order. `read(tensor, begin, end)` gives those of an input."""
+
+
+Source = Cells | Computed
 
 
 class Tensor(NamedTuple):
@@ -39,8 +59,7 @@ class Tensor(NamedTuple):
     @property
     def file(self) -> str:
         """The file that holds its first elements, for messages."""
-        source = next((piece.source for piece in self.view.pieces), None)
-        return source.storage.path if isinstance(source, Cells) else "?"
+        return next((cells.storage.path for cells in cells_of(self.view)), "?")
 
     @staticmethod
     def stored(stored: StoredTensor) -> Tensor:
@@ -48,6 +67,19 @@ class Tensor(NamedTuple):
         cells = Cells(stored.storage, stored.dtype)
         view = View.of(cells, *stored.shape, start=stored.start, strides=stored.strides)
         return Tensor(stored.dtype, view)
+
+
+def cells_of(view: View) -> Iterator[Cells]:
+    """Everything that is read for a view, those inputs included that its elements are computed from."""
+    for piece in view.pieces:
+        if isinstance(piece.source, Computed):
+            for tensor in piece.source.inputs:
+                yield from cells_of(tensor.view)
+        elif isinstance(piece.source, Cells):
+            yield piece.source
+
+
+Read = Callable[[Tensor, int, int], "np.ndarray[Any, Any]"]
 
 
 class Replica(NamedTuple):
@@ -64,9 +96,11 @@ class Replica(NamedTuple):
 class Checkpoint:
     """What a format's reader found.
 
-    `dialect` says whose names `tensors` have: "hf" or "mcore". `root` is the folder where the config lies,
-    `args` are Megatron-LM's arguments. `dropped` counts bytes of what is there and not model weights, by rule
-    ("optimizer states", "random number states" …).
+    `dialect` says whose names `tensors` have: "hf" or that of an engine (`Family.dialects`). `root` is the folder where
+    the config lies, `args` are Megatron-LM's arguments, `config` is a config.json as far as another engine's own
+    config tells it. `states` holds optimizer states under the names of their tensors ("exp_avg", "exp_avg_sq",
+    "fp32": the masters), which `--with-optimizer` carries. `dropped` counts bytes of what is there and not model
+    weights, by rule ("optimizer states", "random number states" …).
     """
 
     path: Path
@@ -77,6 +111,8 @@ class Checkpoint:
     layout: Layout = field(default_factory=Layout)
     iteration: int | str | None = None
     args: Mapping[str, Any] | None = None
+    config: Mapping[str, Any] | None = None
+    states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     dropped: Counter[str] = field(default_factory=Counter)
     replicas: list[Replica] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from isal.isal_zlib import crc32
 
-from reshard.checkpoint import Cells
+from reshard.checkpoint import cells_of
 from reshard.dtypes import DType
 from reshard.errors import ReshardError
 from reshard.gather import RAW, Files, Gatherer, Ledger, crc_problem
@@ -200,7 +200,7 @@ class _Worker:
             begin = end
         for place in block.crc_at:
             job.sink.write(memoryview(checksum.to_bytes(4, "little")), place)
-        storages = {piece.source.storage for piece in view.pieces if isinstance(piece.source, Cells)}
+        storages = {cells.storage for cells in cells_of(view)}
         self.run.note(block, nonfinite, storages)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from isal.isal_zlib import crc32, crc32_combine
 from numpy.lib.stride_tricks import as_strided
 
-from reshard.checkpoint import Cells
+from reshard.checkpoint import Cells, Computed, Tensor
 from reshard.dtypes import DType
 from reshard.errors import Problem, ReshardError
 from reshard.storage import Storage
@@ -145,12 +145,28 @@ class Gatherer:
     def fill(self, pieces: tuple[Piece, ...], dtype: DType, out: np.ndarray[Any, Any]) -> None:
         """Put the elements of `pieces` at their places in `out`, whose items are as wide as `dtype`."""
         for piece in pieces:
-            cells = piece.source
-            assert isinstance(cells, Cells)
-            if cells.storage.path:
-                self._place(cells, piece, dtype, out)
+            source = piece.source
+            if isinstance(source, Computed):
+                self._compute(source, piece, dtype, out)
+            elif isinstance(source, Cells) and source.storage.path:
+                self._place(source, piece, dtype, out)
             else:
                 _strided(out, piece.at, [(n, t) for n, _, t in piece.axes])[...] = 0
+
+    def read(self, tensor: Tensor, begin: int, end: int) -> np.ndarray[Any, Any]:
+        """Raw elements `begin` to `end` of a tensor, in row-major order."""
+        out = np.empty(end - begin, RAW[tensor.dtype.itemsize])
+        self.fill(tensor.view.window(begin, end), tensor.dtype, out)
+        return out
+
+    def _compute(self, source: Computed, piece: Piece, dtype: DType, out: np.ndarray[Any, Any]) -> None:
+        """Compute all that lies between the first and the last element, and pick from it."""
+        if (piece.source_end - piece.start) * source.dtype.itemsize > self._limit:
+            for part in _halves(piece):
+                self._compute(source, part, dtype, out)
+            return
+        span = source.values(piece.start, piece.source_end, self.read)
+        self._pick(span, source.dtype, piece, dtype, out)
 
     def _place(self, cells: Cells, piece: Piece, dtype: DType, out: np.ndarray[Any, Any]) -> None:
         """Read a run of elements where they belong; map others with all that lies between them, and pick."""
@@ -165,10 +181,16 @@ class Gatherer:
             for part in _halves(piece):
                 self._place(cells, part, dtype, out)
             return
-        span = self._span(cells, piece).view(RAW[size])
+        self._pick(self._span(cells, piece).view(RAW[size]), cells.dtype, piece, dtype, out)
+
+    @staticmethod
+    def _pick(
+        span: np.ndarray[Any, Any], stored: DType, piece: Piece, dtype: DType, out: np.ndarray[Any, Any]
+    ) -> None:
+        """Put the elements of a piece, all of which lie in `span`, at their places in `out`."""
         values = _strided(span, 0, [(n, s) for n, s, _ in piece.axes])
-        if cells.dtype != dtype:
-            values = cast(values, cells.dtype, dtype)
+        if stored != dtype:
+            values = cast(values, stored, dtype)
         _strided(out, piece.at, [(n, t) for n, _, t in piece.axes])[...] = values
 
     def _span(self, cells: Cells, piece: Piece) -> np.ndarray[Any, Any]:

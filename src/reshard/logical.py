@@ -54,7 +54,7 @@ def logical_tensors(checkpoint: Checkpoint, model: Model | None) -> LogicalTenso
     if model is None:
         found = {name: Logical(t.dtype, t.shape, None) for name, t in checkpoint.tensors.items()}
         return LogicalTensors(checkpoint, found)
-    binding = model.binding()
+    binding = model.binding("mcore" if checkpoint.dialect == "hf" else checkpoint.dialect)
     if checkpoint.dialect == "hf":
         _check(checkpoint, binding.hf, binding.copies)
         found = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint import Checkpoint
+from reshard.checkpoint import Checkpoint, Tensor
 from reshard.errors import Problem, ReshardError, one_for_all
 from reshard.families import FAMILIES, Family
 from reshard.families.binding import Binding
@@ -16,7 +16,14 @@ from reshard.families.rules import Dims
 from reshard.formats.companions import find_companions, read_object
 from reshard.formats.mcore import padded_vocabulary
 
-EMBEDDING = {"hf": "model.embed_tokens.weight", "mcore": "embedding.word_embeddings.weight"}
+EMBEDDINGS = {
+    "hf": ("model.embed_tokens.weight", "model.tok_embeddings.weight"),
+    "mcore": ("embedding.word_embeddings.weight",),
+    "internlm": ("embedding.weight",),
+    "internlm2": ("tok_embeddings.weight",),
+    "torchtitan": ("tok_embeddings.weight",),
+}
+"""What each dialect calls the embedding, whatever the family."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +40,20 @@ class Model:
         """The same model with an embedding of `rows` rows on Megatron's side."""
         return replace(self, dims=replace(self.dims, padded_vocab=rows))
 
-    def binding(self) -> Binding:
-        """All tensors of both sides."""
-        return Binding(self.family.rules(self.dims))
+    def binding(self, dialect: str = "mcore") -> Binding:
+        """All tensors of both sides: the hub's, and those of the engine that speaks `dialect`.
+
+        Raises ReshardError if that engine does not hold the family.
+        """
+        rules = self.family.rules_of(dialect)
+        if rules is None:
+            raise ReshardError(
+                f"the family {self.family.name} is not declared for this engine",
+                expected=f"one of {', '.join(f.name for f in FAMILIES.values() if f.rules_of(dialect))}",
+                found=dialect,
+                remedy="choose another format with --to, or declare it: see docs/add-a-family.md",
+            )
+        return Binding(rules(self.dims))
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
@@ -52,7 +70,7 @@ def resolve(checkpoint: Checkpoint, base: Path | None = None, family: str | None
     The config comes from `base`, else from beside the weights, else (Megatron) from the checkpoint's own
     arguments. Raises ReshardError naming every size on which they disagree.
     """
-    config = read_config(base or checkpoint.root)
+    config = read_config(base or checkpoint.root) or checkpoint.config
     if config is None and base:
         raise ReshardError(
             "the base folder has no config.json" if base.is_dir() else "there is no such base folder",
@@ -125,7 +143,7 @@ def _sizes(
 
 
 def _padded_rows(checkpoint: Checkpoint) -> int | None:
-    return _embedding_rows(checkpoint) if checkpoint.dialect == "mcore" else None
+    return embedding_rows(checkpoint) if checkpoint.dialect == "mcore" else None
 
 
 def _family_of(
@@ -162,10 +180,12 @@ def _misfits(family: Family, config: Mapping[str, Any], checkpoint: Checkpoint) 
     """The tensors that do not fit a family; None if even the config cannot be read as one of its own."""
     try:
         args = family.config.to_args(config)
-        binding = Binding(
-            family.rules(Dims.from_args(args, int(config["vocab_size"]), _padded_rows(checkpoint)))
-        )
+        dims = Dims.from_args(args, int(config["vocab_size"]), _padded_rows(checkpoint))
+        rules = family.rules_of("mcore" if checkpoint.dialect == "hf" else checkpoint.dialect)
+        binding = Binding(rules(dims) if rules else ())
     except (*UNUSABLE, ReshardError):
+        return None
+    if not binding.native:
         return None
     bounds = binding.hf if checkpoint.dialect == "hf" else binding.native
     want = {name: bound.shape for name, bound in bounds.items()}
@@ -206,7 +226,7 @@ def _family_by_args(checkpoint: Checkpoint, forced: str | None) -> tuple[Family,
         )
     if forced:
         return _named(forced), []
-    rows = _embedding_rows(checkpoint)
+    rows = embedding_rows(checkpoint)
     fitting = []
     for family in FAMILIES.values():
         try:
@@ -232,16 +252,22 @@ def _family_by_args(checkpoint: Checkpoint, forced: str | None) -> tuple[Family,
     return fitting[0], notes
 
 
-def _embedding_rows(checkpoint: Checkpoint) -> int:
-    name = EMBEDDING[checkpoint.dialect]
-    if name not in checkpoint.tensors:
-        raise ReshardError(
-            "a tensor is missing",
-            tensor=name,
-            file=str(checkpoint.path),
-            remedy="the checkpoint is incomplete: copy it again from where it was saved",
-        )
-    return checkpoint.tensors[name].shape[0]
+def embedding_rows(checkpoint: Checkpoint) -> int:
+    """Rows of the embedding. Raises ReshardError if there is none."""
+    return _embedding(checkpoint)[1].shape[0]
+
+
+def _embedding(checkpoint: Checkpoint) -> tuple[str, Tensor]:
+    names = EMBEDDINGS[checkpoint.dialect]
+    for name in names:
+        if name in checkpoint.tensors:
+            return name, checkpoint.tensors[name]
+    raise ReshardError(
+        "a tensor is missing",
+        tensor=names[0],
+        file=str(checkpoint.path),
+        remedy="the checkpoint is incomplete: copy it again from where it was saved",
+    )
 
 
 def _true_vocabulary(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int:
@@ -249,7 +275,7 @@ def _true_vocabulary(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int:
 
     The greater of the two: Megatron-LM's `--vocab-size` may leave out tokens that were added later.
     """
-    rows = _embedding_rows(checkpoint)
+    rows = embedding_rows(checkpoint)
     counted = args.get("vocab_size"), find_companions(checkpoint.root).vocab_size
     return min(max((int(count) for count in counted if count), default=rows), rows)
 
@@ -278,7 +304,7 @@ def _fewer_tokens(checkpoint: Checkpoint, config: Mapping[str, Any], base: Path)
     declared = config.get("vocab_size")
     if checkpoint.dialect != "mcore" or not isinstance(declared, int):
         return None
-    rows = _embedding_rows(checkpoint)
+    rows = embedding_rows(checkpoint)
     tokens = find_companions(base, checkpoint.root).vocab_size
     if tokens is None or not tokens <= rows < declared <= rows + SPARE_ROWS:
         return None
@@ -305,7 +331,8 @@ def _mtp_layers(checkpoint: Checkpoint, config: Mapping[str, Any]) -> int:
 def _disagreements(checkpoint: Checkpoint, dims: Dims) -> list[Problem]:
     """Sizes on which the config and the tensors differ: one problem each, not one for every tensor."""
     mcore = checkpoint.dialect == "mcore"
-    rows, hidden = checkpoint.tensors[EMBEDDING[checkpoint.dialect]].shape
+    name, table = _embedding(checkpoint)
+    rows, hidden = table.shape
     pairs = [
         ("layers", "num_hidden_layers", dims.layers, _count(checkpoint, _LAYER) - (0 if mcore else dims.mtp)),
         ("hidden size", "hidden_size", dims.hidden, hidden),
@@ -332,7 +359,7 @@ def _disagreements(checkpoint: Checkpoint, dims: Dims) -> list[Problem]:
         problems.append(
             Problem(
                 "the config and the checkpoint disagree on the vocabulary",
-                tensor=EMBEDDING["mcore"],
+                tensor=name,
                 file=str(checkpoint.path),
                 rule="the embedding has a row for each token, and fewer than one unit of padding",
                 expected=f"{dims.vocab} tokens (config.json), padded",
@@ -361,7 +388,7 @@ def _plausible_padding(checkpoint: Checkpoint, vocab: int, rows: int) -> bool:
     return vocab <= rows and rows - vocab <= max(exact - vocab, SPARE_ROWS)
 
 
-_LAYER = re.compile(r"(?:model|decoder)\.layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:model\.|decoder\.)?(?:layers|blocks)\.(\d+)\.")
 _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 _EXPERT = re.compile(r".*\.experts\.(\d+)\.")
 

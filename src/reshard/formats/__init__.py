@@ -6,10 +6,13 @@ from pathlib import Path
 
 from reshard.checkpoint import Checkpoint
 from reshard.errors import Problem, ReshardError
-from reshard.formats import companions, huggingface, iterations, megatron, megatron_legacy
+from reshard.formats import companions, descent, huggingface, iterations, megatron, megatron_legacy
 
 FORMATS = {module.NAME: module for module in (megatron, megatron_legacy, huggingface)}
-"""By name, in the order in which they are looked for."""
+"""By name, in the order in which they are looked for: a folder that could be two of them is the first.
+
+A module has `NAME`, `WHAT` (what it is, in a line), `detect(path)` and `open_checkpoint(path, iteration)`.
+"""
 
 
 def detect(path: Path) -> str | None:
@@ -33,31 +36,34 @@ def is_replaceable(path: Path) -> bool:
 
 
 def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
-    """Open a checkpoint of any format. Raises ReshardError if there is none, or if it is damaged."""
+    """Open a checkpoint of any format. Raises ReshardError if there is none, or if it is damaged.
+
+    Where `path` holds none itself, the folder below it is taken that engines are known to put it in.
+    """
     if not path.exists():
         raise ReshardError("there is nothing at this path", file=str(path), remedy="check the path")
-    name = detect(path)
-    if name is None:
-        found = sorted(child.name for child in path.iterdir())[:8] if path.is_dir() else [path.name]
-        raise ReshardError(
-            Problem(
-                "no checkpoint found here",
-                file=str(path),
-                expected="a Hugging Face folder (*.safetensors), or a Megatron folder (iter_* or release)",
-                found=", ".join(found) or "an empty folder",
-                remedy="name the folder that holds the weights, or an iteration folder",
-            )
+    folder = descent.descend(path, lambda place: detect(place) is not None)
+    name = detect(folder) if folder else None
+    if folder is None or name is None:
+        raise _nothing_here(path)
+    if name == megatron.NAME:  # a run may have changed its format on the way
+        step, _ = iterations.choose(folder, iteration)
+        name = name if megatron.detect(step) or not megatron_legacy.detect(step) else megatron_legacy.NAME
+    checkpoint: Checkpoint = FORMATS[name].open_checkpoint(folder, iteration)
+    checkpoint.root = descent.find_root(checkpoint.root, path)
+    if folder != path:
+        checkpoint.notes.insert(0, f"the weights are in {folder.relative_to(path)}")
+    return checkpoint
+
+
+def _nothing_here(path: Path) -> ReshardError:
+    found = sorted(child.name for child in path.iterdir())[:8] if path.is_dir() else [path.name]
+    return ReshardError(
+        Problem(
+            "no checkpoint found here",
+            file=str(path),
+            expected="; ".join(module.WHAT for module in FORMATS.values()),
+            found=", ".join(found) or "an empty folder",
+            remedy="name the folder that holds the weights, or an iteration folder",
         )
-    if name == huggingface.NAME:
-        if iteration is not None:
-            raise ReshardError(
-                "a Hugging Face folder has no iterations",
-                file=str(path),
-                found=f"--iteration {iteration}",
-                remedy="leave out --iteration",
-            )
-        return huggingface.open_checkpoint(path)
-    folder, _ = iterations.choose(path, iteration)  # a run may have changed its format on the way
-    if megatron_legacy.detect(folder) and not megatron.detect(folder):
-        return megatron_legacy.open_checkpoint(path, iteration)
-    return megatron.open_checkpoint(path, iteration)
+    )

@@ -29,8 +29,15 @@ def detect(path: Path) -> bool:
     return any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin")) or _index(path) is not None
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
     """Open a folder (or a single file). Raises ReshardError naming every shard and tensor that is missing."""
+    if iteration is not None:
+        raise ReshardError(
+            "a Hugging Face folder has no iterations",
+            file=str(path),
+            found=f"--iteration {iteration}",
+            remedy="leave out --iteration",
+        )
     folder = path if path.is_dir() else path.parent
     problems: list[Problem] = []
     tensors: dict[str, Tensor] = {}

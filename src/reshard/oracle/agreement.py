@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.errors import ReshardError
-from reshard.model import EMBEDDING
+from reshard.model import embedding_rows
 from reshard.verification import Side
 
 THRESHOLD = 1e-5
@@ -41,7 +41,7 @@ def compare_logits(first: Side, second: Side) -> dict[str, Any]:
 
 
 def _vocabulary(side: Side) -> int:
-    return side.model.dims.vocab if side.model else side.checkpoint.tensors[EMBEDDING["hf"]].shape[0]
+    return side.model.dims.vocab if side.model else embedding_rows(side.checkpoint)
 
 
 def _oracle(side: Side) -> str:

@@ -1,0 +1,91 @@
+"""Plan a conversion: the tensors of the target, each made of the source's logical tensors, and its files.
+
+One module for each kind of target; `TARGETS` lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from reshard.checkpoint import Checkpoint
+from reshard.errors import ReshardError
+from reshard.families import FAMILIES
+from reshard.formats import companions, open_checkpoint
+from reshard.formats.hints import BASE, find_hints
+from reshard.layout import Layout
+from reshard.model import Model, read_config, resolve
+from reshard.plan import Plan
+from reshard.planning import hub, megatron
+from reshard.planning.common import Options, Source
+
+__all__ = ["TARGETS", "Options", "plan_conversion"]
+
+TARGETS: dict[str, Callable[[Source], Plan]] = {
+    "huggingface": hub.plan,
+    "megatron": partial(megatron.plan, target="megatron"),
+    "megatron-legacy": partial(megatron.plan, target="megatron-legacy"),
+}
+"""What can be written, by the name of its format."""
+
+NAMED_AS_THE_HUB = {"huggingface"}
+"""Targets whose names are the hub's, so that a family which nobody declared can be carried there."""
+
+WITHOUT_LAYOUT = {"huggingface": "a Hugging Face folder"}
+"""Targets that no ranks share."""
+
+
+def plan_conversion(source: Path, options: Options) -> Plan:
+    """Plan the conversion of `source`. Reads headers and metadata only; raises ReshardError."""
+    checkpoint = open_checkpoint(source, options.iteration)
+    if checkpoint.problems:
+        raise ReshardError(checkpoint.problems)
+    target = options.to or ("huggingface" if checkpoint.format != "huggingface" else "")
+    if not target:
+        raise ReshardError(
+            "the source is a Hugging Face folder already",
+            file=str(source),
+            remedy=f"say what it should become: --to {', --to '.join(TARGETS)}",
+        )
+    if target in WITHOUT_LAYOUT and options.layout != Layout():
+        raise ReshardError(
+            f"{WITHOUT_LAYOUT[target]} has no parallel layout",
+            found=str(options.layout),
+            remedy="leave out the layout (that of the source is detected), or add --to megatron",
+        )
+    options = _with_hinted_base(checkpoint, options)
+    return TARGETS[target](Source(checkpoint, _model(checkpoint, target, options), options))
+
+
+def _model(checkpoint: Checkpoint, target: str, options: Options) -> Model | None:
+    """The model of a checkpoint. Where names stay as they are, it may be of a family that nobody declared."""
+    if checkpoint.dialect == "hf" and target in NAMED_AS_THE_HUB and not options.family:
+        config = read_config(options.base or checkpoint.root) or checkpoint.config or {}
+        model_type = config.get("model_type")
+        if model_type not in FAMILIES:
+            try:
+                return resolve(checkpoint, options.base)
+            except ReshardError:
+                checkpoint.notes.append(
+                    f'model_type "{model_type}" is not known; names are taken as they are'
+                )
+                return None
+    return resolve(checkpoint, options.base, options.family)
+
+
+def _with_hinted_base(checkpoint: Checkpoint, options: Options) -> Options:
+    """Where config or tokenizer is missing, take the base that another tool noted, if it is there.
+
+    `resolve` then checks that its config belongs to these weights.
+    """
+    beside = companions.find_companions(checkpoint.root)
+    if options.base or (beside.config and (beside.has_tokenizer or not options.tokenizer)):
+        return options
+    for hint in find_hints([checkpoint.path, checkpoint.root], checkpoint.args):
+        if hint.kind == BASE:
+            checkpoint.notes.append(str(hint))
+            if hint.exists and (Path(hint.value) / "config.json").is_file():
+                return replace(options, base=Path(hint.value))
+    return options

@@ -1,0 +1,220 @@
+"""What plans for all targets have in common: dtypes, companions, facts, and the audit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from reshard.checkpoint import Cells, Checkpoint, cells_of
+from reshard.dtypes import DType, dtype
+from reshard.errors import Problem, ReshardError
+from reshard.families.binding import Bound, Dropped
+from reshard.families.config import portable_config
+from reshard.formats import companions
+from reshard.formats.huggingface import to_json
+from reshard.gather import castable
+from reshard.layout import Layout
+from reshard.logical import LogicalTensors
+from reshard.model import Model, read_config
+from reshard.plan import OutputFile, Plan, Planned
+from reshard.version import __version__
+
+KEEPS_ITS_DTYPE = ("e_score_correction_bias", "expert_bias")
+"""Router biases are fp32 whatever the model is: transformers and Megatron-Core both keep them so."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the output should look; the flags of `reshard convert`."""
+
+    to: str | None = None
+    base: Path | None = None
+    layout: Layout = field(default_factory=Layout)
+    iteration: int | None = None
+    family: str | None = None
+    dtype: str | None = None
+    max_shard_size: int = 5_000_000_000
+    vocab_divisible_by: int | None = None
+    transformer_impl: str | None = None
+    tokenizer: bool = True
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a target is planned from. `model` is None for a family that nobody declared: names are taken as they are."""
+
+    checkpoint: Checkpoint
+    model: Model | None
+    options: Options
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The Hugging Face config, empty if there is none."""
+        if self.model:
+            return self.model.config
+        return read_config(self.options.base or self.checkpoint.root) or self.checkpoint.config or {}
+
+
+def _no_such_dtype(wanted: str | None) -> ReshardError:
+    return ReshardError(
+        "weights cannot be converted to this dtype",
+        expected="float32, bfloat16 or float16",
+        found=f"--dtype {wanted}",
+        remedy="choose one of these with --dtype",
+    )
+
+
+class Types:
+    """The dtype of each tensor of the output."""
+
+    def __init__(self, wanted: str | None) -> None:
+        try:
+            self._wanted = dtype(wanted) if wanted else None
+        except KeyError:
+            raise _no_such_dtype(wanted) from None
+        if self._wanted and not castable(self._wanted):
+            raise _no_such_dtype(wanted)
+
+    def of(self, name: str, stored: DType) -> DType:
+        """The dtype that tensor `name` will have."""
+        if self._wanted is None or not castable(stored) or name.endswith(KEEPS_ITS_DTYPE):
+            return stored
+        return self._wanted
+
+
+def hub_tensors(logical: LogicalTensors, wanted: str | None) -> list[Planned]:
+    """All logical tensors under their Hugging Face names, in the dtype that is wanted."""
+    types = Types(wanted)
+    return [
+        Planned(name, types.of(name, item.dtype), item.shape, _compiler(logical, name))
+        for name, item in logical.tensors.items()
+    ]
+
+
+def _compiler(logical: LogicalTensors, name: str) -> Callable[[], Any]:
+    return lambda: logical.view(name)
+
+
+def native_tensors(logical: LogicalTensors, natives: Mapping[str, Bound], types: Types) -> Iterator[Planned]:
+    """All tensors of an engine. Raises ReshardError where it fuses tensors of different dtypes."""
+    problems = []
+    for name, bound in natives.items():
+        sources = {piece.source for piece in bound.view.pieces if not isinstance(piece.source, Dropped)}
+        found = {logical.tensors[str(source)].dtype for source in sources}
+        wanted = {types.of(str(source), logical.tensors[str(source)].dtype) for source in sources}
+        if len(wanted) > 1:
+            problems.append(
+                Problem(
+                    "tensors that are fused into one have different dtypes",
+                    tensor=", ".join(sorted(map(str, sources))),
+                    rule=f"{name} has one dtype",
+                    found=", ".join(sorted(map(str, found))),
+                    remedy="choose one for all: --dtype bfloat16",
+                )
+            )
+            continue
+        yield Planned(name, wanted.pop(), bound.shape, _native_compiler(logical, bound))
+    if problems:
+        raise ReshardError(problems)
+
+
+def _native_compiler(logical: LogicalTensors, bound: Bound) -> Callable[[], Any]:
+    return lambda: bound.view.through(logical.view)
+
+
+def main_dtype(tensors: list[Planned]) -> str:
+    """The dtype of most elements: what config.json and Megatron-LM's arguments call the model's dtype."""
+    counted: Counter[str] = Counter()
+    for tensor in tensors:
+        counted[tensor.dtype.name] += tensor.nbytes
+    return counted.most_common(1)[0][0]
+
+
+def companion_files(source: Source, tensors: list[Planned]) -> Iterator[OutputFile]:
+    """config.json, true to the weights; tokenizer, chat template, generation config as they are."""
+    checkpoint, model, options, config = source.checkpoint, source.model, source.options, source.config
+    table = model.family.config if model else None
+    if model:  # a family declares plain weights, whatever the base folder was quantized to
+        config = {key: value for key, value in config.items() if key != "quantization_config"}
+    yield OutputFile.of_bytes("config.json", to_json(portable_config(config, main_dtype(tensors), table)))
+    folders = [options.base, checkpoint.root] if options.base else [checkpoint.root]
+    found = companions.find_companions(*folders)
+    if options.tokenizer and not found.has_tokenizer:
+        raise ReshardError(
+            "there is no tokenizer beside the checkpoint",
+            file=str(checkpoint.root),
+            rule="the output loads with no other folder",
+            expected="tokenizer.json, tokenizer.model or vocab.json",
+            remedy="give the Hugging Face folder that training started from (--base DIR), or --no-tokenizer",
+        )
+    for name, file in sorted(found.files.items()):
+        if name != "config.json":
+            yield OutputFile.of_bytes(name, file.read_bytes())
+
+
+def finished(
+    source: Source,
+    target: str,
+    files: list[OutputFile],
+    tensors: list[Planned],
+    dropped: Mapping[str, int],
+    logical: LogicalTensors,
+    layout: Layout,
+) -> Plan:
+    """The plan with its facts, after the audit."""
+    checkpoint, model = source.checkpoint, source.model
+    facts = {
+        "reshard": __version__,
+        "source": {
+            "format": checkpoint.format,
+            "variant": checkpoint.variant,
+            "layout": checkpoint.layout.as_dict(),
+            "iteration": checkpoint.iteration,
+            "fingerprint": _fingerprint(checkpoint),
+            "files": _source_files(checkpoint),
+        },
+        "format": target,
+        "family": model.family.name if model else None,
+        "layout": layout.as_dict(),
+        "vocabulary": model.config["vocab_size"] if model else None,
+        "dtypes": dict(Counter(tensor.dtype.name for tensor in tensors)),
+        "dropped": dict(dropped),
+    }
+    files.append(OutputFile.of_bytes("reshard.json", to_json(facts)))
+    parameters = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in tensors)
+    plan = Plan(
+        source=checkpoint.format,
+        target=target,
+        files=files,
+        tensors=len(tensors),
+        parameters=parameters,
+        dropped=dropped,
+        replicas=logical.replicas,
+        notes=[*checkpoint.notes, *(model.notes if model else [])],
+        facts=facts,
+    )
+    plan.audit(tensors)
+    return plan
+
+
+def _fingerprint(checkpoint: Checkpoint) -> str:
+    """SHA-256 over what the headers of the source say: names, dtypes, shapes, places, and checksums if recorded."""
+    digest = sha256()
+    for name, tensor in sorted(checkpoint.tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        for piece in tensor.view.pieces:
+            if isinstance(piece.source, Cells):
+                storage = piece.source.storage
+                file = Path(storage.path).name
+                digest.update(f" {file} {storage.offset} {piece.start} {storage.crc32}".encode())
+    return digest.hexdigest()
+
+
+def _source_files(checkpoint: Checkpoint) -> dict[str, int]:
+    """Each file that holds weights, with its size: what the output was made of."""
+    paths = {cells.storage.path for tensor in checkpoint.tensors.values() for cells in cells_of(tensor.view)}
+    return {Path(path).name: Path(path).stat().st_size for path in sorted(paths)}

@@ -1,0 +1,24 @@
+"""Plan a Hugging Face folder."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from reshard.formats import huggingface
+from reshard.layout import Layout
+from reshard.logical import logical_tensors
+from reshard.plan import Plan
+from reshard.planning.common import Source, companion_files, finished, hub_tensors
+from reshard.planning.megatron import lost_padding
+
+
+def plan(source: Source) -> Plan:
+    """Logical tensors under their own names, in shards, with everything that loads them."""
+    logical = logical_tensors(source.checkpoint, source.model)
+    tensors = hub_tensors(logical, source.options.dtype)
+    files = huggingface.lay_out(tensors, source.options.max_shard_size)
+    files += companion_files(source, tensors)
+    dropped = Counter(source.checkpoint.dropped)
+    if source.model:
+        dropped += lost_padding(source.checkpoint, source.model, source.model.dims.vocab)
+    return finished(source, huggingface.NAME, files, tensors, dropped, logical, Layout())
