@@ -26,7 +26,7 @@ from reshard.plan import Block, OutputFile, Plan
 from reshard.sink import PAGE, Buffer, Sink
 from reshard.views import View
 
-WINDOW = 2 << 20
+WINDOW = 4 << 20
 """Bytes gathered at a time: small enough for the cache, large enough for the disk."""
 
 WIDE_WINDOW = 32 << 20

@@ -177,6 +177,7 @@ class _Reader:
             stored = self._chunks.read(chunk.file, chunk.offset, chunk.length, tensor.dtype, chunk.sizes)
             self.copies.add(chunk.file, key, chunk.offsets, stored)
             view = Tensor.stored(stored).view
+            alone = prod(chunk.sizes[:lead]) == 1
             low = list(chunk.offsets[lead:])
             if parsed.half:
                 low[0] += inner[0]
@@ -189,7 +190,9 @@ class _Reader:
                     place = place._replace(layer=at[0])
                 name = name_of(place)
                 self._shapes[name] = tensor.dtype, shape
-                self._parts.setdefault(name, []).append((tuple(low), view[index] if index else view))
+                self._parts.setdefault(name, []).append(
+                    (tuple(low), view.reshape(*chunk.sizes[lead:]) if alone else view[index])
+                )
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors, each whole. Raises ReshardError listing those with chunks missing."""
