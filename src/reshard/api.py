@@ -103,6 +103,7 @@ def convert(
     dry_run: bool = False,
     overwrite: bool = False,
     no_tokenizer: bool = False,
+    strip: tuple[str, ...] = (),
     strict: bool = False,
     on_plan: Callable[[Plan], None] = lambda plan: None,
     on_bytes: Callable[[int], None] = lambda count: None,
@@ -124,6 +125,7 @@ def convert(
         vocab_divisible_by=vocab_divisible_by,
         transformer_impl=transformer_impl,
         tokenizer=not no_tokenizer,
+        strip=strip,
     )
     budget = parse_size(memory, "--memory")
     plan = planning.plan_conversion(Path(src), options)

@@ -24,8 +24,9 @@ from reshard.cli.console import (
 )
 from reshard.execute import peak_per_worker, worker_count
 from reshard.plan import Plan
+from reshard.planning import TARGETS
 
-FORMATS = click.Choice(["huggingface", "megatron", "megatron-legacy"])
+FORMATS = click.Choice(list(TARGETS))
 POSITIVE = click.IntRange(min=1)
 
 
@@ -73,6 +74,7 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 @click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
 @click.option("--overwrite", is_flag=True, help="Replace the one checkpoint at DST.")
 @click.option("--no-tokenizer", is_flag=True, help="Go on without a tokenizer.")
+@click.option("--strip", multiple=True, metavar="MARK", help="Take this out of tensor names, as _orig_mod.")
 @click.option("--strict", is_flag=True, help="NaN or Inf in the weights is an error.")
 @click.option("--quiet", is_flag=True, help="Print warnings and errors only.")
 @common_options

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from reshard.checkpoint import Checkpoint
 from reshard.errors import Problem, ReshardError
-from reshard.formats import companions, descent, huggingface, iterations, megatron, megatron_legacy
+from reshard.formats import companions, descent, huggingface, iterations, megatron, megatron_legacy, names
 
 FORMATS = {module.NAME: module for module in (megatron, megatron_legacy, huggingface)}
 """By name, in the order in which they are looked for: a folder that could be two of them is the first.
@@ -35,10 +35,11 @@ def is_replaceable(path: Path) -> bool:
     return detect(path) is not None and others <= {companions.TEMPLATES}
 
 
-def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, iteration: int | None = None, strip: tuple[str, ...] = ()) -> Checkpoint:
     """Open a checkpoint of any format. Raises ReshardError if there is none, or if it is damaged.
 
-    Where `path` holds none itself, the folder below it is taken that engines are known to put it in.
+    Where `path` holds none itself, the folder below it is taken that engines are known to put it in. `strip` lists
+    marks of wrappers that are to be taken out of the names of tensors.
     """
     if not path.exists():
         raise ReshardError("there is nothing at this path", file=str(path), remedy="check the path")
@@ -51,6 +52,8 @@ def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
         name = name if megatron.detect(step) or not megatron_legacy.detect(step) else megatron_legacy.NAME
     checkpoint: Checkpoint = FORMATS[name].open_checkpoint(folder, iteration)
     checkpoint.root = descent.find_root(checkpoint.root, path)
+    checkpoint.tensors = {names.stripped(key, strip): tensor for key, tensor in checkpoint.tensors.items()}
+    checkpoint.problems += names.wrapper_problems(checkpoint.tensors, str(folder))
     if folder != path:
         checkpoint.notes.insert(0, f"the weights are in {folder.relative_to(path)}")
     return checkpoint

@@ -39,7 +39,7 @@ WITHOUT_LAYOUT = {"huggingface": "a Hugging Face folder"}
 
 def plan_conversion(source: Path, options: Options) -> Plan:
     """Plan the conversion of `source`. Reads headers and metadata only; raises ReshardError."""
-    checkpoint = open_checkpoint(source, options.iteration)
+    checkpoint = open_checkpoint(source, options.iteration, options.strip)
     if checkpoint.problems:
         raise ReshardError(checkpoint.problems)
     target = options.to or ("huggingface" if checkpoint.format != "huggingface" else "")

@@ -41,6 +41,7 @@ class Options:
     vocab_divisible_by: int | None = None
     transformer_impl: str | None = None
     tokenizer: bool = True
+    strip: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,58 @@
+"""Names of tensors in state dicts: where the model lies in a nested one, and what wrappers put before its names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from reshard.errors import Problem
+
+WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+"""What torch.compile, FSDP and activation checkpointing put into names, when `state_dict()` was called on the wrong side
+of them. A folder with such names loads nowhere: transformers would start those modules at random."""
+
+ANCHORS = (
+    *("model.embed_tokens.weight", "model.tok_embeddings.weight", "transformer.wte.weight"),
+    *("model.language_model.embed_tokens.weight", "base_model.model.", "tok_embeddings.weight"),
+)
+"""How a name begins in the model's own state dict: embeddings, and PEFT's wrapper."""
+
+
+def prefix_of(names: Iterable[str]) -> str:
+    """What stands before the names of the model in a nested state dict: "" or, say, "model." or "app.model."."""
+    names = list(names)
+    for anchor in ANCHORS:
+        for name in names:
+            at = _bare(name).find(anchor)
+            if at == 0 or (at > 0 and _bare(name)[at - 1] == "."):
+                return _bare(name)[:at]
+    return ""
+
+
+def _bare(name: str) -> str:
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def wrapper_problems(names: Iterable[str], file: str) -> Iterator[Problem]:
+    """One problem for each wrapper that left its mark on names."""
+    names = list(names)
+    for wrapper in WRAPPERS:
+        wrapped = sorted(name for name in names if wrapper in name)
+        if wrapped:
+            more = f" and {len(wrapped) - 1} more" if len(wrapped) > 1 else ""
+            yield Problem(
+                "names of tensors carry the mark of a wrapper",
+                tensor=f"{wrapped[0]}{more}",
+                file=file,
+                rule="names are those of the model itself",
+                found=f"{wrapper} in {len(wrapped)} of {len(names)} names",
+                remedy=f"take it out with --strip {wrapper}, and save unwrapped modules from now on",
+            )
+
+
+def stripped(name: str, marks: Iterable[str]) -> str:
+    """`name` without the marks of wrappers."""
+    for mark in marks:
+        name = name.replace(mark, "")
+    return name
