@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import zlib
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +15,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reshard import batch as batch_module
+from reshard import execute as execute_module
+from reshard.batch import has_nonfinite
 from reshard.checkpoint import Cells
 from reshard.dtypes import BY_NAME, dtype
 from reshard.errors import ReshardError
-from reshard.execute import execute, has_nonfinite
+from reshard.execute import execute
 from reshard.gather import RAW, Files, Gatherer, Ledger, cast
 from reshard.plan import ZERO, Block, OutputFile, Plan
+from reshard.sink import Buffer, Sink
 from reshard.storage import Storage
 from reshard.views import View, concat
 
@@ -128,7 +135,7 @@ def test_a_file_is_written_whole_with_its_checksums(tmp_path: Path) -> None:
     expected = np.concatenate([left, right], 1).tobytes()
     checksum = zlib.crc32(expected).to_bytes(4, "little")
     assert content == checksum + b"head" + checksum + b"\0" * 4 + expected + b"\0" * 10
-    assert sum(seen) == report.nbytes == body + 10
+    assert sum(seen) == report.nbytes == file.size
     assert report.nonfinite == []
 
 
@@ -172,3 +179,65 @@ def test_many_files_and_more_blocks_than_threads(tmp_path: Path) -> None:
     execute(plan(files), target, workers=4)
     written = b"".join(path.read_bytes() for path in sorted(target.iterdir()))
     assert written == values.tobytes()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_file_of_literals_and_blocks_is_put_together(tmp_path_factory, data) -> None:
+    folder = tmp_path_factory.mktemp("file")
+    values = np.random.default_rng(5).integers(0, 1 << 14, 300_000, dtype=np.uint16)
+    whole = View.of(stored(folder / "s", values), len(values))
+    expected, blocks, literals = bytearray(), [], []
+    for number in range(data.draw(st.integers(0, 6))):
+        literal = bytes([65 + number]) * data.draw(st.sampled_from([0, 1, 30, 5000, 90_000]))
+        literals.append((len(expected) + 2, literal))
+        expected += b"\0\0" + literal + b"\0" * data.draw(st.integers(0, 70))
+        count = data.draw(st.sampled_from([0, 1, 700, 33_000, 200_000]))
+        start = data.draw(st.integers(0, len(values) - count))
+        part, raw = whole[start : start + count], values[start : start + count].tobytes()
+        before = data.draw(st.sampled_from([(), (literals[-1][0],)])) if len(literal) >= 4 else ()
+        offset = len(expected)
+        after = (offset + len(raw) + 3,)
+        expected += raw + b"\0" * 9
+        for place in (*before, *after):
+            expected[place : place + 4] = zlib.crc32(raw).to_bytes(4, "little")
+        blocks.append(Block(f"{number}", U16, (count,), lambda part=part: part, offset, (*before, *after)))
+    target = folder / "out"
+    target.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (batch_module, execute_module):
+            patch.setattr(module, "WINDOW", 1 << 17)
+        execute(plan([OutputFile("f", len(expected), blocks, lambda: iter(literals))]), target, workers=3)
+    assert (target / "f").read_bytes() == bytes(expected)
+
+
+@pytest.mark.parametrize("where", ["disk", "memory"])
+def test_a_sink_writes_what_it_is_given_where_it_is_told(tmp_path: Path, where: str) -> None:
+    """Whole pages past the page cache where the file system can (tmpfs may not), and edges through it."""
+    folder = tmp_path if where == "disk" else Path(tempfile.mkdtemp(dir="/dev/shm"))
+    content = np.random.default_rng(6).integers(0, 256, 3_000_000, dtype=np.uint8)
+    sink, buffer = Sink(folder / "f", len(content)), Buffer(1000)
+    cuts = [0, 5, 4096, 70_000, 200_001, 1_200_001, 1_204_096, len(content)]
+    spans = list(pairwise(cuts))
+    for begin, end in spans[::-2] + spans[-2::-2]:
+        out = buffer.room(end - begin, begin)
+        out[:] = content[begin:end]
+        sink.write(out.data, begin)
+    sink.write(memoryview(bytes(content[9:99_999])), 9)  # not aligned in memory: through the page cache
+    sink.close()
+    assert (folder / "f").read_bytes() == content.tobytes()
+    if where == "memory":
+        shutil.rmtree(folder)
+
+
+def test_damage_passes_only_where_nobody_asked_for_a_check(tmp_path: Path) -> None:
+    cells = stored(tmp_path / "s", np.arange(1000, dtype=np.uint16))
+    with (tmp_path / "s").open("r+b") as file:
+        file.write(b"\xff")
+    view = View.of(cells, 1000)
+    target = tmp_path / "out"
+    target.mkdir()
+    report = execute(
+        plan([OutputFile("f", 2000, [Block("t", U16, (1000,), lambda: view, 0)])]), target, checksum=False
+    )
+    assert report.nbytes == 2000 and (target / "f").read_bytes()[:1] == b"\xff"

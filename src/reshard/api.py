@@ -105,6 +105,7 @@ def convert(
     no_tokenizer: bool = False,
     strip: tuple[str, ...] = (),
     strict: bool = False,
+    no_checksum: bool = False,
     on_plan: Callable[[Plan], None] = lambda plan: None,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Conversion:
@@ -140,6 +141,7 @@ def convert(
         memory=budget,
         workers=workers,
         strict=strict,
+        checksum=not no_checksum,
         on_bytes=on_bytes,
     )
     return Conversion(plan, report)

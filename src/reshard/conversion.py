@@ -22,6 +22,7 @@ def convert(
     memory: int = 1 << 30,
     workers: int | None = None,
     strict: bool = False,
+    checksum: bool = True,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Report:
     """Carry out a plan. `target` appears whole, or stays as it was; raises ReshardError."""
@@ -31,7 +32,7 @@ def convert(
     if problems:
         raise ReshardError(problems)
     with staged(target, overwrite=overwrite) as folder:
-        report = execute(plan, folder, memory=memory, workers=workers, on_bytes=on_bytes)
+        report = execute(plan, folder, memory=memory, workers=workers, checksum=checksum, on_bytes=on_bytes)
         if strict and report.nonfinite:
             raise ReshardError([_nonfinite(name) for name in report.nonfinite])
     return report

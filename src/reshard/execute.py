@@ -1,7 +1,7 @@
-"""Run a plan: windows of each block are gathered into a small buffer and written at their final offset.
+"""Run a plan: each file is put together window by window, and each window is written once, at its place.
 
-Work is handed out block by block, each thread on the file that fewest others are writing. Memory is bounded
-by the window of each thread and what it maps of its sources, whatever the size of the model.
+Work is handed out in batches, each thread on the file that fewest others are writing. Memory is bounded by the window
+of each thread and what it maps of its sources, whatever the size of the model.
 """
 
 from __future__ import annotations
@@ -15,19 +15,12 @@ from pathlib import Path
 from threading import Event, Lock
 from typing import Any
 
-import numpy as np
-from isal.isal_zlib import crc32
-
+from reshard.batch import WINDOW, Batch, Stream, batches
 from reshard.checkpoint import cells_of
-from reshard.dtypes import DType
 from reshard.errors import ReshardError
-from reshard.gather import RAW, Files, Gatherer, Ledger, crc_problem
-from reshard.plan import Block, OutputFile, Plan
-from reshard.sink import PAGE, Buffer, Sink
-from reshard.views import View
-
-WINDOW = 4 << 20
-"""Bytes gathered at a time: small enough for the cache, large enough for the disk."""
+from reshard.gather import Files, Gatherer, Ledger, crc_problem
+from reshard.plan import OutputFile, Plan
+from reshard.sink import Buffer, Sink
 
 WIDE_WINDOW = 32 << 20
 """The same where a tensor is transposed, so that one read of its source serves many rows."""
@@ -61,14 +54,16 @@ def execute(
     *,
     memory: int = 1 << 30,
     workers: int | None = None,
+    checksum: bool = True,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Report:
     """Write all files of `plan` below `folder`, which exists and is empty.
 
     Raises ReshardError if a source is shorter than it was, or if bytes do not have the CRC32 that was
-    recorded for them. What was written until then stays in `folder`, for the caller to remove.
+    recorded for them, which `checksum` turns off. What was written until then stays in `folder`, for the caller to
+    remove.
     """
-    run = _Run(plan, folder, memory, on_bytes)
+    run = _Run(plan, folder, memory, Ledger() if checksum else None, on_bytes)
     threads = worker_count(workers, memory)
     with ThreadPoolExecutor(threads, thread_name_prefix="reshard") as pool:
         futures = [pool.submit(run.work) for _ in range(threads)]
@@ -88,33 +83,34 @@ def execute(
 class _Run:
     """The state that the threads of one execution share."""
 
-    def __init__(self, plan: Plan, folder: Path, memory: int, on_bytes: Callable[[int], None]) -> None:
+    def __init__(
+        self, plan: Plan, folder: Path, memory: int, ledger: Ledger | None, on_bytes: Callable[[int], None]
+    ) -> None:
         self.folder = folder
         self.on_bytes = on_bytes
-        self.ledger = Ledger()
+        self.ledger = ledger
         self.report = Report()
         self.stopped = Event()
         self.wide = min(WIDE_WINDOW, max(WINDOW, memory // 4))
         self._lock = Lock()
         self._names: dict[Any, str] = {}
         self._waiting = deque(plan.files)
-        self._open: list[_Job] = []  # with blocks that nobody has taken
+        self._open: list[_Job] = []  # with batches that nobody has taken
 
     def work(self) -> None:
-        """Take blocks until there are none left."""
+        """Take batches until there are none left."""
         worker = _Worker(self)
         try:
             while not self.stopped.is_set() and (taken := self._take()):
-                job, block = taken
-                if block is not None:
-                    worker.write(job, block)
+                job, batch = taken
+                worker.write(job, batch)
                 if job.finished(self._lock):
-                    job.sink.close()
+                    job.close()
         finally:
             worker.close()
 
-    def _take(self) -> tuple[_Job, Block | None] | None:
-        """The next block, of the open file with the fewest writers, or of a new file."""
+    def _take(self) -> tuple[_Job, Batch] | None:
+        """The next batch, of the open file with the fewest writers, or of a new file."""
         with self._lock:
             job = min(self._open, key=lambda job: job.active, default=None)
             if (job is None or job.active) and self._waiting:
@@ -122,24 +118,32 @@ class _Run:
                 self._open.append(job)
             if job is None:
                 return None
-            block = job.waiting.pop() if job.waiting else None
+            batch = job.waiting.pop()
             job.active += 1
             if not job.waiting:
                 self._open.remove(job)
-            return job, block
+            return job, batch
 
-    def note(self, block: Block, nonfinite: bool, storages: set[Any]) -> None:
+    def note(self, stream: Stream) -> None:
         """Keep what one finished block showed."""
+        name = stream.block.name
         with self._lock:
-            self.report.nbytes += block.nbytes
-            if nonfinite and block.name not in self.report.nonfinite:
-                self.report.nonfinite.append(block.name)
-            for storage in storages:
-                self._names.setdefault(storage, block.name)
+            if stream.nonfinite and name not in self.report.nonfinite:
+                self.report.nonfinite.append(name)
+            for cells in cells_of(stream.view):
+                self._names.setdefault(cells.storage, name)
+
+    def advance(self, nbytes: int) -> None:
+        """Count what was written."""
+        with self._lock:
+            self.report.nbytes += nbytes
+        self.on_bytes(nbytes)
 
     def settle(self) -> None:
         """Compare all checksums; every damaged tensor is named."""
         self.report.nonfinite.sort()
+        if self.ledger is None:
+            return
         files = Files()
         try:
             wrong = self.ledger.settle(files)
@@ -154,15 +158,20 @@ class _Job:
 
     def __init__(self, file: OutputFile, folder: Path) -> None:
         self.sink = Sink(folder / file.path, file.size)
-        for offset, content in file.literals():
-            self.sink.write(memoryview(content), offset)
-        self.waiting = file.blocks[::-1]
+        self.waiting = list(batches(file))[::-1]
         self.active = 0
+        self.late: list[tuple[int, bytes]] = []
+        """Checksums whose place was not in the window of their block."""
 
     def finished(self, lock: Lock) -> bool:
         with lock:
             self.active -= 1
             return not self.active and not self.waiting
+
+    def close(self) -> None:
+        for place, checksum in self.late:
+            self.sink.write(memoryview(checksum), place)
+        self.sink.close()
 
 
 class _Worker:
@@ -177,46 +186,19 @@ class _Worker:
     def close(self) -> None:
         self.files.close()
 
-    def write(self, job: _Job, block: Block) -> None:
-        """Gather one block window by window, and write it, its checksum last."""
-        view, size = block.source(), block.dtype.itemsize
-        window = self.run.wide if _is_transposed(view) else WINDOW
-        checksum, nonfinite = 0, False
-        begin = 0
-        while begin < view.numel:
+    def write(self, job: _Job, batch: Batch) -> None:
+        """Put together one window after another, and write it."""
+        streams = [Stream(block) for block in batch.blocks]
+        unsigned = deque(streams)
+        limit = self.run.wide if any(map(Stream.is_transposed, streams)) else WINDOW
+        for begin, end in batch.windows(limit):
             if self.run.stopped.is_set():
                 return
-            offset = block.offset + begin * size
-            # All windows but the last end where a page does.
-            end = min(view.numel, begin + (window - offset % PAGE) // size)
-            pieces = view.pieces if end - begin == view.numel else view.window(begin, end)
-            raw = self.buffer.room((end - begin) * size, offset)
-            self.gatherer.fill(pieces, block.dtype, raw.view(RAW[size]))
-            nonfinite = nonfinite or has_nonfinite(raw, block.dtype)
-            if block.crc_at:
-                checksum = crc32(raw.data, checksum)
-            job.sink.write(raw.data, offset)
-            self.run.on_bytes(len(raw))
-            begin = end
-        for place in block.crc_at:
-            job.sink.write(memoryview(checksum.to_bytes(4, "little")), place)
-        storages = {cells.storage for cells in cells_of(view)}
-        self.run.note(block, nonfinite, storages)
-
-
-def has_nonfinite(raw: np.ndarray[Any, Any], dtype: DType) -> bool:
-    """Whether an element is NaN or Inf, that is, whether an exponent is all ones.
-
-    Read as integers, such elements are the largest: the positive ones if the bits are signed, the negative
-    ones if they are not. Two maxima run at cache speed, where masks and comparisons would not.
-    """
-    if not dtype.exponent or not raw.size:
-        return False
-    bits, sign = raw.view(RAW[dtype.itemsize]), 1 << (8 * dtype.itemsize - 1)
-    signed = bits.view(f"i{dtype.itemsize}")
-    return bool(signed.max() >= dtype.exponent or bits.max() >= sign | dtype.exponent)
-
-
-def _is_transposed(view: View) -> bool:
-    """Whether neighbours in the target are no neighbours in the source."""
-    return any(piece.axes and piece.axes[-1][1] != 1 for piece in view.pieces)
+            raw = self.buffer.room(end - begin, begin)
+            batch.fill(raw, begin, streams, self.gatherer)
+            while unsigned and unsigned[0].end <= end:
+                stream = unsigned.popleft()
+                job.late += stream.sign(raw, begin)
+                self.run.note(stream)
+            job.sink.write(raw.data, begin)
+            self.run.advance(len(raw))

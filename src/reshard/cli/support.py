@@ -36,9 +36,11 @@ def support() -> dict[str, list[dict[str, Any]]]:
     """Formats and families, as `support --json` prints them."""
     from reshard.families import FAMILIES
     from reshard.formats import FORMATS
+    from reshard.planning import TARGETS
 
     formats = [
-        {"name": name, "what": module.WHAT, "read": True, "written": True} for name, module in FORMATS.items()
+        {"name": name, "what": module.WHAT, "read": True, "written": name in TARGETS}
+        for name, module in FORMATS.items()
     ]
     families = [{"name": name, "architecture": family.architecture} for name, family in FAMILIES.items()]
     return {"formats": formats, "families": families}

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from reshard.errors import Problem
 
 WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""What torch.compile, FSDP and activation checkpointing put into names, when `state_dict()` was called on the wrong side
-of them. A folder with such names loads nowhere: transformers would start those modules at random."""
+"""What torch.compile, FSDP and activation checkpointing put into names, when `state_dict()` was called on the wrapper.
+A folder with such names loads nowhere: transformers would start those modules at random."""
 
 ANCHORS = (
     *("model.embed_tokens.weight", "model.tok_embeddings.weight", "transformer.wte.weight"),

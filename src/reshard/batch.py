@@ -1,0 +1,128 @@
+"""The parts of an output file that are put together and written at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from isal.isal_zlib import crc32
+
+from reshard.dtypes import DType
+from reshard.gather import RAW, Gatherer
+from reshard.plan import Block, OutputFile
+from reshard.sink import PAGE
+
+WINDOW = 4 << 20
+"""Bytes written at a time: small enough for the cache, large enough for the disk."""
+
+
+class Stream:
+    """One block on its way, and what its bytes have shown so far."""
+
+    def __init__(self, block: Block) -> None:
+        self.block = block
+        self.view = block.source()
+        self.end = block.offset + block.nbytes
+        self.nonfinite = False
+        self._checksum = 0
+
+    def is_transposed(self) -> bool:
+        """Whether neighbours in the target are no neighbours in the source."""
+        return any(piece.axes and piece.axes[-1][1] != 1 for piece in self.view.pieces)
+
+    def fill(self, out: np.ndarray[Any, Any], begin: int, gatherer: Gatherer) -> None:
+        """Gather the bytes from `begin` of the block into `out`. Called once for each range, in order."""
+        size = self.block.dtype.itemsize
+        first, last = begin // size, (begin + out.nbytes) // size
+        pieces = self.view.pieces if last - first == self.view.numel else self.view.window(first, last)
+        gatherer.fill(pieces, self.block.dtype, out.view(RAW[size]))
+        self.nonfinite = self.nonfinite or has_nonfinite(out, self.block.dtype)
+        if self.block.crc_at:
+            self._checksum = crc32(out.data, self._checksum)
+
+    def sign(self, raw: np.ndarray[Any, Any], begin: int) -> Iterator[tuple[int, bytes]]:
+        """Put the checksum where the file keeps it; yield the places outside of `raw`, which begins at `begin`."""
+        checksum = self._checksum.to_bytes(4, "little")
+        for place in self.block.crc_at:
+            at = place - begin
+            if at >= 0 and at + 4 <= len(raw):
+                raw[at : at + 4] = np.frombuffer(checksum, np.uint8)
+            else:
+                yield place, checksum
+
+
+@dataclass
+class Batch:
+    """Bytes `begin` to `end` of a file: some blocks side by side, and what lies around them."""
+
+    begin: int
+    end: int
+    blocks: list[Block] = field(default_factory=list)
+    literals: list[tuple[int, bytes]] = field(default_factory=list)
+
+    def windows(self, limit: int) -> Iterator[tuple[int, int]]:
+        """Cut into ranges of at most `limit` bytes, between pages and between elements."""
+        begin = self.begin
+        while begin < self.end:
+            end = min(self.end, begin + limit - begin % PAGE)
+            for block in self.blocks:
+                if block.offset < end < block.offset + block.nbytes:
+                    end -= (end - block.offset) % block.dtype.itemsize
+            yield begin, end
+            begin = end
+
+    def fill(self, raw: np.ndarray[Any, Any], begin: int, streams: list[Stream], gatherer: Gatherer) -> None:
+        """Put together the window `raw` that begins at byte `begin` of the file; what nothing fills is zero."""
+        end, position = begin + len(raw), begin
+        parts: list[tuple[int, int, Stream | bytes]]
+        parts = [(offset, offset + len(content), content) for offset, content in self.literals]
+        parts += [(stream.block.offset, stream.end, stream) for stream in streams]
+        for first, last, part in sorted(parts, key=lambda part: part[0]):
+            low, high = max(first, begin), min(last, end)
+            if low >= high:
+                continue
+            raw[position - begin : low - begin] = 0
+            out = raw[low - begin : high - begin]
+            if isinstance(part, Stream):
+                part.fill(out, low - first, gatherer)
+            else:
+                out[:] = np.frombuffer(part, np.uint8, high - low, low - first)
+            position = high
+        raw[position - begin :] = 0
+
+
+def batches(file: OutputFile) -> Iterator[Batch]:
+    """Cut a file behind blocks: small ones together make a window, a large one is alone."""
+    literals = sorted(file.literals(), key=lambda literal: literal[0])
+    batch = Batch(0, 0)
+    for block in sorted(file.blocks, key=lambda block: block.offset):
+        end = block.offset + block.nbytes
+        if batch.blocks and end - batch.begin > WINDOW:
+            yield _with_literals(batch, literals)
+            batch = Batch(batch.end, batch.end)
+        batch.blocks.append(block)
+        batch.end = end
+    batch.end = file.size
+    yield _with_literals(batch, literals)
+
+
+def _with_literals(batch: Batch, literals: list[tuple[int, bytes]]) -> Batch:
+    """Move to a batch the literals, in order, that begin before its end."""
+    count = next((i for i, (offset, _) in enumerate(literals) if offset >= batch.end), len(literals))
+    batch.literals, literals[:count] = literals[:count], []
+    return batch
+
+
+def has_nonfinite(raw: np.ndarray[Any, Any], dtype: DType) -> bool:
+    """Whether an element is NaN or Inf, that is, whether an exponent is all ones.
+
+    Read as integers, such elements are the largest: the positive ones if the bits are signed, the negative
+    ones if they are not. Two maxima run at cache speed, where masks and comparisons would not.
+    """
+    if not dtype.exponent or not raw.size:
+        return False
+    bits, sign = raw.view(RAW[dtype.itemsize]), 1 << (8 * dtype.itemsize - 1)
+    signed = bits.view(f"i{dtype.itemsize}")
+    return bool(signed.max() >= dtype.exponent or bits.max() >= sign | dtype.exponent)
