@@ -67,9 +67,10 @@ def inspect_checkpoint(path: Path, iteration: int | None = None) -> Inspection:
     has_config = (checkpoint.root / "config.json").is_file()
     model: Model | None = None
     try:
-        model = resolve(checkpoint)
-        notes += model.notes
-        logical_tensors(checkpoint, model)
+        if has_config or checkpoint.config or checkpoint.args:
+            model = resolve(checkpoint)
+            notes += model.notes
+            logical_tensors(checkpoint, model)
     except ReshardError as error:
         problems += error.problems
     try:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from reshard.checkpoint import Cells, Checkpoint, Replica
+from reshard.checkpoint import Cells, Checkpoint, Replica, Tensor
 from reshard.dtypes import DType, dtype
 from reshard.errors import Problem, ReshardError, one_for_all
 from reshard.families.binding import Binding, Bound, Dropped
-from reshard.model import Model
+from reshard.model import EMBEDDINGS, Model
 from reshard.plan import ZERO
 from reshard.views import View
 
@@ -45,15 +45,18 @@ class LogicalTensors:
 _ANY = dtype("uint8")
 
 
-def logical_tensors(checkpoint: Checkpoint, model: Model | None) -> LogicalTensors:
+def logical_tensors(
+    checkpoint: Checkpoint, model: Model | None, config: Mapping[str, Any] | None = None
+) -> LogicalTensors:
     """The logical tensors of `checkpoint`, each there, whole and of the right shape.
 
-    Without a model, the names of a Hugging Face checkpoint are taken as they are. Raises ReshardError listing
+    Without a model, the names of a Hugging Face checkpoint are taken as they are, and `config` says whether its head
+    and its embedding are one. Raises ReshardError listing
     every tensor that is missing, left over, or of another shape.
     """
     if model is None:
         found = {name: Logical(t.dtype, t.shape, None) for name, t in checkpoint.tensors.items()}
-        return LogicalTensors(checkpoint, found)
+        return LogicalTensors(checkpoint, found, _tied(checkpoint, config or {}))
     binding = model.binding("mcore" if checkpoint.dialect == "hf" else checkpoint.dialect)
     if checkpoint.dialect == "hf":
         _check(checkpoint, binding.hf, binding.copies)
@@ -71,6 +74,21 @@ def logical_tensors(checkpoint: Checkpoint, model: Model | None) -> LogicalTenso
     return LogicalTensors(checkpoint, found)
 
 
+def _tied(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[Replica]:
+    """The head of a family that nobody declared, where its config says that it is the embedding."""
+    head, names = checkpoint.tensors.get("lm_head.weight"), checkpoint.tensors.keys() & EMBEDDINGS["hf"]
+    if not head or not names or config.get("tie_word_embeddings") is not True:
+        return []
+    (name,) = names
+    return [_tied_head(name, checkpoint.tensors[name], head)]
+
+
+def _tied_head(name: str, embedding: Tensor, head: Tensor) -> Replica:
+    rule = f"tie_word_embeddings is true in config.json, so the head is {name} over again"
+    remedy = "if the head has values of its own, set tie_word_embeddings to false in config.json"
+    return Replica("lm_head.weight", embedding, head, rule, remedy)
+
+
 def _copies(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
     """The tensors of a Hugging Face checkpoint that store again what another one holds."""
     result = []
@@ -79,9 +97,7 @@ def _copies(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
         original = next(piece.source for piece in binding.native[str(native)].view.pieces)
         first, second = checkpoint.tensors[str(original)], checkpoint.tensors[name]
         if name == "lm_head.weight":
-            rule = f"tie_word_embeddings is true in config.json, so the head is {original} over again"
-            remedy = "if the head has values of its own, set tie_word_embeddings to false in config.json"
-            result.append(Replica(name, first, second, rule, remedy))
+            result.append(_tied_head(str(original), first, second))
         else:
             result.append(Replica(name, first, second, f"this is a second copy of {original}"))
     return result

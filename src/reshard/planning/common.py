@@ -138,6 +138,14 @@ def main_dtype(tensors: list[Planned]) -> str:
 def companion_files(source: Source, tensors: list[Planned]) -> Iterator[OutputFile]:
     """config.json, true to the weights; tokenizer, chat template, generation config as they are."""
     checkpoint, model, options, config = source.checkpoint, source.model, source.options, source.config
+    if not config:
+        raise ReshardError(
+            "there is no config.json beside the checkpoint",
+            file=str(checkpoint.root),
+            rule="the output loads with no other folder",
+            expected="the config.json of the model",
+            remedy="give the Hugging Face folder that training started from: --base DIR",
+        )
     table = model.family.config if model else None
     if model:  # a family declares plain weights, whatever the base folder was quantized to
         config = {key: value for key, value in config.items() if key != "quantization_config"}

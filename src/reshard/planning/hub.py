@@ -14,7 +14,7 @@ from reshard.planning.megatron import lost_padding
 
 def plan(source: Source) -> Plan:
     """Logical tensors under their own names, in shards, with everything that loads them."""
-    logical = logical_tensors(source.checkpoint, source.model)
+    logical = logical_tensors(source.checkpoint, source.model, source.config)
     tensors = hub_tensors(logical, source.options.dtype)
     files = huggingface.lay_out(tensors, source.options.max_shard_size)
     files += companion_files(source, tensors)
