@@ -13,7 +13,7 @@ from reshard.formats import huggingface, iterations, open_checkpoint
 from reshard.formats.companions import find_companions
 from reshard.formats.hints import find_hints
 from reshard.logical import logical_tensors
-from reshard.model import Model, read_config, resolve
+from reshard.model import Model, read_config, resolve_if_declared
 
 OPTIMIZER = "optimizer states"
 
@@ -61,18 +61,17 @@ def inspect_checkpoint(path: Path, iteration: int | None = None) -> Inspection:
     """Look at the checkpoint at `path`. Raises ReshardError only if nothing can be opened there."""
     checkpoint = open_checkpoint(path, iteration)
     problems = list(checkpoint.problems)
-    notes = list(checkpoint.notes)
     hints = find_hints([checkpoint.path, checkpoint.root], checkpoint.args)
     base = next((Path(hint.value) for hint in hints if hint.exists and Path(hint.value).is_dir()), None)
     has_config = (checkpoint.root / "config.json").is_file()
     model: Model | None = None
     try:
         if has_config or checkpoint.config or checkpoint.args:
-            model = resolve(checkpoint)
-            notes += model.notes
-            logical_tensors(checkpoint, model)
+            model = resolve_if_declared(checkpoint)
+            logical_tensors(checkpoint, model, checkpoint.config)
     except ReshardError as error:
         problems += error.problems
+    notes = [*checkpoint.notes, *(model.notes if model else [])]
     try:
         problems += _companion_problems(checkpoint, has_config)
     except ReshardError as error:
@@ -129,6 +128,8 @@ def _next_command(
     root = iterations.root_of(path)
     target = (root.resolve() if root.name in ("", "..") else root).as_posix().rstrip("/")
     if checkpoint.format == huggingface.NAME:
+        if model is None:
+            return ""  # what is not declared can only stay what it is
         words += [f"{target}-megatron", "--to", "megatron", *_fitting_layout(model)]
     else:
         words.append(f"{target}-hf")

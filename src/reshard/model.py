@@ -111,6 +111,19 @@ def resolve(checkpoint: Checkpoint, base: Path | None = None, family: str | None
     return Model(found, config, args, dims, tuple(notes))
 
 
+def resolve_if_declared(checkpoint: Checkpoint, base: Path | None = None) -> Model | None:
+    """The same, or None with a note for a family that nobody declared, whose names are the hub's already."""
+    config = read_config(base or checkpoint.root) or checkpoint.config or {}
+    if checkpoint.dialect != "hf" or config.get("model_type") in FAMILIES:
+        return resolve(checkpoint, base)
+    try:
+        return resolve(checkpoint, base)
+    except ReshardError:
+        undeclared = f'model_type "{config.get("model_type")}" is not known; names are taken as they are'
+        checkpoint.notes.append(undeclared)
+        return None
+
+
 UNUSABLE = (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError)
 """What values of a config that are missing, or of another type than they should be, lead to."""
 

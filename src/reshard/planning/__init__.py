@@ -12,11 +12,10 @@ from pathlib import Path
 
 from reshard.checkpoint import Checkpoint
 from reshard.errors import ReshardError
-from reshard.families import FAMILIES
 from reshard.formats import companions, open_checkpoint
 from reshard.formats.hints import BASE, find_hints
 from reshard.layout import Layout
-from reshard.model import Model, read_config, resolve
+from reshard.model import Model, resolve, resolve_if_declared
 from reshard.plan import Plan
 from reshard.planning import hub, megatron
 from reshard.planning.common import Options, Source
@@ -61,17 +60,8 @@ def plan_conversion(source: Path, options: Options) -> Plan:
 
 def _model(checkpoint: Checkpoint, target: str, options: Options) -> Model | None:
     """The model of a checkpoint. Where names stay as they are, it may be of a family that nobody declared."""
-    if checkpoint.dialect == "hf" and target in NAMED_AS_THE_HUB and not options.family:
-        config = read_config(options.base or checkpoint.root) or checkpoint.config or {}
-        model_type = config.get("model_type")
-        if model_type not in FAMILIES:
-            try:
-                return resolve(checkpoint, options.base)
-            except ReshardError:
-                checkpoint.notes.append(
-                    f'model_type "{model_type}" is not known; names are taken as they are'
-                )
-                return None
+    if target in NAMED_AS_THE_HUB and not options.family:
+        return resolve_if_declared(checkpoint, options.base)
     return resolve(checkpoint, options.base, options.family)
 
 
