@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
@@ -15,6 +17,44 @@ RESHARD = [str(Path(sys.executable).with_name("reshard")), "convert"]
 QUIET = ["--no-tokenizer", "--quiet"]
 LAYOUTS = {"dense": ["--tp", "2", "--pp", "2"], "moe": ["--tp", "4", "--ep", "4"]}
 SMALL = {**QWEN2_5_3B, "num_hidden_layers": 4, "vocab_size": 65536}  # about 1 GB of the same shape
+
+
+BASE = {**QWEN2_5_3B, "num_hidden_layers": 6, "vocab_size": 65536, "max_position_embeddings": 4096}  # 1.3 GB
+
+
+class Peer(NamedTuple):
+    """What people use to read one engine's checkpoints. `package` is what both sides of it need.
+
+    The interpreter that has it can be told by an environment variable such as RESHARD_BENCH_DEEPSPEED.
+    """
+
+    road: str
+    peer: str
+    package: str
+    flags: tuple[str, ...] = ()
+    processes: int = 2
+
+    @property
+    def python(self) -> str:
+        """The interpreter for the engine."""
+        return os.environ.get(f"RESHARD_BENCH_{self.package.upper()}", sys.executable)
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the engine can be imported there."""
+        return not subprocess.run(
+            [self.python, "-c", f"import {self.package}"], capture_output=True
+        ).returncode
+
+
+PEERS = (
+    Peer("dcp", "merge_weights", "accelerate"),
+    Peer("dcp", "dcp_to_torch_save", "torch"),
+    Peer("verl", "verl_merger", "verl"),
+    Peer("zero2", "zero_to_fp32", "deepspeed"),
+    Peer("zero3", "zero_to_fp32", "deepspeed"),
+    Peer("peft", "merge_and_unload", "peft", ("--merge",), processes=1),
+)
 
 
 @click.command()
@@ -35,6 +75,9 @@ def main(data: Path, rounds: int, only: str) -> None:
             _against_cp(name, models[name], data, rounds)
     if only in "peers":
         _against_peers(models["dense"], data, rounds)
+    for peer in PEERS:
+        if only in f"engines {peer.road}":
+            _against_engine(peer, make(data / "base", BASE), data, rounds)
     if only in "plan":
         plan = [*RESHARD, str(models["v3"]), str(data / "out"), "--to", "megatron", "--dry-run", *QUIET]
         plan += ["--tp", "8", "--pp", "16", "--ep", "64"]
@@ -100,6 +143,23 @@ def _against_peers(model: Path, data: Path, rounds: int) -> None:
         Contender("dcp_to_torch_save", [*peer, "dcp_to_torch_save", checkpoint, str(out)], out),
     ]
     _show(race("dense: read megatron torch_dist", contenders, rounds))
+
+
+def _against_engine(peer: Peer, model: Path, data: Path, rounds: int) -> None:
+    if not peer.is_installed:
+        print(f"| {peer.road} | {peer.peer} | not installed: pip install {peer.package} | | | |")
+        return
+    saved, out = data / f"saved-{peer.road}", data / "out"
+    here = {"PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    if not saved.exists():
+        launch = [peer.python, "-m", "torch.distributed.run", "--nproc-per-node", str(peer.processes)]
+        make_it = [*launch, "-m", "bench.engines", peer.road, str(model.resolve()), str(saved)]
+        subprocess.run(make_it, check=True, env={**os.environ, **here})
+    reshard = [*RESHARD, str(saved), str(out), "--base", str(model), *peer.flags, *QUIET]
+    source = saved / "pytorch_model_fsdp_0" if peer.peer == "dcp_to_torch_save" else saved
+    theirs = [peer.python, "-m", "bench.peers", peer.peer, str(source), str(out)]
+    contenders = [Contender("reshard", reshard, out), Contender(peer.peer, theirs, out, here)]
+    _show(race(f"{peer.road} → huggingface", contenders, rounds))
 
 
 def _show(rows: list[str]) -> None:

@@ -32,6 +32,42 @@ def dcp_to_torch_save(src: Path, dst: Path) -> None:
     convert(src, dst)
 
 
+def merge_weights(src: Path, dst: Path) -> None:
+    """`accelerate merge-weights`."""
+    from accelerate.utils import merge_fsdp_weights
+
+    merge_fsdp_weights(str(src / "pytorch_model_fsdp_0"), str(dst), safe_serialization=True)
+
+
+def verl_merger(src: Path, dst: Path) -> None:
+    """`python -m verl.model_merger merge --backend fsdp`."""
+    from verl.model_merger.base_model_merger import ModelMergerConfig
+    from verl.model_merger.fsdp_model_merger import FSDPModelMerger
+
+    config = ModelMergerConfig(
+        operation="merge",
+        backend="fsdp",
+        local_dir=str(src),
+        target_dir=str(dst),
+        hf_model_config_path=str(src / "huggingface"),
+    )
+    FSDPModelMerger(config).merge_and_save()
+
+
+def zero_to_fp32(src: Path, dst: Path) -> None:
+    """DeepSpeed's script, which it leaves beside each checkpoint."""
+    from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as convert
+
+    convert(str(src), str(dst), safe_serialization=True)
+
+
+def merge_and_unload(src: Path, dst: Path) -> None:
+    """peft's merge, into the model that the adapter names."""
+    from peft import AutoPeftModelForCausalLM
+
+    AutoPeftModelForCausalLM.from_pretrained(src, dtype="bfloat16").merge_and_unload().save_pretrained(dst)
+
+
 if __name__ == "__main__":
     name, src, dst = sys.argv[1:]
-    {"dcp_load_all": dcp_load_all, "dcp_to_torch_save": dcp_to_torch_save}[name](Path(src), Path(dst))
+    globals()[name](Path(src), Path(dst))

@@ -18,20 +18,26 @@ class Contender:
     name: str
     command: list[str]
     output: Path
+    environment: dict[str, str] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
     peak: list[int] = field(default_factory=list)
 
     def run(self) -> None:
-        """One run: wall seconds, and the largest resident size of the process in bytes."""
+        """One run: wall and processor seconds, and the largest resident size of the process in bytes."""
         _remove(self.output)
         os.sync()  # what the run before left dirty is not this one's to pay for
         launched = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", LAUNCHER, *self.command], stdout=subprocess.PIPE, check=False
+            [sys.executable, "-I", "-S", "-c", LAUNCHER, *self.command],
+            stdout=subprocess.PIPE,
+            env={**os.environ, **self.environment},
+            check=False,
         )
         if launched.returncode:
             raise SystemExit(f"{self.name}: exit status {launched.returncode}: {' '.join(self.command)}")
-        seconds, peak = launched.stdout.split()[-2:]
+        seconds, cpu, peak = launched.stdout.split()[-3:]
         self.seconds.append(float(seconds))
+        self.cpu.append(float(cpu))
         self.peak.append(int(peak))
 
 
@@ -40,7 +46,7 @@ import os, sys, time
 begin = time.perf_counter()
 child = os.posix_spawnp(sys.argv[1], sys.argv[1:], os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, 2, 1)])
 _, status, usage = os.wait4(child, 0)
-print(time.perf_counter() - begin, usage.ru_maxrss * 1024)
+print(time.perf_counter() - begin, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
 sys.exit(os.waitstatus_to_exitcode(status))
 """
 """Starts the command from a small process: a child's peak is never below the size of the one that made it."""
@@ -53,20 +59,21 @@ def race(title: str, contenders: list[Contender], rounds: int = 5) -> list[str]:
             contender.run()
             if turn == 0:
                 contender.seconds.clear()
+                contender.cpu.clear()
                 contender.peak.clear()
     for contender in contenders:
         _remove(contender.output)
     first = contenders[0]
     return [
         f"| {title} | {c.name} | {median(c.seconds):.2f} ({min(c.seconds):.2f}–{max(c.seconds):.2f}) "
-        f"| {median(c.seconds) / median(first.seconds):.2f} | {max(c.peak) / 2**20:.0f} |"
+        f"| {median(c.seconds) / median(first.seconds):.2f} | {median(c.cpu):.1f} | {max(c.peak) / 2**20:.0f} |"
         for c in contenders
     ]
 
 
 HEADER = [
-    "| road | who | wall s, median (min–max) | ÷ first | peak RSS MiB |",
-    "|---|---|---|---|---|",
+    "| road | who | wall s, median (min–max) | ÷ first | CPU s | peak RSS MiB |",
+    "|---|---|---|---|---|---|",
 ]
 
 
