@@ -1,0 +1,237 @@
+"""Iterations, flags, sources and destinations that do not fit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.bad_input.damage import MEGATRON, Copy, convert, converted, edit_tensors, find, refusal, refused
+from tests.commandline import listing, reshard
+
+# ------------------------------------------------------------------------------------- which iteration
+
+
+def test_the_tracker_is_missing(copy: Copy) -> None:
+    src = copy("torch_dist")
+    (src / "latest_checkpointed_iteration.txt").unlink()
+    problem = refusal(*convert(src))
+    assert problem["message"] == "the tracker file is missing, so the latest iteration is not known"
+    assert "iterations release" in problem["found"] and "--iteration" in problem["remedy"]
+    converted(src / "release", src.parent / "dst")
+
+
+@pytest.mark.parametrize("text", ["", "seven", "7\n8"])
+def test_the_tracker_is_damaged(copy: Copy, text: str) -> None:
+    src = copy("torch_dist")
+    (src / "latest_checkpointed_iteration.txt").write_text(text)
+    problem = refusal(*convert(src))
+    assert problem["message"] == "the tracker file cannot be read" and problem["found"] == repr(text)
+
+
+def test_the_tracker_is_binary(copy: Copy) -> None:
+    src = copy("torch_dist")
+    (src / "latest_checkpointed_iteration.txt").write_bytes(b"\xff\xfe7\x00")
+    assert refusal(*convert(src))["message"] == "the tracker file cannot be read"
+
+
+def test_the_tracker_names_a_missing_iteration(copy: Copy) -> None:
+    src = copy("legacy")
+    (src / "latest_checkpointed_iteration.txt").write_text("7")
+    problem = refusal(*convert(src))
+    assert problem["message"] == "the iteration that the tracker names is missing"
+    assert problem["file"] == str(src / "iter_0000007") and "release" in problem["found"]
+
+
+def test_an_iteration_that_is_not_there(copy: Copy) -> None:
+    src = copy("torch_dist")
+    (src / "release").rename(src / "iter_0000010")
+    assert refusal(*convert(src, "--iteration", 11))["found"] == "iterations 10"
+    assert refusal("convert", src / "iter_0000010", src.parent / "dst", "--iteration", 11)["expected"]
+
+
+def test_an_iteration_of_a_hugging_face_folder(copy: Copy) -> None:
+    assert refusal(*convert(copy("qwen3"), *MEGATRON, "--iteration", 5))["remedy"] == "leave out --iteration"
+
+
+# ------------------------------------------------------------------------------- flags that do not fit
+
+
+def test_more_tensor_parallel_ranks_than_divide_the_groups(copy: Copy) -> None:
+    problems = refused(*convert(copy("qwen3"), *MEGATRON, "--tp", 3))
+    messages = [problem["message"] for problem in problems]
+    assert "query groups do not divide over --tp 3" in messages
+    groups = problems[messages.index("query groups do not divide over --tp 3")]
+    assert groups["expected"] == "a divisor of 4" and groups["remedy"] == "choose --tp from 1, 2, 4"
+
+
+def test_experts_that_do_not_divide(copy: Copy) -> None:
+    problem = refusal(*convert(copy("qwen3_moe"), *MEGATRON, "--ep", 3))
+    assert problem["message"] == "experts do not divide over --ep 3"
+
+
+def test_expert_parallel_ranks_of_a_dense_model(copy: Copy) -> None:
+    problem = refusal(*convert(copy("qwen3"), *MEGATRON, "--ep", 2))
+    assert problem["message"] == "the model has no experts" and problem["remedy"] == "leave out --ep"
+
+
+@pytest.mark.parametrize(
+    "flags", [("--pp", 5), ("--pp", 2, "--vpp", 3), ("--pp", 3, "--stages", "1,2,2"), ("--stages", "4,0")]
+)
+def test_stages_that_do_not_hold_all_layers(copy: Copy, flags: tuple[object, ...]) -> None:
+    problem = refusal(*convert(copy("qwen3"), *MEGATRON, *flags))
+    assert problem["message"] == "4 layers do not divide over the pipeline"
+    assert "--stages" in problem["remedy"]
+
+
+@pytest.mark.parametrize("flags", [("--pp", 3), ("--pp", 3, "--stages", "1,1,2")])
+def test_uneven_stages_are_written_and_read(copy: Copy, flags: tuple[object, ...]) -> None:
+    src = copy("qwen3")
+    converted(src, src.parent / "dst", *MEGATRON, *flags)
+    assert reshard("verify", src, src.parent / "dst").code == 0
+
+
+def test_a_layout_for_a_hugging_face_folder(copy: Copy) -> None:
+    problem = refusal(*convert(copy("torch_dist"), "--tp", 2, "--pp", 2))
+    assert problem["found"].startswith("TP2 · PP2") and "--to megatron" in problem["remedy"]
+
+
+def test_a_hugging_face_folder_without_a_format_to_go_to(copy: Copy) -> None:
+    assert "--to megatron" in refusal(*convert(copy("qwen3")))["remedy"]
+
+
+def test_layers_of_different_dtypes_that_megatron_stacks(copy: Copy) -> None:
+    source = copy("qwen2")
+    name = "model.layers.2.input_layernorm.weight"
+    edit_tensors(source, lambda tensors: tensors.update({name: tensors[name].astype(np.float16)}))
+    problem = refusal(*convert(source, *MEGATRON))
+    assert (problem["expected"], problem["found"]) == ("float32", "float16")
+    assert "linear_qkv.layer_norm_weight" in problem["rule"] and "--dtype" in problem["remedy"]
+
+
+@pytest.mark.parametrize("dtype", ["int4", "int64", "bfloat"])
+def test_an_unknown_dtype(copy: Copy, dtype: str) -> None:
+    problem = refusal(*convert(copy("qwen3"), *MEGATRON, "--dtype", dtype))
+    assert problem["found"] == f"--dtype {dtype}" and "bfloat16" in problem["expected"]
+
+
+@pytest.mark.parametrize("flag", ["--memory", "--max-shard-size"])
+@pytest.mark.parametrize("value", ["lots", "5XB", "-1GB", ""])
+def test_a_size_that_is_none(copy: Copy, flag: str, value: str) -> None:
+    problem = refusal(*convert(copy("qwen3"), *MEGATRON, flag, value))
+    assert problem["message"] == f"{flag} is no size" and "5GB" in problem["expected"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--tp", 0), ("--tp", "two"), ("--to", "onnx"), ("--stages", "4,x"), ("--workers", -1), ("--tensor", 2)],
+)
+def test_words_that_no_command_knows(copy: Copy, flags: tuple[object, ...]) -> None:
+    src = copy("qwen3")
+    before = listing(src.parent)
+    result = reshard(*convert(src, *flags, "--json"))
+    assert result.code == 2 and flags[0] in result.json["problems"][0]["message"]
+    assert flags[0] in result.err and "Traceback" not in result.err
+    assert listing(src.parent) == before
+
+
+# ---------------------------------------------------------------------------- sources and destinations
+
+
+def test_a_source_that_is_not_there(tmp_path: Path) -> None:
+    for command in (("convert", tmp_path / "nothing", tmp_path / "dst"), ("inspect", tmp_path / "nothing")):
+        assert refusal(*command)["message"] == "there is nothing at this path"
+
+
+def test_a_source_without_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    problem = refusal("convert", tmp_path / "empty", tmp_path / "dst")
+    assert (problem["message"], problem["found"]) == ("no checkpoint found here", "an empty folder")
+    (tmp_path / "empty" / "README.md").touch()
+    assert refusal("inspect", tmp_path / "empty")["found"] == "README.md"
+    assert refusal("verify", tmp_path / "empty", tmp_path / "empty")["file"] == str(tmp_path / "empty")
+
+
+def test_the_destination_is_not_empty(copy: Copy) -> None:
+    src = copy("qwen3")
+    dst = src.parent / "dst"
+    dst.mkdir()
+    converted(src, dst, *MEGATRON)  # an empty one is fine
+    problem = refusal("convert", src, dst, "--to", "huggingface")
+    assert problem["message"] == "the destination is not empty" and "--overwrite" in problem["remedy"]
+    assert "release" in problem["found"]
+
+
+def test_overwrite_replaces_a_checkpoint_as_a_whole(copy: Copy) -> None:
+    src = copy("qwen3")
+    dst = src.parent / "dst"
+    converted(src, dst, "--to", "huggingface", "--max-shard-size", "200KB")
+    (dst / "notes").mkdir()
+    (dst / "notes" / "old.txt").touch()
+    assert (dst / "model.safetensors.index.json").exists()
+    converted(src, dst, "--to", "huggingface", "--overwrite")
+    fresh = src.parent / "fresh"
+    converted(src, fresh, "--to", "huggingface")
+    assert listing(dst).keys() == listing(fresh).keys()
+    assert {path.name for path in src.parent.iterdir()} == {"src", "dst", "fresh"}
+
+
+def test_overwrite_does_not_replace_what_is_no_checkpoint(copy: Copy) -> None:
+    src = copy("qwen3")
+    dst = src.parent / "dst"
+    dst.mkdir()
+    (dst / "thesis.tex").write_text("years of work")
+    problem = refusal(*convert(src, *MEGATRON, "--overwrite"))
+    assert problem["found"] == "thesis.tex" and "a checkpoint to replace" in problem["expected"]
+    assert "--overwrite" not in problem["remedy"]
+
+
+def test_overwrite_replaces_one_checkpoint_and_not_more(copy: Copy) -> None:
+    """Not a run with several iterations, nor a folder of folders in which a file of weights happens to lie."""
+    src = copy("qwen3")
+    dst = src.parent / "dst"
+    converted(src, dst, *MEGATRON)
+    shutil.copytree(dst / "release", dst / "iter_0000001")
+    assert "iter_0000001" in refusal(*convert(src, *MEGATRON, "--overwrite"))["found"]
+    shutil.rmtree(dst)
+    (dst / "photos").mkdir(parents=True)
+    shutil.copy(find(src, "model.safetensors"), dst)
+    assert "photos" in refusal(*convert(src, *MEGATRON, "--overwrite"))["found"]
+
+
+def test_the_destination_is_a_file(copy: Copy) -> None:
+    src = copy("qwen3")
+    (src.parent / "dst").write_text("a file")
+    for flags in ((), ("--overwrite",)):
+        assert refusal(*convert(src, *MEGATRON, *flags))["message"] == "the destination is a file"
+    problem = refusal("convert", src, src.parent / "dst" / "below", *MEGATRON)
+    assert problem["message"] == "the system refused to read or to write"
+
+
+@pytest.mark.parametrize("name", ["torch_dist", "qwen3"])
+@pytest.mark.parametrize("flags", [(), ("--overwrite",)])
+def test_the_source_lies_inside_the_destination(copy: Copy, name: str, flags: tuple[str, ...]) -> None:
+    src = copy(name)
+    to = ("--to", "huggingface")
+    for dst in (src, src.parent, src / "..", src / "." / ".." / "src"):
+        problem = refusal("convert", src, dst, *to, *flags)
+        assert problem["message"] == "the source lies inside the destination"
+    link = src.parent / "link"
+    link.symlink_to(src)
+    assert refusal("convert", src, link, *to, *flags)["file"] == str(link)
+    if name == "torch_dist":
+        assert refusal("convert", src / "release", src, *to, *flags)["found"] == f"source {src / 'release'}"
+
+
+def test_the_disk_is_too_small(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
+    src = copy("qwen3")
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - 1000, 1000))
+    monkeypatch.setattr(os, "pwrite", lambda *args: pytest.fail("a byte was written"))
+    problem = refusal(*convert(src, *MEGATRON))
+    assert problem["message"] == "the disk is too small for the result"
+    assert problem["found"] == "1,000 bytes free" and problem["file"] == str(src.parent)
