@@ -58,7 +58,7 @@ def zero_to_fp32(src: Path, dst: Path) -> None:
     """DeepSpeed's script, which it leaves beside each checkpoint."""
     from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as convert
 
-    convert(str(src), str(dst), safe_serialization=True)
+    convert(str(src), str(dst))  # to pytorch_model.bin: as safetensors it refuses tied weights
 
 
 def merge_and_unload(src: Path, dst: Path) -> None:
