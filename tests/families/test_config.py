@@ -35,7 +35,7 @@ from reshard.families.config import (
 )
 from reshard.families.rope import rope_parameters
 from reshard.oracle.transformers import load_model, transformers_logits
-from tests.genuine.huggingface import VARIANTS, VOCAB_SIZE, make_model
+from tests.genuine.huggingface import PAD, VARIANTS, VOCAB_SIZE, make_model
 
 CONFIG_MAPS = {name: family.config for name, family in FAMILIES.items()}
 TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, (2, 24))
@@ -50,6 +50,7 @@ BESIDES = {
     *("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "use_cache", "auto_map"),
     *("pretraining_tp", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
     *("layer_types", "max_window_layers", "qk_head_dim"),
+    *("embd_pdrop", "resid_pdrop", "original_max_position_embeddings"),
 }
 # What `load_args_from_checkpoint` of Megatron-LM core_v0.16.1 restores for every model …
 RESTORED = words(
@@ -96,6 +97,8 @@ def older(config: dict[str, Any]) -> dict[str, Any]:
     new = dict(config)
     rope = rope_parameters(new)
     new.update(rope_theta=rope.pop("rope_theta"), rope_scaling=None, torch_dtype=new.pop("dtype"))
+    if "partial_rotary_factor" in rope:
+        new["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     del new["rope_parameters"]
     if rope["rope_type"] != "default":
         new["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}
@@ -145,6 +148,7 @@ def test_a_config_made_of_arguments_alone_gives_the_same_logits(name: str, tmp_p
     folder, config = folder_and_config(name, tmp_path)
     expected = transformers_logits(folder, TOKENS)
     derived = CONFIG_MAPS[config["model_type"]].to_config(args_of(config))
+    derived["pad_token_id"] = PAD  # Phi-3's default is not in this vocabulary
     (folder / "config.json").write_text(json.dumps(written_config(derived, "float32")))
     np.testing.assert_array_equal(transformers_logits(folder, TOKENS), expected)
 
@@ -351,7 +355,8 @@ def test_notices_name_what_megatron_computes_otherwise(tmp_path: Path) -> None:
         config = config_of(name, tmp_path)
         said = [problem.message for problem in CONFIG_MAPS[config["model_type"]].notices(config)]
         expected = {"internlm3": "dynamic rope scaling", "internlm3_bias": "dynamic rope scaling"}
-        expected["deepseek_v3"] = "original_max_position_embeddings of the yarn rope is 32"
+        yarn = "original_max_position_embeddings of the yarn rope is 32"
+        expected |= {"deepseek_v2": yarn, "deepseek_v3": yarn}
         assert [text.split(";")[0] for text in said] == ([expected[name]] if name in expected else [])
     config = {"num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "norm_topk_prob": False}
     config["rope_scaling"] = {"type": "yarn", "factor": 4.0, "mscale": 0.9, "truncate": False}

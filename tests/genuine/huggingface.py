@@ -43,6 +43,7 @@ CHAT_TEMPLATE = (
 # Odd on purpose: no layout divides it, so every Megatron vocabulary is padded.
 VOCAB_SIZE = 283
 
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 50000.0}
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -52,7 +53,7 @@ COMMON: dict[str, Any] = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 128,
     "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+    "rope_parameters": PLAIN_ROPE,
     "tie_word_embeddings": False,
     "bos_token_id": None,
     "eos_token_id": EOS,
@@ -98,6 +99,30 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+# Groups are scored by their best expert, which Megatron-Core does where as many groups as experts are chosen.
+DEEPSEEK_V2: dict[str, Any] = {
+    **{
+        key: value for key, value in DEEPSEEK_V3.items() if key not in ("num_nextn_predict_layers", "n_group")
+    },
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "scoring_func": "softmax",
+    "topk_method": "group_limited_greedy",
+    "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+}
+GLM4_MOE: dict[str, Any] = {
+    **WIDE_HEADS,
+    **EXPERTS,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1,
+    "rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.5},
+    "attention_bias": True,
+    "use_qk_norm": True,
+}
 INTERNLM3 = {**WIDE_HEADS, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 50000.0, "factor": 6.0}}
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -117,9 +142,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {**WIDE_HEADS, **EXPERTS, "num_experts": 8, "norm_topk_prob": True}),
     "internlm3": ("internlm3", {**INTERNLM3, "qkv_bias": False, "bias": False}),
     "internlm3_bias": ("internlm3", {**INTERNLM3, "qkv_bias": True, "bias": True}),
+    "deepseek_v2": ("deepseek_v2", {**DEEPSEEK_V2, "q_lora_rank": 24}),
     "deepseek_v3": ("deepseek_v3", {**DEEPSEEK_V3, "q_lora_rank": 24, "rope_parameters": YARN}),
     "deepseek_v3_noq": ("deepseek_v3", {**DEEPSEEK_V3, "q_lora_rank": None}),
     "deepseek_v3_mtp": ("deepseek_v3", {**DEEPSEEK_V3, "q_lora_rank": 24, "num_nextn_predict_layers": 1}),
+    "glm4_moe": ("glm4_moe", GLM4_MOE),
+    "phi3": ("phi3", {"rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.75}}),
 }
 
 
@@ -144,7 +172,7 @@ def make_model(
     if model_type == "internlm3":
         _save_internlm3(settings, folder, dtype, seed, max_shard_size)
     elif settings.get("num_nextn_predict_layers"):
-        _save_with_mtp(settings, folder, dtype, seed, max_shard_size)
+        _save_with_mtp(model_type, settings, folder, dtype, seed, max_shard_size)
     else:
         _random_model(model_type, settings, dtype, seed).save_pretrained(
             folder, max_shard_size=max_shard_size
@@ -207,16 +235,16 @@ def _randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
 
 
 def _save_with_mtp(
-    settings: dict[str, Any], folder: Path, dtype: str, seed: int, max_shard_size: str
+    model_type: str, settings: dict[str, Any], folder: Path, dtype: str, seed: int, max_shard_size: str
 ) -> None:
     """A model with more layers than it declares; those beyond get the additional tensors of an MTP module.
 
-    Names as in deepseek-ai/DeepSeek-V3 on the hub, whose MTP module is `model.layers.61`. Its embedding and
-    head are copies of the main model's.
+    Names as in deepseek-ai/DeepSeek-V3 on the hub, whose MTP module is `model.layers.61`, and in zai-org/GLM-4.5.
+    Its embedding and head are copies of the main model's.
     """
     layers, predicted = settings["num_hidden_layers"], settings["num_nextn_predict_layers"]
     _random_model(
-        "deepseek_v3", {**settings, "num_hidden_layers": layers + predicted}, dtype, seed
+        model_type, {**settings, "num_hidden_layers": layers + predicted}, dtype, seed
     ).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     hidden = settings["hidden_size"]

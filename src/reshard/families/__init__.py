@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from reshard.families.baichuan import BAICHUAN
+from reshard.families.deepseek_v2 import DEEPSEEK_V2
 from reshard.families.deepseek_v3 import DEEPSEEK_V3
 from reshard.families.family import Family
+from reshard.families.glm import GLM4_MOE
 from reshard.families.llama import INTERNLM3, LLAMA, MISTRAL
 from reshard.families.mixtral import MIXTRAL
+from reshard.families.phi3 import PHI3
 from reshard.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 
 FAMILIES: dict[str, Family] = {
@@ -19,7 +23,11 @@ FAMILIES: dict[str, Family] = {
         QWEN3,
         QWEN3_MOE,
         INTERNLM3,
+        DEEPSEEK_V2,  # before DeepSeek-V3: where nothing names the family, a router without a bias means V2
         DEEPSEEK_V3,
+        GLM4_MOE,
+        PHI3,
+        BAICHUAN,
     )
 }
 """By the `model_type` of config.json."""

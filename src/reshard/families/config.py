@@ -19,12 +19,14 @@ from reshard.families.entries import (
     NEGATED,
     RULE,
     Args,
+    BaichuanVariants,
     Biases,
     Config,
     Const,
     DenseFirst,
     Entry,
     ExpertWidth,
+    GroupLimited,
     HeadDim,
     Key,
     KeyValueHeads,
@@ -69,8 +71,9 @@ class ConfigMap:
         Both are brought into the same form first. The vocabulary is not compared, because Megatron-LM pads it,
         nor is what a training run may change: context length, dropout, dtype, multi-token prediction.
         """
-        expected, found = self.to_config(self.to_args(config)), self.to_config(args)
-        return [*self._foreign(args)] + [
+        wanted = self.to_args(config)
+        expected, found = self.to_config(wanted), self.to_config(args)
+        return [*self._foreign(wanted, args)] + [
             Problem(
                 "config.json and the checkpoint describe different models",
                 rule=RULE,
@@ -82,15 +85,15 @@ class ConfigMap:
             if key in found and key not in RUN_CHOICES and expected[key] != found[key]
         ]
 
-    def _foreign(self, args: Args) -> Iterator[Problem]:
+    def _foreign(self, wanted: Args, args: Args) -> Iterator[Problem]:
         """Arguments of a model that no config of this family can describe, though its tensors look alike."""
-        fixed = {k: v for entry in self.entries if isinstance(entry, Const) for k, v in entry.args.items()}
+        fixed = {name for entry in self.entries if isinstance(entry, Const) for name in entry.args}
         for name in MECHANISMS:
-            if name in fixed and args.get(name) not in (None, fixed[name]):
+            if name in fixed and args.get(name) not in (None, wanted[name]):
                 yield Problem(
                     f"the checkpoint is of a model that {self.model_type} cannot describe",
                     rule=RULE,
-                    expected=f"{name}={fixed[name]}, as all models of this family have",
+                    expected=f"{name}={wanted[name]}, as all models of this family have",
                     found=f"{name}={args[name]} (arguments in the checkpoint)",
                     remedy="if no family fits, declare it: see docs/add-a-family.md",
                 )
@@ -242,10 +245,8 @@ QWEN3_MOE = family(
     QK_NORM,
     *QWEN_EXPERTS,
 )
-DEEPSEEK_V3 = family(
-    "deepseek_v3",
-    "DeepseekV3ForCausalLM",
-    Const(args={"multi_latent_attention": True}, config={"attention_bias": False, "rope_interleave": True}),
+LATENT_ATTENTION: tuple[Entry, ...] = (
+    Const(args={"multi_latent_attention": True}, config={"attention_bias": False}),
     LatentRope(),
     NO_BIAS,
     QK_NORM,
@@ -254,10 +255,37 @@ DEEPSEEK_V3 = family(
     Key("qk_nope_head_dim", "qk_head_dim"),
     Key("qk_rope_head_dim", "qk_pos_emb_head_dim"),
     same("v_head_dim"),
+)
+DEEPSEEK_EXPERTS: tuple[Entry, ...] = (
     *ROUTER,
     Key("n_routed_experts", "num_experts", aliases=("num_local_experts",)),
     DenseFirst(),
     SharedExperts(),
+    Key("routed_scaling_factor", "moe_router_topk_scaling_factor", none=1.0),
+    Const(args={"moe_router_dtype": "fp32"}),
+)
+# Sigmoid scores are always normalised over the chosen experts, before or after softmax or not.
+SIGMOID_NORM = Const(args={"moe_router_pre_softmax": True}, config={"norm_topk_prob": True})
+MTP = Key("num_nextn_predict_layers", "mtp_num_layers", aliases=("num_mtp_layers",), default=0, none=0)
+DEEPSEEK_V2 = family(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    *LATENT_ATTENTION,
+    *DEEPSEEK_EXPERTS,
+    SOFTMAX_ROUTER,
+    # A softmax over all experts whose scores stay as they are: transformers ignores norm_topk_prob.
+    Const(
+        args={"moe_router_pre_softmax": True},
+        config={"scoring_func": "softmax", "norm_topk_prob": False, "mlp_bias": False, "moe_layer_freq": 1},
+    ),
+    GroupLimited(),
+)
+DEEPSEEK_V3 = family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    *LATENT_ATTENTION,
+    Const(config={"rope_interleave": True, "moe_layer_freq": 1}),
+    *DEEPSEEK_EXPERTS,
     Key("scoring_func", "moe_router_score_function", default="sigmoid"),
     Key(
         "topk_method",
@@ -266,10 +294,42 @@ DEEPSEEK_V3 = family(
         values={"noaux_tc": True, "group_limited_greedy": False},
     ),
     RouterGroups(),
-    Key("routed_scaling_factor", "moe_router_topk_scaling_factor", none=1.0),
-    # Sigmoid scores are always normalised over the chosen experts, before or after softmax or not.
-    Const(args={"moe_router_pre_softmax": True, "moe_router_dtype": "fp32"}, config={"norm_topk_prob": True}),
-    Key("num_nextn_predict_layers", "mtp_num_layers", aliases=("num_mtp_layers",), default=0, none=0),
+    SIGMOID_NORM,
+    MTP,
+)
+GLM4_MOE = family(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    *GROUPED_HEADS,
+    Rope(fraction=0.5),
+    Key("attention_bias", "add_qkv_bias", default=False),
+    Const(args={"add_bias_linear": False}),
+    Key("use_qk_norm", "qk_layernorm", default=False),
+    *DEEPSEEK_EXPERTS,
+    Const(args={"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
+    RouterGroups(),
+    SIGMOID_NORM,
+    MTP,
+)
+PHI3 = family(
+    "phi3",
+    "Phi3ForCausalLM",
+    HeadDim(written=False),
+    Const(args={"multi_latent_attention": False}),
+    Rope(fraction=1.0),
+    SlidingWindow(default=None),
+    NO_BIAS,
+    NO_QK_NORM,
+)
+BAICHUAN = family(
+    "baichuan",
+    "BaichuanForCausalLM",
+    HeadDim(written=False),
+    Const(args={"multi_latent_attention": False}),
+    Rope(),
+    BaichuanVariants(),
+    NO_BIAS,
+    NO_QK_NORM,
 )
 
 # Arguments that shape the model and that `--use-checkpoint-args` of Megatron-LM core_v0.16.1 does not restore.

@@ -239,7 +239,7 @@ class DenseFirst(Entry):
         if sparse != tuple(range(layers - len(sparse), layers)):
             message = "config.json of this family can only say that the leading layers are dense"
             raise ReshardError(message, rule=RULE, found=f"moe_layer_freq={args.get('moe_layer_freq')}")
-        return {"first_k_dense_replace": layers - len(sparse), "moe_layer_freq": 1}
+        return {"first_k_dense_replace": layers - len(sparse)}
 
 
 def _expert_width(args: Args) -> Any:
@@ -278,7 +278,9 @@ class SharedExperts(Entry):
 
 
 class RouterGroups(Entry):
-    """Routing within groups of experts; one group is no grouping."""
+    """Routing within groups of experts; one group is no grouping. DeepSeek-V3 scores a group by its 2 best experts."""
+
+    best = 2
 
     def to_args(self, config: Config) -> Values:
         if first(config, ("n_group",), 1) == 1:
@@ -291,5 +293,44 @@ class RouterGroups(Entry):
 
     def notices(self, config: Config) -> Iterator[str]:
         best = config.get("num_experts_per_tok", 0) // (config.get("topk_group") or 1)
-        if first(config, ("n_group",), 1) > 1 and best != 2:
-            yield f"a group is scored by its 2 best experts; Megatron-Core takes topk / group_topk = {best}"
+        if first(config, ("n_group",), 1) > 1 and best != self.best:
+            scored = "best expert" if self.best == 1 else f"{self.best} best experts"
+            yield f"a group is scored by its {scored}; Megatron-Core takes topk / group_topk = {best}"
+
+
+class GroupLimited(RouterGroups):
+    """DeepSeek-V2: `topk_method` says whether groups count, and a group is scored by its best expert."""
+
+    best = 1
+
+    def to_args(self, config: Config) -> Values:
+        return super().to_args(self._effective(config))
+
+    def to_config(self, args: Args) -> Values:
+        method = "group_limited_greedy" if args.get("moe_router_num_groups") else "greedy"
+        return {"topk_method": method, **super().to_config(args)}
+
+    def notices(self, config: Config) -> Iterator[str]:
+        yield from super().notices(self._effective(config))
+
+    def _effective(self, config: Config) -> Config:
+        return config if config.get("topk_method") == "group_limited_greedy" else {}
+
+
+class BaichuanVariants(Entry):
+    """Nothing but notices: what the larger and the later Baichuan compute otherwise than Baichuan-7B.
+
+    Source: modeling_baichuan.py of baichuan-inc/Baichuan-13B-Base, Baichuan2-7B-Base and Baichuan2-13B-Base.
+    """
+
+    def to_args(self, config: Config) -> Values:
+        return {}
+
+    def to_config(self, args: Args) -> Values:
+        return {}
+
+    def notices(self, config: Config) -> Iterator[str]:
+        if "model_max_length" in config and "max_position_embeddings" not in config:
+            yield "no max_position_embeddings: attention of this model uses ALiBi, which Megatron-Core does not have"
+        if "z_loss_weight" in config:
+            yield "Baichuan 2 normalises the rows of its head; Megatron-Core computes with the head as it is stored"

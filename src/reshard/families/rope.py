@@ -17,12 +17,17 @@ def rope_parameters(config: Config) -> Values:
     stated = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     if any(isinstance(value, Mapping) for value in stated.values()):
         return stated
-    theta = first({**(config.get("rope_parameters") or {}), **config, **stated}, ("rope_theta",))
-    if theta is None and not stated:
+    beside = {**(config.get("rope_parameters") or {}), **config, **stated}
+    found = {key: beside[key] for key in ("rope_theta", PARTIAL) if beside.get(key) is not None}
+    if not found and not stated:
         return {}
     kind = first(stated, ("rope_type", "type"), "default")
-    rest = {key: value for key, value in stated.items() if key not in ("type", "rope_type", "rope_theta")}
-    return {"rope_type": kind, **({} if theta is None else {"rope_theta": theta}), **rest}
+    rest = {key: value for key, value in stated.items() if key not in ("type", "rope_type", *found)}
+    return {"rope_type": kind, **found, **rest}
+
+
+PARTIAL = "partial_rotary_factor"
+"""The fraction of a head that is rotated. transformers 4 writes it beside `rope_theta`, transformers 5 within it."""
 
 
 def _rotary_base(rope: Config, default: float) -> int | float:
@@ -37,23 +42,31 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 
 @dataclass(frozen=True)
 class Rope(Entry):
-    """The rotary embedding of all families but DeepSeek's: plain, or scaled as in Llama 3."""
+    """The rotary embedding of all families but DeepSeek's: plain, or scaled as in Llama 3.
+
+    `fraction` is the `partial_rotary_factor` of a family that has one, where the config does not say it.
+    """
 
     default_theta: float = 10000.0
+    fraction: float | None = None
 
     def to_args(self, config: Config) -> Values:
         rope = rope_parameters(config)
-        args = {"rotary_base": _rotary_base(rope, self.default_theta), "use_rope_scaling": False}
+        args: Values = {"rotary_base": _rotary_base(rope, self.default_theta), "use_rope_scaling": False}
+        if self.fraction is not None:
+            args["rotary_percent"] = first(rope, (PARTIAL,), self.fraction)
         if rope.get("rope_type") == "llama3":
             args.update(use_rope_scaling=True, rope_scaling_factor=rope["factor"])
         return args
 
     def to_config(self, args: Args) -> Values:
-        theta = float(first(args, ("rotary_base",), self.default_theta))
+        rope: Values = {"rope_theta": float(first(args, ("rotary_base",), self.default_theta))}
+        if self.fraction is not None:
+            rope[PARTIAL] = first(args, ("rotary_percent",), 1.0)
         if not args.get("use_rope_scaling"):
-            return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+            return {"rope_parameters": {"rope_type": "default", **rope}}
         factor = first(args, ("rope_scaling_factor",), 8.0)
-        return {"rope_parameters": {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **LLAMA3}}
+        return {"rope_parameters": {"rope_type": "llama3", **rope, "factor": factor, **LLAMA3}}
 
     def notices(self, config: Config) -> Iterator[str]:
         rope = rope_parameters(config)
@@ -136,6 +149,7 @@ def both_spellings(config: Config) -> Values:
     rope = rope_parameters(config)
     if "rope_theta" not in rope or any(isinstance(value, Mapping) for value in rope.values()):
         return {}
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    beside = {key: rope[key] for key in ("rope_theta", PARTIAL) if key in rope}
+    scaling = {key: value for key, value in rope.items() if key not in beside}
     legacy = None if rope["rope_type"] == "default" else {"type": rope["rope_type"], **scaling}
-    return {"rope_parameters": rope, "rope_theta": rope["rope_theta"], "rope_scaling": legacy}
+    return {"rope_parameters": rope, **beside, "rope_scaling": legacy}

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from reshard.views import View
+from reshard.views import View, concat
 
 
 class Native(NamedTuple):
@@ -151,26 +151,32 @@ def norms(d: Dims) -> Block:
     ]
 
 
-def attention(d: Dims) -> Block:
-    """Grouped-query attention. linear_qkv holds, group by group, its query heads, its key, its value."""
-    fused = (d.groups, d.heads // d.groups + 2, d.head_dim)
+def attention(d: Dims, fused: str = "") -> Block:
+    """Grouped-query attention. linear_qkv holds, group by group, its query heads, its key, its value.
+
+    On the hub they are three projections, or one called `fused` that holds all queries above all keys above all values.
+    """
+    grouped = (d.groups, d.heads // d.groups + 2, d.head_dim)
     rows = (d.heads + 2 * d.groups) * d.head_dim
 
     def projections(kind: str, view: View, *inner: int) -> Block:
-        query, key, value = (view[:, :-2], view[:, -2], view[:, -1])
+        query = view[:, :-2].reshape(d.heads * d.head_dim, *inner)
+        key, value = (view[:, index].reshape(d.groups * d.head_dim, *inner) for index in (-2, -1))
+        if fused:
+            return [Rule(f"self_attn.{fused}.{kind}", concat([query, key, value]))]
         return [
-            Rule(f"self_attn.q_proj.{kind}", query.reshape(d.heads * d.head_dim, *inner)),
-            Rule(f"self_attn.k_proj.{kind}", key.reshape(d.groups * d.head_dim, *inner)),
-            Rule(f"self_attn.v_proj.{kind}", value.reshape(d.groups * d.head_dim, *inner)),
+            Rule(f"self_attn.q_proj.{kind}", query),
+            Rule(f"self_attn.k_proj.{kind}", key),
+            Rule(f"self_attn.v_proj.{kind}", value),
         ]
 
-    weight = native("self_attention.linear_qkv.weight", rows, d.hidden).split(0, *fused)
+    weight = native("self_attention.linear_qkv.weight", rows, d.hidden).split(0, *grouped)
     rules = projections("weight", weight, d.hidden)
     rules.append(
         same("self_attn.o_proj.weight", "self_attention.linear_proj.weight", d.hidden, d.heads * d.head_dim)
     )
     if d.qkv_bias:
-        rules += projections("bias", native("self_attention.linear_qkv.bias", rows).split(0, *fused))
+        rules += projections("bias", native("self_attention.linear_qkv.bias", rows).split(0, *grouped))
     if d.bias:
         rules.append(same("self_attn.o_proj.bias", "self_attention.linear_proj.bias", d.hidden))
     if d.qk_norm:
