@@ -14,6 +14,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from reshard.dtypes import BY_NAME, BY_STORAGE, DType
 from reshard.errors import ReshardError
 from reshard.formats.archive import Archive, Window, damaged_file
@@ -22,6 +24,9 @@ from reshard.storage import Storage, StoredTensor
 
 MAX_OPEN = 64
 """Files that a `ChunkReader` keeps open."""
+
+NESTED = ("ProcessGroupState",)
+"""Classes inside of classes whose instances stand in checkpoints: this one, in `ShardedTensor`."""
 
 
 def read_torch_file(
@@ -43,6 +48,15 @@ def read_torch_file(
     size = os.fstat(fd).st_size - offset if length is None else length
     archive = Archive(Window(fd, str(path), offset, size))
     return _load(archive.read("data.pkl"), archive.window.name, archive.storage)
+
+
+def scalar(tensor: StoredTensor) -> float:
+    """The value of a tensor of one element, such as the step of an optimizer. Raises ValueError for any other."""
+    if tensor.numel != 1:
+        raise ValueError(f"{list(tensor.shape)} where one number is expected")
+    with open(tensor.storage.path, "rb") as file:
+        file.seek(tensor.storage.offset + tensor.start * tensor.dtype.itemsize)
+        return float(np.frombuffer(file.read(tensor.dtype.itemsize), tensor.dtype.name)[0])
 
 
 class ChunkReader:
@@ -153,6 +167,7 @@ class _Rebuilder:
             "torch._utils._rebuild_parameter": self._parameter,
             "torch._utils._rebuild_parameter_with_state": self._parameter,
             "torch._tensor._rebuild_from_type_v2": self._from_type,
+            "builtins.getattr": self._attribute,
         }
         return loads(
             pickled,
@@ -221,6 +236,13 @@ class _Rebuilder:
         if isinstance(tensor, StoredTensor):
             return tensor
         return opaque_class("torch._tensor", "_rebuild_from_type_v2")(function, kind, args, state)
+
+    @staticmethod
+    def _attribute(owner: Any, name: str) -> Any:
+        """`getattr(owner, name)`, which is how protocol 2 names a class inside a class, or a member of an enum."""
+        if isinstance(owner, type) and issubclass(owner, Opaque) and name in NESTED:
+            return opaque_class(owner.module, f"{owner.name}.{name}")
+        return opaque_class("builtins", "getattr")(owner, name)
 
     def _unsupported(self, name: str) -> ReshardError:
         return damaged_file(

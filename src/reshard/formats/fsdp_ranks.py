@@ -1,0 +1,340 @@
+"""A file for each rank of FSDP: `torch.save` of sharded state dicts, as verl and accelerate write them.
+
+Files hold `DTensor`s (FSDP2, FSDP1 with a mesh, tensor parallelism) or `ShardedTensor`s (FSDP1 without a mesh), each
+with the shard of one rank; or, where FSDP gathered the whole, one file has plain tensors. Sources: verl 0.9
+`utils/checkpoint/fsdp_checkpoint_manager.py`, accelerate 1.15 `utils/fsdp_utils.py`, torch 2.13
+`distributed/fsdp/_state_dict_utils.py`, and files that they wrote.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reshard.checkpoint import Checkpoint, Replica, Tensor
+from reshard.errors import Problem, ReshardError
+from reshard.formats.dtensor import Part, PartReader, disagreement, is_sharded, plain_part
+from reshard.formats.huggingface import BUFFER
+from reshard.formats.torchfile import read_torch_file
+from reshard.storage import StoredTensor
+from reshard.views import assemble, covered, overlaps
+
+NAME = "fsdp-ranks"
+WHAT = "FSDP state dicts, a file for each rank (model_world_size_*_rank_*.pt, pytorch_model_fsdp*.bin)"
+FLAT = "_flat_param"
+"""What FSDP1 calls the parameters of a module that it has flattened into one."""
+
+_RANK = re.compile(
+    r"(?P<save>(?:(?:pytorch_)?model|checkpoint|ckpt|weights|state_dict)?(?:[_-]\w+?)?)[_-]?rank[_-]?(?P<rank>\d+)"
+    r"\.(?:pt|pth|bin)"
+)
+_WORLD = re.compile(r".*world_size_(\d+)")
+_WHOLE = re.compile(r"(?P<save>pytorch_model_fsdp(?:_\d+)?)\.bin")
+_LEFT_BEHIND = {"optim": "optimizer states", "extra_state": "training state"}
+_NESTED = ("state_dict", "model", "module")
+
+_COPY_ALL = "copy the files of all ranks from all nodes into one folder"
+
+
+class Files(NamedTuple):
+    """The files of one save, by rank; `world` is the number of ranks that their names tell."""
+
+    save: str
+    ranks: dict[int, Path]
+    world: int | None
+
+    @property
+    def folder(self) -> Path:
+        return next(iter(self.ranks.values())).parent
+
+
+def detect(path: Path) -> bool:
+    """Whether `path` is a folder with such files, or one of them."""
+    if path.is_file():
+        return bool(_RANK.fullmatch(path.name) or _WHOLE.fullmatch(path.name))
+    return bool(_saves(path)) and not any(path.glob("*.safetensors"))
+
+
+def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
+    """Open the files of all ranks. Raises ReshardError naming every rank and every shard that is missing."""
+    if iteration is not None:
+        raise ReshardError(
+            "files of FSDP ranks have no iterations",
+            file=str(path),
+            found=f"--iteration {iteration}",
+            remedy="leave out --iteration, and name the folder of the step",
+        )
+    files = _choose(path)
+    _check_names(files)
+    contents = {file: _state_dict(file) for file in files.ranks.values()}
+    _refuse_flat(contents)
+    parts, entries, problems = _parts(contents)
+    problems = problems or _rank_problems(files, parts)
+    if problems:
+        raise ReshardError(problems)
+    return _checkpoint(path, files, parts, entries)
+
+
+def _checkpoint(path: Path, files: Files, parts: Mapping[str, Parts], entries: Counter[str]) -> Checkpoint:
+    tensors, replicas, problems = {}, [], []
+    for name, pairs in parts.items():
+        problem = disagreement(name, pairs)
+        if not problem:
+            tensors[name], copies = _assembled(name, pairs)
+            replicas += copies
+            problem = _gap(name, tensors[name], pairs)
+        problems += [problem] if problem else []
+    if problems:
+        raise ReshardError(_merged(problems))
+    buffers = [tensors.pop(name) for name in list(tensors) if name.endswith(BUFFER)]
+    dropped = _left_behind(files.folder)
+    dropped["rotary buffers"] = sum(buffer.nbytes for buffer in buffers)
+    return Checkpoint(
+        path=path,
+        format=NAME,
+        dialect="hf",
+        tensors=tensors,
+        root=files.folder,
+        dropped=+dropped,
+        replicas=[replica for replica in replicas if replica.tensor in tensors],
+        notes=_notes(files, parts, entries),
+        variant=", ".join(sorted({part.kind for pairs in parts.values() for _, part in pairs})),
+    )
+
+
+# -------------------------------------------------------------------------------------------------- files
+
+
+def _saves(folder: Path) -> dict[str, dict[int, Path]]:
+    """The files of each save in a folder, by rank; a file of the whole counts as that of rank 0."""
+    found: dict[str, dict[int, Path]] = defaultdict(dict)
+    for path in sorted(folder.iterdir()):
+        match = _RANK.fullmatch(path.name)
+        if match:
+            found[match["save"]][int(match["rank"])] = path
+        elif whole := _WHOLE.fullmatch(path.name):
+            found[f"{whole['save']} in one file"][0] = path
+    return dict(found)
+
+
+def _choose(path: Path) -> Files:
+    """The one save at `path`, which may also be the file of one of its ranks."""
+    saves = _saves(path if path.is_dir() else path.parent)
+    if path.is_file():
+        saves = {save: ranks for save, ranks in saves.items() if path in ranks.values()}
+    if len(saves) > 1:
+        raise ReshardError(
+            "there are several saves in one folder",
+            file=str(path),
+            rule="the files of one save have the same name but for the rank",
+            found=", ".join(f"{save or 'rank'} ({len(ranks)} ranks)" for save, ranks in saves.items()),
+            remedy="name one of the files, or move those of the other save away",
+        )
+    ((save, ranks),) = saves.items()
+    match = _WORLD.fullmatch(save)
+    return Files(save, ranks, int(match[1]) if match else None)
+
+
+def _check_names(files: Files) -> None:
+    """The ranks that the names tell are all there."""
+    world = files.world or max(files.ranks) + 1
+    pattern = next(iter(files.ranks.values())).name
+    problems = [
+        _missing(files, rank, f"names count ranks from 0 to {world - 1}, as in {pattern}")
+        for rank in range(world)
+        if rank not in files.ranks
+    ]
+    problems += [
+        Problem(
+            "a file is of a rank that this save does not have",
+            file=str(files.ranks[rank]),
+            rule=f"its name says that there are {world} ranks",
+            remedy="it was renamed, or is left over from another run: move it away",
+        )
+        for rank in files.ranks
+        if rank >= world
+    ]
+    if problems:
+        raise ReshardError(problems)
+
+
+def _missing(files: Files, rank: int, rule: str) -> Problem:
+    first, path = next(iter(files.ranks.items()))
+    name = re.sub(rf"(rank[_-]?){first}(?=\.)", rf"\g<1>{rank}", path.name)
+    return Problem(
+        "the file of a rank is missing",
+        file=str(path.with_name(name)),
+        rule=rule,
+        expected=f"the file of rank {rank}",
+        remedy=_COPY_ALL,
+    )
+
+
+def _state_dict(file: Path) -> dict[str, Any]:
+    content = read_torch_file(file)
+    for key in _NESTED:
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    if not isinstance(content, dict):
+        raise ReshardError(
+            "not a state dict",
+            file=str(file),
+            expected="a dict of tensors",
+            found=type(content).__name__,
+            remedy="save the model's state_dict() on every rank",
+        )
+    return content
+
+
+def _refuse_flat(contents: Mapping[Path, dict[str, Any]]) -> None:
+    for file, content in contents.items():
+        flat = [name for name in content if str(name).endswith(FLAT)]
+        if flat:
+            raise ReshardError(
+                "the parameters are flat, and the files do not tell their shapes",
+                tensor=str(flat[0]),
+                file=str(file),
+                rule="a state dict of FSDP1 is sharded or full (StateDictType), not local",
+                found=f"LOCAL_STATE_DICT, {len(flat)} flat parameters",
+                remedy="load it in the training script and save it with fsdp_state_dict_type: SHARDED_STATE_DICT "
+                "(or FULL_STATE_DICT)",
+            )
+
+
+def _left_behind(folder: Path) -> Counter[str]:
+    dropped: Counter[str] = Counter()
+    for file in folder.iterdir():
+        for prefix, what in _LEFT_BEHIND.items():
+            if file.name.startswith(prefix) and file.suffix in (".pt", ".pth", ".bin"):
+                dropped[what] += file.stat().st_size
+    return dropped
+
+
+# -------------------------------------------------------------------------------------------------- parts
+
+Parts = list[tuple[str, Part]]
+"""What each file holds of one tensor, as pairs of file and part."""
+
+
+def _parts(contents: Mapping[Path, dict[str, Any]]) -> tuple[dict[str, Parts], Counter[str], list[Problem]]:
+    """The parts of every tensor, how often each entry occurs that is no tensor, and what cannot be read."""
+    parts: dict[str, Parts] = defaultdict(list)
+    others: Counter[str] = Counter()
+    problems: list[Problem] = []
+    for path, content in contents.items():
+        file = str(path)
+        reader = PartReader(file)
+        for key, value in content.items():
+            name = str(key)
+            try:
+                if is_sharded(value):
+                    parts[name].append((file, reader.read(name, value)))
+                elif isinstance(value, StoredTensor):
+                    parts[name].append((file, plain_part(value)))
+                else:
+                    others[name] += 1
+            except ReshardError as error:
+                problems += error.problems
+    return parts, others, _merged(problems)
+
+
+def _rank_problems(files: Files, parts: Mapping[str, Parts]) -> list[Problem]:
+    """Files that are copies of another rank's, and ranks that the tensors know of and that have no file."""
+    every = [pair for pairs in parts.values() for pair in pairs]
+    recorded = {file: part.rank for file, part in every if part.rank is not None}
+    expected: frozenset[int] = frozenset().union(*{part.ranks for _, part in every})
+    if files.world and expected and max(expected) >= files.world:
+        return [_other_world(files, max(expected) + 1)]
+    seen: dict[int, str] = {}
+    problems = []
+    for rank, path in sorted(files.ranks.items()):
+        wrote = recorded.get(str(path), rank)
+        first = seen.setdefault(wrote, str(path))
+        if first != str(path):
+            problems.append(_copied(str(path), first, wrote))
+    if not problems:
+        rule = "the tensors know of ranks " + ", ".join(map(str, sorted(expected)))
+        problems = [_missing(files, rank, rule) for rank in sorted(expected - seen.keys())]
+    return problems
+
+
+def _other_world(files: Files, world: int) -> Problem:
+    return Problem(
+        "the mesh is of another size than the files",
+        file=str(files.folder),
+        rule=f"{files.save} is in the name of every file",
+        expected=f"tensors that {files.world} ranks share",
+        found=f"tensors that at least {world} ranks share",
+        remedy="the files were renamed, or are of several runs: copy those of one run again",
+    )
+
+
+def _copied(file: str, first: str, rank: int) -> Problem:
+    return Problem(
+        "the file of one rank is a copy of another rank's",
+        file=file,
+        rule="each rank's file holds the shards of that rank",
+        expected="the shards of its own rank",
+        found=f"those of rank {rank}, as in {first}",
+        remedy="one of the two is in the wrong place: copy each rank's own file from where it was saved",
+    )
+
+
+def _assembled(name: str, pairs: Parts) -> tuple[Tensor, list[Replica]]:
+    """The whole tensor, and the shards of which several ranks have a copy."""
+    _, first = pairs[0]
+    rule = "every rank has a copy" if first.kind == "plain" else f"several ranks have a copy: {first.spread}"
+    boxes: dict[tuple[Any, Any], Tensor] = {}
+    replicas = []
+    for _, part in pairs:
+        for box in part.boxes:
+            mine = Tensor(part.dtype, box.view)
+            original = boxes.setdefault((box.offsets, box.view.shape), mine)
+            if original is not mine:
+                replicas.append(Replica(name, original, mine, rule))
+    placed = ((offsets, tensor.view) for (offsets, _), tensor in boxes.items())
+    return Tensor(first.dtype, assemble(first.shape, placed)), replicas
+
+
+def _gap(name: str, tensor: Tensor, pairs: Parts) -> Problem | None:
+    """The problem of a tensor whose shards overlap or do not make up the whole."""
+    there = covered(tensor.view)
+    if there == tensor.view.numel and not overlaps(tensor.view):
+        return None
+    file, first = pairs[0]
+    return Problem(
+        "the shards of a tensor do not make up the whole",
+        tensor=name,
+        file=str(Path(file).parent),
+        rule=f"{list(first.shape)}: {first.spread}",
+        expected=f"{tensor.view.numel} elements, each in one shard",
+        found=f"{there} elements in the files of {len(pairs)} ranks",
+        remedy=_COPY_ALL,
+    )
+
+
+def _merged(problems: Iterable[Problem]) -> list[Problem]:
+    """`problems`, with one in place of those that one file has for many tensors."""
+    groups: dict[tuple[str, str | None], list[Problem]] = defaultdict(list)
+    for problem in problems:
+        groups[problem.message, problem.file].append(problem)
+    return [
+        replace(alike[0], tensor=f"{alike[0].tensor} and {len(alike) - 1} more") if alike[1:] else alike[0]
+        for alike in groups.values()
+    ]
+
+
+def _notes(files: Files, parts: Mapping[str, Parts], entries: Counter[str]) -> list[str]:
+    spreads = sorted({part.spread for pairs in parts.values() for _, part in pairs if part.kind != "plain"})
+    whole = [name for name, pairs in parts.items() if pairs[0][1].kind == "plain"]
+    notes = [f"{len(files.ranks)} ranks; tensors lie as {'; '.join(spreads)}"] if spreads else []
+    if whole and len(files.ranks) > 1:
+        which = f"{whole[0]} and {len(whole) - 1} more" if whole[1:] else whole[0]
+        notes.append(f"not sharded, but whole on every rank: {which}")
+    if entries:
+        notes.append(f"left out, since they are no tensors: {', '.join(sorted(entries))}")
+    return notes
