@@ -35,7 +35,7 @@ CONTRACT = {
 }
 BESIDES = {
     "inspect": "--iteration --debug",
-    "convert": "--stages --transformer-impl --strict --strip --no-checksum",
+    "convert": "--stages --transformer-impl --strict --strip --no-checksum --with-optimizer",
     "verify": "--debug",
     "support": "--debug",
 }

@@ -104,6 +104,7 @@ def convert(
     overwrite: bool = False,
     no_tokenizer: bool = False,
     strip: tuple[str, ...] = (),
+    with_optimizer: bool = False,
     strict: bool = False,
     no_checksum: bool = False,
     on_plan: Callable[[Plan], None] = lambda plan: None,
@@ -127,6 +128,7 @@ def convert(
         transformer_impl=transformer_impl,
         tokenizer=not no_tokenizer,
         strip=strip,
+        with_optimizer=with_optimizer,
     )
     budget = parse_size(memory, "--memory")
     plan = planning.plan_conversion(Path(src), options)

@@ -92,6 +92,38 @@ class Replica(NamedTuple):
     remedy: str = "the files are of different runs or iterations, or one is damaged: gather them again"
 
 
+class States(Mapping[str, Mapping[str, Tensor]]):
+    """Optimizer states by name, each looked up when it is asked for: they have thrice the chunks of the weights."""
+
+    def __init__(self, readers: Mapping[str, Callable[[], Mapping[str, Tensor]]]) -> None:
+        self._readers = readers
+        self._found: dict[str, Mapping[str, Tensor]] = {}
+
+    def __getitem__(self, state: str) -> Mapping[str, Tensor]:
+        if state not in self._found:
+            self._found[state] = self._readers[state]()
+        return self._found[state]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._readers)
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """What an optimizer of the Adam kind knows beside the states of its tensors.
+
+    `step` counts its updates. `settings` are those of its first group of parameters under torch's names ("lr", "betas",
+    "eps", "weight_decay"). `native` is what the format keeps of it, for a target of the same format.
+    """
+
+    step: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    native: Mapping[str, Any] = field(default_factory=dict)
+
+
 @dataclass
 class Checkpoint:
     """What a format's reader found.
@@ -99,8 +131,10 @@ class Checkpoint:
     `dialect` says whose names `tensors` have: "hf" or that of an engine (`Family.dialects`). `root` is the folder where
     the config lies, `args` are Megatron-LM's arguments, `config` is a config.json as far as another engine's own
     config tells it. `states` holds optimizer states under the names of their tensors ("exp_avg", "exp_avg_sq",
-    "fp32": the masters), which `--with-optimizer` carries. `dropped` counts bytes of what is there and not model
-    weights, by rule ("optimizer states", "random number states" …).
+    "fp32": the masters), which `--with-optimizer` carries together with `optimizer`. `dropped` counts bytes of what is
+    there and not model weights, by rule ("random number states" …); the states count as "optimizer states", too. Of a
+    merged model, `changes` are what its config says otherwise than the one in `root`, and `beside` are folders whose
+    tokenizer goes before the one there.
     """
 
     path: Path
@@ -112,7 +146,10 @@ class Checkpoint:
     iteration: int | str | None = None
     args: Mapping[str, Any] | None = None
     config: Mapping[str, Any] | None = None
-    states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    beside: tuple[Path, ...] = ()
+    states: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    optimizer: Optimizer | None = None
     dropped: Counter[str] = field(default_factory=Counter)
     replicas: list[Replica] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)

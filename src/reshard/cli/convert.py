@@ -75,6 +75,7 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 @click.option("--overwrite", is_flag=True, help="Replace the one checkpoint at DST.")
 @click.option("--no-tokenizer", is_flag=True, help="Go on without a tokenizer.")
 @click.option("--strip", multiple=True, metavar="MARK", help="Take this out of tensor names, as _orig_mod.")
+@click.option("--with-optimizer", is_flag=True, help="Carry the optimizer states too, if both formats can.")
 @click.option("--strict", is_flag=True, help="NaN or Inf in the weights is an error.")
 @click.option("--no-checksum", is_flag=True, help="Do not check the CRC32 of what is read.")
 @click.option("--quiet", is_flag=True, help="Print warnings and errors only.")

@@ -28,6 +28,11 @@ def _real(folder: Path) -> Path:
     return folder if _step(folder) is not None or not folder.is_dir() else folder.resolve()
 
 
+def is_iteration(folder: Path) -> bool:
+    """Whether Megatron-LM would give a folder of an iteration this name."""
+    return _step(_real(folder)) is not None
+
+
 def found_in(root: Path) -> dict[int | str, Path]:
     """All iterations below `root`, the latest last."""
     if not root.is_dir():

@@ -12,12 +12,12 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reshard.checkpoint import Checkpoint, Tensor
+from reshard.checkpoint import Checkpoint, States, Tensor
 from reshard.dtypes import DType
 from reshard.errors import Problem, ReshardError
 from reshard.formats import iterations
@@ -37,16 +37,24 @@ from reshard.formats.mcore import (
     stored_args,
     unfused,
 )
+from reshard.formats.megatron_optimizer import (
+    NOT_PORTABLE,
+    NewOptimizer,
+    portable_states,
+    read_optimizer,
+    torch_file,
+)
 from reshard.formats.torchfile import ChunkReader, read_torch_file
-from reshard.formats.torchwrite import Image, NewTensor, image_bytes, layout_torch_file
+from reshard.formats.torchwrite import Image, NewTensor, layout_torch_file
 from reshard.layout import Layout
 from reshard.plan import Block, OutputFile, Planned
 from reshard.views import View, assemble
 
 NAME = "megatron"
 WHAT = "Megatron-Core distributed checkpoint (torch_dist)"
+OPTIMIZER = "optimizer states"
 NOT_WEIGHTS = (
-    (re.compile(r"(chained_\d+\.)?optimizer\b.*"), "optimizer states"),
+    (re.compile(r"(chained_\d+\.)?optimizer\b.*"), OPTIMIZER),
     (re.compile(r"rng_state\b.*"), "random number states"),
     (re.compile(r"rerun_state_machine_state\b.*"), "rerun state machine"),
     (re.compile(r".*\._extra_state\b.*"), "Transformer Engine extra states"),
@@ -56,9 +64,15 @@ NOT_WEIGHTS = (
 def detect(path: Path) -> bool:
     """Whether `path` is an iteration folder in torch_dist, or a folder with such iterations."""
     return any(
-        (folder / ".metadata").is_file() or any(folder.glob("__*_*.distcp"))
+        ((folder / ".metadata").is_file() or any(folder.glob("__*_*.distcp"))) and _is_megatrons(folder)
         for folder in iterations.candidates(path)
     )
+
+
+def _is_megatrons(folder: Path) -> bool:
+    """Whether Megatron-Core wrote the folder, and not torch's DCP alone: by what lies beside, or by its name."""
+    beside = any((folder / name).is_file() for name in ("metadata.json", "common.pt"))
+    return beside or iterations.is_iteration(folder)
 
 
 def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
@@ -85,6 +99,8 @@ def _open(folder: Path, step: int | str | None) -> Checkpoint:
     for key, entry in metadata.objects.items():
         dropped[_not_a_weight(key) or "other objects"] += entry.length
     reader.close()
+    states = portable_states(metadata.tensors)
+    optimizer = read_optimizer(common) if states else None
     return Checkpoint(
         path=folder,
         format=NAME,
@@ -94,10 +110,22 @@ def _open(folder: Path, step: int | str | None) -> Checkpoint:
         layout=layout_of(args or {}),
         iteration=step,
         args=args,
+        states=States({state: partial(_read_state, found) for state, found in states.items()}),
+        optimizer=optimizer,
         dropped=dropped,
         problems=reader.copies.problems(),
+        notes=[NOT_PORTABLE] if dropped[OPTIMIZER] and not optimizer else [],
         variant="one key for each layer" if reader.per_layer else "stacked",
     )
+
+
+def _read_state(found: Mapping[str, DcpTensor]) -> dict[str, Tensor]:
+    """One optimizer state under the names of the weights, from what the keys of weights hold of it."""
+    reader = _Reader()
+    for key, tensor in found.items():
+        reader.add(key, tensor)
+    reader.close()
+    return reader.tensors()
 
 
 def _args_of_bridge(folder: Path) -> dict[str, Any] | None:
@@ -278,12 +306,13 @@ class _Writer:
         self.files: dict[int, _RankFile] = {}
         self.problems: list[Problem] = []
 
-    def add(self, tensor: Planned, sparse: bool) -> None:
-        """Cut one tensor into the chunks of all ranks that hold it."""
-        place = place_of(tensor.name)
-        split = split_of(tensor.name)
+    def add(self, tensor: Planned, name: str, sparse: bool, prefix: str = "") -> None:
+        """Cut one tensor, a weight or a state of the weight `name`, into the chunks of all ranks that hold it."""
+        place = place_of(name)
+        split = split_of(name)
         ranks = self.layout.tp if place.expert is None else self.layout.etp
         key, lead, at = self._key(place, sparse)
+        key = prefix + key
         entry = self.metadata.tensors.setdefault(key, DcpTensor(tensor.dtype, (*lead, *tensor.shape), []))
         if entry.dtype != tensor.dtype:
             self.problems.append(
@@ -369,6 +398,7 @@ def lay_out(
     iteration: int | str,
     *,
     transformer_engine: bool,
+    optimizer: NewOptimizer | None = None,
 ) -> list[OutputFile]:
     """The files of one iteration and the tracker that names it. `args` become those of the checkpoint."""
     places = {tensor.name: place_of(tensor.name) for tensor in tensors}
@@ -384,9 +414,12 @@ def lay_out(
     )
     for tensor in tensors:
         place = places[tensor.name]
-        writer.add(tensor, place[1:3] in sparse)
+        writer.add(tensor, tensor.name, place[1:3] in sparse)
         for module in _with_extra_state(place, transformer_engine):
             writer.add_extra_state(place._replace(module=module), place[1:3] in sparse)
+    for prefix, states in optimizer.keyed().items() if optimizer else ():
+        for name, state in states.items():
+            writer.add(state, name, places[name][1:3] in sparse, prefix)
     if writer.problems:
         raise ReshardError(writer.problems)
     folder = iterations.name_of(iteration)
@@ -397,20 +430,32 @@ def lay_out(
         "common_backend": "torch",
         "common_backend_version": 1,
     }
-    common = {
-        "args": Namespace(**stored_args(args, layout, "torch_dist")),
-        "checkpoint_version": 3.0,
-        "iteration": 0 if iteration == "release" else iteration,
-        "num_floating_point_operations_so_far": 0,
-        "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
-    }
     return [
         *files,
         OutputFile.of_bytes(f"{folder}/.metadata", write_metadata(writer.metadata)),
         OutputFile.of_bytes(f"{folder}/metadata.json", json.dumps(metadata).encode()),
-        OutputFile.of_bytes(f"{folder}/common.pt", image_bytes(layout_torch_file(common))),
+        torch_file(f"{folder}/common.pt", _common_content(args, layout, iteration, optimizer)),
         OutputFile.of_bytes(iterations.TRACKER, str(iteration).encode()),
     ]
+
+
+def _common_content(
+    args: Mapping[str, Any], layout: Layout, iteration: int | str, optimizer: NewOptimizer | None
+) -> dict[str, Any]:
+    """What `common.pt` holds: all that belongs to no tensor."""
+    stored = stored_args(args, layout, "torch_dist")
+    content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if optimizer:
+        stored["no_save_optim"] = False
+        content |= optimizer.content_metadata
+    return {
+        "args": Namespace(**stored),
+        "checkpoint_version": 3.0,
+        "iteration": 0 if iteration == "release" else iteration,
+        "num_floating_point_operations_so_far": 0,
+        "content_metadata": content,
+        **(optimizer.common if optimizer else {}),
+    }
 
 
 def _with_extra_state(place: Place, transformer_engine: bool) -> Iterator[str]:

@@ -19,6 +19,7 @@ from reshard.model import Model, resolve, resolve_if_declared
 from reshard.plan import Plan
 from reshard.planning import hub, megatron
 from reshard.planning.common import Options, Source
+from reshard.planning.optimizer import refuse_unable
 
 __all__ = ["TARGETS", "Options", "plan_conversion"]
 
@@ -34,6 +35,9 @@ NAMED_AS_THE_HUB = {"huggingface"}
 
 WITHOUT_LAYOUT = {"huggingface": "a Hugging Face folder"}
 """Targets that no ranks share."""
+
+WITH_OPTIMIZER = {"megatron"}
+"""Targets that hold a tensor for each optimizer state of a tensor."""
 
 
 def plan_conversion(source: Path, options: Options) -> Plan:
@@ -54,6 +58,8 @@ def plan_conversion(source: Path, options: Options) -> Plan:
             found=str(options.layout),
             remedy="leave out the layout (that of the source is detected), or add --to megatron",
         )
+    if options.with_optimizer:
+        refuse_unable(checkpoint, target, WITH_OPTIMIZER)
     options = _with_hinted_base(checkpoint, options)
     return TARGETS[target](Source(checkpoint, _model(checkpoint, target, options), options))
 

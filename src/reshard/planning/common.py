@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from reshard.checkpoint import Cells, Checkpoint, cells_of
@@ -42,6 +43,7 @@ class Options:
     transformer_impl: str | None = None
     tokenizer: bool = True
     strip: tuple[str, ...] = ()
+    with_optimizer: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,21 +72,21 @@ def _no_such_dtype(wanted: str | None) -> ReshardError:
 
 
 class Types:
-    """The dtype of each tensor of the output."""
+    """The dtype of each tensor of the output: the one that is `wanted`, or its own."""
 
     def __init__(self, wanted: str | None) -> None:
         try:
-            self._wanted = dtype(wanted) if wanted else None
+            self.wanted = dtype(wanted) if wanted else None
         except KeyError:
             raise _no_such_dtype(wanted) from None
-        if self._wanted and not castable(self._wanted):
+        if self.wanted and not castable(self.wanted):
             raise _no_such_dtype(wanted)
 
     def of(self, name: str, stored: DType) -> DType:
         """The dtype that tensor `name` will have."""
-        if self._wanted is None or not castable(stored) or name.endswith(KEEPS_ITS_DTYPE):
+        if self.wanted is None or not castable(stored) or name.endswith(KEEPS_ITS_DTYPE):
             return stored
-        return self._wanted
+        return self.wanted
 
 
 def hub_tensors(logical: LogicalTensors, wanted: str | None) -> list[Planned]:
@@ -173,8 +175,9 @@ def finished(
     dropped: Mapping[str, int],
     logical: LogicalTensors,
     layout: Layout,
+    states: Mapping[str, Mapping[str, Planned]] = MappingProxyType({}),
 ) -> Plan:
-    """The plan with its facts, after the audit."""
+    """The plan with its facts, after the audit. `states` are those of the optimizer, by state and tensor."""
     checkpoint, model = source.checkpoint, source.model
     facts = {
         "reshard": __version__,
@@ -193,6 +196,8 @@ def finished(
         "dtypes": dict(Counter(tensor.dtype.name for tensor in tensors)),
         "dropped": dict(dropped),
     }
+    if states:
+        facts["optimizer"] = {state: len(planned) for state, planned in states.items()}
     files.append(OutputFile.of_bytes("reshard.json", to_json(facts)))
     parameters = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in tensors)
     plan = Plan(
@@ -206,7 +211,7 @@ def finished(
         notes=[*checkpoint.notes, *(model.notes if model else [])],
         facts=facts,
     )
-    plan.audit(tensors)
+    plan.audit([*tensors, *(state for planned in states.values() for state in planned.values())])
     return plan
 
 

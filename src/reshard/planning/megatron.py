@@ -10,13 +10,15 @@ from typing import Any
 from reshard.checkpoint import Checkpoint
 from reshard.dtypes import dtype
 from reshard.errors import Problem, ReshardError
+from reshard.families.binding import Bound
 from reshard.families.config import flags_not_restored
 from reshard.formats import megatron, megatron_legacy
 from reshard.formats.mcore import padded_vocabulary
+from reshard.formats.megatron_optimizer import NewOptimizer, is_distributed, new_optimizer
 from reshard.layout import Layout
-from reshard.logical import logical_tensors
+from reshard.logical import LogicalTensors, logical_tensors
 from reshard.model import EMBEDDINGS, Model
-from reshard.plan import Plan, Planned
+from reshard.plan import OutputFile, Plan, Planned
 from reshard.planning.common import (
     Options,
     Source,
@@ -25,6 +27,14 @@ from reshard.planning.common import (
     finished,
     main_dtype,
     native_tensors,
+)
+from reshard.planning.optimizer import (
+    FLOAT32,
+    MASTERS,
+    logical_states,
+    native_states,
+    still_dropped,
+    with_masters,
 )
 
 
@@ -42,32 +52,79 @@ def plan(source: Source, target: str) -> Plan:
         # Padding rows took part in the softmax while the model trained: carry those that both sides have.
         kept = min(rows, model.dims.padded_vocab)
         model = replace(model, dims=replace(model.dims, vocab=kept))
+    if options.with_optimizer:
+        checkpoint = with_masters(checkpoint, options.dtype)
     logical = logical_tensors(checkpoint, model)
-    binding = model.padded(rows).binding()
-    tensors = list(native_tensors(logical, binding.native, Types(options.dtype)))
+    natives = model.padded(rows).binding().native
+    tensors = list(native_tensors(logical, natives, Types(options.dtype)))
+    optimizer = _optimizer(logical, natives, tensors, layout) if options.with_optimizer else None
     args = _arguments(checkpoint, model, layout, options, tensors)
     args |= {"padded_vocab_size": rows, "make_vocab_size_divisible_by": unit}
-    iteration = checkpoint.iteration if isinstance(checkpoint.iteration, int) else "release"
-    writer = megatron if target == "megatron" else megatron_legacy
-    transformer_engine = args["transformer_impl"] != "local"
-    files = writer.lay_out(tensors, args, layout, iteration, transformer_engine=transformer_engine)
+    files = _files(target, checkpoint, tensors, args, layout, optimizer)
     files += companion_files(source, tensors)
-    dropped = Counter(checkpoint.dropped) + lost_padding(checkpoint, model, rows)
-    result = finished(replace(source, model=model), target, files, tensors, dropped, logical, layout)
-    result.load_with = load_flags(args, is_release=iteration == "release")
+    dropped = still_dropped(checkpoint) if optimizer else Counter(checkpoint.dropped)
+    dropped += lost_padding(checkpoint, model, rows, with_states=options.with_optimizer)
+    states = optimizer.states if optimizer else {}
+    result = finished(replace(source, model=model), target, files, tensors, dropped, logical, layout, states)
+    result.load_with = load_flags(args, is_release=_iteration(checkpoint) == "release", optimizer=optimizer)
     result.notes += [problem.message for problem in model.family.config.notices(model.config)]
     if layout.stages and not options.layout.stages:
         result.notes.append(f"layers of the stages: {', '.join(map(str, layout.stages))}")
     return result
 
 
-def lost_padding(checkpoint: Checkpoint, model: Model, rows: int) -> Counter[str]:
-    """The bytes of those rows of Megatron's embedding and head that do not fit in `rows`."""
+def _files(
+    target: str,
+    checkpoint: Checkpoint,
+    tensors: list[Planned],
+    args: Mapping[str, Any],
+    layout: Layout,
+    optimizer: NewOptimizer | None,
+) -> list[OutputFile]:
+    iteration, transformer_engine = _iteration(checkpoint), args["transformer_impl"] != "local"
+    if target == "megatron-legacy":
+        return megatron_legacy.lay_out(
+            tensors, args, layout, iteration, transformer_engine=transformer_engine
+        )
+    return megatron.lay_out(
+        tensors, args, layout, iteration, transformer_engine=transformer_engine, optimizer=optimizer
+    )
+
+
+def _iteration(checkpoint: Checkpoint) -> int | str:
+    """That of the source; what no run of several iterations wrote becomes a release."""
+    return checkpoint.iteration if isinstance(checkpoint.iteration, int) else "release"
+
+
+def _optimizer(
+    logical: LogicalTensors, natives: Mapping[str, Bound], tensors: list[Planned], layout: Layout
+) -> NewOptimizer:
+    """The optimizer of the source for another layout. A plain one has no masters of weights in float32."""
+    optimizer = logical.checkpoint.optimizer
+    assert optimizer is not None  # `refuse_unable`
+    states = native_states(logical_states(logical), natives)
+    if not is_distributed(optimizer):
+        halves = {tensor.name for tensor in tensors if tensor.dtype != FLOAT32}
+        states[MASTERS] = {name: state for name, state in states[MASTERS].items() if name in halves}
+    return new_optimizer(
+        optimizer,
+        {state: planned for state, planned in states.items() if planned},
+        mixed_precision=main_dtype(tensors) != "float32",
+        expert_parallel=layout.ep > 1,
+    )
+
+
+def lost_padding(
+    checkpoint: Checkpoint, model: Model, rows: int, *, with_states: bool = False
+) -> Counter[str]:
+    """The bytes of those rows of Megatron's embedding and head that do not fit in `rows`, and of their states."""
     lost = model.dims.padded_vocab - rows
     if checkpoint.dialect != "mcore" or lost <= 0:
         return Counter()
-    width = checkpoint.tensors[EMBEDDINGS["mcore"][0]].dtype.itemsize * model.dims.hidden
-    return Counter({"vocabulary padding": lost * width * (1 if model.dims.tied else 2)})
+    tables = EMBEDDINGS["mcore"] if model.dims.tied else (*EMBEDDINGS["mcore"], "output_layer.weight")
+    held = [checkpoint.tensors, *(checkpoint.states.values() if with_states else ())]
+    width = sum(tensors[name].dtype.itemsize for tensors in held for name in tables if name in tensors)
+    return Counter({"vocabulary padding": lost * width * model.dims.hidden})
 
 
 def _arguments(
@@ -100,10 +157,14 @@ def layout_arguments(layout: Layout) -> dict[str, Any]:
     }
 
 
-def load_flags(args: Mapping[str, Any], *, is_release: bool) -> list[str]:
+def load_flags(
+    args: Mapping[str, Any], *, is_release: bool, optimizer: NewOptimizer | None = None
+) -> list[str]:
     """What Megatron-LM has to be told to load the checkpoint, beside `--load`."""
-    weights_only = [] if is_release else ["--no-load-optim", "--no-load-rng"]
-    return ["--use-checkpoint-args", *weights_only, *flags_not_restored(args)]
+    flags = [] if is_release else ["--no-load-optim", "--no-load-rng"]
+    if optimizer:
+        flags = ["--no-load-rng", *(["--use-distributed-optimizer"] if optimizer.is_distributed else [])]
+    return ["--use-checkpoint-args", *flags, *flags_not_restored(args)]
 
 
 def _check_layout(model: Model, layout: Layout) -> None:

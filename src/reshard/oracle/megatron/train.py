@@ -12,7 +12,7 @@ import numpy as np
 
 from reshard.oracle.megatron import parallel
 from reshard.oracle.megatron.arguments import one_expert_at_a_time, to_store
-from reshard.oracle.megatron.checkpoint import SaveOptions, load_weights, save_checkpoint
+from reshard.oracle.megatron.checkpoint import Mismatch, SaveOptions, load_run, load_weights, save_checkpoint
 from reshard.oracle.megatron.logits import Tokens
 from reshard.oracle.megatron.model import Spec, build_model
 from reshard.oracle.megatron.parallel import Layout, ParallelSizes
@@ -35,8 +35,10 @@ class _Recipe:
     sizes: ParallelSizes
     out: Path
     initial: Path | None
+    resume: bool
     tokens: Tokens
     steps: int
+    sequences: int | None
     lr: float
     bf16: bool
     distributed_optimizer: bool
@@ -52,8 +54,10 @@ def train_and_save(
     tokens: Tokens,
     *,
     checkpoint: Path | str | None = None,
+    resume: bool = False,
     layout: Layout | None = None,
     steps: int = 2,
+    sequences: int | None = None,
     lr: float = 1e-3,
     bf16: bool = True,
     distributed_optimizer: bool = False,
@@ -65,11 +69,12 @@ def train_and_save(
 ) -> TrainingRun:
     """Train for `steps` on `tokens` [sequences, length + 1] and write `out/iter_*` with its tracker file.
 
-    Starts from the iteration folder `checkpoint`, loaded strictly, or from random weights. Every step takes the next
-    sequences, around and around. Weights are bfloat16 with float32 main weights unless `bf16` is off. Several `save`
-    options write the same model several times, each into a subfolder of `out` that is named after its format. With
-    `steps=0` nothing is trained and there is no optimizer to save. Raises RankError, with the cause, where a rank
-    fails.
+    Starts from the iteration folder `checkpoint`, loaded strictly, or from random weights. With `resume`, optimizer and
+    scheduler come from there too, and training goes on with the sequences behind those that it has seen. Every step
+    takes the next `sequences` (one for each pipeline stage and data parallel rank, by default), around and around.
+    Weights are bfloat16 with float32 main weights unless `bf16` is off. Several `save` options write the same model
+    several times, each into a subfolder of `out` that is named after its format. With `steps=0` nothing is trained,
+    and without `resume` there is no optimizer to save. Raises RankError, with the cause, where a rank fails.
     """
     sizes = ParallelSizes.of(layout)
     if spec == "local" and steps:
@@ -79,8 +84,10 @@ def train_and_save(
         sizes=sizes,
         out=Path(out),
         initial=Path(checkpoint) if checkpoint else None,
+        resume=resume,
         tokens=tokens,
         steps=steps,
+        sequences=sequences,
         lr=lr,
         bf16=bf16,
         distributed_optimizer=distributed_optimizer,
@@ -98,17 +105,15 @@ def _train_rank(recipe: _Recipe) -> TrainingRun:
     parallel.initialize(recipe.sizes, seed=recipe.seed)
     dtype = torch.bfloat16 if recipe.bf16 else torch.float32
     chunks = build_model(recipe.args, recipe.sizes, spec=recipe.spec, dtype=dtype, training=True)
-    if recipe.initial is not None:
-        mismatch = load_weights(chunks, recipe.initial)
-        if mismatch.missing or mismatch.unexpected:
-            raise ValueError(
-                f"missing weights: {mismatch.missing}; unexpected weights: {mismatch.unexpected}"
-            )
+    if recipe.initial is not None and not recipe.resume:
+        _check(load_weights(chunks, recipe.initial))
     losses: list[float] = []
     optimizer = scheduler = None
-    if recipe.steps:
+    if recipe.steps or recipe.resume:
         wrapped = _wrap(chunks, recipe)
         optimizer, scheduler = _make_optimizer(wrapped, recipe)
+        if recipe.initial is not None and recipe.resume:
+            _check(load_run(chunks, recipe.initial, optimizer, scheduler))
         batches = _batches(recipe)
         losses = [_step(wrapped, optimizer, batches, recipe) for _ in range(recipe.steps)]
     elif recipe.bf16:
@@ -126,6 +131,11 @@ def _train_rank(recipe: _Recipe) -> TrainingRun:
             options=options,
         )
     return TrainingRun(folder, tuple(losses))
+
+
+def _check(mismatch: Mismatch) -> None:
+    if mismatch.missing or mismatch.unexpected:
+        raise ValueError(f"missing: {mismatch.missing}; unexpected: {mismatch.unexpected}")
 
 
 def _run_arguments(recipe: _Recipe, dtype: Any) -> dict[str, Any]:
@@ -226,21 +236,31 @@ def _batches(recipe: _Recipe) -> Iterator[tuple[Any, Any]]:
 
     tokens = torch.from_numpy(np.asarray(recipe.tokens, dtype=np.int64))
     position, stride = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
+    if recipe.resume:
+        position += (recipe.iteration - recipe.steps) * _sequences(recipe)
     while True:
         sequence = tokens[position % len(tokens)].unsqueeze(0)
         yield sequence[:, :-1], sequence[:, 1:]
         position += stride
 
 
+def _sequences(recipe: _Recipe) -> int:
+    from megatron.core import parallel_state as ps
+
+    return recipe.sequences or recipe.sizes.pp * int(ps.get_data_parallel_world_size())
+
+
 def _step(wrapped: list[Any], optimizer: Any, batches: Iterator[tuple[Any, Any]], recipe: _Recipe) -> float:
-    """One optimizer step over one microbatch per pipeline stage; the loss is the mean over all ranks."""
+    """One optimizer step over microbatches of one sequence; the loss is the mean over all ranks."""
     import torch
+    from megatron.core import parallel_state as ps
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     for module in wrapped:
         module.zero_grad_buffer()
     optimizer.zero_grad()
-    microbatches = [next(batches) for _ in range(recipe.sizes.pp)]
+    count = _sequences(recipe) // ps.get_data_parallel_world_size()
+    microbatches = [next(batches) for _ in range(count)]
     length = recipe.tokens.shape[1] - 1
     results = get_forward_backward_func()(
         forward_step_func=_training_forward,

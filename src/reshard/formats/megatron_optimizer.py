@@ -1,0 +1,163 @@
+"""The optimizer in Megatron-Core's torch_dist: for each weight one tensor of each state, cut like the weight.
+
+`optimizer.state.exp_avg.<key of the weight>` and so on, in float32; what belongs to no tensor stands in `common.pt`.
+The distributed optimizer saves so with `--dist-ckpt-optim-fully-reshardable`. Its default, `dp_reshardable`, is flat
+buffers of ranks, in an order that only a run of the same layout knows. Source: megatron-core 0.16.1,
+`optimizer/optimizer.py`, `optimizer/distrib_optimizer.py` and `dist_checkpointing/optimizer.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from reshard.checkpoint import Optimizer, Tensor
+from reshard.formats.dcp import DcpTensor
+from reshard.formats.torchfile import scalar
+from reshard.formats.torchwrite import NewTensor, layout_torch_file
+from reshard.plan import Block, OutputFile, Planned
+from reshard.storage import StoredTensor
+
+_STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "fp32", "param": "fp32"}
+_KEY = re.compile(rf"(?:chained_\d+\.)?optimizer\.state\.({'|'.join(_STATES)})\.(.+)")
+_SHARDING = "distrib_optim_sharding_type"
+_MEM_EFFICIENT = "distrib_optim_fully_reshardable_mem_efficient"
+_PORTABLE = "fully_reshardable"
+
+NOT_PORTABLE = (
+    "the optimizer states are bound to the layout that saved them; "
+    "Megatron-LM saves portable ones with --dist-ckpt-optim-fully-reshardable"
+)
+
+
+def portable_states(tensors: Mapping[str, DcpTensor]) -> dict[str, dict[str, DcpTensor]]:
+    """The states that have the shapes of their weights: for each of "exp_avg" …, by the key of the weight.
+
+    Older versions of the distributed optimizer flatten theirs, which then have other shapes and are left out.
+    """
+    found: dict[str, dict[str, DcpTensor]] = {}
+    for key, tensor in tensors.items():
+        match = _KEY.fullmatch(key)
+        weight = tensors.get(match[2]) if match else None
+        if match and weight and weight.shape == tensor.shape:
+            found.setdefault(_STATES[match[1]], {})[match[2]] = tensor
+    return found
+
+
+def read_optimizer(common: Mapping[str, Any]) -> Optimizer | None:
+    """What `common.pt` says of the optimizer; None if it says nothing that another layout could use."""
+    try:
+        chain = _chain(common["optimizer"])
+        first = _inner(chain[0])
+        groups = first["param_groups"]
+        step = groups[0].get("step", first.get("state", {}).get("common_step"))
+        steps = scalar(step) if isinstance(step, StoredTensor) else step
+        content = common.get("content_metadata") or {}
+        native = {
+            "chain": chain,
+            "entries": {key: common[key] for key in _BESIDE if key in common},
+            "content": {key: content[key] for key in (_SHARDING, _MEM_EFFICIENT) if key in content},
+        }
+        return Optimizer(None if steps is None else int(steps), groups[0], native)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        return None
+
+
+_BESIDE = ("opt_param_scheduler", "num_floating_point_operations_so_far")
+_WRAPPED = ("grad_scaler", "param_state_sharding_type")
+
+
+def _chain(entry: Any) -> list[dict[str, Any]]:
+    """The optimizers of a run: one, or with expert parallelism one for experts too, by number."""
+    if entry and all(type(key) is int for key in entry):
+        return [entry[index] for index in sorted(entry)]
+    return [entry]
+
+
+def _inner(link: Mapping[str, Any]) -> dict[str, Any]:
+    """torch's own state dict, which mixed precision and the distributed optimizer wrap in another dict."""
+    return dict(link.get("optimizer", link))
+
+
+def is_distributed(optimizer: Optimizer) -> bool:
+    """Whether Megatron's distributed optimizer is meant, which needs `--use-distributed-optimizer`."""
+    return bool(optimizer.native.get("content", {}).get(_SHARDING))
+
+
+@dataclass(frozen=True)
+class NewOptimizer:
+    """An optimizer to be written: `states` by state and name of the weight, `common` and `content_metadata` to add."""
+
+    states: Mapping[str, Mapping[str, Planned]]
+    common: Mapping[str, Any]
+    content_metadata: Mapping[str, Any]
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether a run loads it with `--use-distributed-optimizer`."""
+        return bool(self.content_metadata.get(_SHARDING))
+
+    def keyed(self) -> dict[str, Mapping[str, Planned]]:
+        """The states under the prefixes of their keys."""
+        masters = "param" if self.is_distributed else "fp32_param"
+        spelled = {state: masters if state == "fp32" else state for state in self.states}
+        return {f"optimizer.state.{spelled[state]}.": planned for state, planned in self.states.items()}
+
+
+def new_optimizer(
+    optimizer: Optimizer,
+    states: Mapping[str, Mapping[str, Planned]],
+    *,
+    mixed_precision: bool,
+    expert_parallel: bool,
+) -> NewOptimizer:
+    """The optimizer as a run would save it that trains weights of 16 bits (or not) and shares out experts (or not)."""
+    distributed = is_distributed(optimizer)
+    chain = [_inner(link) for link in optimizer.native["chain"]]
+    if expert_parallel and len(chain) == 1:
+        chain.append({**chain[0], "param_groups": _of_experts(chain[0]["param_groups"])})
+    elif not expert_parallel:
+        chain = chain[:1]  # experts then are weights like all others
+    if distributed or mixed_precision:
+        beside = {key: value for key, value in optimizer.native["chain"][0].items() if key in _WRAPPED}
+        chain = [{"optimizer": inner, **beside} for inner in chain]
+    return NewOptimizer(
+        states,
+        {"optimizer": dict(enumerate(chain)) if len(chain) > 1 else chain[0], **optimizer.native["entries"]},
+        optimizer.native["content"],
+    )
+
+
+def _of_experts(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups of parameters that experts have: matrices, which decay, and neither embedding nor head."""
+    own = [group for group in groups if group.get("wd_mult") and not group.get("is_decoupled_lr")]
+    return [{**group, "is_expert_parallel": True} for group in own]
+
+
+def torch_file(path: str, content: dict[str, Any]) -> OutputFile:
+    """The file of `torch.save(content)`; each StoredTensor in it is copied from where it lies."""
+    image = layout_torch_file(_renewed(content))
+    blocks = [
+        Block(
+            f"{path}: {index}",
+            slot.dtype,
+            slot.shape,
+            lambda stored=slot.key: Tensor.stored(stored).view,  # type: ignore[misc]
+            slot.offset,
+            slot.crc_at,
+        )
+        for index, slot in enumerate(image.slots)
+    ]
+    return OutputFile(path, image.size, blocks, lambda: iter(image.literals))
+
+
+def _renewed(value: Any) -> Any:
+    if isinstance(value, StoredTensor):
+        return NewTensor(value, value.dtype, value.shape)
+    if type(value) is dict:
+        return {key: _renewed(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_renewed, value))
+    return value
