@@ -104,6 +104,9 @@ def convert(
     overwrite: bool = False,
     no_tokenizer: bool = False,
     strip: tuple[str, ...] = (),
+    merge: bool = False,
+    adapter: str | None = None,
+    lora_alpha: float | None = None,
     with_optimizer: bool = False,
     strict: bool = False,
     no_checksum: bool = False,
@@ -128,6 +131,9 @@ def convert(
         transformer_impl=transformer_impl,
         tokenizer=not no_tokenizer,
         strip=strip,
+        merge=merge,
+        adapter=adapter,
+        lora_alpha=lora_alpha,
         with_optimizer=with_optimizer,
     )
     budget = parse_size(memory, "--memory")

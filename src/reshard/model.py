@@ -64,13 +64,19 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     return read_object(path)
 
 
+def config_of(checkpoint: Checkpoint, base: Path | None = None) -> dict[str, Any] | None:
+    """The config of a checkpoint: that of `base`, else the one beside it, else what its reader derived. None if none."""
+    config = read_config(base or checkpoint.root) or checkpoint.config
+    return {**config, **checkpoint.changes} if config else None
+
+
 def resolve(checkpoint: Checkpoint, base: Path | None = None, family: str | None = None) -> Model:
     """Find the family and the sizes of `checkpoint`, and check that config and checkpoint agree.
 
     The config comes from `base`, else from beside the weights, else (Megatron) from the checkpoint's own
     arguments. Raises ReshardError naming every size on which they disagree.
     """
-    config = read_config(base or checkpoint.root) or checkpoint.config
+    config: Mapping[str, Any] | None = config_of(checkpoint, base)
     if config is None and base:
         raise ReshardError(
             "the base folder has no config.json" if base.is_dir() else "there is no such base folder",
@@ -113,7 +119,7 @@ def resolve(checkpoint: Checkpoint, base: Path | None = None, family: str | None
 
 def resolve_if_declared(checkpoint: Checkpoint, base: Path | None = None) -> Model | None:
     """The same, or None with a note for a family that nobody declared, whose names are the hub's already."""
-    config = read_config(base or checkpoint.root) or checkpoint.config or {}
+    config = config_of(checkpoint, base) or {}
     if checkpoint.dialect != "hf" or config.get("model_type") in FAMILIES:
         return resolve(checkpoint, base)
     try:

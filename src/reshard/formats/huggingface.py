@@ -45,7 +45,7 @@ def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
     files = _indexed_files(index, problems) if index else _plain_files(path)
     for file in files:
         try:
-            found = _read(file)
+            found = read_weights(file)
         except ReshardError as error:
             problems.extend(error.problems)
             continue
@@ -125,7 +125,8 @@ def _plain_files(path: Path) -> list[Path]:
     )
 
 
-def _read(file: Path) -> dict[str, Tensor]:
+def read_weights(file: Path) -> dict[str, Tensor]:
+    """The tensors of one file, safetensors or torch.save. Raises ReshardError if it holds something else."""
     if file.suffix == ".safetensors":
         return safetensors.read_tensors(file)
     content = read_torch_file(file)

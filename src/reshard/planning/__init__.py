@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from reshard.adapters import is_adapter
 from reshard.checkpoint import Checkpoint
 from reshard.errors import ReshardError
 from reshard.formats import companions, open_checkpoint
@@ -17,7 +18,7 @@ from reshard.formats.hints import BASE, find_hints
 from reshard.layout import Layout
 from reshard.model import Model, resolve, resolve_if_declared
 from reshard.plan import Plan
-from reshard.planning import hub, megatron
+from reshard.planning import hub, megatron, merge, peft
 from reshard.planning.common import Options, Source
 from reshard.planning.optimizer import refuse_unable
 
@@ -27,14 +28,18 @@ TARGETS: dict[str, Callable[[Source], Plan]] = {
     "huggingface": hub.plan,
     "megatron": partial(megatron.plan, target="megatron"),
     "megatron-legacy": partial(megatron.plan, target="megatron-legacy"),
+    "peft": peft.plan,
 }
 """What can be written, by the name of its format."""
 
 NAMED_AS_THE_HUB = {"huggingface"}
 """Targets whose names are the hub's, so that a family which nobody declared can be carried there."""
 
-WITHOUT_LAYOUT = {"huggingface": "a Hugging Face folder"}
+WITHOUT_LAYOUT = {"huggingface": "a Hugging Face folder", "peft": "an adapter"}
 """Targets that no ranks share."""
+
+WITHOUT_MODEL = {"peft"}
+"""Targets that hold something else than a model."""
 
 WITH_OPTIMIZER = {"megatron"}
 """Targets that hold a tensor for each optimizer state of a tensor."""
@@ -45,7 +50,11 @@ def plan_conversion(source: Path, options: Options) -> Plan:
     checkpoint = open_checkpoint(source, options.iteration, options.strip)
     if checkpoint.problems:
         raise ReshardError(checkpoint.problems)
-    target = options.to or ("huggingface" if checkpoint.format != "huggingface" else "")
+    if options.merge:
+        checkpoint, options = merge.merged_source(checkpoint, options)
+    target = options.to or _default_target(checkpoint, options)
+    if target != "peft" and is_adapter(checkpoint):
+        raise merge.unmerged(checkpoint, target)
     if not target:
         raise ReshardError(
             "the source is a Hugging Face folder already",
@@ -64,8 +73,17 @@ def plan_conversion(source: Path, options: Options) -> Plan:
     return TARGETS[target](Source(checkpoint, _model(checkpoint, target, options), options))
 
 
+def _default_target(checkpoint: Checkpoint, options: Options) -> str:
+    """An adapter stays one, all else becomes a Hugging Face folder; "" if it is one already."""
+    if is_adapter(checkpoint):
+        return "peft"
+    return "huggingface" if options.merge or checkpoint.format != "huggingface" else ""
+
+
 def _model(checkpoint: Checkpoint, target: str, options: Options) -> Model | None:
     """The model of a checkpoint. Where names stay as they are, it may be of a family that nobody declared."""
+    if target in WITHOUT_MODEL:
+        return None
     if target in NAMED_AS_THE_HUB and not options.family:
         return resolve_if_declared(checkpoint, options.base)
     return resolve(checkpoint, options.base, options.family)

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from reshard.checkpoint import Cells, Checkpoint, cells_of
+from reshard.checkpoint import Checkpoint, cells_of
 from reshard.dtypes import DType, dtype
 from reshard.errors import Problem, ReshardError
 from reshard.families.binding import Bound, Dropped
@@ -20,9 +20,10 @@ from reshard.formats.huggingface import to_json
 from reshard.gather import castable
 from reshard.layout import Layout
 from reshard.logical import LogicalTensors
-from reshard.model import Model, read_config
+from reshard.model import Model, config_of
 from reshard.plan import OutputFile, Plan, Planned
 from reshard.version import __version__
+from reshard.views import View
 
 KEEPS_ITS_DTYPE = ("e_score_correction_bias", "expert_bias")
 """Router biases are fp32 whatever the model is: transformers and Megatron-Core both keep them so."""
@@ -43,6 +44,9 @@ class Options:
     transformer_impl: str | None = None
     tokenizer: bool = True
     strip: tuple[str, ...] = ()
+    merge: bool = False
+    adapter: str | None = None
+    lora_alpha: float | None = None
     with_optimizer: bool = False
 
 
@@ -59,7 +63,7 @@ class Source:
         """The Hugging Face config, empty if there is none."""
         if self.model:
             return self.model.config
-        return read_config(self.options.base or self.checkpoint.root) or self.checkpoint.config or {}
+        return config_of(self.checkpoint, self.options.base) or {}
 
 
 def _no_such_dtype(wanted: str | None) -> ReshardError:
@@ -152,7 +156,7 @@ def companion_files(source: Source, tensors: list[Planned]) -> Iterator[OutputFi
     if model:  # a family declares plain weights, whatever the base folder was quantized to
         config = {key: value for key, value in config.items() if key != "quantization_config"}
     yield OutputFile.of_bytes("config.json", to_json(portable_config(config, main_dtype(tensors), table)))
-    folders = [options.base, checkpoint.root] if options.base else [checkpoint.root]
+    folders = [*checkpoint.beside, *([options.base] if options.base else []), checkpoint.root]
     found = companions.find_companions(*folders)
     if options.tokenizer and not found.has_tokenizer:
         raise ReshardError(
@@ -221,8 +225,8 @@ def _fingerprint(checkpoint: Checkpoint) -> str:
     for name, tensor in sorted(checkpoint.tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         for piece in tensor.view.pieces:
-            if isinstance(piece.source, Cells):
-                storage = piece.source.storage
+            for cells in cells_of(View(tensor.shape, (piece,))):
+                storage = cells.storage
                 file = Path(storage.path).name
                 digest.update(f" {file} {storage.offset} {piece.start} {storage.crc32}".encode())
     return digest.hexdigest()

@@ -1,0 +1,196 @@
+"""An adapter: low-rank pairs by module, weights that were trained whole, and how strongly they count."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from reshard.adapters.names import MAGNITUDE, PairPart, Whole, holds_pairs, parse
+from reshard.adapters.settings import Settings, find_settings, rank_problems, type_problems
+from reshard.checkpoint import Checkpoint, Tensor
+from reshard.errors import Problem, ReshardError, one_for_all
+from reshard.formats import peft
+
+
+class Pair(NamedTuple):
+    """The low-rank change of one module: `b` [out, r] times `a` [r, in]; of an embedding, `a` is [r, rows].
+
+    `magnitude` is DoRA's, [out]. `bias` is that of B, [out], which `lora_bias` trains.
+    """
+
+    a: Tensor
+    b: Tensor
+    magnitude: Tensor | None = None
+    bias: Tensor | None = None
+    embedding: bool = False
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All its tensors, under the names that PEFT writes below the module's."""
+        middle, end = ("embedding_", "") if self.embedding else ("", ".weight")
+        yield f"lora_{middle}A{end}", self.a
+        yield f"lora_{middle}B{end}", self.b
+        if self.bias:
+            yield "lora_B.bias", self.bias
+        if self.magnitude:
+            yield MAGNITUDE, self.magnitude
+
+
+@dataclass
+class Adapter:
+    """`pairs` by module (`model.layers.0.self_attn.q_proj`), weights by name (`lm_head.weight`).
+
+    `whole` are weights that were trained in whole (`modules_to_save`, biases), `base` those of the base model that lie
+    beside them.
+    """
+
+    pairs: dict[str, Pair]
+    whole: dict[str, Tensor]
+    base: dict[str, Tensor]
+    settings: Settings = field(default_factory=Settings)
+
+    @property
+    def ranks(self) -> list[int]:
+        """Every rank that occurs."""
+        return sorted({pair.rank for pair in self.pairs.values()})
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """All that was trained."""
+        for pair in self.pairs.values():
+            yield from (tensor for _, tensor in pair.tensors())
+        yield from self.whole.values()
+
+
+def is_adapter(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is an adapter's, or holds low-rank pairs among its tensors."""
+    return checkpoint.format == peft.NAME or (checkpoint.dialect == "hf" and holds_pairs(checkpoint.tensors))
+
+
+def find(checkpoint: Checkpoint, name: str | None = None, alpha: float | None = None) -> Adapter:
+    """The adapter that a checkpoint holds, called `name` if it holds several; `alpha` overrides what a file says.
+
+    Raises ReshardError for a tensor that is empty, that has no partner, or whose shape does not fit its partner's,
+    listing all; and for adapters of another kind than LoRA.
+    """
+    settings = find_settings(checkpoint, alpha)
+    if problems := list(type_problems(settings)):
+        raise ReshardError(problems)
+    parsed = {key: parse(key) for key in checkpoint.tensors}
+    chosen = _chosen(parsed.values(), name, str(checkpoint.path))
+    parts: dict[str, dict[tuple[str, str], Tensor]] = defaultdict(dict)
+    whole: dict[str, Tensor] = {}
+    base: dict[str, Tensor] = {}
+    for key, part in parsed.items():
+        tensor = checkpoint.tensors[key]
+        if isinstance(part, PairPart):
+            if part.adapter == chosen:
+                parts[part.module][part.kind, part.leaf] = tensor
+        elif part.trained:
+            if part.adapter == chosen:
+                whole[part.name] = tensor
+        elif chosen or ".base_layer." in key or part.replaced:
+            base[part.name] = tensor
+        else:  # save_pretrained writes nothing else that it did not train
+            whole[part.name] = tensor
+    trained = _trained_biases(settings, base)
+    whole.update(trained)
+    problems, pairs = [], {}
+    for module, found in parts.items():
+        wrong = list(_pair_problems(module, found, str(checkpoint.path)))
+        problems += wrong
+        if not wrong:
+            pairs[module] = _pair(found)
+    if problems:
+        names = [str(problem.tensor) for problem in problems]
+        raise ReshardError(one_for_all(problems, names, str(checkpoint.path)))
+    if (
+        len(settings.config.get("target_parameters") or []) == 0
+    ):  # the rank of stacked experts is not in the shape
+        problems = list(rank_problems(settings, ((m, pair.rank) for m, pair in pairs.items())))
+    if problems:
+        raise ReshardError(one_for_all(problems, pairs, settings.source))
+    return Adapter(pairs, whole, {k: v for k, v in base.items() if k not in trained}, settings)
+
+
+def _trained_biases(settings: Settings, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The base's biases, where the config says that they were trained."""
+    if settings.config.get("bias", "none") == "none":
+        return {}
+    return {name: tensor for name, tensor in base.items() if name.endswith(".bias")}
+
+
+def _chosen(parts: Iterable[PairPart | Whole], name: str | None, file: str) -> str:
+    """The name of the adapter to take, as it stands in the names of tensors: "" where none does."""
+    there = sorted({part.adapter for part in parts if isinstance(part, PairPart)})
+    if name is None and len(there) == 1:
+        return there[0]
+    if name in there:
+        return str(name)
+    if there == [""]:  # the file names none, so it cannot contradict
+        return ""
+    raise ReshardError(
+        "there is no adapter of this name" if name else "the checkpoint holds several adapters",
+        file=file,
+        expected=", ".join(there),
+        found=f"--adapter {name}" if name else f"{len(there)} adapters",
+        remedy="choose one of them: --adapter NAME",
+    )
+
+
+_KINDS = (("lora_A", "lora_B", "weight"), ("lora_embedding_A", "lora_embedding_B", ""))
+
+
+def _pair(found: Mapping[tuple[str, str], Tensor]) -> Pair:
+    for a, b, leaf in _KINDS:
+        if (a, leaf) in found:
+            magnitude = found.get((MAGNITUDE, "")) or found.get((MAGNITUDE, "weight"))
+            bias = found.get((b, "bias"))
+            return Pair(found[a, leaf], found[b, leaf], magnitude, bias, embedding=leaf == "")
+    raise AssertionError("its problems were looked for first")
+
+
+def _pair_problems(module: str, found: Mapping[tuple[str, str], Tensor], file: str) -> Iterator[Problem]:
+    for (kind, leaf), tensor in found.items():
+        if (tensor.view.numel == 0 or len(tensor.shape) != 2) and kind != MAGNITUDE and leaf != "bias":
+            yield Problem(
+                "a tensor of the adapter is empty, or flat",
+                tensor=f"{module}.{kind}",
+                file=tensor.file if tensor.view.pieces else file,
+                rule="lora_A is [r, in] and lora_B is [out, r]",
+                found=str(list(tensor.shape)),
+                remedy="it was saved while DeepSpeed ZeRO-3 or FSDP held its parts on other ranks: save it again where "
+                "they are gathered, or convert the sharded checkpoint of the same step",
+            )
+            return
+    for a, b, leaf in _KINDS:
+        if ((a, leaf) in found) != ((b, leaf) in found):
+            there, missing = (a, b) if (a, leaf) in found else (b, a)
+            yield _alone(f"{module}.{there}", f"{module}.{missing}", file)
+        elif (a, leaf) in found and found[a, leaf].shape[0] != found[b, leaf].shape[1]:
+            yield Problem(
+                "the two tensors of a pair have different ranks",
+                tensor=module,
+                file=file,
+                expected=f"{a} [r, …] and {b} [out, r]",
+                found=f"{list(found[a, leaf].shape)} and {list(found[b, leaf].shape)}",
+                remedy="the files are of different adapters: copy all of one again",
+            )
+    if not any((a, leaf) in found or (b, leaf) in found for a, b, leaf in _KINDS):
+        yield _alone(f"{module}.{MAGNITUDE}", f"{module}.lora_A and lora_B", file)
+
+
+def _alone(there: str, missing: str, file: str) -> Problem:
+    return Problem(
+        "a tensor of the adapter has no partner",
+        tensor=there,
+        file=file,
+        rule="each module has lora_A and lora_B",
+        expected=missing,
+        remedy="the adapter is incomplete: copy or save it again",
+    )

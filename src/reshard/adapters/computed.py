@@ -1,0 +1,179 @@
+"""Merged weights as sources of elements, computed row by row when they are read.
+
+The arithmetic is that of `merge_and_unload` of PEFT 0.21 on a CPU, to the bit where it can be: PEFT loads an adapter in
+float32, whatever the dtype of the model, so the product is float32, and the sum is rounded once to the model's dtype.
+For embeddings and for parameters (experts) PEFT rounds the product to that dtype first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from reshard.checkpoint import Computed, Read, Tensor
+from reshard.dtypes import DType, dtype
+from reshard.gather import RAW, as_float, cast
+
+FLOAT32 = dtype("float32")
+BLOCK = 1 << 20
+"""Elements computed at a time: some arrays of float32 of this size are what a merge needs beside its result."""
+
+ROWS = 32
+"""Fewest rows of a product. With very few, BLAS takes another way, which adds up in another order."""
+
+WHOLE_RANK = 192
+"""Up to this rank MKL, with which torch multiplies, adds up a dot product in one go; above it does so in parts."""
+
+LANES = 8
+"""Numbers that the norm of torch 2.13 adds up side by side, on x86."""
+
+Floats = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What is added to a weight: `scale` times `left` [rows, r] times `right` [r, columns].
+
+    `magnitude` is DoRA's, one number for each row, or for each column if `by_column`. `rounded` says that the product
+    is rounded to the dtype of the weight before it is added.
+    """
+
+    left: Tensor
+    right: Tensor
+    scale: float
+    rounded: bool = False
+    magnitude: Tensor | None = None
+    by_column: bool = False
+
+
+class Merged(Computed):
+    """`base` [rows, columns] with a delta, as `dtype`. Base and delta are read block by block, `right` as a whole."""
+
+    def __init__(self, base: Tensor, delta: Delta, dtype: DType) -> None:
+        self.dtype = dtype
+        self._base, self._delta = base, delta
+        parts = (base, delta.left, delta.right, delta.magnitude)
+        self.inputs = tuple(tensor for tensor in parts if tensor is not None)
+        self._column_norms: Floats | None = None
+        self._lock = Lock()
+
+    def values(self, begin: int, end: int, read: Read) -> Floats:
+        columns = self._base.shape[1]
+        out = np.empty(end - begin, RAW[self.dtype.itemsize])
+        right = _floats(read, self._delta.right)
+        for first, last in self._blocks(begin // columns, -(-end // columns)):
+            raw = self._rows(first, last, right, read)
+            low, high = max(begin, first * columns), min(end, last * columns)
+            out[low - begin : high - begin] = raw[low - first * columns : high - first * columns]
+        return out
+
+    def _blocks(self, first: int, last: int) -> list[tuple[int, int]]:
+        """Ranges of rows that hold rows `first` to `last`, each of `ROWS` or more where there are so many."""
+        rows, columns = self._base.shape
+        step = max(BLOCK // columns // ROWS, 1) * ROWS
+        starts = range(first - first % ROWS, last, step)
+        return [(start, min(start + step, rows)) for start in starts]
+
+    def _rows(self, first: int, last: int, right: Floats, read: Read) -> Floats:
+        """Raw elements of rows `first` to `last`."""
+        weight, change = self._parts(first, last, right, read)
+        total = weight + change
+        if self._delta.magnitude is not None:
+            total = self._factors(first, last, total, right, read) * total
+        return cast(np.ascontiguousarray(total, np.float32).reshape(-1).view(np.uint32), FLOAT32, self.dtype)
+
+    def _parts(self, first: int, last: int, right: Floats, read: Read) -> tuple[Floats, Floats]:
+        """The base and what is added to it, in rows `first` to `last`."""
+        columns = self._base.shape[1]
+        raw = read(self._base, first * columns, last * columns)
+        weight = as_float(_as(raw, self._base.dtype, self.dtype), self.dtype).reshape(-1, columns)
+        change = self._product(first, last, right, read) * np.float32(self._delta.scale)
+        if self._delta.rounded:
+            change = _rounded(change, self.dtype)
+        return weight, change
+
+    def _product(self, first: int, last: int, right: Floats, read: Read) -> Floats:
+        rows, rank = self._delta.left.shape
+        low = max(0, min(first, rows - ROWS))
+        left = _floats(read, self._delta.left, low * rank, last * rank).reshape(-1, rank)
+        right = right.reshape(rank, -1)
+        size = _part(rank)
+        product: Floats = left[:, :size] @ right[:size]
+        for k in range(size, rank, size):
+            product += left[:, k : k + size] @ right[k : k + size]
+        return product[first - low :]
+
+    def _factors(self, first: int, last: int, total: Floats, right: Floats, read: Read) -> Floats:
+        """DoRA: the trained magnitude of each row (or column), over the norm that the sum has now."""
+        assert self._delta.magnitude is not None
+        magnitude = _floats(read, self._delta.magnitude)
+        if self._delta.by_column:
+            return magnitude / self._norms_of_columns(right, read)
+        factors: Floats = magnitude[first:last, None] / _norms_of_rows(total)[:, None]
+        return factors
+
+    def _norms_of_columns(self, right: Floats, read: Read) -> Floats:
+        """Norms over all rows, so the whole weight is read once before the first block is merged."""
+        with self._lock:
+            if self._column_norms is None:
+                rows, columns = self._base.shape
+                squares = np.zeros((1, columns), np.float32)
+                for first, last in self._blocks(0, rows):
+                    weight, change = self._parts(first, last, right, read)
+                    squares = np.add.reduce(np.concatenate([squares, np.square(weight + change)]), 0)[None]
+                self._column_norms = np.sqrt(squares[0])
+            return self._column_norms
+
+
+class Shifted(Computed):
+    """A bias [n] with `scale` times the bias of lora_B, as `dtype`."""
+
+    def __init__(self, base: Tensor, bias: Tensor, scale: float, dtype: DType) -> None:
+        self.dtype = dtype
+        self.inputs = (base, bias)
+        self._scale = np.float32(scale)
+
+    def values(self, begin: int, end: int, read: Read) -> Floats:
+        base, bias = self.inputs
+        weight = as_float(_as(read(base, begin, end), base.dtype, self.dtype), self.dtype)
+        total = (weight + _floats(read, bias, begin, end) * self._scale).astype(np.float32)
+        return cast(total.view(np.uint32), FLOAT32, self.dtype)
+
+
+def _part(rank: int) -> int:
+    """How many products of a dot product are added up before the sum is added to that of the part before.
+
+    Measured with torch 2.13 on x86: two halves up to twice `WHOLE_RANK`, parts of `WHOLE_RANK` from there.
+    """
+    if rank <= WHOLE_RANK:
+        return rank
+    return min(WHOLE_RANK, rank // 2)
+
+
+def _norms_of_rows(values: Floats) -> Floats:
+    """Euclidean norms in float32, added up as torch's kernel does: in eight lanes, then lane by lane, then the rest."""
+    rows, columns = values.shape
+    squares = np.square(values)
+    whole = columns - columns % LANES
+    lanes = np.add.reduce(squares[:, :whole].reshape(rows, -1, LANES), 1)
+    sums = np.add.accumulate(np.concatenate([lanes, squares[:, whole:]], 1), 1)
+    return np.sqrt(sums[:, -1])
+
+
+def _floats(read: Read, tensor: Tensor, begin: int = 0, end: int | None = None) -> Floats:
+    """Elements of a tensor as float32; all of it unless a range is given."""
+    raw = read(tensor, begin, tensor.view.numel if end is None else end)
+    return as_float(raw, tensor.dtype).astype(np.float32, copy=False)
+
+
+def _as(raw: Floats, stored: DType, wanted: DType) -> Floats:
+    return raw if stored == wanted else cast(raw, stored, wanted)
+
+
+def _rounded(values: Floats, target: DType) -> Floats:
+    """float32 values rounded to another dtype, as float32 again."""
+    raw = cast(np.ascontiguousarray(values).view(np.uint32), FLOAT32, target)
+    return as_float(raw, target).astype(np.float32, copy=False)

@@ -1,0 +1,189 @@
+"""Merge an adapter into the weights it was trained on: the same names, some of them computed when they are read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from reshard.adapters.adapter import Adapter, Pair
+from reshard.adapters.computed import Delta, Merged, Shifted
+from reshard.adapters.experts import is_stacked, stacked_pairs
+from reshard.adapters.settings import merge_problems
+from reshard.checkpoint import Tensor
+from reshard.dtypes import DType
+from reshard.errors import Problem, ReshardError, one_for_all
+from reshard.gather import castable
+from reshard.model import EMBEDDINGS
+from reshard.views import View
+
+Types = Callable[[str, DType], DType]
+HEAD = "lm_head.weight"
+ENDS = {*EMBEDDINGS["hf"], HEAD}
+"""Weights of one row for each token, of which a model may have two or one."""
+
+QUANTIZED = ("qweight", "absmax", "quant_map", "weight_scale", "weight_scale_inv", "SCB")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+class Target(NamedTuple):
+    """One weight [rows, columns] that a pair changes, and with which alpha over r."""
+
+    weight: str
+    pair: Pair
+    scale: float
+    rounded: bool
+
+
+def merged(adapter: Adapter, base: Mapping[str, Tensor], types: Types) -> dict[str, Tensor]:
+    """`base`, under hub names, with the adapter merged. `types` gives the dtype of each weight of the result.
+
+    A head that was tied to the embedding becomes a weight of its own where either is trained. Raises ReshardError
+    listing every module that the base does not have, or has in another shape: the adapter is of another model.
+    """
+    _refuse(adapter, base)
+    weights = {name: Tensor(types(name, tensor.dtype), tensor.view) for name, tensor in base.items()}
+    problems = list(_trained(adapter, weights))
+    _untie(adapter, weights)
+    for name, tensor in {**adapter.base, **adapter.whole}.items():
+        kind = weights[name].dtype if name in weights else types(name, tensor.dtype)
+        weights[name] = Tensor(kind, tensor.view)
+    for module, pair in adapter.pairs.items():
+        for target in _targets(adapter, module, pair, weights):
+            if isinstance(target, Problem):
+                problems.append(target)
+                continue
+            weight = weights[target.weight]
+            weights[target.weight] = _merged(weight, target, adapter)
+            if pair.bias:
+                problems += _shift(module, target, weights)
+    if problems:
+        raise ReshardError(one_for_all(problems, adapter.pairs, "the adapter"))
+    return weights
+
+
+def _refuse(adapter: Adapter, base: Mapping[str, Tensor]) -> None:
+    problems = list(merge_problems(adapter.settings))
+    scaled = sorted(name for name in base if name.endswith(QUANTIZED))
+    if scaled:
+        problems.append(
+            Problem(
+                "the base is quantized",
+                tensor=scaled[0],
+                rule="a merged weight is the sum of two numbers, and a quantized one is an index into a scale",
+                remedy="give the base that it was quantized from, in bfloat16 or float32: --base DIR",
+            )
+        )
+    if problems:
+        raise ReshardError(problems)
+
+
+def _trained(adapter: Adapter, weights: Mapping[str, Tensor]) -> Iterator[Problem]:
+    """Weights trained in whole that the base does not have, or has in another shape; embeddings may have grown."""
+    for name, tensor in {**adapter.base, **adapter.whole}.items():
+        there = weights.get(name)
+        if there is None and weights and name not in ENDS:
+            yield _foreign(name, "such a weight", "none", tensor.file)
+        elif there is not None and there.shape[name in ENDS :] != tensor.shape[name in ENDS :]:
+            yield _foreign(name, str(list(there.shape)), str(list(tensor.shape)), tensor.file)
+
+
+def unties(adapter: Adapter) -> bool:
+    """Whether the adapter changes the embedding or the head, which thereby stop being one."""
+    return not ENDS.isdisjoint([*adapter.whole, *(f"{module}.weight" for module in adapter.pairs)])
+
+
+def _untie(adapter: Adapter, weights: dict[str, Tensor]) -> None:
+    """Give a tied head its own weight. PEFT adds both changes to the one weight, and so computes another model."""
+    embedding = next((name for name in EMBEDDINGS["hf"] if name in weights), None)
+    if embedding and unties(adapter):
+        weights.setdefault(HEAD, weights[embedding])
+
+
+def _targets(
+    adapter: Adapter, module: str, pair: Pair, weights: Mapping[str, Tensor]
+) -> Iterator[Target | Problem]:
+    """The weights that one pair changes: one, or one for each expert of a stack."""
+    settings = adapter.settings
+    if is_stacked(module, weights):
+        found = stacked_pairs(module, pair, weights)
+        if not found:
+            yield _foreign(module, "stacked experts of these sizes", _shapes(pair), pair.a.file)
+        for parameter, weight, part in found:
+            yield Target(weight, part, settings.scale(parameter, part.rank), rounded=True)
+        return
+    weight = next((name for name in _spellings(f"{module}.weight") if name in weights), "")
+    if not weight:
+        yield _foreign(module, f"a weight {module}.weight", "none", pair.a.file)
+        return
+    shape, wanted = weights[weight].shape, (pair.b.shape[0], pair.a.shape[1])
+    if shape not in (wanted, wanted[::-1]) or (pair.embedding and shape != wanted[::-1]):
+        yield _foreign(module, str(list(shape)), _shapes(pair), pair.a.file)
+    elif not castable(weights[weight].dtype):
+        yield _not_a_float(weight, weights[weight])
+    else:
+        parameters = settings.config.get("target_parameters") or []
+        named = any(f".{module}.weight".endswith(f".{parameter}") for parameter in parameters)
+        rounded = named or pair.embedding or bool(_EXPERT.search(weight))
+        yield Target(weight, pair, settings.scale(module, pair.rank), rounded)
+
+
+def _spellings(name: str) -> tuple[str, ...]:
+    """transformers 5 calls every mixture `mlp`; the hub's Mixtral has its own word."""
+    return (name, name.replace(".mlp.", ".block_sparse_moe."))
+
+
+def _merged(weight: Tensor, target: Target, adapter: Adapter) -> Tensor:
+    pair, out = target.pair, target.pair.b.shape[0]
+    straight = weight.shape == (out, pair.a.shape[1]) and not pair.embedding
+    if straight and not (
+        adapter.settings.config.get("fan_in_fan_out") and weight.shape[0] == weight.shape[1]
+    ):
+        left, right, by_column = pair.b, pair.a, False
+    else:
+        left, right, by_column = _turned(pair.a), _turned(pair.b), True
+    rounded = target.rounded and pair.magnitude is None
+    delta = Delta(left, right, target.scale, rounded, pair.magnitude, by_column)
+    return Tensor(weight.dtype, View.of(Merged(weight, delta, weight.dtype), *weight.shape))
+
+
+def _turned(tensor: Tensor) -> Tensor:
+    return Tensor(tensor.dtype, tensor.view.permute(1, 0))
+
+
+def _shift(module: str, target: Target, weights: dict[str, Tensor]) -> list[Problem]:
+    """Merge the bias of lora_B into that of the module."""
+    name = f"{target.weight.removesuffix('weight')}bias"
+    assert target.pair.bias is not None
+    if name not in weights:
+        return [_foreign(f"{module}.lora_B.bias", f"a bias {name}", "none", target.pair.bias.file)]
+    base = weights[name]
+    shifted = Shifted(base, target.pair.bias, target.scale, base.dtype)
+    weights[name] = Tensor(base.dtype, View.of(shifted, *base.shape))
+    return []
+
+
+def _shapes(pair: Pair) -> str:
+    return f"lora_A {list(pair.a.shape)} and lora_B {list(pair.b.shape)}"
+
+
+def _foreign(tensor: str, expected: str, found: str, file: str) -> Problem:
+    return Problem(
+        "the adapter does not fit the base",
+        tensor=tensor,
+        file=file,
+        rule="each tensor of an adapter belongs to a module of the base",
+        expected=expected,
+        found=found,
+        remedy="it was trained on another model: name that one with --base DIR",
+    )
+
+
+def _not_a_float(name: str, tensor: Tensor) -> Problem:
+    return Problem(
+        "the base is quantized",
+        tensor=name,
+        file=tensor.file,
+        found=str(tensor.dtype),
+        remedy="give the base in bfloat16, float16 or float32: --base DIR",
+    )

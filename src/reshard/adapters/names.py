@@ -1,0 +1,67 @@
+"""How PEFT names the tensors of a wrapped model.
+
+In a live model, and so in checkpoints of FSDP, DeepSpeed and DCP, the name of the adapter stands in the name of the
+tensor, and what the adapter wraps is `base_layer`, or `original_module` beside a trained copy:
+
+    base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight
+    base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight
+    base_model.model.lm_head.modules_to_save.default.weight
+
+`save_pretrained` leaves the name of the adapter out, and writes trained copies under the names of what they replace.
+Source: `utils/save_and_load.py`, `utils/other.py` and `tuners/lora/` of PEFT 0.21.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+PREFIX = "base_model.model."
+MAGNITUDE = "lora_magnitude_vector"
+_PAIR = re.compile(
+    rf"(?P<module>.+?)\.(?P<kind>lora_(?:embedding_)?[AB]|{MAGNITUDE})"
+    r"(?:\.(?!weight$|bias$)(?P<adapter>.+?))?(?:\.(?P<leaf>weight|bias))?"
+)
+_SAVED = re.compile(r"\.modules_to_save\.(?P<adapter>[^.]+)(?=\.)")
+_ORIGINAL = ".original_module"
+_WRAPPED = ".base_layer"
+
+
+class PairPart(NamedTuple):
+    """One tensor of a low-rank pair: `kind` is lora_A, lora_B, lora_embedding_A …; `adapter` is "" if it is not named.
+
+    `module` still has `base_layer` where PEFT wrapped a module more than once.
+    """
+
+    module: str
+    kind: str
+    adapter: str
+    leaf: str
+
+
+class Whole(NamedTuple):
+    """A weight of the model itself. `trained` by an adapter in whole, `replaced` by such a one, or the base's own."""
+
+    name: str
+    adapter: str = ""
+    trained: bool = False
+    replaced: bool = False
+
+
+def parse(name: str) -> PairPart | Whole:
+    """What PEFT says by the name of a tensor, whatever wrappers put before it."""
+    name = name[name.find(PREFIX) + len(PREFIX) :] if PREFIX in name else name
+    pair = _PAIR.fullmatch(name)
+    if pair:
+        return PairPart(pair["module"], pair["kind"], pair["adapter"] or "", pair["leaf"] or "")
+    saved = _SAVED.search(name)
+    if saved:
+        return Whole(_SAVED.sub("", name), saved["adapter"], trained=True)
+    replaced = _ORIGINAL in name
+    return Whole(name.replace(_ORIGINAL, "").replace(_WRAPPED, ""), replaced=replaced)
+
+
+def holds_pairs(names: Iterable[str]) -> bool:
+    """Whether any of these names is that of a low-rank pair."""
+    return any(isinstance(parse(name), PairPart) for name in names if "lora_" in name)

@@ -1,0 +1,206 @@
+"""What an adapter's tensors do not say: its alpha, and how it is to be applied.
+
+PEFT writes it to `adapter_config.json`. Where the weights were saved by a training engine instead of PEFT, the number
+has to come from what the engine noted elsewhere, or from the user: nothing in the tensors tells it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reshard.checkpoint import Checkpoint
+from reshard.errors import Problem, ReshardError
+from reshard.formats.companions import read_object
+from reshard.formats.hints import read_run_config
+from reshard.formats.peft import CONFIG
+
+ABOVE = 3
+"""How many folders above the weights are looked through: `checkpoint-N/pytorch_model_fsdp_0` is two below its run."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`config` has the keys of adapter_config.json, as far as the file `source` tells them.
+
+    `written` says that it is that file, complete. Raises ReshardError where its patterns are no regular expressions.
+    """
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
+    written: bool = False
+
+    @property
+    def base(self) -> str | None:
+        """Where the base model was when the adapter was trained: a hint, true on another machine."""
+        value = self.config.get("base_model_name_or_path")
+        return str(value) if value else None
+
+    def alpha(self, module: str) -> float | None:
+        """`lora_alpha` of one module, or None if nothing tells it."""
+        value = self._of("alpha_pattern", module, self.config.get("lora_alpha"))
+        return float(value) if isinstance(value, int | float) else None
+
+    def rank(self, module: str) -> int | None:
+        """The rank that the config says one module has."""
+        value = self._of("rank_pattern", module, self.config.get("r"))
+        return int(value) if isinstance(value, int) else None
+
+    def scale(self, module: str, rank: int) -> float:
+        """By what the product of a pair is multiplied: alpha/r, or alpha/√r for rank-stabilized LoRA."""
+        alpha = self.alpha(module)
+        if alpha is None:
+            raise ReshardError(missing_alpha(module))
+        return alpha / math.sqrt(rank) if self.config.get("use_rslora") else alpha / rank
+
+    def _of(self, patterns: str, module: str, default: Any) -> Any:
+        """As PEFT's `get_pattern_key`: the first pattern that matches the end of the module's name."""
+        keys = self.config.get(patterns) or {}
+        try:
+            return next((keys[key] for key in keys if re.match(rf"(.*\.)?({key})$", module)), default)
+        except re.error as error:
+            raise ReshardError(
+                f"{patterns} has a key that is no regular expression",
+                file=self.source,
+                found=f"{error.pattern!r}: {error}",
+                remedy=f"correct the key in {CONFIG}",
+            ) from None
+
+
+def missing_alpha(module: str | None = None, file: str | None = None) -> Problem:
+    """The error for an adapter whose strength nobody noted."""
+    return Problem(
+        "lora_alpha is not known",
+        tensor=module,
+        file=file,
+        rule="an adapter is applied with alpha/r times its product, and the tensors tell r alone",
+        expected=f"{CONFIG} beside the weights, or a training config that notes lora_alpha",
+        remedy="give the alpha that the adapter was trained with: --lora-alpha N",
+    )
+
+
+def find_settings(checkpoint: Checkpoint, alpha: float | None = None) -> Settings:
+    """What lies beside an adapter. `alpha`, if given, stands for every module, whatever a file says."""
+    found = next((settings for folder in _folders(checkpoint) for settings in _in(folder)), Settings())
+    if alpha is None:
+        return found
+    config = {key: value for key, value in found.config.items() if key != "alpha_pattern"}
+    return Settings({**config, "lora_alpha": alpha}, found.source or "--lora-alpha", found.written)
+
+
+def _folders(checkpoint: Checkpoint) -> Iterator[Path]:
+    place = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    seen = [place, checkpoint.root, *list(place.absolute().parents)[:ABOVE]]
+    yield from dict.fromkeys(folder for place in seen for folder in (place, place / "lora_adapter"))
+
+
+def _in(folder: Path) -> Iterator[Settings]:
+    """The files of one folder that tell about an adapter, the most telling first."""
+    if (folder / CONFIG).is_file():
+        yield Settings(read_object(folder / CONFIG), str(folder / CONFIG), written=True)
+    for name, keys in NOTED.items():
+        if (folder / name).is_file() and (content := _known(_object(folder / name), keys)):
+            yield Settings(content, str(folder / name))
+    content = _known((_run_config(folder) or {}).get("peft"), BRIDGE)
+    if content:
+        yield Settings(content, str(folder / "run_config.yaml"))
+
+
+BRIDGE = {"dim": "r", "alpha": "lora_alpha"}
+NOTED = {
+    "lora_train_meta.json": {"r": "r", "lora_alpha": "lora_alpha", "task_type": "task_type"},
+    "args.json": {
+        "lora_rank": "r",
+        "lora_alpha": "lora_alpha",
+        "use_rslora": "use_rslora",
+        "use_dora": "use_dora",
+        "model_dir": "base_model_name_or_path",
+    },
+}
+"""Files of verl and of ms-swift, and what their keys are called in adapter_config.json.
+
+Sources: `utils/checkpoint/fsdp_checkpoint_manager.py` of verl 0.9.1; `swift/megatron/arguments` of ms-swift 4."""
+
+
+def _known(content: Any, keys: Mapping[str, str]) -> dict[str, Any]:
+    """The content under the names of adapter_config.json; empty if it says no alpha."""
+    if not isinstance(content, Mapping):
+        return {}
+    known = {ours: content[theirs] for theirs, ours in keys.items() if content.get(theirs) is not None}
+    return known if "lora_alpha" in known else {}
+
+
+def _object(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return None  # a hint that cannot be read is none
+
+
+def _run_config(folder: Path) -> dict[str, Any] | None:
+    try:
+        return read_run_config(folder)
+    except ValueError:
+        return None
+
+
+TUNERS_ALIKE = {"LORA", None}
+_CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
+_OTHER_MECHANISMS = (
+    *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config"),
+    *("trainable_token_indices", "use_bdlora", "use_qalora", "velora_config"),
+)
+
+
+def type_problems(settings: Settings) -> Iterator[Problem]:
+    """An adapter of another kind than LoRA."""
+    kind = settings.config.get("peft_type")
+    if kind not in TUNERS_ALIKE:
+        yield Problem(
+            f"adapters of type {kind} are not supported",
+            file=settings.source,
+            expected="peft_type LORA",
+            found=str(kind),
+            remedy="load it with PEFT, and save what merge_and_unload() gives if its type can be merged",
+        )
+
+
+def merge_problems(settings: Settings) -> Iterator[Problem]:
+    """What says that the adapter is more than a low-rank sum, or that its base is not the base that it names."""
+    for key in _OTHER_MECHANISMS:
+        if settings.config.get(key):
+            yield _unmergeable(settings, f"{key}={settings.config[key]}", "load and merge it with PEFT")
+    start = settings.config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_THE_BASE):
+        remedy = "save it again with path_initial_model_for_weight_conversion, which PEFT's documentation describes"
+        yield _unmergeable(settings, f"init_lora_weights={start}, which changes the base", remedy)
+
+
+def _unmergeable(settings: Settings, found: str, remedy: str) -> Problem:
+    return Problem(
+        "this adapter cannot be merged by adding a product to the base",
+        file=settings.source,
+        rule="merged = base + alpha/r · B·A, with or without DoRA's magnitudes",
+        found=found,
+        remedy=remedy,
+    )
+
+
+def rank_problems(settings: Settings, ranks: Iterable[tuple[str, int]]) -> Iterator[Problem]:
+    """Where the config is not that of these tensors."""
+    for module, rank in ranks:
+        wanted = settings.rank(module) if settings.written else None
+        if wanted is not None and wanted != rank:
+            yield Problem(
+                "the adapter's config and its tensors disagree on the rank",
+                tensor=module,
+                file=settings.source,
+                expected=f"{wanted} ({CONFIG})",
+                found=f"{rank} (tensors)",
+                remedy=f"put the {CONFIG} beside the tensors that was saved with them",
+            )

@@ -1,0 +1,60 @@
+"""Adapters as PEFT's `save_pretrained` writes them: adapter_model.safetensors (or .bin) and adapter_config.json.
+
+What the tensors are is said in `adapters/`; adapters also lie inside the checkpoints of other formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from reshard.checkpoint import Checkpoint
+from reshard.errors import ReshardError
+from reshard.formats import huggingface, safetensors
+from reshard.plan import Block, OutputFile, Planned
+
+NAME = "peft"
+WHAT = "LoRA adapter of PEFT: adapter_model.safetensors; adapter_model.bin is read"
+CONFIG = "adapter_config.json"
+FILES = ("adapter_model.safetensors", "adapter_model.bin")
+
+
+def detect(path: Path) -> bool:
+    """Whether `path` is a folder with an adapter and no model, or the file of an adapter."""
+    if path.is_file():
+        return path.name in FILES
+    model = [path / f"{stem}.{suffix}" for stem, suffix in huggingface.KINDS]
+    model += [path / f"{stem}.{suffix}.index.json" for stem, suffix in huggingface.KINDS]
+    return any((path / name).is_file() for name in FILES) and not any(file.is_file() for file in model)
+
+
+def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
+    """Open an adapter. Its tensors keep PEFT's names, which `adapters.find` reads. Raises ReshardError if damaged."""
+    if iteration is not None:
+        raise ReshardError(
+            "an adapter has no iterations",
+            file=str(path),
+            found=f"--iteration {iteration}",
+            remedy="leave out --iteration",
+        )
+    file = path if path.is_file() else next(path / name for name in FILES if (path / name).is_file())
+    return Checkpoint(
+        path=path,
+        format=NAME,
+        dialect="hf",
+        tensors=huggingface.read_weights(file),
+        root=file.parent,
+        variant=file.suffix.lstrip("."),
+    )
+
+
+def lay_out(tensors: Sequence[Planned], config: Mapping[str, Any]) -> list[OutputFile]:
+    """The two files of an adapter; `config` is the content of adapter_config.json."""
+    header, offsets = safetensors.header_bytes((t.name, t.dtype, t.shape) for t in tensors)
+    blocks = [Block.whole(tensor, offsets[tensor.name]) for tensor in tensors]
+    size = len(header) + sum(tensor.nbytes for tensor in tensors)
+    return [
+        OutputFile(FILES[0], size, blocks, lambda: iter([(0, header)])),
+        OutputFile.of_bytes(CONFIG, huggingface.to_json(dict(config))),
+    ]

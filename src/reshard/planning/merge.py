@@ -1,0 +1,135 @@
+"""Merge the adapter that a source holds into its base, before anything else is planned."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from reshard import adapters
+from reshard.adapters.merge import unties
+from reshard.checkpoint import Checkpoint, Replica, Tensor
+from reshard.errors import ReshardError
+from reshard.formats import open_checkpoint
+from reshard.logical import logical_tensors
+from reshard.model import read_config, resolve
+from reshard.planning.common import Options, Types
+
+
+def merged_source(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint, Options]:
+    """The merged model as a checkpoint of hub names, and the options that are left for planning it.
+
+    The base comes from `--base`, else from where the adapter's config says it was, else from beside the adapter.
+    Raises ReshardError if there is none, or if the adapter does not fit it.
+    """
+    if not adapters.is_adapter(checkpoint):
+        raise ReshardError(
+            "there is no adapter to merge",
+            file=str(checkpoint.path),
+            expected="lora_A and lora_B among the tensors",
+            remedy="name the adapter as the source and its base with --base, or leave out --merge",
+        )
+    adapter = adapters.find(checkpoint, options.adapter, options.lora_alpha)
+    folder = _base_folder(checkpoint, adapter, options)
+    base = open_checkpoint(folder, strip=options.strip) if folder else None
+    if base and base.problems:
+        raise ReshardError(base.problems)
+    weights, replicas, config = _hub_weights(base, options) if base else ({}, [], None)
+    types = Types(options.dtype)
+    result = adapters.merged(adapter, weights or adapter.base, types.of)
+    origin = base or checkpoint
+    return (
+        replace(
+            origin,
+            path=checkpoint.path,
+            dialect="hf",
+            tensors=result,
+            variant=_variant(adapter, base),
+            iteration=checkpoint.iteration,
+            config=config or checkpoint.config,
+            changes=_changes(adapter, weights),
+            beside=(checkpoint.root,),
+            states={},
+            optimizer=None,
+            dropped=+Counter({**origin.dropped, **checkpoint.dropped}),
+            replicas=[*checkpoint.replicas, *replicas],
+            notes=[*checkpoint.notes, *(base.notes if base else []), *_notes(adapter, base)],
+        ),
+        replace(options, base=None if base else options.base),
+    )
+
+
+def _base_folder(checkpoint: Checkpoint, adapter: adapters.Adapter, options: Options) -> Path | None:
+    """Where the base's weights are; None if they lie beside the adapter."""
+    if adapter.base and _is_whole(adapter):
+        return None
+    if options.base:
+        return options.base
+    hint = adapter.settings.base
+    if hint and Path(hint).is_dir():
+        checkpoint.notes.append(f"the base is {hint}, as {adapter.settings.source} says")
+        return Path(hint)
+    raise ReshardError(
+        "the base of the adapter is not known",
+        file=str(checkpoint.path),
+        rule="a merged model is the base and what the adapter adds",
+        expected="the weights that the adapter was trained on",
+        found=f"{hint} (base_model_name_or_path), which is not here" if hint else None,
+        remedy="name the folder with the base model: --base DIR",
+    )
+
+
+def _is_whole(adapter: adapters.Adapter) -> bool:
+    """Whether the base's weights lie beside the adapter: those of every module that it changes."""
+    there = adapter.base.keys() | adapter.whole.keys()
+    return all(f"{module}.weight" in there for module in adapter.pairs) and len(there) > len(adapter.pairs)
+
+
+def _hub_weights(
+    base: Checkpoint, options: Options
+) -> tuple[Mapping[str, Tensor], list[Replica], Mapping[str, Any] | None]:
+    """The base's weights under hub names, what must be equal among them, and the config if no file has it."""
+    if base.dialect == "hf":
+        return base.tensors, base.replicas, base.config
+    model = resolve(base, family=options.family)
+    logical = logical_tensors(base, model)
+    weights = {name: Tensor(item.dtype, logical.view(name)) for name, item in logical.tensors.items()}
+    return weights, logical.replicas, model.config
+
+
+def _changes(adapter: adapters.Adapter, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What the merged model's config says otherwise than the base's."""
+    changes: dict[str, Any] = {"tie_word_embeddings": False} if unties(adapter) else {}
+    for name, tensor in adapter.whole.items():
+        if name in weights and len(tensor.shape) == 2 and tensor.shape[0] != weights[name].shape[0]:
+            changes["vocab_size"] = tensor.shape[0]
+    return changes
+
+
+def _variant(adapter: adapters.Adapter, base: Checkpoint | None) -> str:
+    ranks = ", ".join(map(str, adapter.ranks))
+    return f"LoRA of rank {ranks} merged into {base.format if base else 'the base beside it'}"
+
+
+def _notes(adapter: adapters.Adapter, base: Checkpoint | None) -> list[str]:
+    notes = (
+        [f"the adapter's settings are those of {adapter.settings.source}"] if adapter.settings.source else []
+    )
+    tied = read_config(base.root) if base else None
+    if unties(adapter) and tied and tied.get("tie_word_embeddings"):
+        notes.append(
+            "embedding and head are no longer one, since the adapter changed them: tie_word_embeddings false"
+        )
+    return notes
+
+
+def unmerged(checkpoint: Checkpoint, target: str) -> ReshardError:
+    """The error for an adapter that is to become a model without its base."""
+    return ReshardError(
+        "the source is an adapter, not a model",
+        file=str(checkpoint.path),
+        found=f"--to {target}",
+        remedy="merge it into its base (--merge --base DIR), or carry it as it is: --to peft",
+    )

@@ -1,0 +1,54 @@
+"""Adapters that the real PEFT wrote on models that the real transformers made, and what it merges them to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load(folder: Path, dtype: str = "float32") -> PreTrainedModel:
+    """The model of a Hugging Face folder."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
+
+
+def wrapped(base: Path, dtype: str = "float32", *, seed: int = 1, **settings: Any) -> PeftModel:
+    """A model with an adapter none of whose tensors is at its start, where lora_B would be zero."""
+    model = get_peft_model(load(base, dtype), LoraConfig(task_type="CAUSAL_LM", **settings))
+    randomise(model, seed)
+    return model
+
+
+def randomise(model: PeftModel, seed: int = 1) -> None:
+    """Give all that an adapter trains values of its own; DoRA's magnitudes move from where PEFT put them."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            noise = 0.2 * torch.randn(parameter.shape, generator=generator)
+            parameter.data = (parameter.data.float() + noise).to(parameter.dtype)
+
+
+def make_adapter(base: Path, out: Path, dtype: str = "float32", **settings: Any) -> Path:
+    """Save an adapter of `base` to `out`, as `LoraConfig` settings say."""
+    wrapped(base, dtype, **settings).save_pretrained(out)
+    return out
+
+
+def merged_by_peft(base: Path, adapter: Path, out: Path, dtype: str = "float32") -> Path:
+    """The folder that PEFT merges a saved adapter to."""
+    model = PeftModel.from_pretrained(load(base, dtype), adapter)
+    model.merge_and_unload().save_pretrained(out)
+    return out
+
+
+def logits(model: Any) -> torch.Tensor:
+    """What a model computes for some tokens."""
+    tokens = torch.arange(24).reshape(2, 12) * 11 % 250
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(tokens).logits
+    return found
