@@ -13,6 +13,7 @@ from reshard.errors import Problem, ReshardError, one_for_all
 from reshard.families import FAMILIES, Family
 from reshard.families.binding import Binding
 from reshard.families.rules import Dims
+from reshard.formats import fused
 from reshard.formats.companions import find_companions, read_object
 from reshard.formats.mcore import padded_vocabulary
 
@@ -85,6 +86,7 @@ def resolve(checkpoint: Checkpoint, base: Path | None = None, family: str | None
             remedy="name another folder with --base",
         )
     _refuse_quantized(checkpoint)
+    fused.normalize(checkpoint, family or (config or {}).get("model_type"))
     args: Mapping[str, Any] | None = None
     if config is not None:
         found, notes = _family_of(config, checkpoint, family)
@@ -122,6 +124,7 @@ def resolve_if_declared(checkpoint: Checkpoint, base: Path | None = None) -> Mod
     config = config_of(checkpoint, base) or {}
     if checkpoint.dialect != "hf" or config.get("model_type") in FAMILIES:
         return resolve(checkpoint, base)
+    fused.normalize(checkpoint, config.get("model_type"))
     try:
         return resolve(checkpoint, base)
     except ReshardError:
@@ -241,6 +244,7 @@ def _family_by_args(checkpoint: Checkpoint, forced: str | None) -> tuple[Family,
             "nothing says which model this is",
             file=str(checkpoint.path),
             expected="config.json beside the checkpoint, or `args` inside it",
+            found="; ".join(checkpoint.notes) or None,
             remedy="give the Hugging Face folder that training started from: --base DIR",
         )
     if forced:

@@ -224,6 +224,16 @@ class View:
         """The elements from `low` to `low + size` on every axis."""
         return self[tuple(slice(begin, begin + n) for begin, n in zip(low, size, strict=True))]
 
+    def unstacked(self) -> Iterator[View]:
+        """The parts along the first axis. Each meets only those pieces that reach it: there may be thousands."""
+        size = prod(self.shape[1:])
+        reaching: list[list[Piece]] = [[] for _ in range(self.shape[0])]
+        for piece in self.pieces:
+            for index in range(piece.at // size, (piece.end - 1) // size + 1):
+                reaching[index].append(piece)
+        for index, pieces in enumerate(reaching):
+            yield View(self.shape, tuple(pieces))[index]
+
     def window(self, begin: int, end: int) -> tuple[Piece, ...]:
         """The pieces of the linear elements `begin` to `end`, counted from `begin`."""
         flat = View((self.numel,), self.pieces)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reshard.families import config
+from reshard.families import config, torchtitan
 from reshard.families.family import Family
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, norms
 
@@ -15,6 +15,6 @@ def dense(d: Dims) -> Iterator[Rule]:
     yield from decoder(d, [*norms(d), *attention(d), *mlp(d)])
 
 
-LLAMA = Family("llama", "LlamaForCausalLM", config.LLAMA, dense)
+LLAMA = Family("llama", "LlamaForCausalLM", config.LLAMA, dense, {"torchtitan": torchtitan.llama})
 MISTRAL = Family("mistral", "MistralForCausalLM", config.MISTRAL, dense)
 INTERNLM3 = Family("internlm3", "InternLM3ForCausalLM", config.INTERNLM3, dense)

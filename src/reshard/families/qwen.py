@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reshard.families import config
+from reshard.families import config, torchtitan
 from reshard.families.family import Family
 from reshard.families.llama import dense
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, moe, norms
@@ -18,6 +18,7 @@ def sparse(d: Dims) -> Iterator[Rule]:
 
 
 QWEN2 = Family("qwen2", "Qwen2ForCausalLM", config.QWEN2, dense)
-QWEN3 = Family("qwen3", "Qwen3ForCausalLM", config.QWEN3, dense)
+TITAN = {"torchtitan": torchtitan.qwen3}
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", config.QWEN3, dense, TITAN)
 QWEN2_MOE = Family("qwen2_moe", "Qwen2MoeForCausalLM", config.QWEN2_MOE, sparse)
-QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", config.QWEN3_MOE, sparse)
+QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", config.QWEN3_MOE, sparse, TITAN)

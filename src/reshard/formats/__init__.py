@@ -6,9 +6,19 @@ from pathlib import Path
 
 from reshard.checkpoint import Checkpoint
 from reshard.errors import Problem, ReshardError
-from reshard.formats import companions, descent, huggingface, iterations, megatron, megatron_legacy, names, peft
+from reshard.formats import (
+    companions,
+    dcp_folder,
+    descent,
+    huggingface,
+    iterations,
+    megatron,
+    megatron_legacy,
+    names,
+    peft,
+)
 
-FORMATS = {module.NAME: module for module in (megatron, megatron_legacy, peft, huggingface)}
+FORMATS = {module.NAME: module for module in (megatron, megatron_legacy, dcp_folder, peft, huggingface)}
 """By name, in the order in which they are looked for: a folder that could be two of them is the first.
 
 A module has `NAME`, `WHAT` (what it is, in a line), `detect(path)` and `open_checkpoint(path, iteration)`.

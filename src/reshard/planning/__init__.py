@@ -18,7 +18,7 @@ from reshard.formats.hints import BASE, find_hints
 from reshard.layout import Layout
 from reshard.model import Model, resolve, resolve_if_declared
 from reshard.plan import Plan
-from reshard.planning import hub, megatron, merge, peft
+from reshard.planning import dcp, hub, megatron, merge, peft
 from reshard.planning.common import Options, Source
 from reshard.planning.optimizer import refuse_unable
 
@@ -26,16 +26,21 @@ __all__ = ["TARGETS", "Options", "plan_conversion"]
 
 TARGETS: dict[str, Callable[[Source], Plan]] = {
     "huggingface": hub.plan,
+    "dcp": dcp.plan,
     "megatron": partial(megatron.plan, target="megatron"),
     "megatron-legacy": partial(megatron.plan, target="megatron-legacy"),
     "peft": peft.plan,
 }
 """What can be written, by the name of its format."""
 
-NAMED_AS_THE_HUB = {"huggingface"}
+NAMED_AS_THE_HUB = {"huggingface", "dcp"}
 """Targets whose names are the hub's, so that a family which nobody declared can be carried there."""
 
-WITHOUT_LAYOUT = {"huggingface": "a Hugging Face folder", "peft": "an adapter"}
+WITHOUT_LAYOUT = {
+    "huggingface": "a Hugging Face folder",
+    "dcp": "a distributed checkpoint of torch",
+    "peft": "an adapter",
+}
 """Targets that no ranks share."""
 
 WITHOUT_MODEL = {"peft"}

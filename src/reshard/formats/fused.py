@@ -1,0 +1,297 @@
+"""Names that a model has in the memory of transformers 5, and those that the hub stores it under.
+
+`from_pretrained` of transformers 5 fuses the experts of a layer into `experts.gate_up_proj` [E, 2F, H] and
+`experts.down_proj` [E, H, F] and renames some modules; `save_pretrained` undoes both. A state dict of the live model,
+which every engine that trains with transformers saves, has the names in memory. A family whose hub names are fused
+themselves (gpt_oss) is not listed. Source: `conversion_mapping.py` of transformers 5; the test holds every entry
+against what the real model has in memory and what `save_pretrained` writes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from reshard.checkpoint import Checkpoint, States, Tensor
+from reshard.errors import Problem, ReshardError
+from reshard.plan import Planned
+from reshard.views import View, assemble
+
+FUSED_GATE, FUSED_UP, FUSED_DOWN = "gate_up_proj", "up_proj", "down_proj"
+
+
+class Experts(NamedTuple):
+    """Where the experts of a layer lie in memory, and what the hub calls the projections of one.
+
+    Without a gate, the up projections are stacked alone, as `up_proj`.
+    """
+
+    module: str = "mlp.experts"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+GATED = Experts()
+MIXTRAL = Experts("mlp.experts", "w1", "w3", "w2")
+
+
+@dataclass(frozen=True)
+class Live:
+    """How a family differs in memory. `renames` are parts of names, (in memory, on the hub), in that order."""
+
+    experts: Experts | None = GATED
+    renames: tuple[tuple[str, str], ...] = ()
+
+    def to_hub(self, name: str) -> str:
+        """The hub's name of a tensor that is not fused; one that has it already keeps it."""
+        for live, hub in self.renames:
+            name = name.replace(live, hub, 1)
+        return name
+
+    def to_live(self, name: str) -> str:
+        """The name in memory: the inverse of `to_hub`."""
+        for live, hub in reversed(self.renames):
+            name = name.replace(hub, live, 1)
+        return name
+
+
+BLOCK_SPARSE = (".mlp.", ".block_sparse_moe.")
+GRANITE = Live(
+    None,
+    (
+        ("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.input_linear.weight"),
+        ("block_sparse_moe.experts.down_proj", "block_sparse_moe.output_linear.weight"),
+        ("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight"),
+    ),
+)
+_BIAS = "mlp.gate.e_score_correction_bias"
+_PLAIN = (
+    *("qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe"),
+    *("glm4_moe_lite", "glm_moe_dsa", "afmoe", "dots1", "longcat_flash", "solar_open", "mellum", "flex_olmo"),
+    *("olmoe", "cohere2_moe", "hunyuan_v1_moe"),
+)
+
+FAMILIES: dict[str, Live] = {
+    **dict.fromkeys(_PLAIN, Live()),
+    "mixtral": Live(MIXTRAL, (BLOCK_SPARSE,)),
+    "minimax": Live(MIXTRAL, (BLOCK_SPARSE,)),
+    "minimax_m2": Live(MIXTRAL, (BLOCK_SPARSE,)),
+    "phimoe": Live(MIXTRAL, ((".mlp.router.", ".mlp.gate."), BLOCK_SPARSE)),
+    "lfm2_moe": Live(Experts("feed_forward.experts", "w1", "w3", "w2")),
+    "jamba": Live(Experts("feed_forward.experts")),
+    "nemotron_h": Live(Experts("mixer.experts", gate=""), (("model.", "backbone."),)),
+    "ernie4_5_moe": Live(renames=(("mlp.gate.moe_statics.", "mlp.moe_statics."),)),
+    "exaone_moe": Live(renames=((_BIAS, "mlp.e_score_correction_bias"),)),
+    "kolibri1": Live(
+        renames=(
+            (_BIAS, "moe.router.expert_bias"),
+            ("post_self_attn_layernorm", "post_attn_norm"),
+            ("post_mlp_layernorm", "post_ffn_norm"),
+        )
+    ),
+    "mimo_v2_flash": Live(renames=(("self_attn.sinks", "self_attn.attention_sink_bias"),)),
+    "flint": Live(renames=(("self_attn.sinks", "self_attn.softmax_offset"),)),
+    "hy_v3": Live(
+        renames=(
+            ("mlp.gate.weight", "mlp.router.gate.weight"),
+            ("mlp.e_score_correction_bias", "mlp.expert_bias"),
+            ("mlp.shared_experts.", "mlp.shared_mlp."),
+        )
+    ),
+    "laguna": Live(
+        renames=(
+            (_BIAS, "mlp.experts.e_score_correction_bias"),
+            ("mlp.shared_experts.", "mlp.shared_expert."),
+        )
+    ),
+    "axk1": Live(renames=((".mlp.post_mlp_layernorm.", ".post_mlp_layernorm."),)),
+    "axk2": Live(
+        renames=(
+            ("layernorm.mlp.fc1.", "layernorm.W_down."),
+            ("layernorm.mlp.fc2.", "layernorm.W_up."),
+            ("self_attn.q_gate_proj.", "self_attn.q_b_proj."),
+        )
+    ),
+    "granitemoe": GRANITE,
+    "granitemoeshared": GRANITE,
+    "granitemoehybrid": GRANITE,
+    "aria_text": Live(
+        None,
+        (
+            ("mlp.experts.gate_up_proj", "mlp.experts.fc1.weight"),
+            ("mlp.experts.down_proj", "mlp.experts.fc2.weight"),
+        ),
+    ),
+}
+"""By the `model_type` of config.json."""
+
+
+# ------------------------------------------------------------------------------------- from memory to the hub
+
+
+def normalize(checkpoint: Checkpoint, model_type: Any) -> None:
+    """Give the tensors and optimizer states of a checkpoint in the hub's dialect the hub's names, if they have others.
+
+    What has them already stays as it is. Raises ReshardError where a tensor is there fused and by itself.
+    """
+    if checkpoint.dialect != "hf" or model_type not in FAMILIES:
+        return
+    checkpoint.tensors = hub_tensors(checkpoint.tensors, model_type)
+    checkpoint.states = States(
+        {kind: partial(_state, checkpoint.states, kind, model_type) for kind in checkpoint.states}
+    )
+
+
+def _state(states: Mapping[str, Mapping[str, Tensor]], kind: str, model_type: str) -> dict[str, Tensor]:
+    return hub_tensors(states[kind], model_type)
+
+
+def hub_tensors(tensors: Mapping[str, Tensor], model_type: str) -> dict[str, Tensor]:
+    """`tensors` of a live model under the names of the hub. Raises ReshardError listing those that are there twice."""
+    live = FAMILIES[model_type]
+    result: dict[str, Tensor] = {}
+    problems = []
+    for name, tensor in tensors.items():
+        for hub, part in _parts(live, name, tensor):
+            if hub in result:
+                problems.append(
+                    Problem(
+                        "a tensor stands in the checkpoint under two names",
+                        tensor=hub,
+                        file=tensor.file,
+                        rule="a checkpoint has the names of the hub, or those of the model in memory",
+                        found=name,
+                        remedy="the tensors of two saves were mixed: save the model again into an empty folder",
+                    )
+                )
+            result[hub] = part
+    if problems:
+        raise ReshardError(problems)
+    return result
+
+
+def _parts(live: Live, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the hub that one tensor in memory holds."""
+    experts = live.experts
+    match = re.fullmatch(rf"(.*\b{re.escape(experts.module)}\.)(\w+)", name) if experts else None
+    if experts is None or match is None or len(tensor.shape) != 3:
+        yield live.to_hub(name), tensor
+        return
+    for index, view in enumerate(tensor.view.unstacked()):
+        for projection, part in _projections(experts, match[2], view):
+            yield live.to_hub(f"{match[1]}{index}.{projection}.weight"), Tensor(tensor.dtype, part)
+
+
+def _projections(experts: Experts, fused: str, view: View) -> Iterator[tuple[str, View]]:
+    """The projections in what one expert has of a fused tensor."""
+    if fused == FUSED_GATE and experts.gate:
+        half = view.shape[0] // 2
+        yield experts.gate, view[:half]
+        yield experts.up, view[half:]
+    else:
+        yield (experts.down if fused == FUSED_DOWN else experts.up), view
+
+
+# ------------------------------------------------------------------------------------- from the hub to memory
+
+
+def live_tensors(tensors: Iterable[Planned], model_type: Any) -> list[Planned]:
+    """The tensors that the live model has, made of those of the hub; a family that is not listed keeps its names.
+
+    Raises ReshardError naming experts that are missing, or of another dtype than those they are fused with.
+    """
+    if model_type not in FAMILIES:
+        return list(tensors)
+    live = FAMILIES[model_type]
+    result: dict[str, Planned] = {}
+    stacks: dict[str, _Stack] = {}
+    for tensor in tensors:
+        name = live.to_live(tensor.name)
+        place = _place(live.experts, name) if live.experts else None
+        if place is None:
+            result[name] = Planned(name, tensor.dtype, tensor.shape, tensor.source)
+        else:
+            stack = stacks.setdefault(place.fused, _Stack(place.fused, place.halves))
+            stack.parts[place.expert, place.half] = tensor
+            result.setdefault(place.fused, tensor)  # keeps its turn
+    problems = [problem for stack in stacks.values() for problem in stack.problems()]
+    if problems:
+        raise ReshardError(problems)
+    return [stacks[name].planned() if name in stacks else tensor for name, tensor in result.items()]
+
+
+class _Place(NamedTuple):
+    """Where the projection of an expert lies: in the tensor `fused`, as one of `halves` parts of its expert."""
+
+    fused: str
+    expert: int
+    half: int
+    halves: int
+
+
+def _place(experts: Experts, name: str) -> _Place | None:
+    match = re.fullmatch(rf"(.*\b{re.escape(experts.module)}\.)(\d+)\.(\w+)\.weight", name)
+    if match is None:
+        return None
+    prefix, expert, projection = match[1], int(match[2]), match[3]
+    if projection == experts.down:
+        return _Place(prefix + FUSED_DOWN, expert, 0, 1)
+    if not experts.gate:
+        return _Place(prefix + FUSED_UP, expert, 0, 1)
+    return _Place(prefix + FUSED_GATE, expert, int(projection == experts.up), 2)
+
+
+@dataclass
+class _Stack:
+    """The parts of one fused tensor, by expert and half."""
+
+    name: str
+    halves: int
+
+    def __post_init__(self) -> None:
+        self.parts: dict[tuple[int, int], Planned] = {}
+
+    def problems(self) -> Iterator[Problem]:
+        """What stands in the way of fusing."""
+        experts = 1 + max(expert for expert, _ in self.parts)
+        wanted = {(expert, half) for expert in range(experts) for half in range(self.halves)}
+        kinds = {(part.dtype.name, part.shape) for part in self.parts.values()}
+        if self.parts.keys() != wanted:
+            missing = sorted(wanted - self.parts.keys())
+            yield Problem(
+                "experts of a layer are missing",
+                tensor=self.name,
+                rule="the live model holds all experts of a layer in one tensor",
+                expected=f"experts 0 to {experts - 1}",
+                found=f"no {', '.join(str(expert) for expert, _ in missing[:8])}",
+                remedy="the checkpoint is incomplete: copy it again from where it was saved",
+            )
+        elif len(kinds) > 1:
+            yield Problem(
+                "experts that are fused into one tensor differ in dtype or shape",
+                tensor=self.name,
+                rule="the live model holds all experts of a layer in one tensor",
+                found=", ".join(f"{dtype} {list(shape)}" for dtype, shape in sorted(kinds)),
+                remedy="choose one dtype for all: --dtype bfloat16",
+            )
+
+    def planned(self) -> Planned:
+        """The fused tensor [E, halves · rows, columns]."""
+        first = self.parts[0, 0]
+        rows, columns = first.shape
+        shape = (len(self.parts) // self.halves, self.halves * rows, columns)
+        return Planned(self.name, first.dtype, shape, self._source(shape, rows, columns))
+
+    def _source(self, shape: tuple[int, ...], rows: int, columns: int) -> Callable[[], View]:
+        def compile() -> View:
+            boxes = (
+                ((expert, half * rows, 0), part.source().reshape(1, rows, columns))
+                for (expert, half), part in self.parts.items()
+            )
+            return assemble(shape, boxes)
+
+        return compile

@@ -1,0 +1,70 @@
+"""How torchtitan spells the names of its models, from 0.1 to 0.3.0.
+
+Inside reshard a tensor has the name of 0.3.0, and experts have one of their own each
+(`layers.7.moe.experts.3.w1.weight`), although torchtitan stacks those of a layer. Source: the state dict adapters of
+torchtitan 0.2.2 and 0.3.0, and checkpoints that both wrote.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from reshard.checkpoint import Cells, Tensor
+
+EMBEDDING, HEAD = "tok_embeddings.weight", "lm_head.weight"
+QUERY = "layers.0.attention.wq.weight"
+EXPERT_BIAS = re.compile(r"(model\.)?layers\.\d+\.moe\.expert_bias(_E)?")
+"""What load balancing without an auxiliary loss adds to the scores of a router, where the model itself has no bias."""
+
+_SPELLINGS = (
+    (re.compile(r"(layers\.\d+\.attention\.)(w[qkv]\.\w+)"), r"\1qkv_linear.\2"),
+    (re.compile(r"output\.weight"), HEAD),
+)
+_EXPERTS = re.compile(r"(layers\.\d+\.moe\.)(?:routed_experts\.inner_)?experts\.(w[123])(?:_EFD|_EDF)?")
+
+
+def is_torchtitan(names: Iterable[str]) -> bool:
+    """Whether these are names of a torchtitan model, its state dict nested in nothing."""
+    return EMBEDDING in set(names)
+
+
+def unnested(names: Iterable[str]) -> str:
+    """What stands before the names where the nesting is not recorded: "model.", as until 2024, or ""."""
+    return "model." if f"model.{QUERY}" in set(names) else ""
+
+
+def respelled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`tensors` under the names of 0.3.0, with experts apart."""
+    result: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        match = _EXPERTS.fullmatch(name)
+        if match and len(tensor.shape) == 3:
+            for expert, view in enumerate(tensor.view.unstacked()):
+                result[f"{match[1]}experts.{expert}.{match[2]}.weight"] = Tensor(tensor.dtype, view)
+        else:
+            result[_spelled(name)] = tensor
+    return result
+
+
+def _spelled(name: str) -> str:
+    for pattern, newer in _SPELLINGS:
+        if pattern.fullmatch(name):
+            return pattern.sub(newer, name)
+    return name
+
+
+def tied_head(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether the head is the embedding over again, which torchtitan stores twice: told by the chunks' checksums."""
+    return HEAD in tensors and EMBEDDING in tensors and _marks(tensors[HEAD]) == _marks(tensors[EMBEDDING])
+
+
+def _marks(tensor: Tensor) -> list[tuple[object, ...]] | object:
+    """What tells the elements of a tensor from others: chunk by chunk the place, the size and the CRC32."""
+    marks: list[tuple[object, ...]] = []
+    for piece in tensor.view.pieces:
+        if not isinstance(piece.source, Cells) or piece.source.storage.crc32 is None:
+            return object()  # equal to nothing
+        storage, dtype = piece.source
+        marks.append((piece.at, piece.start, piece.axes, dtype, storage.nbytes, storage.crc32))
+    return sorted(marks, key=str)
