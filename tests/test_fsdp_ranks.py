@@ -1,0 +1,376 @@
+"""FSDP checkpoints with a file for each rank: what torch, accelerate and verl write is read, and damage is noticed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import reshard
+from reshard.errors import ReshardError
+from reshard.gather import RAW, Files, Gatherer
+from reshard.oracle.transformers import transformers_logits
+from tests.commandline import reshard as command
+from tests.genuine import make_fsdp_ranks as makers
+from tests.genuine.ranks import on_ranks
+from tests.judges import TOKENS, assert_agree, assert_same_tensors, tensors_of
+
+Models = Callable[..., Path]
+MODELS = [kind for kind in makers.KINDS if kind not in ("accelerate-local", "mixed")]
+OLD = ("torch-2.6.0", "torch-2.10.0")
+SMALL = ("fsdp1", "fsdp1-mesh", "fsdp1-hsdp", "fsdp2-hsdp", "fsdp2-tp")
+VERL = makers.DATA / "verl"
+
+
+@pytest.fixture(scope="module")
+def source(hf_model: Models) -> Path:
+    return hf_model("llama")
+
+
+@pytest.fixture(scope="module")
+def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with every kind of `makers.KINDS`, written by four ranks."""
+    import accelerate  # noqa: F401 - imported once, before the ranks are forked
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    out = tmp_path_factory.mktemp("fsdp")
+    on_ranks(makers.WORLD, makers.all_kinds, source, out)
+    on_ranks(makers.WORLD, makers.odd_tensors, out)
+    return out
+
+
+@pytest.fixture
+def broken(made: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """A copy of a kind, to be broken."""
+
+    def copy(kind: str) -> Path:
+        folder = VERL / kind.removeprefix("verl/") if kind.startswith("verl/") else made / kind
+        return Path(shutil.copytree(folder, tmp_path / "broken"))
+
+    return copy
+
+
+def values(tensor: reshard.checkpoint.Tensor) -> torch.Tensor:
+    """The elements of a tensor, as reshard gathers them."""
+    files = Files()
+    out = np.empty(tensor.view.numel, RAW[tensor.dtype.itemsize])
+    Gatherer(files, None, 1 << 20).fill(tensor.view.window(0, tensor.view.numel), tensor.dtype, out)
+    files.close()
+    dtype = getattr(torch, tensor.dtype.name)
+    return torch.frombuffer(bytearray(out.tobytes()), dtype=dtype).reshape(tensor.shape)
+
+
+def assert_expected(folder: Path, expected: Path) -> None:
+    """The checkpoint in `folder` holds the tensors that torch saved as whole ones, bit for bit."""
+    checkpoint = reshard.open(folder)
+    whole = torch.load(expected)
+    assert_same_tensors({name: values(tensor) for name, tensor in checkpoint.tensors.items()}, whole)
+
+
+def problem_of(folder: Path) -> str:
+    """The one problem for which `folder` is not opened."""
+    with pytest.raises(ReshardError) as raised:
+        reshard.open(folder)
+    assert len(raised.value.problems) == 1, str(raised.value)
+    return str(raised.value)
+
+
+def edit(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Let real torch load the file of a rank, change what it holds, and save it again."""
+    state = torch.load(file, weights_only=False)
+    change(state)
+    torch.save(state, file)
+
+
+def rank_file(folder: Path, rank: int) -> Path:
+    (file,) = (path for path in folder.iterdir() if path.stem.endswith((f"rank_{rank}", f"rank{rank}")))
+    return file
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_model_becomes_what_its_ranks_computed(
+    kind: str, made: Path, source: Path, tmp_path: Path
+) -> None:
+    """The same tensors as the model had before it was sharded, and the logits of the sharded model itself."""
+    reshard.convert(made / kind, tmp_path / "out", base=source)
+    assert_same_tensors(tensors_of(tmp_path / "out"), torch.load(made / kind / "expected"))
+    assert_agree(transformers_logits(tmp_path / "out", TOKENS), np.load(made / kind / "logits.npy"))
+
+
+def test_each_kind_is_what_it_is_named_after(made: Path) -> None:
+    """The files are of the classes that they are to test, so that no case is another one over again."""
+    variants = {kind: reshard.open(made / kind).variant for kind in MODELS}
+    assert variants == {
+        "fsdp2": "DTensor",
+        "fsdp2-hsdp": "DTensor",
+        "fsdp2-tp": "DTensor",
+        "tp": "DTensor, plain",
+        "fsdp1-mesh": "DTensor",
+        "fsdp1-hsdp": "DTensor",
+        "accelerate-1": "ShardedTensor",
+        "accelerate-2": "DTensor",
+        "accelerate-full": "plain",
+    }
+    notes = " ".join(reshard.open(made / "fsdp2-tp").notes)
+    assert "_StridedShard(0, split_factor=2), Shard(0) on a mesh of dp_shard 2 × tp 2" in notes
+    assert "Shard(0), Shard(1) on a mesh" in notes
+    assert "Replicate, Shard(0) on a mesh of ddp 2 × fsdp 2" in reshard.open(made / "fsdp2-hsdp").notes[0]
+
+
+def test_shards_that_do_not_divide(made: Path) -> None:
+    """Empty shards, uneven chunks, two cuts of one axis in either order: as torch itself gathers them."""
+    whole = torch.load(made / "odd" / "expected")
+    assert torch.equal(whole["ordered"], whole["strided"])
+    assert_expected(made / "odd", made / "odd" / "expected")
+
+
+@pytest.mark.parametrize("version", OLD)
+@pytest.mark.parametrize("kind", SMALL)
+def test_older_versions_of_torch(version: str, kind: str) -> None:
+    """2.6 records a mesh as a tensor; 2.10 as a layout, and the order of shards twice."""
+    folder = makers.DATA / "fsdp_ranks" / version
+    assert_expected(folder / kind, folder / "expected")
+
+
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2-hsdp"])
+def test_verl(kind: str, tmp_path: Path) -> None:
+    """The run's folder is enough: weights, config and tokenizer are found below it."""
+    reshard.convert(VERL / kind, tmp_path / "out")
+    assert_agree(transformers_logits(tmp_path / "out", TOKENS), np.load(VERL / kind / "logits.npy"))
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+def test_inspect_names_what_verl_saved_beside_the_weights() -> None:
+    seen = command("inspect", VERL / "fsdp1", "--json").json
+    actor = VERL / "fsdp1" / "global_step_3" / "actor"
+    assert seen["format"] == "fsdp-ranks"
+    assert seen["family"] == "llama"
+    assert seen["problems"] == []
+    assert seen["dropped"] == {
+        "optimizer states": sum(file.stat().st_size for file in actor.glob("optim*")),
+        "training state": sum(file.stat().st_size for file in actor.glob("extra_state*")),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", makers.VERL)
+def test_verl_writes_what_is_kept_here(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip(
+        "verl.utils.checkpoint.fsdp_checkpoint_manager",
+        reason="pip install --no-deps verl==0.9.1, then ray tensordict codetiming hydra-core datasets pillow",
+    )
+    makers.verl(kind, tmp_path)
+    fresh, kept = reshard.open(tmp_path), reshard.open(VERL / kind)
+    assert {name: (t.dtype, t.shape) for name, t in fresh.tensors.items()} == {
+        name: (t.dtype, t.shape) for name, t in kept.tensors.items()
+    }
+    assert fresh.notes == kept.notes
+    assert fresh.dropped.keys() == kept.dropped.keys()
+
+
+def test_the_file_of_one_rank_leads_to_all(made: Path) -> None:
+    file = rank_file(made / "fsdp2", 2)
+    assert reshard.open(file).tensors == reshard.open(made / "fsdp2").tensors
+
+
+def test_dtypes_stay_as_they_are(made: Path, source: Path, tmp_path: Path) -> None:
+    """Norms in float32 beside weights in bfloat16, which verl's own merger makes bfloat16 as well."""
+    reshard.convert(made / "mixed", tmp_path / "out", base=source)
+    expected = makers.halved(torch.load(made / "mixed" / "expected"))
+    assert {tensor.dtype for tensor in expected.values()} == {torch.float32, torch.bfloat16}
+    assert_same_tensors(tensors_of(tmp_path / "out"), expected)
+
+
+# ------------------------------------------------------------------------------------------------ damage
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp2-hsdp", "accelerate-1"])
+def test_the_file_of_one_rank_over_that_of_another(kind: str, broken: Callable[[str], Path]) -> None:
+    """torch and verl's merger take it, and the model is wrong."""
+    folder = broken(kind)
+    shutil.copy(rank_file(folder, 0), rank_file(folder, 1))
+    problem = problem_of(folder)
+    assert "copy of another rank's" in problem
+    assert str(rank_file(folder, 1)) in problem
+    assert "rank 0" in problem
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_the_copy_of_a_rank_from_an_older_torch(kind: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(makers.DATA / "fsdp_ranks" / "torch-2.6.0" / kind, tmp_path / kind))
+    shutil.copy(rank_file(folder, 2), rank_file(folder, 3))
+    assert "copy of another rank's" in problem_of(folder)
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "accelerate-1", "accelerate-2"])
+@pytest.mark.parametrize("rank", [1, 3])
+def test_a_missing_rank_is_named(kind: str, rank: int, broken: Callable[[str], Path]) -> None:
+    """The last one too, of which accelerate's names do not tell that it was there."""
+    folder = broken(kind)
+    file = rank_file(folder, rank)
+    file.unlink()
+    problem = problem_of(folder)
+    assert f"expected: the file of rank {rank}" in problem
+    assert str(file) in problem
+
+
+def test_a_plain_tensor_that_all_ranks_share_is_taken_and_said(made: Path) -> None:
+    checkpoint = reshard.open(made / "tp")
+    assert any("whole on every rank: model.embed_tokens.weight and " in note for note in checkpoint.notes)
+
+
+def test_a_plain_tensor_that_differs_between_ranks(
+    broken: Callable[[str], Path], source: Path, tmp_path: Path
+) -> None:
+    folder = broken("tp")
+    edit(rank_file(folder, 2), lambda state: state["model.norm.weight"].add_(1))
+    with pytest.raises(ReshardError, match="different values") as raised:
+        reshard.convert(folder, tmp_path / "out", base=source)
+    assert [problem.tensor for problem in raised.value.problems] == ["model.norm.weight"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_replica_that_differs(broken: Callable[[str], Path], source: Path, tmp_path: Path) -> None:
+    """Ranks 0 and 2 of a hybrid mesh hold the same shards."""
+    folder = broken("fsdp2-hsdp")
+    edit(rank_file(folder, 2), lambda state: state["lm_head.weight"].to_local().add_(1))
+    with pytest.raises(ReshardError, match="different values") as raised:
+        reshard.convert(folder, tmp_path / "out", base=source)
+    assert [problem.tensor for problem in raised.value.problems] == ["lm_head.weight"]
+
+
+def test_plain_shards_do_not_say_where_they_belong(broken: Callable[[str], Path]) -> None:
+    folder = broken("fsdp2")
+
+    def local(state: dict[str, Any]) -> None:
+        state.update({name: tensor.to_local() for name, tensor in state.items()})
+
+    for rank in range(makers.WORLD):
+        edit(rank_file(folder, rank), local)
+    assert "without to_local()" in problem_of(folder)
+
+
+def test_ranks_that_name_the_mesh_differently(broken: Callable[[str], Path]) -> None:
+    folder = broken("fsdp2-hsdp")
+
+    def rename(state: dict[str, Any]) -> None:
+        for tensor in state.values():
+            tensor.device_mesh._mesh_dim_names = ("tp", "fsdp")
+
+    edit(rank_file(folder, 3), rename)
+    problem = problem_of(folder)
+    assert "ddp 2 × fsdp 2" in problem
+    assert "tp 2 × fsdp 2" in problem
+    assert str(rank_file(folder, 3)) in problem
+
+
+def test_an_empty_shard_where_the_placement_says_otherwise(broken: Callable[[str], Path]) -> None:
+    folder = broken("fsdp2")
+    edit(rank_file(folder, 1), lambda state: emptied(state["model.norm.weight"]))
+    problem = problem_of(folder)
+    assert "tensor: model.norm.weight" in problem
+    assert "expected: float32 [16]" in problem
+    assert "found: float32 [0]" in problem
+
+
+def emptied(tensor: Any) -> None:
+    tensor._local_tensor = torch.empty(0)
+
+
+def test_a_tensor_that_one_rank_lacks(broken: Callable[[str], Path]) -> None:
+    folder = broken("fsdp2")
+    edit(rank_file(folder, 1), lambda state: state.pop("lm_head.weight"))
+    problem = problem_of(folder)
+    assert "do not make up the whole" in problem
+    assert "tensor: lm_head.weight" in problem
+
+
+def test_a_sum_that_was_not_added_up(made: Path) -> None:
+    with pytest.raises(ReshardError, match="sum that was not added up"):
+        reshard.open(made / "partial")
+
+
+def test_a_mesh_of_another_size_than_the_files(broken: Callable[[str], Path]) -> None:
+    folder = broken("fsdp2")
+    for rank in range(makers.WORLD):
+        file = rank_file(folder, rank)
+        if rank < 2:
+            file.rename(file.with_name(f"model_world_size_2_rank_{rank}.pt"))
+        else:
+            file.unlink()
+    assert "mesh is of another size than the files" in problem_of(folder)
+
+
+def test_two_saves_in_one_folder(broken: Callable[[str], Path], made: Path) -> None:
+    folder = broken("fsdp2")
+    for rank in range(2):
+        shutil.copy(rank_file(made / "fsdp2", rank), folder / f"model_world_size_2_rank_{rank}.pt")
+    problem = problem_of(folder)
+    assert "several saves in one folder" in problem
+    assert "model_world_size_2 (2 ranks), model_world_size_4 (4 ranks)" in problem
+
+
+def test_a_coordinate_outside_of_the_mesh(broken: Callable[[str], Path]) -> None:
+    folder = broken("fsdp2")
+
+    def move(state: dict[str, Any]) -> None:
+        for tensor in state.values():
+            tensor.device_mesh._coordinate_on_dim = (7,)
+
+    edit(rank_file(folder, 3), move)
+    problem = problem_of(folder)
+    assert "a DTensor cannot be read" in problem
+    assert "coordinate (7,) in a mesh of (4,)" in problem
+
+
+def test_a_local_state_dict_is_refused_with_the_way_out(made: Path) -> None:
+    problem = problem_of(made / "accelerate-local")
+    assert "LOCAL_STATE_DICT" in problem
+    assert "SHARDED_STATE_DICT" in problem
+
+
+def test_names_with_the_mark_of_a_wrapper(
+    broken: Callable[[str], Path], source: Path, tmp_path: Path
+) -> None:
+    folder = broken("fsdp2")
+
+    def wrap(state: dict[str, Any]) -> None:
+        for name in list(state):
+            state[f"_orig_mod.{name}"] = state.pop(name)
+
+    for rank in range(makers.WORLD):
+        edit(rank_file(folder, rank), wrap)
+    with pytest.raises(ReshardError, match=r"--strip _orig_mod\."):
+        reshard.convert(folder, tmp_path / "out", base=source)
+    reshard.convert(folder, tmp_path / "out", base=source, strip=("_orig_mod.",))
+    assert_same_tensors(tensors_of(tmp_path / "out"), torch.load(folder / "expected"))
+
+
+def test_a_flipped_bit(broken: Callable[[str], Path], source: Path, tmp_path: Path) -> None:
+    """torch.load and verl's merger do not check the sums that the file has."""
+    folder = broken("fsdp2")
+    storage = next(
+        piece.source.storage  # type: ignore[union-attr]
+        for piece in reshard.open(folder).tensors["lm_head.weight"].view.pieces
+    )
+    with Path(storage.path).open("r+b") as file:
+        file.seek(storage.offset + 5)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 4]))
+    torch.load(storage.path, weights_only=False)
+    with pytest.raises(ReshardError, match=r"checksum|CRC"):
+        reshard.convert(folder, tmp_path / "out", base=source)
+
+
+def test_an_iteration_is_not_to_be_had(made: Path) -> None:
+    with pytest.raises(ReshardError, match="leave out --iteration"):
+        reshard.open(made / "fsdp2", 3)
