@@ -35,7 +35,8 @@ CONTRACT = {
 }
 BESIDES = {
     "inspect": "--iteration --debug",
-    "convert": "--stages --transformer-impl --strict --strip --no-checksum --with-optimizer",
+    "convert": "--stages --transformer-impl --strict --strip --no-checksum --with-optimizer "
+    "--merge --adapter --lora-alpha",
     "verify": "--debug",
     "support": "--debug",
 }

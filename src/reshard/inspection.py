@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from reshard import adapters
+from reshard.adapters import description
 from reshard.checkpoint import Checkpoint
 from reshard.errors import Problem, ReshardError
 from reshard.formats import huggingface, iterations, open_checkpoint
@@ -60,6 +62,8 @@ class Inspection:
 def inspect_checkpoint(path: Path, iteration: int | None = None) -> Inspection:
     """Look at the checkpoint at `path`. Raises ReshardError only if nothing can be opened there."""
     checkpoint = open_checkpoint(path, iteration)
+    if adapters.is_adapter(checkpoint):
+        return _inspect_adapter(checkpoint, path)
     problems = list(checkpoint.problems)
     hints = find_hints([checkpoint.path, checkpoint.root], checkpoint.args)
     base = next((Path(hint.value) for hint in hints if hint.exists and Path(hint.value).is_dir()), None)
@@ -84,6 +88,20 @@ def inspect_checkpoint(path: Path, iteration: int | None = None) -> Inspection:
         next=_next_command(checkpoint, path, model, problems, base),
         hints=[str(hint) for hint in hints],
     )
+
+
+def _inspect_adapter(checkpoint: Checkpoint, path: Path) -> Inspection:
+    """What an adapter is; it is no model, so it has no family, and needs neither config nor tokenizer."""
+    problems, notes, command = list(checkpoint.problems), list(checkpoint.notes), ""
+    try:
+        adapter = adapters.find(checkpoint)
+        notes += description.notes(adapter)
+        problems += description.warnings(adapter)
+        command = description.next_command(adapter, path)
+    except ReshardError as error:
+        problems += error.problems
+    wrong = any(problem.severity == "error" for problem in problems)
+    return Inspection(checkpoint, None, problems, notes, "" if wrong else command)
 
 
 def _declared_type(checkpoint: Checkpoint) -> str | None:
