@@ -29,9 +29,11 @@ PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").rglob("
 # Of other programs; everything else that looks like a flag in the text is one of reshard's.
 FOREIGN_FLAGS = {
     "--ckpt-format",
+    "--dist-ckpt-optim-fully-reshardable",
     "--load",
     "--make-vocab-size-divisible-by",
     "--no-load-optim",
+    "--no-load-rng",
     "--save",
     "--use-checkpoint-args",
 }

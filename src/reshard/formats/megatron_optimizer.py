@@ -117,7 +117,8 @@ def new_optimizer(
     distributed = is_distributed(optimizer)
     chain = [_inner(link) for link in optimizer.native["chain"]]
     if expert_parallel and len(chain) == 1:
-        chain.append({**chain[0], "param_groups": _of_experts(chain[0]["param_groups"])})
+        biased = any(".experts." in name and name.endswith(".bias") for name in states["exp_avg"])
+        chain.append({**chain[0], "param_groups": _of_experts(chain[0]["param_groups"], biased)})
     elif not expert_parallel:
         chain = chain[:1]  # experts then are weights like all others
     if distributed or mixed_precision:
@@ -130,10 +131,13 @@ def new_optimizer(
     )
 
 
-def _of_experts(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups of parameters that experts have: matrices, which decay, and neither embedding nor head."""
-    own = [group for group in groups if group.get("wd_mult") and not group.get("is_decoupled_lr")]
-    return [{**group, "is_expert_parallel": True} for group in own]
+def _of_experts(groups: list[dict[str, Any]], biased: bool) -> list[dict[str, Any]]:
+    """The groups of parameters that experts have: neither embedding nor head; biases, which do not decay, if any."""
+    return [
+        {**group, "is_expert_parallel": True}
+        for group in groups
+        if not group.get("is_decoupled_lr") and (biased or group.get("wd_mult"))
+    ]
 
 
 def torch_file(path: str, content: dict[str, Any]) -> OutputFile:
