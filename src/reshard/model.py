@@ -305,7 +305,11 @@ def _true_vocabulary(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int:
 
 def _refuse_quantized(checkpoint: Checkpoint) -> None:
     """Weights with scales beside them are no numbers by themselves; carrying them over would lose the scales."""
-    scaled = [name for name in checkpoint.tensors if name.endswith(("weight_scale_inv", "weight_scale"))]
+QUANTIZED = ("weight_scale_inv", "weight_scale", "_proj_scales")
+"""How the names of scales end: of fp8 and of gpt-oss's MXFP4."""
+
+
+    scaled = [name for name in checkpoint.tensors if name.endswith(QUANTIZED)]
     if scaled:
         raise ReshardError(
             "the weights are quantized",
@@ -359,7 +363,7 @@ def _disagreements(checkpoint: Checkpoint, dims: Dims) -> list[Problem]:
     pairs = [
         ("layers", "num_hidden_layers", dims.layers, _count(checkpoint, _LAYER) - (0 if mcore else dims.mtp)),
         ("hidden size", "hidden_size", dims.hidden, hidden),
-        ("experts", "num_experts", dims.experts, _count(checkpoint, _EXPERT)),
+        ("experts", "num_experts", dims.experts, _experts(checkpoint)),
     ]
     if not mcore:
         pairs.append(("vocabulary", "vocab_size", dims.vocab, rows))
@@ -418,5 +422,11 @@ _EXPERT = re.compile(r".*\.experts\.(\d+)\.")
 
 def _count(checkpoint: Checkpoint, pattern: re.Pattern[str]) -> int:
     """One more than the highest index that the names of tensors have."""
+def _experts(checkpoint: Checkpoint) -> int:
+    """How many experts a layer has, by the names of tensors, or where the hub itself stacks them (gpt-oss)."""
+    stacked = (t.shape[0] for name, t in checkpoint.tensors.items() if name.endswith(".experts.down_proj"))
+    return _count(checkpoint, _EXPERT) or next(stacked, 0)
+
+
     found = (match for name in checkpoint.tensors if (match := pattern.match(name)))
     return max((int(match[1]) for match in found), default=-1) + 1

@@ -126,7 +126,7 @@ class LayerNormLinear(Linear):
 
 
 class GroupedLinear(_Module):
-    """One weight per expert, `weight0`, `weight1` …; tokens come sorted by expert."""
+    """One weight per expert, `weight0`, `weight1` …, and one bias likewise; tokens come sorted by expert."""
 
     def __init__(
         self,
@@ -137,31 +137,40 @@ class GroupedLinear(_Module):
         tp_size: int = 1,
         init_method: Any = None,
         bias: bool = True,
+        return_bias: bool = False,
         parallel_mode: str | None = None,
         params_dtype: torch.dtype | None = None,
         **_: Any,
     ) -> None:
         super().__init__()
+        self.return_bias = return_bias
         self.num_gemms, self.use_bias, self.parallel_mode, self.tp_group = (
             num_gemms,
             bias,
             parallel_mode,
             tp_group,
         )
-        if bias:
-            raise NotImplementedError("experts with biases")
         shape = _shard_sizes(in_features, out_features, parallel_mode, tp_group, tp_size)
         for index in range(num_gemms):
             weight = nn.Parameter(torch.empty(*shape, dtype=params_dtype))
             with torch.no_grad():
                 init_method(weight)
             self.register_parameter(f"weight{index}", weight)
+            if bias:
+                zeros = torch.zeros(shape[0], dtype=params_dtype)
+                self.register_parameter(f"bias{index}", nn.Parameter(zeros))
 
-    def forward(self, inputs: torch.Tensor, m_splits: Any, is_first_microbatch: Any = None) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, m_splits: Any, is_first_microbatch: Any = None) -> Any:
         parts = torch.split(inputs, [int(size) for size in m_splits])
-        return torch.cat(
-            [functional.linear(part, getattr(self, f"weight{index}")) for index, part in enumerate(parts)]
+        biases = [getattr(self, f"bias{index}", None) for index in range(self.num_gemms)]
+        added = [None] * self.num_gemms if self.return_bias else biases
+        output = torch.cat(
+            [
+                functional.linear(part, getattr(self, f"weight{index}"), added[index])
+                for index, part in enumerate(parts)
+            ]
         )
+        return (output, biases) if self.return_bias else output
 
 
 class RMSNorm(nn.Module):
@@ -185,11 +194,24 @@ class RMSNorm(nn.Module):
 
 
 class DotProductAttention(_Module):
-    """Causal attention over [sequence, batch, heads, size]; keys and values may differ in size."""
+    """Causal attention over [sequence, batch, heads, size]; keys and values may differ in size.
 
-    def __init__(self, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+    A learnable offset of the softmax and a window are held, and not computed with.
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        *_: Any,
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        tp_size: int = 1,
+        **__: Any,
+    ) -> None:
         super().__init__()
         self.softmax_scale = softmax_scale
+        if softmax_type == "learnable":
+            self.softmax_offset = nn.Parameter(torch.zeros(num_attention_heads // tp_size))
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
@@ -234,7 +256,7 @@ def _add(name: str, **members: Any) -> ModuleType:
     return module
 
 
-def install(version: str = "2.6.0") -> None:
+def install(version: str = "2.8.0") -> None:
     """Put the stand-in where `import transformer_engine` finds it."""
     unset = type("Unset", (), {})
     _add("transformer_engine", __version__=version)
@@ -252,6 +274,12 @@ def install(version: str = "2.6.0") -> None:
         fp8_model_init=contextlib.nullcontext,
         checkpoint=None,
         ops=MagicMock(),
+    )
+    _add(
+        "transformer_engine.pytorch.router",
+        fused_topk_with_score_function=None,
+        fused_compute_score_for_moe_aux_loss=None,
+        fused_moe_aux_loss=None,
     )
     _add("transformer_engine.common")
     _add("transformer_engine.common.recipe", DelayedScaling=unset, Recipe=unset)

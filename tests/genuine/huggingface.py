@@ -123,6 +123,23 @@ GLM4_MOE: dict[str, Any] = {
     "attention_bias": True,
     "use_qk_norm": True,
 }
+# A window of 6 and 12 tokens: which layers attend to all of them makes a difference.
+GPT_OSS: dict[str, Any] = {
+    **WIDE_HEADS,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+    "sliding_window": 6,
+    "swiglu_limit": 1.5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 50000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 16.0,
+        "beta_slow": 1.5,
+        "truncate": False,
+    },
+}
 INTERNLM3 = {**WIDE_HEADS, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 50000.0, "factor": 6.0}}
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -147,6 +164,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3_noq": ("deepseek_v3", {**DEEPSEEK_V3, "q_lora_rank": None}),
     "deepseek_v3_mtp": ("deepseek_v3", {**DEEPSEEK_V3, "q_lora_rank": 24, "num_nextn_predict_layers": 1}),
     "glm4_moe": ("glm4_moe", GLM4_MOE),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
     "phi3": ("phi3", {"rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.75}}),
 }
 

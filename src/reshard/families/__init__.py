@@ -7,6 +7,7 @@ from reshard.families.deepseek_v2 import DEEPSEEK_V2
 from reshard.families.deepseek_v3 import DEEPSEEK_V3
 from reshard.families.family import Family
 from reshard.families.glm import GLM4_MOE
+from reshard.families.gpt_oss import GPT_OSS
 from reshard.families.llama import INTERNLM3, LLAMA, MISTRAL
 from reshard.families.mixtral import MIXTRAL
 from reshard.families.phi3 import PHI3
@@ -33,3 +34,4 @@ FAMILIES: dict[str, Family] = {
 """By the `model_type` of config.json."""
 
 __all__ = ["FAMILIES", "Family"]
+        GPT_OSS,

@@ -30,6 +30,7 @@ from reshard.families.entries import (
     HeadDim,
     Key,
     KeyValueHeads,
+    LayerTypes,
     Precision,
     RouterGroups,
     SharedExperts,
@@ -38,7 +39,7 @@ from reshard.families.entries import (
     Values,
     same,
 )
-from reshard.families.rope import LatentRope, Rope, both_spellings
+from reshard.families.rope import LatentRope, Rope, YarnRope, both_spellings
 
 
 @dataclass(frozen=True)
@@ -333,6 +334,28 @@ BAICHUAN = family(
 )
 
 # Arguments that shape the model and that `--use-checkpoint-args` of Megatron-LM core_v0.16.1 does not restore.
+# Every second layer attends to a window, beginning with the first; gate and up are clamped, the up projection is
+# shifted by one, and the gate goes through x·sigmoid(1.702·x).
+GPT_OSS = family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    *GROUPED_HEADS,
+    YarnRope(default_theta=150000.0),
+    SlidingWindow(default=128),
+    LayerTypes(),
+    Const(args={"add_qkv_bias": True, "add_bias_linear": True}, config={"attention_bias": True}),
+    NO_QK_NORM,
+    Const(args={"softmax_type": "learnable"}),
+    Const(
+        args={"swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0}, config={"swiglu_alpha": 1.702}
+    ),
+    Key("swiglu_limit", "activation_func_clamp_value", default=7.0),
+    Key("num_local_experts", "num_experts", aliases=("num_experts",), default=128),
+    Key("num_experts_per_tok", "moe_router_topk", aliases=("experts_per_token",), default=4),
+    Key("intermediate_size", "ffn_hidden_size", also=("moe_ffn_hidden_size",)),
+    SOFTMAX_ROUTER,
+    Const(args={"moe_router_pre_softmax": False, "moe_layer_freq": 1}),
+)
 NOT_RESTORED = (
     *("layernorm_epsilon", "qk_layernorm", "use_rope_scaling", "rope_scaling_factor", "window_size"),
     *(
@@ -345,7 +368,9 @@ NOT_RESTORED = (
     ),
     *("rope_type", "rotary_scaling_factor", "mscale", "mscale_all_dim"),
     *("moe_shared_expert_gate", "moe_router_num_groups", "moe_router_group_topk", "moe_router_dtype"),
-    "mtp_num_layers",
+    *("mtp_num_layers", "quick_geglu", "glu_linear_offset", "activation_func_clamp_value"),
+    *("softmax_type", "window_attn_skip_freq", "yarn_original_max_position_embeddings"),
+    *("yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int"),
 )
 FLAGS = {"layernorm_epsilon": "--norm-epsilon"}
 
@@ -355,7 +380,9 @@ def flags_not_restored(args: Args) -> list[str]:
     flags = []
     for name in NOT_RESTORED:
         value, flag = args.get(name), FLAGS.get(name, "--" + name.replace("_", "-"))
-        if value is True:
+        if name in ON_BY_DEFAULT:
+            flags += [flag.replace("--", "--no-", 1)] if value is False else []
+        elif value is True:
             flags.append(flag)
         elif value is not None and value is not False:
             flags += [flag, str(value).replace(" ", "")]
@@ -370,5 +397,6 @@ def portable_config(config: Config, dtype: str, table: ConfigMap | None = None) 
     the `table` of the family can tell (`num_experts` beside `num_local_experts`, `scoring_func` …).
     """
     implied = table.to_config(table.to_args(config)) if table else {}
+ON_BY_DEFAULT = {"yarn_correction_range_round_to_int"}
     portable = {**implied, **config, **both_spellings({**implied, **config})}
     return {**portable, "dtype": dtype, "torch_dtype": dtype, "use_cache": True}

@@ -192,6 +192,20 @@ class SlidingWindow(Entry):
         return {"sliding_window": size[0] + 1 if size else None}
 
 
+class LayerTypes(Entry):
+    """gpt-oss: which layers attend to the window. Every second one attends to all, where the config does not say."""
+
+    def to_args(self, config: Config) -> Values:
+        windowed = [int(kind == "sliding_attention") for kind in config.get("layer_types") or ()]
+        return {"window_attn_skip_freq": windowed or 2}
+
+    def to_config(self, args: Args) -> Values:
+        skip, layers = first(args, ("window_attn_skip_freq",), 0), args.get("num_layers", 0)
+        if isinstance(skip, int):  # every skip-th layer attends to all, counted from one; 0 stands for none
+            skip = [not skip or (layer + 1) % skip for layer in range(layers)]
+        return {"layer_types": ["sliding_attention" if each else "full_attention" for each in skip]}
+
+
 class Precision(Entry):
     """The dtype, which Megatron-LM keeps as two flags."""
 

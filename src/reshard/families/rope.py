@@ -153,3 +153,51 @@ def both_spellings(config: Config) -> Values:
     scaling = {key: value for key, value in rope.items() if key not in beside}
     legacy = None if rope["rope_type"] == "default" else {"type": rope["rope_type"], **scaling}
     return {"rope_parameters": rope, **beside, "rope_scaling": legacy}
+@dataclass(frozen=True)
+class YarnRope(Entry):
+    """YaRN without latent attention (gpt-oss): `--position-embedding-type yarn` and its parameters.
+
+    Source: GPTModel of megatron-core 0.15 to 0.16, which looks for `yarn_*` on its config; Megatron-LM core_v0.19.0,
+    `megatron/training/argument_utils.py`, for the arguments. Megatron-Bridge sets the same on its model provider.
+    """
+
+    default_theta: float
+
+    def to_args(self, config: Config) -> Values:
+        rope = {**GPT_OSS_YARN, **rope_parameters(config)}
+        return {
+            "rotary_base": _rotary_base(rope, self.default_theta),
+            "use_rope_scaling": False,
+            "use_rotary_position_embeddings": False,  # would mean a plain rope
+            "position_embedding_type": "yarn",
+            "rotary_scaling_factor": rope["factor"],
+            "mscale": 1.0,
+            "mscale_all_dim": 0.0,
+            **{f"yarn_{key}": rope[key] for key in YARN_KEYS},
+            "yarn_correction_range_round_to_int": rope["truncate"],
+        }
+
+    def to_config(self, args: Args) -> Values:
+        rope = {key: first(args, (f"yarn_{key}",), GPT_OSS_YARN[key]) for key in YARN_KEYS}
+        rope["factor"] = first(args, ("rotary_scaling_factor", "yarn_rotary_scaling_factor"), 32.0)
+        rope["truncate"] = first(args, ("yarn_correction_range_round_to_int",), True)
+        rope["rope_theta"] = float(first(args, ("rotary_base",), self.default_theta))
+        return {"rope_parameters": {"rope_type": "yarn", **rope}}
+
+    def notices(self, config: Config) -> Iterator[str]:
+        kind = rope_parameters(config).get("rope_type", "yarn")
+        if kind != "yarn":
+            yield f"rope_type is {kind!r}; Megatron-LM's model of this family computes YaRN"
+
+
+YARN_KEYS = ("original_max_position_embeddings", "beta_fast", "beta_slow")
+GPT_OSS_YARN: Values = {
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+"""What transformers assumes of gpt-oss."""
+
+

@@ -46,6 +46,7 @@ SPLITS = {
     "linear_fc1.bias": Split(0, parts=2),
     "linear_fc2.weight": Split(1),
     "eh_proj.weight": Split(0),
+    "core_attention.softmax_offset": Split(0),
 }
 """By the last two components of a name; every other tensor is the same on all ranks."""
 

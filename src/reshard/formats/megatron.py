@@ -461,10 +461,13 @@ def _common_content(
 def _with_extra_state(place: Place, transformer_engine: bool) -> Iterator[str]:
     """The modules whose extra state is saved with the tensor at `place`: parallel linears of layers.
 
-    Transformer Engine's attention has one too. The decoder leaves it out since 0.13, the MTP layers do not.
+    Transformer Engine's attention has one too. The decoder leaves it out since 0.13 unless its softmax has a learnable
+    offset, the MTP layers do not.
     """
     module, _, kind = place.module.rpartition(".")
     if kind == "weight" and module.rpartition(".")[2] in PARALLEL_LINEARS:
         yield module
         if transformer_engine and place.stack == "mtp" and module.endswith(".linear_proj"):
             yield module.replace("linear_proj", "core_attention")
+    if kind == "softmax_offset" and transformer_engine:
+        yield module

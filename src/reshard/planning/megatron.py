@@ -201,6 +201,15 @@ def _check_layout(model: Model, layout: Layout) -> None:
                 remedy="leave out --vpp, or choose a greater --pp",
             )
         )
+    if d.experts and d.bias and layout.etp > 1:
+        problems.append(
+            Problem(
+                "experts with biases cannot be tensor parallel",
+                rule="Megatron-Core would add the bias of an expert on each of its ranks, and refuses to",
+                found=f"--etp {layout.etp}, which is --tp unless given",
+                remedy="choose --etp 1",
+            )
+        )
     if not d.experts and layout.ep > 1:
         problems.append(
             Problem("the model has no experts", found=f"--ep {layout.ep}", remedy="leave out --ep")

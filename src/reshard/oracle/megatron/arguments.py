@@ -41,6 +41,7 @@ DEFAULTS: dict[str, Any] = {
     "rotary_base": 10000,
     "rotary_percent": 1.0,
     "rotary_scaling_factor": 1.0,
+    "quick_geglu": False,
     "swiglu": False,
     "transformer_impl": "transformer_engine",
     "untie_embeddings_and_output_weights": False,
@@ -51,6 +52,7 @@ DEFAULTS: dict[str, Any] = {
 # Arguments that mean the same under the same name in TransformerConfig or MLATransformerConfig. All others concern
 # speed, precision or training and do not change which function the weights compute.
 _SAME_NAME = (
+    "activation_func_clamp_value",
     "add_bias_linear",
     "add_qkv_bias",
     "beta_fast",
@@ -96,7 +98,10 @@ _SAME_NAME = (
     "rotary_interleaved",
     "rotary_percent",
     "rotary_scaling_factor",
+    "softmax_type",
     "v_head_dim",
+    "window_attn_skip_freq",
+    "window_size",
 )
 
 # Where None is a value and not the lack of one.
@@ -180,7 +185,24 @@ def config_fields(args: SimpleNamespace, config_class: type) -> dict[str, Any]:
     if args.swiglu:
         fields["gated_linear_unit"] = True
         fields["activation_func"] = functional.silu
+    elif args.quick_geglu:
+        from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+        fields["gated_linear_unit"] = True
+        fields["activation_func"] = quick_gelu
     return fields
+
+
+def yarn_attributes(args: SimpleNamespace) -> dict[str, Any]:
+    """What GPTModel looks for on its config under `--position-embedding-type yarn`, without declaring it there.
+
+    Under the names of Megatron-LM core_v0.19.0, `_apply_yarn_config_from_args`; three arguments lack the prefix.
+    """
+    if args.position_embedding_type != "yarn":
+        return {}
+    names = ("rotary_scaling_factor", "mscale", "mscale_all_dim")
+    given = {name: value for name, value in vars(args).items() if name.startswith("yarn_")}
+    return {**{f"yarn_{name}": getattr(args, name) for name in names}, **given}
 
 
 def to_store(

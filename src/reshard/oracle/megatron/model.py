@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from reshard.oracle.megatron.arguments import complete, config_fields, stage_sizes
+from reshard.oracle.megatron.arguments import complete, config_fields, stage_sizes, yarn_attributes
 from reshard.oracle.megatron.parallel import ParallelSizes, supported
 
 Spec = Literal["local", "te"]
@@ -69,7 +69,10 @@ def build_config(
         "fp16": dtype is torch.float16,
         "transformer_impl": "transformer_engine" if spec == "te" else "local",
     }
-    return config_class(**supported(config_class, **fields))
+    config = config_class(**supported(config_class, **fields))
+    for name, value in yarn_attributes(args).items():
+        setattr(config, name, value)
+    return config
 
 
 def _parallel_fields(args: SimpleNamespace, sizes: ParallelSizes) -> dict[str, Any]:
