@@ -1,0 +1,156 @@
+"""`reshard doctor`."""
+
+from __future__ import annotations
+
+import locale
+import os
+import sys
+
+import click
+from rich.markdown import Markdown
+from rich.markup import escape
+from rich.table import Table
+
+from reshard.cli.console import common_options, handles_errors, print_json, stdout
+from reshard.doctor import Finding, diagnose
+from reshard.doctor.entries import Entry, catalogue, find
+from reshard.doctor.finding import LANGUAGES
+
+LABELS = {
+    "en": {"why": "why", "cure": "cure", "where": "where", "mended": "mended", "because": "because"}
+    | {"sources": "sources", "also": "and so", "clean": "nothing wrong found"}
+    | {"sure": "sure", "likely": "likely", "possible": "possible", "warning": "warning", "error": "error"},
+    "zh": {"why": "原因", "cure": "解法", "where": "位置", "mended": "改为", "because": "依据"}
+    | {"sources": "来源", "also": "由此引起", "clean": "没有发现问题"}
+    | {"sure": "确定", "likely": "很可能", "possible": "有可能", "warning": "警告", "error": "错误"},
+}
+
+
+@click.command("doctor")
+@click.argument("targets", nargs=-1, metavar="[TARGET …]")
+@click.option("--lang", type=click.Choice(LANGUAGES), help="Language of causes and cures; by the locale.")
+@click.option("--list", "list_all", is_flag=True, help="List the catalogue of failures.")
+@click.option("--explain", metavar="ID", help="Explain one entry of the catalogue.")
+@common_options
+@handles_errors
+def command(
+    targets: tuple[str, ...], lang: str | None, list_all: bool, explain: str | None, json_output: bool
+) -> None:
+    """Say what is wrong, why, and what to do.
+
+    A TARGET is a log (or - for standard input), a script, a config, or a checkpoint; nothing in it is run. Several are
+    seen together. Without one, the environment is looked at.
+
+    \b
+      reshard doctor                          the environment
+      reshard doctor train.log train.py       a run that failed
+      reshard doctor ckpt/                    a checkpoint
+      torchrun … 2>&1 | reshard doctor -      a log from a pipe
+
+    Exit status: 0 nothing wrong, 1 findings, 2 a target cannot be read.
+    """
+    language = lang or locale_language()
+    if list_all:
+        _list(language, json_output)
+        return
+    if explain:
+        _explain(find(explain), language, json_output)
+        return
+    findings = diagnose(*targets)
+    if json_output:
+        print_json({"findings": [finding.as_dict(lang) for finding in findings]})
+    else:
+        _print(findings, language)
+    sys.exit(1 if findings else 0)
+
+
+def locale_language() -> str:
+    """ "zh" where the environment speaks Chinese, else "en"."""
+    told = next((os.environ[name] for name in ("LC_ALL", "LC_MESSAGES", "LANG") if os.environ.get(name)), "")
+    return "zh" if (told or locale.getlocale()[0] or "").lower().startswith(("zh", "chinese")) else "en"
+
+
+def _print(findings: list[Finding], language: str) -> None:
+    console, words = stdout(), LABELS[language]
+    if not findings:
+        console.print(f"[bold green]{words['clean']}[/]")
+    for number, finding in enumerate(findings):
+        if number:
+            console.print()
+        style = "bold red" if finding.severity == "error" else "bold yellow"
+        console.print(
+            f"[{style}]{words[finding.severity]}:[/] [bold]{escape(finding.title.of(language))}[/] "
+            f"({finding.id}, {words[finding.certainty]})"
+        )
+        for place in finding.places:
+            console.print(f"[bold]{words['where']}[/] {escape(str(place))}  {escape(place.text)}")
+            if place.mended:
+                console.print(f"[bold]{words['mended']}[/] {escape(place.mended)}")
+        console.print(f"[bold]{words['why']}[/] {escape(finding.cause.of(language))}")
+        console.print(f"[bold]{words['cure']}[/]")
+        _print_cure(finding.cure.of(language))
+        for evidence in finding.evidence:
+            console.print(f"[bold]{words['because']}[/] {escape(evidence)}")
+        if finding.also:
+            console.print(f"[bold]{words['also']}[/] {', '.join(finding.also)}")
+        if finding.sources:
+            console.print(f"[bold]{words['sources']}[/] {escape(', '.join(map(link, finding.sources)))}")
+
+
+def _print_cure(cure: str) -> None:
+    """Markdown on a terminal; as it stands elsewhere, so that it can be pasted."""
+    console = stdout()
+    if console.is_terminal:
+        console.print(Markdown(cure, code_theme="ansi_light"))
+    else:
+        console.print(escape(cure))
+
+
+def link(source: str) -> str:
+    """The address of a thread that is written owner/repo#number."""
+    if source.startswith("http") or "#" not in source:
+        return source
+    repository, number = source.split("#", 1)
+    return f"https://github.com/{repository}/issues/{number}"
+
+
+def _list(language: str, json_output: bool) -> None:
+    entries = catalogue().values()
+    if json_output:
+        print_json(
+            [{"id": entry.id, "kind": entry.kind, "title": entry.title.of(language)} for entry in entries]
+        )
+        return
+    table = Table("id", "kind", "what happens")
+    for entry in entries:
+        table.add_row(entry.id, entry.kind, escape(entry.title.of(language)))
+    stdout().print(table)
+    stdout().print(f"{len(entries)} failures; `reshard doctor --explain ID` tells more")
+
+
+def _explain(entry: Entry, language: str, json_output: bool) -> None:
+    content = {
+        "id": entry.id,
+        "kind": entry.kind,
+        "engines": list(entry.engines),
+        "title": entry.title.of(language),
+        "cause": entry.cause.of(language),
+        "cure": entry.cure.of(language),
+        "versions": entry.versions,
+        "patterns": [pattern.pattern for pattern in entry.patterns],
+        "sources": [link(source) for source in entry.sources],
+        "excerpt": entry.excerpt,
+        "excerpt_from": entry.excerpt_from,
+    }
+    if json_output:
+        print_json(content)
+        return
+    console, words = stdout(), LABELS[language]
+    console.print(f"[bold]{escape(entry.title.of(language))}[/] ({entry.id}, {entry.kind})")
+    for name, specifier in entry.versions.items():
+        console.print(f"  {name} {escape(specifier)}")
+    console.print(f"[bold]{words['why']}[/] {escape(entry.cause.of(language))}")
+    console.print(f"[bold]{words['cure']}[/]")
+    _print_cure(entry.cure.of(language))
+    console.print(f"[bold]{words['sources']}[/] {escape(', '.join(map(link, entry.sources)))}")
+    console.print(f"\n{escape(entry.excerpt.rstrip())}\n  — {escape(entry.excerpt_from)}")

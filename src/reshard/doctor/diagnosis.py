@@ -1,0 +1,86 @@
+"""Diagnose: what each target is, what is wrong with it, and which of all findings is the cause of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+
+from reshard.doctor.checkpoints import diagnose_checkpoint
+from reshard.doctor.configs import diagnose_config
+from reshard.doctor.environment import diagnose_environment
+from reshard.doctor.finding import CERTAINTIES, Finding
+from reshard.doctor.logs import STDIN, diagnose_log
+from reshard.doctor.rules import CAUSES
+from reshard.doctor.scripts import diagnose_script
+from reshard.errors import ReshardError
+
+CONFIGS = {".yaml", ".yml", ".json"}
+WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".distcp"}
+
+
+def diagnose(*targets: str | PathLike[str]) -> list[Finding]:
+    """What is wrong with logs, scripts, configs and checkpoints; with the environment if there is no target.
+
+    "-" is a log on standard input. Several targets are seen together: what one shows and another explains is one
+    finding. The first finding is the one to mend first. Raises ReshardError for a target that cannot be read.
+    """
+    if not targets:
+        return diagnose_environment()
+    found = [finding for target in targets for finding in kind_of(str(target))(str(target))]
+    return combined(found)
+
+
+def kind_of(target: str) -> Callable[[str], list[Finding]]:
+    """What diagnoses a target, by what it is. Raises ReshardError if there is nothing."""
+    path = Path(target)
+    if target == STDIN:
+        return diagnose_log
+    if not path.exists():
+        raise ReshardError(
+            "there is nothing at this path",
+            file=target,
+            expected="a log, a script, a config, a checkpoint, or - for standard input",
+            remedy="check the path",
+        )
+    if path.is_dir() or path.suffix in WEIGHTS:
+        return lambda given: diagnose_checkpoint(Path(given))
+    if path.suffix == ".py":
+        return diagnose_script
+    return diagnose_config if path.suffix in CONFIGS else diagnose_log
+
+
+def combined(findings: Sequence[Finding]) -> list[Finding]:
+    """One finding for one cause: what a script or an environment breaks explains what a log shows of it."""
+    by_id: dict[str, list[Finding]] = {}
+    for finding in findings:
+        by_id.setdefault(finding.id, []).append(finding)
+    explained: dict[str, str] = {}
+    for cause, effects in CAUSES.items():
+        if cause in by_id:
+            explained.update((effect, cause) for effect in effects if effect in by_id)
+    result = []
+    for identifier, same in by_id.items():
+        if identifier not in explained:
+            shown_by = [
+                each for effect, cause in explained.items() if cause == identifier for each in by_id[effect]
+            ]
+            result.append(_merged(same, shown_by))
+    return sorted(result, key=lambda each: (each.severity != "error", CERTAINTIES.index(each.certainty)))
+
+
+def _merged(same: Sequence[Finding], effects: Sequence[Finding]) -> Finding:
+    """One finding from those of several targets, and from those that only show its effect."""
+    first, every = same[0], [*same, *effects]
+    evidence = [each for finding in same for each in finding.evidence]
+    evidence += [f"{effect.places[0]} shows it: {effect.title.en}" for effect in effects if effect.places]
+    return replace(
+        first,
+        certainty="sure" if effects else min((each.certainty for each in same), key=CERTAINTIES.index),
+        severity="error" if any(each.severity == "error" for each in every) else first.severity,
+        places=tuple(dict.fromkeys(place for finding in every for place in finding.places)),
+        evidence=tuple(dict.fromkeys(evidence)),
+        sources=tuple(dict.fromkeys(source for finding in every for source in finding.sources)),
+        also=tuple(dict.fromkeys([*first.also, *(effect.id for effect in effects)])),
+    )

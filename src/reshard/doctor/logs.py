@@ -1,0 +1,98 @@
+"""Diagnose a log: what the catalogue knows of it, or the first failure and what comes near."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from reshard.doctor.entries import Entry, catalogue
+from reshard.doctor.finding import Finding, Place
+from reshard.doctor.log import Log, Traceback, read_log
+from reshard.doctor.match import Match, first_failure, match_log
+from reshard.doctor.rules import told
+from reshard.errors import ReshardError
+
+STDIN = "-"
+UNKNOWN = "unknown-failure"
+LARGEST = 64 << 20
+"""Bytes of a log that are read: its beginning, where versions stand, and most of it from its end."""
+
+
+def diagnose_log(target: str) -> list[Finding]:
+    """The findings of one log, the first cause first. `target` is a path, or "-" for standard input."""
+    return diagnose_text(target, _content(target))
+
+
+def diagnose_text(name: str, content: str) -> list[Finding]:
+    """The findings of a log that is at hand; `name` is what it is called."""
+    log = read_log(name, content)
+    matches = match_log(log, catalogue().values())
+    causes = [match for match in matches if match.entry.kind != "symptom"]
+    if causes:
+        consequences = tuple(match.entry.id for match in matches if match.entry.kind == "symptom")
+        return [_finding(match, log, consequences if match is causes[0] else ()) for match in causes]
+    root = first_failure(log)
+    if root is not None:
+        return [_unknown(root, log, [match.entry.id for match in matches])]
+    return [_finding(match, log, ()) for match in matches]
+
+
+def _content(target: str) -> str:
+    if target == STDIN:
+        return sys.stdin.buffer.read(LARGEST).decode("utf-8", "replace")
+    try:
+        with Path(target).open("rb") as file:
+            head = file.read(LARGEST // 8)
+            size = file.seek(0, 2)
+            tail_at = max(len(head), size - LARGEST)
+            file.seek(tail_at)
+            return (head + file.read(LARGEST)).decode("utf-8", "replace")
+    except OSError as error:
+        raise ReshardError("a log cannot be read", file=target, found=error.strerror) from None
+
+
+def _finding(match: Match, log: Log, also: tuple[str, ...]) -> Finding:
+    entry = match.entry
+    return Finding(
+        id=entry.id,
+        title=entry.title,
+        cause=entry.cause,
+        cure=entry.cure,
+        certainty=match.certainty,
+        severity="warning" if entry.kind in ("warning", "silent") else "error",
+        places=(Place(log.name, match.line.number, match.line.text.strip()),),
+        evidence=tuple(match.evidence),
+        sources=entry.sources,
+        also=also,
+    )
+
+
+def _unknown(root: Traceback, log: Log, symptoms: list[str]) -> Finding:
+    """A failure that no entry explains: said to be unknown, with its traceback and what comes nearest."""
+    near = nearest(f"{root.exception}: {root.message}", catalogue().values())
+    first = root.root
+    shown = "\n".join([*(f"  {frame}" for frame in first.frames[-6:]), f"{first.exception}: {first.message}"])
+    last = f"{root.exception}: {root.message}".split("\n")[0]
+    place = Place(log.name, root.last, last)
+    values = {"who": root.stream or "?", "shown": shown, "near": ", ".join(near) or "–"}
+    found = told(UNKNOWN, [place], values, certainty="possible")
+    return replace(found, also=tuple(symptoms))
+
+
+_WORD = re.compile(r"[A-Za-z_][A-Za-z_.]{2,}")
+
+
+def nearest(text: str, entries: Iterable[Entry], count: int = 3) -> list[str]:
+    """The ids of entries whose excerpts share most words with a text; rare words count most."""
+    words = {entry.id: set(_WORD.findall(entry.excerpt.lower())) for entry in entries}
+    asked = set(_WORD.findall(text.lower()))
+    common = {word: sum(word in each for each in words.values()) for word in asked}
+
+    def score(identifier: str) -> float:
+        return sum(1 / common[word] for word in asked & words[identifier])
+
+    ranked = sorted(words, key=score, reverse=True)
+    return [identifier for identifier in ranked[:count] if score(identifier) > 0.5]

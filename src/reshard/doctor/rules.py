@@ -1,0 +1,69 @@
+"""The doctor's own rules put into words: `rules.yaml` says for each what happens, why, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from reshard.doctor.finding import Finding, Place, Text
+
+CAUSES: dict[str, tuple[str, ...]] = {
+    "env-device-map-tp": ("dtensor-cat-ddp", "dtensor-mixed-cat-ddp", "dtensor-mixed-copy", "dtensor-ddp"),
+    "script-device-map": (
+        *("device-map-distributed", "device-map-zero3", "dtensor-mixed-cat-ddp", "dtensor-ddp"),
+        "dtensor-mixed-copy",
+    ),
+    "checkpoint-old-gradient-checkpointing": ("old-gc", "old-gc-crash", "old-gc-435"),
+    "checkpoint-tokenizer-of-5": ("tok5",),
+    "checkpoint-no-template": ("template",),
+    "checkpoint-vocabulary": ("vocab-index",),
+    "env-no-bf16": ("bf16", "fa2-arch"),
+    "env-more-processes-than-gpus": ("dup-gpu",),
+    "script-removed-keyword": ("kw-removed",),
+    "script-grpo-arithmetic": ("grpo-div", "grpo-one"),
+    "script-rank-guard": ("hang-nccl", "hang-gloo", "collective-mismatch"),
+    "script-no-set-device": ("dup-gpu",),
+    "script-optimizer-before-sharding": ("fsdp2-optimizer",),
+}
+"""What a script, an environment or a checkpoint breaks, and the entries of the catalogue as which a log shows it."""
+
+
+def told(
+    identifier: str,
+    places: Iterable[Place],
+    values: Mapping[str, object] | None = None,
+    *,
+    severity: str | None = None,
+    certainty: str = "sure",
+    evidence: Iterable[str] = (),
+) -> Finding:
+    """The finding of one rule; `values` fill the braces of its texts."""
+    words = rules()[identifier]
+
+    def text(key: str) -> Text:
+        return Text(*(words[key][language].strip().format(**(values or {})) for language in ("en", "zh")))
+
+    return Finding(
+        id=identifier,
+        title=text("title"),
+        cause=text("cause"),
+        cure=text("cure"),
+        certainty=certainty,
+        severity=severity or words["severity"],
+        places=tuple(places),
+        evidence=tuple(evidence),
+        sources=tuple(words["sources"]),
+    )
+
+
+@lru_cache(maxsize=1)
+def rules() -> dict[str, dict[str, Any]]:
+    """All rules by id."""
+    content: dict[str, dict[str, Any]] = yaml.safe_load(
+        Path(__file__).with_name("rules.yaml").read_text(encoding="utf-8")
+    )
+    return content
