@@ -303,12 +303,12 @@ def _true_vocabulary(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int:
     return min(max((int(count) for count in counted if count), default=rows), rows)
 
 
-def _refuse_quantized(checkpoint: Checkpoint) -> None:
-    """Weights with scales beside them are no numbers by themselves; carrying them over would lose the scales."""
 QUANTIZED = ("weight_scale_inv", "weight_scale", "_proj_scales")
 """How the names of scales end: of fp8 and of gpt-oss's MXFP4."""
 
 
+def _refuse_quantized(checkpoint: Checkpoint) -> None:
+    """Weights with scales beside them are no numbers by themselves; carrying them over would lose the scales."""
     scaled = [name for name in checkpoint.tensors if name.endswith(QUANTIZED)]
     if scaled:
         raise ReshardError(
@@ -420,13 +420,13 @@ _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 _EXPERT = re.compile(r".*\.experts\.(\d+)\.")
 
 
-def _count(checkpoint: Checkpoint, pattern: re.Pattern[str]) -> int:
-    """One more than the highest index that the names of tensors have."""
 def _experts(checkpoint: Checkpoint) -> int:
     """How many experts a layer has, by the names of tensors, or where the hub itself stacks them (gpt-oss)."""
     stacked = (t.shape[0] for name, t in checkpoint.tensors.items() if name.endswith(".experts.down_proj"))
     return _count(checkpoint, _EXPERT) or next(stacked, 0)
 
 
+def _count(checkpoint: Checkpoint, pattern: re.Pattern[str]) -> int:
+    """One more than the highest index that the names of tensors have."""
     found = (match for name in checkpoint.tensors if (match := pattern.match(name)))
     return max((int(match[1]) for match in found), default=-1) + 1

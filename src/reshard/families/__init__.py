@@ -27,6 +27,7 @@ FAMILIES: dict[str, Family] = {
         DEEPSEEK_V2,  # before DeepSeek-V3: where nothing names the family, a router without a bias means V2
         DEEPSEEK_V3,
         GLM4_MOE,
+        GPT_OSS,
         PHI3,
         BAICHUAN,
     )
@@ -34,4 +35,3 @@ FAMILIES: dict[str, Family] = {
 """By the `model_type` of config.json."""
 
 __all__ = ["FAMILIES", "Family"]
-        GPT_OSS,

@@ -312,28 +312,6 @@ GLM4_MOE = family(
     SIGMOID_NORM,
     MTP,
 )
-PHI3 = family(
-    "phi3",
-    "Phi3ForCausalLM",
-    HeadDim(written=False),
-    Const(args={"multi_latent_attention": False}),
-    Rope(fraction=1.0),
-    SlidingWindow(default=None),
-    NO_BIAS,
-    NO_QK_NORM,
-)
-BAICHUAN = family(
-    "baichuan",
-    "BaichuanForCausalLM",
-    HeadDim(written=False),
-    Const(args={"multi_latent_attention": False}),
-    Rope(),
-    BaichuanVariants(),
-    NO_BIAS,
-    NO_QK_NORM,
-)
-
-# Arguments that shape the model and that `--use-checkpoint-args` of Megatron-LM core_v0.16.1 does not restore.
 # Every second layer attends to a window, beginning with the first; gate and up are clamped, the up projection is
 # shifted by one, and the gate goes through x·sigmoid(1.702·x).
 GPT_OSS = family(
@@ -356,6 +334,28 @@ GPT_OSS = family(
     SOFTMAX_ROUTER,
     Const(args={"moe_router_pre_softmax": False, "moe_layer_freq": 1}),
 )
+PHI3 = family(
+    "phi3",
+    "Phi3ForCausalLM",
+    HeadDim(written=False),
+    Const(args={"multi_latent_attention": False}),
+    Rope(fraction=1.0),
+    SlidingWindow(default=None),
+    NO_BIAS,
+    NO_QK_NORM,
+)
+BAICHUAN = family(
+    "baichuan",
+    "BaichuanForCausalLM",
+    HeadDim(written=False),
+    Const(args={"multi_latent_attention": False}),
+    Rope(),
+    BaichuanVariants(),
+    NO_BIAS,
+    NO_QK_NORM,
+)
+
+# Arguments that shape the model and that `--use-checkpoint-args` of Megatron-LM core_v0.16.1 does not restore.
 NOT_RESTORED = (
     *("layernorm_epsilon", "qk_layernorm", "use_rope_scaling", "rope_scaling_factor", "window_size"),
     *(
@@ -373,6 +373,7 @@ NOT_RESTORED = (
     *("yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int"),
 )
 FLAGS = {"layernorm_epsilon": "--norm-epsilon"}
+ON_BY_DEFAULT = {"yarn_correction_range_round_to_int"}
 
 
 def flags_not_restored(args: Args) -> list[str]:
@@ -397,6 +398,5 @@ def portable_config(config: Config, dtype: str, table: ConfigMap | None = None) 
     the `table` of the family can tell (`num_experts` beside `num_local_experts`, `scoring_func` …).
     """
     implied = table.to_config(table.to_args(config)) if table else {}
-ON_BY_DEFAULT = {"yarn_correction_range_round_to_int"}
     portable = {**implied, **config, **both_spellings({**implied, **config})}
     return {**portable, "dtype": dtype, "torch_dtype": dtype, "use_cache": True}

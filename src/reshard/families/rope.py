@@ -141,18 +141,6 @@ class LatentRope(Entry):
                 yield f"{key} of the yarn rope is {rope[key]}; Megatron-LM has no argument for it"
 
 
-def both_spellings(config: Config) -> Values:
-    """`rope_parameters` of transformers 5 with `rope_theta` and `rope_scaling` of transformers 4, saying the same.
-
-    DeepSeek's and older remote code read `type` where transformers reads `rope_type`.
-    """
-    rope = rope_parameters(config)
-    if "rope_theta" not in rope or any(isinstance(value, Mapping) for value in rope.values()):
-        return {}
-    beside = {key: rope[key] for key in ("rope_theta", PARTIAL) if key in rope}
-    scaling = {key: value for key, value in rope.items() if key not in beside}
-    legacy = None if rope["rope_type"] == "default" else {"type": rope["rope_type"], **scaling}
-    return {"rope_parameters": rope, **beside, "rope_scaling": legacy}
 @dataclass(frozen=True)
 class YarnRope(Entry):
     """YaRN without latent attention (gpt-oss): `--position-embedding-type yarn` and its parameters.
@@ -201,3 +189,15 @@ GPT_OSS_YARN: Values = {
 """What transformers assumes of gpt-oss."""
 
 
+def both_spellings(config: Config) -> Values:
+    """`rope_parameters` of transformers 5 with `rope_theta` and `rope_scaling` of transformers 4, saying the same.
+
+    DeepSeek's and older remote code read `type` where transformers reads `rope_type`.
+    """
+    rope = rope_parameters(config)
+    if "rope_theta" not in rope or any(isinstance(value, Mapping) for value in rope.values()):
+        return {}
+    beside = {key: rope[key] for key in ("rope_theta", PARTIAL) if key in rope}
+    scaling = {key: value for key, value in rope.items() if key not in beside}
+    legacy = None if rope["rope_type"] == "default" else {"type": rope["rope_type"], **scaling}
+    return {"rope_parameters": rope, **beside, "rope_scaling": legacy}
