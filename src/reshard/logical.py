@@ -71,7 +71,21 @@ def logical_tensors(
     for name, bound in binding.written():
         native = next(piece.source for piece in bound.view.pieces)
         found[name] = Logical(checkpoint.tensors[str(native)].dtype, bound.shape, bound)
-    return LogicalTensors(checkpoint, found)
+    return LogicalTensors(checkpoint, found, _zeros(checkpoint, binding))
+
+
+def _zeros(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
+    """The tensors of an engine that have no place on the hub at all, and so must be zeros."""
+    result = []
+    for name, bound in binding.native.items():
+        reason = next(piece.source for piece in bound.view.pieces)
+        if isinstance(reason, Dropped) and all(piece.source == reason for piece in bound.view.pieces):
+            tensor = checkpoint.tensors[name]
+            zeros = View.of(Cells(ZERO, tensor.dtype), tensor.view.numel).reshape(*tensor.shape)
+            rule = f"{reason.reason}: they can be left out if they are zeros"
+            remedy = "the model was trained with them, and no model of its family on the hub has them"
+            result.append(Replica(name, Tensor(tensor.dtype, zeros), tensor, rule, remedy))
+    return result
 
 
 def _tied(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[Replica]:

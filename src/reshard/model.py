@@ -21,7 +21,9 @@ EMBEDDINGS = {
     "hf": ("model.embed_tokens.weight", "model.tok_embeddings.weight"),
     "mcore": ("embedding.word_embeddings.weight",),
     "internlm": ("embedding.weight",),
+    "internlm-interleaved": ("embedding.weight",),
     "internlm2": ("tok_embeddings.weight",),
+    "internlm2-interleaved": ("tok_embeddings.weight",),
     "torchtitan": ("tok_embeddings.weight",),
 }
 """What each dialect calls the embedding, whatever the family."""

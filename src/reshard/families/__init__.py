@@ -8,6 +8,7 @@ from reshard.families.deepseek_v3 import DEEPSEEK_V3
 from reshard.families.family import Family
 from reshard.families.glm import GLM4_MOE
 from reshard.families.gpt_oss import GPT_OSS
+from reshard.families.internlm import INTERNLM, INTERNLM2, INTERNLM_MOE
 from reshard.families.llama import INTERNLM3, LLAMA, MISTRAL
 from reshard.families.mixtral import MIXTRAL
 from reshard.families.phi3 import PHI3
@@ -23,6 +24,9 @@ FAMILIES: dict[str, Family] = {
         QWEN2_MOE,
         QWEN3,
         QWEN3_MOE,
+        INTERNLM,
+        INTERNLM2,
+        INTERNLM_MOE,
         INTERNLM3,
         DEEPSEEK_V2,  # before DeepSeek-V3: where nothing names the family, a router without a bias means V2
         DEEPSEEK_V3,

@@ -39,7 +39,7 @@ from reshard.families.entries import (
     Values,
     same,
 )
-from reshard.families.rope import LatentRope, Rope, YarnRope, both_spellings
+from reshard.families.rope import LatentRope, Rope, Rotary, YarnRope, both_spellings
 
 
 @dataclass(frozen=True)
@@ -184,6 +184,28 @@ LLAMA = family(
 )
 INTERNLM3 = family(
     "internlm3", "InternLM3ForCausalLM", *GROUPED_HEADS, Rope(), Biases("qkv_bias", "bias"), NO_QK_NORM
+)
+# Biases of attention, and none in the MLP, where Megatron-LM's add_bias_linear asks for some.
+ZERO_BIAS = "biases of the MLP, which InternLM does not have"
+INTERNLM_BIAS = Key("bias", "add_bias_linear", also=("add_qkv_bias",), default=True, assumed=False)
+INTERNLM_ATTENTION: tuple[Entry, ...] = (
+    HeadDim(written=False),
+    Const(args={"multi_latent_attention": False}),
+    INTERNLM_BIAS,
+    NO_QK_NORM,
+)
+INTERNLM = family("internlm", "InternLMForCausalLM", *INTERNLM_ATTENTION, Rotary())
+INTERNLM2 = family("internlm2", "InternLM2ForCausalLM", *INTERNLM_ATTENTION, Rope())
+INTERNLM_MOE = family(
+    "internlm_moe",
+    "InternLMMoEForCausalLM",
+    *INTERNLM_ATTENTION,
+    Rotary(),
+    Key("num_experts", "num_experts", aliases=("num_local_experts",)),
+    Key("num_experts_per_token", "moe_router_topk", aliases=("num_experts_per_tok",), default=2),
+    Key("intermediate_size", "ffn_hidden_size", also=("moe_ffn_hidden_size",)),
+    SOFTMAX_ROUTER,
+    Const(args={"moe_router_pre_softmax": False, "moe_layer_freq": 1}),
 )
 MISTRAL = family(
     "mistral", "MistralForCausalLM", *GROUPED_HEADS, Rope(), SlidingWindow(default=4096), NO_BIAS, NO_QK_NORM

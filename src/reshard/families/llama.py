@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from reshard.families import config, torchtitan
 from reshard.families.family import Family
+from reshard.families.internlm import dialects, evo_llama
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, norms
 
 
@@ -15,6 +16,12 @@ def dense(d: Dims) -> Iterator[Rule]:
     yield from decoder(d, [*norms(d), *attention(d), *mlp(d)])
 
 
-LLAMA = Family("llama", "LlamaForCausalLM", config.LLAMA, dense, {"torchtitan": torchtitan.llama})
+LLAMA = Family(
+    "llama",
+    "LlamaForCausalLM",
+    config.LLAMA,
+    dense,
+    dialects={"torchtitan": torchtitan.llama, **dialects("internlm2", evo_llama)},
+)
 MISTRAL = Family("mistral", "MistralForCausalLM", config.MISTRAL, dense)
 INTERNLM3 = Family("internlm3", "InternLM3ForCausalLM", config.INTERNLM3, dense)

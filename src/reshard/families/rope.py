@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from reshard.families.entries import Args, Config, Entry, Values, first
 
@@ -79,6 +80,27 @@ class Rope(Entry):
                     yield f"{name} of the llama3 rope is {rope[name]}; Megatron-LM computes with {value}"
         elif kind != "default":
             yield f"rope_type is {kind!r}; Megatron-LM has no argument for it and computes an unscaled rope"
+
+
+class Rotary(Entry):
+    """InternLM's `rotary`, which its own code reads in place of `rope_theta`: plain ("origin") or dynamic."""
+
+    def to_args(self, config: Config) -> Values:
+        stated = {"rope_theta": (config.get("rotary") or {}).get("base"), **rope_parameters(config)}
+        return {"rotary_base": _rotary_base(_known(stated), 10000.0), "use_rope_scaling": False}
+
+    def to_config(self, args: Args) -> Values:
+        theta = float(first(args, ("rotary_base",), 10000.0))
+        rope = {"rope_type": "default", "rope_theta": theta}
+        return {"rotary": {"base": theta, "type": "origin"}, "rope_parameters": rope}
+
+    def notices(self, config: Config) -> Iterator[str]:
+        if (config.get("rotary") or {}).get("type") == "dynamic":
+            yield "dynamic rope scaling; Megatron-LM agrees up to max_position_embeddings, and not beyond"
+
+
+def _known(values: Mapping[str, Any]) -> Values:
+    return {key: value for key, value in values.items() if value is not None}
 
 
 # (key of the rope parameters, Megatron-LM's argument, default of both transformers and the DeepSeek-V3 code)

@@ -11,6 +11,7 @@ from reshard.formats import (
     dcp_folder,
     descent,
     huggingface,
+    internlm,
     iterations,
     megatron,
     megatron_legacy,
@@ -18,7 +19,9 @@ from reshard.formats import (
     peft,
 )
 
-FORMATS = {module.NAME: module for module in (megatron, megatron_legacy, dcp_folder, peft, huggingface)}
+FORMATS = {
+    module.NAME: module for module in (megatron, megatron_legacy, dcp_folder, peft, internlm, huggingface)
+}
 """By name, in the order in which they are looked for: a folder that could be two of them is the first.
 
 A module has `NAME`, `WHAT` (what it is, in a line), `detect(path)` and `open_checkpoint(path, iteration)`.

@@ -18,7 +18,7 @@ from reshard.formats.hints import BASE, find_hints
 from reshard.layout import Layout
 from reshard.model import Model, resolve, resolve_if_declared
 from reshard.plan import Plan
-from reshard.planning import dcp, hub, megatron, merge, peft
+from reshard.planning import dcp, hub, internlm, megatron, merge, peft
 from reshard.planning.common import Options, Source
 from reshard.planning.optimizer import refuse_unable
 
@@ -29,6 +29,7 @@ TARGETS: dict[str, Callable[[Source], Plan]] = {
     "dcp": dcp.plan,
     "megatron": partial(megatron.plan, target="megatron"),
     "megatron-legacy": partial(megatron.plan, target="megatron-legacy"),
+    "internlm": internlm.plan,
     "peft": peft.plan,
 }
 """What can be written, by the name of its format."""

@@ -109,10 +109,12 @@ def _compiler(logical: LogicalTensors, name: str) -> Callable[[], Any]:
 def native_tensors(logical: LogicalTensors, natives: Mapping[str, Bound], types: Types) -> Iterator[Planned]:
     """All tensors of an engine. Raises ReshardError where it fuses tensors of different dtypes."""
     problems = []
+    usual = Counter(item.dtype for item in logical.tensors.values()).most_common(1)[0][0]
     for name, bound in natives.items():
         sources = {piece.source for piece in bound.view.pieces if not isinstance(piece.source, Dropped)}
         found = {logical.tensors[str(source)].dtype for source in sources}
         wanted = {types.of(str(source), logical.tensors[str(source)].dtype) for source in sources}
+        wanted = wanted or {types.of(name, usual)}  # it is zeros alone
         if len(wanted) > 1:
             problems.append(
                 Problem(

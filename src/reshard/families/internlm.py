@@ -1,0 +1,214 @@
+"""InternLM and InternLM2 as the hub has them, and where their tensors lie in InternEvo's. InternLM3 is in `llama.py`.
+
+InternEvo's dialects are called after the models that named its tensors: "internlm" and "internlm2", which Llama
+shares. Where the rows of query and key go in pairs (`adapt_hf` off), the name of the dialect ends in "-interleaved".
+Sources: `model/modeling_{internlm,internlm2,llama,moe}.py` of InternEvo 0.4.9, and the models for transformers that it
+ships.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+
+from reshard.families import config
+from reshard.families.family import Family, Rules
+from reshard.families.rules import (
+    GATED,
+    Block,
+    Dims,
+    Rule,
+    attention,
+    decoder,
+    ends,
+    gated_mlp,
+    moe,
+    native,
+    norms,
+    same,
+    under,
+)
+from reshard.views import View, concat
+
+HUB_LAYER = "model.layers.{layer}"
+W123 = ("w1", "w3", "w2")
+"""InternEvo's gate, up and down projection, and InternLM2's on the hub."""
+
+HUB_ENDS = {"model.embed_tokens.weight": "model.tok_embeddings.weight", "lm_head.weight": "output.weight"}
+"""What InternLM2 calls the embedding and the head."""
+
+
+def dialects(name: str, rules: Callable[[Dims, bool], Iterable[Rule]]) -> Mapping[str, Rules]:
+    """Both orders of rotary rows in one of InternEvo's dialects."""
+    return {name: partial(_ordered, rules, False), f"{name}-interleaved": partial(_ordered, rules, True)}
+
+
+def _ordered(rules: Callable[[Dims, bool], Iterable[Rule]], interleaved: bool, d: Dims) -> Iterable[Rule]:
+    return rules(d, interleaved)
+
+
+def in_halves(view: View, axis: int) -> View:
+    """The rows of a head as the hub has them, where pairs are rotated: row 2i goes to i, and 2i + 1 to i + d/2."""
+    pairs = view.split(axis, view.shape[axis] // 2, 2)
+    order = [*range(axis), axis + 1, axis, *range(axis + 2, len(pairs.shape))]
+    return pairs.permute(*order).merge(axis)
+
+
+def heads_in_halves(view: View, d: Dims, interleaved: bool) -> View:
+    """The same for a whole projection, whose first axis is all heads."""
+    if not interleaved:
+        return view
+    heads = view.split(0, view.shape[0] // d.head_dim, d.head_dim)
+    return in_halves(heads, 1).merge(0)
+
+
+# ------------------------------------------------------------------------------------------- Megatron-Core
+
+
+def internlm(d: Dims) -> Iterator[Rule]:
+    """Llama with biases in attention alone."""
+    yield from ends(d)
+    yield from decoder(d, [*norms(d), *attention(d), *gated_mlp(d, d.ffn)])
+    yield from zero_biases(d, "mlp", d.ffn)
+
+
+def internlm_moe(d: Dims) -> Iterator[Rule]:
+    """The same with experts in every layer."""
+    yield from ends(d)
+    yield from decoder(d, [], [*norms(d), *attention(d), *moe(d, names=W123)])
+    yield from zero_biases(d, "mlp.experts.{expert}", d.expert_ffn)
+
+
+def internlm2(d: Dims) -> Iterator[Rule]:
+    """Query, key and value are fused on the hub too, in Megatron-Core's order."""
+    fused = (d.heads + 2 * d.groups) * d.head_dim
+    wide = d.heads * d.head_dim
+    block = [
+        same("attention_norm.weight", "input_layernorm.weight", d.hidden),
+        same("ffn_norm.weight", "pre_mlp_layernorm.weight", d.hidden),
+        same("attention.wqkv.weight", "self_attention.linear_qkv.weight", fused, d.hidden),
+        same("attention.wo.weight", "self_attention.linear_proj.weight", d.hidden, wide),
+        *gated_mlp(d, d.ffn, "feed_forward", names=W123),
+    ]
+    if d.bias:
+        block.append(same("attention.wqkv.bias", "self_attention.linear_qkv.bias", fused))
+        block.append(same("attention.wo.bias", "self_attention.linear_proj.bias", d.hidden))
+    yield from (replace(rule, hf=HUB_ENDS.get(rule.hf, rule.hf)) for rule in ends(d))
+    yield from decoder(d, block)
+    yield from zero_biases(d, "mlp", d.ffn)
+
+
+def zero_biases(d: Dims, mcore: str, ffn: int) -> Iterator[Rule]:
+    """Megatron-LM's `add_bias_linear` gives biases to the MLP too. InternLM has none there, so they are zeros."""
+    if not d.bias:
+        return
+    for module, rows in (("linear_fc1", 2 * ffn), ("linear_fc2", d.hidden)):
+        bias = native(f"decoder.layers.{{layer}}.{mcore}.{module}.bias", rows)
+        yield Rule("", bias, tuple(range(d.layers)), d.experts, reason=config.ZERO_BIAS)
+
+
+# ----------------------------------------------------------------------------------------------- InternEvo
+
+
+def _mlp(d: Dims, ffn: int, hf: str, names: tuple[str, str, str], evo: str) -> Block:
+    """A gated MLP, whose projections InternEvo keeps apart."""
+    shapes = ((ffn, d.hidden), (ffn, d.hidden), (d.hidden, ffn))
+    return [
+        same(f"{hf}.{name}.weight", f"{evo}.{own}.weight", *shape)
+        for name, own, shape in zip(names, W123, shapes, strict=True)
+    ]
+
+
+def _ends(d: Dims, embedding: str, head: str, hub: Mapping[str, str]) -> Iterator[Rule]:
+    """Embedding, final norm and head; the hub calls them as Llama does, or by the names in `hub`."""
+    for hf, evo, *shape in (
+        ("model.embed_tokens.weight", embedding, d.vocab, d.hidden),
+        ("model.norm.weight", "norm.weight", d.hidden),
+        ("lm_head.weight", head, d.vocab, d.hidden),
+    ):
+        yield same(hub.get(str(hf), str(hf)), str(evo), *map(int, shape))
+
+
+def evo_internlm(d: Dims, interleaved: bool) -> Iterator[Rule]:
+    """InternLM: Wqkv is the three projections one above the other; with experts, `mlp` is their layer."""
+    yield from _ends(d, "embedding.weight", "head.weight", {})
+    block = [
+        same("input_layernorm.weight", "norm1.weight", d.hidden),
+        same("post_attention_layernorm.weight", "norm2.weight", d.hidden),
+        same("self_attn.o_proj.weight", "mixer.out_proj.weight", d.hidden, d.heads * d.head_dim),
+    ]
+    if d.bias:
+        block.append(same("self_attn.o_proj.bias", "mixer.out_proj.bias", d.hidden))
+    rows = 3 * d.heads * d.head_dim
+    for kind, inner in (("weight", (d.hidden,)), *([("bias", ())] if d.qkv_bias else [])):
+        query, key, value = (
+            native(f"mixer.Wqkv.{kind}", rows, *inner).split(0, 3, rows // 3)[i] for i in range(3)
+        )
+        block.append(Rule(f"self_attn.q_proj.{kind}", heads_in_halves(query, d, interleaved)))
+        block.append(Rule(f"self_attn.k_proj.{kind}", heads_in_halves(key, d, interleaved)))
+        block.append(Rule(f"self_attn.v_proj.{kind}", value))
+    if d.experts:
+        experts = _mlp(d, d.expert_ffn, "mlp.experts.{expert}", W123, "mlp.moe_layer.experts.{expert}")
+        block += [replace(rule, experts=d.experts) for rule in experts]
+        block.append(same("mlp.gate.weight", "mlp.moe_layer.gate.wg.weight", d.experts, d.hidden))
+    else:
+        block += _mlp(d, d.ffn, "mlp", GATED, "mlp")
+    yield from under(HUB_LAYER, "blocks.{layer}", block, tuple(range(d.layers)))
+
+
+def evo_internlm2(d: Dims, interleaved: bool) -> Iterator[Rule]:
+    """InternLM2: names and fused projection are the hub's."""
+    yield from _ends(d, "tok_embeddings.weight", "output.weight", HUB_ENDS)
+    group = d.heads // d.groups + 2
+    rows = d.groups * group * d.head_dim
+
+    def fused(kind: str, *inner: int) -> Rule:
+        view = native(f"attention.wqkv.{kind}", rows, *inner)
+        if interleaved:
+            heads = view.split(0, d.groups, group, d.head_dim)
+            rotated = in_halves(heads[:, :-1], 2)
+            view = concat([rotated, heads[:, -1:]], axis=1).reshape(rows, *inner)
+        return Rule(f"attention.wqkv.{kind}", view)
+
+    block = [
+        fused("weight", d.hidden),
+        same("attention.wo.weight", "attention.wo.weight", d.hidden, d.heads * d.head_dim),
+        *(same(f"{norm}.weight", f"{norm}.weight", d.hidden) for norm in ("attention_norm", "ffn_norm")),
+        *_mlp(d, d.ffn, "feed_forward", W123, "feed_forward"),
+    ]
+    if d.bias:
+        block += [fused("bias"), same("attention.wo.bias", "attention.wo.bias", d.hidden)]
+    yield from under(HUB_LAYER, "layers.{layer}", block, tuple(range(d.layers)))
+
+
+def evo_llama(d: Dims, interleaved: bool) -> Iterator[Rule]:
+    """Llama in InternEvo has the names of InternLM2, and its projections apart; it is trained without biases."""
+    yield from _ends(d, "tok_embeddings.weight", "output.weight", {})
+    query = native("attention.wq.weight", d.heads * d.head_dim, d.hidden)
+    key = native("attention.wk.weight", d.groups * d.head_dim, d.hidden)
+    block = [
+        Rule("self_attn.q_proj.weight", heads_in_halves(query, d, interleaved)),
+        Rule("self_attn.k_proj.weight", heads_in_halves(key, d, interleaved)),
+        same("self_attn.v_proj.weight", "attention.wv.weight", d.groups * d.head_dim, d.hidden),
+        same("self_attn.o_proj.weight", "attention.wo.weight", d.hidden, d.heads * d.head_dim),
+        same("input_layernorm.weight", "attention_norm.weight", d.hidden),
+        same("post_attention_layernorm.weight", "ffn_norm.weight", d.hidden),
+        *_mlp(d, d.ffn, "mlp", GATED, "feed_forward"),
+    ]
+    yield from under(HUB_LAYER, "layers.{layer}", block, tuple(range(d.layers)))
+
+
+INTERNLM = Family(
+    "internlm", "InternLMForCausalLM", config.INTERNLM, internlm, dialects("internlm", evo_internlm)
+)
+INTERNLM_MOE = Family(
+    "internlm_moe",
+    "InternLMMoEForCausalLM",
+    config.INTERNLM_MOE,
+    internlm_moe,
+    dialects("internlm", evo_internlm),
+)
+INTERNLM2 = Family(
+    "internlm2", "InternLM2ForCausalLM", config.INTERNLM2, internlm2, dialects("internlm2", evo_internlm2)
+)

@@ -1,0 +1,114 @@
+"""Plan an InternEvo checkpoint, for any tensor- and pipeline-parallel layout."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from reshard.dtypes import dtype
+from reshard.errors import Problem, ReshardError
+from reshard.families.rope import rope_parameters
+from reshard.formats import internlm
+from reshard.formats.internlm_config import engine_config, is_dynamic
+from reshard.formats.internlm_names import EMBEDDINGS
+from reshard.layout import Layout
+from reshard.logical import LogicalTensors, logical_tensors
+from reshard.model import Model
+from reshard.plan import Plan, Planned
+from reshard.planning.common import Source, Types, companion_files, finished, main_dtype, native_tensors
+from reshard.planning.megatron import lost_padding
+
+DIALECTS = {"llama": "internlm2", "internlm2": "internlm2", "internlm": "internlm"}
+"""How InternEvo names the tensors of each family that it can be given; experts would need files of their own."""
+
+HEAD = "output.weight"
+
+
+def plan(source: Source) -> Plan:
+    """Logical tensors under InternEvo's names, sharded for its ranks, with the config that builds the model."""
+    checkpoint, model, options = source.checkpoint, source.model, source.options
+    assert model is not None
+    logical = logical_tensors(checkpoint, model)
+    _check(model, options.layout, logical)
+    dialect = DIALECTS[model.family.name]
+    binding = model.binding(dialect)
+    tensors = list(native_tensors(logical, binding.native, Types(options.dtype)))
+    source, tensors = _head_of_its_own(source, tensors)
+    main = main_dtype(tensors)
+    config = engine_config(model.family.name, model.config, options.layout.vpp, dtype(main))
+    files = internlm.lay_out(tensors, config, options.layout, model.dims.layers)
+    files += companion_files(source, tensors)
+    dropped = Counter(checkpoint.dropped) + lost_padding(checkpoint, model, model.dims.vocab)
+    result = finished(source, internlm.NAME, files, tensors, dropped, logical, options.layout)
+    result.notes += _notices(model)
+    return result
+
+
+def _head_of_its_own(source: Source, tensors: list[Planned]) -> tuple[Source, list[Planned]]:
+    """InternEvo ties no weights: a tied head becomes a tensor of its own, with the embedding's values."""
+    model = source.model
+    assert model is not None
+    if not model.dims.tied:
+        return source, tensors
+    table = next(tensor for tensor in tensors if tensor.name in EMBEDDINGS)
+    config = {**model.config, "tie_word_embeddings": False}
+    return replace(source, model=replace(model, config=config)), [*tensors, replace(table, name=HEAD)]
+
+
+def _notices(model: Model) -> list[str]:
+    """Where the model that InternEvo builds computes something else than the config says."""
+    kind = rope_parameters(model.config).get("rope_type", "default")
+    if kind == "default" or (kind == "dynamic" and is_dynamic(model.config) and model.family.name != "llama"):
+        return []
+    return [f"rope_type is {kind!r}; InternEvo computes an unscaled rope for {model.family.name}"]
+
+
+def _check(model: Model, layout: Layout, logical: LogicalTensors) -> None:
+    """Refuse what InternEvo has no model for, and a layout that its sizes do not divide into; all of it at once."""
+    d, name = model.dims, model.family.name
+    if name not in DIALECTS:
+        raise ReshardError(
+            f"InternEvo's files cannot be written for the family {name}",
+            expected=", ".join(DIALECTS),
+            found=name,
+            remedy="choose another format with --to",
+        )
+    problems = [
+        Problem(f"{what} do not divide over --tp {layout.tp}", rule="every rank holds an equal share",
+                expected=f"a divisor of {size}", found=f"--tp {layout.tp}", remedy="choose another --tp")
+        for what, size in (
+            ("attention heads", d.heads),
+            ("query groups", d.groups),
+            ("the columns of the MLP", d.ffn),
+            ("the tokens of the vocabulary", d.vocab),
+        )
+        if size % layout.tp
+    ]  # fmt: skip
+    if layout.ep > 1:
+        problems.append(
+            Problem("the model has no experts", found=f"--ep {layout.ep}", remedy="leave out --ep")
+        )
+    if d.head_dim * d.heads != d.hidden:
+        problems.append(
+            Problem(
+                "InternEvo has no heads of this size",
+                rule="its heads together are as wide as the model",
+                expected=f"head_dim={d.hidden // d.heads}",
+                found=f"head_dim={d.head_dim}",
+                remedy="this model cannot be trained with InternEvo",
+            )
+        )
+    held = model.binding(DIALECTS[name]).hf
+    problems += [
+        Problem(
+            "InternEvo has no place for a tensor",
+            tensor=tensor,
+            rule=f"its model of the family {name} has this tensor",
+            found=str(list(item.shape)),
+            remedy="this model cannot be trained with InternEvo",
+        )
+        for tensor, item in logical.tensors.items()
+        if tensor not in held
+    ]
+    if problems:
+        raise ReshardError(problems)
