@@ -196,8 +196,9 @@ _ALIASES = {
     "swift": "ms-swift",
 }
 _VERSION = re.compile(
-    r"(?<![\w/-])(?P<name>" + "|".join([*PACKAGES, *_ALIASES]).replace("-", "[-_]") + r")"
-    r"(?:[\"']?\s*(?:version)?\s*(?:[:=]+|\bis\b)\s*v?|\s+v?|-)(?P<version>\d+\.\d+(?:\.\d+)?(?:\.?(?:dev|rc|post)\d+)?)",
+    r"(?<![\w.-])(?P<name>" + "|".join([*PACKAGES, *_ALIASES]).replace("-", "[-_]") + r")[\"'`]?(?: info)?"
+    r"(?:[ _]?version)?[\"'`]?(?:\s*[:=]+\s*(?:version=)?|\s+|-)[\"']?v?"
+    r"(?P<version>\d+\.\d+(?:\.\d+)?(?:\.?(?:dev|rc|post)\d+)?)",
     re.IGNORECASE,
 )
 
