@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("megatron.core")
 
 import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import reshard
+from reshard.errors import ReshardError
 from reshard.families import FAMILIES
+from reshard.families.undeclared import BEYOND_MEGATRON
 from reshard.layout import Layout
 from reshard.oracle.transformers import transformers_logits
-from tests.judges import TOKENS, assert_agree, assert_same_tensors, judged_by_megatron, tensors_of
+from tests.judges import (
+    TOKENS,
+    assert_agree,
+    assert_same_tensors,
+    differing_keys,
+    judged_by_megatron,
+    tensors_of,
+)
 
 Models = Callable[..., Path]
 
@@ -79,3 +96,99 @@ def test_baichuan_models_that_compute_otherwise_are_named() -> None:
     assert "ALiBi" in warning.message
     [warning] = notices({**small, "z_loss_weight": 0})
     assert "normalises the rows of its head" in warning.message
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 283,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+}
+WINDOW = {"sliding_window": 6}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+UNDECLARED: dict[str, dict[str, Any]] = {
+    "ernie4_5_moe": {"moe_k": 2, "moe_num_experts": 4, "moe_intermediate_size": 16},
+    "gemma": {},
+    "gemma2": {**WINDOW, "query_pre_attn_scalar": 8},
+    "gemma3_text": {**WINDOW, "query_pre_attn_scalar": 8},
+    "glm4": {},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmo2": {},
+    "qwen3_next": {
+        **EXPERTS,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 16,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def undeclared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A small random model of a family that nobody declared, as transformers saves it. No tokenizer."""
+
+    @cache
+    def make(model_type: str) -> Path:
+        folder = tmp_path_factory.mktemp(model_type) / "hub"
+        config = AutoConfig.for_model(model_type, **SIZES, **UNDECLARED[model_type])
+        model = AutoModelForCausalLM.from_config(config)
+        generator = torch.Generator().manual_seed(0)
+        for tensor in model.state_dict().values():
+            tensor.copy_(tensor + 0.2 * torch.randn(tensor.shape, generator=generator))
+        model.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("model_type", UNDECLARED)
+def test_a_family_that_nobody_declared_is_written_anew_under_its_own_names(
+    model_type: str, undeclared: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = undeclared(model_type)
+    result = tmp_path / "anew"
+    reshard.convert(source, result, to="huggingface", max_shard_size=40_000, no_tokenizer=True)
+    assert len(list(result.glob("*.safetensors"))) > 1
+    assert_same_tensors(tensors_of(result), tensors_of(source))
+    assert differing_keys(result, source) == set()
+    np.testing.assert_array_equal(transformers_logits(result, TOKENS), transformers_logits(source, TOKENS))
+
+
+@pytest.mark.parametrize("model_type", UNDECLARED)
+def test_what_megatron_does_not_compute_is_refused_with_the_reason(
+    model_type: str, undeclared: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with pytest.raises(ReshardError) as refused:
+        reshard.convert(undeclared(model_type), tmp_path / "there", to="megatron", no_tokenizer=True)
+    [problem] = refused.value.problems
+    assert problem.rule == BEYOND_MEGATRON[model_type]
+    assert not (tmp_path / "there").exists()
+
+
+def test_the_reasons_are_those_of_megatron_core() -> None:
+    """A layer has no norm behind attention or MLP, nothing scales embeddings or caps logits, and so on."""
+    sizes: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+    layer = {name for name in vars(get_gpt_layer_local_spec().submodules) if "norm" in name}
+    assert layer == {"input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm"}
+    options = {field.name for field in dataclasses.fields(TransformerConfig)}
+    assert not {name for name in options if "softcap" in name or "multiplier" in name}
+    with pytest.raises(ValueError, match="only supports sigmoid"):
+        TransformerConfig(**sizes, num_moe_experts=4, moe_router_enable_expert_bias=True)
+
+
+def test_the_guide_lists_what_cannot_be_declared() -> None:
+    guide = (Path(__file__).parents[1] / "docs" / "add-a-family.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", guide.partition("## What cannot be declared")[2], re.M)
+    assert dict(rows) == BEYOND_MEGATRON
+    assert BEYOND_MEGATRON.keys() == UNDECLARED.keys() | {"gemma3"}  # whose text model is gemma3_text
+    assert not BEYOND_MEGATRON.keys() & FAMILIES.keys()

@@ -13,6 +13,7 @@ from reshard.errors import Problem, ReshardError, one_for_all
 from reshard.families import FAMILIES, Family
 from reshard.families.binding import Binding
 from reshard.families.rules import Dims
+from reshard.families.undeclared import BEYOND_MEGATRON
 from reshard.formats import fused
 from reshard.formats.companions import find_companions, read_object
 from reshard.formats.mcore import padded_vocabulary
@@ -178,6 +179,8 @@ def _family_of(
     model_type = config.get("model_type")
     if model_type in FAMILIES:
         return FAMILIES[model_type], []
+    if model_type in BEYOND_MEGATRON:
+        raise ReshardError(_beyond(model_type))
     fits = [(family, _misfits(family, config, checkpoint)) for family in FAMILIES.values()]
     usable = [(family, misfits) for family, misfits in fits if misfits is not None]
     if not usable:
@@ -187,6 +190,15 @@ def _family_of(
         raise ReshardError([_unsupported(model_type), *misfits])
     known = f'model_type "{model_type}" is not known' if model_type else "config.json has no model_type"
     return family, [f"{known}; the tensors are those of {family.name} (--family forces another)"]
+
+
+def _beyond(model_type: str) -> Problem:
+    return Problem(
+        f'Megatron-Core does not compute what the family "{model_type}" computes',
+        rule=BEYOND_MEGATRON[model_type],
+        found=f"model_type {model_type} in config.json",
+        remedy="convert it to a format that keeps the names of the hub, or force a family with --family NAME",
+    )
 
 
 def _unsupported(model_type: str | None) -> Problem:
