@@ -49,8 +49,7 @@ def broken(made: Path, tmp_path: Path) -> Callable[[str], Path]:
     """A copy of a kind, to be broken."""
 
     def copy(kind: str) -> Path:
-        folder = VERL / kind.removeprefix("verl/") if kind.startswith("verl/") else made / kind
-        return Path(shutil.copytree(folder, tmp_path / "broken"))
+        return Path(shutil.copytree(made / kind, tmp_path / "broken"))
 
     return copy
 
@@ -146,6 +145,26 @@ def test_verl(kind: str, tmp_path: Path) -> None:
     reshard.convert(VERL / kind, tmp_path / "out")
     assert_agree(transformers_logits(tmp_path / "out", TOKENS), np.load(VERL / kind / "logits.npy"))
     assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+def test_an_adapter_that_verl_trained(hf_model: Models, tmp_path: Path) -> None:
+    """Merged, by the alpha that verl noted beside it, it computes what the ranks computed with it."""
+    base = hf_model("llama", **makers.TINY)
+    reshard.convert(VERL / "fsdp2-lora", tmp_path / "out", merge=True, base=base)
+    logits = transformers_logits(tmp_path / "out", TOKENS)
+    assert_agree(logits, np.load(VERL / "fsdp2-lora" / "logits.npy"))
+    assert np.abs(logits - transformers_logits(base, TOKENS)).max() > 0.1
+
+
+def test_a_state_dict_inside_of_another(broken: Callable[[str], Path]) -> None:
+    folder = broken("fsdp2")
+    for rank in range(makers.WORLD):
+        torch.save(
+            {"model": torch.load(rank_file(folder, rank), weights_only=False), "step": 3},
+            rank_file(folder, rank),
+        )
+    assert_expected(folder, folder / "expected")
+    assert reshard.open(folder).notes[-1] == "left out, since they are no weights: step"
 
 
 def test_inspect_names_what_verl_saved_beside_the_weights() -> None:

@@ -92,7 +92,7 @@ class PartReader:
 
     def __init__(self, file: str) -> None:
         self._file = file
-        self._meshes: dict[int, Mesh] = {}  # by the identity of their objects, since tensors share them
+        self._meshes: dict[int, Mesh] = {}  # by the identity of their objects, which tensors share
 
     def read(self, name: str, value: Any) -> Part:
         """What the file holds of the tensor `name`. Raises ReshardError if it is damaged or of no use."""
@@ -113,7 +113,7 @@ class PartReader:
         _, dtype, shape, *_ = value.args[2]
         state = _attributes(value.args[3])
         spec = _attributes(state["_spec"])
-        mesh = self._meshes.setdefault(id(spec["mesh"]), _mesh(_attributes(spec["mesh"])))
+        mesh = self._mesh(spec["mesh"])
         placements = tuple(map(_placement, spec["placements"]))
         _check_placements(name, placements, self._file)
         if len(placements) != len(mesh.shape):
@@ -124,6 +124,11 @@ class PartReader:
         _check_local(name, local, dtype, axes, spread, self._file)
         boxes = tuple(_boxes(Tensor.stored(local).view, axes)) if local.numel else ()
         return Part("DTensor", dtype, shape, spread, boxes, mesh.rank, mesh.ranks)
+
+    def _mesh(self, value: Any) -> Mesh:
+        if id(value) not in self._meshes:
+            self._meshes[id(value)] = _read_mesh(_attributes(value))
+        return self._meshes[id(value)]
 
 
 def plain_part(stored: StoredTensor) -> Part:
@@ -147,7 +152,7 @@ def _attributes(value: Any) -> dict[str, Any]:
     return {key: item for part in parts if part is not None for key, item in part.items()}
 
 
-def _mesh(state: dict[str, Any]) -> Mesh:
+def _read_mesh(state: dict[str, Any]) -> Mesh:
     """A `DeviceMesh`: a tensor of ranks until torch 2.9, then a layout over a list of ranks."""
     stored = state.get("mesh", state.get("_mesh"))
     shape = (
@@ -283,6 +288,9 @@ def _chunk(axis: Intervals, parts: int, index: int) -> Intervals:
 
 def _boxes(local: View, axes: Sequence[Intervals]) -> Iterator[Box]:
     """The boxes that a local tensor consists of: one for each choice of intervals."""
+    if all(len(axis) == 1 for axis in axes):
+        yield Box(tuple(axis[0][0] for axis in axes), local)
+        return
     placed = []
     for axis in axes:
         starts, at = [], 0

@@ -70,9 +70,7 @@ def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
         )
     files = _choose(path)
     _check_names(files)
-    contents = {file: _state_dict(file) for file in files.ranks.values()}
-    _refuse_flat(contents)
-    parts, entries, problems = _parts(contents)
+    parts, entries, problems = _parts(files)
     problems = problems or _rank_problems(files, parts)
     if problems:
         raise ReshardError(problems)
@@ -174,10 +172,12 @@ def _missing(files: Files, rank: int, rule: str) -> Problem:
     )
 
 
-def _state_dict(file: Path) -> dict[str, Any]:
+def _state_dict(file: Path, others: Counter[str]) -> dict[Any, Any]:
+    """The model's state dict, which may stand inside of another dict, whose other entries go to `others`."""
     content = read_torch_file(file)
     for key in _NESTED:
         if isinstance(content, dict) and isinstance(content.get(key), dict):
+            others.update(str(other) for other in content if other != key)
             content = content[key]
     if not isinstance(content, dict):
         raise ReshardError(
@@ -190,19 +190,18 @@ def _state_dict(file: Path) -> dict[str, Any]:
     return content
 
 
-def _refuse_flat(contents: Mapping[Path, dict[str, Any]]) -> None:
-    for file, content in contents.items():
-        flat = [name for name in content if str(name).endswith(FLAT)]
-        if flat:
-            raise ReshardError(
-                "the parameters are flat, and the files do not tell their shapes",
-                tensor=str(flat[0]),
-                file=str(file),
-                rule="a state dict of FSDP1 is sharded or full (StateDictType), not local",
-                found=f"LOCAL_STATE_DICT, {len(flat)} flat parameters",
-                remedy="load it in the training script and save it with fsdp_state_dict_type: SHARDED_STATE_DICT "
-                "(or FULL_STATE_DICT)",
-            )
+def _refuse_flat(content: Mapping[Any, Any], file: str) -> None:
+    flat = [str(name) for name in content if str(name).endswith(FLAT)]
+    if flat:
+        raise ReshardError(
+            "the parameters are flat, and the files do not tell their shapes",
+            tensor=flat[0],
+            file=file,
+            rule="a state dict of FSDP1 is sharded or full (StateDictType), not local",
+            found=f"LOCAL_STATE_DICT, {len(flat)} flat parameters",
+            remedy="load it in the training script and save it with fsdp_state_dict_type: SHARDED_STATE_DICT "
+            "(or FULL_STATE_DICT)",
+        )
 
 
 def _left_behind(folder: Path) -> Counter[str]:
@@ -220,14 +219,16 @@ Parts = list[tuple[str, Part]]
 """What each file holds of one tensor, as pairs of file and part."""
 
 
-def _parts(contents: Mapping[Path, dict[str, Any]]) -> tuple[dict[str, Parts], Counter[str], list[Problem]]:
+def _parts(files: Files) -> tuple[dict[str, Parts], Counter[str], list[Problem]]:
     """The parts of every tensor, how often each entry occurs that is no tensor, and what cannot be read."""
     parts: dict[str, Parts] = defaultdict(list)
     others: Counter[str] = Counter()
     problems: list[Problem] = []
-    for path, content in contents.items():
+    for path in files.ranks.values():
         file = str(path)
         reader = PartReader(file)
+        content = _state_dict(path, others)
+        _refuse_flat(content, file)
         for key, value in content.items():
             name = str(key)
             try:
@@ -336,5 +337,5 @@ def _notes(files: Files, parts: Mapping[str, Parts], entries: Counter[str]) -> l
         which = f"{whole[0]} and {len(whole) - 1} more" if whole[1:] else whole[0]
         notes.append(f"not sharded, but whole on every rank: {which}")
     if entries:
-        notes.append(f"left out, since they are no tensors: {', '.join(sorted(entries))}")
+        notes.append(f"left out, since they are no weights: {', '.join(sorted(entries))}")
     return notes

@@ -157,6 +157,7 @@ class _Rebuilder:
         self._file = file
         self._storage = storage
         self._sealed = Sealed()
+        self._subclassed = opaque_class("torch._tensor", "_rebuild_from_type_v2")
         self._seen: dict[tuple[str, int], Storage] = {}
 
     def load(self, pickled: bytes) -> Any:
@@ -229,13 +230,12 @@ class _Rebuilder:
     def _parameter(tensor: Any, *rest: Any) -> Any:
         return tensor
 
-    @staticmethod
-    def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
+    def _from_type(self, function: Any, kind: Any, args: Any, state: Any) -> Any:
         """A tensor of a subclass, or with attributes: the tensor, or its parts if it is no plain one."""
         tensor = function(*args)
         if isinstance(tensor, StoredTensor):
             return tensor
-        return opaque_class("torch._tensor", "_rebuild_from_type_v2")(function, kind, args, state)
+        return self._subclassed(function, kind, args, state)
 
     @staticmethod
     def _attribute(owner: Any, name: str) -> Any:
