@@ -228,3 +228,12 @@ def test_more_members_than_16_bits_count() -> None:
     reader = torch._C.PyTorchFileReader(io.BytesIO(file))
     assert len(reader.get_all_records()) == 65_600 + 6
     assert reader.get_record("data/65599") == bytes([65_599 % 251])
+
+
+def test_a_repeated_element_is_stored_once_and_seen_everywhere() -> None:
+    repeated = NewTensor("x", dtypes.dtype("float32"), (3, 5), repeated=True)
+    image = layout_torch_file({"x": repeated})
+    found = torch.load(io.BytesIO(image_bytes(image, {"x": np.float32(2).tobytes()})))["x"]
+    assert found.shape == (3, 5)
+    assert found.untyped_storage().nbytes() == 4
+    assert torch.equal(found.view(-1), torch.full((15,), 2.0))

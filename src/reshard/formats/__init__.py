@@ -9,7 +9,9 @@ from reshard.errors import Problem, ReshardError
 from reshard.formats import (
     companions,
     dcp_folder,
+    deepspeed,
     descent,
+    fsdp_ranks,
     huggingface,
     internlm,
     iterations,
@@ -20,7 +22,8 @@ from reshard.formats import (
 )
 
 FORMATS = {
-    module.NAME: module for module in (megatron, megatron_legacy, dcp_folder, peft, internlm, huggingface)
+    module.NAME: module
+    for module in (megatron, megatron_legacy, dcp_folder, fsdp_ranks, deepspeed, peft, internlm, huggingface)
 }
 """By name, in the order in which they are looked for: a folder that could be two of them is the first.
 

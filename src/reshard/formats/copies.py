@@ -42,7 +42,7 @@ class CopyFinder:
             first = seen.setdefault(tuple(shards), file)
             if first != file and set(self._places[first]) != set(self._places[file]):
                 tensor = str(self._places[file][0][0])
-                problems.append(_copy(file, f"the same {len(shards)} shards as in {first}", tensor))
+                problems.append(copy_problem(file, f"the same {len(shards)} shards as in {first}", tensor))
         return problems
 
 
@@ -61,11 +61,12 @@ def explained(problems: Sequence[Problem], files: Iterable[Path]) -> Sequence[Pr
             file.seek(max(0, size - EDGE))
             first = seen.setdefault((size, head, file.read(EDGE)), path)
         if first != path and any(file.startswith((str(first), str(path))) for file in broken):
-            copies.append(_copy(str(path), f"the same {size} bytes as in {first}"))
+            copies.append(copy_problem(str(path), f"the same {size} bytes as in {first}"))
     return copies or problems
 
 
-def _copy(file: str, found: str, tensor: str | None = None) -> Problem:
+def copy_problem(file: str, found: str, tensor: str | None = None) -> Problem:
+    """The problem of `file`, which holds what is `found` elsewhere too."""
     return Problem(
         "the file of one rank is a copy of another rank's",
         tensor=tensor,

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from reshard.dtypes import DType
@@ -31,15 +32,31 @@ _CRC_IN_ENTRY = 16
 
 @dataclass(frozen=True, slots=True)
 class NewTensor:
-    """A contiguous tensor to be written; tensors with an equal `key` share one storage."""
+    """A contiguous tensor to be written; tensors with an equal `key` share one storage.
+
+    A `repeated` one stores a single element that stands at every place, as `Tensor.expand` of torch makes it.
+    """
 
     key: Hashable
     dtype: DType
     shape: tuple[int, ...]
+    repeated: bool = False
+
+    @property
+    def stored(self) -> int:
+        """How many elements its storage has."""
+        return 1 if self.repeated else prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+        """Bytes of its storage."""
+        return self.stored * self.dtype.itemsize
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """In elements of its storage."""
+        step = 0 if self.repeated else 1
+        return tuple(step * prod(max(n, 1) for n in self.shape[i + 1 :]) for i in range(len(self.shape)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +104,19 @@ def layout_torch_file(content: Any) -> Image:
     return archive.finish()
 
 
-def image_bytes(image: Image) -> bytes:
-    """The whole file of an image without tensors."""
-    if image.slots:
-        raise ValueError("the image has tensors, whose bytes are not known")
-    return b"".join(content for _, content in image.literals)
+def image_bytes(image: Image, contents: Mapping[Hashable, bytes] = MappingProxyType({})) -> bytes:
+    """The whole file of an image. `contents` has the bytes of each of its tensors, by key; ValueError if not."""
+    whole = bytearray(image.size)
+    for offset, content in image.literals:
+        whole[offset : offset + len(content)] = content
+    for slot in image.slots:
+        content = contents.get(slot.key, b"")
+        if len(content) != slot.nbytes:
+            raise ValueError(f"the image has tensors, whose bytes are not known: {slot.key!r} has {slot.nbytes}")
+        whole[slot.offset : slot.offset + slot.nbytes] = content
+        for place in slot.crc_at:
+            struct.pack_into("<I", whole, place, zlib.crc32(content))
+    return bytes(whole)
 
 
 def _serialization_id(pickled: bytes) -> bytes:
@@ -113,17 +138,16 @@ class _TorchPickler(Pickler):
         if known.nbytes != tensor.nbytes:
             raise ValueError(f"{tensor.key!r} is two tensors of different sizes")
         number = self._numbers.setdefault(tensor.key, str(len(self._numbers)))
-        strides = tuple(prod(max(n, 1) for n in tensor.shape[i + 1 :]) for i in range(len(tensor.shape)))
         hooks = Reduce(Global("collections", "OrderedDict"))
         if tensor.dtype.storage:
             kind = Global("torch", tensor.dtype.storage)
-            storage = Persistent(("storage", kind, number, "cpu", prod(tensor.shape)))
-            arguments = (storage, 0, tensor.shape, strides, False, hooks)
+            storage = Persistent(("storage", kind, number, "cpu", tensor.stored))
+            arguments = (storage, 0, tensor.shape, tensor.strides, False, hooks)
             self.write(Reduce(Global("torch._utils", "_rebuild_tensor_v2"), arguments))
         else:
             kind = Global("torch.storage", "UntypedStorage")
             storage = Persistent(("storage", kind, number, "cpu", tensor.nbytes))
-            typed = (storage, 0, tensor.shape, strides, False, hooks, tensor.dtype)
+            typed = (storage, 0, tensor.shape, tensor.strides, False, hooks, tensor.dtype)
             self.write(Reduce(Global("torch._utils", "_rebuild_tensor_v3"), typed))
 
 

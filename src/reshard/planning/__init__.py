@@ -18,7 +18,7 @@ from reshard.formats.hints import BASE, find_hints
 from reshard.layout import Layout
 from reshard.model import Model, resolve, resolve_if_declared
 from reshard.plan import Plan
-from reshard.planning import dcp, hub, internlm, megatron, merge, peft
+from reshard.planning import dcp, deepspeed, hub, internlm, megatron, merge, peft
 from reshard.planning.common import Options, Source
 from reshard.planning.optimizer import refuse_unable
 
@@ -29,17 +29,19 @@ TARGETS: dict[str, Callable[[Source], Plan]] = {
     "dcp": dcp.plan,
     "megatron": partial(megatron.plan, target="megatron"),
     "megatron-legacy": partial(megatron.plan, target="megatron-legacy"),
+    "deepspeed": deepspeed.plan,
     "internlm": internlm.plan,
     "peft": peft.plan,
 }
 """What can be written, by the name of its format."""
 
-NAMED_AS_THE_HUB = {"huggingface", "dcp"}
+NAMED_AS_THE_HUB = {"huggingface", "dcp", "deepspeed"}
 """Targets whose names are the hub's, so that a family which nobody declared can be carried there."""
 
 WITHOUT_LAYOUT = {
     "huggingface": "a Hugging Face folder",
     "dcp": "a distributed checkpoint of torch",
+    "deepspeed": "a universal checkpoint of DeepSpeed",
     "peft": "an adapter",
 }
 """Targets that no ranks share."""
@@ -47,7 +49,7 @@ WITHOUT_LAYOUT = {
 WITHOUT_MODEL = {"peft"}
 """Targets that hold something else than a model."""
 
-WITH_OPTIMIZER = {"megatron"}
+WITH_OPTIMIZER = {"dcp", "deepspeed", "megatron"}
 """Targets that hold a tensor for each optimizer state of a tensor."""
 
 

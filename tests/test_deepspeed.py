@@ -1,0 +1,455 @@
+"""DeepSpeed: what the real one wrote is read bit for bit, and what reshard writes the real one loads.
+
+The checkpoints in `tests/data/deepspeed` are of `tests/genuine/make_deepspeed.py`, with DeepSpeed's own answers.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import reshard
+from reshard.errors import Problem, ReshardError
+from reshard.formats import deepspeed_files
+from tests.commandline import reshard as command
+from tests.genuine import make_deepspeed
+from tests.genuine.make_deepspeed import TAG, TOKENS, VARIANTS
+from tests.judges import tensors_of
+
+DATA = Path(__file__).parent / "data" / "deepspeed"
+WHOLE = [name for name, variant in VARIANTS.items() if not variant.lora]
+MASTERS = [name for name in WHOLE if VARIANTS[name].stage]
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Iterator[Any]:
+    """Copy a checkpoint, to damage it."""
+    yield lambda name: Path(shutil.copytree(DATA / name, tmp_path / name))
+
+
+def converted(source: Path, out: Path, **options: Any) -> Weights:
+    """The tensors of the Hugging Face folder that `source` becomes."""
+    reshard.convert(source, out, no_tokenizer=True, **options)
+    return tensors_of(out)
+
+
+def assert_holds(ours: Weights, wanted: Weights) -> None:
+    """The same bits under each name that is wanted; a tied head may be left to its embedding."""
+    for name, tensor in wanted.items():
+        if name == "lm_head.weight" and name not in ours:
+            continue
+        assert ours[name].dtype == tensor.dtype, name
+        assert torch.equal(ours[name], tensor), name
+
+
+def problems_of(folder: Path) -> list[Problem]:
+    """Why a checkpoint cannot be opened."""
+    with pytest.raises(ReshardError) as caught:
+        reshard.open(folder)
+    return caught.value.problems
+
+
+# ---------------------------------------------------------------------------------------------- reading
+
+
+@pytest.mark.parametrize("name", MASTERS)
+def test_weights_are_the_fp32_masters_as_zero_to_fp32_gathers_them(name: str, tmp_path: Path) -> None:
+    ours = converted(DATA / name, tmp_path / "out")
+    assert_holds(ours, load_file(DATA / name / "fp32.safetensors"))
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_dtype_of_training_gives_the_weights_that_the_engine_computed_with(name: str, tmp_path: Path) -> None:
+    variant = VARIANTS[name]
+    ours = converted(DATA / name, tmp_path / "out", dtype=variant.dtype)
+    module = load_file(DATA / name / "module.safetensors")
+    assert ours.keys() == module.keys()
+    assert_holds(ours, module)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_transformers_computes_the_logits_of_the_engine(name: str, tmp_path: Path) -> None:
+    converted(DATA / name, tmp_path / "out", dtype=VARIANTS[name].dtype)
+    assert_computes_as(DATA / name, tmp_path / "out")
+
+
+def assert_computes_as(made: Path, folder: Path) -> None:
+    """transformers' logits of `folder` are those of the engine that made a checkpoint, in the precision it had."""
+    dtype = VARIANTS[made.name].dtype
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    with torch.no_grad():
+        ours = model(torch.tensor(TOKENS)).logits.float().numpy()
+    assert_close(ours, np.load(made / "logits.npy"), dtype)
+
+
+def assert_close(ours: Any, engine: Any, dtype: str) -> None:
+    """Logits relative to the greatest one: a sum in bfloat16 depends on the order in which a machine adds."""
+    tolerance = 1e-5 if dtype == "float32" else 2e-2
+    assert engine.std() > 0.1
+    assert np.abs(ours - engine).max() <= tolerance * np.abs(engine).max()
+
+
+@pytest.mark.parametrize("name", MASTERS)
+def test_optimizer_states_are_those_that_the_engine_gathers(name: str, tmp_path: Path) -> None:
+    reshard.convert(DATA / name, tmp_path / "out", to="deepspeed", with_optimizer=True, no_tokenizer=True)
+    wanted = load_file(DATA / name / "exp_avg.safetensors")
+    folders = tmp_path / "out" / f"{TAG}_universal" / "zero"
+    found = {path.parent.name: torch.load(path)["param"] for path in folders.glob("*/exp_avg.pt")}
+    assert wanted.keys() <= found.keys()
+    for state, tensor in wanted.items():
+        assert torch.equal(found[state], tensor), state
+    assert {float(torch.load(path)) for path in folders.glob("*/step.pt")} == {2.0}
+
+
+def test_a_note_says_which_weights_are_taken() -> None:
+    (note,) = reshard.open(DATA / "z3").notes
+    assert "fp32 masters" in note and "--dtype bfloat16" in note
+    assert reshard.open(DATA / "z3_fp32").notes == []
+    (note,) = reshard.open(DATA / "z0_bf16").notes
+    assert "module's, in bfloat16" in note
+
+
+def test_frozen_weights_keep_the_dtype_of_the_module() -> None:
+    checkpoint = reshard.open(DATA / "z3")
+    frozen = {name for name, tensor in checkpoint.tensors.items() if tensor.dtype.name == "bfloat16"}
+    assert frozen == {name for name in checkpoint.tensors if "mlp" in name}
+
+
+@pytest.mark.parametrize("name", ["z2_lora", "z3_lora"])
+def test_without_frozen_weights_the_adapter_alone_is_left(name: str) -> None:
+    checkpoint = reshard.open(DATA / name)
+    trained = {n: t for n, t in load_file(DATA / name / "module.safetensors").items() if "lora_" in n}
+    assert checkpoint.tensors.keys() == trained.keys()
+    assert all(key.startswith("base_model.model.model.layers.") for key in trained)
+
+
+@pytest.mark.parametrize("name", ["z2_lora", "z3_lora"])
+def test_an_adapter_merged_into_its_base_computes_as_the_engine(name: str, tmp_path: Path) -> None:
+    module = load_file(DATA / name / "module.safetensors")
+    base = {_base_name(key): tensor for key, tensor in module.items() if "lora_" not in key}
+    (tmp_path / "base").mkdir()
+    save_file(base, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    shutil.copy(DATA / name / "config.json", tmp_path / "base")
+    options: dict[str, Any] = {"base": tmp_path / "base", "merge": True, "lora_alpha": 4}
+    converted(DATA / name, tmp_path / "out", dtype="float32", **options)
+    assert_computes_as(DATA / name, tmp_path / "out")
+    with pytest.raises(AssertionError):
+        assert_computes_as(DATA / name, tmp_path / "base")
+
+
+def _base_name(name: str) -> str:
+    return name.removeprefix("base_model.model.").replace(".base_layer", "")
+
+
+@pytest.mark.parametrize("name", ["z0", "z2", "z3"])
+def test_the_folder_of_the_step_can_be_named_itself(name: str) -> None:
+    run, step = reshard.open(DATA / name), reshard.open(DATA / name / TAG)
+    assert step.tensors.keys() == run.tensors.keys()
+    assert step.iteration == run.iteration == 2
+    assert step.root.resolve() == DATA / name
+
+
+def test_iteration_chooses_a_step_and_latest_does_otherwise(copy: Any) -> None:
+    run = copy("z2")
+    shutil.copytree(run / TAG, run / "global_step10")
+    assert reshard.open(run).iteration == 2
+    assert reshard.open(run, iteration=10).path == run / "global_step10"
+    (run / "latest").unlink()
+    assert "--iteration" in str(problems_of(run)[0].remedy)
+
+
+def test_a_folder_of_trainer_is_read_with_its_config(copy: Any, tmp_path: Path) -> None:
+    (tmp_path / "output").mkdir()
+    copy("z3").rename(tmp_path / "output" / "checkpoint-2")
+    checkpoint = reshard.open(tmp_path / "output")
+    assert checkpoint.root == tmp_path / "output" / "checkpoint-2"
+    assert reshard.inspect(tmp_path / "output").family == "llama"
+
+
+def test_without_masters_the_weights_are_those_of_the_module(copy: Any, tmp_path: Path) -> None:
+    run = copy("z2")
+    for file in run.glob("*/*optim_states.pt"):
+        file.unlink()
+    checkpoint = reshard.open(run)
+    assert "masters are not here" in checkpoint.notes[0]
+    ours = converted(run, tmp_path / "out")
+    assert_holds(ours, load_file(DATA / "z2" / "module.safetensors"))
+
+
+def test_a_prefix_of_a_wrapper_is_left_out_of_names(copy: Any) -> None:
+    run = copy("z0")
+    file = run / TAG / "mp_rank_00_model_states.pt"
+    content = torch.load(file, weights_only=False)
+    content["module"] = {f"module.{name}": tensor for name, tensor in content["module"].items()}
+    torch.save(content, file)
+    assert reshard.open(run).tensors.keys() == reshard.open(DATA / "z0").tensors.keys()
+
+
+def test_no_class_of_deepspeed_is_imported() -> None:
+    script = (
+        "import reshard, sys; reshard.open(sys.argv[1]); assert not {'torch', 'deepspeed'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(DATA / "z2")], check=True)
+
+
+# ------------------------------------------------------------------------------------------- bad input
+
+
+def test_every_missing_file_of_a_rank_is_named(copy: Any) -> None:
+    run = copy("z3")
+    (run / TAG / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    (run / TAG / "zero_pp_rank_2_mp_rank_00_model_states.pt").unlink()
+    missing = {Path(str(problem.file)).name for problem in problems_of(run)}
+    assert missing == {
+        "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        "zero_pp_rank_2_mp_rank_00_model_states.pt",
+    }
+
+
+def test_the_model_states_of_zero_3_alone_hold_no_weights(copy: Any) -> None:
+    run = copy("z3_fp32")
+    for file in run.glob("*/*optim_states.pt"):
+        file.unlink()
+    problems = problems_of(run)
+    assert len(problems) == 2
+    assert all("Size([0])" in str(problem.found) for problem in problems)
+
+
+@pytest.mark.parametrize("name", ["z2", "z3", "z3_fp32"])
+def test_a_copy_of_another_rank_is_noticed(name: str, copy: Any) -> None:
+    run = copy(name)
+    first, second = sorted((run / TAG).glob("*zero_pp_rank_[01]_*optim_states.pt"))
+    shutil.copy(first, second)
+    (problem,) = problems_of(run)
+    assert "copy of another rank" in problem.message
+    assert problem.file == str(second)
+
+
+def test_a_copy_of_frozen_weights_is_noticed(copy: Any) -> None:
+    run = copy("z3")
+    first, second = sorted((run / TAG).glob("zero_pp_rank_[01]_*model_states.pt"))
+    shutil.copy(first, second)
+    (problem,) = problems_of(run)
+    assert "copy of another rank" in problem.message
+    assert problem.file == str(second)
+
+
+def test_exchanged_ranks_are_noticed(copy: Any) -> None:
+    run = copy("z1_fp32")
+    first, second = sorted((run / TAG).glob("*optim_states.pt"))
+    first.rename(run / "spare")
+    second.rename(first)
+    (run / "spare").rename(second)
+    assert {problem.message for problem in problems_of(run)} == {"a file is that of another rank"}
+
+
+def test_files_of_another_number_of_ranks_are_noticed(copy: Any) -> None:
+    run = copy("z2")
+    file = run / TAG / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"
+    shutil.copy(DATA / "z2_lora" / TAG / "zero_pp_rank_1_mp_rank_00_optim_states.pt", file)
+    (problem,) = problems_of(run)
+    assert problem.message == "files of runs with different numbers of ranks"
+    assert problem.file == str(file)
+
+
+@pytest.mark.parametrize("name", ["z1_fp32", "z3_fp32"])
+def test_partitions_that_do_not_make_up_the_parameters_are_refused(name: str, copy: Any) -> None:
+    run = copy(name)
+    for file in run.glob("*/*model_states.pt"):
+        content = torch.load(file, weights_only=False)
+        content["param_shapes"][-1]["model.norm.weight"] = torch.Size([160])
+        torch.save(content, file)
+    assert "do not make up" in problems_of(run)[0].message
+
+
+def test_latest_that_names_a_folder_that_is_not_there_is_an_error(copy: Any) -> None:
+    run = copy("z2")
+    (run / "latest").write_text("global_step30")
+    (problem,) = problems_of(run)
+    assert problem.file == str(run / "global_step30")
+    assert problem.found == TAG
+
+
+def test_a_tracker_without_any_step_is_an_error(copy: Any) -> None:
+    run = copy("z2")
+    shutil.rmtree(run / TAG)
+    (problem,) = problems_of(run)
+    assert problem.message == "the step that `latest` names is missing"
+
+
+def test_a_truncated_file_is_named(copy: Any) -> None:
+    run = copy("z3")
+    file = run / TAG / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"
+    os.truncate(file, file.stat().st_size // 2)
+    (problem,) = problems_of(run)
+    assert problem.file == str(file)
+    assert problem.message == "a file was cut short"
+
+
+@pytest.mark.parametrize("name", ["z2", "z3", "universal_z3"])
+def test_a_flipped_bit_in_the_masters_is_found_by_its_checksum(name: str, copy: Any, tmp_path: Path) -> None:
+    run = copy(name)
+    tensor = reshard.open(run).tensors["model.layers.1.self_attn.v_proj.weight"]
+    storage = tensor.view.pieces[-1].source.storage
+    content = bytearray(Path(storage.path).read_bytes())
+    content[storage.offset + storage.nbytes // 2] ^= 4
+    Path(storage.path).write_bytes(content)
+    with pytest.raises(ReshardError, match="changed since they were written") as caught:
+        reshard.convert(run, tmp_path / "out", no_tokenizer=True)
+    assert caught.value.problems[0].file == storage.path
+    assert not (tmp_path / "out").exists()
+
+
+def test_tensor_parallel_files_are_refused_with_the_way_out(copy: Any) -> None:
+    run = copy("z2")
+    first = run / TAG / "mp_rank_00_model_states.pt"
+    shutil.copy(first, first.with_name("mp_rank_01_model_states.pt"))
+    (problem,) = problems_of(run)
+    assert "tensor parallelism" in problem.message
+    assert "ds_to_universal" in str(problem.remedy)
+
+
+def test_a_universal_checkpoint_without_a_parameter_is_refused(copy: Any) -> None:
+    run = copy("universal_z3")
+    shutil.rmtree(run / f"{TAG}_universal" / "zero" / "model.norm.weight")
+    (problem,) = problems_of(run)
+    assert problem.tensor == "model.norm.weight"
+
+
+def test_flat_parameters_without_model_states_have_no_shape(copy: Any) -> None:
+    run = copy("universal_z3")
+    for file in run.glob("*/*model_states.pt"):
+        file.unlink()
+    problems = problems_of(run)
+    assert {problem.message for problem in problems} == {"nothing says what shape a parameter has"}
+
+
+def test_two_files_of_one_rank_are_refused(copy: Any) -> None:
+    run = copy("z2")
+    file = run / TAG / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    shutil.copy(file, file.with_name(file.name.removeprefix("bf16_")))
+    (problem,) = problems_of(run)
+    assert problem.message == "two files are those of one rank"
+
+
+# --------------------------------------------------------------------------------------------- writing
+
+
+def test_a_universal_checkpoint_holds_the_masters_of_its_source(tmp_path: Path) -> None:
+    reshard.convert(DATA / "z3", tmp_path / "universal", to="deepspeed", no_tokenizer=True)
+    reshard.convert(tmp_path / "universal", tmp_path / "back", no_tokenizer=True)
+    wanted = {name: tensor.float() for name, tensor in load_file(DATA / "z3" / "fp32.safetensors").items()}
+    assert_holds(tensors_of(tmp_path / "back"), wanted)
+
+
+def test_a_universal_checkpoint_has_the_keys_of_a_genuine_one(tmp_path: Path) -> None:
+    reshard.convert(DATA / "z2", tmp_path / "out", to="deepspeed", with_optimizer=True, no_tokenizer=True)
+    ours, genuine = (folder / f"{TAG}_universal" for folder in (tmp_path / "out", DATA / "universal_z2"))
+    assert (tmp_path / "out" / "latest_universal").read_text() == ours.name
+    states = "mp_rank_00_model_states.pt"
+    made, real = (torch.load(folder / states, weights_only=False) for folder in (ours, genuine))
+    assert real.keys() - made.keys() <= {"checkpoint_parallel_dimensions"}
+    for path in (genuine / "zero" / "model.norm.weight").iterdir():
+        mine = torch.load(ours / "zero" / "model.norm.weight" / path.name)
+        wanted = torch.load(path)
+        if isinstance(wanted, dict):
+            assert mine.keys() == wanted.keys()
+            mine, wanted = mine["param"], wanted["param"]
+        assert (mine.dtype, mine.shape) == (wanted.dtype, wanted.shape)
+
+
+def test_states_that_the_source_lacks_take_up_no_space(tmp_path: Path) -> None:
+    reshard.convert(DATA / "z0", tmp_path / "out", to="deepspeed", no_tokenizer=True)
+    states = list(tmp_path.glob("out/*/zero/*/exp_avg*.pt"))
+    assert len(states) == 2 * 21
+    assert all(path.stat().st_size < 2000 for path in states)
+    assert all(not torch.load(path)["param"].any() for path in states)
+    assert reshard.open(tmp_path / "out").states == {}
+
+
+def test_masters_in_16_bits_are_refused(tmp_path: Path) -> None:
+    done = command("convert", DATA / "z2", tmp_path / "out", "--to", "deepspeed", "--dtype", "bfloat16")
+    assert done.code == 2
+    assert "leave out --dtype" in done.err
+
+
+# ------------------------------------------------------------------------------------ the real DeepSpeed
+
+
+def _python() -> str:
+    """A Python that has deepspeed: this one, or the one that DEEPSPEED_PYTHON names."""
+    python = os.environ.get("DEEPSPEED_PYTHON", sys.executable)
+    if subprocess.run([python, "-c", "import deepspeed"], capture_output=True).returncode:
+        pytest.skip(
+            "DS_BUILD_OPS=0 pip install deepspeed==0.19.8 peft; or name a Python with DEEPSPEED_PYTHON"
+        )
+    return python
+
+
+def _deepspeed(*words: object) -> None:
+    done = subprocess.run(
+        [_python(), "-m", "tests.genuine.make_deepspeed", *map(str, words)],
+        cwd=make_deepspeed.ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.slow
+def test_the_real_deepspeed_writes_what_is_read(tmp_path: Path) -> None:
+    names = ["z1", "z2_fp32", "universal_z2"]
+    _deepspeed("make", tmp_path, *names)
+    for name in names:
+        ours = converted(tmp_path / name, tmp_path / f"{name}-hf")
+        assert_holds(ours, load_file(tmp_path / name / "fp32.safetensors"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "ranks", "stage", "dtype"),
+    [
+        ("z2", 2, 1, "bfloat16"),
+        ("z3_fp32", 2, 2, "float32"),
+        ("z2", 2, 3, "bfloat16"),
+        ("z1_fp32", 3, 3, "float32"),
+        ("z0", 1, 2, "float32"),
+        ("z0", 2, 3, "float32"),
+    ],
+)
+def test_the_real_deepspeed_loads_what_is_written(
+    source: str, ranks: int, stage: int, dtype: str, tmp_path: Path
+) -> None:
+    has_states = source != "z0"
+    universal = tmp_path / "universal"
+    reshard.convert(DATA / source, universal, to="deepspeed", with_optimizer=has_states, no_tokenizer=True)
+    _deepspeed("load", universal, tmp_path / "out", ranks, stage, dtype)
+    loaded = load_file(tmp_path / "out" / "fp32.safetensors")
+    masters = "fp32" if has_states else "module"
+    wanted = load_file(DATA / source / f"{masters}.safetensors")
+    assert loaded.keys() == load_file(DATA / source / "module.safetensors").keys()
+    assert_holds(loaded, wanted)
+    if has_states:
+        assert_holds(
+            load_file(tmp_path / "out" / "exp_avg.safetensors"),
+            load_file(DATA / source / "exp_avg.safetensors"),
+        )
+    assert_close(np.load(tmp_path / "out" / "logits.npy"), np.load(DATA / source / "logits.npy"), dtype)
+
+
+def test_names_of_files_are_told_apart() -> None:
+    assert deepspeed_files.OPTIMIZER.fullmatch("bf16_zero_pp_rank_10_mp_rank_00_optim_states.pt")
+    assert deepspeed_files.OPTIMIZER.fullmatch("zero_pp_rank_1_mp_rank_00optim_states.pt")
+    assert deepspeed_files.MODEL.fullmatch("layer_0_expert_1_mp_rank_00_model_states.pt") is None
