@@ -128,19 +128,20 @@ def test_the_way_back_is_bit_for_bit(
     assert len(AutoTokenizer.from_pretrained(back)) == len(AutoTokenizer.from_pretrained(source))
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3_mtp", "glm4_moe"])
 def test_the_head_of_multi_token_prediction_computes_the_same(
-    hf_model: Models, converted: Callable[..., Path]
+    name: str, hf_model: Models, converted: Callable[..., Path]
 ) -> None:
     """Position i sees the main model's hidden state at i and the token at i + 1, so the last one has no input."""
-    expected = mtp_logits(hf_model("deepseek_v3_mtp"))
+    expected = mtp_logits(hf_model(name))
     for to in FORMATS:
         for layout in (WIDE, DEEP):
-            (ours,) = judged_by_megatron(converted("deepseek_v3_mtp", to, layout["deepseek_v3_mtp"])).mtp
+            (ours,) = judged_by_megatron(converted(name, to, layout[name])).mtp
             assert_agree(ours[:, :-1], expected)
 
 
 def mtp_logits(folder: Path) -> Logits:
-    """Logits [batch, seq - 1, vocab] of the first MTP layer in a DeepSeek-V3 folder, by transformers' MtpModel."""
+    """Logits [batch, seq - 1, vocab] of the first MTP layer in a folder, by transformers' MtpModel."""
     main = load_model(folder)
     # transformers finds MTP layers by the number that they have in the 61-layer model.
     main._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{main.config.num_hidden_layers}\."]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -24,7 +25,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import reshard
 from reshard.errors import ReshardError
 from reshard.families import FAMILIES
+from reshard.families.config import flags_not_restored
 from reshard.families.undeclared import BEYOND_MEGATRON
+from reshard.formats.hints import args_of_run_config
 from reshard.layout import Layout
 from reshard.oracle.transformers import transformers_logits
 from tests.judges import (
@@ -96,6 +99,74 @@ def test_baichuan_models_that_compute_otherwise_are_named() -> None:
     assert "ALiBi" in warning.message
     [warning] = notices({**small, "z_loss_weight": 0})
     assert "normalises the rows of its head" in warning.message
+
+
+def test_deepseek_v2_lite_routes_greedily_whatever_it_says_of_groups(
+    hf_model: Models, tmp_path: Path
+) -> None:
+    source = hf_model("deepseek_v2", topk_method="greedy", q_lora_rank=None)
+    reshard.convert(source, tmp_path / "there", to="megatron", tp=2)
+    assert_agree(judged_by_megatron(tmp_path / "there").logits, transformers_logits(source, TOKENS))
+
+
+def test_experts_with_biases_stay_whole(hf_model: Models, tmp_path: Path) -> None:
+    with pytest.raises(ReshardError) as refused:
+        reshard.convert(hf_model("gpt_oss"), tmp_path / "there", to="megatron", tp=2)
+    [problem] = refused.value.problems
+    assert problem.found == "--etp 2, which is --tp unless given"
+    assert problem.remedy == "choose --etp 1"
+
+
+def test_gpt_oss_in_mxfp4_is_refused_as_quantized(hf_model: Models, tmp_path: Path) -> None:
+    source, folder = hf_model("gpt_oss"), tmp_path / "mxfp4"
+    shutil.copytree(source, folder)
+    tensors = load_file(source / "model.safetensors")
+    for layer in range(4):
+        weight = tensors.pop(f"model.layers.{layer}.mlp.experts.gate_up_proj")
+        for part in ("blocks", "scales"):
+            tensors[f"model.layers.{layer}.mlp.experts.gate_up_proj_{part}"] = weight.to(torch.uint8)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ReshardError) as refused:
+        reshard.convert(folder, tmp_path / "there", to="megatron", etp=1)
+    assert refused.value.problems[0].message == "the weights are quantized"
+
+
+def test_megatron_is_told_what_only_gpt_oss_has(hf_model: Models) -> None:
+    config = json.loads((hf_model("gpt_oss") / "config.json").read_text())
+    flags = " ".join(flags_not_restored(FAMILIES["gpt_oss"].config.to_args(config)))
+    for flag in (
+        *("--quick-geglu", "--glu-linear-offset 1.0", "--activation-func-clamp-value 1.5"),
+        *("--softmax-type learnable", "--window-size (5,0)", "--window-attn-skip-freq [1,0,1,0]"),
+        *("--yarn-beta-fast 16.0", "--no-yarn-correction-range-round-to-int", "--rotary-scaling-factor 4.0"),
+    ):
+        assert flag in flags
+
+
+def test_what_megatron_bridge_says_of_gpt_oss_is_its_config() -> None:
+    """The fields of its model provider, as `gpt_oss_bridge.py` of Megatron-Bridge sets them."""
+    quick_gelu = {"_target_": "megatron.core.activations.quick_gelu", "_call_": False}
+    model = {
+        "num_layers": 4,
+        "gated_linear_unit": True,
+        "activation_func": quick_gelu,
+        "window_size": [127, 0],
+    }
+    model |= {
+        "window_attn_skip_freq": 2,
+        "activation_func_clamp_value": 7.0,
+        "yarn_rotary_scaling_factor": 32.0,
+    }
+    model |= {"position_embedding_type": "yarn", "yarn_correction_range_round_to_int": False}
+    args = args_of_run_config({"model": model})
+    assert (args["swiglu"], args["quick_geglu"]) == (False, True)
+    table = FAMILIES["gpt_oss"].config
+    config = table.to_config(args)
+    assert config["layer_types"] == ["sliding_attention", "full_attention"] * 2
+    assert (config["sliding_window"], config["swiglu_limit"]) == (128, 7.0)
+    transformers_assume = AutoConfig.for_model("gpt_oss").rope_parameters
+    assert config["rope_parameters"] == {"rope_theta": 150000.0, **transformers_assume}
+    full = table.to_args({**config, "hidden_size": 32})
+    assert table.disagreements(config, {**full, **args}) == []
 
 
 SIZES: dict[str, Any] = {

@@ -103,11 +103,19 @@ def args_of_run_config(run_config: Mapping[str, Any]) -> dict[str, Any]:
     ):
         if field in args:
             args[arg] = args.pop(field)
+    if _called(fields.get("activation_func")) == "quick_gelu":
+        args.update(swiglu=False, quick_geglu=args.get("swiglu"))
     if "share_embeddings_and_output_weights" in args:
         args["untie_embeddings_and_output_weights"] = not args.pop("share_embeddings_and_output_weights")
     if "num_query_groups" in args:
         args["group_query_attention"] = args["num_query_groups"] is not None
     return args
+
+
+def _called(function: Any) -> str | None:
+    """The name of a function, which stands as `{_target_: package.module.name, _call_: false}`."""
+    target = function.get("_target_") if isinstance(function, Mapping) else None
+    return str(target).rpartition(".")[2] if target else None
 
 
 def _hints_of_file(path: Path, places: Sequence[tuple[str, tuple[str, ...]]]) -> Iterator[Hint]:
