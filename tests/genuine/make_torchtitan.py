@@ -2,7 +2,8 @@
 
     python -m tests.genuine.make_torchtitan OUT [NAME...]
 
-with torchtitan importable (`pip install --no-deps torchtitan==0.3.0`, and what it then asks for). Each `OUT/<name>/`
+with torchtitan importable (`pip install --no-deps torchtitan==0.3.0`, and what it then asks for; 0.2.2 for
+`llama-older`). Each `OUT/<name>/`
 gets `checkpoint/step-1/`, a Hugging Face `config.json` of the same model, and `logits.npy`, which torchtitan computed.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from tests.genuine.ranks import on_ranks
 
@@ -46,6 +49,17 @@ LLAMA = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
+OLDER_LLAMA = {
+    **LLAMA,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+"""torchtitan 0.1 and 0.2 always scale as Llama 3.1 does."""
 QWEN3 = {
     **CONFIG,
     "architectures": ["Qwen3ForCausalLM"],
@@ -67,14 +81,14 @@ QWEN3_MOE = {
 }
 
 
-def llama(*, fused: bool) -> Any:
-    """Llama 3, whose queries and keys torchtitan rotates in pairs of neighbours."""
+def llama() -> Any:
+    """Llama 3, whose queries and keys torchtitan rotates in pairs of neighbours. One layer: it has optimizer states."""
     import torchtitan.models.llama3 as llama3
 
     plain_attention(llama3)
     rope = llama3.ComplexRoPE.Config(dim=8, max_seq_len=64, theta=THETA)
     layers = llama3._build_llama3_layers(
-        **SIZES, hidden_dim=48, rope=rope, fuse_qkv=fused, attn_backend="plain"
+        **SIZES | {"n_layers": 1}, hidden_dim=48, rope=rope, attn_backend="plain"
     )
     return llama3.Llama3Model.Config(
         dim=32,
@@ -84,8 +98,8 @@ def llama(*, fused: bool) -> Any:
     )
 
 
-def qwen3(*, tied: bool = False, experts: int = 0) -> Any:
-    """Qwen3, dense or with experts."""
+def qwen3(*, experts: int = 0) -> Any:
+    """Qwen3: dense and with a tied head, or with experts."""
     import torchtitan.models.qwen3 as titan
 
     plain_attention(titan)
@@ -101,7 +115,7 @@ def qwen3(*, tied: bool = False, experts: int = 0) -> Any:
         dim=32,
         vocab_size=VOCABULARY,
         layers=layers,
-        enable_weight_tying=tied,
+        enable_weight_tying=not experts,
         **_ends(titan, titan._qwen3_norm(32)),
     )
 
@@ -127,7 +141,12 @@ def older_llama() -> Any:
     from torchtitan.models.llama3.model.model import Transformer
 
     sizes = TransformerModelArgs(
-        **SIZES, vocab_size=VOCABULARY, hidden_dim=48, rope_theta=THETA, max_seq_len=64
+        **SIZES,
+        vocab_size=VOCABULARY,
+        rope_theta=THETA,
+        max_seq_len=64,
+        ffn_dim_multiplier=0.5,
+        multiple_of=48,
     )
     return Transformer(sizes)
 
@@ -156,10 +175,41 @@ def save(rank: int, folder: Path, model: Any, states: bool) -> None:
         optimizers.step()
         schedulers.step()
     manager(folder, model, optimizers, schedulers)
+    keep_digests(rank, folder, model)
     with torch.no_grad():
         logits = model(tokens)
     if rank == 0:
         np.save(folder / "logits.npy", logits.numpy())
+
+
+def keep_digests(rank: int, folder: Path, model: Any) -> None:
+    """What torchtitan's own adapter makes of the model for Hugging Face: the SHA-256 of each tensor."""
+    whole = {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in model.state_dict().items()
+    }
+    if rank == 0:
+        hub = adapter(model).to_hf(whole)
+        digests = {
+            name: sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()
+            for name, tensor in hub.items()
+        }
+        (folder / "digests.json").write_text(json.dumps(digests, indent=1) + "\n")
+
+
+def adapter(model: Any) -> Any:
+    """The adapter of a model's own package."""
+    if any(base.__module__.startswith("torchtitan.models.qwen3") for base in type(model).__mro__):
+        from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
+
+        return Qwen3StateDictAdapter(model.config, None)
+    if hasattr(model, "model_args"):
+        from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter as Older
+
+        return Older(model.model_args, None)
+    from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
+
+    return Llama3StateDictAdapter(model.config, None)
 
 
 def containers(model: Any) -> tuple[Any, Any]:
@@ -205,11 +255,9 @@ def manager(folder: Path, model: Any, optimizers: Any, schedulers: Any) -> None:
 
 
 VARIANTS: dict[str, tuple[Any, dict[str, Any], bool]] = {
-    "llama": (lambda: llama(fused=True), LLAMA, True),
-    "llama-unfused": (lambda: llama(fused=False), LLAMA, False),
-    "llama-older": (older_llama, LLAMA, False),
-    "qwen3": (lambda: qwen3(), QWEN3, False),
-    "qwen3-tied": (lambda: qwen3(tied=True), {**QWEN3, "tie_word_embeddings": True}, False),
+    "llama": (llama, {**LLAMA, "num_hidden_layers": 1}, True),
+    "llama-older": (older_llama, OLDER_LLAMA, False),
+    "qwen3": (qwen3, {**QWEN3, "tie_word_embeddings": True}, False),
     "qwen3_moe": (lambda: qwen3(experts=4), QWEN3_MOE, False),
 }
 """How to build each model, the config of the same model for transformers, and whether to save optimizer states."""
@@ -221,8 +269,7 @@ def make(name: str, out: Path) -> Path:
     folder = out / name
     folder.mkdir(parents=True)
     on_ranks(2, lambda rank: save(rank, folder, build(), states))
-    dist_config = folder / "config.json"
-    dist_config.write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return folder
 
 

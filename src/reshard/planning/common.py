@@ -152,6 +152,7 @@ def companion_files(source: Source, tensors: list[Planned]) -> Iterator[OutputFi
             file=str(checkpoint.root),
             rule="the output loads with no other folder",
             expected="the config.json of the model",
+            found="; ".join(checkpoint.notes) or None,
             remedy="give the Hugging Face folder that training started from: --base DIR",
         )
     table = model.family.config if model else None

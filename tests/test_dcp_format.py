@@ -1,0 +1,394 @@
+"""Folders of torch.distributed.checkpoint: what the real engines write is read, and they load what is written.
+
+A converted checkpoint is judged by its logits: transformers computes from the Hugging Face folder what the engine
+itself computed when it saved. A written one is judged by loading it into a live, sharded model.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+import reshard
+from reshard.checkpoint import Tensor
+from reshard.errors import ReshardError
+from reshard.formats.fused import FAMILIES
+from reshard.gather import Files, Gatherer
+from reshard.oracle.transformers import transformers_logits
+from tests.commandline import reshard as command
+from tests.genuine import make_dcp, make_torchtitan
+from tests.genuine.live import live_and_hub
+from tests.genuine.ranks import on_ranks
+from tests.judges import TOKENS, assert_agree, assert_same_tensors, tensors_of
+
+pytest.importorskip("accelerate")
+
+Maker = Callable[..., Path]
+LIKE_OTHERS = ("fsdp2-model", "accelerate-1", "trainer-1")
+KINDS = [
+    pytest.param(kind, marks=pytest.mark.slow) if kind in LIKE_OTHERS else kind for kind in make_dcp.KINDS
+]
+TITAN = Path(__file__).parent / "data" / "torchtitan"
+
+
+@pytest.fixture(scope="module")
+def saved(hf_model: Maker, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Get the folder that a user would name of a kind of `make_dcp.KINDS`, each made once."""
+    made: dict[str, Path] = {}
+
+    def get(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = make_dcp.make(kind, hf_model("llama"), tmp_path_factory.mktemp("dcp") / kind)
+        return made[kind]
+
+    return get
+
+
+def values(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """The elements of a tensor in float32."""
+    files = Files()
+    read = Gatherer(files, None).read(tensor, 0, tensor.view.numel)
+    files.close()
+    return read.view(np.float32).reshape(tensor.shape)
+
+
+def as_torch_reads(folder: Path) -> dict[str, Any]:
+    """What torch itself finds in a folder, nested as it was saved."""
+    state: dict[str, Any] = {}
+    _load_state_dict(
+        state, storage_reader=FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+    )
+    return state
+
+
+def save(state: dict[str, Any], folder: Path) -> Path:
+    """Save a state dict from one rank."""
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+# ---------------------------------------------------------------------------------------------- reading
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_computes_what_the_engine_computed(
+    kind: str, saved: Callable[[str], Path], hf_model: Maker, tmp_path: Path
+) -> None:
+    source = saved(kind)
+    checkpoint = reshard.open(source)
+    assert (checkpoint.format, checkpoint.dialect) == ("dcp", "hf")
+    reshard.convert(source, tmp_path / "hf", base=hf_model("llama"))
+    assert_agree(transformers_logits(tmp_path / "hf", TOKENS), np.load(source.parent / "logits.npy"))
+    moved = tensors_of(tmp_path / "hf")["model.layers.0.mlp.up_proj.weight"]
+    assert not torch.equal(moved, tensors_of(hf_model("llama"))["model.layers.0.mlp.up_proj.weight"])
+
+
+@pytest.mark.parametrize("kind", ["fsdp2-app", "fsdp2-tp", "fsdp1", "accelerate-2", "trainer-2"])
+def test_optimizer_states_are_read_under_the_names_of_their_tensors(
+    kind: str, saved: Callable[[str], Path]
+) -> None:
+    checkpoint = reshard.open(saved(kind))
+    assert checkpoint.states.keys() == {"exp_avg", "exp_avg_sq"}
+    for states in checkpoint.states.values():
+        assert {name: state.shape for name, state in states.items()} == {
+            name: tensor.shape for name, tensor in checkpoint.tensors.items()
+        }
+    assert 2 * checkpoint.nbytes < checkpoint.dropped["optimizer states"] < 2.5 * checkpoint.nbytes
+
+
+def test_optimizer_states_are_those_that_torch_reads(saved: Callable[[str], Path]) -> None:
+    for kind, folder in (("fsdp2-tp", "step-1"), ("accelerate-2", "optimizer_0")):
+        checkpoint = reshard.open(saved(kind))
+        theirs = as_torch_reads(saved(kind) / folder)
+        states = theirs["optim" if kind == "fsdp2-tp" else "optimizer"]["state"]
+        for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.3.mlp.down_proj.weight"):
+            ours = values(checkpoint.states["exp_avg"][name])
+            assert np.array_equal(ours, states[name]["exp_avg"].numpy()) and ours.any()
+
+
+def test_what_is_no_weight_is_dropped_by_named_rules(saved: Callable[[str], Path]) -> None:
+    assert reshard.open(saved("fsdp2-tp")).dropped.keys() == {
+        "optimizer states",
+        "learning rate schedules",
+        "other objects",
+    }
+    assert "random number states" in reshard.open(saved("fsdp2-app")).dropped
+    titan = {"optimizer states", "learning rate schedules", "data loader states", "training progress"}
+    assert reshard.open(TITAN / "llama").dropped.keys() == titan
+
+
+def test_names_without_a_record_of_their_nesting_are_found(hf_model: Maker, tmp_path: Path) -> None:
+    """`.metadata` maps keys to paths; where the user flattened the state dict himself, the names have to tell."""
+    weights = tensors_of(hf_model("qwen2"))
+    save({f"trainer.policy.{name}": tensor for name, tensor in weights.items()}, tmp_path / "dcp")
+    assert reshard.open(tmp_path / "dcp").tensors.keys() == weights.keys()
+
+
+def test_a_trainer_checkpoint_says_what_it_lacks(saved: Callable[[str], Path], hf_model: Maker) -> None:
+    source = saved("trainer-2")
+    shown = command("inspect", source, "--json").json
+    assert any("weights only, no config or tokenizer; give --base" in note for note in shown["notes"])
+    assert shown["next"].startswith("reshard convert ") and shown["next"].endswith(" --base HF_FOLDER")
+    refused = command("convert", source, source.parent / "out")
+    assert refused.code == 2
+    assert "weights only, no config or tokenizer; give --base" in " ".join(refused.err.split())
+    words = shown["next"].replace("HF_FOLDER", str(hf_model("llama"))).split()[1:]
+    assert command(*words).code == 0
+
+
+def test_the_step_is_that_of_the_folder(saved: Callable[[str], Path]) -> None:
+    assert reshard.open(saved("fsdp2-flat")).iteration == 1
+    assert reshard.open(saved("trainer-2"), iteration=1).iteration == 1
+    with pytest.raises(ReshardError, match="not the folder of that iteration"):
+        reshard.open(saved("fsdp2-flat"), iteration=2)
+
+
+# ---------------------------------------------------------------------------------------- torchtitan
+
+
+@pytest.mark.parametrize("name", make_torchtitan.VARIANTS)
+def test_torchtitan_becomes_what_its_own_adapter_and_its_model_compute(name: str, tmp_path: Path) -> None:
+    """Bit for bit what torchtitan's adapter makes for Hugging Face, and the logits of torchtitan's model.
+
+    torchtitan computes experts in bfloat16.
+    """
+    check_torchtitan(TITAN / name, tmp_path / "hf")
+
+
+def check_torchtitan(source: Path, out: Path) -> None:
+    """Convert, and compare with what torchtitan left beside."""
+    reshard.convert(source, out, no_tokenizer=True)
+    found = {name: sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in tensors_of(out).items()}
+    assert found == json.loads((source / "digests.json").read_text())
+    ours, theirs = transformers_logits(out, make_torchtitan.TOKENS), np.load(source / "logits.npy")
+    if "moe" in source.name:
+        assert np.abs(ours - theirs).max() < 0.01 * np.abs(theirs).max()
+    else:
+        assert_agree(ours, theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in make_torchtitan.VARIANTS if name != "llama-older"])
+def test_what_torchtitan_writes_now_is_read(name: str, tmp_path: Path) -> None:
+    if find_spec("torchtitan") is None:
+        pytest.skip("pip install --no-deps torchtitan==0.3.0, and what it asks for")
+    code = [sys.executable, "-m", "tests.genuine.make_torchtitan", str(tmp_path), name]
+    subprocess.run(code, check=True, cwd=Path(__file__).parents[1])
+    check_torchtitan(tmp_path / name, tmp_path / "hf")
+
+
+def test_torchtitan_of_2024_nests_the_model(tmp_path: Path) -> None:
+    state = as_torch_reads(TITAN / "llama-older" / "checkpoint" / "step-1")
+    save({"model": state}, tmp_path / "nested")
+    save({f"model.{name}": tensor for name, tensor in state.items()}, tmp_path / "flat")
+    plain = reshard.open(TITAN / "llama-older").tensors
+    for folder in ("nested", "flat"):
+        checkpoint = reshard.open(tmp_path / folder)
+        assert checkpoint.dialect == "torchtitan" and checkpoint.tensors.keys() == plain.keys()
+
+
+def test_torchtitan_without_a_config_asks_for_the_base(tmp_path: Path) -> None:
+    shutil.copytree(TITAN / "llama" / "checkpoint", tmp_path / "checkpoint")
+    with pytest.raises(ReshardError, match="--base"):
+        reshard.convert(tmp_path / "checkpoint", tmp_path / "hf", no_tokenizer=True)
+    reshard.convert(tmp_path / "checkpoint", tmp_path / "hf", base=TITAN / "llama", no_tokenizer=True)
+
+
+def test_a_head_that_is_not_the_embedding_is_not_dropped(tmp_path: Path) -> None:
+    """Where the config says that the head is tied, and torchtitan trained one of its own."""
+    state = as_torch_reads(TITAN / "qwen3" / "checkpoint" / "step-1")
+    state["lm_head.weight"] = state["lm_head.weight"] + 1
+    save(state, tmp_path / "dcp")
+    with pytest.raises(ReshardError, match=r"not known(?s:.*)lm_head.weight"):
+        reshard.convert(tmp_path / "dcp", tmp_path / "hf", base=TITAN / "qwen3", no_tokenizer=True)
+
+
+# ------------------------------------------------------------------------------------- names in memory
+
+USUAL = ("qwen3_moe", "deepseek_v3", "mixtral", "phimoe", "nemotron_h", "ernie4_5_moe", "hy_v3", "granitemoe")
+"""One of each kind; the others are slow."""
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+)
+def test_live_names_become_the_hubs_and_the_hubs_become_live(model_type: str, tmp_path: Path) -> None:
+    """Against the state dict of the real model, and what its `save_pretrained` writes."""
+    live = live_and_hub(model_type, tmp_path / "hub")
+    hub = tensors_of(tmp_path / "hub")
+    save({"model": live}, tmp_path / "live")
+    reshard.convert(tmp_path / "live", tmp_path / "hf", base=tmp_path / "hub", no_tokenizer=True)
+    ours = tensors_of(tmp_path / "hf")
+    assert (
+        hub.keys() <= ours.keys() <= hub.keys() | {"lm_head.weight"}
+    )  # which the hub leaves out if it is tied
+    assert_same_tensors({name: ours[name] for name in hub}, hub)
+    reshard.convert(tmp_path / "hub", tmp_path / "dcp", to="dcp", no_tokenizer=True)
+    written = as_torch_reads(tmp_path / "dcp")
+    assert written.keys() == {"model"}
+    assert_same_tensors(written["model"], live)
+
+
+def test_a_live_mixture_of_experts_that_was_trained_and_sharded(hf_model: Maker, tmp_path: Path) -> None:
+    on_ranks(2, make_dcp.fsdp2, hf_model("qwen3_moe"), tmp_path, "model", 1)
+    assert any(".gate_up_proj" in name for name in reshard.open(tmp_path / "checkpoint").tensors)
+    reshard.convert(tmp_path / "checkpoint", tmp_path / "hf", base=hf_model("qwen3_moe"))
+    assert_agree(transformers_logits(tmp_path / "hf", TOKENS), np.load(tmp_path / "logits.npy"))
+
+
+# ---------------------------------------------------------------------------------------------- writing
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen3_moe", "mixtral", "deepseek_v3"])
+def test_a_live_sharded_model_loads_it_strictly(name: str, hf_model: Maker, tmp_path: Path) -> None:
+    plan = reshard.convert(hf_model(name), tmp_path / "dcp", to="dcp", max_shard_size="200KB").plan
+    chunks = [file for file in plan.files if file.path.endswith(".distcp")]
+    assert len(chunks) > 3 and all(file.size < 300_000 for file in chunks)
+    on_ranks(2, make_dcp.load, hf_model(name), tmp_path / "dcp")
+    assert reshard.verify(hf_model(name), tmp_path / "dcp").equal
+
+
+def test_accelerate_resumes_from_it(hf_model: Maker, tmp_path: Path) -> None:
+    folder = tmp_path / "pytorch_model_fsdp_0"
+    reshard.convert(hf_model("llama"), folder, to="dcp")
+    on_ranks(2, make_dcp.accelerate_load, hf_model("llama"), folder)
+
+
+def test_it_is_written_from_any_format(hf_model: Maker, tmp_path: Path) -> None:
+    source = hf_model("qwen3_moe")
+    reshard.convert(source, tmp_path / "megatron", to="megatron", tp=2, pp=2)
+    reshard.convert(tmp_path / "megatron", tmp_path / "dcp", to="dcp")
+    on_ranks(2, make_dcp.load, source, tmp_path / "dcp")
+    reshard.convert(TITAN / "qwen3", tmp_path / "titan", to="dcp", no_tokenizer=True)
+    assert reshard.verify(TITAN / "qwen3", tmp_path / "titan").equal
+
+
+def test_large_tensors_are_cut_so_that_ranks_read_their_own(
+    hf_model: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("reshard.formats.dcp_folder.CHUNK", 4096)
+    reshard.convert(hf_model("qwen3_moe"), tmp_path / "dcp", to="dcp")
+    tables = FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata
+    chunks = tables["model.model.layers.0.mlp.experts.gate_up_proj"].chunks
+    assert [tuple(chunk.sizes) for chunk in chunks] == [(1, 64, 64)] * 8
+    on_ranks(2, make_dcp.load, hf_model("qwen3_moe"), tmp_path / "dcp")
+
+
+def test_config_and_tokenizer_travel_along(hf_model: Maker, tmp_path: Path) -> None:
+    reshard.convert(hf_model("llama"), tmp_path / "dcp", to="dcp", dtype="bfloat16")
+    assert json.loads((tmp_path / "dcp" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    reshard.convert(tmp_path / "dcp", tmp_path / "hf")  # needs no --base
+    assert (tmp_path / "hf" / "tokenizer.json").is_file()
+    assert reshard.open(tmp_path / "dcp").dtypes == {"bfloat16": 39}
+
+
+# ------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.fixture
+def weights(hf_model: Maker) -> dict[str, torch.Tensor]:
+    """The tensors of a small model."""
+    return tensors_of(hf_model("qwen2"))
+
+
+def refused(folder: Path) -> str:
+    """The message of opening a folder; through the command line, so that it is no traceback."""
+    result = command("inspect", folder)
+    assert result.code in (1, 2)
+    return " ".join((result.out + result.err).split())
+
+
+def test_a_save_that_did_not_finish(weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    save({"model": weights}, tmp_path / "dcp")
+    (tmp_path / "dcp" / ".metadata").unlink()
+    assert "the save did not finish" in refused(tmp_path / "dcp")
+
+
+def test_empty_folders(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model_fsdp_0").mkdir()
+    assert "no checkpoint found here" in refused(tmp_path)
+    save({}, tmp_path / "nothing")
+    assert "there are no weights in this folder" in refused(tmp_path / "nothing")
+
+
+def test_a_folder_of_optimizer_states_alone(saved: Callable[[str], Path]) -> None:
+    assert "name the folder of the model beside it" in refused(saved("accelerate-2") / "optimizer_0")
+
+
+def test_a_file_that_is_missing_and_one_that_is_short(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(saved("fsdp2-app") / "step-1", tmp_path / "dcp")
+    (folder / "__1_0.distcp").unlink()
+    short = folder / "__2_0.distcp"
+    short.write_bytes(short.read_bytes()[:-4096])
+    message = refused(folder)
+    assert "__1_0.distcp" in message and "missing" in message
+    assert "__2_0.distcp" in message and "cut short" in message
+
+
+def test_two_models_in_one_state_dict(weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    critic = {"v_head.weight": torch.ones(3, 3)}
+    save({"policy": weights, "critic": critic}, tmp_path / "dcp")
+    message = refused(tmp_path / "dcp")
+    assert "tensors of more than one model" in message and "critic.v_head.weight" in message
+
+
+def test_two_models_under_one_prefix(weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    titan = as_torch_reads(TITAN / "qwen3" / "checkpoint" / "step-1")
+    save({"model": weights | titan}, tmp_path / "dcp")
+    assert "tensors of two models are mixed" in refused(tmp_path / "dcp")
+
+
+def test_a_model_that_is_there_twice(
+    weights: dict[str, torch.Tensor], hf_model: Maker, tmp_path: Path
+) -> None:
+    save(
+        {"model": weights, "ema": {name: tensor.clone() for name, tensor in weights.items()}},
+        tmp_path / "same",
+    )
+    reshard.convert(tmp_path / "same", tmp_path / "hf", base=hf_model("qwen2"))
+    assert_same_tensors(tensors_of(tmp_path / "hf"), weights)
+    averaged = {name: tensor * 0.5 for name, tensor in weights.items()}
+    save({"model": weights, "ema": averaged}, tmp_path / "other")
+    with pytest.raises(ReshardError, match="one model, and holds this tensor twice"):
+        reshard.convert(tmp_path / "other", tmp_path / "hf2", base=hf_model("qwen2"))
+
+
+def test_a_tensor_that_is_there_fused_and_by_itself(tmp_path: Path) -> None:
+    live = live_and_hub("qwen3_moe", tmp_path / "hub")
+    name = "model.layers.1.mlp.experts.0.up_proj.weight"
+    save({"model": live | {name: tensors_of(tmp_path / "hub")[name]}}, tmp_path / "dcp")
+    with pytest.raises(ReshardError, match=f"under two names(?s:.*){name}"):
+        reshard.convert(tmp_path / "dcp", tmp_path / "hf", base=tmp_path / "hub", no_tokenizer=True)
+
+
+def test_experts_that_are_missing_cannot_be_fused(tmp_path: Path) -> None:
+    live_and_hub("olmoe", tmp_path / "hub")
+    tensors = tensors_of(tmp_path / "hub")
+    del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
+    save({"model": tensors}, tmp_path / "dcp")
+    with pytest.raises(ReshardError, match="experts of a layer are missing"):
+        reshard.convert(
+            tmp_path / "dcp", tmp_path / "out", to="dcp", base=tmp_path / "hub", no_tokenizer=True
+        )
+
+
+def test_a_folder_of_megatron_core_is_not_taken_for_one(tmp_path: Path, hf_model: Maker) -> None:
+    reshard.convert(hf_model("llama"), tmp_path / "megatron", to="megatron")
+    assert reshard.open(tmp_path / "megatron").format == "megatron"
+    assert reshard.open(tmp_path / "megatron" / "release").format == "megatron"
