@@ -358,7 +358,7 @@ def test_notices_name_what_megatron_computes_otherwise(tmp_path: Path) -> None:
         said = [problem.message for problem in CONFIG_MAPS[config["model_type"]].notices(config)]
         expected = {"internlm3": "dynamic rope scaling", "internlm3_bias": "dynamic rope scaling"}
         yarn = "original_max_position_embeddings of the yarn rope is 32"
-        expected |= {"deepseek_v2": yarn, "deepseek_v3": yarn}
+        expected |= {"deepseek_v2": yarn, "deepseek_v3": yarn, "gpt_oss": "YaRN without latent attention"}
         assert [text.split(";")[0] for text in said] == ([expected[name]] if name in expected else [])
     config = {"num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "norm_topk_prob": False}
     config["rope_scaling"] = {"type": "yarn", "factor": 4.0, "mscale": 0.9, "truncate": False}

@@ -198,6 +198,7 @@ class YarnRope(Entry):
         kind = rope_parameters(config).get("rope_type", "yarn")
         if kind != "yarn":
             yield f"rope_type is {kind!r}; Megatron-LM's model of this family computes YaRN"
+        yield "YaRN without latent attention; it takes Megatron-Bridge, or Megatron-LM core_v0.19.0 or later"
 
 
 YARN_KEYS = ("original_max_position_embeddings", "beta_fast", "beta_slow")
