@@ -317,6 +317,14 @@ def test_a_sum_that_was_not_added_up(made: Path) -> None:
         reshard.open(made / "partial")
 
 
+def test_a_tensor_of_another_kind_is_not_left_out(broken: Callable[[str], Path]) -> None:
+    folder = broken("fsdp2")
+    edit(rank_file(folder, 2), lambda state: state.update({"model.norm.weight": torch.eye(2).to_sparse()}))
+    problem = problem_of(folder)
+    assert "_rebuild_sparse_tensor" in problem
+    assert "tensor: model.norm.weight" in problem
+
+
 def test_a_mesh_of_another_size_than_the_files(broken: Callable[[str], Path]) -> None:
     folder = broken("fsdp2")
     for rank in range(makers.WORLD):

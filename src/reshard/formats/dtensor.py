@@ -237,6 +237,8 @@ def _check_local(
     if isinstance(local, StoredTensor):
         fits = local.shape == expected or local.numel == prod(expected) == 0
         if fits and local.dtype == dtype:
+            if prod(map(len, axes)) > MAX_RANKS:
+                raise ValueError("a shard of more pieces than there are ranks")
             return
     raise ReshardError(
         "the shard of a rank is not what its placement says",

@@ -19,6 +19,7 @@ from reshard.checkpoint import Checkpoint, Replica, Tensor
 from reshard.errors import Problem, ReshardError
 from reshard.formats.dtensor import Part, PartReader, disagreement, is_sharded, plain_part
 from reshard.formats.huggingface import BUFFER
+from reshard.formats.pickles import Opaque
 from reshard.formats.torchfile import read_torch_file
 from reshard.storage import StoredTensor
 from reshard.views import assemble, covered, overlaps
@@ -236,11 +237,24 @@ def _parts(files: Files) -> tuple[dict[str, Parts], Counter[str], list[Problem]]
                     parts[name].append((file, reader.read(name, value)))
                 elif isinstance(value, StoredTensor):
                     parts[name].append((file, plain_part(value)))
+                elif isinstance(value, Opaque) and value.name.startswith("_rebuild"):
+                    problems.append(_unknown(name, file, value))
                 else:
                     others[name] += 1
             except ReshardError as error:
                 problems += error.problems
     return parts, others, _merged(problems)
+
+
+def _unknown(name: str, file: str, value: Opaque) -> Problem:
+    return Problem(
+        "a tensor of a kind that reshard does not know",
+        tensor=name,
+        file=file,
+        expected="a Tensor, a DTensor or a ShardedTensor",
+        found=value.qualname,
+        remedy="save it as an ordinary tensor: dense, and not quantized",
+    )
 
 
 def _rank_problems(files: Files, parts: Mapping[str, Parts]) -> list[Problem]:
