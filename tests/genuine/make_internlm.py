@@ -2,7 +2,7 @@
 
     pip install --no-deps InternEvo==0.4.9 && pip install einops
     python -m tests.genuine.make_internlm make OUT NAME...            checkpoints of VARIANTS, with their logits
-    python -m tests.genuine.make_internlm judge FOLDER LOGITS.npz     load strictly, compute logits
+    python -m tests.genuine.make_internlm judge FOLDER LOGITS.npz           load strictly, write logits
 
 InternEvo's own code builds, saves, loads and runs the model; only its accelerator, of which it has none for a CPU, is
 put in its place before the first import. (0.5.1 and 0.5.2 on PyPI lack a module and cannot be imported.) Weights are
@@ -15,13 +15,11 @@ import contextlib
 import importlib.util
 import json
 import multiprocessing
-import os
 import shutil
 import socket
 import sys
 import types
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -337,9 +335,8 @@ def _judge_rank(rank: int, variant: Variant, port: int, folder: str, logits: str
     from internlm.checkpoint.components import load_model_checkpoint
 
     _draw_weights(model)
-    model.load_state_dict = partial(model.load_state_dict, strict=True)
-    strict = model.load_state_dict
-    model.load_state_dict = lambda states, strict_=True, **options: strict(states)
+    load = model.load_state_dict
+    model.load_state_dict = lambda states, strict=True: load(states, strict=True)  # InternEvo itself warns
     load_model_checkpoint(folder, model)
     found = _logits(model, variant)
     if rank == 0:
@@ -382,17 +379,21 @@ def make(name: str, out: Path) -> Path:
     return folder
 
 
-def judge(folder: Path, variant: Variant, logits: Path) -> None:
-    """Load `folder` strictly into the model of `variant`, and write InternEvo's logits."""
-    _run(_judge_rank, variant, str(folder), str(logits))
+def judge(folder: Path, logits: Path) -> None:
+    """Build the model that `model_config.pt` describes, load `folder` strictly, and write InternEvo's logits."""
+    model = dict(torch.load(folder / "model_config.pt", weights_only=True))
+    model |= {"dtype": str(model["dtype"]), "use_flash_attn": False}  # a CPU has no flash attention
+    model_type = json.loads((folder / "config.json").read_text())["model_type"]
+    names = {"internlm": V1, "internlm2": V2, "llama": LLAMA}
+    ranks = [path.stem.split("_")[1:] for path in folder.glob("model_tp*_pp*.pt")]
+    tp, pp = (1 + max(int(rank[i][2:]) for rank in ranks) for i in (0, 1))
+    _run(_judge_rank, Variant(names[model_type], model, tp, pp), str(folder), str(logits))
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     command, target, *rest = sys.argv[1:]
     if command == "make":
         for wanted in rest or VARIANTS:
             print(make(wanted, Path(target)))
     else:
-        stated = json.loads((Path(target) / "variant.json").read_text())
-        judge(Path(target), Variant(**stated), Path(rest[0]))
+        judge(Path(target), Path(rest[0]))

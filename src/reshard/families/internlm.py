@@ -122,12 +122,14 @@ def _mlp(d: Dims, ffn: int, hf: str, names: tuple[str, str, str], evo: str) -> B
 
 def _ends(d: Dims, embedding: str, head: str, hub: Mapping[str, str]) -> Iterator[Rule]:
     """Embedding, final norm and head; the hub calls them as Llama does, or by the names in `hub`."""
-    for hf, evo, *shape in (
-        ("model.embed_tokens.weight", embedding, d.vocab, d.hidden),
-        ("model.norm.weight", "norm.weight", d.hidden),
-        ("lm_head.weight", head, d.vocab, d.hidden),
-    ):
-        yield same(hub.get(str(hf), str(hf)), str(evo), *map(int, shape))
+
+    def called(name: str) -> str:
+        return hub.get(name, name)
+
+    yield same(called("model.embed_tokens.weight"), embedding, d.vocab, d.hidden)
+    yield same("model.norm.weight", "norm.weight", d.hidden)
+    if not d.tied:
+        yield same(called("lm_head.weight"), head, d.vocab, d.hidden)
 
 
 def evo_internlm(d: Dims, interleaved: bool) -> Iterator[Rule]:

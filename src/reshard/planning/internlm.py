@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 
 from reshard.dtypes import dtype
@@ -65,7 +66,7 @@ def _notices(model: Model) -> list[str]:
 
 def _check(model: Model, layout: Layout, logical: LogicalTensors) -> None:
     """Refuse what InternEvo has no model for, and a layout that its sizes do not divide into; all of it at once."""
-    d, name = model.dims, model.family.name
+    name = model.family.name
     if name not in DIALECTS:
         raise ReshardError(
             f"InternEvo's files cannot be written for the family {name}",
@@ -73,42 +74,45 @@ def _check(model: Model, layout: Layout, logical: LogicalTensors) -> None:
             found=name,
             remedy="choose another format with --to",
         )
-    problems = [
-        Problem(f"{what} do not divide over --tp {layout.tp}", rule="every rank holds an equal share",
-                expected=f"a divisor of {size}", found=f"--tp {layout.tp}", remedy="choose another --tp")
-        for what, size in (
-            ("attention heads", d.heads),
-            ("query groups", d.groups),
-            ("the columns of the MLP", d.ffn),
-            ("the tokens of the vocabulary", d.vocab),
-        )
-        if size % layout.tp
-    ]  # fmt: skip
-    if layout.ep > 1:
-        problems.append(
-            Problem("the model has no experts", found=f"--ep {layout.ep}", remedy="leave out --ep")
-        )
-    if d.head_dim * d.heads != d.hidden:
-        problems.append(
-            Problem(
-                "InternEvo has no heads of this size",
-                rule="its heads together are as wide as the model",
-                expected=f"head_dim={d.hidden // d.heads}",
-                found=f"head_dim={d.head_dim}",
-                remedy="this model cannot be trained with InternEvo",
-            )
-        )
     held = model.binding(DIALECTS[name]).hf
-    problems += [
-        Problem(
-            "InternEvo has no place for a tensor",
-            tensor=tensor,
-            rule=f"its model of the family {name} has this tensor",
-            found=str(list(item.shape)),
-            remedy="this model cannot be trained with InternEvo",
-        )
-        for tensor, item in logical.tensors.items()
-        if tensor not in held
+    homeless = [tensor for tensor in logical.tensors if tensor not in held]
+    problems = [
+        *_layout_problems(model, layout),
+        *(_unknown("InternEvo has no place for a tensor", tensor, "such a tensor") for tensor in homeless),
     ]
+    d = model.dims
+    if d.head_dim * d.heads != d.hidden:
+        size = f"{d.heads} heads of {d.head_dim} in a width of {d.hidden}"
+        problems.append(_unknown("InternEvo has no heads of this size", None, size))
     if problems:
         raise ReshardError(problems)
+
+
+def _layout_problems(model: Model, layout: Layout) -> Iterator[Problem]:
+    d = model.dims
+    for what, size in (
+        ("attention heads", d.heads),
+        ("query groups", d.groups),
+        ("the columns of the MLP", d.ffn),
+        ("the tokens of the vocabulary", d.vocab),
+    ):
+        if size % layout.tp:
+            yield Problem(
+                f"{what} do not divide over --tp {layout.tp}",
+                rule="every rank holds an equal share",
+                expected=f"a divisor of {size}",
+                found=f"--tp {layout.tp}",
+                remedy="choose another --tp",
+            )
+    if layout.ep > 1:
+        yield Problem("the model has no experts", found=f"--ep {layout.ep}", remedy="leave out --ep")
+
+
+def _unknown(message: str, tensor: str | None, found: str) -> Problem:
+    return Problem(
+        message,
+        tensor=tensor,
+        rule="InternEvo's model has the same tensors, and heads that together are as wide as the model",
+        found=found,
+        remedy="this model cannot be trained with InternEvo: choose another format with --to",
+    )
