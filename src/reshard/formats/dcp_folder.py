@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -24,7 +24,9 @@ from reshard.checkpoint import Checkpoint, Replica, States, Tensor
 from reshard.errors import Problem, ReshardError
 from reshard.formats import torchtitan
 from reshard.formats.copies import CopyFinder, explained
-from reshard.formats.dcp import DcpMetadata, DcpTensor, read_metadata, write_metadata
+from reshard.formats.dcp import DcpChunk, DcpMetadata, DcpTensor, read_metadata, write_metadata
+from reshard.formats.dcp_optimizer import NEST as OPTIMIZER_NEST
+from reshard.formats.dcp_optimizer import NewOptimizer, read_optimizer, step_tensor
 from reshard.formats.distcp import ChunkFile
 from reshard.formats.names import prefix_of
 from reshard.formats.torchfile import ChunkReader
@@ -104,7 +106,8 @@ def _open(path: Path, step: int | None) -> Checkpoint:
         tensors=tensors,
         root=path,
         iteration=step,
-        states=_states(parts.optimizer | beside, weights),
+        states=_states(parts.optimizer | (beside.tensors if beside else {}), weights),
+        optimizer=read_optimizer(beside or metadata),
         dropped=parts.dropped,
         replicas=[Replica(name, tensors[name], copy, ONE_MODEL) for name, copy in again],
         problems=reader.copies.problems(),
@@ -289,16 +292,16 @@ class _Reader:
 _STATE = re.compile(r"(?:.*?\.)?state\.(?P<name>.+)\.(?P<kind>\w+)")
 
 
-def _optimizer_beside(path: Path, parts: _Parts) -> dict[str, DcpTensor]:
-    """The states in `optimizer_0`, which accelerate writes beside `pytorch_model_fsdp_0`; counted as dropped."""
+def _optimizer_beside(path: Path, parts: _Parts) -> DcpMetadata | None:
+    """The optimizer in `optimizer_0`, which accelerate writes beside `pytorch_model_fsdp_0`; counted as dropped."""
     match = ACCELERATE.fullmatch(path.name)
     folder = path.parent / f"optimizer_{match[1]}" if match else None
     if folder is None or not (folder / METADATA).is_file():
-        return {}
+        return None
     metadata = read_metadata(folder / METADATA)
     parts.dropped[OPTIMIZER] += sum(map(_nbytes, metadata.tensors.values()))
     parts.dropped[OPTIMIZER] += sum(chunk.length for chunk in metadata.objects.values())
-    return metadata.tensors
+    return metadata
 
 
 def _states(optimizer: Mapping[str, DcpTensor], weights: Mapping[str, DcpTensor]) -> States:
@@ -335,30 +338,67 @@ class Alias(NamedTuple):
     tensor: str
 
 
-def lay_out(tensors: list[Planned], aliases: Iterable[Alias], max_file_size: int) -> list[OutputFile]:
+def lay_out(
+    tensors: list[Planned],
+    aliases: Iterable[Alias],
+    max_file_size: int,
+    optimizer: NewOptimizer | None = None,
+) -> list[OutputFile]:
     """The files of a folder that `dcp.load({"model": state_dict}, checkpoint_id=folder)` loads at any layout."""
-    metadata = DcpMetadata({}, {}, {})
-    files = [ChunkFile("__0_0.distcp")]
+    writer = _Writer(max_file_size)
     for tensor in tensors:
-        entry = DcpTensor(tensor.dtype, tensor.shape, [])
-        for low, size in _boxes(tensor, min(CHUNK, max_file_size)):
-            nbytes = prod(size) * tensor.dtype.itemsize
-            if files[-1].blocks and files[-1].size + nbytes > max_file_size:
-                files.append(ChunkFile(f"__{len(files)}_0.distcp"))
-            entry.chunks.append(files[-1].add(tensor, low, size))
-        _name(metadata, tensor.name, entry)
+        writer.name(NEST, tensor.name, writer.add(tensor))
     for alias in aliases:
-        _name(metadata, alias.name, metadata.tensors[f"{NEST}.{alias.tensor}"])
-    return [
-        *(file.finished() for file in files),
-        OutputFile.of_bytes(METADATA, write_metadata(metadata)),
-    ]
+        writer.name(NEST, alias.name, writer.metadata.tensors[f"{NEST}.{alias.tensor}"])
+    if optimizer:
+        writer.add_optimizer(optimizer, {tensor.name for tensor in tensors if len(tensor.shape) < 2})
+    return writer.finished()
 
 
-def _name(metadata: DcpMetadata, name: str, entry: DcpTensor) -> None:
-    assert metadata.planner_data is not None
-    metadata.tensors[f"{NEST}.{name}"] = entry
-    metadata.planner_data[f"{NEST}.{name}"] = (NEST, name)
+class _Writer:
+    """Files that grow to `max_file_size`, and what `.metadata` says of them."""
+
+    def __init__(self, max_file_size: int) -> None:
+        self.metadata = DcpMetadata({}, {}, {})
+        self._files = [ChunkFile("__0_0.distcp")]
+        self._max_file_size = max_file_size
+
+    def add(self, tensor: Planned) -> DcpTensor:
+        """Put a tensor into chunks, in one file or several."""
+        entry = DcpTensor(tensor.dtype, tensor.shape, [])
+        for low, size in _boxes(tensor, min(CHUNK, self._max_file_size)):
+            nbytes = prod(size) * tensor.dtype.itemsize
+            if self._files[-1].blocks and self._files[-1].size + nbytes > self._max_file_size:
+                self._files.append(ChunkFile(f"__{len(self._files)}_0.distcp"))
+            entry.chunks.append(self._files[-1].add(tensor, low, size))
+        return entry
+
+    def name(self, nest: str, name: str, entry: DcpTensor | DcpChunk) -> None:
+        """Call a tensor or an object `name` in the state dict called `nest`."""
+        assert self.metadata.planner_data is not None
+        self.metadata.planner_data[f"{nest}.{name}"] = (nest, name)
+        if isinstance(entry, DcpTensor):
+            self.metadata.tensors[f"{nest}.{name}"] = entry
+        else:
+            self.metadata.objects[f"{nest}.{name}"] = entry
+
+    def add_optimizer(self, optimizer: NewOptimizer, vectors: Collection[str]) -> None:
+        """Put the states, and the step and the settings that all parameters share; `vectors` do not decay."""
+        for key, tensor in optimizer.tensors():
+            self.name(OPTIMIZER_NEST, key, self.add(tensor))
+        append = self._files[-1].append
+        step = append(optimizer.step())
+        settings = {key: append(content) for key, content in optimizer.settings().items()}
+        undecayed = {**settings, "weight_decay": append(optimizer.without_decay())}
+        for name in optimizer.names():
+            self.name(OPTIMIZER_NEST, f"state.{name}.step", step_tensor(step))
+            for key, chunk in (undecayed if name in vectors else settings).items():
+                self.name(OPTIMIZER_NEST, f"param_groups.{name}.{key}", chunk)
+
+    def finished(self) -> list[OutputFile]:
+        """All files, `.metadata` last."""
+        metadata = OutputFile.of_bytes(METADATA, write_metadata(self.metadata))
+        return [*(file.finished() for file in self._files), metadata]
 
 
 def _boxes(tensor: Planned, nbytes: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -34,6 +34,13 @@ class ChunkFile:
         self.size += image.size
         return DcpChunk(low, size, self.path, begin, image.size)
 
+    def append(self, content: bytes) -> DcpChunk:
+        """Put a whole file of torch.save at the end, whose content is known, and return where."""
+        chunk = DcpChunk((), (), self.path, self.size, len(content))
+        self.images.append((self.size, Image(len(content), ((0, content),), ())))
+        self.size += len(content)
+        return chunk
+
     def finished(self, folder: str = "") -> OutputFile:
         """The file, below `folder` of the output."""
 

@@ -60,11 +60,13 @@ def read_optimizer(common: Mapping[str, Any]) -> Optimizer | None:
             "entries": {key: common[key] for key in _BESIDE if key in common},
             "content": {key: content[key] for key in (_SHARDING, _MEM_EFFICIENT) if key in content},
         }
-        return Optimizer(None if steps is None else int(steps), groups[0], native)
+        settings = {key: groups[0][key] for key in SETTINGS if key in groups[0]}
+        return Optimizer(None if steps is None else int(steps), settings, native)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         return None
 
 
+SETTINGS = ("lr", "betas", "eps", "weight_decay")
 _BESIDE = ("opt_param_scheduler", "num_floating_point_operations_so_far")
 _WRAPPED = ("grad_scaler", "param_state_sharding_type")
 
@@ -81,18 +83,54 @@ def _inner(link: Mapping[str, Any]) -> dict[str, Any]:
     return dict(link.get("optimizer", link))
 
 
+def is_megatrons(optimizer: Optimizer) -> bool:
+    """Whether Megatron kept it. What another engine kept becomes a distributed optimizer; see `_adopted`."""
+    return "chain" in optimizer.native
+
+
 def is_distributed(optimizer: Optimizer) -> bool:
     """Whether Megatron's distributed optimizer is meant, which needs `--use-distributed-optimizer`."""
-    return bool(optimizer.native.get("content", {}).get(_SHARDING))
+    return not is_megatrons(optimizer) or bool(optimizer.native["content"].get(_SHARDING))
+
+
+def _adopted(optimizer: Optimizer) -> Optimizer:
+    """The optimizer of another engine as Megatron's distributed one, with a schedule that has yet to begin.
+
+    The distributed one, because it keeps the step in its groups, whichever Adam is below it. Groups have what torch's
+    Adam needs and what Transformer Engine's needs; Megatron itself adds the rest.
+    """
+    lr, decay = optimizer.settings.get("lr", 0.0), optimizer.settings.get("weight_decay", 0.0)
+    group = {
+        **dict.fromkeys(("is_expert_parallel", "is_decoupled_lr"), False),
+        **dict.fromkeys(("lr", "max_lr", "min_lr"), lr),
+        "lr_mult": 1.0,
+        "bias_correction": True,
+        "betas": optimizer.settings.get("betas", (0.9, 0.999)),
+        "eps": optimizer.settings.get("eps", 1e-8),
+        "step": optimizer.step or 0,
+    }
+    groups = [{**group, "wd_mult": factor, "weight_decay": decay * factor} for factor in (1.0, 0.0)]
+    schedule = {"max_lr": lr, "min_lr": lr, "lr_decay_style": "constant", "wd_incr_style": "constant"}
+    schedule |= {"start_wd": decay, "end_wd": decay, "lr_warmup_steps": 0, "num_steps": 0}
+    native = {
+        "chain": [{"optimizer": {"param_groups": groups}, "param_state_sharding_type": _PORTABLE}],
+        "entries": {"opt_param_scheduler": {**schedule, "lr_decay_steps": 1, "wd_incr_steps": 1}},
+        "content": {_SHARDING: _PORTABLE, _MEM_EFFICIENT: False},
+    }
+    return Optimizer(optimizer.step, optimizer.settings, native)
 
 
 @dataclass(frozen=True)
 class NewOptimizer:
-    """An optimizer to be written: `states` by state and name of the weight, `common` and `content_metadata` to add."""
+    """An optimizer to be written: `states` by state and name of the weight, `common` and `content_metadata` to add.
+
+    `load_with` are flags with which Megatron-LM loads it.
+    """
 
     states: Mapping[str, Mapping[str, Planned]]
     common: Mapping[str, Any]
     content_metadata: Mapping[str, Any]
+    load_with: tuple[str, ...] = ()
 
     @property
     def is_distributed(self) -> bool:
@@ -115,6 +153,10 @@ def new_optimizer(
 ) -> NewOptimizer:
     """The optimizer as a run would save it that trains weights of 16 bits (or not) and shares out experts (or not)."""
     distributed = is_distributed(optimizer)
+    flags = ["--no-load-rng", *(["--use-distributed-optimizer"] if distributed else [])]
+    if not is_megatrons(optimizer):
+        optimizer = _adopted(optimizer)
+        flags.append("--override-opt_param-scheduler")
     chain = [_inner(link) for link in optimizer.native["chain"]]
     if expert_parallel and len(chain) == 1:
         biased = any(".experts." in name and name.endswith(".bias") for name in states["exp_avg"])
@@ -128,6 +170,7 @@ def new_optimizer(
         states,
         {"optimizer": dict(enumerate(chain)) if len(chain) > 1 else chain[0], **optimizer.native["entries"]},
         optimizer.native["content"],
+        tuple(flags),
     )
 
 

@@ -7,28 +7,52 @@ from collections.abc import Iterator
 
 from reshard.formats import dcp_folder, fused
 from reshard.formats.dcp_folder import Alias
+from reshard.formats.dcp_optimizer import NewOptimizer
 from reshard.layout import Layout
 from reshard.logical import logical_tensors
 from reshard.plan import Plan
-from reshard.planning.common import Source, companion_files, finished, hub_tensors
+from reshard.planning.common import Source, Types, companion_files, finished, hub_tensors
 from reshard.planning.megatron import lost_padding
+from reshard.planning.optimizer import (
+    DROPPED,
+    FLOAT32,
+    MASTERS,
+    MOMENTS,
+    live_states,
+    still_dropped,
+    with_masters,
+)
 
+LOADS_STATES = (
+    'and its "optimizer" into get_optimizer_state_dict(model, optimizer, '
+    "options=StateDictOptions(flatten_optimizer_state_dict=True))"
+)
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def plan(source: Source) -> Plan:
     """Logical tensors under the names that they have in memory, with config and tokenizer beside."""
-    logical = logical_tensors(source.checkpoint, source.model)
+    checkpoint, options = source.checkpoint, source.options
+    if options.with_optimizer:
+        checkpoint = with_masters(checkpoint, options.dtype)
+    logical = logical_tensors(checkpoint, source.model)
     model_type = source.model.family.name if source.model else source.config.get("model_type")
-    tensors = fused.live_tensors(hub_tensors(logical, source.options.dtype), model_type)
+    tensors = fused.live_tensors(hub_tensors(logical, options.dtype), model_type)
     aliases = _tied_head(source, {tensor.name for tensor in tensors})
-    files = dcp_folder.lay_out(tensors, aliases, source.options.max_shard_size)
+    states = live_states(logical, model_type) if options.with_optimizer else {}
+    optimizer = NewOptimizer(states, checkpoint.optimizer) if states and checkpoint.optimizer else None
+    files = dcp_folder.lay_out(tensors, aliases, options.max_shard_size, optimizer)
     files += companion_files(source, tensors)
-    dropped = Counter(source.checkpoint.dropped)
+    dropped = still_dropped(checkpoint, MOMENTS) if states else Counter(checkpoint.dropped)
     if source.model:
-        dropped += lost_padding(source.checkpoint, source.model, source.model.dims.vocab)
-    result = finished(source, dcp_folder.NAME, files, tensors, dropped, logical, Layout())
+        vocab = source.model.dims.vocab
+        dropped += lost_padding(checkpoint, source.model, vocab, with_states=options.with_optimizer)
+    result = finished(source, dcp_folder.NAME, files, tensors, dropped, logical, Layout(), states)
     result.notes.append('load it with dcp.load({"model": model.state_dict()}, checkpoint_id=FOLDER)')
+    if states:
+        result.notes.append(LOADS_STATES)
+    if states and MASTERS in checkpoint.states and Types(options.dtype).wanted != FLOAT32:
+        result.notes.append(f"the fp32 masters are {DROPPED} too; --dtype float32 makes them the weights")
     return result
 
 

@@ -35,6 +35,7 @@ from reshard.planning.optimizer import (
     native_states,
     still_dropped,
     with_masters,
+    with_step,
 )
 
 
@@ -53,13 +54,15 @@ def plan(source: Source, target: str) -> Plan:
         kept = min(rows, model.dims.padded_vocab)
         model = replace(model, dims=replace(model.dims, vocab=kept))
     if options.with_optimizer:
-        checkpoint = with_masters(checkpoint, options.dtype)
+        checkpoint = with_step(with_masters(checkpoint, options.dtype))
     logical = logical_tensors(checkpoint, model)
     natives = model.padded(rows).binding().native
     tensors = list(native_tensors(logical, natives, Types(options.dtype)))
     optimizer = _optimizer(logical, natives, tensors, layout) if options.with_optimizer else None
     args = _arguments(checkpoint, model, layout, options, tensors)
     args |= {"padded_vocab_size": rows, "make_vocab_size_divisible_by": unit}
+    if optimizer:
+        args["use_distributed_optimizer"] = optimizer.is_distributed
     files = _files(target, checkpoint, tensors, args, layout, optimizer)
     files += companion_files(source, tensors)
     dropped = still_dropped(checkpoint) if optimizer else Counter(checkpoint.dropped)
@@ -163,7 +166,7 @@ def load_flags(
     """What Megatron-LM has to be told to load the checkpoint, beside `--load`."""
     flags = [] if is_release else ["--no-load-optim", "--no-load-rng"]
     if optimizer:
-        flags = ["--no-load-rng", *(["--use-distributed-optimizer"] if optimizer.is_distributed else [])]
+        flags = [*optimizer.load_with]
     return ["--use-checkpoint-args", *flags, *flags_not_restored(args)]
 
 

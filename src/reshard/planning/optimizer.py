@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
-from reshard.checkpoint import Checkpoint, Tensor
+from reshard.checkpoint import Checkpoint, States, Tensor
 from reshard.dtypes import BY_NAME
 from reshard.errors import Problem, ReshardError
 from reshard.families.binding import Bound, Dropped
+from reshard.formats import fused
 from reshard.logical import Logical, LogicalTensors
 from reshard.plan import Planned
 from reshard.planning.common import Types, hub_tensors, native_tensors
 
 FLOAT32 = BY_NAME["float32"]
+MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTERS = "fp32"
 DROPPED = "optimizer states"
+REPLACED = "weights replaced by their masters"
 
 PlannedStates = dict[str, dict[str, Planned]]
 """For each state the planned tensors, by the name of the tensor that it belongs to."""
@@ -33,7 +37,7 @@ def refuse_unable(checkpoint: Checkpoint, target: str, able: Collection[str]) ->
             found=f"--to {target}",
             remedy=leave_out,
         )
-    if not checkpoint.states or not checkpoint.optimizer:
+    if not checkpoint.optimizer or not checkpoint.states.keys() >= {*MOMENTS}:
         raise ReshardError(
             "the checkpoint holds no optimizer states that can be carried",
             file=str(checkpoint.path),
@@ -45,15 +49,30 @@ def refuse_unable(checkpoint: Checkpoint, target: str, able: Collection[str]) ->
 
 def with_masters(checkpoint: Checkpoint, dtype: str | None) -> Checkpoint:
     """The checkpoint with its masters for weights, where the output is wanted in float32: it has no others then."""
-    if Types(dtype).wanted == FLOAT32 and MASTERS in checkpoint.states:
-        masters = checkpoint.states[MASTERS]
-        replaced = sum(checkpoint.tensors[name].nbytes for name in masters if name in checkpoint.tensors)
-        return replace(
-            checkpoint,
-            tensors={**checkpoint.tensors, **masters},
-            dropped=checkpoint.dropped + Counter({"weights replaced by their masters": replaced}),
-        )
-    return checkpoint
+    if Types(dtype).wanted != FLOAT32 or MASTERS not in checkpoint.states:
+        return checkpoint
+    masters = checkpoint.states[MASTERS]
+    others = {state: partial(checkpoint.states.__getitem__, state) for state in checkpoint.states}
+    del others[MASTERS]
+    replaced = sum(checkpoint.tensors[name].nbytes for name in masters if name in checkpoint.tensors)
+    return replace(
+        checkpoint,
+        tensors={**checkpoint.tensors, **masters},
+        states=States(others),
+        dropped=still_dropped(checkpoint, [MASTERS]) + Counter({REPLACED: replaced}),
+    )
+
+
+def with_step(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with the step of its optimizer for an iteration, where nothing else says which it is."""
+    if isinstance(checkpoint.iteration, int) or not checkpoint.optimizer:
+        return checkpoint
+    return replace(checkpoint, iteration=checkpoint.optimizer.step or 0)
+
+
+def _carried(checkpoint: Checkpoint) -> dict[str, Mapping[str, Tensor]]:
+    """The states that reshard knows: those of Adam, and masters. Others (of AMSGrad, say) are dropped."""
+    return {state: checkpoint.states[state] for state in (*MOMENTS, MASTERS) if state in checkpoint.states}
 
 
 def logical_states(weights: LogicalTensors) -> dict[str, LogicalTensors]:
@@ -63,18 +82,14 @@ def logical_states(weights: LogicalTensors) -> dict[str, LogicalTensors]:
     ReshardError listing every state that has no tensor, or another shape than its tensor.
     """
     checkpoint = weights.checkpoint
-    problems: list[Problem] = []
-    for state, tensors in checkpoint.states.items():
-        problems += _misfits(state, tensors, checkpoint)
+    states = _carried(checkpoint)
+    problems = [each for state, found in states.items() for each in _misfits(state, found, checkpoint)]
     if problems:
         raise ReshardError(problems)
-    stateful = {name for tensors in checkpoint.states.values() for name in tensors}
-    masters = {name: checkpoint.tensors[name] for name in checkpoint.tensors if name in stateful}
-    masters.update(checkpoint.states.get(MASTERS, {}))
-    return {
-        state: _of_state(weights, tensors)
-        for state, tensors in {**checkpoint.states, MASTERS: masters}.items()
-    }
+    stateful = {name for found in states.values() for name in found}
+    masters = {name: tensor for name, tensor in checkpoint.tensors.items() if name in stateful}
+    masters.update(states.get(MASTERS, {}))
+    return {state: _of_state(weights, found) for state, found in {**states, MASTERS: masters}.items()}
 
 
 def _misfits(state: str, tensors: Mapping[str, Tensor], checkpoint: Checkpoint) -> list[Problem]:
@@ -133,6 +148,16 @@ def hub_states(states: Mapping[str, LogicalTensors]) -> PlannedStates:
     }
 
 
+def live_states(weights: LogicalTensors, model_type: object) -> PlannedStates:
+    """Adam's two moments by the names that tensors have in the memory of transformers."""
+    found = logical_states(weights)
+    return {
+        moment: _named(moment, fused.live_tensors(hub_tensors(found[moment], None), model_type))
+        for moment in MOMENTS
+        if moment in found
+    }
+
+
 def _types(state: str) -> Types:
     return Types("float32" if state == MASTERS else None)
 
@@ -153,6 +178,7 @@ def _partly_frozen(state: str, name: str, missing: set[str]) -> Problem:
 
 def still_dropped(checkpoint: Checkpoint, carried: Collection[str] | None = None) -> Counter[str]:
     """What the source leaves behind by rule, without the bytes of the states that are `carried`: all by default."""
-    states = checkpoint.states if carried is None else carried
-    taken = sum(tensor.nbytes for state in states for tensor in checkpoint.states[state].values())
+    states = _carried(checkpoint)
+    names = states.keys() if carried is None else states.keys() & set(carried)
+    taken = sum(tensor.nbytes for state in names for tensor in states[state].values())
     return Counter(checkpoint.dropped) - Counter({DROPPED: taken})

@@ -151,6 +151,8 @@ def load_run(chunks: list[Any], folder: Path, optimizer: Any, scheduler: Any) ->
     )
     left = [_fill(chunk, loaded[model_key(chunks, index)]) for index, chunk in enumerate(chunks)]
     optimizer.load_state_dict(loaded["optimizer"])
+    if optimizer.config.use_distributed_optimizer:
+        _separate_steps(optimizer)
     scheduler.load_state_dict(loaded["opt_param_scheduler"])
     states = [tuple(key for key in found if "optimizer." in key) for found in (missing, unexpected)]
     return Mismatch.union([Mismatch.of(missing, unexpected), Mismatch(*states), *left])
@@ -172,6 +174,13 @@ def _begin_states(optimizer: Any) -> None:
         link._set_main_param_and_optimizer_states = partial(
             _set_states, link, link._set_main_param_and_optimizer_states
         )
+
+
+def _separate_steps(optimizer: Any) -> None:
+    """A step for each tensor: megatron-core gives all the same one, and torch's Adam counts each up."""
+    for link in optimizer.chained_optimizers:
+        for state in link.optimizer.state.values():
+            state["step"] = state["step"].clone()
 
 
 def _set_states(link: Any, original: Callable[..., None], parameter: Any, tensors: dict[str, Any]) -> None:
