@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from importlib import import_module
 from typing import Any
@@ -10,6 +11,10 @@ from typing import Any
 import click
 
 from reshard.version import __version__
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+"""Read by numpy when it is imported. reshard has threads of its own, and those of OpenBLAS would spin against them: the
+merge of an adapter took four times the processor time."""
 
 COMMANDS = {
     "inspect": "What is this checkpoint, is it whole, and what to type next.",
