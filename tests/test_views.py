@@ -104,6 +104,17 @@ def test_a_view_inverts(case) -> None:
 
 
 @settings(max_examples=100, deadline=None)
+@given(operations())
+def test_a_view_unstacks_along_its_first_axis(case) -> None:
+    view, array, source = case
+    parts = list(view.unstacked())
+    assert len(parts) == len(array)
+    for part, expected in zip(parts, array, strict=True):
+        assert part.shape == expected.shape
+        assert np.array_equal(gather(part, {"s": source}), expected)
+
+
+@settings(max_examples=100, deadline=None)
 @given(operations(), st.data())
 def test_windows_tile_a_view(case, data) -> None:
     view, array, source = case
