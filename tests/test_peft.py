@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
@@ -243,6 +244,20 @@ def test_the_state_of_a_live_model_is_merged_into_the_base_that_it_holds(llama: 
 
     reshard.convert(tmp_path / "state", tmp_path / "ours", merge=True, base=llama, lora_alpha=6)
 
+    assert_same_tensors(tensors_of(tmp_path / "ours"), tensors_of(tmp_path / "reference"))
+
+
+def test_a_distributed_checkpoint_of_the_adapter_alone_is_read(llama: Path, tmp_path: Path) -> None:
+    """As Trainer leaves it under FSDP: no base, no config, the model nested as `model`."""
+    model = genuine.wrapped(llama, **FEATURES["plain"][1])
+    state = {name: tensor for name, tensor in model.state_dict().items() if "lora_" in name}
+    folder = tmp_path / "run" / "checkpoint-2" / "pytorch_model_fsdp_0"
+    dcp.save({"model": state}, checkpoint_id=folder, no_dist=True)
+    model.merge_and_unload().save_pretrained(tmp_path / "reference")
+
+    found = commandline.reshard("inspect", tmp_path / "run", "--json").json
+    assert "--lora-alpha" in found["next"]
+    reshard.convert(tmp_path / "run", tmp_path / "ours", merge=True, base=llama, lora_alpha=24)
     assert_same_tensors(tensors_of(tmp_path / "ours"), tensors_of(tmp_path / "reference"))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard import adapters
-from reshard.adapters import description
+from reshard.adapters import description, megatron
 from reshard.checkpoint import Checkpoint
 from reshard.errors import Problem, ReshardError
 from reshard.formats import huggingface, iterations, open_checkpoint
@@ -62,7 +62,7 @@ class Inspection:
 def inspect_checkpoint(path: Path, iteration: int | None = None) -> Inspection:
     """Look at the checkpoint at `path`. Raises ReshardError only if nothing can be opened there."""
     checkpoint = open_checkpoint(path, iteration)
-    if adapters.is_adapter(checkpoint):
+    if adapters.is_adapter(checkpoint) or megatron.holds_pairs(checkpoint):
         return _inspect_adapter(checkpoint, path)
     problems = list(checkpoint.problems)
     hints = find_hints([checkpoint.path, checkpoint.root], checkpoint.args)
@@ -93,15 +93,25 @@ def inspect_checkpoint(path: Path, iteration: int | None = None) -> Inspection:
 def _inspect_adapter(checkpoint: Checkpoint, path: Path) -> Inspection:
     """What an adapter is; it is no model, so it has no family, and needs neither config nor tokenizer."""
     problems, notes, command = list(checkpoint.problems), list(checkpoint.notes), ""
+    if megatron.holds_pairs(checkpoint):
+        return _inspect_fused_adapter(checkpoint, path)
     try:
         adapter = adapters.find(checkpoint)
         notes += description.notes(adapter)
         problems += description.warnings(adapter)
-        command = description.next_command(adapter, path)
+        command = description.next_command(adapter.settings, path)
     except ReshardError as error:
         problems += error.problems
     wrong = any(problem.severity == "error" for problem in problems)
     return Inspection(checkpoint, None, problems, notes, "" if wrong else command)
+
+
+def _inspect_fused_adapter(checkpoint: Checkpoint, path: Path) -> Inspection:
+    """What an adapter of Megatron-Core is. Its base's config says which projections its fused linears hold."""
+    settings = adapters.find_settings(checkpoint)
+    notes = [*checkpoint.notes, *description.fused_notes(checkpoint, settings)]
+    problems = [*checkpoint.problems, *description.alpha_warnings(settings)]
+    return Inspection(checkpoint, None, problems, notes, description.next_command(settings, path))
 
 
 def _declared_type(checkpoint: Checkpoint) -> str | None:

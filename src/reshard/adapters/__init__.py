@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from reshard.adapters.adapter import Adapter, Pair, find, is_adapter
 from reshard.adapters.merge import merged
+from reshard.adapters.settings import find_settings
 
-__all__ = ["Adapter", "Pair", "find", "is_adapter", "merged"]
+__all__ = ["Adapter", "Pair", "find", "find_settings", "is_adapter", "merged"]

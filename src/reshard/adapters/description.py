@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 from reshard.adapters.adapter import Adapter
-from reshard.adapters.settings import merge_problems
+from reshard.adapters.settings import Settings, merge_problems, missing_alpha
+from reshard.checkpoint import Checkpoint
 from reshard.errors import Problem
 
 SHOWN = 12
@@ -39,28 +41,31 @@ def notes(adapter: Adapter) -> list[str]:
 
 def warnings(adapter: Adapter) -> list[Problem]:
     """What stands in the way of a merge, but not of carrying the adapter as it is."""
-    problems = list(merge_problems(adapter.settings))
-    if adapter.settings.alpha("") is None:
-        problems.append(
-            Problem(
-                "lora_alpha is not known",
-                rule="no file beside the adapter notes it, and the tensors do not tell it",
-                remedy="give the alpha that the adapter was trained with: --lora-alpha N",
-            )
-        )
-    return [_as_warning(problem) for problem in problems]
+    unmergeable = [replace(problem, severity="warning") for problem in merge_problems(adapter.settings)]
+    return [*unmergeable, *alpha_warnings(adapter.settings)]
 
 
-def _as_warning(problem: Problem) -> Problem:
-    return Problem(**{**problem.as_dict(), "severity": "warning"})
+def alpha_warnings(settings: Settings) -> list[Problem]:
+    """A warning where no file notes alpha."""
+    return [] if settings.alpha("") is not None else [replace(missing_alpha(), severity="warning")]
 
 
-def next_command(adapter: Adapter, path: Path) -> str:
+def fused_notes(checkpoint: Checkpoint, settings: Settings) -> list[str]:
+    """The same of an adapter of Megatron-Core, by its tensors alone."""
+    linears = sorted(
+        {name.split(".adapter.")[0].split(".lora_")[0].rpartition(".")[2] for name in checkpoint.tensors}
+    )
+    alpha = settings.alpha("")
+    known = f"alpha {alpha:g} ({settings.source})" if alpha is not None else "alpha not known"
+    return [
+        f"LoRA of Megatron-Core, rank {settings.config.get('r', 'not noted')}, {known}, on {', '.join(linears)}"
+    ]
+
+
+def next_command(settings: Settings, path: Path) -> str:
     """The command that merges the adapter."""
     target = path.as_posix().rstrip("/") or "/"
-    base = adapter.settings.base
+    base = settings.base
     words = ["reshard", "convert", target, f"{target}-merged", "--merge"]
     words += ["--base", base if base and Path(base).is_dir() else "BASE_FOLDER"]
-    return shlex.join(
-        [*words, *([] if adapter.settings.alpha("") is not None else ["--lora-alpha", "ALPHA"])]
-    )
+    return shlex.join([*words, *([] if settings.alpha("") is not None else ["--lora-alpha", "ALPHA"])])

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from reshard.adapters import is_adapter
+from reshard.adapters import megatron as megatron_adapters
 from reshard.checkpoint import Checkpoint
 from reshard.errors import ReshardError
 from reshard.formats import companions, open_checkpoint
@@ -58,6 +59,8 @@ def plan_conversion(source: Path, options: Options) -> Plan:
     checkpoint = open_checkpoint(source, options.iteration, options.strip)
     if checkpoint.problems:
         raise ReshardError(checkpoint.problems)
+    if megatron_adapters.holds_pairs(checkpoint):
+        checkpoint = merge.hub_adapter(checkpoint, options)
     if options.merge:
         checkpoint, options = merge.merged_source(checkpoint, options)
     target = options.to or _default_target(checkpoint, options)

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from reshard import adapters
+from reshard.adapters import megatron
 from reshard.adapters.merge import unties
 from reshard.checkpoint import Checkpoint, Replica, Tensor
 from reshard.errors import ReshardError
 from reshard.formats import open_checkpoint
 from reshard.logical import logical_tensors
-from reshard.model import read_config, resolve
+from reshard.model import config_of, read_config, resolve
 from reshard.planning.common import Options, Types
 
 
@@ -47,7 +48,7 @@ def merged_source(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint,
             dialect="hf",
             tensors=result,
             variant=_variant(adapter, base),
-            iteration=checkpoint.iteration,
+            iteration=None,
             config=config or checkpoint.config,
             changes=_changes(adapter, weights),
             beside=(checkpoint.root,),
@@ -59,6 +60,16 @@ def merged_source(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint,
         ),
         replace(options, base=None if base else options.base),
     )
+
+
+def hub_adapter(checkpoint: Checkpoint, options: Options) -> Checkpoint:
+    """An adapter of Megatron-Core under hub names, by the config of its base, which may be a Megatron checkpoint."""
+    config: Mapping[str, Any] | None = config_of(checkpoint)
+    if options.base:
+        config = (
+            read_config(options.base) or resolve(open_checkpoint(options.base), family=options.family).config
+        )
+    return megatron.under_hub_names(checkpoint, config)
 
 
 def _base_folder(checkpoint: Checkpoint, adapter: adapters.Adapter, options: Options) -> Path | None:

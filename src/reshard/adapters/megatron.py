@@ -1,0 +1,184 @@
+"""Adapters in the checkpoints of Megatron-Core, brought under the hub's names.
+
+Two projects put them there. Both adapt the fused linears, so `lora_B` has the rows of query, key and value (or of gate
+and up) in one tensor, and all of them share `lora_A`:
+
+    decoder.layers.self_attention.linear_qkv.adapter.linear_in.weight      [L, r, H]         Megatron-Bridge
+    decoder.layers.self_attention.linear_qkv.adapter.linear_out.weight     [L, (n+2G)d, r]
+    decoder.layers.self_attention.linear_qkv.lora_A.default.weight         [L, r, H]         ms-swift
+    decoder.layers.self_attention.linear_qkv.lora_B.default.weight         [L, (n+2G)d, r]
+
+"Canonical" adapters of Megatron-Bridge have one pair for each projection, below `adapter_q`, `adapter_k`, `adapter_v`,
+`adapter_gate` and `adapter_up`. Sources: `peft/utils.py`, `peft/canonical_lora.py` and `training/checkpointing.py` of
+Megatron-Bridge, `tuners/lora.py` of mcore-bridge, `megatron_lm_utils.py` of ms-swift, all of 2026.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from reshard.checkpoint import Checkpoint, Tensor
+from reshard.errors import Problem, ReshardError
+from reshard.families import FAMILIES
+from reshard.families.binding import Binding, Bound
+from reshard.families.rules import Dims
+from reshard.views import Piece, View
+
+_PAIR = re.compile(
+    r"(?P<module>.+?)\.(?:adapter\.(?:adapter_(?P<part>q|k|v|gate|up)\.)?(?P<bridge>linear_in|linear_out)"
+    r"|(?P<swift>lora_[AB])\.(?P<name>[^.]+))\.weight"
+)
+_SAVED = re.compile(r"modules_to_save\.(?P<name>[^.]+)\.")
+_WRAPPERS = re.compile(r"(?:base_layer|to_wrap)\.")
+_PARTS = {"linear_qkv": ("q", "k", "v"), "linear_fc1": ("gate", "up")}
+"""What lies in a fused linear, in the order in which it begins."""
+
+
+class _Part(NamedTuple):
+    """One half of a pair: `side` is "A" or "B", `part` the projection of a canonical adapter."""
+
+    module: str
+    side: str
+    part: str
+    name: str
+    bridge: bool
+
+
+def holds_pairs(checkpoint: Checkpoint) -> bool:
+    """Whether there are low-rank pairs among the tensors of a Megatron checkpoint."""
+    return checkpoint.dialect == "mcore" and any(_PAIR.fullmatch(name) for name in checkpoint.tensors)
+
+
+def under_hub_names(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Checkpoint:
+    """The same adapter as PEFT would name it in a live model of the hub, by the config of its base.
+
+    Raises ReshardError without a config, and for tensors that no module of the family has.
+    """
+    binding = _binding(checkpoint, config)
+    owners: dict[str, list[tuple[str, Bound]]] = {}
+    for hub, bound in binding.hf.items():
+        for native in dict.fromkeys(str(piece.source) for piece in bound.view.pieces):
+            owners.setdefault(native, []).append((hub, bound))
+    tensors: dict[str, Tensor] = {}
+    problems = []
+    for name, tensor in checkpoint.tensors.items():
+        found = dict(_under_hub_names(name, tensor, owners, checkpoint.layout.tp))
+        if not found:
+            problems.append(_unknown(name, tensor))
+        tensors.update(found)
+    if problems:
+        raise ReshardError(problems)
+    return replace(checkpoint, dialect="hf", tensors=tensors, variant="adapter of Megatron-Core")
+
+
+def _under_hub_names(
+    name: str, tensor: Tensor, owners: Mapping[str, list[tuple[str, Bound]]], tp: int
+) -> Iterator[tuple[str, Tensor]]:
+    """What one tensor is under the hub's names; a fused one is several."""
+    part = _parse(name)
+    if part is None:
+        yield from _whole(name, tensor, owners)
+        return
+    hubs = sorted(owners.get(f"{part.module}.weight", ()), key=lambda item: _first_row(item[1]))
+    linear = part.module.rpartition(".")[2]
+    columns = "A" if part.side == "A" else "B"
+    if part.part:
+        roles = _PARTS.get(linear, ())
+        hubs = [hubs[roles.index(part.part)]] if part.part in roles and len(roles) == len(hubs) else []
+    for hub, bound in hubs:
+        view = tensor.view
+        if part.side == "B":
+            view = _in_order(view, part, linear, tp)
+            if not part.part:
+                view = rows_like(bound.view, view.shape[1]).through(_only(view))
+        module = hub.removesuffix(".weight")
+        yield f"{module}.lora_{columns}.{part.name}.weight", Tensor(tensor.dtype, view)
+
+
+def _parse(name: str) -> _Part | None:
+    match = _PAIR.fullmatch(name)
+    if not match:
+        return None
+    bridge = match["bridge"]
+    side = match["swift"][-1] if match["swift"] else ("A" if bridge == "linear_in" else "B")
+    return _Part(match["module"], side, match["part"] or "", match["name"] or "default", bool(bridge))
+
+
+def _in_order(view: View, part: _Part, linear: str, tp: int) -> View:
+    """The rows of lora_B in the order of the linear, where they lie in that of the ranks that saved them.
+
+    ms-swift cuts gate and up of `linear_fc1` together, so each rank's gate stands before its up. Megatron-Bridge
+    takes the pair of one projection for that of both, and cuts each rank's rows in two halves.
+    """
+    rows, rank = view.shape
+    if tp == 1 or linear != "linear_fc1" or ".experts." in part.module or (part.bridge and not part.part):
+        return view
+    outer = (2, tp) if part.bridge else (tp, 2)
+    return view.reshape(*outer, rows // (2 * tp), rank).permute(1, 0, 2, 3).reshape(rows, rank)
+
+
+def _whole(
+    name: str, tensor: Tensor, owners: Mapping[str, list[tuple[str, Bound]]]
+) -> Iterator[tuple[str, Tensor]]:
+    """A weight that was trained whole, or one of the base."""
+    saved = _SAVED.search(name)
+    if "original_module." in name:
+        return
+    native = _WRAPPERS.sub("", _SAVED.sub("", name))
+    for hub, bound in owners.get(native, ()):
+        module, _, leaf = hub.rpartition(".")
+        spelled = f"{module}.modules_to_save.{saved['name']}.{leaf}" if saved else hub
+        yield spelled, Tensor(tensor.dtype, bound.view.through(_only(tensor.view)))
+
+
+def _only(view: View) -> Callable[[Hashable], View]:
+    """For looking through a view of one source."""
+    return lambda source: view
+
+
+def rows_like(view: View, columns: int) -> View:
+    """Of a matrix with other `columns`, the rows that `view`, which takes whole rows, takes of its own source."""
+    width = view.shape[1]
+    pieces = []
+    for piece in view[:, 0].pieces:
+        axes = tuple((n, source // width * columns, target * columns) for n, source, target in piece.axes)
+        inner = ((columns, 1, 1),) if columns > 1 else ()
+        pieces.append(
+            Piece(piece.source, piece.start // width * columns, piece.at * columns, (*axes, *inner))
+        )
+    return View((view.shape[0], columns), tuple(pieces))
+
+
+def _first_row(bound: Bound) -> int:
+    return min(piece.start for piece in bound.view.pieces)
+
+
+def _binding(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Binding:
+    family = FAMILIES.get(str((config or {}).get("model_type")))
+    if config is None or family is None:
+        raise ReshardError(
+            "the base of the adapter is not known"
+            if config is None
+            else "the base is of a family that is not known",
+            file=str(checkpoint.path),
+            rule="which projections share a fused linear follows from the config of the base",
+            found=None if config is None else str(config.get("model_type")),
+            remedy="name the Hugging Face folder that training started from: --base DIR",
+        )
+    args = family.config.to_args(config)
+    rows = next((t.shape[0] for name, t in checkpoint.tensors.items() if "word_embeddings" in name), None)
+    return Binding(family.rules(Dims.from_args(args, int(config["vocab_size"]), rows)))
+
+
+def _unknown(name: str, tensor: Tensor) -> Problem:
+    return Problem(
+        "a tensor of the adapter belongs to no module of the base",
+        tensor=name,
+        file=tensor.file,
+        rule="each tensor of an adapter belongs to a linear of Megatron-Core that the family declares",
+        found=str(list(tensor.shape)),
+        remedy="the adapter was trained on another model: name that one with --base DIR",
+    )

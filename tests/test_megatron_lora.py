@@ -1,0 +1,111 @@
+"""Adapters of Megatron-Core, judged by what megatron-core computed with them and by the real PEFT."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+
+import reshard
+from reshard.errors import ReshardError
+from tests import commandline
+from tests.genuine import make_megatron_lora as genuine
+from tests.genuine.peft import load
+from tests.judges import THRESHOLD
+
+DATA = Path(__file__).parent / "data" / "megatron_lora"
+
+
+def base_of(name: str) -> Path:
+    return DATA / f"base-{genuine.VARIANTS[name].base}"
+
+
+def assert_computes_what_megatron_did(model: torch.nn.Module, name: str, data: Path = DATA) -> None:
+    reference = np.load(data / name / "logits.npy")
+    tokens = torch.from_numpy(genuine.TOKENS)
+    with torch.no_grad():
+        ours = model.eval()(tokens).logits.numpy()
+        before = load(base_of(name)).eval()(tokens).logits.numpy()
+    assert np.abs(before - reference).max() > 0.1 * np.abs(reference).max()
+    assert np.abs(ours - reference).max() <= THRESHOLD * np.abs(reference).max()
+
+
+@pytest.mark.parametrize("name", genuine.VARIANTS)
+def test_a_merged_model_computes_what_megatron_did_with_the_adapter(name: str, tmp_path: Path) -> None:
+    reshard.convert(DATA / name, tmp_path / "ours", base=base_of(name), merge=True, no_tokenizer=True)
+    assert_computes_what_megatron_did(load(tmp_path / "ours"), name)
+
+
+@pytest.mark.parametrize("name", genuine.VARIANTS)
+def test_peft_loads_the_adapter_and_computes_what_megatron_did(name: str, tmp_path: Path) -> None:
+    reshard.convert(DATA / name, tmp_path / "ours", base=base_of(name))
+    assert_computes_what_megatron_did(PeftModel.from_pretrained(load(base_of(name)), tmp_path / "ours"), name)
+
+
+def test_projections_of_a_fused_linear_share_their_lora_a(tmp_path: Path) -> None:
+    reshard.convert(DATA / "swift-tp2", tmp_path / "fused", base=base_of("swift-tp2"))
+    reshard.convert(DATA / "bridge-canonical-tp2", tmp_path / "apart", base=base_of("swift-tp2"))
+    for folder, shared in (("fused", True), ("apart", False)):
+        tensors = load_file(tmp_path / folder / "adapter_model.safetensors")
+        layer = "base_model.model.model.layers.0.self_attn"
+        a = [tensors[f"{layer}.{name}.lora_A.weight"] for name in ("q_proj", "k_proj", "v_proj")]
+        assert torch.equal(a[0], a[1]) is torch.equal(a[0], a[2]) is shared
+
+
+def test_an_adapter_merges_into_a_megatron_base(tmp_path: Path) -> None:
+    name = "bridge-tp2"
+    reshard.convert(base_of(name), tmp_path / "base", to="megatron", tp=2, no_tokenizer=True)
+    for base in (base_of(name), tmp_path / "base"):
+        reshard.convert(
+            DATA / name,
+            tmp_path / base.name / "ours",
+            base=base,
+            merge=True,
+            to="megatron",
+            pp=2,
+            no_tokenizer=True,
+        )
+    assert reshard.verify(tmp_path / "base" / "ours", tmp_path / "base-llama" / "ours").equal
+
+
+def test_inspect_says_what_it_is_and_what_to_type(tmp_path: Path) -> None:
+    found = commandline.reshard("inspect", DATA / "swift-tp2", "--json").json
+    assert any("rank 4" in note and "alpha 12" in note and "linear_qkv" in note for note in found["notes"])
+    words = ["BASE_FOLDER", str(DATA / "swift-tp2-merged")]
+    typed = [str(base_of("swift-tp2")) if word == words[0] else word for word in found["next"].split()[1:]]
+    typed = [str(tmp_path / "out") if word == words[1] else word for word in typed]
+    assert commandline.reshard(*typed, "--no-tokenizer", "--quiet").code == 0
+
+
+def test_without_its_base_a_fused_adapter_is_refused(tmp_path: Path) -> None:
+    for options in ({"merge": True}, {"to": "peft"}):
+        with pytest.raises(ReshardError, match="--base DIR"):
+            reshard.convert(DATA / "swift-tp2", tmp_path / "ours", **options)  # type: ignore[arg-type]
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ReshardError) as caught:
+        reshard.convert(DATA / "swift-experts-ep2", tmp_path / "ours", base=DATA / "base-llama", merge=True)
+    assert any(".experts.0.linear_fc1" in str(problem.tensor) for problem in caught.value.problems)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", genuine.VARIANTS)
+def test_what_is_checked_in_is_what_the_projects_write(name: str, tmp_path: Path) -> None:
+    if not genuine.importable():
+        pytest.skip("pip install --no-deps megatron-bridge==0.3.1 mcore-bridge==1.6.5")
+    shutil.copytree(base_of(name), tmp_path / base_of(name).name)
+    subprocess.run(
+        [sys.executable, "-m", "tests.genuine.make_megatron_lora", str(tmp_path), name],
+        check=True,
+        timeout=300,
+    )
+    reshard.convert(tmp_path / name, tmp_path / "ours", base=base_of(name), merge=True, no_tokenizer=True)
+    assert_computes_what_megatron_did(load(tmp_path / "ours"), name, tmp_path)
