@@ -433,6 +433,36 @@ def test_files_that_are_none_are_refused(content: bytes, copy_of: Copies, tmp_pa
     assert "model_tp1_pp0.pt" in problems_of(folder, tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("key", "shape"),
+    [
+        ("blocks.0.mixer.Wqkv.weight", (47, 32)),
+        ("blocks.0.mixer.out_proj.weight", (16,)),
+        ("blocks.0.norm1.weight", ()),
+        ("embedding.weight", ()),
+        ("blocks.1.mlp.w2.weight", (3, 4, 5)),
+        ("head.weight", (0,)),
+    ],
+)
+def test_tensors_of_any_shape_are_refused_without_a_traceback(
+    key: str, shape: tuple[int, ...], copy_of: Copies, tmp_path: Path
+) -> None:
+    folder = copy_of("internlm1-tp2")
+    for file in folder.glob("model_tp*.pt"):
+        edit(file, lambda content: content | {f"model.{key}": torch.zeros(shape)})
+    problems_of(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "gone", ["model.embedding.weight", "model.norm.weight", "model.blocks.0.mlp.w1.weight"]
+)
+def test_a_tensor_that_all_ranks_lack_is_missed(gone: str, copy_of: Copies, tmp_path: Path) -> None:
+    folder = copy_of("internlm1-tp2")
+    for file in folder.glob("model_tp*.pt"):
+        edit(file, lambda content: {key: tensor for key, tensor in content.items() if key != gone})
+    assert "missing" in problems_of(folder, tmp_path / "out")
+
+
 def test_a_file_without_tensors_is_refused(copy_of: Copies, tmp_path: Path) -> None:
     folder = copy_of("llama-tp2")
     torch.save([1, 2], folder / "model_tp1_pp0.pt")

@@ -81,7 +81,7 @@ def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
         tensors=tensors,
         root=folder,
         layout=Layout(shards.tensor_ranks, shards.stages, shards.chunks),
-        iteration=int(folder.name) if folder.name.isdigit() else None,
+        iteration=int(step) if (step := folder.resolve().name).isdigit() else None,
         config=hub_config(kind, config, tensors, shards.layers) if config else None,
         dropped=+dropped,
         replicas=shards.replicas,

@@ -15,6 +15,7 @@ from typing import Any
 from reshard.checkpoint import Tensor
 from reshard.errors import Problem, ReshardError
 from reshard.families.rope import rope_parameters
+from reshard.formats.internlm_names import EMBEDDINGS
 from reshard.formats.pickles import Opaque
 from reshard.formats.torchfile import read_torch_file
 
@@ -58,13 +59,14 @@ def read_model_config(folder: Path) -> dict[str, Any] | None:
         return None
     content = read_torch_file(path)
     if isinstance(content, Opaque):  # InternEvo's own class of dict
-        content = dict(content.items)
-    if not isinstance(content, Mapping):
+        content = dict(item for item in content.items if isinstance(item, tuple) and len(item) == 2)
+    heads = content.get("num_attention_heads") if isinstance(content, Mapping) else None
+    if not isinstance(heads, int):
         raise ReshardError(
             f"{CONFIG} cannot be read",
             file=str(path),
-            expected="a dict",
-            found=type(content).__name__,
+            expected="a dict with num_attention_heads",
+            found=type(content).__name__ if heads is None else f"num_attention_heads={heads!r}",
             remedy="copy it again from where it was saved",
         )
     return dict(content)
@@ -123,13 +125,9 @@ def hub_config(
     `tensors` are whole, under the names of `internlm_names`.
     """
     heads = config["num_attention_heads"]
-    table = next(
-        tensor
-        for name, tensor in tensors.items()
-        if name.endswith(("embedding.weight", "tok_embeddings.weight"))
-    )
+    table = next(tensor for name, tensor in tensors.items() if name in EMBEDDINGS)
     biased = any(name.endswith(("wqkv.bias", "Wqkv.bias", "wq.bias")) for name in tensors)
-    gate = next(tensor for name, tensor in tensors.items() if name.endswith(".w1.weight"))
+    widths = (tensor.shape[0] for name, tensor in tensors.items() if name.endswith(".w1.weight"))
     base = float(config.get("rope_base") or 10000)
     dynamic = bool(config.get("use_dynamic_ntk_rope"))
     result = {
@@ -137,7 +135,7 @@ def hub_config(
         "architectures": [ARCHITECTURES[kind]],
         "vocab_size": table.shape[0],
         "hidden_size": table.shape[1],
-        "intermediate_size": gate.shape[0],
+        "intermediate_size": next(widths, 0),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": config.get("num_kv_attention_heads") or heads,
@@ -153,7 +151,7 @@ def hub_config(
         del result["num_key_value_heads"]
         result["rotary"] = {"base": base, "type": "dynamic" if dynamic else "origin"}
     if kind == "internlm_moe":
-        result["num_experts"] = config["num_experts"]
+        result["num_experts"] = config.get("num_experts")
         result["num_experts_per_token"] = EXPERTS_PER_TOKEN
     return result
 

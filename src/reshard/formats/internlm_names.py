@@ -107,10 +107,10 @@ def with_fused_attention(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     fused = {}
     for key, tensor in tensors.items():
         head, _, tail = key.rpartition("attention.w")
-        if tail not in ("q.weight", "k.weight", "v.weight"):
+        names = [f"{head}attention.w{part}.weight" for part in "qkv"]
+        if key not in names or not all(name in tensors for name in names):
             fused[key] = tensor
         elif tail == "q.weight":
-            slices = [tensors[f"{head}attention.w{part}.weight"] for part in "qkv"]
-            view = concat([part.view for part in slices])
+            view = concat([tensors[name].view for name in names])
             fused[f"{head}attention.wqkv.weight"] = Tensor(tensor.dtype, view)
     return fused

@@ -63,16 +63,16 @@ class Shards:
                 at = place.chunk, rank.pp
                 self._counts[at] = max(self._counts.get(at, 0), place.layer + 1)
             if "norm" in place.module.rpartition(".")[0]:
-                self._hidden = tensor.shape[0]
+                self._hidden = tensor.view.numel
             if place.module in EMBEDDINGS:
-                self._vocab = tensor.shape[0]
+                self._vocab = tensor.shape[0] if tensor.shape else 0
 
     def stage_of_experts(self, layer: int, path: Path) -> int:
         """The stage that wrote a file of layer `layer`, which counts on from the stage's rank times layers per stage.
 
         Where an inner stage has a layer more than that, it and the next stage wrote the same file, one over the other.
         """
-        size = self.layers // self.stages
+        size = max(1, self.layers // self.stages)
         for stage in range(self.stages - 1):
             if sum(count for (_, at), count in self._counts.items() if at == stage) > size:
                 raise ReshardError(
@@ -134,20 +134,20 @@ class Shards:
     ) -> Iterator[Problem]:
         """What shows that the last files are missing, which the names of the others do not tell."""
         wanted = (config or {}).get("num_layers")
-        ends = any(name in tensors for name in HEADS)
+        ends = all(any(name in tensors for name in names) for names in (EMBEDDINGS, HEADS))
         if not ends or (wanted is not None and wanted != self.layers):
             yield Problem(
                 "the files of a pipeline stage are missing",
                 file=str(folder),
-                rule="the last stage has the head, and all together have all layers",
-                expected=f"{wanted or 'all'} layers and a head",
-                found=f"{self.layers} layers{'' if ends else ', and no head'}, in {self.stages} stages",
+                rule="the first stage has the embedding, the last one the head, and all together have all layers",
+                expected=f"{wanted or 'all'} layers, embedding and head",
+                found=f"{self.layers} layers in {self.stages} stages{'' if ends else ', not both ends'}",
                 remedy=COPY,
             )
         for name, tensor in tensors.items():
-            whole = (self._hidden, self._hidden) if name.endswith(PROJECTIONS) else None
+            whole: tuple[int, ...] | None = (self._hidden,) * 2 if name.endswith(PROJECTIONS) else None
             if name in EMBEDDINGS:
-                whole = tensor.shape[0], self._hidden
+                whole = (*tensor.shape[:1], self._hidden)
             if whole and tensor.shape != whole:
                 yield Problem(
                     "the files of some ranks are missing",
@@ -176,11 +176,7 @@ def _misfits(name: str, parts: _Parts) -> Iterator[Problem]:
             remedy=COPY,
         )
         return
-    axis = parts.split.axis
-    sizes = [shards[index].shape[axis] for index in range(parts.ranks)]
-    other = {shard.shape[:axis] + shard.shape[axis + 1 :] for shard in shards.values()}
-    shares = [sum(sizes) // parts.ranks + (index < sum(sizes) % parts.ranks) for index in range(parts.ranks)]
-    if sizes != shares or len(other) > 1:
+    if not _fit(parts.split, [shards[index].shape for index in range(parts.ranks)]):
         yield Problem(
             "the shards of a tensor are not equal in size",
             tensor=name,
@@ -189,6 +185,17 @@ def _misfits(name: str, parts: _Parts) -> Iterator[Problem]:
             found=", ".join(str(list(shards[index].shape)) for index in range(parts.ranks)),
             remedy="the files are of different runs: copy those of all ranks again",
         )
+
+
+def _fit(split: Split, shapes: list[tuple[int, ...]]) -> bool:
+    """Whether shards make a tensor: they differ along one axis only, and there as little as can be."""
+    axis, count = split.axis, len(shapes)
+    if any(len(shape) <= axis or shape[axis] % split.parts for shape in shapes):
+        return False
+    whole = sum(shape[axis] for shape in shapes)
+    shares = [whole // count + (index < whole % count) for index in range(count)]
+    others = {shape[:axis] + shape[axis + 1 :] for shape in shapes}
+    return shares == [shape[axis] for shape in shapes] and len(others) == 1
 
 
 def _joined(parts: _Parts) -> Tensor:
