@@ -197,7 +197,7 @@ def _beyond(model_type: str) -> Problem:
         f'Megatron-Core does not compute what the family "{model_type}" computes',
         rule=BEYOND_MEGATRON[model_type],
         found=f"model_type {model_type} in config.json",
-        remedy="convert it to a format that keeps the names of the hub, or force a family with --family NAME",
+        remedy="convert it to a format that keeps the names of the hub: see docs/add-a-family.md",
     )
 
 
@@ -252,7 +252,10 @@ def _named(name: str) -> Family:
 
 
 def _family_by_args(checkpoint: Checkpoint, forced: str | None) -> tuple[Family, list[str]]:
-    """The first family whose tensors, at the sizes that the arguments tell, are those of the checkpoint."""
+    """The first family whose tensors, at the sizes that the arguments tell, are those of the checkpoint.
+
+    Those that compute something else than the arguments say come in question only if no other does.
+    """
     if checkpoint.args is None:
         raise ReshardError(
             "nothing says which model this is",
@@ -264,7 +267,7 @@ def _family_by_args(checkpoint: Checkpoint, forced: str | None) -> tuple[Family,
     if forced:
         return _named(forced), []
     rows = embedding_rows(checkpoint)
-    fitting = []
+    fitting, foreign = [], []
     for family in FAMILIES.values():
         try:
             derived = family.config.to_config(checkpoint.args)
@@ -274,7 +277,8 @@ def _family_by_args(checkpoint: Checkpoint, forced: str | None) -> tuple[Family,
             continue
         want = {name: bound.shape for name, bound in binding.native.items()}
         if want == {name: tensor.shape for name, tensor in checkpoint.tensors.items()}:
-            fitting.append(family)
+            (foreign if family.config.disagreements(derived, checkpoint.args) else fitting).append(family)
+    fitting = fitting or foreign
     if not fitting:
         raise ReshardError(
             "the tensors of the checkpoint fit no family",

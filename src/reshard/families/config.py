@@ -350,7 +350,7 @@ GPT_OSS = family(
         args={"swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0}, config={"swiglu_alpha": 1.702}
     ),
     Key("swiglu_limit", "activation_func_clamp_value", default=7.0),
-    Key("num_local_experts", "num_experts", aliases=("num_experts",), default=128),
+    Key("num_local_experts", "num_experts", aliases=("num_experts",)),
     Key("num_experts_per_tok", "moe_router_topk", aliases=("experts_per_token",), default=4),
     Key("intermediate_size", "ffn_hidden_size", also=("moe_ffn_hidden_size",)),
     SOFTMAX_ROUTER,

@@ -12,6 +12,8 @@ from reshard.views import View, concat
 
 def experts(d: Dims) -> Block:
     """All experts of a layer in one tensor, [inputs, outputs] each, with gate and up features in turn."""
+    if not d.experts:
+        raise ValueError("the family has experts, and the sizes have none")
 
     def stacked(hf: str, mcore: str, shape: tuple[int, ...], one: Callable[[View], View]) -> Rule:
         each = (one(native(f"mlp.experts.{e}.{mcore}", *shape)) for e in range(d.experts))
