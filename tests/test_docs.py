@@ -34,6 +34,7 @@ FOREIGN_FLAGS = {
     "--make-vocab-size-divisible-by",
     "--no-load-optim",
     "--no-load-rng",
+    "--override-opt_param-scheduler",
     "--save",
     "--use-checkpoint-args",
 }

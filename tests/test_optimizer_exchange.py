@@ -17,6 +17,7 @@ pytest.importorskip("megatron.core")
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -183,6 +184,67 @@ def test_states_pass_through_megatron_bit_for_bit(run: tuple[Path, list[float]],
         assert torch.equal(ours[key], tensor), key
 
 
+def test_a_universal_checkpoint_has_the_same_states(run: tuple[Path, list[float]], tmp_path: Path) -> None:
+    source, _ = run
+    reshard.convert(source, tmp_path / "there", to="megatron", with_optimizer=True, pp=2)
+    reshard.convert(
+        tmp_path / "there", tmp_path / "universal", to="deepspeed", base=source, with_optimizer=True
+    )
+    reshard.convert(tmp_path / "universal", tmp_path / "back", to="dcp", base=source, with_optimizer=True)
+    theirs, ours = values(source), values(tmp_path / "back")
+    for key, tensor in theirs.items():
+        assert torch.equal(ours[key], tensor), key
+
+
+DEEPSPEED = Path(__file__).parent / "data" / "deepspeed"
+
+
+@pytest.mark.parametrize("name", ["z1_fp32", "z3_fp32", "universal_z2"])
+def test_a_run_of_deepspeed_goes_on_in_megatron(name: str, tmp_path: Path) -> None:
+    """megatron-core loads it strictly; what it then holds is what DeepSpeed itself says of masters and moments."""
+    source = DEEPSPEED / name
+    reshard.convert(
+        source,
+        tmp_path / "ours",
+        to="megatron",
+        tp=2,
+        dtype="bfloat16",
+        with_optimizer=True,
+        transformer_impl="local",
+        no_tokenizer=True,
+    )
+    checkpoint = reshard.open(tmp_path / "ours")
+    options = {"resume": True, "steps": 0, "iteration": 2, "distributed_optimizer": True, "save": PORTABLE}
+    train_and_save(
+        checkpoint.args or {},
+        tmp_path / "on",
+        TOKENS % 67,
+        checkpoint=checkpoint.path,
+        layout=Sizes(tp=2),
+        **options,
+    )
+    back = {"to": "dcp", "dtype": "float32", "base": source, "with_optimizer": True, "no_tokenizer": True}
+    reshard.convert(tmp_path / "on", tmp_path / "back", **back)
+    ours = values(tmp_path / "back")
+    for key, tensor in load_file(source / "fp32.safetensors").items():
+        assert torch.equal(ours[f"model.{key}"], tensor), key
+    moments = load_file(source / "exp_avg.safetensors")
+    assert any(tensor.any() for tensor in moments.values())
+    for key, tensor in moments.items():
+        assert torch.equal(ours[f"optimizer.state.{key}.exp_avg"], tensor), key
+    assert float(ours["optimizer.state.model.norm.weight.step"]) == 2
+
+
+def test_tensors_without_states_are_named(tmp_path: Path) -> None:
+    """Some weights of this run were frozen, so DeepSpeed has no states of them."""
+    options = {"to": "megatron", "dtype": "bfloat16", "with_optimizer": True, "no_tokenizer": True}
+    plan = reshard.convert(DEEPSPEED / "z1", tmp_path, dry_run=True, **options).plan
+    moments = load_file(DEEPSPEED / "z1" / "exp_avg.safetensors")
+    (note,) = [note for note in plan.notes if "no states of" in note]
+    assert note.split()[6] not in moments
+    assert 0 < plan.facts["optimizer"]["exp_avg"] < plan.tensors
+
+
 def test_masters_become_the_weights_of_a_float32_folder(tmp_path: Path) -> None:
     """In bfloat16 they are named as dropped, with the way to keep them."""
     case = Case({**QWEN2, "vocab_size": 256}, Sizes(tp=2), Sizes(tp=2))
@@ -199,6 +261,29 @@ def test_masters_become_the_weights_of_a_float32_folder(tmp_path: Path) -> None:
     assert torch.equal(weights["model.model.norm.weight"], masters)
     assert not torch.equal(masters, masters.bfloat16().float())
     assert weights["optimizer.state.model.norm.weight.exp_avg"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "frozen, message",
+    [("layers.0.self_attn.q_proj", "a part of a tensor has"), ("layers.0.mlp", "some layers have")],
+)
+def test_states_of_a_part_of_a_fused_tensor_are_refused(
+    frozen: str, message: str, hf_model: Models, tmp_path: Path
+) -> None:
+    base = hf_model("qwen2")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(frozen not in name)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-3)
+    train(model, optimizer, 0, 1)
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    with pytest.raises(ReshardError, match=message):
+        reshard.convert(tmp_path / "step-1", tmp_path / "out", to="megatron", base=base, with_optimizer=True)
+    plan = reshard.convert(
+        tmp_path / "step-1", tmp_path / "out", to="dcp", base=base, with_optimizer=True
+    ).plan
+    assert any(frozen in note for note in plan.notes if "no states of" in note)
 
 
 def test_states_of_sgd_are_refused(hf_model: Models, tmp_path: Path) -> None:

@@ -355,6 +355,22 @@ class _Writer:
         begin = file.append(EXTRA_STATE)
         self.metadata.objects[key + shard] = DcpChunk((), (), file.path, begin, EXTRA_STATE.size)
 
+    def refuse_gaps(self) -> None:
+        """Note the keys that stack the layers or experts of a tensor, where some of these have no state."""
+        for key, tensor in self.metadata.tensors.items():
+            there = sum(prod(chunk.sizes) for chunk in tensor.chunks)
+            if there < prod(tensor.shape):
+                self.problems.append(
+                    Problem(
+                        "some layers have an optimizer state, and others have none",
+                        tensor=key,
+                        rule="Megatron stacks the states of all layers into one tensor",
+                        expected=f"{prod(tensor.shape)} elements of {list(tensor.shape)}",
+                        found=f"{there} elements",
+                        remedy="leave out --with-optimizer: Megatron holds no states of a part of the layers",
+                    )
+                )
+
     def _key(self, place: Place, sparse: bool) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
         """The key of a tensor, the leading axes that it stacks, and the place in them."""
         module = place.module if place.layer is None else self.spelling.module(place.module, sparse)
@@ -420,6 +436,8 @@ def lay_out(
     for prefix, states in optimizer.keyed().items() if optimizer else ():
         for name, state in states.items():
             writer.add(state, name, places[name][1:3] in sparse, prefix)
+    if optimizer:
+        writer.refuse_gaps()
     if writer.problems:
         raise ReshardError(writer.problems)
     folder = iterations.name_of(iteration)

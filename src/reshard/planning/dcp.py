@@ -18,6 +18,7 @@ from reshard.planning.optimizer import (
     FLOAT32,
     MASTERS,
     MOMENTS,
+    frozen_notes,
     live_states,
     still_dropped,
     with_masters,
@@ -50,7 +51,7 @@ def plan(source: Source) -> Plan:
     result = finished(source, dcp_folder.NAME, files, tensors, dropped, logical, Layout(), states)
     result.notes.append('load it with dcp.load({"model": model.state_dict()}, checkpoint_id=FOLDER)')
     if states:
-        result.notes.append(LOADS_STATES)
+        result.notes += [LOADS_STATES, *frozen_notes(source)]
     if states and MASTERS in checkpoint.states and Types(options.dtype).wanted != FLOAT32:
         result.notes.append(f"the fp32 masters are {DROPPED} too; --dtype float32 makes them the weights")
     return result

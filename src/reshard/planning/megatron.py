@@ -31,6 +31,7 @@ from reshard.planning.common import (
 from reshard.planning.optimizer import (
     FLOAT32,
     MASTERS,
+    frozen_notes,
     logical_states,
     native_states,
     still_dropped,
@@ -71,6 +72,7 @@ def plan(source: Source, target: str) -> Plan:
     result = finished(replace(source, model=model), target, files, tensors, dropped, logical, layout, states)
     result.load_with = load_flags(args, is_release=_iteration(checkpoint) == "release", optimizer=optimizer)
     result.notes += [problem.message for problem in model.family.config.notices(model.config)]
+    result.notes += frozen_notes(source) if optimizer else []
     if layout.stages and not options.layout.stages:
         result.notes.append(f"layers of the stages: {', '.join(map(str, layout.stages))}")
     return result

@@ -14,7 +14,7 @@ from reshard.families.binding import Bound, Dropped
 from reshard.formats import fused
 from reshard.logical import Logical, LogicalTensors
 from reshard.plan import Planned
-from reshard.planning.common import Types, hub_tensors, native_tensors
+from reshard.planning.common import KEEPS_ITS_DTYPE, Source, Types, hub_tensors, native_tensors
 
 FLOAT32 = BY_NAME["float32"]
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -61,6 +61,18 @@ def with_masters(checkpoint: Checkpoint, dtype: str | None) -> Checkpoint:
         states=States(others),
         dropped=still_dropped(checkpoint, [MASTERS]) + Counter({REPLACED: replaced}),
     )
+
+
+def frozen_notes(source: Source) -> list[str]:
+    """A note that names the tensors without states, if there are any: an engine that trains them will miss these."""
+    checkpoint = source.checkpoint
+    apart = (*KEEPS_ITS_DTYPE, *(["lm_head.weight"] if source.config.get("tie_word_embeddings") else []))
+    stateful = checkpoint.states[MOMENTS[0]]
+    frozen = sorted(name for name in checkpoint.tensors if name not in stateful and not name.endswith(apart))
+    if not frozen:
+        return []
+    more = f" and {len(frozen) - 1} more" if len(frozen) > 1 else ""
+    return [f"the optimizer has no states of {frozen[0]}{more}: load them where the same tensors are frozen"]
 
 
 def with_step(checkpoint: Checkpoint) -> Checkpoint:
