@@ -144,13 +144,16 @@ def test_verify_finds_the_checkpoint_and_its_hub_folder_equal(hub: Callable[[str
     assert run("verify", DATA / "internlm2-tp2pp2", hub("internlm2-chunks")).code != 0
 
 
-@pytest.mark.parametrize("name", ["internlm2-tp2pp2", "internlm1-tp2", "llama-tp2"])
+@pytest.mark.parametrize(
+    "name", ["internlm2-tp2pp2", "internlm2-biases", "internlm1-tp2", "llama-tp2", "moe-tp2"]
+)
 def test_weights_go_to_megatron_directly(name: str, tmp_path: Path) -> None:
-    result = run("convert", DATA / name, tmp_path / "m", "--to", "megatron", "--tp", 2, "--no-tokenizer")
+    layout, flags = (Layout(ep=2), ("--ep", 2)) if name == "moe-tp2" else (Layout(2), ("--tp", 2))
+    result = run("convert", DATA / name, tmp_path / "m", "--to", "megatron", *flags, "--no-tokenizer")
     assert result.code == 0, result.err
     checkpoint, expected = reshard.open(tmp_path / "m"), np.load(DATA / name / "logits.npz")
     args = dict(checkpoint.args or {})
-    found = megatron_logits(checkpoint.path, expected["tokens"], args=args, layout=Layout(2), spec="local")
+    found = megatron_logits(checkpoint.path, expected["tokens"], args=args, layout=layout, spec="local")
     assert_agree(found.logits, expected["logits"])
     assert run("verify", DATA / name, tmp_path / "m").code == 0
 
@@ -601,6 +604,7 @@ def internevo() -> Callable[..., None]:
         ("internlm2-chunks", {"pp": 2, "vpp": 2}),
         ("llama-tp2", {"pp": 2}),
         ("llama-tp16", {"tp": 4}),
+        ("internlm2-biases", {"tp": 2}),
         ("internlm1-tp2", {"tp": 2, "pp": 2}),
     ],
 )

@@ -73,6 +73,7 @@ V2, V1, LLAMA = "INTERNLM2_PUBLIC", "INTERNLM", "LLAMA2"
 VARIANTS = {
     "internlm2-tp2pp2": Variant(V2, {**GROUPED, "num_layers": 5, "adapt_hf": True}, 2, 2),
     "internlm2-interleaved": Variant(V2, {**GROUPED, "num_layers": 2, "adapt_hf": False, "rope_base": 1000000}, 2),
+    "internlm2-biases": Variant(V2, {**GROUPED, "num_layers": 1, "no_bias": False, "adapt_hf": False}, 2),
     "internlm2-chunks": Variant(V2, {**GROUPED, "num_chunks": 2}, 1, 2),
     "internlm2-isp": Variant(V2, {**GROUPED, "num_layers": 2}, 1, 1, 2, "isp"),
     "internlm2-isp-tp2wp2pp2": Variant(V2, GROUPED, 2, 2, 2, "isp"),

@@ -100,9 +100,12 @@ def internlm2(d: Dims) -> Iterator[Rule]:
 
 
 def zero_biases(d: Dims, mcore: str, ffn: int) -> Iterator[Rule]:
-    """Megatron-LM's `add_bias_linear` gives biases to the MLP too. InternLM has none there, so they are zeros."""
+    """Megatron-LM's `add_bias_linear` biases the MLP (and a router) too. InternLM does not, so they are zeros."""
     if not d.bias:
         return
+    if d.experts:
+        router = native("decoder.layers.{layer}.mlp.router.bias", d.experts)
+        yield Rule("", router, tuple(range(d.layers)), reason=config.ZERO_BIAS)
     for module, rows in (("linear_fc1", 2 * ffn), ("linear_fc2", d.hidden)):
         bias = native(f"decoder.layers.{{layer}}.{mcore}.{module}.bias", rows)
         yield Rule("", bias, tuple(range(d.layers)), d.experts, reason=config.ZERO_BIAS)

@@ -61,12 +61,7 @@ def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
         contents = {rank: with_fused_attention(content) for rank, content in contents.items()}
     old, unknown = _order(contents)
     notes += unknown
-    shards = Shards()
-    for rank, content in contents.items():
-        shards.count(rank, content)
-    for rank, content in contents.items():
-        shards.add(rank, {in_new_order(key): tensor for key, tensor in content.items()} if old else content)
-    _add_experts(folder, shards, old)
+    shards = _collected(folder, contents, old)
     tensors = shards.tensors(folder, config)
     interleaved, note = rows_are_interleaved(kind, config)
     notes += [note] if note else []
@@ -218,6 +213,17 @@ def _order(contents: Mapping[Rank, Mapping[str, Tensor]]) -> tuple[bool, list[st
     return False, [
         f"w2 and w3 are both {shape}: taken in the order of InternEvo 0.3.0 and later (w3 is up, w2 down)"
     ]
+
+
+def _collected(folder: Path, contents: Mapping[Rank, Mapping[str, Tensor]], old: bool) -> Shards:
+    """The tensors of all ranks and experts, under the names of the whole model."""
+    shards = Shards()
+    for rank, content in contents.items():
+        shards.count(rank, content)
+    for rank, content in contents.items():
+        shards.add(rank, {in_new_order(key): tensor for key, tensor in content.items()} if old else content)
+    _add_experts(folder, shards, old)
+    return shards
 
 
 def _add_experts(folder: Path, shards: Shards, old: bool) -> None:
