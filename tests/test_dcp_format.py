@@ -104,6 +104,8 @@ def test_optimizer_states_are_read_under_the_names_of_their_tensors(
 ) -> None:
     checkpoint = reshard.open(saved(kind))
     assert checkpoint.states.keys() == {"exp_avg", "exp_avg_sq"}
+    assert checkpoint.optimizer and checkpoint.optimizer.step == 1
+    assert checkpoint.optimizer.settings["betas"] == (0.9, 0.999)
     for states in checkpoint.states.values():
         assert {name: state.shape for name, state in states.items()} == {
             name: tensor.shape for name, tensor in checkpoint.tensors.items()

@@ -286,6 +286,17 @@ def test_states_of_a_part_of_a_fused_tensor_are_refused(
     assert any(frozen in note for note in plan.notes if "no states of" in note)
 
 
+def test_marks_of_wrappers_are_taken_out_of_states_too(run: tuple[Path, list[float]], tmp_path: Path) -> None:
+    source, _ = run
+    found = values(source)
+    marked = {key.replace("layers.", "layers._orig_mod.", 1): tensor for key, tensor in found.items()}
+    dcp.save(marked, checkpoint_id=tmp_path / "step-2", no_dist=True)
+    options = {"strip": ("_orig_mod.",), "to": "dcp", "base": source, "with_optimizer": True}
+    reshard.convert(tmp_path / "step-2", tmp_path / "ours", **options)
+    ours = values(tmp_path / "ours")
+    assert all(torch.equal(ours[key], tensor) for key, tensor in found.items())
+
+
 def test_states_of_sgd_are_refused(hf_model: Models, tmp_path: Path) -> None:
     base = hf_model("qwen2")
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)

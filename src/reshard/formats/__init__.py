@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
-from reshard.checkpoint import Checkpoint
+from reshard.checkpoint import Checkpoint, States, Tensor
 from reshard.errors import Problem, ReshardError
 from reshard.formats import (
     companions,
@@ -68,11 +70,20 @@ def open_checkpoint(path: Path, iteration: int | None = None, strip: tuple[str, 
         name = name if megatron.detect(step) or not megatron_legacy.detect(step) else megatron_legacy.NAME
     checkpoint: Checkpoint = FORMATS[name].open_checkpoint(folder, iteration)
     checkpoint.root = descent.find_root(checkpoint.root, path)
-    checkpoint.tensors = {names.stripped(key, strip): tensor for key, tensor in checkpoint.tensors.items()}
+    checkpoint.tensors = names.all_stripped(checkpoint.tensors, strip)
+    if strip:
+        states = checkpoint.states
+        checkpoint.states = States({kind: partial(_stripped, states, kind, strip) for kind in states})
     checkpoint.problems += names.wrapper_problems(checkpoint.tensors, str(folder))
     if folder != path:
         checkpoint.notes.insert(0, f"the weights are in {folder.relative_to(path)}")
     return checkpoint
+
+
+def _stripped(
+    states: Mapping[str, Mapping[str, Tensor]], kind: str, strip: tuple[str, ...]
+) -> dict[str, Tensor]:
+    return names.all_stripped(states[kind], strip)
 
 
 def _nothing_here(path: Path) -> ReshardError:

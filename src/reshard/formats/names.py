@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
 
 from reshard.errors import Problem
+
+T = TypeVar("T")
 
 WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """What torch.compile, FSDP and activation checkpointing put into names, when `state_dict()` was called on the wrapper.
@@ -49,6 +52,12 @@ def wrapper_problems(names: Iterable[str], file: str) -> Iterator[Problem]:
                 found=f"{wrapper} in {len(wrapped)} of {len(names)} names",
                 remedy=f"take it out with --strip {wrapper}, and save unwrapped modules from now on",
             )
+
+
+def all_stripped(named: Mapping[str, T], marks: Iterable[str]) -> dict[str, T]:
+    """What is `named`, under names without the marks of wrappers."""
+    marks = list(marks)
+    return {stripped(name, marks): item for name, item in named.items()}
 
 
 def stripped(name: str, marks: Iterable[str]) -> str:
