@@ -84,6 +84,34 @@ DEEPSEEK_V3: dict[str, Any] = {
     "rope_type": "rope",
     "mtp_num_layers": 1,
 }
+GLM4_MOE: dict[str, Any] = {
+    **{name: value for name, value in DEEPSEEK_V3.items() if "lora" not in name and "head_dim" not in name},
+    **QWEN3,
+    "multi_latent_attention": False,
+    "add_qkv_bias": True,
+    "rotary_percent": 0.5,
+}
+GPT_OSS: dict[str, Any] = {
+    **DENSE,
+    **MOE,
+    "moe_ffn_hidden_size": 48,
+    "add_bias_linear": True,
+    "swiglu": False,
+    "quick_geglu": True,
+    "glu_linear_offset": 1.0,
+    "activation_func_clamp_value": 1.5,
+    "softmax_type": "learnable",
+    "window_size": (5, 0),
+    "window_attn_skip_freq": 2,
+    "position_embedding_type": "yarn",
+    "rotary_scaling_factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+    "yarn_original_max_position_embeddings": 16,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_correction_range_round_to_int": False,
+}
 
 
 @dataclass(frozen=True)
@@ -144,6 +172,11 @@ VARIANTS: dict[str, Variant] = {
     "qwen3-moe-te-sequential": Variant(QWEN3_MOE, ParallelSizes(ep=2), spec="te"),
     "qwen2-moe-ep2": Variant(QWEN2_MOE, ParallelSizes(ep=2)),
     "qwen2-moe-te": Variant({**QWEN2_MOE, **_GROUPED}, ParallelSizes(tp=2, ep=2, etp=1), spec="te"),
+    "glm4-moe": Variant(GLM4_MOE, ParallelSizes(pp=2, ep=2), formats=("torch_dist",)),
+    "gpt-oss": Variant(GPT_OSS, ParallelSizes(tp=2, pp=2, ep=2, etp=1)),
+    "gpt-oss-te": Variant(
+        {**GPT_OSS, **_GROUPED}, ParallelSizes(tp=2, ep=2, etp=1), spec="te", formats=("torch_dist",)
+    ),
     "deepseek-v3-te": Variant({**DEEPSEEK_V3, **_GROUPED}, ParallelSizes(tp=2, pp=2, ep=2, etp=1), spec="te"),
     "deepseek-v3-te-no-q-lora": Variant(
         {**DEEPSEEK_V3, **_GROUPED, "q_lora_rank": None, "mtp_num_layers": None},
