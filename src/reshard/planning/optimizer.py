@@ -152,14 +152,6 @@ def native_states(states: Mapping[str, LogicalTensors], natives: Mapping[str, Bo
     return result
 
 
-def hub_states(states: Mapping[str, LogicalTensors]) -> PlannedStates:
-    """The states of tensors under the hub's names."""
-    return {
-        state: _named(state, hub_tensors(logical, "float32" if state == MASTERS else None))
-        for state, logical in states.items()
-    }
-
-
 def live_states(weights: LogicalTensors, model_type: object) -> PlannedStates:
     """Adam's two moments by the names that tensors have in the memory of transformers."""
     found = logical_states(weights)
