@@ -22,9 +22,15 @@ class ChunkFile:
     blocks: list[Block] = field(default_factory=list)
     images: list[tuple[int, Image]] = field(default_factory=list)
 
-    def add(self, tensor: Planned, low: tuple[int, ...], size: tuple[int, ...]) -> DcpChunk:
-        """Put the box of `tensor` from `low` of `size` at the end, and return where."""
-        image = _image(tensor.dtype, size)
+    def add(
+        self, tensor: Planned, low: tuple[int, ...], size: tuple[int, ...], at: tuple[int, ...] = ()
+    ) -> DcpChunk:
+        """Put the box of `tensor` from `low` of `size` at the end, and return where.
+
+        A tensor that is one of several which are stacked stands at `at` on the leading axes.
+        """
+        stacked = (*(1 for _ in at), *size)
+        image = _image(tensor.dtype, stacked)
         (slot,) = image.slots
         begin = self.size
         offset, crc_at = begin + slot.offset, tuple(begin + crc for crc in slot.crc_at)
@@ -32,7 +38,7 @@ class ChunkFile:
         self.blocks.append(Block(tensor.name, tensor.dtype, size, source, offset, crc_at))
         self.images.append((begin, image))
         self.size += image.size
-        return DcpChunk(low, size, self.path, begin, image.size)
+        return DcpChunk((*at, *low), stacked, self.path, begin, image.size)
 
     def append(self, content: bytes) -> DcpChunk:
         """Put a whole file of torch.save at the end, whose content is known, and return where."""

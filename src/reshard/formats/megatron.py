@@ -11,8 +11,7 @@ import re
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +21,8 @@ from reshard.dtypes import DType
 from reshard.errors import Problem, ReshardError
 from reshard.formats import iterations
 from reshard.formats.copies import CopyFinder, explained
-from reshard.formats.dcp import DcpChunk, DcpMetadata, DcpTensor, read_metadata, write_metadata
+from reshard.formats.dcp import DcpMetadata, DcpTensor, read_metadata, write_metadata
+from reshard.formats.distcp import ChunkFile
 from reshard.formats.hints import args_of_run_config, read_run_config
 from reshard.formats.mcore import (
     PARALLEL_LINEARS,
@@ -45,9 +45,9 @@ from reshard.formats.megatron_optimizer import (
     torch_file,
 )
 from reshard.formats.torchfile import ChunkReader, read_torch_file
-from reshard.formats.torchwrite import Image, NewTensor, layout_torch_file
+from reshard.formats.torchwrite import image_bytes, layout_torch_file
 from reshard.layout import Layout
-from reshard.plan import Block, OutputFile, Planned
+from reshard.plan import OutputFile, Planned
 from reshard.views import View, assemble
 
 NAME = "megatron"
@@ -259,37 +259,7 @@ def _indices(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 # ---------------------------------------------------------------------------------------------- writing
 
 
-@dataclass
-class _RankFile:
-    """The `.distcp` file of one rank, while the layout assigns chunks to it."""
-
-    path: str
-    size: int = 0
-    blocks: list[Block] = field(default_factory=list)
-    images: list[tuple[int, Image]] = field(default_factory=list)
-
-    def append(self, image: Image) -> int:
-        """Put an image at the end, and return where."""
-        begin = self.size
-        self.images.append((begin, image))
-        self.size += image.size
-        return begin
-
-    def finished(self, folder: str) -> OutputFile:
-        def literals() -> Iterator[tuple[int, bytes]]:
-            for begin, image in self.images:
-                for offset, content in image.literals:
-                    yield begin + offset, content
-
-        return OutputFile(f"{folder}/{self.path}", self.size, self.blocks, literals)
-
-
-@lru_cache(maxsize=4096)
-def _tensor_image(dtype: DType, shape: tuple[int, ...]) -> Image:
-    return layout_torch_file(NewTensor("data", dtype, shape))
-
-
-EXTRA_STATE = layout_torch_file([None])
+EXTRA_STATE = image_bytes(layout_torch_file([None]))
 """What a parallel linear without fp8 state saves; loading it is a no-op."""
 
 
@@ -303,7 +273,7 @@ class _Writer:
         self.metadata = DcpMetadata({}, {})
         self.stages = Stages(layout, layers)
         self.table = self.stages.table()
-        self.files: dict[int, _RankFile] = {}
+        self.files: dict[int, ChunkFile] = {}
         self.problems: list[Problem] = []
 
     def add(self, tensor: Planned, name: str, sparse: bool, prefix: str = "") -> None:
@@ -328,21 +298,7 @@ class _Writer:
         for rank in range(ranks if split else 1):
             file = self._file(place, rank)
             for low, size in shard_boxes(tensor.shape, split, rank, ranks):
-                sizes = (1,) * len(lead) + size
-                image = _tensor_image(tensor.dtype, sizes)
-                begin = file.append(image)
-                (slot,) = image.slots
-                file.blocks.append(
-                    Block(
-                        tensor.name,
-                        tensor.dtype,
-                        size,
-                        _boxed(tensor, low, size),
-                        begin + slot.offset,
-                        tuple(begin + crc for crc in slot.crc_at),
-                    )
-                )
-                entry.chunks.append(DcpChunk((*at, *low), sizes, file.path, begin, image.size))
+                entry.chunks.append(file.add(tensor, low, size, at))
 
     def add_extra_state(self, place: Place, sparse: bool) -> None:
         """The object that the module at `place` saves beside its weight."""
@@ -352,8 +308,7 @@ class _Writer:
         else:
             shard = "/shard_0_1"
         file = self._file(place, 0)
-        begin = file.append(EXTRA_STATE)
-        self.metadata.objects[key + shard] = DcpChunk((), (), file.path, begin, EXTRA_STATE.size)
+        self.metadata.objects[key + shard] = file.append(EXTRA_STATE)
 
     def refuse_gaps(self) -> None:
         """Note the keys that stack the layers or experts of a tensor, where some of these have no state."""
@@ -388,7 +343,7 @@ class _Writer:
             lead, at = (*lead, self.experts), (*at, place.expert)
         return prefix + module, lead, at
 
-    def _file(self, place: Place, rank: int) -> _RankFile:
+    def _file(self, place: Place, rank: int) -> ChunkFile:
         if place.stack == "decoder" and place.layer is not None:
             stage = self.table[place.layer][0]
         else:
@@ -398,13 +353,7 @@ class _Writer:
         else:
             ep = place.expert * self.layout.ep // self.experts
             number = self.layout.expert_rank(stage, ep, rank)
-        return self.files.setdefault(number, _RankFile(f"__{number}_0.distcp"))
-
-
-def _boxed(tensor: Planned, low: tuple[int, ...], size: tuple[int, ...]) -> Any:
-    if size == tensor.shape:
-        return tensor.source
-    return lambda: tensor.source().box(low, size)
+        return self.files.setdefault(number, ChunkFile(f"__{number}_0.distcp"))
 
 
 def lay_out(
