@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import reshard
 from reshard.adapters import find, merged
@@ -131,6 +132,19 @@ def test_merging_gives_the_bytes_of_merge_and_unload(
     assert_same_tensors(tensors_of(tmp_path / "ours"), tensors_of(reference))
     assert genuine.load(tmp_path / "ours", dtype).config.tie_word_embeddings is False
     assert reshard.verify(tmp_path / "ours", reference).equal
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_weights_that_lie_transposed_are_merged_as_peft_does(use_dora: bool, tmp_path: Path) -> None:
+    """GPT-2's Conv1D; nobody declared the family, so names stay as they are."""
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 90, "n_positions": 32}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes))
+    model.save_pretrained(tmp_path / "base")
+    settings = {"target_modules": ["c_attn", "attn.c_proj"], "fan_in_fan_out": True, "use_dora": use_dora}
+    adapter = genuine.make_adapter(tmp_path / "base", tmp_path / "adapter", r=4, lora_alpha=6, **settings)
+    reference = genuine.merged_by_peft(tmp_path / "base", adapter, tmp_path / "reference")
+    reshard.convert(adapter, tmp_path / "ours", base=tmp_path / "base", merge=True, no_tokenizer=True)
+    assert_same_tensors(tensors_of(tmp_path / "ours"), tensors_of(reference))
 
 
 def test_a_tied_head_and_embedding_part_where_only_one_of_them_is_adapted(

@@ -99,7 +99,8 @@ def _inspect_adapter(checkpoint: Checkpoint, path: Path) -> Inspection:
         adapter = adapters.find(checkpoint)
         notes += description.notes(adapter)
         problems += description.warnings(adapter)
-        command = description.next_command(adapter.settings, path)
+        beside = adapter.has_base and (checkpoint.root / "config.json").is_file()
+        command = description.next_command(adapter.settings, path, with_base=not beside)
     except ReshardError as error:
         problems += error.problems
     wrong = any(problem.severity == "error" for problem in problems)

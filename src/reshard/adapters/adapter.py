@@ -60,11 +60,10 @@ class Adapter:
         return sorted({pair.rank for pair in self.pairs.values()})
 
     @property
-    def tensors(self) -> Iterator[Tensor]:
-        """All that was trained."""
-        for pair in self.pairs.values():
-            yield from (tensor for _, tensor in pair.tensors())
-        yield from self.whole.values()
+    def has_base(self) -> bool:
+        """Whether the base's weights lie beside the adapter: those of every module that it changes, and others."""
+        there = self.base.keys() | self.whole.keys()
+        return all(f"{module}.weight" in there for module in self.pairs) and len(there) > len(self.pairs)
 
 
 def is_adapter(checkpoint: Checkpoint) -> bool:
@@ -84,38 +83,39 @@ def find(checkpoint: Checkpoint, name: str | None = None, alpha: float | None = 
     parsed = {key: parse(key) for key in checkpoint.tensors}
     chosen = _chosen(parsed.values(), name, str(checkpoint.path))
     parts: dict[str, dict[tuple[str, str], Tensor]] = defaultdict(dict)
-    whole: dict[str, Tensor] = {}
-    base: dict[str, Tensor] = {}
     for key, part in parsed.items():
-        tensor = checkpoint.tensors[key]
-        if isinstance(part, PairPart):
-            if part.adapter == chosen:
-                parts[part.module][part.kind, part.leaf] = tensor
-        elif part.trained:
-            if part.adapter == chosen:
-                whole[part.name] = tensor
-        elif chosen or ".base_layer." in key or part.replaced:
-            base[part.name] = tensor
-        else:  # save_pretrained writes nothing else that it did not train
-            whole[part.name] = tensor
-    trained = _trained_biases(settings, base)
-    whole.update(trained)
-    problems, pairs = [], {}
-    for module, found in parts.items():
-        wrong = list(_pair_problems(module, found, str(checkpoint.path)))
-        problems += wrong
-        if not wrong:
-            pairs[module] = _pair(found)
+        if isinstance(part, PairPart) and part.adapter == chosen:
+            parts[part.module][part.kind, part.leaf] = checkpoint.tensors[key]
+    problems = [
+        problem
+        for module, found in parts.items()
+        for problem in _pair_problems(module, found, str(checkpoint.path))
+    ]
     if problems:
         names = [str(problem.tensor) for problem in problems]
         raise ReshardError(one_for_all(problems, names, str(checkpoint.path)))
-    if (
-        len(settings.config.get("target_parameters") or []) == 0
-    ):  # the rank of stacked experts is not in the shape
+    pairs = {module: _pair(found) for module, found in parts.items()}
+    if not settings.config.get("target_parameters"):  # the rank of stacked experts is not in the shape
         problems = list(rank_problems(settings, ((m, pair.rank) for m, pair in pairs.items())))
     if problems:
         raise ReshardError(one_for_all(problems, pairs, settings.source))
-    return Adapter(pairs, whole, {k: v for k, v in base.items() if k not in trained}, settings)
+    return Adapter(pairs, *_whole(checkpoint, parsed, chosen, settings), settings)
+
+
+def _whole(
+    checkpoint: Checkpoint, parsed: Mapping[str, PairPart | Whole], chosen: str, settings: Settings
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The weights that the adapter trained in whole, and those of the base."""
+    whole: dict[str, Tensor] = {}
+    base: dict[str, Tensor] = {}
+    for key, part in parsed.items():
+        if isinstance(part, PairPart) or (part.trained and part.adapter != chosen):
+            continue
+        # save_pretrained, which names no adapter, writes nothing but what was trained
+        trained = part.trained or not (chosen or ".base_layer." in key or part.replaced)
+        (whole if trained else base)[part.name] = checkpoint.tensors[key]
+    biases = _trained_biases(settings, base)
+    return whole | biases, {name: tensor for name, tensor in base.items() if name not in biases}
 
 
 def _trained_biases(settings: Settings, base: Mapping[str, Tensor]) -> dict[str, Tensor]:

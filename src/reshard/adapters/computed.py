@@ -18,8 +18,8 @@ from reshard.dtypes import DType, dtype
 from reshard.gather import RAW, as_float, cast
 
 FLOAT32 = dtype("float32")
-BLOCK = 1 << 20
-"""Elements computed at a time: some arrays of float32 of this size are what a merge needs beside its result."""
+BLOCK = 1 << 17
+"""Elements computed at a time: a merge needs some arrays of float32 of this size, which stay in the cache."""
 
 ROWS = 32
 """Fewest rows of a product. With very few, BLAS takes another way, which adds up in another order."""

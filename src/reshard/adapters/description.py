@@ -62,10 +62,10 @@ def fused_notes(checkpoint: Checkpoint, settings: Settings) -> list[str]:
     ]
 
 
-def next_command(settings: Settings, path: Path) -> str:
-    """The command that merges the adapter."""
+def next_command(settings: Settings, path: Path, *, with_base: bool = True) -> str:
+    """The command that merges the adapter; without `with_base`, into the weights that lie beside it."""
     target = path.as_posix().rstrip("/") or "/"
-    base = settings.base
+    there = settings.base if settings.base and Path(settings.base).is_dir() else "BASE_FOLDER"
     words = ["reshard", "convert", target, f"{target}-merged", "--merge"]
-    words += ["--base", base if base and Path(base).is_dir() else "BASE_FOLDER"]
+    words += ["--base", there] if with_base else []
     return shlex.join([*words, *([] if settings.alpha("") is not None else ["--lora-alpha", "ALPHA"])])

@@ -93,6 +93,7 @@ def command(src: Path, dst: Path, quiet: bool, json_output: bool, **options: Any
       reshard convert ckpt model                          Megatron to Hugging Face
       reshard convert model ckpt --to megatron --tp 4     Hugging Face to Megatron
       reshard convert ckpt ckpt2 --to megatron --pp 2     Megatron to another layout
+      reshard convert lora merged --merge --base model    a LoRA adapter into its base
     """
     silent = quiet or json_output
     begin = time.monotonic()

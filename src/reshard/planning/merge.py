@@ -74,7 +74,7 @@ def hub_adapter(checkpoint: Checkpoint, options: Options) -> Checkpoint:
 
 def _base_folder(checkpoint: Checkpoint, adapter: adapters.Adapter, options: Options) -> Path | None:
     """Where the base's weights are; None if they lie beside the adapter."""
-    if adapter.base and _is_whole(adapter):
+    if adapter.has_base:
         return None
     if options.base:
         return options.base
@@ -90,12 +90,6 @@ def _base_folder(checkpoint: Checkpoint, adapter: adapters.Adapter, options: Opt
         found=f"{hint} (base_model_name_or_path), which is not here" if hint else None,
         remedy="name the folder with the base model: --base DIR",
     )
-
-
-def _is_whole(adapter: adapters.Adapter) -> bool:
-    """Whether the base's weights lie beside the adapter: those of every module that it changes."""
-    there = adapter.base.keys() | adapter.whole.keys()
-    return all(f"{module}.weight" in there for module in adapter.pairs) and len(there) > len(adapter.pairs)
 
 
 def _hub_weights(
