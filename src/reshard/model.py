@@ -267,7 +267,8 @@ def _family_by_args(checkpoint: Checkpoint, forced: str | None) -> tuple[Family,
     if forced:
         return _named(forced), []
     rows = embedding_rows(checkpoint)
-    fitting, foreign = [], []
+    fitting: list[Family] = []
+    foreign: list[Family] = []
     for family in FAMILIES.values():
         try:
             derived = family.config.to_config(checkpoint.args)
