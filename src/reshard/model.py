@@ -69,7 +69,7 @@ def read_config(folder: Path) -> dict[str, Any] | None:
 
 
 def config_of(checkpoint: Checkpoint, base: Path | None = None) -> dict[str, Any] | None:
-    """The config of a checkpoint: that of `base`, else the one beside it, else what its reader derived. None if none."""
+    """The config of a checkpoint: that of `base`, else the one beside it, else what its reader derived; or None."""
     config = read_config(base or checkpoint.root) or checkpoint.config
     return {**config, **checkpoint.changes} if config else None
 

@@ -112,7 +112,9 @@ def image_bytes(image: Image, contents: Mapping[Hashable, bytes] = MappingProxyT
     for slot in image.slots:
         content = contents.get(slot.key, b"")
         if len(content) != slot.nbytes:
-            raise ValueError(f"the image has tensors, whose bytes are not known: {slot.key!r} has {slot.nbytes}")
+            raise ValueError(
+                f"the image has tensors, whose bytes are not known: {slot.key!r} has {slot.nbytes}"
+            )
         whole[slot.offset : slot.offset + slot.nbytes] = content
         for place in slot.crc_at:
             struct.pack_into("<I", whole, place, zlib.crc32(content))
