@@ -376,6 +376,26 @@ def test_a_config_of_another_rank_is_refused(plain: Path, tmp_path: Path) -> Non
     assert "disagree on the rank" in str(refusal(adapter, tmp_path / "ours"))
 
 
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        {"peft_type": ["LORA"]},
+        {"lora_alpha": "much"},
+        {"rank_pattern": ["q_proj"], "lora_alpha": None},
+        {"target_parameters": 3, "lora_alpha": None},
+        {"alpha_pattern": {"(": 3}},
+    ],
+)
+def test_a_config_of_nonsense_is_refused_and_not_tripped_over(
+    nonsense: dict[str, Any], llama: Path, plain: Path, tmp_path: Path
+) -> None:
+    adapter = changed(plain, tmp_path / "adapter", lambda tensors: None)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, **nonsense}))
+    assert refusal(adapter, tmp_path / "ours", merge=True, base=llama).problems
+    assert commandline.reshard("inspect", adapter).code in (0, 1)
+
+
 @pytest.mark.parametrize("kind", ["IA3", "PREFIX_TUNING", "LOHA"])
 def test_other_kinds_of_adapters_are_refused_by_name(kind: str, plain: Path, tmp_path: Path) -> None:
     adapter = changed(plain, tmp_path / "adapter", lambda tensors: None)

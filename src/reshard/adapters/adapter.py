@@ -95,7 +95,7 @@ def find(checkpoint: Checkpoint, name: str | None = None, alpha: float | None = 
         names = [str(problem.tensor) for problem in problems]
         raise ReshardError(one_for_all(problems, names, str(checkpoint.path)))
     pairs = {module: _pair(found) for module, found in parts.items()}
-    if not settings.config.get("target_parameters"):  # the rank of stacked experts is not in the shape
+    if not settings.parameters:  # the rank of stacked experts is not in the shape
         problems = list(rank_problems(settings, ((m, pair.rank) for m, pair in pairs.items())))
     if problems:
         raise ReshardError(one_for_all(problems, pairs, settings.source))

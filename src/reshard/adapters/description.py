@@ -21,7 +21,8 @@ def notes(adapter: Adapter) -> list[str]:
     settings = adapter.settings
     alpha = settings.alpha("")
     known = f"alpha {alpha:g} ({settings.source})" if alpha is not None else "alpha not known"
-    noted = [settings.config.get("r"), *(settings.config.get("rank_pattern") or {}).values()]
+    patterns = settings.config.get("rank_pattern")
+    noted = [settings.config.get("r"), *(patterns.values() if isinstance(patterns, dict) else ())]
     ranks = ", ".join(str(rank) for rank in dict.fromkeys(noted if settings.written else adapter.ranks))
     targets = sorted({_LAYER.sub("", module) for module in adapter.pairs})
     more = f" and {len(targets) - SHOWN} more" if len(targets) > SHOWN else ""

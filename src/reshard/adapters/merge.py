@@ -122,8 +122,7 @@ def _targets(
     elif not castable(weights[weight].dtype):
         yield _not_a_float(weight, weights[weight])
     else:
-        parameters = settings.config.get("target_parameters") or []
-        named = any(f".{module}.weight".endswith(f".{parameter}") for parameter in parameters)
+        named = any(f".{module}.weight".endswith(f".{parameter}") for parameter in settings.parameters)
         rounded = named or pair.embedding or bool(_EXPERT.search(weight))
         yield Target(weight, pair, settings.scale(module, pair.rank), rounded)
 

@@ -58,9 +58,16 @@ class Settings:
             raise ReshardError(missing_alpha(module))
         return alpha / math.sqrt(rank) if self.config.get("use_rslora") else alpha / rank
 
+    @property
+    def parameters(self) -> list[str]:
+        """The parameters that were adapted by name, such as stacked experts, and not as modules."""
+        value = self.config.get("target_parameters")
+        return [str(name) for name in value] if isinstance(value, list) else []
+
     def _of(self, patterns: str, module: str, default: Any) -> Any:
         """As PEFT's `get_pattern_key`: the first pattern that matches the end of the module's name."""
-        keys = self.config.get(patterns) or {}
+        keys = self.config.get(patterns)
+        keys = keys if isinstance(keys, Mapping) else {}
         try:
             return next((keys[key] for key in keys if re.match(rf"(.*\.)?({key})$", module)), default)
         except re.error as error:
@@ -149,7 +156,7 @@ def _run_config(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-TUNERS_ALIKE = {"LORA", None}
+TUNERS_ALIKE = ("LORA", None)
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 _OTHER_MECHANISMS = (
     *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config"),
