@@ -28,7 +28,7 @@ from tests.genuine.make_deepspeed import TAG, TOKENS, VARIANTS
 from tests.judges import tensors_of
 
 DATA = Path(__file__).parent / "data" / "deepspeed"
-WHOLE = [name for name, variant in VARIANTS.items() if not variant.lora]
+WHOLE = [name for name, variant in VARIANTS.items() if not variant.lora and variant.family != "moe"]
 MASTERS = [name for name in WHOLE if VARIANTS[name].stage]
 Weights = dict[str, torch.Tensor]
 
@@ -151,6 +151,27 @@ def test_an_adapter_merged_into_its_base_computes_as_the_engine(name: str, tmp_p
 
 def _base_name(name: str) -> str:
     return name.removeprefix("base_model.model.").replace(".base_layer", "")
+
+
+def test_masters_of_experts_get_the_numbers_of_the_whole_layer(tmp_path: Path) -> None:
+    saved: Weights = {}
+    for file in (DATA / "z2_moe" / TAG).glob("*model_states.pt"):
+        content = torch.load(file)
+        saved |= content.get("module", content)
+    ours = converted(DATA / "z2_moe", tmp_path / "out")
+    assert len([name for name in ours if "deepspeed_experts.3." in name]) == 4
+    assert ours.keys() == saved.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor.bfloat16(), saved[name].bfloat16()), name
+        assert tensor.dtype == torch.float32 and not torch.equal(tensor, saved[name].float()), name
+
+
+def test_a_missing_expert_is_named(copy: Any) -> None:
+    run = copy("z2_moe")
+    file = run / TAG / "layer_0_expert_2_mp_rank_00_model_states.pt"
+    file.unlink()
+    (problem,) = problems_of(run)
+    assert problem.file == str(file)
 
 
 @pytest.mark.parametrize("name", ["z0", "z2", "z3"])

@@ -65,6 +65,7 @@ VARIANTS = {
     "z3_fp32": Variant(3, "float32", family="qwen2", tied=True, extra=(("sub_group_size", 2000),)),
     "z2_lora": Variant(2, "float32", lora=True),
     "z3_lora": Variant(3, "float32", lora=True),
+    "z2_moe": Variant(2, "bfloat16", family="moe", ranks=4),
     "universal_z2": Variant(2, "bfloat16", groups=True, universal=True),
     "universal_z3": Variant(3, "bfloat16", ranks=3, frozen="embed", universal=True),
 }
@@ -85,8 +86,8 @@ def load(folder: Path, out: Path, ranks: int, stage: int, dtype: str) -> None:
 
 
 def _launch(ranks: int, *words: str) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    launch += ["--master-port", str(29600 + ranks), "-m", "tests.genuine.make_deepspeed"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launch += ["-m", "tests.genuine.make_deepspeed"]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*launch, *words],
@@ -170,6 +171,8 @@ def _model(variant: Variant) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(7)
+    if variant.family == "moe":
+        return _mixture().to(torch.bfloat16)
     sizes = {**SIZES, "tie_word_embeddings": variant.tied}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(variant.family, **sizes))
     with torch.no_grad():
@@ -193,6 +196,32 @@ def _model(variant: Variant) -> Any:
     return model
 
 
+def _mixture() -> Any:
+    """An embedding, four of DeepSpeed's experts over two ranks, and a head, with the loss of a language model."""
+    import torch
+    from deepspeed.moe.layer import MoE
+    from torch import nn
+
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(67, 16)
+            expert = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 16))
+            self.moe = MoE(16, expert, num_experts=4, ep_size=2, k=1, eval_capacity_factor=4.0)
+            self.head = nn.Linear(16, 67)
+
+        def forward(self, input_ids: Any, labels: Any) -> Any:
+            logits = self.head(self.moe(self.embed(input_ids))[0])
+            return Namespace(loss=nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+    model = Mixture()
+    torch.manual_seed(torch.distributed.get_rank())
+    for name, parameter in model.named_parameters():
+        if "deepspeed_experts" in name:
+            nn.init.normal_(parameter, 0, 0.3)
+    return model
+
+
 def engine_of(model: Any, variant: Variant, universal: bool = False) -> Any:
     """DeepSpeed's engine around `model`. With `universal` it loads universal checkpoints."""
     import deepspeed
@@ -200,6 +229,10 @@ def engine_of(model: Any, variant: Variant, universal: bool = False) -> Any:
 
     trained = [p for p in model.parameters() if p.requires_grad]
     groups: list[Any] = trained
+    if variant.family == "moe":
+        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+        groups = split_params_into_different_moe_groups_for_optimizer({"params": trained, "name": "all"})
     if variant.groups:  # as Trainer has it: no weight decay for vectors
         groups = [
             {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
@@ -237,10 +270,13 @@ def _make_one(variant: Variant, out: Path) -> None:
     from safetensors.torch import save_file
 
     model = _model(variant)
-    config = model.config
     engine = engine_of(model, variant)
     _train(engine, 2)
     engine.save_checkpoint(str(out), tag=TAG, exclude_frozen_parameters=variant.lora)
+    if variant.family == "moe":  # DeepSpeed gathers no experts: their files are the answer
+        (out / "config.json").write_text('{"model_type": "mixture"}')
+        return
+    config = model.config
     answer = logits(engine)
     weights = module_weights(engine)
     if dist.get_rank() == 0:
@@ -268,7 +304,7 @@ def _consolidate(variant: Variant, out: Path) -> None:
 
     for script in out.glob("zero_to_*.py"):
         script.unlink()
-    if not variant.stage:
+    if not variant.stage or variant.family == "moe":
         return
     state = get_fp32_state_dict_from_zero_checkpoint(str(out), tag=TAG)
     save_file({name: tensor.clone() for name, tensor in state.items()}, out / "fp32.safetensors")

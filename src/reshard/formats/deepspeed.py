@@ -16,10 +16,12 @@ from pathlib import Path
 from reshard.checkpoint import Checkpoint, States, Tensor
 from reshard.errors import ReshardError
 from reshard.formats.deepspeed_files import holds_step, is_universal, read_step
-from reshard.formats.deepspeed_universal import read_universal
+from reshard.formats.deepspeed_universal import lay_out, read_universal
 from reshard.formats.deepspeed_zero import Weights, read_weights
 from reshard.formats.huggingface import BUFFER
 from reshard.formats.names import prefix_of
+
+__all__ = ["NAME", "WHAT", "detect", "lay_out", "open_checkpoint"]
 
 NAME = "deepspeed"
 WHAT = "DeepSpeed checkpoint: ZeRO 0 to 3, or universal"

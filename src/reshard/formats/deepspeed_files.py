@@ -241,6 +241,7 @@ def _rank_problems(files: StepFiles) -> Iterator[Problem]:
     if files.stage == 3 and not files.optimizers:
         yield from _no_weights(files, world if isinstance(world, int) else len(files.models))
         return
+    yield from _missing_experts(files)
     counts = {rank: partition_count(file) for rank, file in files.optimizers.items()}
     if not counts:
         return
@@ -259,6 +260,17 @@ def _rank_problems(files: StepFiles) -> Iterator[Problem]:
     for rank in sorted(set(range(wanted)) - files.optimizers.keys()):
         yield _missing(_sibling(first, rank), f"each of {wanted} ranks has a part of every weight")
     yield from _missing_models(files)
+
+
+def _missing_experts(files: StepFiles) -> Iterator[Problem]:
+    """Files of experts that are not here; the model states count those of each layer."""
+    counts = files.model.content.get("num_experts")
+    there = {file.path.name for file in files.experts}
+    for layer, count in enumerate(counts if isinstance(counts, list) and files.stage < 3 else ()):
+        names = [f"layer_{layer}_expert_{i}_mp_rank_00_model_states.pt" for i in range(count)]
+        for name in names:
+            if name not in there:
+                yield _missing(files.folder / name, f"layer {layer} has {count} experts, each in a file")
 
 
 def _missing_models(files: StepFiles) -> Iterator[Problem]:

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, TypeGuard
 
-from reshard.checkpoint import Optimizer, States, Tensor
+from reshard.checkpoint import Cells, Optimizer, States, Tensor
 from reshard.dtypes import BY_NAME
 from reshard.errors import Problem, ReshardError
 from reshard.formats.deepspeed_files import (
@@ -31,7 +31,7 @@ from reshard.formats.deepspeed_files import (
     stored_in,
 )
 from reshard.storage import StoredTensor
-from reshard.views import View, assemble
+from reshard.views import Piece, View
 
 FP32 = "fp32"
 STATES = ("exp_avg", "exp_avg_sq")
@@ -58,19 +58,21 @@ class Line:
 
     def __init__(self, parts: Sequence[StoredTensor]) -> None:
         self.dtype = parts[0].dtype if parts else BY_NAME["float32"]
-        self._parts = [Tensor.stored(part).view for part in parts]
+        self._parts = parts
+        self._cells = [Cells(part.storage, part.dtype) for part in parts]
         self._ends = list(accumulate(part.numel for part in parts))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def cut(self, begin: int, end: int, to: int = 0) -> Iterator[tuple[tuple[int], View]]:
-        """Elements `begin` to `end`, as (place, part) counted from `to`: for `assemble`."""
+    def cut(self, begin: int, end: int, to: int = 0) -> Iterator[Piece]:
+        """Elements `begin` to `end`, as the pieces of a view in which they lie from `to` on."""
         index = bisect_right(self._ends, begin)
         while begin < end:
-            first = self._ends[index] - self._parts[index].numel
-            stop = min(end, self._ends[index])
-            yield (to,), self._parts[index][begin - first : stop - first]
+            part, stop = self._parts[index], min(end, self._ends[index])
+            start = part.start + begin - (self._ends[index] - part.numel)
+            axes = ((stop - begin, 1, 1),) if stop - begin > 1 else ()
+            yield Piece(self._cells[index], start, to, axes)
             to, begin, index = to + stop - begin, stop, index + 1
 
 
@@ -243,6 +245,10 @@ def frozen_shapes(model: RankFile) -> Shapes:
     return {str(name): tuple(shape) for name, shape in shapes.items()} if isinstance(shapes, Mapping) else {}
 
 
+def _is_vector(found: Any) -> TypeGuard[StoredTensor]:
+    return isinstance(found, StoredTensor) and len(found.shape) == 1 and found.strides == (1,)
+
+
 def _partitions(file: RankFile, kind: str) -> list[StoredTensor]:
     """What a rank has of the masters (`FP32`) or of a state, group by group; nothing if a group has none of it."""
     held = file.optimizer
@@ -255,7 +261,7 @@ def _partitions(file: RankFile, kind: str) -> list[StoredTensor]:
         base = base.get("state", {}) if isinstance(base, Mapping) else base
         groups = list(base.values()) if isinstance(base, Mapping) else base or []
         found = [group.get(kind) for group in groups if isinstance(group, Mapping)]
-    whole = isinstance(found, list | tuple) and all(isinstance(each, StoredTensor) for each in found)
+    whole = isinstance(found, list | tuple) and all(map(_is_vector, found))
     if whole and (kind == FP32 or len(found) == len(_partitions(file, FP32))):
         return list(found)
     if kind == FP32:
@@ -294,8 +300,7 @@ def _gather_groups(files: StepFiles, kind: str) -> dict[str, Tensor]:
             for name, shape in shapes.items():
                 whole = _global_name(name, shapes, place) if len(owners) > 1 else name
                 parts = line.cut(starts[name], starts[name] + prod(shape))
-                view = assemble((prod(shape),), parts).reshape(*shape)
-                tensors[whole] = Tensor(line.dtype, view)
+                tensors[whole] = Tensor(line.dtype, View(shape, tuple(parts)))
     if problems:
         raise ReshardError(problems)
     return tensors
@@ -420,11 +425,11 @@ def _piece(shape: tuple[int, ...], ranks: int) -> int:
 def _joined(shape: tuple[int, ...], lines: Sequence[Line], begin: int) -> Tensor:
     """A tensor from the piece that each line has of it from `begin`. The last ranks may hold padding only."""
     numel, piece = prod(shape), _piece(shape, len(lines))
-    boxes: list[tuple[tuple[int], View]] = []
+    pieces: list[Piece] = []
     for rank, line in enumerate(lines):
         count = max(0, min(piece, numel - rank * piece))
-        boxes += line.cut(begin, begin + count, rank * piece)
-    return Tensor(lines[0].dtype, assemble((numel,), boxes).reshape(*shape))
+        pieces += line.cut(begin, begin + count, rank * piece)
+    return Tensor(lines[0].dtype, View(shape, tuple(pieces)))
 
 
 def frozen_weights(files: StepFiles) -> dict[str, Tensor]:
@@ -446,4 +451,4 @@ def frozen_weights(files: StepFiles) -> dict[str, Tensor]:
 def _fragment(file: RankFile, name: str) -> list[StoredTensor]:
     fragments = file.content.get("frozen_param_fragments")
     found = fragments.get(name) if isinstance(fragments, Mapping) else None
-    return [found] if isinstance(found, StoredTensor) else []
+    return [found] if _is_vector(found) else []

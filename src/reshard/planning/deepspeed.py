@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from reshard.errors import ReshardError
-from reshard.formats import deepspeed, deepspeed_universal, fused
+from reshard.formats import deepspeed, fused
 from reshard.layout import Layout
 from reshard.logical import logical_tensors
 from reshard.plan import Plan
@@ -30,7 +30,7 @@ def plan(source: Source) -> Plan:
     tensors = fused.live_tensors(hub_tensors(logical, "float32"), model_type)
     states = live_states(logical, model_type) if options.with_optimizer else {}
     step = checkpoint.iteration if isinstance(checkpoint.iteration, int) else 0
-    files = deepspeed_universal.lay_out(tensors, step, states, checkpoint.optimizer)
+    files = deepspeed.lay_out(tensors, step, states, checkpoint.optimizer)
     files += companion_files(source, tensors)
     dropped = still_dropped(checkpoint, MOMENTS) if states else Counter(checkpoint.dropped)
     if model:
