@@ -156,7 +156,7 @@ def test_a_trainer_checkpoint_says_what_it_lacks(saved: Callable[[str], Path], h
 def test_the_step_is_that_of_the_folder(saved: Callable[[str], Path]) -> None:
     assert reshard.open(saved("fsdp2-flat")).iteration == 1
     assert reshard.open(saved("trainer-2"), iteration=1).iteration == 1
-    with pytest.raises(ReshardError, match="not the folder of that iteration"):
+    with pytest.raises(ReshardError, match="no folder of that iteration"):
         reshard.open(saved("fsdp2-flat"), iteration=2)
 
 

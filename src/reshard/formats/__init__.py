@@ -61,10 +61,11 @@ def open_checkpoint(path: Path, iteration: int | None = None, strip: tuple[str, 
     """
     if not path.exists():
         raise ReshardError("there is nothing at this path", file=str(path), remedy="check the path")
-    folder = descent.descend(path, lambda place: detect(place) is not None)
+    folder, was_step = descent.descend(path, lambda place: detect(place) is not None, iteration)
+    iteration = None if was_step else iteration
     name = detect(folder) if folder else None
     if folder is None or name is None:
-        raise _nothing_here(path)
+        raise _nothing_here(path, iteration)
     if name == megatron.NAME:  # a run may have changed its format on the way
         step, _ = iterations.choose(folder, iteration)
         name = name if megatron.detect(step) or not megatron_legacy.detect(step) else megatron_legacy.NAME
@@ -86,8 +87,16 @@ def _stripped(
     return names.all_stripped(states[kind], strip)
 
 
-def _nothing_here(path: Path) -> ReshardError:
+def _nothing_here(path: Path, iteration: int | None) -> ReshardError:
     found = sorted(child.name for child in path.iterdir())[:8] if path.is_dir() else [path.name]
+    if iteration is not None:
+        return ReshardError(
+            "there is no folder of that iteration",
+            file=str(path),
+            expected=f"--iteration {iteration}",
+            found=", ".join(found),
+            remedy="choose one that is there, or leave out --iteration for the latest",
+        )
     return ReshardError(
         Problem(
             "no checkpoint found here",

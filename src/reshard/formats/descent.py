@@ -6,46 +6,55 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-KNOWN = tuple(
+PARTS = tuple(
     re.compile(pattern)
     for pattern in (
-        r"pytorch_model_fsdp_(\d+)",  # accelerate and Trainer, FSDP with SHARDED_STATE_DICT
+        r"pytorch_model_fsdp_\d+",  # accelerate and Trainer, FSDP with SHARDED_STATE_DICT
+        r"checkpoints?",  # torchtitan
+        r"actor|policy|model|weights",  # verl; torchtitan
+    )
+)
+STEPS = tuple(
+    re.compile(pattern)
+    for pattern in (
         r"(?:global_)?step[_-]?(\d+)",  # DeepSpeed, torchtitan, verl
         r"checkpoint-(\d+)",  # Trainer
-        r"checkpoints?",  # torchtitan
         r"epoch[_-](\d+)",
-        r"actor|policy|model|weights",  # verl; torchtitan
         r"(\d+)",  # InternEvo
     )
 )
 DEPTH = 3
 
 
-def descend(path: Path, holds: Callable[[Path], bool]) -> Path | None:
-    """The folder at or below `path` for which `holds` is true; of several steps the last one. None if there is none."""
-    level = [path]
+def descend(path: Path, holds: Callable[[Path], bool], step: int | None = None) -> tuple[Path | None, bool]:
+    """The folder at or below `path` for which `holds` is true, and whether `step` was found on the way to it.
+
+    Of several steps the last one is taken, or the one that is asked for. The folder is None if there is none.
+    """
+    level = [(path, False)]
     for _ in range(DEPTH + 1):
-        found = next((place for place in level if holds(place)), None)
+        found = next((place for place in level if holds(place[0])), None)
         if found:
             return found
-        level = [child for place in level for child in _children(place)]
-    return None
+        level = [
+            (child, passed or number == step is not None)
+            for folder, passed in level
+            for child, number in _children(folder)
+            if passed or number is None or step in (None, number)
+        ]
+    return None, False
 
 
-def _children(folder: Path) -> Iterator[Path]:
-    """Folders below `folder` that engines are known to make, the latest first of each kind."""
+def _children(folder: Path) -> Iterator[tuple[Path, int | None]]:
+    """Folders below `folder` that engines are known to make, the latest step first, and which steps they are."""
     if not folder.is_dir():
         return
     children = sorted(child for child in folder.iterdir() if child.is_dir())
-    for pattern in KNOWN:
-        matches = [(child, match) for child in children if (match := pattern.fullmatch(child.name))]
-        yield from (
-            child for child, match in sorted(matches, key=lambda item: _number(item[1]), reverse=True)
-        )
-
-
-def _number(match: re.Match[str]) -> int:
-    return int(match[1]) if match.re.groups and match[1] else 0
+    for pattern in PARTS:
+        yield from ((child, None) for child in children if pattern.fullmatch(child.name))
+    for pattern in STEPS:
+        steps = [(int(match[1]), child) for child in children if (match := pattern.fullmatch(child.name))]
+        yield from ((child, number) for number, child in sorted(steps, reverse=True))
 
 
 def find_root(root: Path, given: Path) -> Path:
