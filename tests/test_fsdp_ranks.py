@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import reshard
 from reshard.errors import ReshardError
@@ -21,10 +23,19 @@ from tests.genuine.ranks import on_ranks
 from tests.judges import TOKENS, assert_agree, assert_same_tensors, tensors_of
 
 Models = Callable[..., Path]
-MODELS = [kind for kind in makers.KINDS if kind not in ("accelerate-local", "mixed")]
+MODELS = [kind for kind in makers.KINDS if kind not in ("accelerate-nameless", "accelerate-adapter", "mixed")]
 OLD = ("torch-2.6.0", "torch-2.10.0")
 SMALL = ("fsdp1", "fsdp1-mesh", "fsdp1-hsdp", "fsdp2-hsdp", "fsdp2-tp")
 VERL = makers.DATA / "verl"
+UNEVEN = {"hidden_size": 18, "intermediate_size": 25, "num_hidden_layers": 2, "head_dim": 6}
+UNEVEN |= {"num_attention_heads": 3, "num_key_value_heads": 1}
+FLAT: dict[str, tuple[str, dict[str, Any]]] = {
+    "uneven": ("llama", UNEVEN),
+    "tied": ("llama", {**UNEVEN, "tie_word_embeddings": True}),
+    "mixtral": ("mixtral", {"num_hidden_layers": 2}),
+    "deepseek_v3": ("deepseek_v3", {"num_hidden_layers": 2}),
+}
+"""Sizes that four ranks do not divide, one storage under two names, renamed and fused experts, buffers beside them."""
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +52,21 @@ def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("fsdp")
     on_ranks(makers.WORLD, makers.all_kinds, source, out)
     on_ranks(makers.WORLD, makers.odd_tensors, out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def flat_sources(hf_model: Models) -> dict[str, Path]:
+    return {name: hf_model(variant, **options) for name, (variant, options) in FLAT.items()}
+
+
+@pytest.fixture(scope="module")
+def made_flat(flat_sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with every model of `FLAT`, as LOCAL_STATE_DICT of four ranks."""
+    import accelerate  # noqa: F401 - imported once, before the ranks are forked
+
+    out = tmp_path_factory.mktemp("flat")
+    on_ranks(makers.WORLD, makers.flat_models, flat_sources, out)
     return out
 
 
@@ -116,6 +142,7 @@ def test_each_kind_is_what_it_is_named_after(made: Path) -> None:
         "fsdp1-hsdp": "DTensor",
         "accelerate-1": "ShardedTensor",
         "accelerate-2": "DTensor",
+        "accelerate-local": "ShardedTensor, flat",
         "accelerate-full": "plain",
     }
     notes = " ".join(reshard.open(made / "fsdp2-tp").notes)
@@ -129,6 +156,23 @@ def test_shards_that_do_not_divide(made: Path) -> None:
     whole = torch.load(made / "odd" / "expected")
     assert torch.equal(whole["ordered"], whole["strided"])
     assert_expected(made / "odd", made / "odd" / "expected")
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_flat_parameters_take_their_shapes_from_the_config(
+    name: str, made_flat: Path, flat_sources: dict[str, Path], tmp_path: Path
+) -> None:
+    reshard.convert(made_flat / name, tmp_path / "out", base=flat_sources[name])
+    assert_agree(transformers_logits(tmp_path / "out", TOKENS), np.load(made_flat / name / "logits.npy"))
+    live = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").state_dict()
+    assert_same_tensors(live, torch.load(made_flat / name / "expected"))
+
+
+def test_flat_parameters_are_of_one_axis_until_the_model_is_known(made_flat: Path) -> None:
+    """The elements in their order, across ranks and without what pads the flat parameters."""
+    found = {name: values(tensor) for name, tensor in reshard.open(made_flat / "uneven").tensors.items()}
+    whole = torch.load(made_flat / "uneven" / "expected")
+    assert_same_tensors(found, {name: tensor.flatten() for name, tensor in whole.items()})
 
 
 @pytest.mark.parametrize("version", OLD)
@@ -211,7 +255,7 @@ def test_dtypes_stay_as_they_are(made: Path, source: Path, tmp_path: Path) -> No
 # ------------------------------------------------------------------------------------------------ damage
 
 
-@pytest.mark.parametrize("kind", ["fsdp2", "fsdp2-hsdp", "accelerate-1"])
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp2-hsdp", "accelerate-1", "accelerate-local"])
 def test_the_file_of_one_rank_over_that_of_another(kind: str, broken: Callable[[str], Path]) -> None:
     """torch and verl's merger take it, and the model is wrong."""
     folder = broken(kind)
@@ -229,7 +273,7 @@ def test_the_copy_of_a_rank_from_an_older_torch(kind: str, tmp_path: Path) -> No
     assert "copy of another rank's" in problem_of(folder)
 
 
-@pytest.mark.parametrize("kind", ["fsdp2", "accelerate-1", "accelerate-2"])
+@pytest.mark.parametrize("kind", ["fsdp2", "accelerate-1", "accelerate-2", "accelerate-local"])
 @pytest.mark.parametrize("rank", [1, 3])
 def test_a_missing_rank_is_named(kind: str, rank: int, broken: Callable[[str], Path]) -> None:
     """The last one too, of which accelerate's names do not tell that it was there."""
@@ -358,10 +402,63 @@ def test_a_coordinate_outside_of_the_mesh(broken: Callable[[str], Path]) -> None
     assert "coordinate (7,) in a mesh of (4,)" in problem
 
 
-def test_a_local_state_dict_is_refused_with_the_way_out(made: Path) -> None:
-    problem = problem_of(made / "accelerate-local")
-    assert "LOCAL_STATE_DICT" in problem
+@pytest.mark.parametrize(
+    ("kind", "why"), [("nameless", "use_orig_params=True"), ("adapter", "of an adapter")]
+)
+def test_flat_parameters_that_no_config_describes(kind: str, why: str, made: Path) -> None:
+    """Without use_orig_params, they have no names; and no config has the shapes of an adapter's matrices."""
+    problem = problem_of(made / f"accelerate-{kind}")
+    assert why in problem
     assert "SHARDED_STATE_DICT" in problem
+
+
+@pytest.mark.parametrize("to", ["huggingface", "megatron"])
+def test_flat_parameters_without_a_config(to: str, made: Path, tmp_path: Path) -> None:
+    with pytest.raises(ReshardError, match="nothing tells their shapes") as raised:
+        reshard.convert(made / "accelerate-local", tmp_path / "out", to=to)
+    (problem,) = map(str, raised.value.problems)
+    assert "--base DIR" in problem
+    assert "SHARDED_STATE_DICT" in problem
+    assert not (tmp_path / "out").exists()
+
+
+def test_flat_parameters_of_a_family_that_nobody_declared(
+    broken: Callable[[str], Path], source: Path, tmp_path: Path
+) -> None:
+    """Not taken as they are, as tensors with shapes would be; a family that is forced gives them."""
+    folder = broken("accelerate-local")
+    config = {**json.loads((source / "config.json").read_text()), "model_type": "gemma3_text"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ReshardError, match="nothing tells their shapes") as raised:
+        reshard.convert(folder, tmp_path / "out", no_tokenizer=True)
+    assert len(raised.value.problems) == 1
+    assert "found: model_type gemma3_text" in str(raised.value)
+    assert "--family NAME" in str(raised.value)
+    assert "nothing tells their shapes" in command("inspect", folder).out
+    reshard.convert(folder, tmp_path / "out", family="llama", no_tokenizer=True)
+    assert_same_tensors(tensors_of(tmp_path / "out"), torch.load(folder / "expected"))
+
+
+def test_flat_parameters_that_are_not_of_the_size_that_the_config_says(
+    made: Path, hf_model: Models, tmp_path: Path
+) -> None:
+    """All of them are listed, those that are alike in every layer once."""
+    other = hf_model("llama", intermediate_size=112)
+    with pytest.raises(ReshardError) as raised:
+        reshard.convert(made / "accelerate-local", tmp_path / "out", base=other)
+    assert {problem.tensor for problem in raised.value.problems} == {
+        f"model.layers.*.mlp.{name}_proj.weight (all 4)" for name in ("gate", "up", "down")
+    }
+    assert "expected: 7168 elements, [112, 64]" in str(raised.value)
+    assert "found: 6144 elements" in str(raised.value)
+
+
+def test_inspect_says_that_flat_parameters_need_a_config(made: Path) -> None:
+    seen = command("inspect", made / "accelerate-local", "--json").json
+    assert seen["tensors"] == len(torch.load(made / "accelerate-local" / "expected"))
+    assert any("LOCAL_STATE_DICT" in note and "--base DIR" in note for note in seen["notes"])
+    assert {problem["severity"] for problem in seen["problems"]} == {"warning"}
+    assert "--base HF_FOLDER" in seen["next"]
 
 
 def test_names_with_the_mark_of_a_wrapper(

@@ -134,7 +134,8 @@ class Checkpoint:
     "fp32": the masters), which `--with-optimizer` carries together with `optimizer`. `dropped` counts bytes of what is
     there and not model weights, by rule ("random number states" …); the states count as "optimizer states", too. Of a
     merged model, `changes` are what its config says otherwise than the one in `root`, and `beside` are folders whose
-    tokenizer goes before the one there.
+    tokenizer goes before the one there. Where `flat` is true, the format keeps no shapes: tensors of one axis stand for
+    those of as many elements that the family declares, until `model.resolve` reshapes them.
     """
 
     path: Path
@@ -155,6 +156,7 @@ class Checkpoint:
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     variant: str = ""
+    flat: bool = False
 
     @property
     def parameters(self) -> int:

@@ -14,7 +14,7 @@ from reshard.families import FAMILIES, Family
 from reshard.families.binding import Binding
 from reshard.families.rules import Dims
 from reshard.families.undeclared import BEYOND_MEGATRON
-from reshard.formats import fused
+from reshard.formats import flat, fused
 from reshard.formats.companions import find_companions, read_object
 from reshard.formats.mcore import padded_vocabulary
 
@@ -89,6 +89,8 @@ def resolve(checkpoint: Checkpoint, base: Path | None = None, family: str | None
             remedy="name another folder with --base",
         )
     _refuse_quantized(checkpoint)
+    if checkpoint.flat:
+        _give_shapes(checkpoint, config or {}, family, base or checkpoint.root)
     fused.normalize(checkpoint, family or (config or {}).get("model_type"))
     args: Mapping[str, Any] | None = None
     if config is not None:
@@ -125,7 +127,7 @@ def resolve(checkpoint: Checkpoint, base: Path | None = None, family: str | None
 def resolve_if_declared(checkpoint: Checkpoint, base: Path | None = None) -> Model | None:
     """The same, or None with a note for a family that nobody declared, whose names are the hub's already."""
     config = config_of(checkpoint, base) or {}
-    if checkpoint.dialect != "hf" or config.get("model_type") in FAMILIES:
+    if checkpoint.dialect != "hf" or checkpoint.flat or config.get("model_type") in FAMILIES:
         return resolve(checkpoint, base)
     fused.normalize(checkpoint, config.get("model_type"))
     try:
@@ -134,6 +136,18 @@ def resolve_if_declared(checkpoint: Checkpoint, base: Path | None = None) -> Mod
         undeclared = f'model_type "{config.get("model_type")}" is not known; names are taken as they are'
         checkpoint.notes.append(undeclared)
         return None
+
+
+def _give_shapes(checkpoint: Checkpoint, config: Mapping[str, Any], forced: str | None, folder: Path) -> None:
+    """Give the tensors of a flat checkpoint their shapes. Raises ReshardError if no declared family tells them."""
+    model_type = forced or config.get("model_type")
+    if not config or (not forced and model_type not in FAMILIES):
+        raise flat.shapes_needed(checkpoint, model_type if config else None, list(FAMILIES))
+    family = _named(str(model_type))
+    config = {**config, "num_nextn_predict_layers": _mtp_layers(checkpoint, config)}
+    args, dims = _sizes(family, config, None, checkpoint, folder)
+    binding = Model(family, config, args, dims).binding()
+    flat.give_shapes(checkpoint, flat.declared_shapes(binding, family.name))
 
 
 UNUSABLE = (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError)

@@ -52,22 +52,30 @@ def mesh_of(shape: tuple[int, ...], *names: str) -> Any:
 
 
 def all_kinds(rank: int, source: Path, out: Path) -> None:
-    """Every kind below `out`, each of the model in `source` with weights of its own, and its logits beside."""
+    """Every kind below `out`, each of the model in `source` with weights of its own."""
     for number, (kind, write) in enumerate(KINDS.items()):
-        from tests.genuine.make_dcp import keep_logits, live_model
+        one_kind(rank, source, out / kind, number, write)
 
-        model = live_model(source)
-        torch.manual_seed(number)
-        for parameter in model.parameters():
-            parameter.data += torch.randn_like(parameter) * 0.01
-        folder = out / kind
-        folder.mkdir(exist_ok=True)
-        if rank == 0:
-            torch.save(
-                {name: tensor.clone() for name, tensor in model.state_dict().items()}, folder / "expected"
-            )
-        dist.barrier()
-        keep_logits(write(model, folder), folder)
+
+def flat_models(rank: int, sources: dict[str, Path], out: Path) -> None:
+    """Models below `out` as LOCAL_STATE_DICT."""
+    for number, (name, source) in enumerate(sources.items()):
+        one_kind(rank, source, out / name, number, KINDS["accelerate-local"])
+
+
+def one_kind(rank: int, source: Path, folder: Path, seed: int, write: Callable[[Any, Path], Any]) -> None:
+    """What `write` makes of the model in `source`, with weights of its own; tensors and logits beside it."""
+    from tests.genuine.make_dcp import keep_logits, live_model
+
+    model = live_model(source)
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.data += torch.randn_like(parameter) * 0.01
+    folder.mkdir(exist_ok=True)
+    if rank == 0:
+        torch.save({name: tensor.clone() for name, tensor in model.state_dict().items()}, folder / "expected")
+    dist.barrier()
+    keep_logits(write(model, folder), folder)
 
 
 def fsdp2(shape: tuple[int, ...], names: tuple[str, ...], model: Any, folder: Path) -> Any:
@@ -124,13 +132,11 @@ def wrapped(model: Any, mesh: Any = None, **options: Any) -> Any:
 
     on_cpu()
     policy = ModuleWrapPolicy({type(model.model.layers[0])})
-    cpu = torch.device("cpu")
-    return FullyShardedDataParallel(
-        model, device_mesh=mesh, auto_wrap_policy=policy, device_id=cpu, use_orig_params=True, **options
-    )
+    options = {"use_orig_params": True, "device_id": torch.device("cpu"), **options}
+    return FullyShardedDataParallel(model, device_mesh=mesh, auto_wrap_policy=policy, **options)
 
 
-def accelerate(version: int, kind: str, model: Any, folder: Path) -> Any:
+def accelerate(version: int, kind: str, model: Any, folder: Path, **options: Any) -> Any:
     """What accelerate's `save_fsdp_model` writes without torch.distributed.checkpoint."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import save_fsdp_model
@@ -140,11 +146,16 @@ def accelerate(version: int, kind: str, model: Any, folder: Path) -> Any:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_type=kind)
     plugin.set_state_dict_type(kind)
     if version == 1:
-        model = wrapped(model)
+        model = wrapped(model, **options)
     else:
         shard(model, mesh_of((WORLD,), "fsdp"))
     save_fsdp_model(plugin, Accelerator(cpu=True), model, str(folder), use_dcp=False)
     return model
+
+
+def flat_adapter(model: Any, folder: Path) -> Any:
+    """LOCAL_STATE_DICT of a model with LoRA in its modules."""
+    return accelerate(1, "LOCAL_STATE_DICT", with_adapters(model).get_base_model(), folder)
 
 
 HYBRID = ShardingStrategy.HYBRID_SHARD
@@ -159,6 +170,8 @@ KINDS: dict[str, Callable[[Any, Path], Any]] = {
     "accelerate-1": partial(accelerate, 1, "SHARDED_STATE_DICT"),
     "accelerate-2": partial(accelerate, 2, "SHARDED_STATE_DICT"),
     "accelerate-local": partial(accelerate, 1, "LOCAL_STATE_DICT"),
+    "accelerate-nameless": partial(accelerate, 1, "LOCAL_STATE_DICT", use_orig_params=False),
+    "accelerate-adapter": flat_adapter,
     "accelerate-full": partial(accelerate, 2, "FULL_STATE_DICT"),
 }
 

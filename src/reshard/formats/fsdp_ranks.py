@@ -1,9 +1,9 @@
 """A file for each rank of FSDP: `torch.save` of sharded state dicts, as verl and accelerate write them.
 
 Files hold `DTensor`s (FSDP2, FSDP1 with a mesh, tensor parallelism) or `ShardedTensor`s (FSDP1 without a mesh), each
-with the shard of one rank; or, where FSDP gathered the whole, one file has plain tensors. Sources: verl 0.9
-`utils/checkpoint/fsdp_checkpoint_manager.py`, accelerate 1.15 `utils/fsdp_utils.py`, torch 2.13
-`distributed/fsdp/_state_dict_utils.py`, and files that they wrote.
+with the shard of one rank; or views of flat parameters (`flat`: LOCAL_STATE_DICT of FSDP1); or, where FSDP gathered
+the whole, one file has plain tensors. Sources: verl 0.9 `utils/checkpoint/fsdp_checkpoint_manager.py`, accelerate 1.15
+`utils/fsdp_utils.py`, torch 2.13 `distributed/fsdp/_state_dict_utils.py`, and files that they wrote.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from reshard.checkpoint import Checkpoint, Replica, Tensor
 from reshard.errors import Problem, ReshardError
+from reshard.formats import flat
 from reshard.formats.dtensor import Part, PartReader, disagreement, is_sharded, plain_part
 from reshard.formats.huggingface import BUFFER
 from reshard.formats.pickles import Opaque
@@ -38,6 +39,14 @@ _WHOLE = re.compile(r"(?P<save>pytorch_model_fsdp(?:_\d+)?)\.bin")
 _LEFT_BEHIND = {"optim": "optimizer states", "extra_state": "training state"}
 _NESTED = ("state_dict", "model", "module")
 
+_NAMES = (
+    "only with use_orig_params=True has LOCAL_STATE_DICT the names of parameters, as views of the flat ones"
+)
+_SHAPES = "LOCAL_STATE_DICT keeps no shapes"
+_FLAT_NOTE = (
+    "FSDP1 flattened the parameters (LOCAL_STATE_DICT), and config.json tells their shapes; where there is none beside "
+    "the weights, give the Hugging Face folder that training started from: --base DIR"
+)
 _COPY_ALL = "copy the files of all ranks from all nodes into one folder"
 
 
@@ -89,6 +98,7 @@ def _checkpoint(path: Path, files: Files, parts: Mapping[str, Parts], entries: C
         problems += [problem] if problem else []
     if problems:
         raise ReshardError(_merged(problems))
+    flats = [tensors.pop(name) for name in list(tensors) if name.endswith(FLAT)]
     buffers = [tensors.pop(name) for name in list(tensors) if name.endswith(BUFFER)]
     dropped = _left_behind(files.folder)
     dropped["rotary buffers"] = sum(buffer.nbytes for buffer in buffers)
@@ -102,6 +112,7 @@ def _checkpoint(path: Path, files: Files, parts: Mapping[str, Parts], entries: C
         replicas=[replica for replica in replicas if replica.tensor in tensors],
         notes=_notes(files, parts, entries),
         variant=", ".join(sorted({part.kind for pairs in parts.values() for _, part in pairs})),
+        flat=bool(flats),
     )
 
 
@@ -191,20 +202,6 @@ def _state_dict(file: Path, others: Counter[str]) -> dict[Any, Any]:
     return content
 
 
-def _refuse_flat(content: Mapping[Any, Any], file: str) -> None:
-    flat = [str(name) for name in content if str(name).endswith(FLAT)]
-    if flat:
-        raise ReshardError(
-            "the parameters are flat, and the files do not tell their shapes",
-            tensor=flat[0],
-            file=file,
-            rule="a state dict of FSDP1 is sharded or full (StateDictType), not local",
-            found=f"LOCAL_STATE_DICT, {len(flat)} flat parameters",
-            remedy="load it in the training script and save it with fsdp_state_dict_type: SHARDED_STATE_DICT "
-            "(or FULL_STATE_DICT)",
-        )
-
-
 def _left_behind(folder: Path) -> Counter[str]:
     dropped: Counter[str] = Counter()
     for file in folder.iterdir():
@@ -228,22 +225,57 @@ def _parts(files: Files) -> tuple[dict[str, Parts], Counter[str], list[Problem]]
     for path in files.ranks.values():
         file = str(path)
         reader = PartReader(file)
-        content = _state_dict(path, others)
-        _refuse_flat(content, file)
-        for key, value in content.items():
+        plain: dict[str, StoredTensor] = {}
+        for key, value in _state_dict(path, others).items():
             name = str(key)
             try:
                 if is_sharded(value):
                     parts[name].append((file, reader.read(name, value)))
                 elif isinstance(value, StoredTensor):
-                    parts[name].append((file, plain_part(value)))
+                    plain[name] = value
                 elif isinstance(value, Opaque) and value.name.startswith("_rebuild"):
                     problems.append(_unknown(name, file, value))
                 else:
                     others[name] += 1
             except ReshardError as error:
                 problems += error.problems
-    return parts, others, _merged(problems)
+        _add_plain(parts, file, plain)
+    problems += _flat_problems(parts, files)
+    return {name: flat.joined(pairs) for name, pairs in parts.items()}, others, _merged(problems)
+
+
+def _add_plain(parts: dict[str, Parts], file: str, plain: Mapping[str, StoredTensor]) -> None:
+    """The plain tensors of a file: whole ones, or views of the flat parameters in the same file."""
+    mine = {
+        name: pairs[-1][1] for name, pairs in parts.items() if name.endswith(FLAT) and pairs[-1][0] == file
+    }
+    shards = flat.FlatShards(mine)
+    for name, stored in plain.items():
+        parts[name].append((file, shards.part(stored) or plain_part(stored)))
+
+
+def _flat_problems(parts: Mapping[str, Parts], files: Files) -> list[Problem]:
+    """Flat parameters in which no name has a place, and adapters, of whose matrices no config has the shapes."""
+    flats = [name for name in parts if name.endswith(FLAT)]
+    spreads = {part.spread for pairs in parts.values() for _, part in pairs}
+    unnamed = [name for name in flats if flat.spread_of(name) not in spreads]
+    adapters = [name for name, pairs in parts.items() if ".lora_" in name and pairs[0][1].kind == flat.KIND]
+    offenders = (
+        (unnamed, "the parameters are flat, and the files do not tell their names and shapes", _NAMES),
+        (adapters, "the matrices of an adapter are flat, and no config tells their shapes", _SHAPES),
+    )
+    return [
+        Problem(
+            message,
+            tensor=names[0],
+            file=str(files.folder),
+            rule=rule,
+            found=f"LOCAL_STATE_DICT, {len(names)} such tensors",
+            remedy=flat.SAVE_SHARDED,
+        )
+        for names, message, rule in offenders
+        if names
+    ]
 
 
 def _unknown(name: str, file: str, value: Opaque) -> Problem:
@@ -344,12 +376,15 @@ def _merged(problems: Iterable[Problem]) -> list[Problem]:
 
 
 def _notes(files: Files, parts: Mapping[str, Parts], entries: Counter[str]) -> list[str]:
-    spreads = sorted({part.spread for pairs in parts.values() for _, part in pairs if part.kind != "plain"})
+    sharded = (p for pairs in parts.values() for _, p in pairs if p.kind not in ("plain", flat.KIND))
+    spreads = sorted({part.spread for part in sharded})
     whole = [name for name, pairs in parts.items() if pairs[0][1].kind == "plain"]
     notes = [f"{len(files.ranks)} ranks; tensors lie as {'; '.join(spreads)}"] if spreads else []
     if whole and len(files.ranks) > 1:
         which = f"{whole[0]} and {len(whole) - 1} more" if whole[1:] else whole[0]
         notes.append(f"not sharded, but whole on every rank: {which}")
+    if any(name.endswith(FLAT) for name in parts):
+        notes.append(_FLAT_NOTE)
     if entries:
         notes.append(f"left out, since they are no weights: {', '.join(sorted(entries))}")
     return notes
