@@ -31,6 +31,7 @@ CONTRACT = {
     "convert": "--to --base --tp --pp --vpp --ep --etp --iteration --family --dtype --max-shard-size "
     "--vocab-divisible-by --memory --workers --dry-run --overwrite --no-tokenizer --json --quiet --debug",
     "verify": "--base --logits --json",
+    "doctor": "--lang --list --explain --json",
     "support": "--json",
 }
 BESIDES = {
@@ -38,6 +39,7 @@ BESIDES = {
     "convert": "--stages --transformer-impl --strict --strip --no-checksum --with-optimizer "
     "--merge --adapter --lora-alpha",
     "verify": "--debug",
+    "doctor": "--debug",
     "support": "--debug",
 }
 INSPECT_KEYS = {
@@ -173,7 +175,11 @@ def test_functions_have_the_arguments_of_their_commands(
 def test_open_takes_what_inspect_takes() -> None:
     opened, inspected = (inspect.signature(each).parameters for each in (api.open, api.inspect))
     assert [*opened] == [*inspected] == ["path", "iteration"]
-    assert set(api.__all__) == {"open", "inspect", "convert", "verify", "ReshardError", "__version__"}
+    assert set(api.__all__) == {
+        *("open", "inspect", "convert", "verify", "diagnose"),
+        "ReshardError",
+        "__version__",
+    }
 
 
 # ------------------------------------------------------------------------------------------- what is loaded

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.version import __version__
 
-__all__ = ["ReshardError", "__version__", "convert", "inspect", "open", "verify"]
+__all__ = ["ReshardError", "__version__", "convert", "diagnose", "inspect", "open", "verify"]
 
 if TYPE_CHECKING:
     from reshard.api import convert, inspect, open, verify
+    from reshard.doctor import diagnose
     from reshard.errors import ReshardError
 
 
@@ -26,6 +27,10 @@ def __getattr__(name: str) -> Any:
         from reshard.errors import ReshardError
 
         return ReshardError
+    if name == "diagnose":
+        from reshard.doctor import diagnose
+
+        return diagnose
     if name in __all__:
         from reshard import api
 

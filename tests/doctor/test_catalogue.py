@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import yaml
+
+from reshard.cli import cli
+from reshard.doctor.entries import Entry, catalogue
+from reshard.doctor.pages import page
 
 CATALOGUE = Path(__file__).parents[2] / "src" / "reshard" / "doctor" / "catalogue"
 FILES = sorted(CATALOGUE.glob("*.yaml"))
@@ -112,3 +118,21 @@ def test_entries_with_the_same_patterns_can_be_told_apart(entries: dict[str, dic
 def test_nothing_betrays_the_machine_that_made_an_excerpt() -> None:
     for path in FILES:
         assert not re.search(r"/opt/venvs|/work/|/tmp/doctor", path.read_text(encoding="utf-8")), path.name
+
+
+def test_the_page_of_failures_is_that_of_the_catalogue() -> None:
+    page_in_docs = Path(__file__).parents[2] / "docs" / "failures.md"
+    assert page_in_docs.read_text(encoding="utf-8") == page(), (
+        "python -m reshard.doctor.pages > docs/failures.md"
+    )
+
+
+@pytest.mark.parametrize("entry", catalogue().values(), ids=lambda entry: entry.id)
+def test_commands_of_cures_can_be_typed(entry: Entry) -> None:
+    for cure in (entry.cure.en, entry.cure.zh):
+        for typed in re.findall(r"(?m)(?:^|`)(reshard [a-z]+ [^`#\n]+)", cure):
+            words = shlex.split(typed)
+            command = cli.get_command(click.Context(cli), words[1])
+            assert command is not None, typed
+            numbers = [re.sub("^[NM]$", "2", word) for word in words[2:]]
+            command.make_context(words[1], numbers)  # raises if it does not parse

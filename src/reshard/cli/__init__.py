@@ -20,6 +20,7 @@ COMMANDS = {
     "inspect": "What is this checkpoint, is it whole, and what to type next.",
     "convert": "Carry a checkpoint to another format or parallel layout.",
     "verify": "Are the weights of two checkpoints the same, bit for bit?",
+    "doctor": "What is wrong with a log, a script, a checkpoint or this machine, and the cure.",
     "support": "Which formats and families are read and written.",
 }
 
@@ -44,13 +45,14 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="reshard")
 def cli() -> None:
-    """Carry LLM weights between Hugging Face folders and Megatron-Core checkpoints, in any parallel layout.
+    """Carry LLM weights between Hugging Face and every distributed-training checkpoint, in any parallel layout.
 
     \b
       reshard inspect  CKPT                              what is this, what do I type next
       reshard convert  CKPT  MODEL                       to a Hugging Face folder
       reshard convert  MODEL CKPT --to megatron --tp 2   to Megatron-Core
       reshard verify   CKPT  MODEL                       prove that nothing was lost
+      reshard doctor   train.log train.py                why did it fail, and the cure
 
     Exit status: 0 done, 1 the check failed, 2 the request cannot be carried out.
     """

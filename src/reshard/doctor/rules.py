@@ -12,21 +12,24 @@ import yaml
 from reshard.doctor.finding import Finding, Place, Text
 
 CAUSES: dict[str, tuple[str, ...]] = {
-    "env-device-map-tp": ("dtensor-cat-ddp", "dtensor-mixed-cat-ddp", "dtensor-mixed-copy", "dtensor-ddp"),
+    "env-device-map-tp": (
+        "dtensor-mixed-cat-ddp",
+        "dtensor-sharded-then-ddp",
+        "dtensor-mixed-copy",
+        "dtensor-ddp",
+    ),
     "script-device-map": (
         *("device-map-distributed", "device-map-zero3", "dtensor-mixed-cat-ddp", "dtensor-ddp"),
-        "dtensor-mixed-copy",
+        *("dtensor-mixed-copy", "dtensor-sharded-then-ddp"),
     ),
-    "checkpoint-old-gradient-checkpointing": ("old-gc", "old-gc-crash", "old-gc-435"),
+    "checkpoint-old-gradient-checkpointing": ("old-gc", "old-gc-crash"),
     "checkpoint-tokenizer-of-5": ("tok5",),
     "checkpoint-no-template": ("template",),
     "checkpoint-vocabulary": ("vocab-index",),
-    "env-no-bf16": ("bf16", "fa2-arch"),
-    "env-more-processes-than-gpus": ("dup-gpu",),
+    "env-no-bf16": ("bf16",),
     "script-removed-keyword": ("kw-removed",),
     "script-grpo-arithmetic": ("grpo-div", "grpo-one"),
-    "script-rank-guard": ("hang-nccl", "hang-gloo", "collective-mismatch"),
-    "script-no-set-device": ("dup-gpu",),
+    "script-rank-guard": ("hang-gloo", "collective-mismatch"),
     "script-optimizer-before-sharding": ("fsdp2-optimizer",),
 }
 """What a script, an environment or a checkpoint breaks, and the entries of the catalogue as which a log shows it."""
