@@ -50,6 +50,18 @@ SPLITS = {
 }
 """By the last two components of a name; every other tensor is the same on all ranks."""
 
+ADAPTER_SPLITS = {
+    "linear_qkv.adapter.linear_in.weight": Split(0),
+    "linear_qkv.adapter.linear_out.weight": Split(0),
+    "linear_proj.adapter.linear_in.weight": Split(1),
+    "linear_proj.adapter.linear_out.weight": Split(0),
+    "linear_fc1.adapter.linear_in.weight": Split(0),
+    "linear_fc1.adapter.linear_out.weight": Split(0, parts=2),
+    "linear_fc2.adapter.linear_in.weight": Split(1),
+    "linear_fc2.adapter.linear_out.weight": Split(0),
+}
+"""The same by the last four, of adapters of Megatron-Bridge 0.3.1: `ParallelLinearAdapter` in its `peft/utils.py`."""
+
 
 PARALLEL_LINEARS = (
     "linear_qkv",
@@ -62,13 +74,16 @@ PARALLEL_LINEARS = (
     "linear_kv_down_proj",
     "linear_kv_up_proj",
     "eh_proj",
+    "linear_in",
+    "linear_out",
 )
 """Modules that save an `_extra_state` beside their weight."""
 
 
 def split_of(name: str) -> Split | None:
     """How tensor parallelism cuts the tensor called `name`; None if all ranks hold it whole."""
-    return SPLITS.get(".".join(name.rsplit(".", 2)[-2:]))
+    whole = SPLITS.get(".".join(name.rsplit(".", 2)[-2:]))
+    return whole or ADAPTER_SPLITS.get(".".join(name.rsplit(".", 4)[-4:]))
 
 
 class Box(NamedTuple):

@@ -19,7 +19,7 @@ from reshard.formats.hints import BASE, find_hints
 from reshard.layout import Layout
 from reshard.model import Model, resolve, resolve_if_declared
 from reshard.plan import Plan
-from reshard.planning import dcp, deepspeed, hub, internlm, megatron, merge, peft
+from reshard.planning import dcp, deepspeed, hub, internlm, megatron, megatron_adapter, merge, peft
 from reshard.planning.common import Options, Source
 from reshard.planning.optimizer import refuse_unable
 
@@ -50,12 +50,18 @@ WITHOUT_LAYOUT = {
 WITHOUT_MODEL = {"peft"}
 """Targets that hold something else than a model."""
 
+OF_ADAPTERS = {"peft": peft.plan, "megatron": megatron_adapter.plan}
+"""What an adapter can be written as, without its base."""
+
 WITH_OPTIMIZER = {"dcp", "deepspeed", "megatron"}
 """Targets that hold a tensor for each optimizer state of a tensor."""
 
 
 def plan_conversion(source: Path, options: Options) -> Plan:
-    """Plan the conversion of `source`. Reads headers and metadata only; raises ReshardError."""
+    """Plan the conversion of `source`; raises ReshardError.
+
+    Reads headers and metadata only, and the lora_A of projections that may share one.
+    """
     checkpoint = open_checkpoint(source, options.iteration, options.strip)
     if checkpoint.problems:
         raise ReshardError(checkpoint.problems)
@@ -64,7 +70,7 @@ def plan_conversion(source: Path, options: Options) -> Plan:
     if options.merge:
         checkpoint, options = merge.merged_source(checkpoint, options)
     target = options.to or _default_target(checkpoint, options)
-    if target != "peft" and is_adapter(checkpoint):
+    if target not in OF_ADAPTERS and is_adapter(checkpoint):
         raise merge.unmerged(checkpoint, target)
     if not target:
         raise ReshardError(
@@ -81,6 +87,8 @@ def plan_conversion(source: Path, options: Options) -> Plan:
     if options.with_optimizer:
         refuse_unable(checkpoint, target, WITH_OPTIMIZER)
     options = _with_hinted_base(checkpoint, options)
+    if is_adapter(checkpoint):
+        return OF_ADAPTERS[target](Source(checkpoint, None, options))
     return TARGETS[target](Source(checkpoint, _model(checkpoint, target, options), options))
 
 

@@ -46,7 +46,7 @@ def plan(source: Source, target: str) -> Plan:
     assert model is not None
     layout = options.layout if model.dims.experts else replace(options.layout, etp=1)
     layout = layout.over(model.dims.layers)
-    _check_layout(model, layout)
+    check_layout(model, layout)
     given = (checkpoint.args or {}).get("make_vocab_size_divisible_by")
     unit = options.vocab_divisible_by or int(given or 128)
     rows = padded_vocabulary(model.dims.vocab, unit, layout.tp)
@@ -60,7 +60,7 @@ def plan(source: Source, target: str) -> Plan:
     natives = model.padded(rows).binding().native
     tensors = list(native_tensors(logical, natives, Types(options.dtype)))
     optimizer = _optimizer(logical, natives, tensors, layout) if options.with_optimizer else None
-    args = _arguments(checkpoint, model, layout, options, tensors)
+    args = arguments(checkpoint, model, layout, options, tensors)
     args |= {"padded_vocab_size": rows, "make_vocab_size_divisible_by": unit}
     if optimizer:
         args["use_distributed_optimizer"] = optimizer.is_distributed
@@ -70,7 +70,7 @@ def plan(source: Source, target: str) -> Plan:
     dropped += lost_padding(checkpoint, model, rows, with_states=options.with_optimizer)
     states = optimizer.states if optimizer else {}
     result = finished(replace(source, model=model), target, files, tensors, dropped, logical, layout, states)
-    result.load_with = load_flags(args, is_release=_iteration(checkpoint) == "release", optimizer=optimizer)
+    result.load_with = load_flags(args, is_release=iteration_of(checkpoint) == "release", optimizer=optimizer)
     result.notes += [problem.message for problem in model.family.config.notices(model.config)]
     result.notes += frozen_notes(source) if optimizer else []
     if layout.stages and not options.layout.stages:
@@ -86,7 +86,7 @@ def _files(
     layout: Layout,
     optimizer: NewOptimizer | None,
 ) -> list[OutputFile]:
-    iteration, transformer_engine = _iteration(checkpoint), args["transformer_impl"] != "local"
+    iteration, transformer_engine = iteration_of(checkpoint), args["transformer_impl"] != "local"
     if target == "megatron-legacy":
         return megatron_legacy.lay_out(
             tensors, args, layout, iteration, transformer_engine=transformer_engine
@@ -96,7 +96,7 @@ def _files(
     )
 
 
-def _iteration(checkpoint: Checkpoint) -> int | str:
+def iteration_of(checkpoint: Checkpoint) -> int | str:
     """That of the source; what no run of several iterations wrote becomes a release."""
     return checkpoint.iteration if isinstance(checkpoint.iteration, int) else "release"
 
@@ -132,7 +132,7 @@ def lost_padding(
     return Counter({"vocabulary padding": lost * width * model.dims.hidden})
 
 
-def _arguments(
+def arguments(
     checkpoint: Checkpoint, model: Model, layout: Layout, options: Options, tensors: list[Planned]
 ) -> dict[str, Any]:
     """The `args` of a Megatron checkpoint: the model's, those that its own run was given, and the layout's."""
@@ -172,7 +172,7 @@ def load_flags(
     return ["--use-checkpoint-args", *flags, *flags_not_restored(args)]
 
 
-def _check_layout(model: Model, layout: Layout) -> None:
+def check_layout(model: Model, layout: Layout) -> None:
     """Refuse a layout that the sizes of the model do not divide into; all that does not fit at once."""
     d = model.dims
     groups = d.heads if d.kv_lora else d.groups

@@ -136,5 +136,5 @@ def unmerged(checkpoint: Checkpoint, target: str) -> ReshardError:
         "the source is an adapter, not a model",
         file=str(checkpoint.path),
         found=f"--to {target}",
-        remedy="merge it into its base (--merge --base DIR), or carry it as it is: --to peft",
+        remedy="merge it into its base (--merge --base DIR), or carry it as it is: --to peft or --to megatron",
     )

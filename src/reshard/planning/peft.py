@@ -36,7 +36,7 @@ def plan(source: Source) -> Plan:
     ]
     base = str(options.base) if options.base else None
     files = peft.lay_out(tensors, adapter_config(adapter, base))
-    files += _companion_files(source)
+    files += companion_files(source)
     dropped: Counter[str] = Counter(checkpoint.dropped)
     if checkpoint.format != peft.NAME:
         dropped["base weights"] += sum(tensor.nbytes for tensor in adapter.base.values())
@@ -58,7 +58,7 @@ def _view_of(tensor: Tensor) -> Callable[[], View]:
     return lambda: tensor.view
 
 
-def _companion_files(source: Source) -> Iterator[OutputFile]:
+def companion_files(source: Source) -> Iterator[OutputFile]:
     """Tokenizer and chat template, where they lie beside the adapter; PEFT needs none."""
     if source.options.tokenizer:
         for name, file in sorted(companions.find_companions(source.checkpoint.root).files.items()):

@@ -1,0 +1,171 @@
+"""Adapters of the hub's projections as adapters of Megatron-Core's linears, in the spelling of Megatron-Bridge.
+
+Megatron-Bridge gives every linear that it adapts one pair of the same rank: `linear_in` [r, in] and `linear_out`
+[out, r], with the rows of a fused linear in the order of its weight. Projections that share lora_A become such a pair
+as they are. Others stand block by block in one of the sum of their ranks, with zeros where a projection meets the
+lora_A of another:
+
+    linear_in = [A_q; A_k; A_v]        linear_out = the linear's rows of [B_q 0 0; 0 B_k 0; 0 0 B_v]
+
+Zeros also fill up pairs of a lower rank, and stand for projections that the adapter leaves alone. Source:
+`peft/lora.py` and `peft/utils.py` of Megatron-Bridge 0.3.1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from itertools import pairwise
+from typing import NamedTuple
+
+from reshard.adapters.adapter import Adapter, Pair
+from reshard.adapters.megatron import rows_like
+from reshard.adapters.settings import merge_problems
+from reshard.checkpoint import Cells, Tensor
+from reshard.dtypes import dtype
+from reshard.errors import Problem, ReshardError, one_for_all
+from reshard.families.binding import Binding, Bound
+from reshard.plan import ZERO
+from reshard.views import View, concat
+
+Same = Callable[[Tensor, Tensor], bool]
+_ADAPTED = re.compile(
+    r"decoder\.layers\.\d+\.(?:self_attention\.linear_(?:qkv|proj)|mlp\.linear_fc[12])\.weight"
+)
+_ANY = dtype("uint8")
+_BLANK = View.of(Cells(ZERO, _ANY), 1 << 62)
+
+
+class Linear(NamedTuple):
+    """What an adapter does to one linear: the pairs of the projections in it, by the names of their weights."""
+
+    bound: Bound
+    pairs: Mapping[str, Pair]
+    shared: bool
+    """Whether all its pairs have the same lora_A."""
+
+    @property
+    def rank(self) -> int:
+        """The rank that holds all its pairs."""
+        ranks = [pair.rank for pair in self.pairs.values()]
+        return ranks[0] if self.shared else sum(ranks)
+
+    def linear_in(self, rank: int) -> View:
+        """[rank, in], filled up with zeros."""
+        blocks = [pair.a.view for pair in self.pairs.values()][: 1 if self.shared else None]
+        return concat([*blocks, _zeros(rank - self.rank, blocks[0].shape[1])])
+
+    def linear_out(self, rank: int) -> View:
+        """[out, rank], filled up with zeros."""
+        columns, at = {}, 0
+        for hub, pair in self.pairs.items():
+            rows = pair.b.shape[0]
+            blocks = [_zeros(rows, at), pair.b.view, _zeros(rows, rank - at - pair.rank)]
+            columns[hub] = concat(blocks, axis=1)
+            at += 0 if self.shared else pair.rank
+
+        def below(source: Hashable) -> View:
+            return columns.get(str(source), _BLANK)
+
+        return rows_like(self.bound.view, rank).through(below)
+
+
+def _zeros(rows: int, columns: int) -> View:
+    return View.of(Cells(ZERO, _ANY), rows, columns)
+
+
+def linears(adapter: Adapter, binding: Binding, same: Same) -> dict[str, Linear]:
+    """The adapted linears by Megatron-Core's names of them. `same` tells whether two tensors hold the same numbers.
+
+    Raises ReshardError listing all that Megatron-Bridge has no place for: modules of other kinds, tensors besides the
+    pairs, strengths that differ, linears that are adapted in some layers alone; and pairs that do not fit the base.
+    """
+    problems = [*merge_problems(adapter.settings), *_pair_problems(adapter, binding), *_uneven(adapter)]
+    problems += [_no_place(name, "a weight that was trained in whole") for name in adapter.whole]
+    found = _found(adapter, binding, same)
+    problems += _gaps(found, binding)
+    if problems:
+        raise ReshardError(one_for_all(problems, [*adapter.pairs, *binding.native], "the adapter"))
+    return found
+
+
+def _found(adapter: Adapter, binding: Binding, same: Same) -> dict[str, Linear]:
+    pairs = {f"{module}.weight": pair for module, pair in adapter.pairs.items()}
+    result = {}
+    for native, bound in binding.native.items():
+        sources = sorted(bound.view.pieces, key=lambda piece: piece.at)
+        there = {
+            hub: pairs[hub] for hub in dict.fromkeys(str(piece.source) for piece in sources) if hub in pairs
+        }
+        if there:
+            shared = all(same(one.a, other.a) for one, other in pairwise(there.values()))
+            result[native.removesuffix(".weight")] = Linear(bound, there, shared)
+    return result
+
+
+def _pair_problems(adapter: Adapter, binding: Binding) -> Iterator[Problem]:
+    for module, pair in adapter.pairs.items():
+        bound = binding.hf.get(f"{module}.weight")
+        natives = {str(piece.source) for piece in bound.view.pieces} if bound else set()
+        if pair.embedding or not natives or not all(map(_ADAPTED.fullmatch, natives)):
+            yield _no_place(module, ", ".join(sorted(natives)) or "no weight of the base")
+        elif pair.magnitude is not None:
+            yield _no_place(module, "DoRA's magnitudes")
+        elif pair.bias is not None:
+            yield _no_place(module, "a bias of lora_B (lora_bias)")
+        elif bound and bound.shape != (pair.b.shape[0], pair.a.shape[1]):
+            yield Problem(
+                "the adapter does not fit the base",
+                tensor=module,
+                rule="lora_A is [r, in] and lora_B is [out, r] of a weight [out, in]",
+                expected=str(list(bound.shape)),
+                found=f"lora_A {list(pair.a.shape)} and lora_B {list(pair.b.shape)}",
+                remedy="it was trained on another model: name that one with --base DIR",
+            )
+
+
+def _no_place(tensor: str, found: str) -> Problem:
+    return Problem(
+        "an adapter of Megatron-Bridge has no place for this",
+        tensor=tensor,
+        rule="it is a pair of each linear_qkv, linear_proj, linear_fc1 or linear_fc2 of the decoder, experts aside",
+        found=found,
+        remedy="merge the adapter into its base: --merge --base DIR",
+    )
+
+
+def _uneven(adapter: Adapter) -> Iterator[Problem]:
+    """Modules that are adapted with another strength than most are."""
+    scales = {module: adapter.settings.scale(module, pair.rank) for module, pair in adapter.pairs.items()}
+    usual = Counter(scales.values()).most_common(1)[0][0]
+    for module, scale in scales.items():
+        if scale != usual:
+            yield Problem(
+                "the modules are adapted with different strengths",
+                tensor=module,
+                rule="an adapter of Megatron-Bridge has one alpha and one rank for all its linears",
+                expected=f"alpha/r {usual:g}, as most have",
+                found=f"alpha/r {scale:g}",
+                remedy="merge the adapter into its base: --merge --base DIR",
+            )
+
+
+def _gaps(found: Mapping[str, Linear], binding: Binding) -> Iterator[Problem]:
+    """Linears without a pair, where others that are called the same have one."""
+    adapted = targets(found)
+    for native in binding.native:
+        linear, _, kind = native.rpartition(".")
+        if kind == "weight" and linear not in found and linear.rpartition(".")[2] in adapted:
+            yield Problem(
+                "some linears are adapted, and others that are called the same are not",
+                tensor=linear,
+                rule="Megatron-Bridge adapts all linears of a name, and stacks their pairs into one tensor",
+                expected="a pair of lora_A and lora_B for one of its projections",
+                remedy="merge the adapter into its base: --merge --base DIR",
+            )
+
+
+def targets(found: Mapping[str, Linear]) -> list[str]:
+    """What `target_modules` of Megatron-Bridge calls the adapted linears."""
+    return sorted({linear.rpartition(".")[2] for linear in found})
