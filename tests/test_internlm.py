@@ -315,7 +315,9 @@ def test_of_several_steps_the_last_is_taken_or_the_one_that_was_asked_for(tmp_pa
     assert run("inspect", tmp_path / "run", "--json").json["iteration"] == 10
     reshard.convert(tmp_path / "run", tmp_path / "nine", iteration=9, no_tokenizer=True)
     assert json.loads((tmp_path / "nine" / "config.json").read_text())["model_type"] == "internlm2"
-    assert "there is no such iteration" in problems_of(tmp_path / "run", tmp_path / "out", iteration=8)
+    assert "there is no folder of that iteration" in problems_of(
+        tmp_path / "run", tmp_path / "out", iteration=8
+    )
 
 
 def test_what_is_no_weight_is_left_behind_by_name(copy_of: Copies, tmp_path: Path) -> None:
