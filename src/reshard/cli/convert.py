@@ -70,7 +70,7 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     help="Layer spec whose tensor names to write; Transformer Engine by default, as Megatron-LM.",
 )
 @click.option("--memory", default="1GiB", show_default=True, metavar="SIZE", help="Bound on buffers.")
-@click.option("--workers", type=POSITIVE, metavar="N", help="Threads; one a core by default.")
+@click.option("--workers", type=POSITIVE, metavar="N", help="Threads; two a core by default.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
 @click.option("--overwrite", is_flag=True, help="Replace the one checkpoint at DST.")
 @click.option("--no-tokenizer", is_flag=True, help="Go on without a tokenizer.")
