@@ -115,11 +115,6 @@ def test_entries_with_the_same_patterns_can_be_told_apart(entries: dict[str, dic
         assert len(set(tellers)) == len(names), names
 
 
-def test_nothing_betrays_the_machine_that_made_an_excerpt() -> None:
-    for path in FILES:
-        assert not re.search(r"/opt/venvs|/work/|/tmp/doctor", path.read_text(encoding="utf-8")), path.name
-
-
 def test_the_page_of_failures_is_that_of_the_catalogue() -> None:
     page_in_docs = Path(__file__).parents[2] / "docs" / "failures.md"
     assert page_in_docs.read_text(encoding="utf-8") == page(), (
