@@ -154,6 +154,7 @@ QKV_BIAS = Const(args={"add_qkv_bias": True, "add_bias_linear": False})
 QK_NORM = Const(args={"qk_layernorm": True})
 NO_QK_NORM = Const(args={"qk_layernorm": False})
 GROUPED_HEADS: tuple[Entry, ...] = (HeadDim(), Const(args={"multi_latent_attention": False}))
+DERIVED_HEADS: tuple[Entry, ...] = (HeadDim(written=False), Const(args={"multi_latent_attention": False}))
 FULL_ATTENTION = Const(config={"use_sliding_window": False})
 
 ROUTER: tuple[Entry, ...] = (
@@ -189,8 +190,7 @@ INTERNLM3 = family(
 ZERO_BIAS = "biases of the MLP, which InternLM does not have"
 INTERNLM_BIAS = Key("bias", "add_bias_linear", also=("add_qkv_bias",), default=True, assumed=False)
 INTERNLM_ATTENTION: tuple[Entry, ...] = (
-    HeadDim(written=False),
-    Const(args={"multi_latent_attention": False}),
+    *DERIVED_HEADS,
     INTERNLM_BIAS,
     NO_QK_NORM,
 )
@@ -227,8 +227,7 @@ MIXTRAL = family(
 QWEN2 = family(
     "qwen2",
     "Qwen2ForCausalLM",
-    HeadDim(written=False),
-    Const(args={"multi_latent_attention": False}),
+    *DERIVED_HEADS,
     Rope(),
     FULL_ATTENTION,
     QKV_BIAS,
@@ -237,8 +236,7 @@ QWEN2 = family(
 QWEN2_MOE = family(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
-    HeadDim(written=False),
-    Const(args={"multi_latent_attention": False}),
+    *DERIVED_HEADS,
     Rope(),
     FULL_ATTENTION,
     Key("qkv_bias", "add_qkv_bias", default=True),
@@ -359,8 +357,7 @@ GPT_OSS = family(
 PHI3 = family(
     "phi3",
     "Phi3ForCausalLM",
-    HeadDim(written=False),
-    Const(args={"multi_latent_attention": False}),
+    *DERIVED_HEADS,
     Rope(fraction=1.0),
     SlidingWindow(default=None),
     NO_BIAS,
@@ -369,8 +366,7 @@ PHI3 = family(
 BAICHUAN = family(
     "baichuan",
     "BaichuanForCausalLM",
-    HeadDim(written=False),
-    Const(args={"multi_latent_attention": False}),
+    *DERIVED_HEADS,
     Rope(),
     BaichuanVariants(),
     NO_BIAS,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from reshard.families import config
 from reshard.families.family import Family
 from reshard.families.rules import (
+    Block,
     Dims,
     Rule,
     decoder,
@@ -19,13 +20,18 @@ from reshard.families.rules import (
 )
 
 
-def rules(d: Dims) -> Iterator[Rule]:
-    """MTP layers are built like the sparse layers before them."""
+def layers(d: Dims, attention: Block) -> Iterator[Rule]:
+    """Layers with and without experts behind one kind of attention; MTP layers are built like the sparse ones."""
     yield from ends(d)
-    block = [*norms(d), *latent_attention(d)]
+    block = [*norms(d), *attention]
     sparse = [*block, *moe(d)]
     yield from decoder(d, [*block, *mlp(d)], sparse)
     yield from multi_token_prediction(d, sparse)
+
+
+def rules(d: Dims) -> Iterator[Rule]:
+    """DeepSeek's latent attention."""
+    return layers(d, latent_attention(d))
 
 
 DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3ForCausalLM", config.DEEPSEEK_V3, rules)

@@ -5,27 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from reshard.families import config
+from reshard.families.deepseek_v3 import layers
 from reshard.families.family import Family
-from reshard.families.rules import (
-    Dims,
-    Rule,
-    attention,
-    decoder,
-    ends,
-    mlp,
-    moe,
-    multi_token_prediction,
-    norms,
-)
+from reshard.families.rules import Dims, Rule, attention
 
 
 def rules(d: Dims) -> Iterator[Rule]:
-    """MTP layers are built like the sparse layers before them; query and key norms as the sizes say."""
-    yield from ends(d)
-    block = [*norms(d), *attention(d)]
-    sparse = [*block, *moe(d)]
-    yield from decoder(d, [*block, *mlp(d)], sparse)
-    yield from multi_token_prediction(d, sparse)
+    """Query and key norms as the sizes say."""
+    return layers(d, attention(d))
 
 
 GLM4_MOE = Family("glm4_moe", "Glm4MoeForCausalLM", config.GLM4_MOE, rules)
