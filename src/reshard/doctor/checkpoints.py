@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from reshard.checkpoint import Checkpoint
 from reshard.doctor.finding import Finding, Place, Text
@@ -73,22 +71,17 @@ def _remote_code(folder: Path) -> Iterator[Finding]:
             tree = ast.parse(path.read_text(encoding="utf-8"))
         except (SyntaxError, UnicodeDecodeError):
             continue
-        for node in ast.walk(tree):
-            old = isinstance(node, ast.FunctionDef) and node.name == "_set_gradient_checkpointing"
-            if old and "enable" not in {a.arg for a in node.args.args}:  # type: ignore[attr-defined]
-                text = path.read_text(encoding="utf-8").splitlines()[node.lineno - 1]  # type: ignore[attr-defined]
-                place = Place(str(path), node.lineno, text.strip())  # type: ignore[attr-defined]
-                yield told("checkpoint-old-gradient-checkpointing", [place])
+        methods = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+        for method in methods:
+            is_old = "enable" not in {argument.arg for argument in method.args.args}
+            if method.name == "_set_gradient_checkpointing" and is_old:
+                yield told("checkpoint-old-gradient-checkpointing", [_line_of(path, f"def {method.name}")])
     config = folder / "config.json"
-    if config.is_file() and _flag(read_object(config), "use_cache") is False:
+    if config.is_file() and read_object(config).get("use_cache") is False:
         yield told("checkpoint-use-cache", [_line_of(config, '"use_cache"')])
-
-
-def _flag(config: Mapping[str, Any], key: str) -> Any:
-    return config.get(key)
 
 
 def _line_of(path: Path, word: str) -> Place:
     lines = path.read_text(encoding="utf-8").splitlines()
     number = next((i for i, line in enumerate(lines, 1) if word in line), None)
-    return Place(str(path), number, lines[number - 1].strip() if number else json.dumps(word))
+    return Place(str(path), number, lines[number - 1].strip() if number else word)

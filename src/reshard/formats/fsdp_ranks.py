@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from reshard.checkpoint import Checkpoint, Replica, Tensor
 from reshard.errors import Problem, ReshardError
-from reshard.formats import flat
+from reshard.formats import flat, iterations
 from reshard.formats.dtensor import Part, PartReader, disagreement, is_sharded, plain_part
 from reshard.formats.huggingface import BUFFER
 from reshard.formats.pickles import Opaque
@@ -71,13 +71,7 @@ def detect(path: Path) -> bool:
 
 def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
     """Open the files of all ranks. Raises ReshardError naming every rank and every shard that is missing."""
-    if iteration is not None:
-        raise ReshardError(
-            "files of FSDP ranks have no iterations",
-            file=str(path),
-            found=f"--iteration {iteration}",
-            remedy="leave out --iteration, and name the folder of the step",
-        )
+    iterations.refuse(path, iteration, "a folder of FSDP ranks")
     files = _choose(path)
     _check_names(files)
     parts, entries, problems = _parts(files)

@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard.checkpoint import Checkpoint, Tensor
 from reshard.errors import Problem, ReshardError
-from reshard.formats import safetensors
+from reshard.formats import iterations, safetensors
 from reshard.formats.torchfile import read_torch_file
 from reshard.plan import Block, OutputFile, Planned
 from reshard.storage import StoredTensor
@@ -31,13 +31,7 @@ def detect(path: Path) -> bool:
 
 def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
     """Open a folder (or a single file). Raises ReshardError naming every shard and tensor that is missing."""
-    if iteration is not None:
-        raise ReshardError(
-            "a Hugging Face folder has no iterations",
-            file=str(path),
-            found=f"--iteration {iteration}",
-            remedy="leave out --iteration",
-        )
+    iterations.refuse(path, iteration, "a Hugging Face folder")
     folder = path if path.is_dir() else path.parent
     problems: list[Problem] = []
     tensors: dict[str, Tensor] = {}

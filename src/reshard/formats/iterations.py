@@ -110,3 +110,14 @@ def _tracked(tracker: Path, listed: str) -> int | str:
             remedy="choose an iteration with --iteration N",
         )
     return "release" if text == "release" else int(text)
+
+
+def refuse(path: Path, iteration: int | None, what: str) -> None:
+    """Raise ReshardError if an iteration is asked of a format that keeps none below its folder."""
+    if iteration is not None:
+        raise ReshardError(
+            f"{what} has no iterations",
+            file=str(path),
+            found=f"--iteration {iteration}",
+            remedy="leave out --iteration",
+        )

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint import Checkpoint
-from reshard.errors import ReshardError
-from reshard.formats import huggingface, safetensors
+from reshard.formats import huggingface, iterations, safetensors
 from reshard.plan import Block, OutputFile, Planned
 
 NAME = "peft"
@@ -31,13 +30,7 @@ def detect(path: Path) -> bool:
 
 def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
     """Open an adapter. Its tensors keep PEFT's names, which `adapters.find` reads. Raises ReshardError if damaged."""
-    if iteration is not None:
-        raise ReshardError(
-            "an adapter has no iterations",
-            file=str(path),
-            found=f"--iteration {iteration}",
-            remedy="leave out --iteration",
-        )
+    iterations.refuse(path, iteration, "an adapter")
     file = path if path.is_file() else next(path / name for name in FILES if (path / name).is_file())
     return Checkpoint(
         path=path,
