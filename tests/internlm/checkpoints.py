@@ -1,0 +1,54 @@
+"""Where the checkpoints are, and what tests do to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import reshard
+from reshard.errors import ReshardError
+from reshard.layout import Layout
+from tests.judges import assert_same_tensors, tensors_of
+
+DATA = Path(__file__).parents[1] / "data" / "internlm"
+NAMES = sorted(folder.name for folder in DATA.iterdir())
+WRITABLE = {
+    "internlm2-tp2pp2": Layout(2, 2),
+    "internlm2-chunks": Layout(1, 2, 2),
+    "internlm1-tp2": Layout(2),
+    "llama-tp16": Layout(16),
+}
+"""Those that reshard would write in the same way: no weight parallelism, rotary rows in halves."""
+
+Copies = Callable[[str], Path]
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Load a file, change what it holds, and save it again as InternEvo saves it."""
+    content = torch.load(path, weights_only=True)
+    torch.save(change(content), path)
+
+
+def config_with(folder: Path, **keys: Any) -> None:
+    """Write `model_config.pt` anew, with other keys; None takes one out."""
+    config = {**reshard.formats.internlm_config.read_model_config(folder), "dtype": torch.bfloat16, **keys}
+    torch.save({key: value for key, value in config.items() if value is not None}, folder / "model_config.pt")
+
+
+def problems_of(folder: Path, out: Path, **options: Any) -> str:
+    """The problems for which a conversion is refused, before anything is written."""
+    with pytest.raises(ReshardError) as refused:
+        reshard.convert(folder, out, no_tokenizer=True, **options)
+    assert not out.exists()
+    return str(refused.value)
+
+
+def same_as_before(folder: Path, out: Path, reference: Path) -> list[str]:
+    """Convert `folder`, check that its tensors are those of `reference`, and return the notes."""
+    result = reshard.convert(folder, out, no_tokenizer=True)
+    assert_same_tensors(tensors_of(out), tensors_of(reference))
+    return result.plan.notes

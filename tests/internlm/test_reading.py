@@ -1,0 +1,258 @@
+"""InternEvo's checkpoints are read: all layouts, and the spellings of other versions."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import reshard
+from reshard.formats.internlm_names import is_old_order
+from reshard.layout import Layout
+from reshard.oracle.megatron import megatron_logits
+from tests.commandline import reshard as run
+from tests.genuine.internlm_reference import hub_logits
+from tests.internlm.checkpoints import DATA, NAMES, Copies, config_with, edit, problems_of, same_as_before
+from tests.judges import assert_agree, assert_same_tensors, tensors_of
+
+# --------------------------------------------------------------------------------------------- reading
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_hub_folder_computes_what_internevo_computes(name: str, hub: Callable[[str], Path]) -> None:
+    expected = np.load(DATA / name / "logits.npz")
+    assert_agree(hub_logits(hub(name), expected["tokens"]), expected["logits"])
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "layout", "weight_parallel"),
+    [
+        ("internlm2-tp2pp2", "internlm2", {"tp": 2, "pp": 2, "vpp": 1}, 1),
+        ("internlm2-chunks", "internlm2", {"tp": 1, "pp": 2, "vpp": 2}, 1),
+        ("internlm2-isp", "internlm2", {"tp": 1, "pp": 1, "vpp": 1}, 2),
+        ("internlm2-isp-tp2wp2pp2", "internlm2", {"tp": 2, "pp": 2, "vpp": 1}, 2),
+        ("internlm1-tp2", "internlm", {"tp": 2, "pp": 1, "vpp": 1}, 1),
+        ("llama-tp16", "llama", {"tp": 16, "pp": 1, "vpp": 1}, 1),
+        ("moe-tp2", "internlm_moe", {"tp": 2, "pp": 1, "vpp": 1}, 1),
+    ],
+)
+def test_inspect_tells_family_layout_and_weight_parallelism(
+    name: str, family: str, layout: dict[str, int], weight_parallel: int
+) -> None:
+    found = run("inspect", DATA / name, "--json").json
+    assert (found["format"], found["family"]) == ("internlm", family)
+    assert {key: found["layout"][key] for key in layout} == layout
+    assert (f"weight-parallel over {weight_parallel}" in found["variant"]) == (weight_parallel > 1)
+    assert not [problem for problem in found["problems"] if problem.get("severity") == "error"]
+
+
+def test_sizes_rope_and_epsilon_come_from_the_model_config(hub: Callable[[str], Path]) -> None:
+    config = json.loads((hub("internlm2-interleaved") / "config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == ("internlm2", ["InternLM2ForCausalLM"])
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    assert [config[key] for key in sizes] == [96, 32, 48, 2]
+    assert (config["num_attention_heads"], config["num_key_value_heads"]) == (4, 2)
+    assert (config["rope_theta"], config["rms_norm_eps"], config["bias"]) == (1000000.0, 1e-5, False)
+    assert config["torch_dtype"] == "bfloat16"
+
+
+def test_the_router_of_experts_stays_float32(hub: Callable[[str], Path]) -> None:
+    tensors = tensors_of(hub("moe-tp2"))
+    assert tensors["model.layers.1.mlp.gate.weight"].dtype == torch.float32
+    assert tensors["model.layers.1.mlp.experts.3.w2.weight"].dtype == torch.bfloat16
+
+
+def test_verify_finds_the_checkpoint_and_its_hub_folder_equal(hub: Callable[[str], Path]) -> None:
+    assert run("verify", DATA / "internlm2-interleaved", hub("internlm2-interleaved")).code == 0
+    assert run("verify", DATA / "internlm2-tp2pp2", hub("internlm2-chunks")).code != 0
+
+
+@pytest.mark.parametrize(
+    "name", ["internlm2-tp2pp2", "internlm2-biases", "internlm1-tp2", "llama-tp2", "moe-tp2"]
+)
+def test_weights_go_to_megatron_directly(name: str, tmp_path: Path) -> None:
+    layout, flags = (Layout(ep=2), ("--ep", 2)) if name == "moe-tp2" else (Layout(2), ("--tp", 2))
+    result = run("convert", DATA / name, tmp_path / "m", "--to", "megatron", *flags, "--no-tokenizer")
+    assert result.code == 0, result.err
+    checkpoint, expected = reshard.open(tmp_path / "m"), np.load(DATA / name / "logits.npz")
+    args = dict(checkpoint.args or {})
+    found = megatron_logits(checkpoint.path, expected["tokens"], args=args, layout=layout, spec="local")
+    assert_agree(found.logits, expected["logits"])
+    assert run("verify", DATA / name, tmp_path / "m").code == 0
+
+
+def test_biases_that_megatron_trained_and_internlm_lacks_are_not_dropped(tmp_path: Path) -> None:
+    reshard.convert(DATA / "internlm1-tp2", tmp_path / "m", to="megatron-legacy", no_tokenizer=True)
+    same_as_before(tmp_path / "m", tmp_path / "back", _converted(DATA / "internlm1-tp2", tmp_path / "hub"))
+    (file,) = tmp_path.glob("m/release/*/model_optim_rng.pt")
+    content = torch.load(file, weights_only=False)
+    content["model"]["decoder.layers.1.mlp.linear_fc2.bias"][3] = 0.5
+    torch.save(content, file)
+    found = problems_of(tmp_path / "m", tmp_path / "out")
+    assert "decoder.layers.1.mlp.linear_fc2.bias" in found and "left out if they are zeros" in found
+
+
+def _converted(source: Path, out: Path) -> Path:
+    reshard.convert(source, out, no_tokenizer=True)
+    return out
+
+
+# ------------------------------------------------------------------------- spellings of other versions
+
+
+@pytest.mark.parametrize("name", ["internlm1-tp2", "internlm2-isp", "moe-tp2"])
+def test_w2_and_w3_of_versions_before_0_3_are_put_in_order(
+    name: str, copy_of: Copies, tmp_path: Path, hub: Callable[[str], Path]
+) -> None:
+    folder = copy_of(name)
+    for file in folder.glob("model_*_*.pt"):
+        edit(file, lambda content: {_swapped(key): tensor for key, tensor in content.items()})
+    same_as_before(folder, tmp_path / "out", hub(name))
+
+
+def _swapped(key: str) -> str:
+    return key.replace(".w2.", ".x.").replace(".w3.", ".w2.").replace(".x.", ".w3.")
+
+
+def test_where_shapes_do_not_tell_w2_from_w3_a_note_says_what_was_taken(tmp_path: Path) -> None:
+    assert is_old_order({"w1": (8, 8), "w2": (8, 8), "w3": (8, 8)}) is None
+    folder = tmp_path / "square"
+    folder.mkdir()
+    shapes = {"w1": (48, 32), "w2": (32, 48), "w3": (48, 32)} | {
+        "w2": (32, 32),
+        "w3": (32, 32),
+        "w1": (32, 32),
+    }
+    state = torch.load(DATA / "internlm2-interleaved" / "model_tp0_pp0.pt", weights_only=True)
+    other = torch.load(DATA / "internlm2-interleaved" / "model_tp1_pp0.pt", weights_only=True)
+    whole = {
+        key: tensor
+        if tensor.ndim == 1
+        else torch.cat([tensor, other[key]], 1 if "wo" in key or "tok" in key else 0)
+        for key, tensor in state.items()
+    }
+    for key in whole:
+        if ".feed_forward." in key:
+            whole[key] = torch.randn(shapes[key.split(".")[-2]]).bfloat16()
+    torch.save(whole, folder / "model_tp0_pp0.pt")
+    shutil.copy(DATA / "internlm2-interleaved" / "model_config.pt", folder)
+    result = reshard.convert(folder, tmp_path / "out", no_tokenizer=True)
+    assert any("w2 and w3 are both [32, 32]" in note and "0.3.0" in note for note in result.plan.notes)
+    down = tensors_of(tmp_path / "out")["model.layers.0.feed_forward.w2.weight"]
+    assert torch.equal(down, whole["model.layers.0.feed_forward.w2.weight"])
+
+
+@pytest.mark.parametrize("told_by", ["config_file.pt", "config.json"])
+def test_internlm2_that_was_saved_as_slices_is_fused_rank_by_rank(
+    told_by: str, copy_of: Copies, tmp_path: Path, hub: Callable[[str], Path]
+) -> None:
+    folder = copy_of("internlm2-tp2pp2")
+    for file in folder.glob("model_tp*_pp*.pt"):
+        edit(file, _sliced)
+    if told_by == "config_file.pt":
+        torch.save('JOB_NAME = "7b"\nmodel_type = "INTERNLM2"\n', folder / told_by)
+    else:
+        shutil.copy(hub("internlm2-tp2pp2") / told_by, folder)
+    same_as_before(folder, tmp_path / "out", hub("internlm2-tp2pp2"))
+
+
+def _sliced(content: dict[str, Any]) -> dict[str, Any]:
+    """A rank's wqkv as later versions save it: the first half of its rows as wq, a quarter each as wk and wv."""
+    result = {}
+    for key, tensor in content.items():
+        if "wqkv" in key:
+            rows = tensor.shape[0]
+            parts = tensor.split([rows // 2, rows // 4, rows // 4])
+            result |= {
+                key.replace("wqkv", name): part.clone()
+                for name, part in zip(("wq", "wk", "wv"), parts, strict=True)
+            }
+        else:
+            result[key] = tensor
+    return result
+
+
+def test_files_that_name_the_weight_parallel_rank_alone_are_read(
+    copy_of: Copies, tmp_path: Path, hub: Callable[[str], Path]
+) -> None:
+    folder = copy_of("internlm2-isp")
+    for file in folder.glob("model_tp0_wp*.pt"):
+        file.rename(folder / file.name.replace("tp0_", ""))
+    same_as_before(folder, tmp_path / "out", hub("internlm2-isp"))
+
+
+def test_an_embedding_that_flash_attention_cut_by_rows_is_joined_by_rows(
+    copy_of: Copies, tmp_path: Path, hub: Callable[[str], Path]
+) -> None:
+    folder, key = copy_of("llama-tp2"), "model.tok_embeddings.weight"
+    files = sorted(folder.glob("model_tp*_pp0.pt"))
+    whole = torch.cat([torch.load(file, weights_only=True)[key] for file in files], 1)
+    for file, rows in zip(files, whole.chunk(2), strict=True):
+        old = torch.load(file, weights_only=True)
+        old.pop(key)
+        torch.save(old | {"model.tok_embeddings.word_embeddings.weight": rows.clone()}, file)
+    same_as_before(folder, tmp_path / "out", hub("llama-tp2"))
+
+
+def test_qk_interleaved_of_later_versions_goes_before_adapt_hf(
+    copy_of: Copies, tmp_path: Path, hub: Callable[[str], Path]
+) -> None:
+    folder = copy_of("internlm2-interleaved")
+    config_with(folder, adapt_hf=None, qk_interleaved=True)
+    assert same_as_before(folder, tmp_path / "out", hub("internlm2-interleaved")) == []
+
+
+@pytest.mark.parametrize(("name", "order"), [("llama-tp2", "in pairs"), ("internlm2-isp", "in halves")])
+def test_a_note_says_which_order_of_rotary_rows_was_assumed(
+    name: str, order: str, hub: Callable[[str], Path]
+) -> None:
+    notes = reshard.convert(DATA / name, hub(name).parent / "dry", no_tokenizer=True, dry_run=True).plan.notes
+    assert any("says nothing of adapt_hf" in note and order in note for note in notes)
+
+
+def test_without_a_model_config_the_config_of_the_base_is_taken(
+    copy_of: Copies, tmp_path: Path, hub: Callable[[str], Path]
+) -> None:
+    folder = copy_of("internlm2-tp2pp2")
+    (folder / "model_config.pt").unlink()
+    assert "--base" in problems_of(folder, tmp_path / "refused")
+    result = reshard.convert(folder, tmp_path / "out", base=hub("internlm2-tp2pp2"), no_tokenizer=True)
+    assert_same_tensors(tensors_of(tmp_path / "out"), tensors_of(hub("internlm2-tp2pp2")))
+    assert any("there is no model_config.pt" in note for note in result.plan.notes)
+
+
+def test_remote_code_of_the_base_travels_along(tmp_path: Path, hub: Callable[[str], Path]) -> None:
+    base = Path(shutil.copytree(hub("internlm2-tp2pp2"), tmp_path / "base"))
+    config = json.loads((base / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_internlm2.InternLM2ForCausalLM"}
+    (base / "config.json").write_text(json.dumps(config))
+    (base / "modeling_internlm2.py").write_text("# the hub's code\n")
+    reshard.convert(DATA / "internlm2-tp2pp2", tmp_path / "out", base=base, no_tokenizer=True)
+    assert (tmp_path / "out" / "modeling_internlm2.py").read_text() == "# the hub's code\n"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"] == config["auto_map"]
+
+
+def test_of_several_steps_the_last_is_taken_or_the_one_that_was_asked_for(tmp_path: Path) -> None:
+    for step, name in ((9, "internlm2-isp"), (10, "internlm1-tp2")):
+        shutil.copytree(DATA / name, tmp_path / "run" / str(step))
+    assert run("inspect", tmp_path / "run", "--json").json["iteration"] == 10
+    reshard.convert(tmp_path / "run", tmp_path / "nine", iteration=9, no_tokenizer=True)
+    assert json.loads((tmp_path / "nine" / "config.json").read_text())["model_type"] == "internlm2"
+    assert "there is no folder of that iteration" in problems_of(
+        tmp_path / "run", tmp_path / "out", iteration=8
+    )
+
+
+def test_what_is_no_weight_is_left_behind_by_name(copy_of: Copies, tmp_path: Path) -> None:
+    folder = copy_of("internlm1-tp2")
+    (folder / "optimizer_tp0_pp0_zo0.pt").write_bytes(bytes(1000))
+    buffer = {"model.blocks.0.mixer.rotary_emb.inv_freq": torch.ones(4)}
+    edit(folder / "model_tp0_pp0.pt", lambda content: content | buffer)
+    dropped = reshard.convert(folder, tmp_path / "out", no_tokenizer=True).plan.dropped
+    assert dropped == {"optimizer states": 1000, "rotary buffers": 16}
