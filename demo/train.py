@@ -17,7 +17,7 @@ import numpy.typing as npt
 from transformers import AutoTokenizer
 
 import reshard
-from reshard.oracle.megatron import train_and_save
+from reshard.engines.megatron import train_and_save
 from tests.genuine.huggingface import CORPUS
 
 LENGTH = 256

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 import reshard
-from reshard.oracle.megatron import MegatronLogits, megatron_logits
-from reshard.oracle.megatron.model import Spec
-from reshard.oracle.megatron.parallel import Layout
+from reshard.engines.megatron import MegatronLogits, megatron_logits
+from reshard.engines.megatron.model import Spec
+from reshard.engines.megatron.parallel import Layout
 
 Array = npt.NDArray[Any]
 

@@ -22,8 +22,8 @@ from transformers import AutoTokenizer
 from transformers.modeling_layers import MtpModel
 
 import reshard
+from reshard.engines.megatron import ParallelSizes
 from reshard.layout import Layout
-from reshard.oracle.megatron import ParallelSizes
 from reshard.oracle.transformers import Logits, load_model, transformers_logits
 from tests.genuine.huggingface import VARIANTS
 from tests.judges import (

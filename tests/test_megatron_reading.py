@@ -20,9 +20,9 @@ import torch
 from transformers import AutoTokenizer
 
 import reshard
+from reshard.engines.megatron import megatron_logits, train_and_save
+from reshard.engines.megatron.checkpoint import Format, SaveOptions
 from reshard.errors import ReshardError
-from reshard.oracle.megatron import megatron_logits, train_and_save
-from reshard.oracle.megatron.checkpoint import Format, SaveOptions
 from reshard.oracle.transformers import Logits, transformers_logits
 from tests.genuine.huggingface import VARIANTS as FAMILIES
 from tests.genuine.huggingface import make_tokenizer

@@ -23,11 +23,11 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import reshard
+from reshard.engines.megatron import megatron_logits, train_and_save
+from reshard.engines.megatron.checkpoint import Format, SaveOptions
+from reshard.engines.megatron.model import Spec
 from reshard.errors import ReshardError
 from reshard.layout import Layout
-from reshard.oracle.megatron import megatron_logits, train_and_save
-from reshard.oracle.megatron.checkpoint import Format, SaveOptions
-from reshard.oracle.megatron.model import Spec
 from reshard.oracle.transformers import transformers_logits
 from tests.genuine.huggingface import VOCAB_SIZE
 from tests.genuine.megatron import Genuine

@@ -23,10 +23,10 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import reshard
+from reshard.engines.megatron import ParallelSizes, TrainingRun, train_and_save
+from reshard.engines.megatron.checkpoint import SaveOptions
 from reshard.errors import ReshardError
 from reshard.formats.dcp import read_metadata, write_metadata
-from reshard.oracle.megatron import ParallelSizes, TrainingRun, train_and_save
-from reshard.oracle.megatron.checkpoint import SaveOptions
 from tests.genuine.megatron import QWEN2, QWEN2_TIED, QWEN3_MOE, Genuine, tokens
 from tests.test_megatron_writing import entries
 

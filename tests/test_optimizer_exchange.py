@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import reshard
+from reshard.engines.megatron import ParallelSizes, train_and_save
 from reshard.errors import ReshardError
-from reshard.oracle.megatron import ParallelSizes, train_and_save
 from tests.genuine.megatron import QWEN2
 from tests.test_optimizer import PORTABLE, Case, Sizes, values
 

@@ -26,8 +26,8 @@ from tests.genuine.make_megatron_lora import TOKENS, _fused_norm_is_returned, _i
 
 def load(adapter: Path, base: Path, out: Path, layout: dict[str, int], spec: str) -> None:
     """Write the logits of `base` with `adapter` to `out`, computed by ranks in any layout."""
-    from reshard.oracle.megatron.parallel import ParallelSizes
-    from reshard.oracle.megatron.session import run_ranks
+    from reshard.engines.megatron.parallel import ParallelSizes
+    from reshard.engines.megatron.session import run_ranks
 
     impl = "transformer_engine" if spec == "te" else "local"
     with tempfile.TemporaryDirectory() as folder:
@@ -47,10 +47,10 @@ def load(adapter: Path, base: Path, out: Path, layout: dict[str, int], spec: str
 def _rank(args: dict[str, Any], sizes: Any, start: Path, adapter: Path, spec: Any) -> Any:
     from megatron.core import parallel_state as ps
 
-    from reshard.oracle.megatron import parallel
-    from reshard.oracle.megatron.checkpoint import load_weights
-    from reshard.oracle.megatron.logits import forward_logits
-    from reshard.oracle.megatron.model import build_model
+    from reshard.engines.megatron import parallel
+    from reshard.engines.megatron.checkpoint import load_weights
+    from reshard.engines.megatron.logits import forward_logits
+    from reshard.engines.megatron.model import build_model
 
     parallel.initialize(sizes, seed=0)
     chunks = build_model(args, sizes, spec=spec)

@@ -105,8 +105,8 @@ def _import_bare() -> None:
 
 def make(name: str, out: Path) -> None:
     """Write the adapter `out/name`, with the logits of the adapted model beside it."""
-    from reshard.oracle.megatron.parallel import ParallelSizes
-    from reshard.oracle.megatron.session import run_ranks
+    from reshard.engines.megatron.parallel import ParallelSizes
+    from reshard.engines.megatron.session import run_ranks
 
     variant = VARIANTS[name]
     base = out / f"base-{variant.base}"
@@ -158,10 +158,10 @@ def _note(variant: Variant, out: Path, folder: Path) -> None:
 def _rank(variant: Variant, args: Any, sizes: Any, start: Path, folder: Path) -> Any:
     from megatron.core import parallel_state as ps
 
-    from reshard.oracle.megatron import parallel
-    from reshard.oracle.megatron.checkpoint import load_weights
-    from reshard.oracle.megatron.logits import forward_logits
-    from reshard.oracle.megatron.model import build_model
+    from reshard.engines.megatron import parallel
+    from reshard.engines.megatron.checkpoint import load_weights
+    from reshard.engines.megatron.logits import forward_logits
+    from reshard.engines.megatron.model import build_model
 
     parallel.initialize(sizes, seed=0)
     chunks = build_model(args, sizes, spec=variant.spec)  # type: ignore[arg-type]

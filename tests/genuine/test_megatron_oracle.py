@@ -18,9 +18,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from reshard.errors import ReshardError
-from reshard.layout import Layout
-from reshard.oracle.megatron import (
+from reshard.engines.megatron import (
     MegatronLogits,
     ParallelSizes,
     RankError,
@@ -28,8 +26,10 @@ from reshard.oracle.megatron import (
     run_ranks,
     train_and_save,
 )
-from reshard.oracle.megatron.checkpoint import Format, SaveOptions
-from reshard.oracle.megatron.unpickle import Inert, inert_pickle
+from reshard.engines.megatron.checkpoint import Format, SaveOptions
+from reshard.engines.megatron.unpickle import Inert, inert_pickle
+from reshard.errors import ReshardError
+from reshard.layout import Layout
 from tests.genuine.megatron import OLDER_VERSIONS, QWEN2, VARIANTS, Genuine, make, tokens
 
 TOKENS = tokens()[:3, :16]

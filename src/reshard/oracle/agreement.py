@@ -56,7 +56,7 @@ def _logits(side: Side, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32
 
         return transformers_logits(checkpoint.root, tokens)
     _require("megatron.core", "pip install torch psutil && pip install --no-deps megatron-core")
-    from reshard.oracle.megatron import megatron_logits
+    from reshard.engines.megatron import megatron_logits
 
     args = checkpoint.args or (side.model.args if side.model else {})
     # torch_dist loads at one rank whatever it was saved at; legacy files only at their own layout.

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from reshard.oracle.megatron.parallel import ParallelSizes
+from reshard.engines.megatron.parallel import ParallelSizes
 
 # The defaults of Megatron-LM's own parser (core_v0.16.1 megatron/training/arguments.py) for what shapes a model.
 # Names that are absent here and from the arguments take the default of megatron-core's TransformerConfig.

@@ -9,10 +9,10 @@ Importing this package imports neither torch nor megatron-core; calling its func
 
 from __future__ import annotations
 
-from reshard.oracle.megatron.logits import MegatronLogits, megatron_logits
-from reshard.oracle.megatron.parallel import ParallelSizes
-from reshard.oracle.megatron.session import RankError, run_ranks
-from reshard.oracle.megatron.train import TrainingRun, train_and_save
+from reshard.engines.megatron.logits import MegatronLogits, megatron_logits
+from reshard.engines.megatron.parallel import ParallelSizes
+from reshard.engines.megatron.session import RankError, run_ranks
+from reshard.engines.megatron.train import TrainingRun, train_and_save
 
 __all__ = [
     "MegatronLogits",

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from reshard.oracle.megatron import cpu
+from reshard.engines.megatron import cpu
 
 T = TypeVar("T")
 

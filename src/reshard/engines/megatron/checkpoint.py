@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from reshard.oracle.megatron import names
-from reshard.oracle.megatron.parallel import ParallelSizes, supported
-from reshard.oracle.megatron.unpickle import inert_pickle
+from reshard.engines.megatron import names
+from reshard.engines.megatron.parallel import ParallelSizes, supported
+from reshard.engines.megatron.unpickle import inert_pickle
 
 Format = Literal["torch_dist", "torch"]
 

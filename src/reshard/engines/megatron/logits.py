@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from reshard.engines.megatron import parallel
+from reshard.engines.megatron.arguments import one_expert_at_a_time
+from reshard.engines.megatron.checkpoint import Mismatch, load_weights
+from reshard.engines.megatron.model import Spec, build_model
+from reshard.engines.megatron.parallel import Layout, ParallelSizes
+from reshard.engines.megatron.session import run_ranks
 from reshard.errors import Problem, ReshardError
-from reshard.oracle.megatron import parallel
-from reshard.oracle.megatron.arguments import one_expert_at_a_time
-from reshard.oracle.megatron.checkpoint import Mismatch, load_weights
-from reshard.oracle.megatron.model import Spec, build_model
-from reshard.oracle.megatron.parallel import Layout, ParallelSizes
-from reshard.oracle.megatron.session import run_ranks
 
 Tokens = npt.NDArray[np.integer[Any]]
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from reshard.oracle.megatron import parallel
-from reshard.oracle.megatron.arguments import one_expert_at_a_time, to_store
-from reshard.oracle.megatron.checkpoint import Mismatch, SaveOptions, load_run, load_weights, save_checkpoint
-from reshard.oracle.megatron.logits import Tokens
-from reshard.oracle.megatron.model import Spec, build_model
-from reshard.oracle.megatron.parallel import Layout, ParallelSizes
-from reshard.oracle.megatron.session import run_ranks
+from reshard.engines.megatron import parallel
+from reshard.engines.megatron.arguments import one_expert_at_a_time, to_store
+from reshard.engines.megatron.checkpoint import Mismatch, SaveOptions, load_run, load_weights, save_checkpoint
+from reshard.engines.megatron.logits import Tokens
+from reshard.engines.megatron.model import Spec, build_model
+from reshard.engines.megatron.parallel import Layout, ParallelSizes
+from reshard.engines.megatron.session import run_ranks
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from reshard.oracle.megatron.arguments import complete, config_fields, stage_sizes, yarn_attributes
-from reshard.oracle.megatron.parallel import ParallelSizes, supported
+from reshard.engines.megatron.arguments import complete, config_fields, stage_sizes, yarn_attributes
+from reshard.engines.megatron.parallel import ParallelSizes, supported
 
 Spec = Literal["local", "te"]
 

@@ -1,0 +1,1 @@
+"""Frameworks that reshard runs: to judge what was converted, and to train."""
