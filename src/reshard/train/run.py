@@ -1,0 +1,187 @@
+"""What is to be trained, on what, spread how, and where it goes: a `Run`, which is also the record of itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from reshard.errors import Problem, ReshardError
+
+METHODS = ("sft", "dpo", "grpo")
+ENGINES = ("trl", "megatron")
+PARALLEL = ("ddp", "fsdp2", "zero2", "zero3", "tp")
+RECORD = "run.json"
+"""The name under which a run's record lies in its output, and in each checkpoint of it."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How many processes there are, and how they find each other. `nproc` is per node; 0 is one for each GPU."""
+
+    nproc: int = 0
+    nnodes: int = 1
+    node_rank: int = 0
+    rendezvous: str | None = None
+    """HOST:PORT of the first node."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How the model is spread over the ranks. `kind` is one of `PARALLEL` for TRL; Megatron-Core takes the sizes.
+
+    What `tp`, `pp` and `cp` leave of the ranks is data parallel; experts are spread over `ep` of those.
+    """
+
+    kind: str = "ddp"
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    cp: int = 1
+
+    def replicas(self, world_size: int) -> int:
+        """How many ranks see different data."""
+        return world_size // (self.tp * self.pp * self.cp)
+
+    def __str__(self) -> str:
+        sizes = {"TP": self.tp, "PP": self.pp, "VPP": self.vpp, "EP": self.ep, "CP": self.cp}
+        words = [f"{name}{size}" for name, size in sizes.items() if size > 1]
+        return " · ".join(([self.kind.upper()] if self.kind != "tp" else []) + words)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run. `options` are the engine's own, under its own names, as it is to be given them."""
+
+    method: str
+    model: Path
+    data: Path
+    output: Path
+    engine: str = "trl"
+    lora: bool = False
+    spread: Spread = field(default_factory=Spread)
+    ranks: Ranks = field(default_factory=Ranks)
+    reward: str | None = None
+    """module:function, for GRPO."""
+    resume: bool = False
+    merge: bool = True
+    """Write the merged model beside the adapter in the end."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content of `run.json` that says what was asked for."""
+        content = asdict(self)
+        return {key: str(value) if isinstance(value, Path) else value for key, value in content.items()}
+
+    @staticmethod
+    def of_dict(content: Mapping[str, Any]) -> Run:
+        """The inverse of `as_dict`; other keys are ignored, so that a record can say more."""
+        known = {each.name: content[each.name] for each in fields(Run) if each.name in content}
+        paths = {name: Path(known[name]) for name in ("model", "data", "output")}
+        nested = {"spread": Spread(**known["spread"]), "ranks": Ranks(**known["ranks"])}
+        return Run(**{**known, **paths, **nested})
+
+    @staticmethod
+    def read(path: Path) -> Run:
+        """The run whose record lies in a file, or in a folder. Raises ReshardError."""
+        file = path / RECORD if path.is_dir() else path
+        return Run.of_dict(read_record(file))
+
+
+def read_record(file: Path) -> dict[str, Any]:
+    """The content of a `run.json`. Raises ReshardError if there is none, or if it is none."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        Run.of_dict(content)
+    except OSError as error:
+        raise ReshardError(
+            "there is no record of a run",
+            file=str(file),
+            found=error.strerror,
+            expected=f"the {RECORD} that `reshard train` leaves in its output and in each checkpoint",
+            remedy="name such a folder, or use `reshard convert` and tell it --base",
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ReshardError(
+            "the record of a run cannot be read",
+            file=str(file),
+            found=f"{type(error).__name__}: {error}",
+            remedy="use `reshard convert` and tell it --base",
+        ) from None
+    return dict(content)
+
+
+def check(run: Run) -> None:
+    """Refuse what cannot be together, all at once. Raises ReshardError."""
+    problems = [problem for rule in _RULES if (problem := rule(run))]
+    if problems:
+        raise ReshardError(problems)
+
+
+def _folders(run: Run) -> Problem | None:
+    if not (run.model / "config.json").is_file():
+        return Problem(
+            "the model is no Hugging Face folder",
+            file=str(run.model),
+            expected="a folder with config.json, weights and tokenizer",
+            remedy="`reshard inspect` says what it is, `reshard convert` makes such a folder of a checkpoint",
+        )
+    return None
+
+
+def _data(run: Run) -> Problem | None:
+    if run.data.exists():
+        return None
+    return Problem("there is no data", file=str(run.data), remedy="give a file or a folder with --data")
+
+
+def _engine_knows_method(run: Run) -> Problem | None:
+    if run.engine == "megatron" and run.method != "sft":
+        return Problem(
+            "the Megatron engine trains with SFT only",
+            found=f"{run.method} with --engine megatron",
+            remedy="use --engine trl",
+        )
+    return None
+
+
+def _sizes_belong_to_the_engine(run: Run) -> Problem | None:
+    spread = run.spread
+    if run.engine == "megatron":
+        if spread.kind in ("ddp", "tp"):
+            return None
+        return Problem(
+            "the Megatron engine has no such parallelism",
+            found=f"--parallel {spread.kind}",
+            expected="--tp, --pp, --vpp, --ep and --cp; the rest of the ranks is data parallel",
+            remedy="leave out --parallel, or use --engine trl",
+        )
+    alien = [name for name in ("pp", "vpp", "cp") if getattr(spread, name) > 1]
+    if alien:
+        return Problem(
+            "TRL has no pipeline and no context parallelism here",
+            found=", ".join(f"--{name} {getattr(spread, name)}" for name in alien),
+            remedy="use --engine megatron, or --parallel fsdp2 to shard the model",
+        )
+    if (spread.tp > 1) != (spread.kind == "tp"):
+        return Problem(
+            "--parallel and --tp disagree",
+            found=f"--parallel {spread.kind} with --tp {spread.tp}",
+            expected="--parallel tp --tp N",
+            remedy="give both, or neither",
+        )
+    return None
+
+
+def _reward(run: Run) -> Problem | None:
+    if run.method == "grpo" and not run.reward:
+        return Problem("GRPO needs a reward", remedy="name a function: --reward module:function")
+    if run.method != "grpo" and run.reward:
+        return Problem("only GRPO takes a reward", found=f"--reward with {run.method}", remedy="leave it out")
+    return None
+
+
+_RULES = (_folders, _data, _engine_knows_method, _sizes_belong_to_the_engine, _reward)

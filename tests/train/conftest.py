@@ -1,0 +1,68 @@
+"""Models and data that fine-tuning is tried on: tiny, with a tokenizer that chats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SUMS = [(a, b) for a in range(8) for b in range(8)]
+
+
+def chats() -> list[dict[str, object]]:
+    """64 conversations of one question and one answer."""
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"What is {a} plus {b}?"},
+                {"role": "assistant", "content": f"The answer is {a + b}."},
+            ]
+        }
+        for a, b in SUMS
+    ]
+
+
+def preferences() -> list[dict[str, object]]:
+    """64 pairs of answers, of which the first is preferred."""
+    return [
+        {
+            "prompt": [{"role": "user", "content": f"What is {a} plus {b}?"}],
+            "chosen": [{"role": "assistant", "content": f"The answer is {a + b}."}],
+            "rejected": [{"role": "assistant", "content": "no"}],
+        }
+        for a, b in SUMS
+    ]
+
+
+def prompts() -> list[dict[str, object]]:
+    """64 questions."""
+    return [{"prompt": [{"role": "user", "content": f"What is {a} plus {b}?"}]} for a, b in SUMS]
+
+
+def write_lines(path: Path, rows: list[dict[str, object]]) -> Path:
+    """Rows as a JSONL file."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A JSONL file for each method."""
+    folder = tmp_path_factory.mktemp("data")
+    return {
+        "sft": write_lines(folder / "sft.jsonl", chats()),
+        "dpo": write_lines(folder / "dpo.jsonl", preferences()),
+        "grpo": write_lines(folder / "grpo.jsonl", prompts()),
+    }
+
+
+@pytest.fixture(scope="session")
+def tiny(hf_model: Callable[..., Path]) -> Callable[..., Path]:
+    """A Hugging Face folder of two layers: `tiny("qwen3")`, "qwen2", "qwen3_moe" …"""
+
+    def get(name: str = "qwen3", **sizes: object) -> Path:
+        return hf_model(name, dtype="float32", **{"num_hidden_layers": 2, **sizes})
+
+    return get
