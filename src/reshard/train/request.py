@@ -1,0 +1,138 @@
+"""A run as it is asked for: flags, then `--config`, then what is taken where nothing is said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from reshard.errors import Problem, ReshardError
+from reshard.train.run import ENGINES, PARALLEL, Ranks, Run, Spread
+
+SIZES = ("tp", "pp", "vpp", "ep", "cp")
+PATHS = ("model", "data", "output")
+OURS = (*PATHS, "engine", "lora", "parallel", *SIZES, "nproc", "nnodes", "node_rank", "rendezvous")
+OURS = (*OURS, "reward", "resume", "merge")
+"""What reshard takes itself; every other name is an option of the engine."""
+
+Options = dict[str, Any]
+
+
+def run_of(
+    method: str, flags: Mapping[str, Any], rest: Sequence[str] = (), config: Path | None = None
+) -> Run:
+    """The run that flags (None where not given), further words and a config file ask for. Raises ReshardError."""
+    told = read_config(config) if config else {}
+    mistyped = _mistyped(told)
+    if mistyped:
+        raise ReshardError(mistyped)
+    given = {name: value for name, value in told.items() if name in OURS}
+    given |= {name: value for name, value in flags.items() if value is not None}
+    missing = [name for name in PATHS if not given.get(name)]
+    if missing:
+        raise ReshardError(
+            [
+                Problem(f"--{name} is missing", remedy=f"give it as a flag, or as `{name}:` in --config")
+                for name in missing
+            ]
+        )
+    options = {name: value for name, value in told.items() if name not in OURS} | words(rest)
+    sizes = {name: _number(given, name, 1) for name in SIZES}
+    engine = str(given.get("engine") or "trl")
+    default = "tp" if engine == "trl" and sizes["tp"] > 1 else "ddp"
+    return Run(
+        method=method,
+        **{name: Path(given[name]).expanduser().absolute() for name in PATHS},
+        engine=engine,
+        lora=bool(given.get("lora", False)),
+        spread=Spread(str(given.get("parallel") or default), **sizes),
+        ranks=Ranks(
+            nproc=0 if given.get("nproc") in (None, "auto") else _number(given, "nproc", 0),
+            nnodes=_number(given, "nnodes", 1),
+            node_rank=_number(given, "node_rank", 0),
+            rendezvous=given.get("rendezvous"),
+        ),
+        reward=given.get("reward"),
+        resume=bool(given.get("resume", False)),
+        merge=bool(given.get("merge", True)),
+        options=options,
+    )
+
+
+def read_config(path: Path) -> Options:
+    """The content of a YAML or JSON file; dashes in its keys mean underscores. Raises ReshardError."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ReshardError(
+            "the config cannot be read",
+            file=str(path),
+            found=str(error).split("\n")[0],
+            remedy="mend its syntax first" if path.is_file() else "check the path of --config",
+        ) from None
+    if not isinstance(content, dict):
+        raise ReshardError(
+            "the config says nothing",
+            file=str(path),
+            expected="names and values, as `learning_rate: 1.0e-5`",
+            found=type(content).__name__,
+        )
+    return {str(name).replace("-", "_"): value for name, value in content.items()}
+
+
+def words(rest: Sequence[str]) -> Options:
+    """Options of an engine as they are typed: `--name value`, `--name=value`, `--name a b`, `--name` for true."""
+    options: Options = {}
+    name = None
+    for word in rest:
+        if word.startswith("--") and len(word) > 2:
+            name, _, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            options[name] = value if "=" in word else True
+        elif name is None:
+            raise ReshardError(
+                "a word belongs to no option",
+                found=word,
+                expected="--name value",
+                remedy="an option begins with two dashes; quote a value with spaces",
+            )
+        else:
+            before = options[name]
+            options[name] = (
+                word if before is True else [*(before if isinstance(before, list) else [before]), word]
+            )
+    return options
+
+
+_CHOICES = {"engine": ENGINES, "parallel": PARALLEL}
+
+
+def _mistyped(told: Options) -> list[Problem]:
+    """Choices of a config file that there are not; those of flags are click's to refuse."""
+    return [
+        Problem(
+            f"there is no such {name}",
+            expected=", ".join(choices),
+            found=f"{name}: {told[name]}",
+            remedy=f"did you mean {near[0]}?"
+            if (near := get_close_matches(str(told[name]), choices, 1))
+            else "choose one of these",
+        )
+        for name, choices in _CHOICES.items()
+        if told.get(name) not in (None, *choices)
+    ]
+
+
+def _number(given: Mapping[str, Any], name: str, default: int) -> int:
+    value = given.get(name)
+    if value is None:
+        return default
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise ReshardError(
+            f"--{name} is no number", found=repr(value), remedy="give a whole number"
+        ) from None

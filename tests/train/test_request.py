@@ -1,0 +1,91 @@
+"""Flags, a config file and the engine's own options become one run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reshard.errors import ReshardError
+from reshard.train.request import run_of, words
+from reshard.train.run import Run, check
+
+
+def given(tmp_path: Path, **flags: Any) -> dict[str, Any]:
+    (tmp_path / "model").mkdir(exist_ok=True)
+    (tmp_path / "model/config.json").write_text("{}")
+    (tmp_path / "data.jsonl").write_text("{}\n")
+    paths = {"model": tmp_path / "model", "data": tmp_path / "data.jsonl", "output": tmp_path / "out"}
+    return {**paths, **flags}
+
+
+def test_words_become_options() -> None:
+    typed = ["--learning-rate", "1e-5", "--packing", "--lora_target_modules", "q_proj", "v_proj", "--x=-1"]
+    assert words(typed) == {
+        "learning_rate": "1e-5",
+        "packing": True,
+        "lora_target_modules": ["q_proj", "v_proj"],
+        "x": "-1",
+    }
+
+
+def test_a_word_that_belongs_to_no_option_is_refused() -> None:
+    with pytest.raises(ReshardError, match="belongs to no option"):
+        words(["1e-5"])
+
+
+def test_flags_come_before_the_config(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("learning-rate: 2.0e-5\ntp: 4\nparallel: fsdp2\nlora: true\n")
+    run = run_of("sft", given(tmp_path, tp=1), ["--learning_rate", "1e-4"], config)
+    assert (run.spread.kind, run.spread.tp, run.lora) == ("fsdp2", 1, True)
+    assert run.options == {"learning_rate": "1e-4"}
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    run = run_of("grpo", given(tmp_path, reward="rewards:short", nproc="auto"), ["--beta", "0.1"])
+    record = tmp_path / "run.json"
+    record.write_text(json.dumps({**run.as_dict(), "versions": {"torch": "2.13.0"}}))
+    assert Run.read(tmp_path) == run
+
+
+def test_everything_that_is_missing_is_named_at_once() -> None:
+    with pytest.raises(ReshardError) as caught:
+        run_of("sft", {"model": Path("m")})
+    assert [problem.message for problem in caught.value.problems] == [
+        "--data is missing",
+        "--output is missing",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "method", "message"),
+    [
+        ({"engine": "megatron"}, "dpo", "trains with SFT only"),
+        ({"engine": "megatron", "parallel": "zero3"}, "sft", "no such parallelism"),
+        ({"pp": 2}, "sft", "no pipeline"),
+        ({"parallel": "ddp", "tp": 2}, "sft", "disagree"),
+        ({}, "grpo", "needs a reward"),
+        ({"reward": "a:b"}, "sft", "only GRPO"),
+        ({"model": Path("nowhere")}, "sft", "no Hugging Face folder"),
+        ({"data": Path("nowhere")}, "sft", "there is no data"),
+    ],
+)
+def test_what_cannot_be_together_is_refused(
+    tmp_path: Path, flags: dict[str, Any], method: str, message: str
+) -> None:
+    with pytest.raises(ReshardError, match=message):
+        check(run_of(method, given(tmp_path, **flags)))
+
+
+def test_a_config_names_the_nearest_choice(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("parallel: fsdp\nengine: megatron-lm\n")
+    with pytest.raises(ReshardError) as caught:
+        run_of("sft", given(tmp_path), config=config)
+    assert [problem.remedy for problem in caught.value.problems] == [
+        "did you mean megatron?",
+        "did you mean fsdp2?",
+    ]
