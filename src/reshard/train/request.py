@@ -14,8 +14,10 @@ from reshard.train.run import ENGINES, PARALLEL, Ranks, Run, Spread
 
 SIZES = ("tp", "pp", "vpp", "ep", "cp")
 PATHS = ("model", "data", "output")
-OURS = (*PATHS, "engine", "lora", "parallel", *SIZES, "nproc", "nnodes", "node_rank", "rendezvous")
-OURS = (*OURS, "reward", "resume", "merge")
+OURS = {
+    *(*PATHS, "engine", "lora", "parallel", *SIZES),
+    *("nproc", "nnodes", "node_rank", "rendezvous", "reward", "resume", "merge"),
+}
 """What reshard takes itself; every other name is an option of the engine."""
 
 Options = dict[str, Any]
