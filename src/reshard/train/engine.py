@@ -70,8 +70,21 @@ class Monitor(Protocol):
         """What the user should know."""
 
 
+@dataclass(frozen=True)
+class Option:
+    """One option of an engine, for `reshard train … --options`. `kind` is its type in words."""
+
+    name: str
+    kind: str
+    default: str
+    help: str
+
+
 class Engine(Protocol):
     """A module of `MODULES`. None of these but `train` starts processes or needs a GPU."""
+
+    def known_options(self, method: str) -> list[Option]:
+        """Every option that the engine takes for a method."""
 
     def options(self, run: Run) -> dict[str, Any]:
         """The engine's options of a run, typed, with what it takes where nothing is said.
