@@ -1,0 +1,305 @@
+"""One record of data: which shape it has, what is wrong with it, and the same in TRL's standard shape.
+
+The shapes are those of TRL's documentation ("Dataset formats and types"): chat, prompt and completion, plain text,
+preference pairs, prompts alone. ShareGPT's `conversations` become `messages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from reshard.errors import Problem
+
+Row = dict[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHARE_GPT = {
+    **{role: role for role in ROLES},
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "observation": "tool",
+}
+"""Who speaks in ShareGPT's `from`, as a role."""
+
+SHAPES = {
+    "preference pairs": ("chosen", "rejected"),
+    "prompt and completion": ("prompt", "completion"),
+    "chat": ("messages",),
+    "prompts": ("prompt",),
+    "plain text": ("text",),
+}
+"""The columns by which each shape is known, the more specific first."""
+METHODS = {
+    "sft": ("chat", "prompt and completion", "plain text"),
+    "dpo": ("preference pairs",),
+    "grpo": ("prompts", "prompt and completion"),
+}
+"""The shapes that each method learns from."""
+BESIDES = ("tools", "chat_template_kwargs")
+"""Columns that chat templates take beside the messages."""
+ALPACA = ("instruction", "output")
+SHOWN = 60
+"""So many characters of a wrong value are shown."""
+
+
+@dataclass(frozen=True)
+class Template:
+    """What a chat template refuses: system messages, roles that do not alternate. See `tokens.probe`."""
+
+    refuses_system: bool = False
+    refuses_repeated: bool = False
+
+
+def shape_of(row: Mapping[str, Any], method: str) -> str | None:
+    """The shape of a row, of `SHAPES`; None if it has none. With GRPO every row with a prompt is a prompt."""
+    if method == "grpo" and "prompt" in row:
+        return "prompts"
+    keys = {key for key, value in row.items() if value is not None}
+    if "conversations" in keys:
+        keys.add("messages")
+    return next((shape for shape, columns in SHAPES.items() if keys.issuperset(columns)), None)
+
+
+def standard(row: Row, shape: str) -> Row:
+    """A row of a known shape as TRL takes it: without columns that no one reads, except for GRPO's reward."""
+    if shape == "prompts":
+        return {**row, "prompt": _as_messages(row["prompt"])}
+    columns = [key for key in (*SHAPES[shape], "prompt") if row.get(key) is not None]
+    kept = {key: _as_messages(row[key]) for key in columns if key != "messages"}
+    if shape == "chat":
+        given = row["messages"] if row.get("messages") is not None else row["conversations"]
+        kept = {"messages": _with_system(_as_messages(given), row.get("system"))}
+    return kept | {key: row[key] for key in BESIDES if row.get(key) is not None}
+
+
+def _with_system(messages: Any, system: Any) -> Any:
+    """ShareGPT keeps the system message in a column of its own."""
+    if isinstance(messages, list) and isinstance(system, str) and system:
+        return [{"role": "system", "content": system}, *messages]
+    return messages
+
+
+def _as_messages(value: Any) -> Any:
+    """Messages with `role` and `content`, whatever ShareGPT called them; what is none stays as it is."""
+    if not isinstance(value, list):
+        return value
+    return [_as_message(each) for each in value]
+
+
+def _as_message(value: Any) -> Any:
+    if not isinstance(value, Mapping) or "from" not in value or "role" in value:
+        return value
+    rest = {key: each for key, each in value.items() if key not in ("from", "value")}
+    return {"role": SHARE_GPT.get(value["from"], value["from"]), "content": value.get("value"), **rest}
+
+
+def faults(row: Any, method: str, template: Template, where: str) -> Iterator[Problem]:
+    """What is wrong with a row, whatever the others are."""
+    if not isinstance(row, dict):
+        yield Problem(
+            "a record is no object",
+            file=where,
+            expected=_columns(method),
+            found=_show(row),
+            remedy="write one JSON object for each record",
+        )
+        return
+    shape = shape_of(row, method)
+    if shape not in METHODS[method] or shape is None:
+        yield _other_columns(row, shape, method, where)
+        return
+    clean = standard(row, shape)
+    for column in SHAPES[shape]:
+        yield from _of_column(column, clean[column], template, where)
+    if shape == "preference pairs":
+        yield from _of_pair(clean, template, where)
+    yield from _of_kinds(clean, shape, where)
+
+
+def _columns(method: str) -> str:
+    return ", or ".join(" and ".join(f'"{key}"' for key in SHAPES[shape]) for shape in METHODS[method])
+
+
+def _other_columns(row: Row, shape: str | None, method: str, where: str) -> Problem:
+    name = f"{method.upper()} needs other columns"
+    found = ", ".join(map(str, row)) or "an empty object"
+    return Problem(
+        f"{name} than those of {shape}" if shape else name,
+        file=where,
+        expected=_columns(method),
+        found=found if len(found) <= 2 * SHOWN else found[: 2 * SHOWN] + " …",
+        remedy=_cure(row, shape, method),
+    )
+
+
+def _cure(row: Row, shape: str | None, method: str) -> str:
+    if all(key in row for key in ALPACA):
+        return "rename instruction (with input behind it) to prompt, and output to completion"
+    if method == "dpo":
+        return "give two answers to each prompt, or train on one with `reshard train sft`"
+    if method == "grpo" and shape == "chat":
+        return (
+            "keep the turns before the answer as `prompt`; what the reward needs goes into columns of its own"
+        )
+    if method == "sft" and shape == "preference pairs":
+        return "use `reshard train dpo`, or rename `chosen` to `completion` (with `prompt` beside it)"
+    if method == "sft" and shape == "prompts":
+        return "add the answer as `completion`, or use `reshard train grpo` with a reward"
+    return "rename the columns"
+
+
+def _of_column(column: str, value: Any, template: Template, where: str) -> Iterator[Problem]:
+    if isinstance(value, str) and column != "messages":
+        yield from _of_text(value, f'"{column}"', where)
+        return
+    if column == "text" or not isinstance(value, list):
+        expected = "a string" if column == "text" else "a list of messages"
+        if column not in ("text", "messages"):
+            expected = "a string, or a list of messages"
+        yield Problem(f'"{column}" is of another kind', file=where, expected=expected, found=_show(value))
+        return
+    wrong = list(_of_messages(value, column, where))
+    yield from wrong
+    if not wrong:
+        yield from _of_turns(value, column, template, where)
+
+
+def _of_text(text: str, name: str, where: str) -> Iterator[Problem]:
+    if not text.strip():
+        yield Problem(f"{name} is empty", file=where, found=repr(text), remedy="leave the record out")
+    elif not _is_unicode(text):
+        yield Problem(
+            f"{name} holds half a character",
+            file=where,
+            rule="a \\ud800 to \\udfff of JSON stands in a pair; tokenizers refuse one alone",
+            remedy="write the text again without it",
+        )
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _of_messages(messages: list[Any], column: str, where: str) -> Iterator[Problem]:
+    if not messages:
+        yield Problem(f'"{column}" has no messages', file=where, remedy="leave the record out")
+    for number, message in enumerate(messages):
+        name = f"{column}[{number}]"
+        if not isinstance(message, dict) or "role" not in message:
+            yield Problem(
+                f"{name} is no message",
+                file=where,
+                expected='{"role": …, "content": …}, or ShareGPT\'s {"from": …, "value": …}',
+                found=_show(message),
+            )
+            return
+        if message["role"] not in ROLES:
+            yield Problem(
+                f"{name} has an unknown role",
+                file=where,
+                expected=", ".join(ROLES),
+                found=_show(message["role"]),
+                remedy="rename the role",
+            )
+        yield from _of_content(message, name, where)
+
+
+def _of_content(message: Row, name: str, where: str) -> Iterator[Problem]:
+    content = message.get("content")
+    if isinstance(content, str):
+        may_be_empty = message.get("tool_calls") or message["role"] in ("system", "tool")
+        if content.strip() or not may_be_empty:
+            yield from _of_text(content, f"{name}.content", where)
+    elif content is not None or not message.get("tool_calls"):
+        yield Problem(
+            f"{name} has no text" if content is None else f"the content of {name} is no text",
+            file=where,
+            expected="a string",
+            found=_show(content),
+            remedy="leave the record out" if content is None else "join its parts to one string",
+        )
+
+
+def _of_turns(messages: list[Row], column: str, template: Template, where: str) -> Iterator[Problem]:
+    roles = [message["role"] for message in messages]
+    if column in ("messages", "completion", "chosen", "rejected") and "assistant" not in roles:
+        yield Problem(
+            f'"{column}" has no turn of the assistant',
+            file=where,
+            expected="an answer to learn",
+            found=", ".join(roles),
+            remedy="leave the record out, or check who is who",
+        )
+    if template.refuses_system and "system" in roles:
+        yield Problem(
+            "the chat template takes no system message",
+            file=where,
+            found=", ".join(roles),
+            remedy="put its text before that of the first user's turn",
+        )
+    if template.refuses_repeated and (found := _repeated(roles)):
+        yield Problem(
+            "the chat template wants the user and the assistant to take turns",
+            file=where,
+            found=f"{', '.join(roles)}: {found} twice in a row",
+            remedy="join neighbouring turns of one speaker",
+        )
+
+
+def _repeated(roles: Sequence[str]) -> str | None:
+    spoken = [role for role in roles if role in ("user", "assistant")]
+    return next((a for a, b in pairwise(spoken) if a == b), None)
+
+
+def _of_pair(row: Row, template: Template, where: str) -> Iterator[Problem]:
+    chosen, rejected = row["chosen"], row["rejected"]
+    if chosen == rejected:
+        yield Problem(
+            "chosen and rejected are the same",
+            file=where,
+            expected="two answers, of which one is better",
+            found=_show(chosen),
+            remedy="leave the record out",
+        )
+    elif "prompt" in row:
+        yield from _of_column("prompt", row["prompt"], template, where)
+    elif chosen and rejected and chosen[0] != rejected[0]:
+        yield Problem(
+            "chosen and rejected begin differently, and there is no prompt",
+            file=where,
+            rule="without a `prompt`, what both begin with is taken as one",
+            found=f"{_show(chosen[0])} and {_show(rejected[0])}",
+            remedy="give the prompt in a column of its own",
+        )
+
+
+def _of_kinds(row: Row, shape: str, where: str) -> Iterator[Problem]:
+    """Strings and messages in one record."""
+    columns = [key for key in ("prompt", *SHAPES[shape]) if isinstance(row.get(key), str | list)]
+    kinds = {key: "messages" if isinstance(row[key], list) else "a string" for key in columns}
+    if len(set(kinds.values())) > 1:
+        yield Problem(
+            "strings and messages stand side by side",
+            file=where,
+            expected="all columns as strings, or all as lists of messages",
+            found=", ".join(f"{key} is {kind}" for key, kind in kinds.items()),
+            remedy='write the string as [{"role": …, "content": …}]',
+        )
+
+
+def is_chat(row: Row, shape: str) -> bool:
+    """Whether a standard row is made of messages."""
+    return isinstance(row[SHAPES[shape][0]], list)
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]} … ({type(value).__name__})"

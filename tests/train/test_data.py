@@ -1,0 +1,379 @@
+"""Data: every shape that TRL takes, and wrong records named by file and line."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reshard.errors import Problem, ReshardError
+from reshard.train import data as training_data
+from reshard.train import tokens
+from reshard.train.data import digest, digests, files_of, held_out, load_dataset, read_records
+from reshard.train.records import Template
+from tests.train.conftest import chats, preferences, prompts, write_lines
+
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+SHARE_GPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+
+
+def lines(path: Path, *rows: object) -> Path:
+    """Each row as a line: strings as they are, others as JSON."""
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def problems_of(
+    path: Path, method: str = "sft", template: Template = training_data.ANY_TEMPLATE
+) -> list[Problem]:
+    with pytest.raises(ReshardError) as caught:
+        list(read_records(path, method, template))
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("method", "row", "standard"),
+    [
+        ("sft", {"messages": CHAT, "id": 7}, {"messages": CHAT}),
+        ("sft", {"conversations": SHARE_GPT}, {"messages": CHAT}),
+        (
+            "sft",
+            {"system": "Be brief", "conversations": SHARE_GPT},
+            {"messages": [{"role": "system", "content": "Be brief"}, *CHAT]},
+        ),
+        ("sft", {"conversations": CHAT}, {"messages": CHAT}),
+        ("sft", {"messages": CHAT, "tools": [{"name": "f"}]}, {"messages": CHAT, "tools": [{"name": "f"}]}),
+        ("sft", {"prompt": "a", "completion": "b", "source": "x"}, {"prompt": "a", "completion": "b"}),
+        ("sft", {"prompt": CHAT[:1], "completion": CHAT[1:]}, {"prompt": CHAT[:1], "completion": CHAT[1:]}),
+        ("sft", {"text": "a b c", "meta": {"n": 1}}, {"text": "a b c"}),
+        (
+            "dpo",
+            {"prompt": "a", "chosen": "b", "rejected": "c", "score": 1},
+            {"chosen": "b", "rejected": "c", "prompt": "a"},
+        ),
+        ("dpo", {"chosen": "a b", "rejected": "a c"}, {"chosen": "a b", "rejected": "a c"}),
+        (
+            "dpo",
+            {"chosen": CHAT, "rejected": [CHAT[0], {"role": "assistant", "content": "No"}]},
+            {"chosen": CHAT, "rejected": [CHAT[0], {"role": "assistant", "content": "No"}]},
+        ),
+        ("grpo", {"prompt": "a", "answer": 3}, {"prompt": "a", "answer": 3}),
+        ("grpo", {"prompt": SHARE_GPT[:1], "completion": "b"}, {"prompt": CHAT[:1], "completion": "b"}),
+    ],
+)
+def test_each_shape_is_read_as_trl_takes_it(
+    tmp_path: Path, method: str, row: dict[str, Any], standard: dict[str, Any]
+) -> None:
+    assert list(read_records(lines(tmp_path / "a.jsonl", row, row), method)) == [standard, standard]
+
+
+@pytest.mark.parametrize(
+    ("method", "row", "message", "remedy"),
+    [
+        ("sft", "{not json", "a line is no JSON", "mend it"),
+        ("sft", '["a"]', "a record is no object", "one JSON object"),
+        ("sft", {}, "SFT needs other columns", "rename the columns"),
+        ("sft", {"instruction": "a", "output": "b"}, "SFT needs other columns", "output to completion"),
+        ("sft", {"prompt": "a"}, "SFT needs other columns than those of prompts", "add the answer"),
+        ("sft", {"chosen": "a", "rejected": "b"}, "SFT needs other columns than", "reshard train dpo"),
+        ("dpo", {"messages": CHAT}, "DPO needs other columns than those of chat", "two answers"),
+        ("grpo", {"messages": CHAT}, "GRPO needs other columns than those of chat", "as `prompt`"),
+        ("sft", {"messages": "Hi"}, '"messages" is of another kind', None),
+        ("sft", {"text": ["a"]}, '"text" is of another kind', None),
+        ("sft", {"text": " \n"}, '"text" is empty', "leave the record out"),
+        ("sft", {"prompt": "a", "completion": ""}, '"completion" is empty', "leave"),
+        ("sft", {"text": "a \ud800"}, '"text" holds half a character', "write the text again"),
+        ("sft", {"messages": []}, '"messages" has no messages', "leave"),
+        ("sft", {"messages": ["Hi"]}, "messages[0] is no message", None),
+        (
+            "sft",
+            {"messages": [CHAT[0], {"role": "bot", "content": "a"}]},
+            "messages[1] has an unknown role",
+            "role",
+        ),
+        (
+            "sft",
+            {"conversations": [{"from": "bard", "value": "a"}]},
+            "messages[0] has an unknown role",
+            "role",
+        ),
+        (
+            "sft",
+            {"messages": [CHAT[0], {"role": "assistant", "content": ""}]},
+            "messages[1].content",
+            "leave",
+        ),
+        ("sft", {"messages": [CHAT[0], {"role": "assistant"}]}, "messages[1] has no text", "leave"),
+        (
+            "sft",
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "the content of messages[0]",
+            "join",
+        ),
+        ("sft", {"messages": CHAT[:1]}, '"messages" has no turn of the assistant', "who is who"),
+        (
+            "sft",
+            {"prompt": CHAT[:1], "completion": CHAT[:1]},
+            '"completion" has no turn of the assistant',
+            "leave",
+        ),
+        ("sft", {"prompt": "a", "completion": CHAT[1:]}, "strings and messages stand side by side", "write"),
+        ("dpo", {"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same", "leave"),
+        ("dpo", {"prompt": "", "chosen": "b", "rejected": "c"}, '"prompt" is empty', "leave"),
+        ("dpo", {"chosen": CHAT[1:], "rejected": CHAT[:1]}, '"rejected" has no turn', "leave"),
+        (
+            "dpo",
+            {"chosen": "b", "rejected": "c"},
+            "chosen and rejected begin differently",
+            "column of its own",
+        ),
+        ("grpo", {"prompt": 3}, '"prompt" is of another kind', None),
+    ],
+)
+def test_a_wrong_record_is_named_by_line(
+    tmp_path: Path, method: str, row: object, message: str, remedy: str | None
+) -> None:
+    good = {"sft": {"text": "a"}, "dpo": preferences()[0], "grpo": prompts()[0]}[method]
+    path = lines(tmp_path / "a.jsonl", good, "", row)
+    found = [problem for problem in problems_of(path, method) if problem.file == f"{path}:3"]
+    assert any(problem.message.startswith(message) for problem in found), found
+    assert remedy is None or any(remedy in (problem.remedy or "") for problem in found)
+
+
+def test_all_wrong_records_are_named_at_once_and_those_beyond_twelve_counted(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", *[{"text": ""}] * 20, {"text": "a"})
+    problems = problems_of(path)
+    assert [problem.file for problem in problems[:-1]] == [f"{path}:{line}" for line in range(1, 13)]
+    assert problems[-1].message == "8 more records are wrong"
+    assert problems[-1].found == "20 wrong records in all"
+
+
+def test_turns_are_held_against_what_the_template_refuses(tmp_path: Path) -> None:
+    twice = {"messages": [CHAT[0], CHAT[0], CHAT[1]]}
+    system = {"messages": [{"role": "system", "content": ""}, *CHAT]}
+    path = lines(tmp_path / "a.jsonl", {"messages": CHAT}, twice, system)
+    assert len(list(read_records(path, "sft"))) == 3
+    template = Template(refuses_system=True, refuses_repeated=True)
+    turns, no_system = problems_of(path, template=template)
+    assert turns.file == f"{path}:2" and "user twice in a row" in str(turns.found)
+    assert no_system.file == f"{path}:3" and "no system message" in no_system.message
+
+
+def test_records_of_two_shapes_in_one_file_are_refused(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"text": "a"}, {"messages": CHAT}, {"text": "b"})
+    (problem,) = problems_of(path)
+    assert (problem.file, problem.found) == (f"{path}:2", "chat as messages")
+    assert problem.expected == f"plain text as strings, as in {path}:1"
+
+
+def test_prompts_as_strings_beside_prompts_as_messages_are_refused(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"prompt": "a"}, {"prompt": CHAT[:1]})
+    assert problems_of(path, "grpo")[0].file == f"{path}:2"
+
+
+def test_a_byte_order_mark_windows_line_ends_and_blank_lines_do_no_harm(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n  \n{"text": "b"}')
+    assert [row["text"] for row in read_records(path, "sft")] == ["a", "b"]
+
+
+def test_a_last_line_that_is_cut_off_is_told_from_a_wrong_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n{"text": "b')
+    (problem,) = problems_of(path)
+    assert problem.message == "the last line is cut off"
+    assert problem.file == f"{path}:2" and '{"text": "b' in str(problem.found)
+
+
+def test_a_line_in_another_encoding_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{"text": "caf\xe9"}\n')
+    assert [problem.message for problem in problems_of(path)] == ["a line is no UTF-8"]
+
+
+def test_a_json_file_may_be_an_array_or_lines_and_says_the_record(tmp_path: Path) -> None:
+    rows = [{"text": "a"}, {"text": ""}]
+    for name, content in {
+        "array.json": json.dumps(rows),
+        "pretty.json": "\n" + json.dumps(rows, indent=2),
+        "array.jsonl": json.dumps(rows),
+    }.items():
+        path = tmp_path / name
+        path.write_text(content)
+        assert problems_of(path)[0].file == f"{path}: record 2"
+    assert problems_of(lines(tmp_path / "lines.json", *rows))[0].file == f"{tmp_path}/lines.json:2"
+    (tmp_path / "object.json").write_text(json.dumps({"data": rows}, indent=1))
+    assert problems_of(tmp_path / "object.json")[0].message == "the file is one JSON object"
+
+
+def test_compressed_lines_and_parquet_hold_the_same_records(tmp_path: Path) -> None:
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    rows = chats()
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert list(read_records(tmp_path / "a.jsonl.gz", "sft")) == rows
+    assert list(read_records(tmp_path / "a.parquet", "sft")) == rows
+    parquet.write_table(arrow.Table.from_pylist([*rows, {"messages": []}]), tmp_path / "b.parquet")
+    assert problems_of(tmp_path / "b.parquet")[0].file == f"{tmp_path}/b.parquet: row 65"
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.gz"])
+def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"PAR1 nothing that can be read")
+    assert problems_of(tmp_path)[0].file == str(tmp_path / name)
+
+
+def test_parquet_without_pyarrow_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert "pip install pyarrow" in str(problems_of(tmp_path)[0].remedy)
+
+
+def test_a_folder_is_all_its_data_files_in_order(tmp_path: Path) -> None:
+    (tmp_path / "part").mkdir()
+    lines(tmp_path / "b.jsonl", {"text": "2"})
+    lines(tmp_path / "a.jsonl", {"text": "1"})
+    lines(tmp_path / "part/c.json", {"text": "3"})
+    (tmp_path / "README.md").write_text("about")
+    (tmp_path / ".hidden.jsonl").write_text("nothing")
+    assert [row["text"] for row in read_records(tmp_path, "sft")] == ["1", "2", "3"]
+
+
+def test_files_that_are_named_after_a_split_for_evaluation_are_found(tmp_path: Path) -> None:
+    for name in ("train.jsonl", "test-00000-of-00001.jsonl", "contest.jsonl"):
+        lines(tmp_path / name, {"text": "1"})
+    assert [file.name for file in held_out(tmp_path)] == ["test-00000-of-00001.jsonl"]
+    assert held_out(tmp_path / "test-00000-of-00001.jsonl") == []
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "there is no data"),
+        (lambda path: path.mkdir(), "there are no data files"),
+        (lambda path: path.write_text("a,b"), "there are no data files"),
+    ],
+)
+def test_no_data_is_said(tmp_path: Path, make: Callable[[Path], object], message: str) -> None:
+    path = tmp_path / "a.csv"
+    make(path)
+    with pytest.raises(ReshardError, match=message):
+        files_of(path)
+
+
+def test_a_file_of_blank_lines_is_empty(tmp_path: Path) -> None:
+    assert problems_of(lines(tmp_path / "a.jsonl", "", ""))[0].message == "the data is empty"
+
+
+def test_datasets_take_it_whatever_columns_later_records_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_data, "BATCH", 2)
+    called = [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}]
+    rows = [{"messages": CHAT}, {"messages": CHAT}, {"messages": called, "tools": [{"name": "f"}]}]
+    dataset = load_dataset(lines(tmp_path / "a.jsonl", *rows), "sft")
+    assert len(dataset) == 3
+    assert dataset[2]["messages"][1]["tool_calls"] == [{"function": {"name": "f"}}]
+    assert dataset[0]["messages"][1]["content"] == "Hello"
+    assert dataset[0]["tools"] is None
+
+
+def test_a_column_of_several_types_is_named(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"prompt": "a", "answer": 1}, {"prompt": "b", "answer": "two"})
+    with pytest.raises(ReshardError, match='"answer" has values of several types'):
+        load_dataset(path, "grpo")
+
+
+def test_the_digest_is_that_of_sha256sum(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"text": "a"})
+    whole = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert digest(path) == whole
+    assert digests(path) == {"a.jsonl": {"sha256": whole, "bytes": path.stat().st_size}}
+    assert digest(tmp_path) == hashlib.sha256(f"{whole}  a.jsonl\n".encode()).hexdigest()
+    before = digest(tmp_path)
+    lines(tmp_path / "b.jsonl", {"text": "b"})
+    assert digest(tmp_path) != before
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny: Callable[..., Path]) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny("qwen3"))
+
+
+def test_samples_are_those_that_trl_makes(tokenizer: Any, tiny: Callable[..., Path], tmp_path: Path) -> None:
+    from trl import SFTConfig, SFTTrainer
+
+    shapes = {
+        "chat": [{"messages": row["messages"]} for row in chats()[:2]],
+        "text": [{"text": "What is it?"}, {"text": "A plus"}],
+        "completion": [{"prompt": "What is", "completion": " it?"}] * 2,
+        "messages": [{"prompt": CHAT[:1], "completion": CHAT[1:]}] * 2,
+    }
+    for name, rows in shapes.items():
+        path = write_lines(tmp_path / f"{name}.jsonl", rows)  # type: ignore[arg-type]
+        config = SFTConfig(
+            output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_length=None
+        )
+        trainer = SFTTrainer(
+            model=str(tiny("qwen3")),
+            args=config,
+            train_dataset=load_dataset(path, "sft"),
+            processing_class=tokenizer,
+        )
+        for row, theirs in zip(rows, trainer.train_dataset, strict=True):
+            (ours,) = tokens.samples(row, tokenizer)
+            assert ours.ids == theirs["input_ids"], name
+            assert ours.learned == [label != -100 for label in theirs["labels"]], name
+
+
+def test_of_a_chat_only_the_words_of_the_assistant_can_be_learned(tokenizer: Any) -> None:
+    messages = [*CHAT, {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+    (sample,) = tokens.samples({"messages": messages}, tokenizer, assistant_only=True)
+    learned = [index for index, flag in zip(sample.ids, sample.learned, strict=True) if flag]
+    assert tokenizer.decode(learned) in ("Hello<|im_end|>Hi<|im_end|>", "Hello<|im_end|>Hi<|im_end|>\n")
+
+
+def test_lengths_count_what_is_cut_and_what_teaches_nothing(tokenizer: Any) -> None:
+    rows = [{"prompt": "What is the answer?", "completion": " it"}, {"prompt": "A", "completion": " it"}]
+    full = [tokens.samples(row, tokenizer)[0] for row in rows]
+    limit = full[0].learned.index(True)
+    counted = tokens.lengths(2, rows, tokenizer, limit)
+    assert (counted.cut, counted.empty) == (1, 1)
+    assert counted.longest == len(full[0].ids)
+    assert counted.tokens == limit + len(full[1].ids)
+    assert tokens.lengths(2, rows, tokenizer, None).cut == 0
+
+
+def test_many_records_are_told_by_some_that_are_drawn_evenly(tokenizer: Any) -> None:
+    rows = [{"text": "it" if number < 500 else "it it it"} for number in range(1000)]
+    count, drawn = tokens.draw(iter(rows), 100)
+    assert (count, len(drawn)) == (1000, 100)
+    assert 25 < sum(row["text"] == "it" for row in drawn) < 75
+    counted = tokens.lengths(count, drawn, tokenizer, None)
+    exact = tokens.lengths(1000, rows, tokenizer, None)
+    assert counted.tokens == pytest.approx(exact.tokens, rel=0.15)
+
+
+def test_what_a_template_refuses_is_found_by_asking_it(tokenizer: Any) -> None:
+    from copy import deepcopy
+
+    assert tokens.probe(tokenizer) == Template()
+    strict = deepcopy(tokenizer)
+    strict.chat_template = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }}{% endfor %}"
+    )
+    assert tokens.probe(strict) == Template(refuses_system=True, refuses_repeated=True)
+    with pytest.raises(ReshardError, match="roles must alternate"):
+        tokens.samples({"messages": [CHAT[0], CHAT[0]]}, strict)
