@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from reshard.checkpoint import Checkpoint, Replica, Tensor
 from reshard.errors import Problem, ReshardError
@@ -21,18 +21,16 @@ from reshard.formats.copies import CopyFinder
 from reshard.formats.mcore import (
     PARALLEL_LINEARS,
     Place,
-    Spelling,
     Split,
-    Stages,
     join,
     layout_of,
     name_of,
     place_of,
-    shard,
     split_of,
     stored_args,
     unfused,
 )
+from reshard.formats.mcore_ranks import Rank, RankStates
 from reshard.formats.torchfile import read_torch_file
 from reshard.formats.torchwrite import NewTensor, layout_torch_file
 from reshard.layout import Layout
@@ -43,14 +41,6 @@ NAME = "megatron-legacy"
 WHAT = "Megatron legacy checkpoint, a file for each rank (mp_rank_*)"
 FILE = "model_optim_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
-
-
-class Rank(NamedTuple):
-    """The coordinates of a rank that a folder name spells."""
-
-    tp: int
-    pp: int = 0
-    ep: int = 0
 
 
 def detect(path: Path) -> bool:
@@ -352,16 +342,6 @@ def lay_out(
     return [*files, OutputFile.of_bytes(iterations.TRACKER, str(iteration).encode())]
 
 
-class _Shard(NamedTuple):
-    """What a rank's file holds of one tensor: the key of a slot of its image."""
-
-    tensor: Planned
-    source: Any
-
-    def __hash__(self) -> int:
-        return id(self.source)
-
-
 def _rank_file(path: str, content: dict[str, Any]) -> OutputFile:
     image = layout_torch_file(content)
     blocks = [
@@ -374,40 +354,13 @@ def _rank_file(path: str, content: dict[str, Any]) -> OutputFile:
 
 
 class _Writer:
-    """Finds what each rank holds, and how its spec spells it."""
+    """Puts the state dicts of ranks together."""
 
     def __init__(
         self, tensors: list[Planned], args: Mapping[str, Any], layout: Layout, transformer_engine: bool
     ) -> None:
         self._layout, self._te = layout, transformer_engine
-        self._tied = not args.get("untie_embeddings_and_output_weights", False)
-        self._experts = int(args.get("num_experts") or 0)
-        self._mtp = int(args.get("mtp_num_layers") or 0)
-        latent = any("linear_kv_up_proj" in tensor.name for tensor in tensors)
-        self._spelling = Spelling(transformer_engine, torch_dist=False, latent=latent)
-        self._stages = Stages(layout, int(args["num_layers"]))
-        self._table = self._stages.table()
-        places = [place_of(tensor.name) for tensor in tensors]
-        self._sparse = {place[1:3] for place in places if place.expert is not None}
-        self._held: dict[tuple[int, int], list[tuple[Place, Planned]]] = {}
-        for place, tensor in zip(places, tensors, strict=True):
-            for at, renamed in self._holders(place):
-                self._held.setdefault(at, []).append((renamed, tensor))
-
-    def _holders(self, place: Place) -> Iterator[tuple[tuple[int, int], Place]]:
-        """The (stage, chunk)s that hold a tensor, and its place there."""
-        last = self._stages.last
-        if place.stack == "decoder" and place.layer is not None:
-            stage, chunk, index = self._table[place.layer]
-            yield (stage, chunk), place._replace(layer=index)
-        elif place.module.startswith("embedding."):
-            yield (0, 0), place
-            if last != (0, 0) and self._mtp:
-                yield last, place
-            if self._tied and self._layout.pp > 1:
-                yield last, Place("output_layer.weight")
-        else:
-            yield last, place
+        self._states = RankStates(tensors, args, layout, transformer_engine)
 
     def models(self, rank: Rank, etp: int) -> dict[str, dict[str, Any]]:
         """The state dict of a rank, or one for each of its virtual stages."""
@@ -415,38 +368,15 @@ class _Writer:
         return {"model": states[0]} if len(states) == 1 else {f"model{i}": s for i, s in enumerate(states)}
 
     def _state(self, rank: Rank, chunk: int, etp: int) -> dict[str, Any]:
-        local = self._experts // self._layout.ep
         state: dict[str, Any] = {}
-        for place, tensor in self._held.get((rank.pp, chunk), []):
-            if place.expert is not None:
-                if place.expert // local != rank.ep:
-                    continue
-                place = place._replace(expert=place.expert % local)
-            key = self._key(place, tensor)
-            split = split_of(tensor.name)
-            index, ranks = (rank.tp, self._layout.tp) if place.expert is None else (etp, self._layout.etp)
-            shape = list(tensor.shape)
-            if split:
-                shape[split.axis] //= ranks
-            source = _sharded(tensor, split, index, ranks) if split and ranks > 1 else tensor.source
-            state[key] = NewTensor(_Shard(tensor, source), tensor.dtype, tuple(shape))
+        for key, held in self._states.state(rank, chunk, etp).items():
+            state[key] = NewTensor(held, held.dtype, held.shape)
             for name in self._extra_states(key):
                 state[name] = None
-        if (rank.pp, chunk) == self._stages.last:
+        if (rank.pp, chunk) == self._states.stages.last:
             # The head has one even where it shares its weight with the embedding of the same rank.
             state["output_layer._extra_state"] = None
         return state
-
-    def _key(self, place: Place, tensor: Planned) -> str:
-        module = place.module
-        if place.layer is not None:
-            module = self._spelling.module(module, place_of(tensor.name)[1:3] in self._sparse)
-        if place.expert is not None:
-            if self._te:
-                module = f"{module}{place.expert}"
-            else:
-                module = module.replace("mlp.experts.", f"mlp.experts.local_experts.{place.expert}.", 1)
-        return module if place.layer is None else f"{place.stack}.layers.{place.layer}.{module}"
 
     def _extra_states(self, key: str) -> Iterator[str]:
         """The extra states that strict loading asks for together with the weight `key`."""
@@ -455,7 +385,3 @@ class _Writer:
             yield f"{key.rpartition('.')[0]}._extra_state"
         if self._te and key.endswith("linear_proj.weight"):
             yield key.replace("linear_proj.weight", "core_attention._extra_state")
-
-
-def _sharded(tensor: Planned, split: Split, index: int, ranks: int) -> Any:
-    return lambda: shard(tensor.source(), split, index, ranks)
