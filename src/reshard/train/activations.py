@@ -1,0 +1,167 @@
+"""What a forward pass keeps for the backward pass, in bytes for each token: counted from the operations of a layer.
+
+The layer is that of transformers 5 (`Qwen3DecoderLayer` and those built alike) and of megatron-core 0.16 with the local
+spec. Each operation keeps what its gradient needs: a product both factors, a linear layer its input, a norm the input
+in float32 and the normalized values, attention queries, keys, values and its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from reshard.families import FAMILIES
+from reshard.families.rules import Dims
+
+
+@dataclass(frozen=True)
+class Widths:
+    """How wide a layer is where, in elements. `experts` are those that a token is sent to; 0 in a dense layer."""
+
+    layers: int
+    hidden: int
+    heads: int
+    query: int
+    key: int
+    value: int
+    ffn: int
+    vocab: int
+    qk_norm: bool = False
+    router: int = 0
+    experts: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    sparse: int = 0
+    """How many layers have experts."""
+
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> Widths:
+        """Those of a config.json. Raises KeyError where it lacks a size."""
+        family = FAMILIES.get(str(config.get("model_type")))
+        if family is None:
+            return _plain(config)
+        args = family.config.to_args(config)
+        dims = Dims.from_args(args, int(config["vocab_size"]))
+        latent = dims.kv_lora > 0
+        return Widths(
+            layers=dims.layers,
+            hidden=dims.hidden,
+            heads=dims.heads,
+            query=dims.heads * (dims.qk_nope + dims.qk_rope if latent else dims.head_dim),
+            key=dims.heads * (dims.qk_nope + dims.qk_rope) if latent else dims.groups * dims.head_dim,
+            value=dims.heads * dims.v_head if latent else dims.groups * dims.head_dim,
+            ffn=dims.ffn,
+            vocab=dims.vocab,
+            qk_norm=dims.qk_norm,
+            router=dims.experts,
+            experts=int(args.get("moe_router_topk") or 0) if dims.experts else 0,
+            expert_ffn=dims.expert_ffn,
+            shared_ffn=dims.shared_ffn,
+            sparse=len(dims.sparse),
+        )
+
+
+def _plain(config: Mapping[str, Any]) -> Widths:
+    """A dense model, under the names that nearly all configs use."""
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    size = int(config.get("head_dim") or hidden // heads)
+    groups = int(config.get("num_key_value_heads") or heads)
+    return Widths(
+        layers=int(config["num_hidden_layers"]),
+        hidden=hidden,
+        heads=heads,
+        query=heads * size,
+        key=groups * size,
+        value=groups * size,
+        ffn=int(config.get("intermediate_size") or 4 * hidden),
+        vocab=int(config["vocab_size"]),
+    )
+
+
+@dataclass(frozen=True)
+class Kept:
+    """How tensors are kept: bytes of an element that is computed with, and of one of the residual stream.
+
+    They differ under autocast, where weights and residual stream have 32 bits. `frozen` weights need no gradient, so
+    that nothing is kept for it. `repeated` keys and values are as wide as queries: sdpa wants that if there is a mask.
+    `tp` divides what tensor parallelism divides, `sp` what sequence parallelism divides beside it; `scores` are bytes
+    of an attention matrix's element, if it is kept; norms that are `fused` keep their input alone.
+    """
+
+    computed: int = 2
+    residual: int = 2
+    frozen: bool = False
+    repeated: bool = False
+    tp: int = 1
+    sp: int = 1
+    scores: int = 0
+    fused: bool = False
+
+
+def of_layers(widths: Widths, kept: Kept, length: int) -> int:
+    """Bytes for each token that all layers keep together. `length` is that of a sequence, in tokens."""
+    dense = widths.layers - widths.sparse
+    attention = _attention(widths, kept, length)
+    return (
+        widths.layers * attention
+        + dense * _mlp(widths.hidden, widths.ffn, kept)
+        + widths.sparse * _experts(widths, kept)
+    )
+
+
+def of_one_layer(widths: Widths, kept: Kept, length: int) -> int:
+    """Bytes for each token that the layer which keeps most keeps."""
+    mlps = [_experts(widths, kept)] if widths.sparse else []
+    if widths.sparse < widths.layers:
+        mlps.append(_mlp(widths.hidden, widths.ffn, kept))
+    return _attention(widths, kept, length) + max(mlps)
+
+
+def of_ends(widths: Widths, kept: Kept) -> int:
+    """Bytes for each token that the last norm keeps, and the head of its result."""
+    return (_norm(widths.hidden, kept) + kept.computed * widths.hidden) // kept.sp
+
+
+def between_layers(widths: Widths, kept: Kept) -> int:
+    """Bytes for each token of what passes from layer to layer: all that is kept if layers are computed again."""
+    return kept.residual * widths.hidden // kept.sp
+
+
+def _norm(width: int, kept: Kept) -> int:
+    """The input in float32, and unless the weight is frozen what it is multiplied with."""
+    if kept.fused:
+        return width * kept.computed
+    return width * (4 + (0 if kept.frozen else kept.residual))
+
+
+def _linears(width: int, count: int, kept: Kept) -> int:
+    """The input of `count` linear layers that share it; adapters of frozen ones cast it for themselves."""
+    copies = count if kept.frozen and kept.computed < 4 else 1
+    return copies * width * kept.computed
+
+
+def _attention(widths: Widths, kept: Kept, length: int) -> int:
+    w, c = widths, kept.computed
+    key, value = (w.query, w.query) if kept.repeated else (w.key, w.value)
+    inner = c * (w.query + key + value + w.query)  # into attention, and out of it
+    inner += w.heads * (
+        4 + kept.scores * length
+    )  # the sum of each row; the matrix, if it is not computed again
+    if w.qk_norm:
+        inner += _norm(w.query, kept) + _norm(w.key, kept)
+    return (_norm(w.hidden, kept) + _linears(w.hidden, 3, kept)) // kept.sp + inner // kept.tp
+
+
+def _mlp(hidden: int, ffn: int, kept: Kept) -> int:
+    """Gate, its activation and up, and their product before the last linear."""
+    inner = kept.computed * 3 * ffn + _linears(ffn, 1, kept)
+    return (_norm(hidden, kept) + _linears(hidden, 2, kept)) // kept.sp + inner // kept.tp
+
+
+def _experts(widths: Widths, kept: Kept) -> int:
+    """Each expert has tokens of its own: their input and output are kept beside what an MLP keeps."""
+    w, c = widths, kept.computed
+    routed = w.experts * c * (2 * w.hidden + 4 * w.expert_ffn) // kept.tp
+    shared = c * 4 * w.shared_ffn // kept.tp
+    return (_norm(w.hidden, kept) + c * w.hidden + (4 + c) * w.router) // kept.sp + routed + shared
