@@ -1,0 +1,104 @@
+"""How many samples a step has, how many steps there are, and what a parameter weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import ceil
+from typing import Any
+
+from reshard.doctor.rules import told
+from reshard.errors import Problem, ReshardError
+from reshard.train.engine import Batches, Precision
+from reshard.train.run import Run
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def batches_of(run: Run, options: Mapping[str, Any], world_size: int, samples: int) -> Batches:
+    """The arithmetic of a run. With `packing` the steps are the most there can be. Raises ReshardError."""
+    problems = [*_ranks(run, world_size)]
+    if problems:
+        raise ReshardError(problems)
+    replicas = run.spread.replicas(world_size)
+    per_device = int(options["per_device_train_batch_size"])
+    accumulation = int(options["gradient_accumulation_steps"])
+    step = per_device * accumulation * replicas
+    if run.method == "grpo" and (problems := [*_groups(options, step, replicas)]):
+        raise ReshardError(problems)
+    rows = _rows(run, options, step, samples)
+    batches = ceil(rows / (per_device * replicas))
+    updates = max(ceil(batches / accumulation), 1)
+    limit = int(options["max_steps"])
+    steps = limit if limit > 0 else ceil(float(options["num_train_epochs"]) * updates)
+    return Batches(per_device, accumulation, replicas, steps, _length(run, options))
+
+
+def _ranks(run: Run, world_size: int) -> Iterator[Problem]:
+    if world_size % run.spread.tp:
+        yield Problem(
+            "the ranks cannot be divided into tensor parallel groups",
+            found=f"{world_size} ranks, --tp {run.spread.tp}",
+            remedy=f"let --tp be a divisor of {world_size}",
+        )
+    elif run.spread.kind == "tp" and run.spread.tp != world_size:
+        yield Problem(
+            "TRL's tensor parallelism takes all ranks here",
+            found=f"{world_size} ranks, --tp {run.spread.tp}",
+            remedy=f"give --tp {world_size}; or use --parallel fsdp2, or --engine megatron for both at once",
+        )
+
+
+def _generated(options: Mapping[str, Any], step: int) -> int:
+    """Completions of one generation over all replicas; `step` is how many samples an optimizer step has."""
+    if options["generation_batch_size"]:
+        return int(options["generation_batch_size"])
+    accumulation = int(options["gradient_accumulation_steps"])
+    return step // accumulation * int(options["steps_per_generation"] or accumulation)
+
+
+def _groups(options: Mapping[str, Any], step: int, replicas: int) -> Iterator[Problem]:
+    """Whether a generation holds whole groups of completions, in the doctor's words."""
+    group, total = int(options["num_generations"]), _generated(options, step)
+    found = f"{total} completions on {replicas} ranks with different data, groups of {group}"
+    if group < 2:
+        finding = told("grpo-one-generation", [], {"group": group})
+    elif total % group:
+        each = total // replicas
+        fitting = ", ".join(str(ranks) for ranks in range(1, 65) if each * ranks % group == 0)
+        finding = told(
+            "script-grpo-arithmetic", [], {"total": each, "group": group, "ranks": fitting or "no number of"}
+        )
+    else:
+        return
+    yield Problem(finding.title.en, rule=finding.cause.en, found=found, remedy=finding.cure.en)
+
+
+def _rows(run: Run, options: Mapping[str, Any], step: int, samples: int) -> int:
+    """Rows that pass in an epoch. GRPO draws whole generations, and repeats each prompt for its group."""
+    if run.method != "grpo":
+        return samples
+    group = int(options["num_generations"])
+    prompts = _generated(options, step) // group
+    return samples // prompts * prompts * group * int(options["num_iterations"])
+
+
+def _length(run: Run, options: Mapping[str, Any]) -> int:
+    """Tokens of a sequence, at most; of GRPO those of a completion, since TRL bounds no prompt."""
+    return int(options["max_completion_length" if run.method == "grpo" else "max_length"] or 0)
+
+
+def precision_of(run: Run, options: Mapping[str, Any]) -> Precision:
+    """Bytes of a trained parameter: weight, gradient, and AdamW's two moments.
+
+    DeepSpeed keeps float32 copies of 16-bit weights beside the moments. Adapters of LoRA are float32 in any case.
+    """
+    weights = 4 if run.lora else BYTES.get(str(options["dtype"]), 4)
+    copies = 4 if run.spread.kind.startswith("zero") and weights == 2 else 0
+    moments = 8 if copies else 2 * weights
+    return Precision(
+        weights=weights,
+        gradients=weights,
+        optimizer=moments + copies,
+        activations=2 if options["bf16"] or options["fp16"] else 4,
+        recomputation=bool(options["gradient_checkpointing"]),
+    )

@@ -1,0 +1,200 @@
+"""What was asked for is what there is: asserted when everything is prepared, and after the first step.
+
+A plan that did not hold is the costliest failure there is, since it trains: DDP in place of FSDP, one process in place
+of eight, an optimizer that holds other tensors than the model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from reshard import guard
+from reshard.errors import Problem, ReshardError
+from reshard.train.run import Run
+from reshard.train.trl.devices import agreed, world_size
+
+WRAPPERS = {
+    "ddp": "DistributedDataParallel",
+    "fsdp2": "FSDPModule",
+    "zero2": "DeepSpeedEngine",
+    "zero3": "DeepSpeedEngine",
+}
+PARTS = ("lora_", "modules_to_save", "trainable_tokens")
+"""What the names of an adapter's parameters hold."""
+MOVED = "moved"
+SAMPLE = 256
+"""Elements of each trained tensor that are looked at to see whether it moved."""
+
+
+def assert_plan(run: Run, trainer: Any) -> None:
+    """Compare what was prepared with what was asked for. Raises one ReshardError, the same on each rank."""
+    problems = [
+        *_world(trainer),
+        *_wrapper(run, trainer),
+        *_parameters(run, trainer),
+        *_trainable(run, trainer),
+    ]
+    problems += [*_device_map(trainer.model, "the model"), *_reference(run, trainer), *_guarded(run, trainer)]
+    if found := agreed(problems):
+        raise ReshardError(found)
+
+
+def _world(trainer: Any) -> Iterator[Problem]:
+    asked = int(os.environ.get("WORLD_SIZE", "1"))
+    found = trainer.accelerator.num_processes
+    if not asked == found == world_size():
+        yield Problem(
+            "there are fewer processes than were started",
+            rule="each process that the launcher starts is a rank of one group",
+            expected=f"{asked} ranks",
+            found=f"{found} in accelerate, {world_size()} in torch.distributed",
+            remedy="start them with torchrun or with reshard: `accelerate launch --cpu` starts one process only",
+        )
+
+
+def _wrapper(run: Run, trainer: Any) -> Iterator[Problem]:
+    kind = run.spread.kind
+    asked = WRAPPERS.get(kind)
+    found = [name for name in WRAPPERS.values() if _is(trainer.model_wrapped, name)]
+    if found == ([asked] if asked else []) or (kind == "ddp" and world_size() == 1 and not found):
+        return
+    yield Problem(
+        "the model is not wrapped as the plan says",
+        expected=f"{asked or 'no wrapper'} (--parallel {kind})",
+        found=", ".join(found) or type(trainer.model_wrapped).__name__,
+        remedy="unset the variables of accelerate (ACCELERATE_*, FSDP_*) and look at the versions: reshard doctor; "
+        "FSDP2 and tensor parallelism need two processes at least on a CPU",
+    )
+
+
+def _is(model: Any, name: str) -> bool:
+    return any(base.__name__ == name for base in type(model).__mro__)
+
+
+def _split(model: Any) -> tuple[list[str], list[str]]:
+    from torch.distributed.tensor import DTensor
+
+    sharded: list[str] = []
+    plain: list[str] = []
+    for name, parameter in model.named_parameters():
+        (sharded if isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") else plain).append(name)
+    return sharded, plain
+
+
+def _parameters(run: Run, trainer: Any) -> Iterator[Problem]:
+    yield from _spread(run, trainer.model, "the model")
+
+
+def _spread(run: Run, model: Any, whose: str) -> Iterator[Problem]:
+    """Whether parameters are sharded where the plan shards them, and whole where it does not."""
+    sharded, plain = _split(model)
+    kind = run.spread.kind
+    if kind in ("ddp", "zero2"):
+        wrong, words = sharded, "whole parameters, none sharded"
+    elif kind in ("fsdp2", "zero3"):
+        wrong, words = plain, "sharded parameters only"
+    else:
+        wrong, words = [] if sharded else plain, "parameters sharded over the tensor parallel ranks"
+    if wrong:
+        yield Problem(
+            f"the parameters of {whose} do not lie as the plan says",
+            tensor=guard._some(wrong),
+            expected=f"{words} (--parallel {kind})",
+            found=f"{len(sharded)} sharded, {len(plain)} whole",
+            remedy="load with device_map=None and without tp_plan; shard with --parallel alone",
+        )
+
+
+def _trainable(run: Run, trainer: Any) -> Iterator[Problem]:
+    names = {name: parameter.requires_grad for name, parameter in trainer.model.named_parameters()}
+    if run.lora:
+        wrong = [name for name, trained in names.items() if trained != _of_adapter(name)]
+    else:
+        wrong = [name for name, trained in names.items() if not trained]
+    if wrong:
+        yield Problem(
+            "other parameters are trainable than the plan says",
+            tensor=guard._some(wrong),
+            expected="adapters only" if run.lora else "all parameters",
+            found=f"{sum(names.values())} of {len(names)} trainable",
+            remedy="leave freezing to --lora",
+        )
+
+
+def _of_adapter(name: str) -> bool:
+    return any(part in name for part in PARTS) and ".original_module." not in name
+
+
+def _device_map(model: Any, whose: str) -> Iterator[Problem]:
+    for name, module in model.named_modules():
+        if getattr(module, "hf_device_map", None):
+            yield Problem(
+                f"{whose} was loaded with a device map",
+                tensor=name or type(module).__name__,
+                found=str(module.hf_device_map)[:200],
+                remedy="load with device_map=None: the ranks of a run each have their device",
+            )
+            return
+
+
+def _reference(run: Run, trainer: Any) -> Iterator[Problem]:
+    """The reference model of DPO and GRPO: spread like the model, frozen, and somewhere else than it."""
+    reference = getattr(trainer, "ref_model", None)
+    if reference is None:
+        return
+    yield from _spread(run, reference, "the reference model")
+    yield from _device_map(reference, "the reference model")
+    own = {id(parameter) for parameter in trainer.model.parameters()}
+    if any(id(parameter) in own for parameter in reference.parameters()):
+        yield Problem(
+            "the reference model is the model itself",
+            rule="the reference stays as the model was",
+            remedy="use TRL 1.16 or later",
+        )
+
+
+def _guarded(run: Run, trainer: Any) -> list[Problem]:
+    """What `reshard.guard` finds. Plain norms and adapters beside DTensors are how transformers shards tensors."""
+    try:
+        guard.check(trainer.model_wrapped, trainer.optimizer)
+    except ReshardError as error:
+        mixed = "plain parameters beside DTensors"
+        return [each for each in error.problems if not (run.spread.kind == "tp" and each.message == mixed)]
+    return []
+
+
+class Motion:
+    """Whether the weights change: some elements of each trained tensor, from before the first step."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._before = self._sample()
+
+    def _sample(self) -> list[Any]:
+        return [_elements(parameter) for parameter in self._model.parameters() if parameter.requires_grad]
+
+    def assert_moved(self) -> None:
+        """Raises ReshardError on each rank if no weight of any rank changed."""
+        import torch
+
+        after = self._sample()
+        moved = any(not torch.equal(old, new) for old, new in zip(self._before, after, strict=True))
+        if MOVED in agreed([MOVED] if moved else []):
+            return
+        raise ReshardError(
+            "the weights did not change in the first step",
+            rule="an optimizer that was made before the model was sharded holds other tensors",
+            found=f"{len(self._before)} trained tensors, all as before",
+            remedy="raise learning_rate if it is tiny (in bfloat16 small updates vanish: dtype float32); otherwise "
+            "look at the versions with reshard doctor",
+        )
+
+
+def _elements(parameter: Any) -> Any:
+    """Up to `SAMPLE` elements of this rank's part of a parameter, spread evenly, as a copy in the host's memory."""
+    local = getattr(parameter, "ds_tensor", None)
+    local = getattr(parameter, "_local_tensor", parameter) if local is None else local
+    flat = local.detach().reshape(-1)
+    return flat[:: max(flat.numel() // SAMPLE, 1)].cpu().clone()

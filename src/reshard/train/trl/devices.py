@@ -1,0 +1,67 @@
+"""A rank's place: its device is set before anything else, then it joins the others."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+
+def start(options: dict[str, Any]) -> None:
+    """Set this rank's device and join the process group, where there is one to join.
+
+    Nothing that allocates on a GPU may come before: else every rank has a context on the first one.
+    """
+    import torch
+    import torch.distributed as dist
+
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    gpu = torch.cuda.is_available() and not options["use_cpu"]
+    if gpu:
+        torch.cuda.set_device(local)
+    if "WORLD_SIZE" not in os.environ or dist.is_initialized():
+        return
+    device = torch.device("cuda", local) if gpu else None
+    timeout = timedelta(seconds=int(options["ddp_timeout"]))
+    dist.init_process_group("cuda:nccl,cpu:gloo" if gpu else "gloo", timeout=timeout, device_id=device)
+
+
+def world_size() -> int:
+    """How many ranks there are."""
+    import torch.distributed as dist
+
+    return int(dist.get_world_size()) if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Which of them this is."""
+    import torch.distributed as dist
+
+    return int(dist.get_rank()) if dist.is_initialized() else 0
+
+
+def agreed(problems: list[Any]) -> list[Any]:
+    """The problems of all ranks, each once, so that every rank stops with the same words."""
+    import torch.distributed as dist
+
+    if world_size() == 1:
+        return problems
+    everyone: list[list[Any]] = [[] for _ in range(world_size())]
+    dist.all_gather_object(everyone, problems)
+    return list(dict.fromkeys(problem for those in everyone for problem in those))
+
+
+def barrier() -> None:
+    """Wait for the other ranks."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def finish() -> None:
+    """Leave the others in good order."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()

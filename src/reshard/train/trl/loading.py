@@ -1,0 +1,115 @@
+"""Tokenizer, model and adapter of a run: from folders, with no device map and an explicit dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from reshard.errors import Problem, ReshardError
+from reshard.formats.companions import CONFIG, read_object
+from reshard.train.run import Run
+from reshard.train.trl.arguments import model_arguments
+
+
+def tokenizer_of(run: Run, options: Mapping[str, Any], chats: bool) -> Any:
+    """The tokenizer of a model, able to pad. `chats` is whether a template is needed. Raises ReshardError."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(run.model, trust_remote_code=bool(options["trust_remote_code"]))
+    problems = []
+    if len(tokenizer) <= 1:
+        problems.append(
+            Problem(
+                "the model has no tokenizer",
+                file=str(run.model),
+                rule="where there is none, transformers 5 makes one of one token, which encodes everything to nothing",
+                remedy="copy tokenizer.json and tokenizer_config.json of the base model into the folder",
+            )
+        )
+    if chats and tokenizer.chat_template is None and not options.get("chat_template_path"):
+        problems.append(
+            Problem(
+                "the data are chats, and the tokenizer has no chat template",
+                file=str(run.model),
+                remedy="give --chat_template_path, or put a chat_template.jinja beside the tokenizer",
+            )
+        )
+    rows = read_object(run.model / CONFIG).get("vocab_size")
+    if isinstance(rows, int) and max(tokenizer.get_vocab().values(), default=0) >= rows:
+        problems.append(
+            Problem(
+                "the tokenizer has more tokens than the model",
+                file=str(run.model),
+                expected=f"token ids below {rows}, the vocab_size of config.json",
+                found=str(max(tokenizer.get_vocab().values())),
+                remedy="take the tokenizer that belongs to the model",
+            )
+        )
+    if tokenizer.pad_token is None and tokenizer.eos_token is None:
+        problems.append(
+            Problem(
+                "the tokenizer has neither a padding nor an end token",
+                file=str(run.model),
+                remedy="name a pad_token in tokenizer_config.json",
+            )
+        )
+    if problems:
+        raise ReshardError(problems)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def model_of(run: Run, options: Mapping[str, Any], checkpoint: Path | None) -> Any:
+    """The model to train: that of the run, or of the checkpoint that it goes on from.
+
+    An adapter's weights are loaded later, when TRL has made the adapter. Whatever the weights came from, the model
+    says that it is the base: TRL makes the reference model of what it says.
+    """
+    from transformers import AutoModelForCausalLM
+
+    own = checkpoint is not None and not run.lora and not run.spread.kind.startswith("zero")
+    folder = checkpoint if own else run.model
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=bool(options["trust_remote_code"]), **model_arguments(run, options)
+    )
+    model.config._name_or_path = str(run.model)
+    model.name_or_path = str(run.model)
+    return model
+
+
+def adapter_config(options: Mapping[str, Any]) -> Any:
+    """PEFT's config of the adapter that the options ask for."""
+    from peft import LoraConfig
+
+    targets = options["lora_target_modules"]
+    single = isinstance(targets, list) and len(targets) == 1
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=options["lora_r"],
+        lora_alpha=options["lora_alpha"],
+        lora_dropout=options["lora_dropout"],
+        target_modules=targets[0] if single else targets,
+        target_parameters=options["lora_target_parameters"],
+        modules_to_save=options["lora_modules_to_save"],
+        use_rslora=options["use_rslora"],
+        use_dora=options["use_dora"],
+    )
+
+
+def load_adapter(model: Any, checkpoint: Path) -> None:
+    """Put the adapter of a checkpoint in place of the new one. Raises ReshardError if they are not alike."""
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    file = checkpoint / "adapter_model.safetensors"
+    result = set_peft_model_state_dict(model, load_file(file))
+    missing = [name for name in result.missing_keys if "lora_" in name or "modules_to_save" in name]
+    if missing or result.unexpected_keys:
+        raise ReshardError(
+            "the adapter of the checkpoint is another than the options ask for",
+            file=str(file),
+            found=f"{len(missing)} tensors are missing, {len(result.unexpected_keys)} do not belong",
+            remedy="resume with the LoRA options of the run that left the checkpoint",
+        )

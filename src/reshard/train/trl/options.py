@@ -1,0 +1,145 @@
+"""Options by their own names: the fields of SFTConfig, DPOConfig and GRPOConfig, and those of ModelConfig for LoRA."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, fields
+from difflib import get_close_matches
+from typing import Any, get_args, get_type_hints
+
+from reshard.doctor.keywords import REMOVED
+from reshard.errors import Problem, ReshardError
+from reshard.train.engine import Option
+from reshard.train.run import Run
+from reshard.train.trl import defaults, refusals, reward
+
+CONFIGS = {"sft": "SFTConfig", "dpo": "DPOConfig", "grpo": "GRPOConfig"}
+LORA = (
+    *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"),
+    *("lora_modules_to_save", "use_rslora", "use_dora"),
+)
+MODEL = ("dtype", "attn_implementation")
+"""Fields of TRL's ModelConfig that are taken."""
+
+
+def config_class(method: str) -> Any:
+    """TRL's config of a method."""
+    import trl
+
+    return getattr(trl, CONFIGS[method])
+
+
+def _fields(method: str) -> dict[str, Field[Any]]:
+    """Every field by name: the method's config, then what is taken of ModelConfig."""
+    from trl import ModelConfig
+
+    own = {field.name: field for field in fields(config_class(method)) if field.init}
+    model = {field.name: field for field in fields(ModelConfig) if field.name in (*LORA, *MODEL)}
+    return own | model
+
+
+def known(method: str) -> list[Option]:
+    """Every option of a method, with its type, its default and TRL's words on it."""
+    from trl import ModelConfig
+
+    hints = get_type_hints(ModelConfig) | get_type_hints(config_class(method))
+    found = {name: field for name, field in _fields(method).items() if name not in refusals.REFUSED}
+    taken = {name: _default(field) for name, field in found.items()} | defaults.ALWAYS
+    return [
+        Option(
+            name, _kind(hints[name]), str(taken[name]), " ".join(str(field.metadata.get("help", "")).split())
+        )
+        for name, field in sorted(found.items())
+    ]
+
+
+def _default(field: Field[Any]) -> Any:
+    if field.default is not MISSING:
+        return field.default
+    return field.default_factory() if field.default_factory is not MISSING else None
+
+
+def _kind(hint: Any) -> str:
+    """A type in words: `int`, `float or none`, `list[str]`."""
+    parts = [part for part in get_args(hint) if part is not type(None)] if "|" in str(hint) else [hint]
+    names = [str(part) if get_args(part) else getattr(part, "__name__", str(part)) for part in parts]
+    return " or ".join(dict.fromkeys(names))
+
+
+def options_of(run: Run) -> dict[str, Any]:
+    """All options of a run, typed: what was said, then our defaults, then TRL's.
+
+    Raises ReshardError naming every option that is unknown, mistyped, or would break what reshard promises.
+    """
+    there = _fields(run.method)
+    problems = [*_unknown(run, there), *refusals.refused(run)]
+    typed: dict[str, Any] = {}
+    parser = _parser(run.method)
+    for name, value in run.options.items():
+        if name in there and name not in refusals.REFUSED:
+            try:
+                typed[name] = _typed(parser, name, value)
+            except ValueError as error:
+                problems.append(_mistyped(name, value, str(error)))
+    problems += refusals.contradictions(run, typed)
+    if run.reward:
+        problems += reward.problems(run.reward)
+    if problems:
+        raise ReshardError(problems)
+    stated = {name: _default(field) for name, field in there.items()}
+    return stated | defaults.defaults_of(run, typed) | typed
+
+
+def _unknown(run: Run, there: Mapping[str, Any]) -> Iterator[Problem]:
+    removed = REMOVED.get(CONFIGS[run.method], {})
+    names = [name for name in there if name not in refusals.REFUSED]
+    for name in run.options:
+        if name in there or name in refusals.REFUSED:
+            continue
+        if name in removed:
+            cure = f"it is called {removed[name]} now" if removed[name] else "leave it out: it was removed"
+        else:
+            near = get_close_matches(name, names, 1)
+            cure = f"did you mean --{near[0]}?" if near else "--options lists those that there are"
+        yield Problem(
+            f"{CONFIGS[run.method]} has no option {name}", found=f"--{name} {run.options[name]}", remedy=cure
+        )
+
+
+def _mistyped(name: str, value: Any, why: str) -> Problem:
+    return Problem(
+        f"--{name} cannot be understood",
+        found=repr(value),
+        expected=why.split(": ", 1)[-1],
+        remedy="--options says of which type it is",
+    )
+
+
+def _parser(method: str) -> Any:
+    """transformers' parser of these fields, which raises ValueError where argparse would end the process."""
+    from transformers import HfArgumentParser
+    from trl import ModelConfig
+
+    class Parser(HfArgumentParser):  # type: ignore[misc]
+        def error(self, message: str) -> Any:
+            raise ValueError(message)
+
+    return Parser(
+        [config_class(method), ModelConfig], add_help=False, conflict_handler="resolve", allow_abbrev=False
+    )
+
+
+def _typed(parser: Any, name: str, value: Any) -> Any:
+    """A value of the command line or of YAML, as the field's type. Raises ValueError."""
+    if value is None or isinstance(value, dict):
+        return value
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        return json.loads(value)
+    words = [str(word) for word in value] if isinstance(value, list) else [str(value)]
+    known, rest = parser.parse_known_args(
+        [f"--{name}={words[0]}"] if len(words) == 1 else [f"--{name}", *words]
+    )
+    if rest:
+        raise ValueError(f"one value, not {len(words)}")
+    return getattr(known, name)

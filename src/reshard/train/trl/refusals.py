@@ -1,0 +1,97 @@
+"""Options of TRL that would break what reshard promises, and those that contradict each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from reshard.errors import Problem
+from reshard.train.run import Run
+
+_PLAN = "reshard spreads the model by itself, and asserts that it did"
+REFUSED: dict[str, tuple[str, str]] = {
+    "output_dir": ("the output has one place", "give it with -o"),
+    "resume_from_checkpoint": ("reshard knows which checkpoint is the last complete one", "use --resume"),
+    "fsdp": (_PLAN, "use --parallel fsdp2"),
+    "fsdp_config": (_PLAN, "use --parallel fsdp2"),
+    "deepspeed": (_PLAN, "use --parallel zero2 or --parallel zero3"),
+    "parallelism_config": (_PLAN, "use --parallel tp --tp N"),
+    "tp_plan": (_PLAN, "use --parallel tp --tp N"),
+    "device_map": (
+        "a device map and several processes exclude each other",
+        "leave it out: each rank loads the model with device_map=None; --parallel fsdp2 or zero3 shards what does "
+        "not fit",
+    ),
+    "accelerator_config": ("it changes how many samples a step has", "set per_device_train_batch_size"),
+    "auto_find_batch_size": (
+        "it changes the batch while the model is trained",
+        "set per_device_train_batch_size; --dry-run says what fits",
+    ),
+    "load_best_model_at_end": (
+        "the result is what was trained last",
+        "convert the checkpoint that you prefer",
+    ),
+    "model_name_or_path": ("the model has one name", "use --model"),
+    "dataset_name": ("the data have one name", "use --data"),
+    "use_peft": ("it has another name here", "use --lora"),
+    "load_in_4bit": (
+        "a quantized base cannot be bit-equal to what was trained",
+        "use --lora with --parallel fsdp2",
+    ),
+    "load_in_8bit": (
+        "a quantized base cannot be bit-equal to what was trained",
+        "use --lora with --parallel fsdp2",
+    ),
+}
+"""Options that are refused, with the reason and what to use instead."""
+
+_INIT = {"device_map", "tp_plan", "tp_size", "device_mesh", "distributed_config", "quantization_config"}
+"""Keys of model_init_kwargs that spread or quantize a model while it is loaded."""
+_EITHER = {"dtype", "torch_dtype", "attn_implementation", "trust_remote_code"}
+"""Keys of model_init_kwargs that are options of their own."""
+
+
+def refused(run: Run) -> Iterator[Problem]:
+    """A problem for each option of `REFUSED`, and for what of model_init_kwargs is."""
+    for name in run.options.keys() & REFUSED.keys():
+        reason, cure = REFUSED[name]
+        yield Problem(f"--{name} is not passed on", found=str(run.options[name]), rule=reason, remedy=cure)
+    given = run.options.get("model_init_kwargs")
+    for key in sorted(_INIT | _EITHER):
+        if (isinstance(given, Mapping) and key in given) or (isinstance(given, str) and f'"{key}"' in given):
+            reason, cure = REFUSED.get(key, (_PLAN, "leave it out"))
+            if key in _EITHER:
+                reason, cure = "it is an option of its own", f"use --{key.replace('torch_', '')}"
+            yield Problem(
+                f"--model_init_kwargs with {key} is not passed on", found=str(given), rule=reason, remedy=cure
+            )
+
+
+def contradictions(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
+    """What cannot be together with the rest of the run."""
+    if not run.lora:
+        for name in typed:
+            if name.startswith("lora_") or name in ("use_rslora", "use_dora"):
+                yield Problem(
+                    f"--{name} without --lora", found=str(typed[name]), remedy="add --lora, or leave it out"
+                )
+    if str(typed.get("eval_strategy", "no")) != "no":
+        yield Problem(
+            "there are no data to evaluate on",
+            found=f"--eval_strategy {typed['eval_strategy']}",
+            remedy="leave it out, and evaluate the checkpoints",
+        )
+    if typed.get("bf16") and typed.get("fp16"):
+        yield Problem("bf16 and fp16 exclude each other", remedy="leave out one")
+    if run.resume and typed.get("sync_ref_model"):
+        yield Problem(
+            "a reference model that moves is not in the checkpoints",
+            found="--resume with --sync_ref_model",
+            remedy="leave out --sync_ref_model",
+        )
+    if typed.get("save_only_model") and run.resume:
+        yield Problem(
+            "checkpoints without an optimizer cannot be resumed",
+            found="--resume with --save_only_model",
+            remedy="leave out --save_only_model, and train from the beginning",
+        )

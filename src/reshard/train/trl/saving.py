@@ -1,0 +1,184 @@
+"""Checkpoints that need nothing else: weights, config, tokenizer, template, adapter config, and the record of the run.
+
+The record is written last, when all ranks are done: a folder without it is not complete.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from reshard.errors import Problem, ReshardError
+from reshard.formats.companions import CONFIG, find_companions, read_object
+from reshard.train.run import RECORD, Run
+from reshard.train.trl import weights
+from reshard.train.trl.devices import rank
+
+SHARD = 5 << 30
+"""Bytes of a file of weights, at most, and so of what is held before it is written."""
+OPTIMIZER = "optimizer_0"
+STATE = "trainer_state.json"
+ADAPTER = "adapter_model.safetensors"
+
+
+def write(run: Run, model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write the weights of a model, and everything beside them but the record. All ranks must call it."""
+    if rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        for stale in folder.glob("*.safetensors*"):
+            stale.unlink()
+    tensors = weights.tensors_of(model)
+    if weights.is_adapter(model):
+        files = {ADAPTER: dict(tensors)}
+        if rank() == 0:
+            _save(files[ADAPTER], folder / ADAPTER)
+            _adapter_config(run, model, folder)
+    else:
+        _save_shards(tensors, folder)
+    if rank() == 0:
+        _beside(run, model, tokenizer, folder)
+
+
+def _save(tensors: dict[str, Any], file: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _save_shards(tensors: Iterable[tuple[str, Any]], folder: Path) -> None:
+    """Write model.safetensors, or shards of at most `SHARD` bytes and their index."""
+    files: list[list[str]] = []
+    for shard in _shards(tensors):
+        files.append(list(shard))
+        _save(shard, folder / f"part-{len(files)}.safetensors")
+    names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
+    if len(files) == 1:
+        names = ["model.safetensors"]
+    for number, name in enumerate(names, 1):
+        (folder / f"part-{number}.safetensors").rename(folder / name)
+    if len(files) > 1:
+        size = sum((folder / name).stat().st_size for name in names)
+        places = {tensor: name for name, those in zip(names, files, strict=True) for tensor in those}
+        content = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps(content, indent=2) + "\n", encoding="utf-8"
+        )
+
+
+def _shards(tensors: Iterable[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
+    shard: dict[str, Any] = {}
+    size = 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > SHARD:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += tensor.nbytes
+    if shard:
+        yield shard
+
+
+def _adapter_config(run: Run, model: Any, folder: Path) -> None:
+    """adapter_config.json, as it is for use: PEFT writes the mode in which the adapter is trained."""
+    config = model.peft_config[model.active_adapter]
+    before = config.inference_mode, config.base_model_name_or_path
+    config.inference_mode, config.base_model_name_or_path = True, str(run.model)
+    config.save_pretrained(str(folder))
+    config.inference_mode, config.base_model_name_or_path = before
+
+
+def _beside(run: Run, model: Any, tokenizer: Any, folder: Path) -> None:
+    """The files of the base, so that whoever read the base reads the checkpoint; the tokenizer anew if it changed."""
+    companions = find_companions(run.model)
+    for name, path in companions.files.items():
+        if name != CONFIG:
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, folder / name)
+    if _changed(run, tokenizer):
+        tokenizer.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+    content = dict(read_object(run.model / CONFIG))
+    content["use_cache"] = True
+    if not weights.is_adapter(model):
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        known = [name for name in ("dtype", "torch_dtype") if name in content] or ["torch_dtype"]
+        content.update(dict.fromkeys(known, dtype))
+    (folder / CONFIG).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _changed(run: Run, tokenizer: Any) -> bool:
+    """Whether TRL was told to give the tokenizer another template or another end."""
+    from transformers import AutoTokenizer
+
+    base = AutoTokenizer.from_pretrained(
+        run.model, trust_remote_code=bool(run.options.get("trust_remote_code"))
+    )
+    return any(
+        getattr(base, name) != getattr(tokenizer, name) for name in ("chat_template", "eos_token")
+    ) or (len(base) != len(tokenizer))
+
+
+def complete(run: Run, folder: Path) -> None:
+    """Lay the record of the run into a checkpoint: from now on it counts."""
+    record = run.output / RECORD
+    content = record.read_text(encoding="utf-8") if record.is_file() else json.dumps(run.as_dict(), indent=2)
+    (folder / RECORD).write_text(content, encoding="utf-8")
+
+
+def last_complete(output: Path) -> Path | None:
+    """The latest checkpoint of an output that was written to its end."""
+    steps = {
+        int(match[1]): folder
+        for folder in output.glob("checkpoint-*")
+        if (match := re.fullmatch(r"checkpoint-(\d+)", folder.name))
+        and (folder / RECORD).is_file()
+        and (folder / STATE).is_file()
+    }
+    return steps[max(steps)] if steps else None
+
+
+def resumable(run: Run, checkpoint: Path) -> None:
+    """Refuse to go on from a checkpoint of another kind of run. Raises ReshardError."""
+    before = Run.read(checkpoint)
+    pairs = {
+        "method": (before.method, run.method),
+        "--lora": (before.lora, run.lora),
+        "--model": (before.model, run.model),
+        "--parallel": (before.spread.kind, run.spread.kind),
+        "--tp": (before.spread.tp, run.spread.tp),
+    }
+    problems = [
+        Problem(
+            "the checkpoint is of another run",
+            file=str(checkpoint),
+            expected=f"{name} {old}",
+            found=str(new),
+            remedy="resume with what the run was started with, or start another in another folder",
+        )
+        for name, (old, new) in pairs.items()
+        if old != new
+    ]
+    if problems:
+        raise ReshardError(problems)
+
+
+def save_optimizer(model: Any, optimizer: Any, folder: Path) -> None:
+    """Write the state of an optimizer over sharded parameters, each rank its part. All ranks must call it."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder / OPTIMIZER)
+
+
+def load_optimizer(model: Any, optimizer: Any, folder: Path) -> None:
+    """Read what `save_optimizer` wrote, on as many ranks as there are now. All ranks must call it."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=folder / OPTIMIZER)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])

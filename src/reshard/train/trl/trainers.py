@@ -1,0 +1,111 @@
+"""TRL's trainers, with checkpoints of our own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from reshard.train.engine import Monitor
+from reshard.train.run import Run
+from reshard.train.trl import devices, loading, reward, saving
+
+TRAINERS = {"sft": "SFTTrainer", "dpo": "DPOTrainer", "grpo": "GRPOTrainer"}
+SHARDED = ("fsdp2", "tp")
+"""Plans whose parameters are DTensors, and so are the states of their optimizers."""
+
+
+def trainer_class(run: Run, monitor: Monitor) -> Any:
+    """TRL's trainer of a method, whose checkpoints are complete by themselves."""
+    import torch
+    import trl
+    from transformers.trainer_utils import rotate_checkpoints
+
+    base: Any = getattr(trl, TRAINERS[run.method])
+
+    class Trainer(base):  # type: ignore[misc]
+        """Saves whole weights under every plan, and optimizers of DTensors by torch's distributed checkpoint."""
+
+        last_saved: Path | None = None
+
+        def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+            """Weights, config and tokenizer. All ranks must call it."""
+            saving.write(run, self.model, self.processing_class, Path(output_dir or self.args.output_dir))
+
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            """A checkpoint counts when the record of the run lies in it; older ones go only then."""
+            limit, self.args.save_total_limit = self.args.save_total_limit, None
+            super()._save_checkpoint(model, trial)
+            self.args.save_total_limit = limit
+            self.last_saved = run.output / f"checkpoint-{self.state.global_step}"
+            devices.barrier()
+            if devices.rank() == 0:
+                saving.complete(run, self.last_saved)
+                rotate_checkpoints(output_dir=str(run.output), save_total_limit=limit)
+                monitor.saved(self.last_saved)
+            devices.barrier()
+
+        def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+            if run.spread.kind not in SHARDED:
+                super()._save_optimizer_and_scheduler(output_dir)
+                return
+            saving.save_optimizer(self.model, self.optimizer.optimizer, Path(output_dir))
+            if self.args.should_save:
+                torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
+        def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+            if run.spread.kind not in SHARDED or checkpoint is None:
+                super()._load_optimizer_and_scheduler(checkpoint)
+                return
+            saving.load_optimizer(self.model, self.optimizer.optimizer, Path(checkpoint))
+            self.lr_scheduler.load_state_dict(
+                torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
+            )
+
+        def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+            """Nothing: the weights were loaded from there to begin with."""
+
+    return Trainer
+
+
+def trainer_of(
+    run: Run,
+    monitor: Monitor,
+    arguments: Any,
+    options: dict[str, Any],
+    model: Any,
+    tokenizer: Any,
+    data: Any,
+    callback: Any,
+) -> Any:
+    """The trainer of a run. Nothing is wrapped or sharded yet."""
+    more: dict[str, Any] = {"reward_funcs": reward.load(str(run.reward))} if run.method == "grpo" else {}
+    if run.lora:
+        more["peft_config"] = loading.adapter_config(options)
+    save_only, arguments.save_only_model = (
+        arguments.save_only_model,
+        run.spread.kind == "tp" or arguments.save_only_model,
+    )
+    trainer = trainer_class(run, monitor)(
+        model=model,
+        args=arguments,
+        train_dataset=data,
+        processing_class=tokenizer,
+        callbacks=[callback],
+        **more,
+    )
+    # Trainer refuses optimizers of models that were sharded when they were loaded; `_save_optimizer…` writes them.
+    arguments.save_only_model = save_only
+    if run.method == "grpo" and run.spread.tp > 1:
+        _seed_alike(run, arguments)
+    callback.watch(trainer)
+    return trainer
+
+
+def _seed_alike(run: Run, arguments: Any) -> None:
+    """Seed the tensor parallel ranks of one replica alike: they compute one model, which must draw one completion.
+
+    TRL seeds each process differently, which is right for ranks that see different data only.
+    """
+    from transformers import set_seed
+
+    set_seed(arguments.seed + devices.rank() // run.spread.tp)

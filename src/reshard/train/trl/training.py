@@ -1,0 +1,69 @@
+"""What each rank does, from the launcher's environment to the last checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from reshard.train.data import load_dataset
+from reshard.train.engine import Monitor, Trained
+from reshard.train.run import Run
+from reshard.train.trl import arithmetic, cpu, devices, environment, loading, saving, weights
+from reshard.train.trl.arguments import arguments_of
+from reshard.train.trl.callback import callback_of
+from reshard.train.trl.options import options_of
+from reshard.train.trl.trainers import trainer_of
+
+
+def train_here(run: Run, monitor: Monitor) -> Trained:
+    """This rank's part of a run. Raises ReshardError for what does not hold, and what the frameworks raise."""
+    options = options_of(run)
+    environment.check(run, options)
+    devices.start(options)
+    if options["use_cpu"]:
+        cpu.prepare()
+    checkpoint = _checkpoint(run, monitor)
+    arguments = arguments_of(run, options)  # before any model: ZeRO-3 partitions what is loaded after it
+    data = load_dataset(run.data, run.method)
+    arithmetic.batches_of(run, options, devices.world_size(), len(data))
+    trainer = _trainer(run, monitor, arguments, options, data, checkpoint)
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    return _finish(run, trainer, checkpoint)
+
+
+def _checkpoint(run: Run, monitor: Monitor) -> Path | None:
+    """Where to go on from, with `--resume`."""
+    if not run.resume:
+        return None
+    checkpoint = saving.last_complete(run.output)
+    if checkpoint is None:
+        monitor.note("there is no complete checkpoint: training begins anew")
+    else:
+        saving.resumable(run, checkpoint)
+        monitor.note(f"goes on from {checkpoint.name}")
+    return checkpoint
+
+
+def _trainer(
+    run: Run, monitor: Monitor, arguments: Any, options: dict[str, Any], data: Any, checkpoint: Path | None
+) -> Any:
+    from trl import is_conversational
+
+    tokenizer = loading.tokenizer_of(run, options, chats=is_conversational(data[0]))
+    model = loading.model_of(run, options, checkpoint)
+    callback = callback_of(run, monitor)
+    trainer = trainer_of(run, monitor, arguments, options, model, tokenizer, data, callback)
+    if checkpoint and run.lora and not run.spread.kind.startswith("zero"):
+        loading.load_adapter(trainer.model, checkpoint)
+    return trainer
+
+
+def _finish(run: Run, trainer: Any, checkpoint: Path | None) -> Trained:
+    """Save the last step if no checkpoint has it, and take the digests of what was trained."""
+    step = int(trainer.state.global_step)
+    last = run.output / f"checkpoint-{step}"
+    if last not in (trainer.last_saved, checkpoint):
+        trainer._save_checkpoint(trainer.model_wrapped, None)
+    digests = weights.digests_of(trainer.model)
+    devices.barrier()
+    return Trained(last, step, digests)

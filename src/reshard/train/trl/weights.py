@@ -1,0 +1,98 @@
+"""The weights of a model in training, whole and one by one, under the names of the hub.
+
+However they are spread, each tensor is gathered by all ranks and kept by the first one: so its memory holds one
+tensor beside the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from isal.isal_zlib import crc32
+
+from reshard.train.trl.devices import rank
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
+
+
+def tensors_of(model: Any) -> Iterator[tuple[str, Any]]:
+    """Every tensor that a folder of the model holds, on the first rank; nothing on others. All ranks must iterate.
+
+    An adapter's tensors have the names that PEFT saves them under.
+    """
+    yield from _adapter(model) if is_adapter(model) else _full(model)
+
+
+def digests_of(model: Any) -> dict[str, int]:
+    """The CRC32 of each trained tensor's bytes, on the first rank. All ranks must call it."""
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if is_adapter(model):
+        return {name: _crc32(tensor) for name, tensor in _adapter(model)}
+    return {name: _crc32(tensor) for name, tensor in _full(model, trained)}
+
+
+def is_adapter(model: Any) -> bool:
+    """Whether PEFT wraps the model."""
+    return hasattr(model, "peft_config") and hasattr(model, "base_model")
+
+
+def _crc32(tensor: Any) -> int:
+    import torch
+
+    return int(crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+
+
+def _full(model: Any, only: set[str] | None = None) -> Iterator[tuple[str, Any]]:
+    for name, tensor in _live(model):
+        if only is not None and name not in only:
+            continue
+        whole = gathered(tensor)
+        if whole is not None:
+            yield from _hub(model, _clean(name), whole).items()
+
+
+def _live(model: Any) -> Iterator[tuple[str, Any]]:
+    """Parameters, each once where they are tied, and the buffers that are saved."""
+    yield from model.named_parameters()
+    saved = model.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+
+
+def _adapter(model: Any) -> Iterator[tuple[str, Any]]:
+    from peft import get_peft_model_state_dict
+
+    trained = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            trained[_clean(name)] = gathered(parameter)
+    if rank() == 0:
+        yield from get_peft_model_state_dict(model, state_dict=trained, save_embedding_layers=False).items()
+
+
+def gathered(tensor: Any) -> Any:
+    """A whole tensor in the memory of the host on the first rank, None on others. All ranks must call it."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(tensor, DTensor):
+        whole = tensor.detach().full_tensor()
+        return whole.cpu() if rank() == 0 else None
+    if hasattr(tensor, "ds_id"):
+        from deepspeed.zero import GatheredParameters  # type: ignore[import-not-found]
+
+        with GatheredParameters([tensor]):
+            return tensor.detach().cpu().clone() if rank() == 0 else None
+    return tensor.detach().cpu() if rank() == 0 else None
+
+
+def _hub(model: Any, name: str, tensor: Any) -> dict[str, Any]:
+    """A tensor as the hub has it: transformers stacks what is apart there, such as experts."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return {key: value.contiguous() for key, value in revert_weight_conversion(model, {name: tensor}).items()}
+
+
+def _clean(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
