@@ -2,57 +2,216 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 from pathlib import Path
 
 import pytest
 
 import reshard
+from reshard.doctor.finding import Finding
+from reshard.doctor.grpo import fits
+from reshard.doctor.keywords import REMOVED
 
-SCRIPT = """
-import torch
-from transformers import AutoModelForCausalLM
-from trl import GRPOConfig, GRPOTrainer
-
-{body}
-"""
+LOADED = 'AutoModelForCausalLM.from_pretrained("m", device_map="auto")'
+FREE = 'AutoModelForCausalLM.from_pretrained("m", device_map=None)'
 TRAPS = {
-    "script-device-map": (
-        'model = AutoModelForCausalLM.from_pretrained("m", device_map="auto")\ntrainer = GRPOTrainer(model=model)',
-        'model = AutoModelForCausalLM.from_pretrained("m", device_map=None)',
+    "device_map": (
+        "script-device-map",
+        f"model = {LOADED}\ntrainer = GRPOTrainer(model=model)",
+        f"model = {FREE}",
     ),
-    "script-preloaded-model": (
-        'model = AutoModelForCausalLM.from_pretrained("m")\ntrainer = GRPOTrainer(model=model)',
-        'model = AutoModelForCausalLM.from_pretrained("m", device_map=None)',
+    "device_map in a variable": (
+        "script-device-map",
+        'where = "auto"\nmodel = AutoModel.from_pretrained("m", device_map=where)\nTrainer(model)',
+        "where = None",
     ),
-    "script-zero3-order": (
+    "device_map in keyword arguments": (
+        "script-device-map",
+        'given = {"device_map": "auto"}\nmodel = AutoModel.from_pretrained("m", **given)\nSFTTrainer(model=model)',
+        'given = {"device_map": None}',
+    ),
+    "device_map set in a dict": (
+        "script-device-map",
+        'given = {}\ngiven["device_map"] = "auto"\nmodel = AutoModel.from_pretrained("m", **given)\nSFTTrainer(model)',
+        'given["device_map"] = None',
+    ),
+    "device_map bound early": (
+        "script-device-map",
+        'load = functools.partial(AutoModel.from_pretrained, device_map="auto")\nmodel = load("m")\nSFTTrainer(model)',
+        "load = functools.partial(AutoModel.from_pretrained, device_map=None)",
+    ),
+    "device_map as an option": (
+        "script-device-map",
+        'parser.add_argument("--device-map", default="auto")\nargs = parser.parse_args()\n'
+        'model = AutoModel.from_pretrained("m", device_map=args.device_map)\nmodel = accelerator.prepare(model)',
+        'parser.add_argument("--device-map", default=None)',
+    ),
+    "device_map as a field": (
+        "script-device-map",
+        'class Arguments:\n    device_map: str = field(default="auto")\n\n'
+        'model = AutoModel.from_pretrained("m", device_map=arguments.device_map)\nTrainer(model=model)',
+        "device_map: str = field(default=None)",
+    ),
+    "device_map as a default of a function": (
+        "script-device-map",
+        'def load(path, device_map="auto"):\n    return AutoModel.from_pretrained(path, device_map=device_map)\n\n'
+        'Trainer(model=load("m"))',
+        "def load(path, device_map=None):",
+    ),
+    "device_map through an adapter": (
+        "script-device-map",
+        f"base = {LOADED}\nmodel = get_peft_model(base, config)\nDPOTrainer(model, args=args)",
+        f"base = {FREE}",
+    ),
+    "device_map handed to a function": (
+        "script-device-map",
+        f"def train(net):\n    Trainer(model=net).train()\n\nmodel = {LOADED}\ntrain(model)",
+        f"model = {FREE}",
+    ),
+    "device_map for the trainer": (
+        "script-device-map",
+        'args = GRPOConfig(model_init_kwargs={"device_map": "auto"})\nGRPOTrainer("m", args=args)',
+        'args = GRPOConfig(model_init_kwargs={"device_map": None})',
+    ),
+    "device_map computed": (
+        "script-device-map",
+        "spread = infer_auto_device_map(model)\nmodel = dispatch_model(model, device_map=spread)\nTrainer(model=model)",
+        "spread = None",
+    ),
+    "one GPU for all": (
+        "script-preloaded-model",
+        'model = AutoModel.from_pretrained("m", device_map={"": 0})\ntrainer = GRPOTrainer(model=model)',
+        'model = AutoModel.from_pretrained("m", device_map=None)',
+    ),
+    "zero3": (
+        "script-zero3-order",
         'model = AutoModelForCausalLM.from_pretrained("m")\nargs = TrainingArguments(deepspeed="zero3.json")',
-        "",
+        'args = TrainingArguments(deepspeed="zero3.json")',
     ),
-    "script-optimizer-before-sharding": (
+    "zero3 from the command line": (
+        "script-zero3-order",
+        "# deepspeed train.py --deepspeed zero3.json\n"
+        'model = AutoModelForCausalLM.from_pretrained("m")\nargs, = parser.parse_args_into_dataclasses()',
+        "args, = parser.parse_args_into_dataclasses()",
+    ),
+    "optimizer": (
+        "script-optimizer-before-sharding",
         "optimizer = torch.optim.AdamW(model.parameters())\nfully_shard(model)",
-        "",
+        "fully_shard(model)",
     ),
-    "script-rank-guard": (
+    "optimizer before FSDP1": (
+        "script-optimizer-before-sharding",
+        "optimizer = AdamW(model.parameters(), lr=1e-5)\nmodel = FSDP(model)",
+        "model = FSDP(model)",
+    ),
+    "saved by one": (
+        "script-rank-guard",
         'accelerator = Accelerator()\nif accelerator.is_main_process:\n    model.save_pretrained("out")',
         "",
     ),
-    "script-no-set-device": (
-        'torch.distributed.init_process_group("nccl")',
-        'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])); torch.distributed.init_process_group("nccl")',
+    "generated by one": (
+        "script-rank-guard",
+        "fully_shard(model)\nif dist.get_rank() == 0 and step > 3:\n    model.generate(**batch)",
+        "",
     ),
-    "script-removed-keyword": (
+    "evaluated by one": (
+        "script-rank-guard",
+        'if int(os.environ["LOCAL_RANK"]) == 0:\n    trainer.evaluate()\nSFTTrainer',
+        "",
+    ),
+    "saved after the others have left": (
+        "script-rank-guard",
+        "def save(trainer):\n    if rank != 0:\n        return\n    trainer.save_model('out')\n\nFSDP(model)",
+        "",
+    ),
+    "saved by a decorated function": (
+        "script-rank-guard",
+        "@accelerator.on_main_process\ndef save():\n    accelerator.save_state('out')\n\nAccelerator()",
+        "",
+    ),
+    "device": (
+        "script-no-set-device",
+        'torch.distributed.init_process_group("nccl")',
+        'import os; torch.cuda.set_device(int(os.environ["LOCAL_RANK"])); torch.distributed.init_process_group("nccl")',
+    ),
+    "renamed": (
+        "script-removed-keyword",
         'args = GRPOConfig(evaluation_strategy="no", output_dir="o")',
         'args = GRPOConfig(eval_strategy="no", output_dir="o")',
     ),
-    "sharded-save-model": (
-        'plugin = Plugin(state_dict_type="SHARDED_STATE_DICT")\ntrainer.save_model("out")',
-        "",
+    "gone": (
+        "script-removed-keyword",
+        'args = DPOConfig(\n    max_prompt_length=512,\n    output_dir="o",\n)',
+        "# max_prompt_length=512,",
     ),
-    "script-grpo-arithmetic": ("args = GRPOConfig(per_device_train_batch_size=3, num_generations=8)", ""),
-    "grpo-one-generation": ("args = GRPOConfig(num_generations=1)", ""),
-    "grpo-tensor-parallel": ('trainer = GRPOTrainer("m", args=Config(tp_size=2))', ""),
+    "gone, amid others": (
+        "script-removed-keyword",
+        'args = SFTConfig(output_dir="o", overwrite_output_dir=True, bf16=True)',
+        'args = SFTConfig(output_dir="o", bf16=True)',
+    ),
+    "gone, last": (
+        "script-removed-keyword",
+        "args = SFTConfig(bf16=True, past_index=1)",
+        "args = SFTConfig(bf16=True)",
+    ),
+    "sharded save": (
+        "sharded-save-model",
+        'plugin = Plugin(state_dict_type="SHARDED_STATE_DICT")\ntrainer.save_model("out")',
+        'plugin = Plugin(state_dict_type="FULL_STATE_DICT")',
+    ),
+    "groups": (
+        "script-grpo-arithmetic",
+        "args = GRPOConfig(per_device_train_batch_size=3, num_generations=8)",
+        "args = GRPOConfig(per_device_train_batch_size=8, num_generations=8)",
+    ),
+    "groups of a whole batch": (
+        "script-grpo-arithmetic",
+        "args = GRPOConfig(generation_batch_size=12, num_generations=8)",
+        "args = GRPOConfig(generation_batch_size=16, num_generations=8)",
+    ),
+    "one generation": (
+        "grpo-one-generation",
+        "args = GRPOConfig(num_generations=1)",
+        "args = GRPOConfig(num_generations=8)",
+    ),
+    "tensor parallel": (
+        "grpo-tensor-parallel",
+        'trainer = GRPOTrainer("m", args=Config(tp_size=2))',
+        'trainer = GRPOTrainer("m", args=Config(tp_size=1))',
+    ),
 }
-SOUND = """
+
+
+def diagnosed(folder: Path, body: str) -> list[Finding]:
+    path = folder / "train.py"
+    path.write_text(body + "\n")
+    return reshard.diagnose(path)
+
+
+@pytest.mark.parametrize("case", TRAPS)
+def test_a_trap_is_found_with_its_line_and_the_mended_line(tmp_path: Path, case: str) -> None:
+    identifier, body, mended = TRAPS[case]
+    (found,) = [each for each in diagnosed(tmp_path, body) if each.id == identifier]
+    lines = body.splitlines()
+    assert all(place.line and lines[place.line - 1].strip() == place.text for place in found.places)
+    assert not mended or mended in [place.mended for place in found.places]
+
+
+@pytest.mark.parametrize("case", TRAPS)
+def test_the_mended_lines_mend_the_script(tmp_path: Path, case: str) -> None:
+    identifier, body, _ = TRAPS[case]
+    lines = body.splitlines()
+    (found,) = [each for each in diagnosed(tmp_path, body) if each.id == identifier]
+    changes = {place.line: place for place in found.places if place.line and place.mended}
+    for line, place in changes.items():
+        lines[line - 1] = lines[line - 1].replace(place.text, place.mended)
+    assert identifier not in [each.id for each in diagnosed(tmp_path, "\n".join(lines))]
+    assert changes
+
+
+SOUND = {
+    "a GRPO run": """
 args = GRPOConfig(per_device_train_batch_size=8, num_generations=8, output_dir="o")
 trainer = GRPOTrainer(model="m", args=args, processing_class=tokenizer)
 trainer.train()
@@ -60,29 +219,108 @@ state = accelerator.get_state_dict(trainer.model)
 if accelerator.is_main_process:
     model.save_pretrained("out", state_dict=state)
     tokenizer.save_pretrained("out")
-"""
+""",
+    "a model that is only used": f"model = {LOADED}\nmodel.generate(tokens)\nprint(model)",
+    "a map for each process": """
+where = {"": int(os.environ["LOCAL_RANK"])} if distributed else "auto"
+model = AutoModel.from_pretrained("m", device_map=where)
+Trainer(model=model)
+""",
+    "a map of quantized models": """
+model = AutoModel.from_pretrained("m", device_map=get_kbit_device_map(), quantization_config=bits)
+SFTTrainer(model=model)
+""",
+    "a preloaded model that lies nowhere yet": 'model = AutoModel.from_pretrained("m")\nSFTTrainer(model=model)',
+    "both sides of a barrier": """
+if dist.get_rank() != 0:
+    dist.barrier()
+download()
+if dist.get_rank() == 0:
+    dist.barrier()
+""",
+    "both branches of a guard": """
+if dist.get_rank() == 0:
+    dist.gather(tensor, parts, dst=0)
+else:
+    dist.gather(tensor, dst=0)
+""",
+    "data parallel weights saved by one": """
+model = DistributedDataParallel(model)
+if dist.get_rank() == 0:
+    torch.save(model.module.state_dict(), "model.pt")
+""",
+    "a rank that is no process": "if lora_rank > 0:\n    accelerator.save_state('out')\nAccelerator()",
+    "an optimizer before data parallelism": """
+optimizer = torch.optim.AdamW(model.parameters())
+model = DistributedDataParallel(model)
+""",
+    "a function for one and a loop for all": """
+def load():
+    return AutoModelForCausalLM.from_pretrained("m")
+
+def main():
+    args = TrainingArguments(deepspeed="zero3.json")
+    model = load()
+""",
+    "a device through the group": 'dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))',
+    "groups for one process": "GRPOConfig(per_device_train_batch_size=4, gradient_accumulation_steps=4)",
+    "numbers that only the run knows": "GRPOConfig(per_device_train_batch_size=args.batch, num_generations=7)",
+    "a comparison with the sharded type": """
+if plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT:
+    consolidate()
+trainer.save_model("out")
+""",
+}
 
 
-@pytest.mark.parametrize("identifier", TRAPS)
-def test_a_trap_in_a_script_is_found_with_its_line_and_the_mended_line(
-    tmp_path: Path, identifier: str
-) -> None:
-    body, mended = TRAPS[identifier]
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT.format(body=body))
-    (found,) = [finding for finding in reshard.diagnose(path) if finding.id == identifier]
-    place = found.places[0]
-    assert place.line is not None and path.read_text().splitlines()[place.line - 1].strip() == place.text
-    assert not mended or place.mended == mended
+@pytest.mark.parametrize("case", SOUND)
+def test_a_sound_script_has_no_finding(tmp_path: Path, case: str) -> None:
+    assert diagnosed(tmp_path, SOUND[case]) == []
 
 
-def test_a_sound_script_has_no_finding(tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT.format(body=SOUND))
-    assert reshard.diagnose(path) == []
+def test_a_device_map_without_a_launch_is_a_warning(tmp_path: Path) -> None:
+    body = TRAPS["device_map"][1]
+    (plain,) = diagnosed(tmp_path, body)
+    (launched,) = diagnosed(tmp_path, "accelerator = Accelerator()\n" + body)
+    assert (plain.severity, launched.severity) == ("warning", "error")
+
+
+def test_a_map_for_each_process_does_not_help_if_the_kind_of_launch_is_forced(tmp_path: Path) -> None:
+    body = (
+        SOUND["a map for each process"]
+        + "args.distributed_state.distributed_type = DistributedType.DEEPSPEED\n"
+    )
+    assert [each.id for each in diagnosed(tmp_path, body)] == ["script-device-map"]
 
 
 def test_a_script_is_never_run(tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nraise SystemExit(3)")
-    assert reshard.diagnose(path) == [] and not (tmp_path / "ran").exists()
+    assert diagnosed(tmp_path, f"open({str(tmp_path / 'ran')!r}, 'w')\nraise SystemExit(3)") == []
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_the_frameworks_take_the_new_names_and_not_the_old_ones(name: str) -> None:
+    """Held against the classes themselves, so that the table cannot go stale."""
+    transformers, trl = pytest.importorskip("transformers"), pytest.importorskip("trl")
+    taken = inspect.signature(getattr(trl, name, None) or getattr(transformers, name)).parameters
+    assert not REMOVED[name].keys() & taken.keys()
+    assert {new for new in REMOVED[name].values() if new} <= taken.keys()
+
+
+def test_the_batch_arithmetic_is_that_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+    trl = pytest.importorskip("trl")
+    for processes in (1, 2, 3):
+        monkeypatch.setattr(trl.GRPOConfig, "world_size", processes)
+        for batch, steps, group, whole in itertools.product((1, 3, 4, 8), (1, 4), (2, 6, 8), (None, 12, 24)):
+            given = {
+                "per_device_train_batch_size": batch,
+                "gradient_accumulation_steps": steps,
+                "num_generations": group,
+                **({"generation_batch_size": whole} if whole else {}),
+            }
+            try:
+                trl.GRPOConfig(output_dir="o", use_cpu=True, bf16=False, **given)
+                accepted = True
+            except ValueError:
+                accepted = False
+            assert fits(given, processes) == accepted, (processes, given)

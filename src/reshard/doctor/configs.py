@@ -9,8 +9,10 @@ from typing import Any
 import yaml
 
 from reshard.doctor.finding import Finding, Place
+from reshard.doctor.grpo import KEYS, grpo_arithmetic
+from reshard.doctor.keywords import REMOVED
 from reshard.doctor.rules import told
-from reshard.doctor.scripts import GRPO_KEYS, REMOVED, SPREAD, grpo_arithmetic
+from reshard.doctor.spread import SPREAD
 from reshard.errors import ReshardError
 
 RUN = {"learning_rate", "per_device_train_batch_size", "num_train_epochs", "finetuning_type", "output_dir"}
@@ -84,6 +86,9 @@ def _run(config: Mapping[str, Any], place: Callable[..., Place]) -> Iterator[Fin
             values,
         )
     if "num_generations" in config or "reward_funcs" in config:
-        yield from grpo_arithmetic({key: config.get(key) for key in GRPO_KEYS}, place)
+        yield from grpo_arithmetic(
+            {key: config.get(key) for key in KEYS},
+            lambda key, better: place(key, f"{key}: {better}" if better else ""),
+        )
     if config.get("bf16") and config.get("fp16"):
         yield told("config-two-precisions", [place("fp16"), place("bf16")])

@@ -7,30 +7,15 @@ import re
 from collections.abc import Callable, Iterator
 
 from reshard.doctor.finding import Finding, Place
+from reshard.doctor.grpo import KEYS, grpo_arithmetic
+from reshard.doctor.keywords import REMOVED, certainty
 from reshard.doctor.rules import told
-from reshard.doctor.source import Call, Source, read_source
-
-TRAINERS = (
-    *("Trainer", "Seq2SeqTrainer", "SFTTrainer", "DPOTrainer", "GRPOTrainer", "RewardTrainer", "KTOTrainer"),
-    *("ORPOTrainer", "RLOOTrainer", "PPOTrainer", "OnlineDPOTrainer"),
-)
-ARGUMENTS = (
-    *(
-        "TrainingArguments",
-        "Seq2SeqTrainingArguments",
-        "SFTConfig",
-        "DPOConfig",
-        "GRPOConfig",
-        "RewardConfig",
-    ),
-    *("KTOConfig", "ORPOConfig", "RLOOConfig", "PPOConfig"),
-)
-SHARDERS = ("fully_shard", "FSDP", "FullyShardedDataParallel", "parallelize_module")
-DISTRIBUTED = (*SHARDERS, *TRAINERS, "Accelerator", "init_process_group", "DistributedDataParallel", "DDP")
-SPREAD = {"auto", "balanced", "balanced_low_0", "sequential"}
+from reshard.doctor.source import Call, Source, rank_side, read_source
+from reshard.doctor.spread import device_map_findings
 
 Rule = Callable[[Source], Iterator[Finding]]
-RULES: list[Rule] = []
+RULES: list[Rule] = [device_map_findings]
+SHARDERS = ("fully_shard", "FSDP", "FullyShardedDataParallel", "parallelize_module")
 
 
 def rule(function: Rule) -> Rule:
@@ -45,159 +30,240 @@ def diagnose_script(path: str) -> list[Finding]:
     return [finding for each in RULES for finding in each(source)]
 
 
-@rule
-def device_map(source: Source) -> Iterator[Finding]:
-    """device_map='auto' in a script that trains, or that several processes run."""
-    if not source.find(*DISTRIBUTED):
-        return
-    lines = [
-        node.lineno
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.keyword) and node.arg == "device_map" and _is_spread(node.value)
-    ]
-    lines += [
-        value.lineno
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.Dict)
-        for key, value in zip(node.keys, node.values, strict=True)
-        if isinstance(key, ast.Constant) and key.value == "device_map" and _is_spread(value)
-    ]
-    places = [
-        source.place(line, _DEVICE_MAP.sub(r"\1None", source.lines[line - 1])) for line in sorted(set(lines))
-    ]
-    if places:
-        yield told("script-device-map", places)
+def _swapped(source: Source, first: Call, second: Call) -> list[Place]:
+    """Two statements of one line each in the other order; without mended lines if they are longer."""
+    lines = [source.lines[call.line - 1] for call in (first, second)]
+    whole = all(
+        call.node.end_lineno == call.line and "(" in line
+        for call, line in zip((first, second), lines, strict=True)
+    )
+    level = len({len(line) - len(line.lstrip()) for line in lines}) == 1
+    if not (whole and level and all(_parses(line) for line in lines)):
+        return [source.place(first.line), source.place(second.line)]
+    return [source.place(first.line, lines[1]), source.place(second.line, lines[0])]
 
 
-_DEVICE_MAP = re.compile(r"""(device_map["']?\s*[=:]\s*)["']\w+["']""")
+def _parses(line: str) -> bool:
+    try:
+        ast.parse(line.strip())
+    except SyntaxError:
+        return False
+    return True
 
 
-def _is_spread(value: ast.expr) -> bool:
-    return isinstance(value, ast.Constant) and value.value in SPREAD
-
-
-@rule
-def preloaded_model(source: Source) -> Iterator[Finding]:
-    """A model that was loaded before a TRL trainer, without saying where it should lie."""
-    for trainer in source.find(*TRAINERS[2:]):
-        given = trainer.keyword("model")
-        value = given.value if given else (trainer.node.args[0] if trainer.node.args else None)
-        if not isinstance(value, ast.Name):
-            continue
-        loads = [c for c in source.assignments(value.id, trainer.node.lineno) if c.last == "from_pretrained"]
-        if loads and loads[0].keyword("device_map") is None and not _quantized(loads[0]):
-            line = loads[0].node.lineno
-            mended = re.sub(r"\)\s*$", ", device_map=None)", source.lines[line - 1])
-            place = source.place(line, mended if mended != source.lines[line - 1] else "")
-            yield told(
-                "script-preloaded-model", [place, source.place(trainer.node.lineno)], certainty="possible"
-            )
-
-
-def _quantized(call: Call) -> bool:
-    return any(call.keyword(name) for name in ("quantization_config", "load_in_4bit", "load_in_8bit"))
+_MODEL = re.compile(r"Model\b|ModelFor|ForCausalLM|ForConditionalGeneration|LMHead")
+_PARSED = (
+    "parse_args_into_dataclasses",
+    "parse_args_and_config",
+    "parse_yaml_file",
+    "parse_json_file",
+    "parse_dict",
+)
 
 
 @rule
 def loaded_before_zero3(source: Source) -> Iterator[Finding]:
     """from_pretrained before the arguments that switch ZeRO-3 on."""
-    switches = [call for call in source.find(*ARGUMENTS) if call.keyword("deepspeed")]
-    models = [c for c in source.find("from_pretrained") if "Model" in c.owner or "Causal" in c.owner]
-    early = [call for call in models if switches and call.node.lineno < switches[0].node.lineno]
-    if early:
-        places = [source.place(call.node.lineno) for call in early]
-        yield told("script-zero3-order", places, {"line": switches[0].node.lineno}, certainty="likely")
+    explicit = [
+        call
+        for call in source.calls
+        if call.keyword("deepspeed") and call.last.endswith(("Arguments", "Config"))
+    ]
+    parsed = source.find(*_PARSED) if re.search("zero3|deepspeed", source.text, re.IGNORECASE) else []
+    plugins = [call for call in source.find("Accelerator") if call.keyword("deepspeed_plugin")]
+    loads = [c for c in source.find("from_pretrained") if _MODEL.search(c.owner) and not _low_memory(c)]
+    for switch in (*explicit, *parsed, *plugins):
+        early = [call for call in loads if call.line < switch.line and call.scope == switch.scope]
+        if early:
+            places = _swapped(source, early[-1], switch)
+            sure = "possible" if switch in parsed else "likely"
+            yield told("script-zero3-order", places, {"line": switch.line}, certainty=sure)
+            return
+
+
+def _low_memory(call: Call) -> bool:
+    """Whether a model is not one that is trained: the teacher or tokenizer on a device of its own."""
+    return "Tokenizer" in call.owner or "Config" in call.owner or "Processor" in call.owner
+
+
+_OPTIMIZER = re.compile(r"\boptim(?:izers?)?\.[A-Z]\w+$|^(?:AdamW?(?:8bit)?|SGD|Adafactor|FusedAdam|Lion)$")
 
 
 @rule
 def optimizer_before_sharding(source: Source) -> Iterator[Finding]:
     """An optimizer over the parameters that sharding then replaces."""
+    if re.search(r"""\[["']params["']\]\s*=""", source.text):
+        return  # the script gives the optimizer its new parameters itself
     for optimizer in source.calls:
-        if not re.search(r"\boptim\.\w+$|^(?:AdamW?|SGD|Adafactor)$", optimizer.name):
+        if not _OPTIMIZER.search(optimizer.name):
             continue
-        models = {name for name in optimizer.names() if ".parameters" in ast.unparse(optimizer.node)}
+        models = {name for name in optimizer.names() if f"{name}.parameters" in ast.unparse(optimizer.node)}
         later = [
             call
             for call in source.find(*SHARDERS)
-            if call.node.lineno > optimizer.node.lineno and models & call.names()
+            if call.line > optimizer.line and call.scope == optimizer.scope and models & call.names()
         ]
         if later:
-            places = [source.place(optimizer.node.lineno), source.place(later[0].node.lineno)]
-            yield told("script-optimizer-before-sharding", places)
+            yield told("script-optimizer-before-sharding", _swapped(source, optimizer, later[0]))
 
 
-TOGETHER = (
-    "generate",
-    "evaluate",
-    "save_model",
-    "save_state",
-    "save_checkpoint",
-    "state_dict",
-    "save_pretrained",
-)
-COLLECTIVES = (
+ON_ALL_RANKS = (
     "all_reduce",
     "all_gather",
+    "all_gather_object",
     "broadcast",
-    "barrier",
-    "wait_for_everyone",
-    "get_state_dict",
-    "gather",
+    "broadcast_object_list",
+    "reduce_scatter",
 )
-SHARDED = re.compile(
-    r"fully_shard|FSDP|FullyShardedDataParallel|deepspeed|zero3|DTensor|Accelerator|Trainer\b"
+OF_ACCELERATE = ("get_state_dict", "save_state", "gather", "gather_for_metrics", "wait_for_everyone")
+OF_SHARDED = (
+    "save_pretrained",
+    "generate",
+    "state_dict",
+    "save_checkpoint",
+    "save_16bit_model",
+    "full_tensor",
+)
+OF_TRAINER = ("save_model", "evaluate", "predict")
+STRONG = re.compile(
+    r"\bfully_shard\(|\bFSDP\(|FullyShardedDataParallel\(|deepspeed\.initialize\(|\bDTensor\b|zero_?3|ZeRO-?3|deepspeed\s*="
+    r"|fsdp\s*=|FullyShardedDataParallelPlugin"
 )
 
 
 @rule
 def rank_guard(source: Source) -> Iterator[Finding]:
     """What all ranks have to do together, done by one."""
-    places = []
-    sharded = SHARDED.search(source.text)
-    for call in source.calls:
-        if call.guard is None or re.search(r"tok|processor|config", call.owner, re.IGNORECASE):
-            continue
-        gathered = call.keyword("state_dict") is not None
-        if call.last in COLLECTIVES or (call.last in TOGETHER and sharded and not gathered):
-            places.append(source.place(call.node.lineno))
-    if places:
-        yield told("script-rank-guard", places, certainty="likely")
+    if not re.search(r"Accelerator|Trainer\b|FSDP|torch\.distributed|deepspeed|fully_shard", source.text):
+        return
+    sharded = bool(STRONG.search(source.text))
+    alone = [call for call in source.calls if call.guard is not None and _together(call, source, sharded)]
+    surely = [
+        call for call in alone if sharded or call.last in ON_ALL_RANKS or call.last in ("evaluate", "predict")
+    ]
+    for calls, sure in ((surely, True), ([call for call in alone if call not in surely], False)):
+        if calls:
+            guards = [_without_guard(source, line) for line in sorted({c.guard for c in calls if c.guard})]
+            yield told(
+                "script-rank-guard",
+                [*(source.place(call.line) for call in calls), *guards],
+                severity="error" if sure else "warning",
+                certainty="likely" if sure else "possible",
+                evidence=() if sure else ("under plain DDP it does no harm; under FSDP and ZeRO-3 it hangs",),
+            )
+
+
+def _together(call: Call, source: Source, sharded: bool) -> bool:
+    """Whether this call, which one rank alone makes, is one that all ranks have to make."""
+    if call.last in ON_ALL_RANKS or call.last in OF_ACCELERATE:
+        return bool(call.owner) and not _both_sides(call, source) and _of_a_group(call)
+    owner = call.owner.lower()
+    if not owner or re.search(
+        r"tok|process|config|pipe|ema|lora_state|optimizer|sched|base_model$|vae|ref_", owner
+    ):
+        return False
+    if call.last in OF_TRAINER:
+        return "trainer" in owner
+    if call.last not in OF_SHARDED or call.keyword("state_dict") or call.keyword("is_main_process"):
+        return False
+    if call.last == "state_dict":
+        return (
+            sharded
+            and "module" not in owner
+            and bool(re.search("fsdp|model", owner))
+            and not _saved_by_hand(source)
+        )
+    return bool(re.search("model|unwrap|engine|fsdp", owner)) and (sharded or "Accelerator(" in source.text)
+
+
+def _of_a_group(call: Call) -> bool:
+    """Whether a function with this name is one of torch.distributed or accelerate."""
+    return (
+        bool(re.search(r"dist\b|distributed|accelerator|funcol", call.owner, re.IGNORECASE))
+        or call.owner == "comm"
+    )
+
+
+def _saved_by_hand(source: Source) -> bool:
+    """Whether the script gathers before it saves, in a way of its own."""
+    return bool(
+        re.search(
+            r"GatheredParameters|state_dict_type\(|FullStateDictConfig|full_state_dict|summon_full",
+            source.text,
+        )
+    )
+
+
+def _both_sides(call: Call, source: Source) -> bool:
+    """Whether the other ranks make the same call under another condition."""
+    return any(
+        each.last == call.last
+        and each.scope == call.scope
+        and (each.guard is None or each.guard != call.guard or each.others != call.others)
+        for each in source.calls
+        if each.node is not call.node and (each.guard is not None) and each.others != call.others
+    )
+
+
+def _without_guard(source: Source, line: int) -> Place:
+    """The line of a guard, with a condition that lets all ranks take part."""
+    text = source.lines[line - 1]
+    if text.strip().startswith("@"):
+        return source.place(line, f"# {text.strip()}")
+    match = re.match(r"(\s*(?:el)?if )(.+):\s*(?:#.*)?$", text)
+    if match is None or not _parses(f"if {match[2]}: pass"):
+        return source.place(line)
+    test = ast.parse(match[2].strip(), mode="eval").body
+    kept = [each for each in test.values if rank_side(each) is None] if isinstance(test, ast.BoolOp) else []
+    leaves = re.match(r"\s*(?:return|sys\.exit|exit|os\._exit|continue)\b", source.lines[line])
+    condition = " and ".join(map(ast.unparse, kept)) or str(not leaves)
+    return source.place(line, f"{match[1]}{condition}:  # all ranks take part")
 
 
 @rule
 def no_set_device(source: Source) -> Iterator[Finding]:
     """NCCL without a device for each rank."""
-    groups = [
-        call
-        for call in source.find("init_process_group")
-        if "gloo" not in ast.unparse(call.node) and not call.keyword("device_id")
-    ]
-    if groups and "set_device" not in source.text and "Accelerator(" not in source.text:
-        line = groups[0].node.lineno
-        mended = 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])); ' + source.lines[line - 1].strip()
-        yield told("script-no-set-device", [source.place(line, mended)])
+    told_elsewhere = re.compile(
+        r"set_device|device_id\s*=|init_device_mesh|deepspeed\.init|init_distributed|Accelerator\(|PartialState|cuda:\{|\"cuda:\""
+        r"|device\([^)]*rank|\.(?:to|cuda)\([^)]*rank|CUDA_VISIBLE_DEVICES|import_module|parallel_state"
+    )
+    runs = any(isinstance(node, ast.If) and "__main__" in ast.unparse(node.test) for node in source.tree.body)
+    for call in source.find("init_process_group"):
+        backend = call.constant("backend") or next(
+            (each.value for each in call.node.args[:1] if isinstance(each, ast.Constant)), None
+        )
+        default = not call.node.args and call.keyword("backend") is None
+        if told_elsewhere.search(source.text) or not (runs or not call.scope):
+            return
+        if "nccl" in str(backend) or (default and "cuda" in source.text):
+            line = source.lines[call.line - 1].strip()
+            imports = "" if re.search(r"^\s*import .*\bos\b", source.text, re.MULTILINE) else "import os; "
+            mended = f'{imports}torch.cuda.set_device(int(os.environ["LOCAL_RANK"])); {line}'
+            yield told("script-no-set-device", [source.place(call.line, mended * line.startswith(call.name))])
+            return
 
 
-_ARGUMENTS_REMOVED = {
-    "evaluation_strategy": "eval_strategy",
-    "no_cuda": "use_cpu",
-    "overwrite_output_dir": "",
-    "per_gpu_train_batch_size": "per_device_train_batch_size",
-}
-REMOVED = {
-    **dict.fromkeys(ARGUMENTS, _ARGUMENTS_REMOVED),
-    "SFTConfig": {**_ARGUMENTS_REMOVED, "max_seq_length": "max_length"},
-    "GRPOConfig": {**_ARGUMENTS_REMOVED, "max_prompt_length": ""},
-    "DPOConfig": {**_ARGUMENTS_REMOVED, "max_prompt_length": "", "max_target_length": ""},
-    **{name: {"tokenizer": "processing_class"} for name in TRAINERS},
-    "SFTTrainer": {
-        "tokenizer": "processing_class",
-        "max_seq_length": "",
-        "packing": "",
-        "dataset_text_field": "",
-    },
-}
-"""Keyword arguments that today's transformers and TRL do not take any more, and what took their place."""
+@rule
+def preloaded_model(source: Source) -> Iterator[Finding]:
+    """A model that every process loads onto the same GPU before a trainer gets it."""
+    for trainer in source.calls:
+        given = trainer.keyword("model")
+        value = given.value if given else (trainer.node.args[0] if trainer.node.args else None)
+        if not (trainer.last.endswith("Trainer") and isinstance(value, ast.Name)):
+            continue
+        for load in source.assignments(value.id, trainer.line):
+            device = load.keyword("device_map")
+            if load.last == "from_pretrained" and device is not None and _is_one_device(device.value):
+                places = [source.replaced(device.value, "None"), source.place(trainer.line)]
+                yield told("script-preloaded-model", places, certainty="possible")
+                return
+
+
+def _is_one_device(value: ast.expr) -> bool:
+    """Whether a device_map is one GPU, the same for all processes."""
+    if isinstance(value, ast.Dict):
+        return len(value.values) == 1 and _is_one_device(value.values[0])
+    return isinstance(value, ast.Constant) and (value.value == 0 or value.value in ("cuda", "cuda:0"))
 
 
 @rule
@@ -207,61 +273,89 @@ def removed_keyword(source: Source) -> Iterator[Finding]:
         for keyword in call.node.keywords:
             if keyword.arg in REMOVED[call.last]:
                 new = REMOVED[call.last][keyword.arg]
-                line = source.lines[keyword.lineno - 1]
-                pattern = rf"\b{keyword.arg}(\s*=)" if new else rf"\b{keyword.arg}\s*=\s*[^,)]+,?\s*"
-                place = source.place(keyword.lineno, re.sub(pattern, new + r"\1" if new else "", line))
                 values = {"name": call.last, "old": keyword.arg, "new": new or "–"}
-                yield told("script-removed-keyword", [place], values)
+                sure, evidence = certainty(call.last)
+                place = _renamed(source, keyword, new) if new else _dropped(source, keyword)
+                severity = "warning" if sure == "possible" else "error"
+                yield told(
+                    "script-removed-keyword",
+                    [place],
+                    values,
+                    severity=severity,
+                    certainty=sure,
+                    evidence=[evidence],
+                )
+
+
+def _renamed(source: Source, keyword: ast.keyword, new: str) -> Place:
+    line = source.lines[keyword.lineno - 1]
+    return source.place(keyword.lineno, re.sub(rf"\b{keyword.arg}(\s*=)", rf"{new}\1", line, count=1))
+
+
+def _dropped(source: Source, keyword: ast.keyword) -> Place:
+    """The line without a keyword: as a comment if it stands alone, else with the rest of the call."""
+    if keyword.end_lineno != keyword.lineno:
+        return source.place(keyword.lineno)
+    line = source.lines[keyword.lineno - 1]
+    before, after = line[: keyword.col_offset], line[keyword.end_col_offset :]
+    if not before.strip() and after.strip() in ("", ","):
+        return source.place(keyword.lineno, f"# {line.strip()}")
+    if match := re.match(r"\s*,\s*", after):
+        return source.place(keyword.lineno, before + after[match.end() :])
+    return source.place(keyword.lineno, re.sub(r",\s*$", "", before) + after)
 
 
 @rule
 def sharded_save(source: Source) -> Iterator[Finding]:
     """save_model() under SHARDED_STATE_DICT writes no weights."""
-    saves = source.find("save_model")
-    if "SHARDED_STATE_DICT" in source.text and saves:
-        yield told("sharded-save-model", [source.place(saves[0].node.lineno)])
+    saves = [
+        call for call in source.find("save_model") if "trainer" in call.owner.lower() or call.owner == "self"
+    ]
+    chosen = [
+        node for call in source.calls for each in call.node.keywords for node in _sharded_type(each.value)
+    ]
+    chosen += [node for value in source.values.values() for each in value for node in _sharded_type(each)]
+    if saves and chosen:
+        full = ast.unparse(chosen[0]).replace("SHARDED_STATE_DICT", "FULL_STATE_DICT").replace("'", '"')
+        yield told("sharded-save-model", [source.replaced(chosen[0], full), source.place(saves[0].line)])
+
+
+def _sharded_type(value: ast.expr) -> Iterator[ast.expr]:
+    """Where SHARDED_STATE_DICT stands in a value, unless it is only compared with."""
+    nodes = [value, *(value.values if isinstance(value, ast.Dict) else ())]
+    for node in nodes:
+        if (isinstance(node, ast.Constant) and node.value == "SHARDED_STATE_DICT") or (
+            isinstance(node, ast.Attribute) and node.attr == "SHARDED_STATE_DICT"
+        ):
+            yield node
 
 
 @rule
 def grpo(source: Source) -> Iterator[Finding]:
     """Batch arithmetic of GRPO, and tensor parallelism beside it."""
     for call in source.find("GRPOConfig"):
-        line = call.node.lineno
-        numbers = {key: call.constant(key) for key in GRPO_KEYS}
-        yield from grpo_arithmetic(numbers, _always(source.place(line)))
-    parallel = re.compile(r"\btp_size\s*=\s*([2-9]|\d\d)|tp_plan\s*=\s*['\"]auto")
-    if source.find("GRPOTrainer") and (match := parallel.search(source.text)):
-        yield told("grpo-tensor-parallel", [source.place(source.text.count("\n", 0, match.start()) + 1)])
+        yield from grpo_arithmetic({key: _number(call, key) for key in KEYS}, _spot(source, call))
+    parallel = re.compile(r"\btp_size\s*=\s*(?:[2-9]|\d\d)|tp_plan\s*=\s*['\"]auto['\"]")
+    for node in ast.walk(source.tree) if source.find("GRPOTrainer") else ():
+        if isinstance(node, ast.keyword) and (match := parallel.fullmatch(ast.unparse(node))):
+            off = "1" if match[0].startswith("tp_size") else "None"
+            yield told("grpo-tensor-parallel", [source.replaced(node.value, off)])
+            return
 
 
-def _always(place: Place) -> Callable[[str], Place]:
-    return lambda key: place
+def _number(call: Call, key: str) -> object:
+    """A number, None if it is not given, and the expression if it is known only when the script runs."""
+    keyword = call.keyword(key)
+    if keyword is None:
+        return None if all(each.arg for each in call.node.keywords) else "**"
+    return keyword.value.value if isinstance(keyword.value, ast.Constant) else ast.unparse(keyword.value)
 
 
-GRPO_KEYS = (
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "num_generations",
-    "generation_batch_size",
-)
+def _spot(source: Source, call: Call) -> Callable[[str, int | None], Place]:
+    def spot(key: str, better: int | None) -> Place:
+        keyword = call.keyword(key)
+        if keyword is None:
+            return source.place(call.line)
+        return source.replaced(keyword.value, str(better)) if better else source.place(keyword.lineno)
 
-
-def grpo_arithmetic(numbers: dict[str, object], place: Callable[[str], Place]) -> Iterator[Finding]:
-    """Whether the batch of a generation step holds whole groups of completions; TRL's defaults for what is not said."""
-    batch, steps, group, explicit = (numbers.get(key) for key in GRPO_KEYS)
-    group = 8 if group is None else group
-    if not isinstance(group, int) or group < 2:
-        if isinstance(group, int):
-            yield told("grpo-one-generation", [place("num_generations")], {"group": group})
-        return
-    total = explicit if isinstance(explicit, int) else None
-    if total is None and isinstance(batch, int):
-        total = batch * (steps if isinstance(steps, int) else 1)
-    if total is None or total % group == 0:
-        return
-    fitting = [ranks for ranks in range(1, 65) if total * ranks % group == 0]
-    if explicit is not None or fitting != list(range(1, 65)):
-        values = {"total": total, "group": group, "ranks": ", ".join(map(str, fitting[:4])) or "–"}
-        sure = "sure" if explicit is not None or not fitting else "possible"
-        where = place("per_device_train_batch_size")
-        yield told("script-grpo-arithmetic", [where], values, certainty=sure)
+    return spot
