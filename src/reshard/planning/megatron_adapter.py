@@ -42,7 +42,7 @@ def plan(source: Source) -> Plan:
     layout = options.layout if model.dims.experts else replace(options.layout, etp=1)
     layout = layout.over(model.dims.layers)
     check_layout(model, layout)
-    found = linears(adapter, model.binding(), _same)
+    found = linears(adapter, model.binding(), same_bytes)
     rank = _rank(found, layout)
     tensors = _planned(found, rank, Types(options.dtype))
     settings = _settings(adapter, found, rank)
@@ -91,7 +91,7 @@ def _model(source: Source) -> tuple[Model, Path]:
     return resolve(base, family=options.family), options.base
 
 
-def _same(first: Tensor, second: Tensor) -> bool:
+def same_bytes(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors hold the same bytes. They are read, for nothing else tells it."""
     if first == second:
         return True

@@ -128,10 +128,32 @@ def _fill(chunk: Any, state: dict[str, Any]) -> Mismatch:
     return Mismatch.of((), result.unexpected_keys)
 
 
-def load_run(chunks: list[Any], folder: Path, optimizer: Any, scheduler: Any) -> Mismatch:
+Only = Callable[[str], bool]
+"""Whether a key of a model's state is saved, and so is there to be loaded."""
+
+
+def every(key: str) -> bool:
+    """All that a model has."""
+    return True
+
+
+def _chosen(state: dict[str, Any], only: Only) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if only(key)}
+
+
+def load_run(
+    chunks: list[Any],
+    folder: Path,
+    optimizer: Any,
+    scheduler: Any,
+    *,
+    only: Only = every,
+    random_states: ParallelSizes | None = None,
+) -> Mismatch:
     """Fill weights, optimizer and scheduler from torch_dist, as `load_checkpoint` of Megatron-LM does; collective.
 
-    Unlike `load_weights`, what is amiss with the optimizer counts as missing or unexpected too.
+    Unlike `load_weights`, what is amiss with the optimizer counts as missing or unexpected too. `only` says which
+    weights are there. Random states come with those sizes by which they were saved.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
@@ -139,13 +161,15 @@ def load_run(chunks: list[Any], folder: Path, optimizer: Any, scheduler: Any) ->
     keys = stored_keys(folder)
     metadata = {**dist_checkpointing.load_content_metadata(str(folder)), **_key_style(keys)}
     wanted: dict[str, Any] = {
-        model_key(chunks, index): chunk.sharded_state_dict(metadata=metadata)
+        model_key(chunks, index): _chosen(chunk.sharded_state_dict(metadata=metadata), only)
         for index, chunk in enumerate(chunks)
     }
     names.follow_checkpoint(wanted, keys)
     if optimizer.config.use_distributed_optimizer:
         _begin_states(optimizer)
     wanted["optimizer"] = optimizer.sharded_state_dict(wanted, is_loading=True, metadata=metadata)
+    if random_states:
+        wanted["rng_state"] = _sharded_random_state(random_states)
     loaded, unexpected, missing = dist_checkpointing.load(
         wanted, str(folder), strict=StrictHandling.RETURN_ALL
     )
@@ -154,6 +178,8 @@ def load_run(chunks: list[Any], folder: Path, optimizer: Any, scheduler: Any) ->
     if optimizer.config.use_distributed_optimizer:
         _separate_steps(optimizer)
     scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    if random_states:
+        _set_random_state(loaded["rng_state"][0])
     states = [tuple(key for key in found if "optimizer." in key) for found in (missing, unexpected)]
     return Mismatch.union([Mismatch.of(missing, unexpected), Mismatch(*states), *left])
 
@@ -167,6 +193,8 @@ def _begin_states(optimizer: Any) -> None:
     import torch
 
     for link in optimizer.chained_optimizers:
+        if not _is_torchs(link.optimizer):
+            continue
         for group in link.optimizer.param_groups:
             for parameter in group["params"]:
                 moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
@@ -179,8 +207,15 @@ def _begin_states(optimizer: Any) -> None:
 def _separate_steps(optimizer: Any) -> None:
     """A step for each tensor: megatron-core gives all the same one, and torch's Adam counts each up."""
     for link in optimizer.chained_optimizers:
-        for state in link.optimizer.state.values():
-            state["step"] = state["step"].clone()
+        if _is_torchs(link.optimizer):
+            for state in link.optimizer.state.values():
+                state["step"] = state["step"].clone()
+
+
+def _is_torchs(optimizer: Any) -> bool:
+    import torch
+
+    return isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
 
 
 def _set_states(link: Any, original: Callable[..., None], parameter: Any, tensors: dict[str, Any]) -> None:
@@ -243,7 +278,7 @@ def save_checkpoint(
         folder.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
     if options.format == "torch_dist":
-        _save_torch_dist(folder, state, chunks, sizes, optimizer, scheduler, options)
+        write_torch_dist(folder, state, chunks, sizes, optimizer, scheduler, options)
     else:
         _save_legacy(folder, state, chunks, optimizer, scheduler)
     torch.distributed.barrier()
@@ -254,7 +289,7 @@ def save_checkpoint(
     return folder
 
 
-def _save_torch_dist(
+def write_torch_dist(
     folder: Path,
     state: dict[str, Any],
     chunks: list[Any],
@@ -262,7 +297,9 @@ def _save_torch_dist(
     optimizer: Any,
     scheduler: Any,
     options: SaveOptions,
+    only: Only = every,
 ) -> None:
+    """Write the iteration folder `folder`, which exists: `state`, and what the run has besides; collective."""
     from megatron.core import dist_checkpointing
     from megatron.core import parallel_state as ps
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
@@ -272,7 +309,7 @@ def _save_torch_dist(
     content = _content_metadata(optimizer, options)
     metadata = {**content, "dp_cp_group": group}
     for index, chunk in enumerate(chunks):
-        state[model_key(chunks, index)] = chunk.sharded_state_dict(metadata=metadata)
+        state[model_key(chunks, index)] = _chosen(chunk.sharded_state_dict(metadata=metadata), only)
     if optimizer is not None:
         state["optimizer"] = _sharded_optimizer(optimizer, state, metadata)
         state["opt_param_scheduler"] = scheduler.state_dict()
@@ -339,6 +376,18 @@ def random_state() -> list[dict[str, Any]]:
             "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
         }
     ]
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    import numpy as np
+    import torch
+    from megatron.core import tensor_parallel
+
+    random.setstate(state["random_rng_state"])
+    np.random.set_state(state["np_rng_state"])
+    torch.set_rng_state(state["torch_rng_state"])
+    torch.cuda.set_rng_state(state["cuda_rng_state"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
 
 
 def _sharded_random_state(sizes: ParallelSizes) -> Any:

@@ -2,7 +2,7 @@
 
 Megatron-Core names CUDA in a few dozen places where nothing but a device is meant. `enable` replaces those
 once per process, in the ranks and not in their parent. It changes where tensors live and how processes talk, never
-what is computed. Where torch sees a GPU it does nothing.
+what is computed. Where torch sees a GPU it only mends what the local layer spec lacks without TransformerEngine.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ def enable() -> None:
     global _enabled
     import torch._dynamo
 
-    if _enabled or torch.cuda.is_available():
+    if _enabled:
         return
     _enabled = True
+    if torch.cuda.is_available():
+        _repair_local_spec()
+        return
     # Megatron-Core compiles small functions, which would cost more here than they run.
     torch._dynamo.config.disable = True
     _replace_cuda_runtime()
     _redirect_devices()
     _repair_random_states()
     _repair_uneven_collectives()
+    _repair_local_spec()
     _repair_experts()
-    _repair_attention()
-    _repair_norms()
     _repair_writers()
     _repair_distributed_optimizer()
 
@@ -139,14 +141,21 @@ def _repair_uneven_collectives() -> None:
     mappings._reduce_scatter_along_first_dim = reduce_scatter
 
 
-def _repair_experts() -> None:
-    """Mixture-of-experts code that is only right with a GPU or with TransformerEngine."""
-    import torch
-    from megatron.core.transformer.moe import grouped_gemm_util, moe_utils, token_dispatcher
+def _repair_local_spec() -> None:
+    """What is only right where TransformerEngine is installed."""
+    from megatron.core.transformer.moe import moe_utils
 
     # 0.16: the name is used unguarded, but imported only where TransformerEngine is installed.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    _repair_attention()
+    _repair_norms()
+
+
+def _repair_experts() -> None:
+    """Mixture-of-experts code that is only right with a GPU."""
+    import torch
+    from megatron.core.transformer.moe import grouped_gemm_util, token_dispatcher
 
     # The all-to-all dispatcher turns split sizes into numpy only if they were on a GPU; it needs numpy anyway.
     def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal
 
 from reshard.engines.megatron.arguments import complete, config_fields, stage_sizes, yarn_attributes
@@ -26,15 +26,17 @@ def build_model(
     spec: Spec = "local",
     dtype: Any = None,
     training: bool = False,
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Any]:
     """The GPTModel chunks of this rank, one per virtual pipeline stage.
 
     `args` uses Megatron-LM's names, as a checkpoint's `args` does; other names are ignored and missing ones have
     Megatron-LM's defaults. `spec="te"` needs TransformerEngine. `dtype` is a torch dtype, float32 unless given.
+    `settings` are fields of TransformerConfig that concern speed and training, by their own names.
     Megatron's process groups must exist (`parallel.initialize`).
     """
     full = complete(args)
-    config = build_config(full, sizes, spec=spec, dtype=dtype, training=training)
+    config = build_config(full, sizes, spec=spec, dtype=dtype, training=training, settings=settings)
     chunks = [_build_chunk(full, config, spec, stage) for stage in _virtual_stages(sizes)]
     for chunk in chunks:
         chunk.train(training)
@@ -42,7 +44,13 @@ def build_model(
 
 
 def build_config(
-    args: SimpleNamespace, sizes: ParallelSizes, *, spec: Spec, dtype: Any, training: bool
+    args: SimpleNamespace,
+    sizes: ParallelSizes,
+    *,
+    spec: Spec,
+    dtype: Any,
+    training: bool,
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
     """The TransformerConfig, or MLATransformerConfig for multi-latent attention."""
     import torch
@@ -68,6 +76,7 @@ def build_config(
         "bf16": dtype is torch.bfloat16,
         "fp16": dtype is torch.float16,
         "transformer_impl": "transformer_engine" if spec == "te" else "local",
+        **settings,
     }
     config = config_class(**supported(config_class, **fields))
     for name, value in yarn_attributes(args).items():
@@ -82,6 +91,7 @@ def _parallel_fields(args: SimpleNamespace, sizes: ParallelSizes) -> dict[str, A
         "virtual_pipeline_model_parallel_size": sizes.virtual,
         "expert_model_parallel_size": sizes.ep if args.num_experts else 1,
         "expert_tensor_parallel_size": sizes.expert_tp,
+        "context_parallel_size": sizes.cp,
         "moe_token_dispatcher_type": "alltoall",
     }
 

@@ -32,7 +32,7 @@ class ParallelSizes:
 
     `etp=None` means the tensor parallel size, as in Megatron-LM; `vpp=None` and `vpp=1` mean one chunk per stage.
     `stages` lists the decoder layers of every pipeline stage, chunk by chunk in the order of the layers; empty means
-    evenly. `dp` multiplies the ranks beyond the fewest that the other sizes need.
+    evenly. `dp` multiplies the ranks beyond the fewest that the other sizes need, and `cp` shares out each sequence.
     """
 
     tp: int = 1
@@ -42,6 +42,7 @@ class ParallelSizes:
     etp: int | None = None
     stages: tuple[int, ...] = ()
     dp: int = 1
+    cp: int = 1
 
     @classmethod
     def of(cls, layout: Layout | None) -> ParallelSizes:
@@ -64,8 +65,8 @@ class ParallelSizes:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks: TP and EP·ETP both tile one pipeline stage."""
-        return self.dp * self.pp * math.lcm(self.tp, self.ep * self.expert_tp)
+        """The number of ranks: TP·CP and EP·ETP both tile one pipeline stage."""
+        return self.dp * self.pp * math.lcm(self.tp * self.cp, self.ep * self.expert_tp)
 
 
 def supported(function: Callable[..., Any], **kwargs: Any) -> dict[str, Any]:
@@ -76,11 +77,12 @@ def supported(function: Callable[..., Any], **kwargs: Any) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name in parameters}
 
 
-def initialize(sizes: ParallelSizes, *, seed: int) -> None:
+def initialize(sizes: ParallelSizes, *, seed: int, timeout: int = 30) -> None:
     """Make Megatron's process groups on an initialized default group, and seed every generator.
 
     Every rank gets the same CPU seed: with `use_cpu_initialization` each draws the whole matrix and keeps its shard,
-    so that one seed gives one model whatever the layout.
+    so that one seed gives one model whatever the layout. A rank waits `timeout` minutes for another, where the default
+    group was made with as much.
     """
     import random
 
@@ -96,6 +98,8 @@ def initialize(sizes: ParallelSizes, *, seed: int) -> None:
             virtual_pipeline_model_parallel_size=sizes.virtual,
             expert_model_parallel_size=sizes.ep,
             expert_tensor_parallel_size=sizes.expert_tp,
+            context_parallel_size=sizes.cp,
+            distributed_timeout_minutes=timeout,
         )
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -1,0 +1,138 @@
+"""The arithmetic of a run over ranks and samples, and what a parameter weighs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from reshard.errors import Problem, ReshardError
+from reshard.train.engine import Batches, Precision
+from reshard.train.megatron.options import Options, read
+from reshard.train.run import Run, Spread
+
+USUAL = 16
+"""Sequences of a step where nothing is said."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How many sequences a step has, and how many steps there are."""
+
+    replicas: int
+    micro: int
+    sequences: int
+    total: int
+
+    @property
+    def microbatches(self) -> int:
+        """Of one rank, in one step."""
+        return self.sequences // (self.micro * self.replicas)
+
+
+def steps_of(options: Options, spread: Spread, world_size: int, sequences: int) -> Steps:
+    """The steps of a run over `sequences` of data. Raises ReshardError naming all that does not come out."""
+    problems = list(_sizes(options, spread, world_size))
+    if problems:
+        raise ReshardError(problems)
+    replicas = spread.replicas(world_size)
+    unit = options.micro_batch_size * replicas * (spread.pp if spread.vpp > 1 else 1)
+    size = options.global_batch_size or -(-USUAL // unit) * unit
+    if size % unit:
+        below = size // unit * unit
+        raise ReshardError(
+            "the sequences of a step do not divide over the ranks",
+            rule="micro_batch_size × data parallel ranks" + (" × pp, with virtual stages" * (spread.vpp > 1)),
+            expected=f"a multiple of {unit}",
+            found=f"global_batch_size {size}",
+            remedy=f"choose --global_batch_size {below + unit}" + (f" or {below}" if below else ""),
+        )
+    total = options.train_iters or max(1, math.ceil(sequences * options.train_epochs / size - 1e-9))
+    return Steps(replicas, options.micro_batch_size, size, total)
+
+
+def _sizes(options: Options, spread: Spread, world_size: int) -> list[Problem]:
+    problems = []
+    model_ranks = spread.tp * spread.pp * spread.cp
+    if world_size % model_ranks:
+        problems.append(
+            Problem(
+                "the ranks do not divide over the layout",
+                rule="tp × pp × cp ranks hold the model once",
+                expected=f"a multiple of {model_ranks} processes",
+                found=f"{world_size} processes for {spread}",
+                remedy="choose another --nproc, or other sizes",
+            )
+        )
+    etp = options.expert_tensor_parallel_size or spread.tp
+    if spread.ep > 1 and not problems and world_size // spread.pp % (spread.ep * etp):
+        problems.append(
+            Problem(
+                "the ranks of a stage do not divide over the experts",
+                rule="ep × expert_tensor_parallel_size ranks hold all experts once",
+                expected=f"a multiple of {spread.ep * etp} ranks of a stage",
+                found=f"{world_size // spread.pp} ranks of a stage, --ep {spread.ep}, experts on {etp} tensor ranks",
+                remedy="choose another --ep, or --expert_tensor_parallel_size 1",
+            )
+        )
+    length = options.seq_length or 0
+    cut = spread.tp * spread.cp * (2 if spread.cp > 1 else 1)
+    if length % cut:
+        problems.append(
+            Problem(
+                "the tokens of a sequence do not divide over the ranks that share it",
+                rule="sequence and context parallel ranks take equal parts",
+                expected=f"a multiple of {cut}",
+                found=f"seq_length {length}",
+                remedy=f"choose --seq_length {-(-length // cut) * cut}",
+            )
+        )
+    return problems
+
+
+def batches(run: Run, world_size: int, samples: int) -> Batches:
+    """The arithmetic of a run. Packed samples share sequences: how many is counted on the first of them."""
+    options = read(run)
+    sequences = samples
+    if options.pack and not options.train_iters:
+        from reshard.train.megatron.rows import forecast
+
+        sequences = forecast(run, options, samples)
+    steps = steps_of(options, run.spread, world_size, sequences)
+    return Batches(
+        per_device=steps.micro,
+        accumulation=steps.microbatches,
+        replicas=steps.replicas,
+        steps=steps.total,
+        length=options.seq_length or 0,
+    )
+
+
+def precision(run: Run) -> Precision:
+    """Bytes of a parameter's weight, gradient and optimizer states, as DDP and the optimizer of Megatron hold them.
+
+    Gradients are summed in float32. In 16 bits the optimizer holds main weights in float32 beside both moments; how
+    far the distributed optimizer spreads them over data parallel ranks is not counted here.
+    """
+    options = read(run)
+    halves = is_half(options)
+    return Precision(
+        weights=2 if halves else 4,
+        gradients=2 if options.grad_reduce_in_bf16 and halves else 4,
+        optimizer=12 if halves else 8,
+        activations=2 if halves else 4,
+        recomputation=options.recompute_granularity == "full",
+    )
+
+
+def is_half(options: Options) -> bool:
+    """Whether weights have 16 bits. bfloat16 is taken where there is a GPU, unless something else is said."""
+    if options.fp32 or options.bf16 is False:
+        return options.fp16
+    return options.fp16 or bool(options.bf16) or has_gpu()
+
+
+def has_gpu() -> bool:
+    """Whether there is a GPU for torch."""
+    import torch
+
+    return bool(torch.cuda.is_available())

@@ -1,0 +1,76 @@
+"""A run of the Megatron engine from its first collective to its last."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reshard.formats import iterations
+from reshard.train.engine import Monitor, Trained
+from reshard.train.megatron import proof, rows, store
+from reshard.train.megatron.batches import steps_of
+from reshard.train.megatron.options import Options, read
+from reshard.train.megatron.setup import Trainee, open_weights, prepare, start, uses_transformer_engine
+from reshard.train.megatron.step import run_step
+from reshard.train.run import Run
+
+
+def train(run: Run, monitor: Monitor) -> Trained:
+    """Load, assert the plan, train, save. Called on each rank, with the launcher's environment set."""
+    import torch
+
+    options = read(run)
+    transformer_engine = uses_transformer_engine(options, run.spread)
+    sizes = start(run, options)
+    weights = open_weights(run, options, transformer_engine)
+    data = _rows(run, options, monitor)
+    steps = steps_of(options, run.spread, torch.distributed.get_world_size(), len(data))
+    trainee = prepare(run, options, steps, sizes, weights, transformer_engine)
+    monitor.note(proof.assert_plan(trainee))
+    done = store.resume(trainee) if run.resume else 0
+    if run.resume and not done:
+        monitor.note("there is no checkpoint to resume from: training starts at the beginning")
+    if torch.distributed.get_rank() == 0:
+        store.lay_beside(trainee)
+    monitor.begin(steps.total, done)
+    last = _train(trainee, data, done, monitor)
+    found = proof.digests(trainee)
+    if torch.distributed.get_rank() == 0:
+        rows.remove_rows(run)
+    torch.distributed.barrier()
+    return Trained(run.output / iterations.name_of(last), last, found)
+
+
+def _rows(run: Run, options: Options, monitor: Monitor) -> rows.Rows:
+    """The rows of the data: rank 0 makes them, and all others map the file."""
+    import torch
+
+    key, notes, failure = "", [], None
+    if torch.distributed.get_rank() == 0:
+        try:
+            key = rows.key_of(run, options)
+            notes = list(rows.store_rows(run, options, key).notes(options.seq_length or 0))
+        except Exception as error:
+            failure = error
+    told: list[Any] = [key, failure is not None]
+    torch.distributed.broadcast_object_list(told)
+    if failure:
+        raise failure
+    if told[1]:
+        raise SystemExit(1)  # rank 0 says why
+    for note in notes:
+        monitor.note(note)
+    return rows.open_rows(run, told[0])
+
+
+def _train(trainee: Trainee, data: rows.Rows, done: int, monitor: Monitor) -> int:
+    """The steps from `done` on; the step of the last checkpoint."""
+    options, total = trainee.options, trainee.steps.total
+    order = rows.Order(len(data), options.seed)
+    change = proof.Change(trainee)
+    for step in range(done, total):
+        measured = run_step(trainee, data, order, step)
+        change.check(measured.learning_rate)
+        monitor.step(step + 1, **measured._asdict())
+        if step + 1 == total or (options.save_interval and (step + 1) % options.save_interval == 0):
+            monitor.saved(store.save(trainee, step + 1))
+    return max(done, total)

@@ -1,0 +1,226 @@
+"""Samples put into sequences of one length, and the order in which steps take them.
+
+A row is `seq_length` inputs, with for each the token that follows (-100 where nothing is learned) and the number of the
+sample that it belongs to. Rows depend on the data, the tokenizer and a few options, never on the layout; step s takes
+the same rows whatever the ranks are, so that a run goes on at another layout with the data that it would have seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.errors import ReshardError
+from reshard.formats.companions import find_companions
+from reshard.train.data import digest, read_records
+from reshard.train.megatron.options import Options
+from reshard.train.megatron.samples import Sample, load_tokenizer, samples_of
+from reshard.train.run import Run
+
+Rows = npt.NDArray[np.int32]
+"""[rows, 3, length]: inputs, labels, samples."""
+IGNORED = -100
+INPUTS, LABELS, SAMPLES = range(3)
+ENOUGH = 2000
+"""Records from which the number of rows is foretold."""
+FOLDER = ".rows"
+
+
+@dataclass
+class Piece:
+    """A sample, or a part of a long text: inputs and what follows each."""
+
+    inputs: list[int]
+    labels: list[int]
+
+
+@dataclass
+class Counts:
+    """What happened to the samples."""
+
+    samples: int = 0
+    cut: int = 0
+    without: int = 0
+    """Samples of which nothing is learned."""
+
+    def notes(self, length: int) -> Iterator[str]:
+        """What the user should know."""
+        if self.cut:
+            yield f"{self.cut} of {self.samples} samples are longer than seq_length {length} and were cut"
+        if self.without:
+            yield f"{self.without} of {self.samples} samples were left out: nothing in them is to be learned"
+
+
+def pieces_of(samples: Iterable[Sample], length: int, unit: int, counts: Counts) -> Iterator[Piece]:
+    """Inputs and labels, at most `length`, padded to a multiple of `unit`.
+
+    Text that is learned as a whole goes on in the next piece; of other samples the end is lost.
+    """
+    for sample in samples:
+        counts.samples += 1
+        inputs = sample.tokens[:-1]
+        follows = zip(sample.tokens[1:], sample.learned[1:], strict=True)
+        labels = [token if learned else IGNORED for token, learned in follows]
+        starts = range(0, len(inputs), length) if all(sample.learned) else range(0, length, length)
+        counts.cut += len(inputs) > length and len(starts) == 1
+        found = [(inputs[at : at + length], labels[at : at + length]) for at in starts]
+        found = [(ours, theirs) for ours, theirs in found if any(label != IGNORED for label in theirs)]
+        counts.without += not found
+        for ours, theirs in found:
+            room = -len(ours) % unit
+            yield Piece(ours + [0] * room, theirs + [IGNORED] * room)
+
+
+def packed(lengths: list[int], length: int) -> list[list[int]]:
+    """Which pieces share a row: the longest first, each into the row with the least room that takes it."""
+    rows: list[list[int]] = []
+    rooms: list[int] = []  # sorted; the rooms that some row has
+    with_room: dict[int, list[int]] = {}
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        place = bisect_left(rooms, lengths[index])
+        if place == len(rooms):
+            row, room = len(rows), length
+            rows.append([])
+        else:
+            room = rooms[place]
+            row = with_room[room].pop()
+            if not with_room[room]:
+                del with_room[room], rooms[place]
+        rows[row].append(index)
+        left = room - lengths[index]
+        if left not in with_room:
+            insort(rooms, left)
+        with_room.setdefault(left, []).append(row)
+    return rows
+
+
+def put_together(pieces: list[Piece], length: int, *, pack: bool) -> Rows:
+    """The rows of pieces. What is left of a row is filled up with a sample of its own that is not learned."""
+    sizes = [len(piece.inputs) for piece in pieces]
+    groups = packed(sizes, length) if pack else [[index] for index in range(len(pieces))]
+    rows = np.zeros((len(groups), 3, length), np.int32)
+    rows[:, LABELS] = IGNORED
+    for row, group in zip(rows, groups, strict=True):
+        at = 0
+        for number, index in enumerate(group):
+            end = at + sizes[index]
+            row[INPUTS, at:end], row[LABELS, at:end] = pieces[index].inputs, pieces[index].labels
+            row[SAMPLES, at:end] = number
+            at = end
+        row[SAMPLES, at:] = len(group)
+    return rows
+
+
+def make_rows(run: Run, options: Options, limit: int | None = None) -> tuple[Rows, Counts]:
+    """The rows of the first `limit` records, or of all. Raises ReshardError if nothing is left to learn."""
+    counts = Counts()
+    length = options.seq_length or 0
+    unit = 2 * run.spread.cp if run.spread.cp > 1 else 1
+    records = read_records(run.data, run.method)
+    taken = records if limit is None else islice(records, limit)
+    samples = samples_of(taken, load_tokenizer(run.model))
+    rows = put_together(list(pieces_of(samples, length, unit, counts)), length, pack=options.pack)
+    if not len(rows):
+        raise ReshardError(
+            "there is nothing to learn in the data",
+            file=str(run.data),
+            found=f"{counts.samples} samples, without a token to be learned in the first {length}",
+            remedy="raise --seq_length, or check who says what",
+        )
+    return rows, counts
+
+
+def forecast(run: Run, options: Options, samples: int) -> int:
+    """How many rows `samples` records will give; counted, unless there are many."""
+    rows, counts = make_rows(run, options, ENOUGH)
+    return len(rows) if counts.samples >= samples else round(len(rows) * samples / counts.samples)
+
+
+def key_of(run: Run, options: Options) -> str:
+    """What the rows depend on."""
+    tokenizer = hashlib.sha256()
+    for name, file in sorted(find_companions(run.model).files.items()):
+        if name not in ("config.json", "generation_config.json"):
+            tokenizer.update(name.encode() + file.read_bytes())
+    facts = [digest(run.data), tokenizer.hexdigest(), options.seq_length, options.pack, run.spread.cp]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def store_rows(run: Run, options: Options, key: str) -> Counts:
+    """Make the rows and keep them in the run's output for all ranks."""
+    rows, counts = make_rows(run, options)
+    folder = run.output / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f"{key}.{os.getpid()}.npy"
+    np.save(part, rows)
+    part.replace(folder / f"{key}.npy")
+    return counts
+
+
+def open_rows(run: Run, key: str) -> Rows:
+    """The stored rows, mapped."""
+    rows: Rows = np.load(run.output / FOLDER / f"{key}.npy", mmap_mode="r")
+    return rows
+
+
+def remove_rows(run: Run) -> None:
+    """Delete what `store_rows` left."""
+    folder = run.output / FOLDER
+    for file in folder.glob("*.npy"):
+        file.unlink()
+    if folder.is_dir():
+        folder.rmdir()
+
+
+class Order:
+    """Which rows a step takes: epoch after epoch, each shuffled by the seed and its number."""
+
+    def __init__(self, rows: int, seed: int) -> None:
+        self._rows, self._seed = rows, seed
+        self._epoch = -1
+        self._order: npt.NDArray[Any] = np.empty(0, np.int64)
+
+    def at(self, position: int) -> int:
+        """The row at a position of the endless sequence."""
+        epoch, index = divmod(position, self._rows)
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = np.random.default_rng([self._seed, epoch]).permutation(self._rows)
+        return int(self._order[index])
+
+    def of_step(self, step: int, sequences: int, rank: int, replicas: int) -> list[int]:
+        """The rows of step `step` (from 0) that one of `replicas` computes; together they take `sequences`."""
+        share = sequences // replicas
+        first = step * sequences + rank * share
+        return [self.at(first + index) for index in range(share)]
+
+
+def rank_tokens(samples: npt.NDArray[np.int32], rank: int, size: int) -> npt.NDArray[np.int64]:
+    """The places in a row that context parallel rank `rank` of `size` computes.
+
+    Of each sample, cut into 2·size parts, it takes part `rank` and the one as far from the end: causal attention then
+    costs all ranks the same. Samples are padded to a multiple of 2·size. So Megatron's `get_batch_on_this_cp_rank` and
+    TransformerEngine's `thd_get_partitioned_indices` cut.
+    """
+    bounds = sample_bounds(samples)
+    places = []
+    for low, high in pairwise(bounds):
+        part = (high - low) // (2 * size)
+        for index in (rank, 2 * size - 1 - rank):
+            places.append(np.arange(low + index * part, low + (index + 1) * part))
+    return np.concatenate(places)
+
+
+def sample_bounds(samples: npt.NDArray[np.int32]) -> list[int]:
+    """Where each sample of a row begins, and where the last one ends."""
+    changes = np.flatnonzero(np.diff(samples)) + 1
+    return [0, *map(int, changes), len(samples)]

@@ -1,0 +1,328 @@
+"""A rank of a run: its device and process groups, the model filled with its shards, the optimizer, the schedule."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+from reshard.engines.megatron import cpu, parallel
+from reshard.engines.megatron.model import build_model
+from reshard.engines.megatron.parallel import ParallelSizes
+from reshard.errors import ReshardError
+from reshard.layout import Layout
+from reshard.train.megatron import lora
+from reshard.train.megatron.batches import Steps, has_gpu, is_half
+from reshard.train.megatron.load import fill
+from reshard.train.megatron.options import Options
+from reshard.train.megatron.weights import Coordinates, Weights, weights_of
+from reshard.train.run import Run
+
+
+@dataclass
+class Trainee:
+    """What a rank trains. `chunks` are the bare models of its virtual stages, `wrapped` what the schedule drives."""
+
+    run: Run
+    options: Options
+    steps: Steps
+    sizes: ParallelSizes
+    at: Coordinates
+    weights: Weights
+    args: dict[str, Any]
+    chunks: list[Any]
+    wrapped: list[Any]
+    optimizer: Any
+    scheduler: Any
+    transformer_engine: bool
+
+
+def start(run: Run, options: Options) -> ParallelSizes:
+    """Take this rank's device before anything else, and join the others."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    cpu.enable()
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(
+            "nccl" if torch.cuda.is_available() else "gloo",
+            timeout=timedelta(minutes=options.distributed_timeout_minutes),
+        )
+    spread = run.spread
+    sizes = ParallelSizes(
+        tp=spread.tp,
+        pp=spread.pp,
+        vpp=spread.vpp,
+        ep=spread.ep,
+        etp=options.expert_tensor_parallel_size,
+        cp=spread.cp,
+    )
+    parallel.initialize(sizes, seed=options.seed, timeout=options.distributed_timeout_minutes)
+    return sizes
+
+
+def uses_transformer_engine(options: Options, spread: Any) -> bool:
+    """Whose layers are built. Raises ReshardError for what those cannot do."""
+    there = _has_transformer_engine()
+    wanted = options.transformer_impl or ("transformer_engine" if there and has_gpu() else "local")
+    if wanted == "transformer_engine" and not there:
+        raise ReshardError(
+            "TransformerEngine is not installed",
+            found="--transformer_impl transformer_engine",
+            remedy="pip install transformer_engine[pytorch], or --transformer_impl local",
+        )
+    if wanted == "local" and spread.cp > 1:
+        raise ReshardError(
+            "context parallel attention needs TransformerEngine",
+            rule="the attention of the local spec sees the whole sequence on each rank",
+            found=f"--cp {spread.cp} with the local spec",
+            remedy="leave out --cp, or install TransformerEngine on a machine with GPUs",
+        )
+    return wanted == "transformer_engine"
+
+
+def _has_transformer_engine() -> bool:
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except (ImportError, OSError):
+        return False
+    return True
+
+
+def place(layout: Layout) -> Coordinates:
+    """Where this rank stands. Megatron makes groups of experts where there are none; the layout of those has size 1."""
+    from megatron.core import parallel_state as ps
+
+    return Coordinates(
+        ps.get_tensor_model_parallel_rank(),
+        ps.get_pipeline_model_parallel_rank(),
+        ps.get_expert_model_parallel_rank(),
+        ps.get_expert_tensor_parallel_rank() % layout.etp,
+    )
+
+
+def open_weights(run: Run, options: Options, transformer_engine: bool) -> Weights:
+    """The plan of the base's weights, in the dtype in which they are trained."""
+    dtype = str(dtype_of(options)).removeprefix("torch.")
+    weights = weights_of(run.model, run, options, transformer_engine=transformer_engine, dtype=dtype)
+    _refuse_unpackable(weights, options, transformer_engine)
+    return weights
+
+
+def _refuse_unpackable(weights: Weights, options: Options, transformer_engine: bool) -> None:
+    args = weights.model.args
+    windowed = bool(args.get("window_size")) and not transformer_engine
+    if options.pack and (windowed or args.get("mtp_num_layers")):
+        raise ReshardError(
+            "samples of this model cannot share a sequence",
+            rule="the local spec's sliding window puts its own mask in the place of the samples'"
+            if windowed
+            else "a multi-token prediction layer would foretell the next sample",
+            found="--pack true",
+            remedy="add --pack false",
+        )
+
+
+def dtype_of(options: Options) -> Any:
+    """The dtype of the weights while they are trained."""
+    import torch
+
+    if not is_half(options):
+        return torch.float32
+    return torch.float16 if options.fp16 else torch.bfloat16
+
+
+def prepare(
+    run: Run, options: Options, steps: Steps, sizes: ParallelSizes, weights: Weights, transformer_engine: bool
+) -> Trainee:
+    """Build, fill and wrap the model of this rank, and make its optimizer. Process groups exist."""
+    args = {**weights.model.args, "padded_vocab_size": weights.rows}
+    args["moe_grouped_gemm"] = (
+        options.moe_grouped_gemm is not False and transformer_engine and bool(args.get("num_experts"))
+    )
+    chunks = _build(args, options, sizes, transformer_engine)
+    at = place(weights.layout)
+    fill(chunks, weights, at)
+    for chunk in chunks:
+        _leave_out_padding(chunk, weights)
+    if run.lora:
+        lora.adapt(chunks, weights, at, options)
+    wrapped = _wrap(chunks, options)
+    optimizer = _optimizer(wrapped, options)
+    scheduler = _scheduler(optimizer, options, steps)
+    return Trainee(
+        run,
+        options,
+        steps,
+        sizes,
+        at,
+        weights,
+        args,
+        chunks,
+        wrapped,
+        optimizer,
+        scheduler,
+        transformer_engine,
+    )
+
+
+def _build(args: dict[str, Any], options: Options, sizes: ParallelSizes, transformer_engine: bool) -> Any:
+    import torch
+
+    gpu = torch.cuda.is_available()
+    chunks = build_model(
+        args,
+        _with_stages(sizes, args),
+        spec="te" if transformer_engine else "local",
+        dtype=dtype_of(options),
+        training=True,
+        settings={
+            **_settings(options, sizes),
+            "moe_grouped_gemm": args["moe_grouped_gemm"],
+            # Every weight is read; but only drawn ones are marked as shards, by which their norm is summed.
+            "use_cpu_initialization": not gpu,
+            "perform_initialization": True,
+        },
+    )
+    return [chunk.cuda(torch.cuda.current_device()) if gpu else chunk for chunk in chunks]
+
+
+def _with_stages(sizes: ParallelSizes, args: dict[str, Any]) -> ParallelSizes:
+    layout = Layout(sizes.tp, sizes.pp, sizes.vpp or 1, sizes.ep, sizes.expert_tp)
+    return replace(sizes, stages=layout.over(int(args["num_layers"])).stages)
+
+
+def _settings(options: Options, sizes: ParallelSizes) -> dict[str, Any]:
+    """Fields of TransformerConfig that concern speed, memory and the loss."""
+    from megatron.core.transformer.enums import AttnBackend
+
+    recompute = {
+        "recompute_granularity": options.recompute_granularity,
+        "recompute_method": options.recompute_method,
+        "recompute_num_layers": options.recompute_num_layers,
+    }
+    if options.recompute_granularity == "full":
+        recompute["recompute_method"] = options.recompute_method or "uniform"
+        recompute["recompute_num_layers"] = options.recompute_num_layers or 1
+    return {
+        **recompute,
+        "sequence_parallel": sizes.tp > 1 and options.sequence_parallel is not False,
+        "calculate_per_token_loss": True,
+        "moe_aux_loss_coeff": options.moe_aux_loss_coeff,
+        "attention_backend": AttnBackend[options.attention_backend],
+    }
+
+
+def _leave_out_padding(chunk: Any, weights: Weights) -> None:
+    """Keep rows that are no token's out of the softmax, so that what is trained is the model of the hub.
+
+    Zeros in the head are logits of 0, which take part in the loss unless they are hidden.
+    """
+    import torch
+    from megatron.core import parallel_state as ps
+
+    if not chunk.post_process or weights.rows == weights.model.dims.vocab:
+        return
+    share = weights.rows // ps.get_tensor_model_parallel_world_size()
+    valid = weights.model.dims.vocab - share * ps.get_tensor_model_parallel_rank()
+    device = next(chunk.parameters()).device
+    padding = torch.arange(share, device=device) >= valid
+    if bool(padding.any()):
+
+        def hide(module: Any, inputs: Any, output: Any) -> Any:
+            logits, *rest = output
+            return (logits.masked_fill(padding, torch.finfo(logits.dtype).min), *rest)
+
+        chunk.output_layer.register_forward_hook(hide)
+
+
+def _wrap(chunks: list[Any], options: Options) -> list[Any]:
+    """Mixed precision and data parallelism around each chunk, as Megatron-LM's `get_model` does."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.module import Float16Module
+
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=not options.grad_reduce_in_bf16,
+        overlap_grad_reduce=options.overlap_grad_reduce,
+        overlap_param_gather=options.overlap_param_gather,
+        use_distributed_optimizer=options.use_distributed_optimizer,
+        check_for_nan_in_grad=False,  # `loop` looks at the loss and the norm
+    )
+    modules = [Float16Module(chunk.config, chunk) for chunk in chunks] if is_half(options) else chunks
+    return [
+        DistributedDataParallel(
+            config=module.config, ddp_config=config, module=module, disable_bucketing=index > 0
+        )
+        for index, module in enumerate(modules)
+    ]
+
+
+def _optimizer(wrapped: list[Any], options: Options) -> Any:
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    config = wrapped[0].config
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=options.rate,
+            min_lr=options.min_lr,
+            weight_decay=options.weight_decay,
+            adam_beta1=options.adam_beta1,
+            adam_beta2=options.adam_beta2,
+            adam_eps=options.adam_eps,
+            bf16=config.bf16,
+            fp16=config.fp16,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=options.use_distributed_optimizer,
+            overlap_param_gather=options.overlap_param_gather,
+            clip_grad=options.clip_grad,
+        ),
+        wrapped,
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    if options.overlap_grad_reduce:
+        pauses = [module.no_sync for module in wrapped]
+        config.no_sync_func = pauses if len(pauses) > 1 else pauses[0]
+    return optimizer
+
+
+def _scheduler(optimizer: Any, options: Options, steps: Steps) -> Any:
+    """The schedule, counted in sequences as Megatron-LM does."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    decay, warmup = schedule(options, steps)
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=options.rate,
+        min_lr=options.min_lr,
+        lr_warmup_steps=warmup * steps.sequences,
+        lr_decay_steps=decay * steps.sequences,
+        lr_decay_style=options.lr_decay_style,
+        start_wd=options.weight_decay,
+        end_wd=options.weight_decay,
+        wd_incr_steps=decay * steps.sequences,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+
+
+def schedule(options: Options, steps: Steps) -> tuple[int, int]:
+    """Steps of the decay and of the warm-up in it. Raises ReshardError if nothing is left behind the warm-up."""
+    decay = options.lr_decay_iters or steps.total
+    warmup = options.lr_warmup_iters
+    if warmup is None:
+        warmup = int(options.lr_warmup_fraction * decay)
+    if warmup >= decay:
+        raise ReshardError(
+            "the warm-up is as long as the run",
+            expected=f"less than {decay} steps",
+            found=f"lr_warmup_iters {warmup}",
+            remedy="lower lr_warmup_iters or lr_warmup_fraction, or raise train_iters",
+        )
+    return decay, warmup

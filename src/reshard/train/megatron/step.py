@@ -1,0 +1,223 @@
+"""One optimizer step: microbatches through Megatron's schedule, the loss a mean over all tokens that are learned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from reshard.errors import ReshardError
+from reshard.train.megatron.rows import (
+    IGNORED,
+    INPUTS,
+    LABELS,
+    SAMPLES,
+    Order,
+    Rows,
+    rank_tokens,
+    sample_bounds,
+)
+from reshard.train.megatron.setup import Trainee
+
+
+class Measured(NamedTuple):
+    """What a step showed. `tokens` counts all that went through the model but padding."""
+
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    tokens: int
+    memory: int
+
+
+class Microbatch(NamedTuple):
+    """What a rank gives its model: [micro, length], in the parts that context parallelism leaves to it."""
+
+    tokens: Any
+    labels: Any
+    counted: Any
+    positions: Any
+    mask: Any
+    """[micro, 1, length, length], true where a token is not seen; None where `packed` says it."""
+    packed: Any
+
+
+def run_step(trainee: Trainee, rows: Rows, order: Order, step: int) -> Measured:
+    """Train step `step` (from 0). Raises ReshardError if the loss or the gradient is no number."""
+    from megatron.core import parallel_state as ps
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    steps, wrapped = trainee.steps, trainee.wrapped
+    for module in wrapped:
+        module.zero_grad_buffer()
+    trainee.optimizer.zero_grad()
+    mine = order.of_step(step, steps.sequences, ps.get_data_parallel_rank(), steps.replicas)
+    parts = [rows[mine[at : at + steps.micro]] for at in range(0, len(mine), steps.micro)]
+    batches = [partial(_microbatch, part, trainee) for part in parts]
+    width, height = _shape(trainee)
+    results = get_forward_backward_func()(
+        forward_step_func=_forward,
+        data_iterator=[iter(batches) for _ in wrapped] if len(wrapped) > 1 else iter(batches),
+        model=wrapped if len(wrapped) > 1 else wrapped[0],
+        num_microbatches=len(batches),
+        seq_length=width,
+        micro_batch_size=height,
+        decoder_seq_length=width,
+        forward_only=False,
+    )
+    rate = float(trainee.optimizer.param_groups[0]["lr"])
+    succeeded, norm, _ = trainee.optimizer.step()
+    if succeeded:
+        trainee.scheduler.step(increment=steps.sequences)
+    seen = sum(_seen(part) for part in parts)
+    loss, tokens, memory = _over_all_ranks(results, seen)
+    if not np.isfinite(loss) or (norm is not None and not np.isfinite(norm) and not trainee.options.fp16):
+        raise _not_a_number(step + 1, loss, norm)
+    return Measured(loss, rate, float(norm or 0.0), tokens, memory)
+
+
+def _shape(trainee: Trainee) -> tuple[int, int]:
+    """Tokens and sequences of what stages pass on. TransformerEngine takes sequences as one long one."""
+    length = trainee.options.seq_length or 0
+    if trainee.transformer_engine:
+        return length * trainee.steps.micro, 1
+    return length, trainee.steps.micro
+
+
+def _seen(part: Rows) -> int:
+    """Tokens of a microbatch without padding: each row's last sample is the padding behind the others."""
+    padding = sum(
+        int((row[SAMPLES] == row[SAMPLES, -1]).sum())
+        for row in part
+        if (row[LABELS, row[SAMPLES] == row[SAMPLES, -1]] == IGNORED).all()
+    )
+    return int(part.shape[0] * part.shape[2]) - padding
+
+
+def _microbatch(part: Rows, trainee: Trainee) -> Microbatch:
+    """The rows of a microbatch as tensors on this rank's device."""
+    import torch
+    from megatron.core import parallel_state as ps
+
+    flat = trainee.transformer_engine
+    places = _own_places(part, ps.get_context_parallel_rank(), trainee.sizes.cp) if flat else None
+
+    def tensor(values: Any) -> Any:
+        own = values if places is None else values.reshape(1, -1)[:, places]
+        return torch.from_numpy(own.astype(np.int64)).to(torch.cuda.current_device())
+
+    labels = part[:, LABELS]
+    return Microbatch(
+        tokens=tensor(part[:, INPUTS]),
+        labels=tensor(np.where(labels == IGNORED, 0, labels)),
+        counted=tensor(labels != IGNORED),
+        positions=tensor(np.stack([_positions(row[SAMPLES]) for row in part])),
+        mask=None if flat else _mask(tensor(part[:, SAMPLES])),
+        packed=_packed(part) if flat else None,
+    )
+
+
+def _positions(samples: Any) -> Any:
+    """Counted from zero in each sample. (Rotary embeddings of the local spec count through the row, which is the same:
+    attention sees differences of positions alone.)"""
+    bounds = np.asarray(sample_bounds(samples))
+    return np.arange(len(samples)) - np.repeat(bounds[:-1], np.diff(bounds))
+
+
+def _mask(samples: Any) -> Any:
+    """What a token does not see: what comes after it, and other samples."""
+    import torch
+
+    length = samples.shape[1]
+    later = torch.ones(length, length, dtype=torch.bool, device=samples.device).triu(1)
+    return (later | (samples[:, :, None] != samples[:, None, :]))[:, None]
+
+
+def _packed(part: Rows) -> Any:
+    """The bounds of all samples, for TransformerEngine's attention over one long sequence."""
+    import torch
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    length = part.shape[2]
+    bounds = [0]
+    for index, row in enumerate(part):
+        bounds += [index * length + end for end in sample_bounds(row[SAMPLES])[1:]]
+    places = torch.tensor(bounds, dtype=torch.int32, device=torch.cuda.current_device())
+    longest = int(np.diff(bounds).max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=places,
+        cu_seqlens_kv=places,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def _own_places(part: Rows, rank: int, size: int) -> Any:
+    """The places of this context parallel rank in the rows laid end to end."""
+    length = part.shape[2]
+    return np.concatenate(
+        [index * length + rank_tokens(row[SAMPLES], rank, size) for index, row in enumerate(part)]
+    )
+
+
+def _forward(batches: Iterator[Any], model: Any) -> tuple[Any, Any]:
+    batch = next(batches)()
+    output = model(
+        batch.tokens,
+        batch.positions,
+        batch.mask,
+        labels=batch.labels,
+        loss_mask=batch.counted,
+        packed_seq_params=batch.packed,
+    )
+    return output, partial(_loss, batch.counted)
+
+
+def _loss(counted: Any, output: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """The sum over tokens that are learned, and how many there are; Megatron divides by those of the whole step."""
+    import torch
+
+    weights = counted.reshape(-1).float()
+    total = (output.float().reshape(-1) * weights).sum()
+    tokens = weights.sum()
+    return total, tokens.to(torch.int), {"loss": torch.stack([total.detach(), tokens])}
+
+
+def _over_all_ranks(results: list[dict[str, Any]], seen: int) -> tuple[float, int, int]:
+    """The mean loss, the tokens of all data parallel ranks, and the most memory of any rank, in bytes."""
+    import torch
+    from megatron.core import parallel_state as ps
+
+    device = torch.cuda.current_device()
+    totals = torch.zeros(3, dtype=torch.float64, device=device)
+    alone = ps.get_tensor_model_parallel_rank() == 0
+    if results and alone:  # the last stage
+        totals[:2] = sum(result["loss"].double() for result in results)
+    if alone and ps.get_pipeline_model_parallel_rank() == 0 and ps.get_context_parallel_rank() == 0:
+        totals[2] = seen
+    torch.distributed.all_reduce(totals)
+    memory = torch.tensor(_memory(), dtype=torch.int64, device=device)
+    torch.distributed.all_reduce(memory, op=torch.distributed.ReduceOp.MAX)
+    return float(totals[0] / totals[1].clamp(min=1)), int(totals[2]), int(memory)
+
+
+def _memory() -> int:
+    """The peak so far: of the GPU, or of the process where there is none."""
+    import resource
+
+    import torch
+
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def _not_a_number(step: int, loss: float, norm: float | None) -> ReshardError:
+    return ReshardError(
+        "training diverged: the loss or the gradient is no number",
+        found=f"step {step}: loss {loss}, norm of the gradient {norm}",
+        remedy="lower --lr or warm up longer, look for damaged samples, and resume from the last checkpoint",
+    )

@@ -1,0 +1,194 @@
+"""Checkpoints of a run: torch_dist as Megatron-LM writes it, each complete or not there at all.
+
+    OUT/latest_checkpointed_iteration.txt    names the last one
+    OUT/config.json, tokenizer, template     so that each loads with no other folder
+    OUT/iter_0000100/                        weights, optimizer, schedule, random states; run.json
+
+The optimizer is saved `fully_reshardable`: a tensor of each state for each weight, so that a run goes on at another
+layout. With LoRA the adapters alone are saved, and `run_config.yaml` with their settings, as Megatron-Bridge does.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from reshard.engines.megatron.arguments import to_store
+from reshard.engines.megatron.checkpoint import SaveOptions, every, load_run, write_torch_dist
+from reshard.errors import Problem, ReshardError
+from reshard.formats import iterations
+from reshard.formats.companions import find_companions
+from reshard.formats.hints import RUN_CONFIG
+from reshard.formats.torchfile import read_torch_file
+from reshard.planning.megatron_adapter import LORA
+from reshard.train.megatron.lora import is_adapter
+from reshard.train.megatron.setup import Trainee, dtype_of
+from reshard.train.run import RECORD
+
+PORTABLE = SaveOptions(optimizer_sharding="fully_reshardable")
+_OURS = {
+    *("fp32", "pack", "train_epochs", "transformer_impl", "moe_grouped_gemm"),
+    *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
+}
+"""Options that Megatron-LM does not have, or that `Trainee.args` says already."""
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "world_size",
+)
+
+
+def last_iteration(output: Path) -> int | None:
+    """The last step that is saved whole, by the tracker."""
+    try:
+        return int((output / iterations.TRACKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def lay_beside(trainee: Trainee) -> None:
+    """Copy config, tokenizer and template to the output; rank 0 alone."""
+    output = trainee.run.output
+    for name, file in find_companions(trainee.run.model).files.items():
+        (output / name).parent.mkdir(parents=True, exist_ok=True)
+        if file.absolute() != (output / name).absolute():
+            shutil.copyfile(file, output / name)
+
+
+def save(trainee: Trainee, step: int) -> Path:
+    """Write `iter_<step>` and let the tracker name it; collective. Until then the checkpoint before is the last."""
+    import torch
+
+    run, first = trainee.run, torch.distributed.get_rank() == 0
+    folder = run.output / iterations.name_of(step)
+    partial = folder.with_name(f".{folder.name}.partial")
+    if first:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    torch.distributed.barrier()
+    state = {"args": _arguments(trainee, step), "checkpoint_version": 3.0, "iteration": step}
+    write_torch_dist(
+        partial,
+        state,
+        trainee.chunks,
+        trainee.sizes,
+        trainee.optimizer,
+        trainee.scheduler,
+        PORTABLE,
+        is_adapter if run.lora else every,
+    )
+    torch.distributed.barrier()
+    if first:
+        _note(trainee, partial)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.replace(folder)
+        tracker = run.output / f".{iterations.TRACKER}"
+        tracker.write_text(str(step), encoding="utf-8")
+        tracker.replace(run.output / iterations.TRACKER)
+    torch.distributed.barrier()
+    return folder
+
+
+def _note(trainee: Trainee, folder: Path) -> None:
+    """What lies in a checkpoint beside its tensors."""
+    record = trainee.run.output / RECORD
+    if record.is_file():
+        shutil.copyfile(record, folder / RECORD)
+    if trainee.run.lora:
+        (folder / RUN_CONFIG).write_text(yaml.safe_dump(_run_config(trainee), sort_keys=False))
+
+
+def _run_config(trainee: Trainee) -> dict[str, Any]:
+    """What Megatron-Bridge notes of an adapter: its settings, its base and the layout."""
+    options, layout = trainee.options, trainee.weights.layout
+    return {
+        "model": {
+            "tensor_model_parallel_size": layout.tp,
+            "pipeline_model_parallel_size": layout.pp,
+            "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+            "expert_model_parallel_size": layout.ep,
+            "hf_model_id": str(trainee.run.model),
+        },
+        "peft": {
+            "_target_": LORA,
+            "target_modules": list(options.lora_target_modules),
+            "dim": options.lora_r,
+            "alpha": options.lora_alpha,
+            "dropout": options.lora_dropout,
+        },
+    }
+
+
+def _arguments(trainee: Trainee, step: int) -> Any:
+    """The arguments as Megatron-LM stores them."""
+    import torch
+
+    options, steps, dtype = trainee.options, trainee.steps, dtype_of(trainee.options)
+    of_run = {
+        "bf16": dtype is torch.bfloat16,
+        "fp16": dtype is torch.float16,
+        "params_dtype": dtype,
+        "transformer_impl": "transformer_engine" if trainee.transformer_engine else "local",
+        "sequence_parallel": trainee.wrapped[0].config.sequence_parallel,
+        "context_parallel_size": trainee.sizes.cp,
+        "expert_tensor_parallel_size": trainee.sizes.expert_tp,
+        "data_parallel_size": steps.replicas,
+        "world_size": torch.distributed.get_world_size(),
+        "rank": 0,
+        "optimizer": "adam",
+        "train_iters": steps.total,
+        "global_batch_size": steps.sequences,
+        "tokenizer_type": "HuggingFaceTokenizer",
+        "tokenizer_model": str(trainee.run.model),
+        "consumed_train_samples": step * steps.sequences,
+        "ckpt_format": "torch_dist",
+        "iteration": step,
+        "no_save_optim": False,
+        "no_save_rng": False,
+        "ckpt_fully_parallel_save": True,
+        "dist_ckpt_optim_fully_reshardable": True,
+    }
+    given = {name: value for name, value in vars(options).items() if name not in _OURS}
+    return to_store(trainee.args, trainee.sizes, **{**given, **of_run})
+
+
+def resume(trainee: Trainee) -> int:
+    """Load the last checkpoint of the output, at whatever layout it was saved; the step that it was saved at.
+
+    0 if there is none. Random states are those of ranks, and come back where the layout is the same. Raises
+    ReshardError where the checkpoint is of another model.
+    """
+    output = trainee.run.output
+    step = last_iteration(output)
+    if step is None:
+        return 0
+    folder = output / iterations.name_of(step)
+    stored = vars(read_torch_file(folder / "common.pt")["args"])
+    ours = vars(_arguments(trainee, step))
+    same = all(stored.get(name) == ours.get(name) for name in _SIZES)
+    found = load_run(
+        trainee.chunks,
+        folder,
+        trainee.optimizer,
+        trainee.scheduler,
+        only=is_adapter if trainee.run.lora else every,
+        random_states=trainee.sizes if same else None,
+    )
+    lacking = [key for key in (*found.missing, *found.unexpected) if is_adapter(key) or not trainee.run.lora]
+    if lacking:
+        raise ReshardError(
+            [
+                Problem(
+                    "the checkpoint to resume from is of another run",
+                    tensor=key,
+                    file=str(folder),
+                    remedy="give the model and the options that the run began with, or another -o",
+                )
+                for key in lacking
+            ]
+        )
+    return step

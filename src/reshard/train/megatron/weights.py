@@ -1,0 +1,163 @@
+"""The weights of a Hugging Face folder as the ranks of a run hold them; nothing here needs torch.
+
+The plan is that of a conversion to Megatron: the family's declaration turned round, and the layout's boxes on top. A
+rank reads the bytes of its own shards and no others, and no converted copy is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from isal.isal_zlib import crc32
+
+from reshard import adapters
+from reshard.adapters.megatron_linears import linears
+from reshard.checkpoint import Tensor
+from reshard.compare import unequal_replicas
+from reshard.errors import ReshardError
+from reshard.formats import open_checkpoint
+from reshard.formats.mcore import Split, padded_vocabulary, place_of, split_of
+from reshard.formats.mcore_ranks import Rank, RankStates, Shard
+from reshard.gather import Files, Gatherer
+from reshard.layout import Layout
+from reshard.logical import logical_tensors
+from reshard.model import Model, resolve
+from reshard.plan import Planned
+from reshard.planning.common import Types, native_tensors
+from reshard.planning.megatron import check_layout
+from reshard.planning.megatron_adapter import same_bytes
+from reshard.train.megatron.options import Options
+from reshard.train.run import Run
+
+WINDOW = 4 << 20
+"""Elements that are read at a time for a checksum."""
+
+
+class Coordinates(NamedTuple):
+    """Where a rank stands in all that shares out weights. Ranks with the same hold the same."""
+
+    tp: int
+    pp: int
+    ep: int
+    etp: int
+
+    def key(self, chunk: int, name: str) -> str:
+        """The name of a shard over all ranks."""
+        return f"tp{self.tp} pp{self.pp} ep{self.ep} etp{self.etp} chunk{chunk} {name}"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What each rank holds of a model. `rows` are those of its embedding, padding included."""
+
+    model: Model
+    layout: Layout
+    rows: int
+    states: RankStates
+
+    def of(self, at: Coordinates, chunk: int) -> dict[str, Shard]:
+        """The shards of one virtual stage of a rank, by the names of its live model."""
+        return self.states.state(Rank(at.tp, at.pp, at.ep), chunk, at.etp)
+
+    def everywhere(self) -> Iterator[Coordinates]:
+        """Each place that holds something else than all others."""
+        layout = self.layout
+        for index in range(layout.stage_ranks):
+            for pp in range(layout.pp):
+                yield Coordinates(index % layout.tp, pp, index // layout.etp % layout.ep, index % layout.etp)
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model, each counted once, without padding of the vocabulary."""
+        binding = self.model.padded(self.model.dims.vocab).binding()
+        return sum(int(np.prod(bound.shape)) for bound in binding.native.values())
+
+
+def layout_of(run: Run, options: Options, model: Model) -> Layout:
+    """The layout of a run. Raises ReshardError where the sizes of the model do not divide."""
+    spread = run.spread
+    etp = (options.expert_tensor_parallel_size or spread.tp) if model.dims.experts else 1
+    layout = Layout(spread.tp, spread.pp, spread.vpp, spread.ep, etp).over(model.dims.layers)
+    check_layout(model, layout)
+    return layout
+
+
+def weights_of(
+    folder: Path, run: Run, options: Options, *, transformer_engine: bool, dtype: str | None
+) -> Weights:
+    """The weights in a Hugging Face folder. Raises ReshardError for all that keeps them from being trained."""
+    checkpoint = open_checkpoint(folder)
+    if checkpoint.problems:
+        raise ReshardError(checkpoint.problems)
+    model = resolve(checkpoint)
+    logical = logical_tensors(checkpoint, model)
+    if problems := unequal_replicas(logical.replicas):
+        raise ReshardError(problems)
+    layout = layout_of(run, options, model)
+    rows = padded_vocabulary(model.dims.vocab, options.make_vocab_size_divisible_by, layout.tp)
+    model = model.padded(rows)
+    tensors = list(native_tensors(logical, model.binding().native, Types(dtype)))
+    return Weights(model, layout, rows, _states(tensors, model, layout, transformer_engine))
+
+
+def _states(
+    tensors: list[Planned], model: Model, layout: Layout, transformer_engine: bool, kinds: Any = None
+) -> RankStates:
+    split = split_of if transformer_engine else _split_by_local_spec
+    return RankStates(tensors, model.args, layout, transformer_engine, split)
+
+
+def _split_by_local_spec(name: str) -> Split | None:
+    """The local spec cuts the down projections of latent attention, which TransformerEngine's holds whole."""
+    down = name.endswith(("linear_q_down_proj.weight", "linear_kv_down_proj.weight"))
+    return Split(0) if down else split_of(name)
+
+
+def adapters_of(folder: Path, base: Weights, *, transformer_engine: bool) -> Weights:
+    """A PEFT adapter in a folder as the ranks hold it that train it on `base`."""
+    checkpoint = open_checkpoint(folder)
+    adapter = adapters.find(checkpoint)
+    tensors = []
+    for name, linear in linears(adapter, base.model.binding(), same_bytes).items():
+        kind = next(iter(linear.pairs.values())).a.dtype
+        for side, view in (("in", linear.linear_in), ("out", linear.linear_out)):
+            compiled = partial(view, linear.rank)
+            full = f"{name}.adapter.linear_{side}.weight"
+            tensors.append(Planned(full, kind, compiled().shape, compiled))
+    return replace(base, states=_states(tensors, base.model, base.layout, transformer_engine))
+
+
+def checksums(weights: Weights) -> dict[str, int]:
+    """CRC32s of all shards of all ranks, read from the files that `weights` came from."""
+    found: dict[str, int] = {}
+    with closing(Files()) as files:
+        gatherer = Gatherer(files, None)
+        for at in weights.everywhere():
+            for chunk in range(weights.layout.vpp):
+                for name, held in weights.of(at, chunk).items():
+                    found[at.key(chunk, name)] = _checksum(held, gatherer)
+    return found
+
+
+def _checksum(held: Shard, gatherer: Gatherer) -> int:
+    tensor, value = Tensor(held.dtype, held.source()), 0
+    for begin in range(0, held.numel, WINDOW):
+        part = gatherer.read(tensor, begin, min(begin + WINDOW, held.numel))
+        value = crc32(part.view(np.uint8).data, value)
+    return int(value)
+
+
+def layer_of(weights: Weights, at: Coordinates, chunk: int, name: str) -> str:
+    """The name of a live module with the number that its layer has in the whole model."""
+    place = place_of(name)
+    if place.stack != "decoder" or place.layer is None:
+        return name
+    table = weights.states.stages.table()
+    layer = next(layer for layer, where in table.items() if where == (at.pp, chunk, place.layer))
+    return f"decoder.layers.{layer}.{place.module}"
