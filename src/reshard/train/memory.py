@@ -77,24 +77,26 @@ class Proposal:
 
 
 def plan_that_fits(
-    run: Run, world_size: int, samples: int, room: int, *, gpu: bool = True
+    run: Run, world_size: int, samples: int, room: int, *, gpu: bool = True, length: int = 0
 ) -> Proposal | None:
     """The change of plan that costs least and fits into `room` bytes; None if none of those that are tried does.
 
     The method, the data and LoRA stay as they are: those are for the user to change. The samples of a step stay too.
+    `length` is that of the longest sequence, if it is known better than by the options.
     """
     for flags, other in _candidates(run, world_size):
-        memory = _tried(other, world_size, samples, gpu=gpu)
+        memory = _tried(other, world_size, samples, length, gpu=gpu)
         if memory is not None and fits(memory, room):
             return Proposal(flags, memory)
     return None
 
 
-def _tried(run: Run, world_size: int, samples: int, *, gpu: bool) -> Memory | None:
+def _tried(run: Run, world_size: int, samples: int, length: int, *, gpu: bool) -> Memory | None:
     """What another plan takes; None where the engine refuses it."""
     engine = engine_of(run)
     try:
         batches = engine.batches(run, world_size, samples)
+        batches = replace(batches, length=length or batches.length)
         return estimate(run, batches, engine.precision(run), world_size, gpu=gpu)
     except ReshardError:
         return None

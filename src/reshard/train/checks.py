@@ -1,0 +1,280 @@
+"""What can be wrong with a run before it starts: rules of a machine, a model, an output, in the doctor's words."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+from packaging.specifiers import SpecifierSet
+
+from reshard.doctor import diagnose
+from reshard.doctor.environment import Environment, Gpu, diagnose_environment
+from reshard.doctor.finding import Finding, Place
+from reshard.doctor.rules import told
+from reshard.errors import Problem, ReshardError
+from reshard.formats import iterations
+from reshard.formats.companions import find_companions
+from reshard.train import data
+from reshard.train.run import RECORD, Run, read_record
+
+GIB = 1 << 30
+FLOORS = {
+    "trl": {
+        "torch": ">=2.6",
+        "transformers": ">=5",
+        "trl": ">=1.16",
+        "accelerate": ">=1.15",
+        "peft": ">=0.21",
+        "datasets": ">=3",
+    },
+    "megatron": {"torch": ">=2.6", "transformers": ">=5", "megatron-core": ">=0.12.3"},
+}
+"""What an engine needs. `transformers` reads the tokenizer for Megatron, too."""
+RULES = ("env-device-map-tp", "env-accelerate-fsdp2-lora", "env-trl-transformers")
+"""Rules of the environment that can break a run of TRL. Those about launches do not: reshard sets these itself."""
+MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Device maps of accelerate that spread a model over devices."""
+HARMLESS = ("checkpoint-use-cache", "checkpoint-tokenizer-of-5", "checkpoint-no-template")
+"""What the doctor says of a model folder that does not touch training, or that depends on the data."""
+
+
+def problem_of(finding: Finding, severity: str | None = None) -> Problem:
+    """A finding of the doctor as a problem."""
+    where = finding.places[0] if finding.places else Place("")
+    return Problem(
+        finding.title.en,
+        file=str(where) or None,
+        rule=finding.cause.en,
+        found=where.text or None,
+        remedy=finding.cure.en.strip(),
+        severity=severity or finding.severity,
+    )
+
+
+def packages(run: Run, installed: Mapping[str, str] | None = None) -> Iterator[Problem]:
+    """What an engine needs, and is not there or too old."""
+    floors = dict(FLOORS[run.engine])
+    if run.spread.kind.startswith("zero") and run.engine == "trl":
+        floors["deepspeed"] = ">=0.16"
+    for package, floor in floors.items():
+        found = _version(package) if installed is None else installed.get(package)
+        if found is None or not SpecifierSet(floor).contains(found, prereleases=True):
+            yield Problem(
+                f"{package} is not installed" if found is None else f"this {package} is too old",
+                expected=f"{package}{floor}",
+                found=found,
+                remedy=_install(package, floor),
+            )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _install(package: str, floor: str) -> str:
+    if package == "megatron-core":
+        return (
+            "pip install --no-deps megatron-core"  # its requirements pull in CUDA packages that nothing uses
+        )
+    return f"pip install '{package}{floor}'"
+
+
+def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> Iterator[Problem]:
+    """Rules of the environment that matter to this run; a GPU that lacks what the options ask for."""
+    if run.engine == "trl":
+        found = diagnose_environment(environment)
+        yield from (problem_of(finding) for finding in found if finding.id in RULES)
+    if not environment.gpus or options.get("use_cpu"):
+        return
+    if "+cpu" in environment.versions.get("torch", ""):
+        yield Problem(
+            "this torch was built without CUDA, and there are GPUs",
+            found=f"torch {environment.versions['torch']}, {len(environment.gpus)} × {environment.gpus[0].name}",
+            remedy="pip install --force-reinstall torch, from the index for your CUDA version; or --use_cpu to stay "
+            "on the CPU",
+            severity="warning",
+        )
+    capability = environment.capability or 0.0
+    flash = str(options.get("attn_implementation") or options.get("attention_backend") or "").startswith(
+        "flash"
+    )
+    if capability < 8 and (_is_bf16(run, options) or flash):
+        yield from (
+            problem_of(finding, "error")
+            for finding in diagnose_environment(environment)
+            if finding.id == "env-no-bf16"
+        )
+    if flash and run.engine == "trl" and "flash-attn" not in environment.versions:
+        yield Problem(
+            "flash-attention 2 is not installed",
+            found=f"attn_implementation {options['attn_implementation']}",
+            remedy="leave it out: sdpa has the same kernels; or pip install flash-attn",
+        )
+
+
+def _is_bf16(run: Run, options: Mapping[str, Any]) -> bool:
+    if run.engine == "megatron":
+        return options.get("bf16") is not False and not options.get("fp16") and not options.get("fp32")
+    return bool(options.get("bf16"))
+
+
+def ranks(processes: int, gpus: list[Gpu], *, on_cpu: bool) -> Iterator[Problem]:
+    """More processes on this node than GPUs."""
+    if gpus and not on_cpu and processes > len(gpus):
+        shows = f"--nproc {processes}, {len(gpus)} GPUs visible"
+        values = {"local": processes, "count": len(gpus)}
+        yield problem_of(
+            told("env-more-processes-than-gpus", [Place("environment", None, shows)], values), "error"
+        )
+
+
+def visible(environment: Environment) -> list[Gpu]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves; by number, or as many as it names."""
+    told_of = environment.variables.get("CUDA_VISIBLE_DEVICES")
+    if told_of is None:
+        return list(environment.gpus)
+    names = [name.strip() for name in told_of.split(",") if name.strip()]
+    if all(name.isdecimal() for name in names):
+        return [environment.gpus[int(name)] for name in names if int(name) < len(environment.gpus)]
+    return [] if names[0].startswith("-") else list(environment.gpus[: len(names)])
+
+
+def model(run: Run) -> Iterator[Problem]:
+    """Whether the model folder is whole. Without a tokenizer nothing can be trained on text."""
+    try:
+        findings = diagnose(run.model)
+    except ReshardError as error:
+        yield from error.problems
+        return
+    bare = not find_companions(run.model).has_tokenizer
+    for finding in findings:
+        if finding.id not in HARMLESS:
+            yield problem_of(finding, "error" if bare and finding.id == "checkpoint-lacks" else None)
+
+
+def template(folder: Path) -> Problem:
+    """What the doctor says of a tokenizer that cannot chat, for data that are chats."""
+    return problem_of(told("checkpoint-no-template", [Place(str(folder))]), "error")
+
+
+def output(run: Run, *, overwrite: bool) -> Iterator[Problem]:
+    """Whether the output can be written to; with --resume, whether there is something of this run to go on from."""
+    if run.resume:
+        yield from _resumable(run)
+    elif run.output.is_dir() and any(run.output.iterdir()) and not overwrite:
+        yield Problem(
+            "the output is not empty",
+            file=str(run.output),
+            found=", ".join(sorted(path.name for path in run.output.iterdir())[:6]),
+            remedy="--resume to go on, --overwrite to begin again, or another folder with -o",
+        )
+    elif run.output.exists() and not run.output.is_dir():
+        yield Problem("the output is a file", file=str(run.output), remedy="name a folder with -o")
+
+
+def _resumable(run: Run) -> Iterator[Problem]:
+    checkpoint = last_checkpoint(run)
+    if checkpoint is None:
+        yield Problem(
+            "there is no checkpoint to resume from",
+            file=str(run.output),
+            expected="iter_*, and the file that names the last one"
+            if run.engine == "megatron"
+            else "checkpoint-*",
+            remedy="leave out --resume, or name the output of the run that is to go on",
+        )
+        return
+    try:
+        record = read_record(
+            next(path / RECORD for path in (checkpoint, run.output) if (path / RECORD).is_file())
+        )
+    except (ReshardError, StopIteration):
+        yield Problem(
+            "nothing says which run the checkpoint is of",
+            file=str(checkpoint),
+            expected=RECORD,
+            remedy="train from the beginning in another folder",
+        )
+        return
+    before = Run.of_dict(record)
+    for name in ("engine", "method", "model", "lora"):
+        if getattr(before, name) != getattr(run, name):
+            yield Problem(
+                "the checkpoint is of another run",
+                file=str(checkpoint),
+                expected=f"{name}: {getattr(before, name)}",
+                found=str(getattr(run, name)),
+                remedy="resume with what the run was started with, or start another in another folder",
+            )
+    yield from _same_data(run, record)
+
+
+def _same_data(run: Run, record: Mapping[str, Any]) -> Iterator[Problem]:
+    if record.get("data_digest") not in (None, data.digest(run.data)):
+        yield Problem(
+            "the data are not those that the run began with",
+            file=str(run.data),
+            rule="the same losses as without an interruption come from the same data",
+            remedy="restore the data, or begin again",
+            severity="warning",
+        )
+
+
+def last_checkpoint(run: Run) -> Path | None:
+    """The checkpoint from which a run would go on."""
+    if run.engine == "megatron":
+        try:
+            step = int((run.output / iterations.TRACKER).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return run.output / iterations.name_of(step)
+    from reshard.train.trl.saving import last_complete
+
+    return last_complete(run.output)
+
+
+def disk(run: Run, needed: int) -> Iterator[Problem]:
+    """Whether the checkpoints and the final model have room, in bytes."""
+    folder = next(path for path in (run.output, *run.output.parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        yield Problem(
+            "the disk is too small for the checkpoints",
+            file=str(folder),
+            expected=f"{needed / GIB:.1f} GiB",
+            found=f"{free / GIB:.1f} GiB free",
+            remedy="keep fewer: "
+            + ("a greater --save_interval" if run.engine == "megatron" else "--save_total_limit 1")
+            + ", or write to another disk with -o",
+        )
+
+
+def config_problems(path: Path) -> list[Problem]:
+    """What the doctor finds in a script or a config that a run is to follow. Raises ReshardError if it is none."""
+    findings = diagnose(path)
+    problems = [problem_of(finding) for finding in findings]
+    if path.suffix in (".yaml", ".yml", ".json") and not any(
+        each.id == "script-device-map" for each in findings
+    ):
+        text = path.read_text(encoding="utf-8")
+        if _spreads(yaml.safe_load(text)):
+            lines = enumerate(text.splitlines(), 1)
+            number = next((number for number, line in lines if "device_map" in line), None)
+            shows = text.splitlines()[number - 1].strip() if number else "device_map"
+            place = Place(str(path), number, shows, "device_map: null")
+            problems.append(problem_of(told("script-device-map", [place])))
+    return problems
+
+
+def _spreads(content: Any) -> bool:
+    """Whether a device map is anywhere in a config, `model_init_kwargs` and the like included."""
+    if isinstance(content, Mapping):
+        return content.get("device_map") in MAPS or any(_spreads(value) for value in content.values())
+    return isinstance(content, list) and any(_spreads(value) for value in content)

@@ -1,0 +1,401 @@
+"""Whether a run can be started, and what it will do: everything is looked at, and nothing is started."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from reshard.doctor.environment import Environment, look_around
+from reshard.errors import Problem, ReshardError
+from reshard.formats.companions import find_companions
+from reshard.train import checks, data, launch, memory, tokens
+from reshard.train.engine import Batches, Precision, engine_of
+from reshard.train.memory import GIB, Memory, Proposal
+from reshard.train.places import place_of
+from reshard.train.run import RECORD, Run, check
+from reshard.train.tokens import Lengths
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Room:
+    """What memory there is for each process, what the run takes of it, and what would fit if this does not."""
+
+    needed: Memory
+    available: int
+    on_cpu: bool
+    proposal: Proposal | None = None
+
+    @property
+    def fits(self) -> bool:
+        return memory.fits(self.needed, self.available)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            **self.needed.as_dict(),
+            "available": self.available,
+            "fits": self.fits,
+            "proposal": list(self.proposal.flags) if self.proposal else None,
+        }
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What was found. A run with `problems` is not to be started; what could not be told is None."""
+
+    run: Run
+    world_size: int
+    problems: list[Problem]
+    warnings: list[Problem]
+    devices: str
+    records: int = 0
+    lengths: Lengths | None = None
+    batches: Batches | None = None
+    precision: Precision | None = None
+    room: Room | None = None
+    files: list[str] = field(default_factory=list)
+    command: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        run = self.run
+        return {
+            "run": run.as_dict(),
+            "world_size": self.world_size,
+            "devices": self.devices,
+            "plan": plan_in_words(run, self.world_size),
+            "records": self.records,
+            "lengths": self.lengths.as_dict() if self.lengths else None,
+            "batches": {**vars(self.batches), "samples": self.batches.samples} if self.batches else None,
+            "memory": self.room.as_dict() if self.room else None,
+            "files": self.files,
+            "command": self.command,
+            "problems": [problem.as_dict() for problem in self.problems],
+            "warnings": [problem.as_dict() for problem in self.warnings],
+        }
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """What the run will do, as a table of two columns."""
+        run = self.run
+        yield "plan", plan_in_words(run, self.world_size)
+        yield "devices", self.devices
+        yield "model", str(run.model)
+        yield (
+            "data",
+            f"{run.data}: {self.records:,} records" + (_tokens(self.lengths) if self.lengths else ""),
+        )
+        if self.batches:
+            yield "step", _step(self.batches)
+            yield "steps", f"{self.batches.steps:,}"
+        if self.room:
+            of = "of RAM" if self.room.on_cpu else "on each GPU"
+            free = f"{self.room.available / GIB:.1f} GiB {of}"
+            parts = ", ".join(f"{name} {_size(size)}" for name, size in self.room.needed.parts.items())
+            yield "memory", f"{_size(self.room.needed.total)}, there are {free}: {parts}"
+        yield "output", f"{run.output}: {', '.join(self.files)}"
+        if self.command:
+            yield "command", shlex.join(self.command)
+
+
+def plan_in_words(run: Run, world_size: int) -> str:
+    """As `SFT of LoRA adapters with TRL: FSDP2 on 8 processes`."""
+    engine = {"trl": "TRL", "megatron": "Megatron-Core"}[run.engine]
+    what = "LoRA adapters" if run.lora else "all weights"
+    spread = str(run.spread)
+    if run.engine == "megatron":
+        spread = " · ".join([*spread.split(" · ")[1:], f"DP{max(run.spread.replicas(world_size), 1)}"])
+    return f"{run.method.upper()} of {what} with {engine}: {spread} on {world_size} process{'es' * (world_size > 1)}"
+
+
+def _tokens(lengths: Lengths) -> str:
+    about = "" if lengths.looked_at == lengths.records else "about "
+    return f", {about}{lengths.tokens:,} tokens, the longest {lengths.longest:,}"
+
+
+def _step(batches: Batches) -> str:
+    return (
+        f"{batches.samples} samples: {batches.per_device} at a time × {batches.accumulation} accumulated × "
+        f"{batches.replicas} data parallel"
+        + (f", up to {batches.length:,} tokens each" if batches.length else "")
+    )
+
+
+def _size(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB // 10 else f"{size / (1 << 20):.1f} MiB"
+
+
+def preflight(run: Run, *, overwrite: bool = False, environment: Environment | None = None) -> Preflight:
+    """Look at all that a run depends on, and collect what is wrong with it. Starts nothing, writes nothing."""
+    return _Looking(run, environment or look_around()).all(overwrite)
+
+
+@dataclass
+class _Looking:
+    """A preflight while it is made. What one look finds wrong does not keep the others from being taken."""
+
+    run: Run
+    environment: Environment
+    found: list[Problem] = field(default_factory=list)
+
+    def all(self, overwrite: bool) -> Preflight:
+        run, engine = self.run, engine_of(self.run)
+        self._try(lambda: check(run))
+        self._take(checks.packages(run))
+        ready = not self.found
+        options = self._try(lambda: engine.options(run)) if ready else None
+        gpus = checks.visible(self.environment)
+        on_cpu = not gpus or bool((options or {}).get("use_cpu"))
+        processes, world_size = self._ranks(gpus, on_cpu)
+        if options is not None:
+            self._take(checks.machine(run, options, self.environment))
+        self._take(checks.ranks(processes, gpus, on_cpu=on_cpu))
+        is_model = (run.model / "config.json").is_file()
+        if is_model:
+            self._take(checks.model(run))
+        tokenizer = self._try(lambda: _tokenizer(run)) if is_model and ready else None
+        records, drawn = self._records(tokenizer)
+        self._take(checks.output(run, overwrite=overwrite))
+        result = Preflight(run, world_size, [], [], _devices(gpus, on_cpu), records)
+        if options is not None and records:
+            room = memory.available(replace(self.environment, gpus=[] if on_cpu else gpus), processes)
+            result = self._sized(result, options, drawn, tokenizer, room, on_cpu)
+        command = None if self._placed() else self._try(lambda: launch.command(run))
+        self._take(self._lengths_wrong(result.lengths))
+        unique = list(dict.fromkeys(self.found))
+        return replace(
+            result,
+            problems=[each for each in unique if each.severity == "error"],
+            warnings=[each for each in unique if each.severity != "error"],
+            files=_files(run, result.batches),
+            command=command or [],
+        )
+
+    def _try(self, look: Callable[[], T]) -> T | None:
+        try:
+            return look()
+        except ReshardError as error:
+            self.found += error.problems
+            return None
+
+    def _take(self, problems: Iterable[Problem]) -> None:
+        self.found += problems
+
+    def _placed(self) -> bool:
+        try:
+            return place_of(self.run, self.environment.variables) is not None
+        except ReshardError:
+            return True
+
+    def _ranks(self, gpus: list[Any], on_cpu: bool) -> tuple[int, int]:
+        """Processes of this node, and of all."""
+        place = self._try(lambda: place_of(self.run, self.environment.variables))
+        if place:
+            return place.local_world_size or 1, place.world_size
+        processes = self.run.ranks.nproc or (1 if on_cpu else len(gpus))
+        return processes, processes * self.run.ranks.nnodes
+
+    def _records(self, tokenizer: Any) -> tuple[int, list[dict[str, Any]]]:
+        """Read all data once; how many records there are, and some of them."""
+        run = self.run
+        if not run.data.exists():
+            return 0, []
+        refuses = tokens.probe(tokenizer) if tokenizer is not None else data.ANY_TEMPLATE
+        found = self._try(lambda: tokens.draw(data.read_records(run.data, run.method, refuses)))
+        for file in self._try(lambda: data.held_out(run.data)) or []:
+            self.found.append(
+                Problem(
+                    "a file is named as if it were kept for evaluation, and is trained on",
+                    file=str(file),
+                    remedy="move it out of the folder, or name the other files with --data",
+                    severity="warning",
+                )
+            )
+        return found or (0, [])
+
+    def _sized(
+        self,
+        result: Preflight,
+        options: dict[str, Any],
+        drawn: list[dict[str, Any]],
+        tokenizer: Any,
+        room: int,
+        on_cpu: bool,
+    ) -> Preflight:
+        """Tokens, steps, memory and disk."""
+        run, engine, world_size = self.run, engine_of(self.run), result.world_size
+        batches = self._try(lambda: engine.batches(run, world_size, result.records))
+        if batches is None:
+            return result
+        lengths = self._lengths(result.records, drawn, tokenizer, batches, options)
+        if lengths and options.get("packing") and batches.length:
+            rows = -(-lengths.tokens // batches.length)
+            batches = self._try(lambda: engine.batches(run, world_size, rows)) or batches
+        self._take(_few(result.records, batches, options))
+        precision = engine.precision(run)
+        whole = replace(batches, length=_longest(run, batches, lengths, options))
+        needed = self._try(lambda: memory.estimate(run, whole, precision, world_size, gpu=not on_cpu))
+        sized = replace(result, lengths=lengths, batches=batches, precision=precision)
+        if needed is None:
+            return sized
+        found = Room(needed, room, on_cpu)
+        if not found.fits:
+            more = memory.plan_that_fits(
+                run, world_size, result.records, room, gpu=not on_cpu, length=whole.length
+            )
+            found = replace(found, proposal=more)
+            self.found.append(_too_large(run, found))
+        self._take(checks.disk(run, _on_disk(run, options, needed, world_size, batches)))
+        return replace(sized, room=found)
+
+    def _lengths(
+        self,
+        records: int,
+        drawn: list[dict[str, Any]],
+        tokenizer: Any,
+        batches: Batches,
+        options: dict[str, Any],
+    ) -> Lengths | None:
+        if tokenizer is None:
+            return None
+        if any(isinstance(value, list) for value in drawn[0].values()) and not tokenizer.chat_template:
+            self.found.append(checks.template(self.run.model))
+            return None
+        only = self.run.engine == "megatron" or bool(options.get("assistant_only_loss"))
+        limit = batches.length if self.run.method != "grpo" else 0
+        return self._try(
+            lambda: tokens.lengths(records, drawn, tokenizer, limit or None, assistant_only=only)
+        )
+
+    def _lengths_wrong(self, lengths: Lengths | None) -> Iterator[Problem]:
+        if lengths is None:
+            return
+        about = "" if lengths.looked_at == lengths.records else "about "
+        longer = "--seq_length" if self.run.engine == "megatron" else "--max_length"
+        if lengths.empty:
+            yield Problem(
+                "records teach nothing: all that is learned of them lies behind the greatest length, or is masked",
+                file=str(self.run.data),
+                found=f"{about}{lengths.empty} of {lengths.records}",
+                remedy=f"raise {longer}, or leave these records out",
+                severity="error" if lengths.empty == lengths.records else "warning",
+            )
+        if lengths.cut:
+            yield Problem(
+                "records are longer than the greatest length, and their end is cut",
+                file=str(self.run.data),
+                found=f"{about}{lengths.cut} of {lengths.records}; the longest has {lengths.longest} tokens",
+                remedy=f"raise {longer}, if memory allows",
+                severity="warning",
+            )
+
+
+def _tokenizer(run: Run) -> Any:
+    """The tokenizer. Raises ReshardError if there is none, or one that knows nothing."""
+    if not find_companions(run.model).has_tokenizer:
+        raise ReshardError(
+            "the model has no tokenizer",
+            file=str(run.model),
+            rule="transformers 5 opens such a folder with a tokenizer of one token, which turns all text into nothing",
+            remedy="copy the tokenizer of the base model into the folder",
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(run.model), trust_remote_code=False)
+    except Exception as error:  # whatever a broken file makes transformers raise
+        raise ReshardError(
+            "the tokenizer cannot be opened",
+            file=str(run.model),
+            found=f"{type(error).__name__}: {error}".split("\n")[0],
+            remedy="copy the tokenizer of the base model into the folder",
+        ) from None
+    if len(tokenizer) < 2 or not tokenizer("a b c")["input_ids"]:
+        raise ReshardError(
+            "the tokenizer turns text into nothing",
+            file=str(run.model),
+            found=f"{len(tokenizer)} tokens",
+            remedy="copy the tokenizer of the base model into the folder",
+        )
+    return tokenizer
+
+
+def _devices(gpus: list[Any], on_cpu: bool) -> str:
+    if on_cpu:
+        return "CPU"
+    names = {gpu.name: sum(each.name == gpu.name for each in gpus) for gpu in gpus}
+    least = min(gpu.memory for gpu in gpus) / GIB
+    return ", ".join(f"{count} × {name}" for name, count in names.items()) + f" with {least:.0f} GiB"
+
+
+def _few(records: int, batches: Batches, options: dict[str, Any]) -> Iterator[Problem]:
+    if records < batches.samples and not options.get("packing") and not options.get("pack"):
+        yield Problem(
+            "there are fewer records than one step takes",
+            found=f"{records} records, {batches.samples} samples in a step",
+            remedy="lower the batch, or add data",
+            severity="warning",
+        )
+
+
+def _longest(run: Run, batches: Batches, lengths: Lengths | None, options: dict[str, Any]) -> int:
+    """Tokens of the longest sequence that memory has to hold; of GRPO the prompt and the completion."""
+    seen = lengths.longest if lengths else 0
+    if run.method == "grpo":
+        return batches.length + seen
+    is_packed = run.engine == "megatron" or options.get("packing")
+    known = lengths is not None and lengths.looked_at == lengths.records
+    if batches.length and (is_packed or not known):
+        return batches.length
+    return min(batches.length, seen) if batches.length else seen
+
+
+def _too_large(run: Run, room: Room) -> Problem:
+    others = [] if run.lora else ["--lora"]
+    cure = f"this fits: {room.proposal}" if room.proposal else "no plan that was tried fits on these devices"
+    more = ", ".join([*others, "more or larger GPUs", "shorter sequences"])
+    parts = sorted(room.needed.parts.items(), key=lambda part: -part[1])
+    return Problem(
+        "the run does not fit into memory",
+        rule="weights, gradients, optimizer and activations lie in memory at the same time",
+        expected=f"at most {room.available * memory.USABLE / GIB:.1f} GiB in each process",
+        found=f"{_size(room.needed.total)}: " + ", ".join(f"{name} {_size(size)}" for name, size in parts),
+        remedy=f"{cure}; other ways: {more}",
+    )
+
+
+def _on_disk(run: Run, options: dict[str, Any], needed: Memory, world_size: int, batches: Batches) -> int:
+    """Bytes that checkpoints and final folders take, at most: weights and optimizer of each that is kept."""
+    parts = needed.parts
+    spread = world_size if run.spread.kind in ("fsdp2", "zero3") else 1
+    states = world_size if run.spread.kind in ("fsdp2", "zero2", "zero3") else 1
+    if run.engine == "megatron":
+        spread = run.spread.tp * run.spread.pp
+        states = world_size
+    elif run.spread.kind == "tp":
+        spread = states = run.spread.tp
+    weights = parts.get("weights", 0) * spread
+    optimizer = 0 if options.get("save_only_model") else parts.get("optimizer", 0) * states
+    each = (parts.get("gradients", 0) * states if run.lora else weights) + optimizer
+    interval = options.get("save_interval") if run.engine == "megatron" else _interval(options)
+    count = -(-batches.steps // int(interval)) if interval else 1
+    limit = options.get("save_total_limit")
+    count = min(count, int(limit)) if limit else count
+    return each * max(count, 1) + weights * (1 + (run.lora and run.merge) - run.lora)
+
+
+def _interval(options: dict[str, Any]) -> float | None:
+    """Steps between checkpoints of TRL."""
+    strategy, steps = str(options.get("save_strategy")), float(options.get("save_steps") or 0)
+    return steps if strategy.endswith("steps") and steps >= 1 else None
+
+
+def _files(run: Run, batches: Batches | None) -> list[str]:
+    """What will lie in the output, by its name there."""
+    steps = batches.steps if batches else 0
+    checkpoint = f"checkpoint-{steps}/" if run.engine == "trl" else f"iter_{steps:07d}/"
+    names = [RECORD, "train.log", "metrics.jsonl", "report.html", checkpoint, "final/"]
+    return [*names, *(["merged/"] if run.lora and run.merge else [])]
