@@ -26,7 +26,7 @@ def _lines() -> Iterator[str]:
     yield ""
     yield (
         f"The {len(entries)} failures that `reshard doctor` knows, made from its catalogue: one YAML file for each in "
-        "`src/reshard/doctor/catalogue/`. To add one, add a file; `tests/doctor/` says what it must have."
+        "`src/reshard/doctor/catalogue/`. [Add a failure](add-a-failure.md) shows how one is written."
     )
     for kind, heading in KINDS.items():
         yield ""

@@ -1,0 +1,8 @@
+"""A checkpoint of one ZeRO stage is loaded under another."""
+
+# needs: deepspeed
+# environment: DS_ACCELERATOR=cpu RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29659
+
+from engine import SAVED, engine
+
+engine(3, SAVED / "z2").load_checkpoint(SAVED / "z2")
