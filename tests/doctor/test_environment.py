@@ -2,53 +2,183 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from reshard.doctor.environment import Environment, Gpu, diagnose_environment
+from reshard.doctor import machine
+from reshard.doctor.environment import Environment, Gpu, diagnose_environment, look_around
+from tests.commandline import reshard as command
+
+A100 = Gpu("A100", 8.0, 80 << 30)
+V100 = Gpu("Tesla V100-SXM2-32GB", 7.0, 32 << 30)
 
 
 def environment(tmp_path: Path, **changes) -> Environment:
     healthy = {
-        "versions": {"transformers": "5.2.0", "accelerate": "1.15.0", "trl": "1.1.0", "peft": "0.21.0"}
+        "versions": {"transformers": "5.2.0", "accelerate": "1.15.0", "trl": "1.1.0", "peft": "0.21.0"},
+        "requires": {"trl": ["transformers>=4.56.2"], "peft": ["accelerate>=0.21.0", "torch"]},
     }
     return Environment(
         **{**healthy, "gpus": [], "driver": None, "variables": {}, "home": tmp_path, **changes}
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "identifier"),
-    [
-        (
-            {"versions": {"transformers": "4.51.3"}, "variables": {"WORLD_SIZE": "1", "RANK": "0"}},
-            "env-device-map-tp",
-        ),
-        ({"gpus": [Gpu("Tesla V100-SXM2-32GB", 7.0, 32 << 30)]}, "env-no-bf16"),
-        ({"versions": {"accelerate": "1.9.0", "peft": "0.17.0"}}, "env-accelerate-fsdp2-lora"),
-        ({"versions": {"trl": "1.0.0", "transformers": "4.49.0"}}, "env-trl-transformers"),
-        ({"variables": {"WORLD_SIZE": "8"}}, "env-stale-world-size"),
-        (
-            {
-                "gpus": [Gpu("A100", 8.0, 80 << 30)] * 2,
-                "variables": {"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "4", "RANK": "0"},
+BROKEN = {
+    "tensor parallelism": (
+        {"versions": {"transformers": "4.51.3"}, "variables": {"WORLD_SIZE": "1", "RANK": "0"}},
+        "env-device-map-tp",
+    ),
+    "first version with it": ({"versions": {"transformers": "4.50.3"}}, "env-device-map-tp"),
+    "last version with it": ({"versions": {"transformers": "4.53.3"}}, "env-device-map-tp"),
+    "bf16": ({"gpus": [V100]}, "env-no-bf16"),
+    "FSDP2 LoRA": ({"versions": {"accelerate": "1.9.0", "peft": "0.17.0"}}, "env-accelerate-fsdp2-lora"),
+    "trl": (
+        {"versions": {"trl": "1.0.0", "transformers": "4.49.0"}},
+        "env-trl-transformers",
+    ),
+    "trl before transformers 5": (
+        {"versions": {"trl": "0.19.0", "transformers": "5.1.0"}},
+        "env-trl-transformers",
+    ),
+    "any requirement": (
+        {
+            "versions": {"transformers": "5.2.0", "tokenizers": "0.21.0"},
+            "requires": {"transformers": ["tokenizers<0.24,>=0.23", 'torch>=2.4; extra == "torch"']},
+        },
+        "env-requirement",
+    ),
+    "stale": ({"variables": {"WORLD_SIZE": "8"}}, "env-stale-world-size"),
+    "too many": (
+        {"gpus": [A100] * 2, "variables": {"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "4", "RANK": "0"}},
+        "env-more-processes-than-gpus",
+    ),
+    "hidden GPUs": (
+        {
+            "gpus": [A100] * 8,
+            "variables": {
+                "LOCAL_WORLD_SIZE": "8",
+                "WORLD_SIZE": "8",
+                "RANK": "0",
+                "CUDA_VISIBLE_DEVICES": "0,1",
             },
-            "env-more-processes-than-gpus",
-        ),
+        },
+        "env-more-processes-than-gpus",
+    ),
+    "driver": ({"gpus": [A100], "driver": "535.104.05", "cuda": "13.0"}, "env-old-driver"),
+    "Blackwell": (
+        {"gpus": [Gpu("B200", 10.0, 0)], "driver": "570.1", "cuda": "12.6"},
+        "env-capability-not-built",
+    ),
+    "CPU build": ({"gpus": [A100], "driver": "570.1", "cuda": ""}, "env-torch-without-cuda"),
+    "Docker": ({"shm": 64 << 20}, "env-small-shm"),
+    "flash-attn": (
+        {"versions": {"torch": "2.7.1", "flash-attn": "2.7.4.post1+cu12torch2.6cxx11abiFALSE"}},
+        "env-flash-attn-torch",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_an_environment_breaks(tmp_path: Path, case: str) -> None:
+    changes, identifier = BROKEN[case]
+    found = diagnose_environment(environment(tmp_path, **changes))
+    assert [finding.id for finding in found] == [identifier]
+    assert found[0].places[0].text and found[0].cure.zh
+
+
+def test_volta_has_no_kernels_in_cuda_13(tmp_path: Path) -> None:
+    found = diagnose_environment(environment(tmp_path, gpus=[V100], driver="580.65.06", cuda="13.0"))
+    assert [finding.id for finding in found] == ["env-capability-not-built", "env-no-bf16"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"versions": {"transformers": "4.50.2"}},
+        {"versions": {"transformers": "4.54.0"}},
+        {"gpus": [A100] * 8, "driver": "525.60.13", "cuda": "12.8", "shm": 16 << 30},
+        {"gpus": [Gpu("B200", 10.0, 0)], "driver": "580.65.06", "cuda": "13.0"},
+        {"versions": {"torch": "2.6.0+cu124", "flash-attn": "2.7.4.post1+cu12torch2.6cxx11abiFALSE"}},
+        {"variables": {"WORLD_SIZE": "8", "SLURM_PROCID": "3"}},
+        {"gpus": [A100], "variables": {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1", "RANK": "0"}},
     ],
+    ids=str,
 )
-def test_what_an_environment_breaks(tmp_path: Path, changes: dict, identifier: str) -> None:
-    assert [finding.id for finding in diagnose_environment(environment(tmp_path, **changes))] == [identifier]
+def test_a_healthy_environment_has_no_finding(tmp_path: Path, changes: dict) -> None:
+    assert diagnose_environment(environment(tmp_path, **changes)) == []
 
 
-def test_a_stray_accelerate_config_is_mentioned(tmp_path: Path) -> None:
+def test_a_stray_accelerate_config_is_mentioned_with_what_it_switches_on(tmp_path: Path) -> None:
     path = tmp_path / ".cache/huggingface/accelerate/default_config.yaml"
     path.parent.mkdir(parents=True)
-    path.write_text("distributed_type: FSDP\n")
+    path.write_text("distributed_type: FSDP\nnum_processes: 8\n")
     (found,) = diagnose_environment(environment(tmp_path))
     assert found.id == "env-accelerate-default-config" and str(path) in found.cure.en
+    assert "distributed_type: FSDP, num_processes: 8" in found.cause.en
 
 
-def test_a_healthy_environment_has_no_finding(tmp_path: Path) -> None:
-    assert diagnose_environment(environment(tmp_path)) == []
+def test_what_nvidia_smi_prints() -> None:
+    shown = "NVIDIA H200, 9.0, 143771, 570.133.20\nNVIDIA GB10, 12.1, [N/A], 570.133.20\n"
+    gpus, driver = machine.parse_smi(shown)
+    assert gpus == [Gpu("NVIDIA H200", 9.0, 143771 << 20), Gpu("NVIDIA GB10", 12.1, 0)]
+    assert driver == "570.133.20"
+    assert machine.parse_smi("No devices were found\n") == ([], None)
+
+
+def test_this_environment_is_read_without_importing_it() -> None:
+    from importlib.metadata import version
+
+    torch = pytest.importorskip("torch")
+    seen = look_around()
+    assert seen.versions["torch"] == version("torch") and seen.cuda == (torch.version.cuda or "")
+    code = "import sys; from reshard.doctor.machine import look_around; look_around(); print('torch' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "False"
+
+
+def test_the_environment_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.delenv("RANK", raising=False)
+    shown = command("doctor", "--lang", "en")
+    assert all(
+        name in shown.out for name in ("transformers", "megatron-core", "NCCL", "driver", "WORLD_SIZE=8")
+    )
+    told = command("doctor", "--json").json
+    assert told["environment"]["torch"] and "env-stale-world-size" in [
+        each["id"] for each in told["findings"]
+    ]
+
+
+OTHERS = "RESHARD_DOCTOR_PYTHON"
+
+
+@pytest.mark.slow
+def test_an_older_environment_is_told_by_its_own_interpreter() -> None:
+    """Set RESHARD_DOCTOR_PYTHON to the Python of an environment with transformers 4.51.3 to see it."""
+    python = os.environ.get(OTHERS)
+    if not python:
+        pytest.skip(
+            f"{OTHERS} names no Python: python -m venv old && old/bin/pip install transformers==4.51.3"
+        )
+    here = Path(__file__).parents[2] / "src"
+    shown = subprocess.run(
+        [python, "-m", "reshard", "doctor", "--json"],
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{here}:{os.environ.get('PYTHONPATH', '')}",
+            "WORLD_SIZE": "1",
+            "RANK": "0",
+        },
+        capture_output=True,
+        text=True,
+    )
+    told = json.loads(shown.stdout)
+    assert shown.returncode == 1 and told["environment"]["transformers"] == "4.51.3"
+    assert "env-device-map-tp" in [each["id"] for each in told["findings"] if each["severity"] == "error"]

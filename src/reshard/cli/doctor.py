@@ -14,15 +14,25 @@ from rich.table import Table
 from reshard.cli.console import common_options, handles_errors, print_json, stdout
 from reshard.doctor import Finding, diagnose
 from reshard.doctor.entries import Entry, catalogue, find
+from reshard.doctor.environment import Environment, diagnose_environment, look_around
 from reshard.doctor.finding import LANGUAGES
+from reshard.doctor.machine import PACKAGES
 
 LABELS = {
     "en": {"why": "why", "cure": "cure", "where": "where", "mended": "mended", "because": "because"}
     | {"sources": "sources", "also": "and so", "clean": "nothing wrong found"}
-    | {"sure": "sure", "likely": "likely", "possible": "possible", "warning": "warning", "error": "error"},
+    | {"sure": "sure", "likely": "likely", "possible": "possible", "warning": "warning", "error": "error"}
+    | {
+        "absent": "not installed",
+        "none": "–",
+        "total": "{errors} errors, {warnings} warnings; mend the first one first",
+    }
+    | {"total1": "1 finding"},
     "zh": {"why": "原因", "cure": "解法", "where": "位置", "mended": "改为", "because": "依据"}
     | {"sources": "来源", "also": "由此引起", "clean": "没有发现问题"}
-    | {"sure": "确定", "likely": "很可能", "possible": "有可能", "warning": "警告", "error": "错误"},
+    | {"sure": "确定", "likely": "很可能", "possible": "有可能", "warning": "警告", "error": "错误"}
+    | {"absent": "未安装", "none": "–", "total": "共 {errors} 个错误、{warnings} 个警告;请先解决第一个"}
+    | {"total1": "共 1 个问题"},
 }
 
 
@@ -38,14 +48,19 @@ def command(
 ) -> None:
     """Say what is wrong, why, and what to do.
 
-    A TARGET is a log (or - for standard input), a script, a config, or a checkpoint; nothing in it is run. Several are
-    seen together. Without one, the environment is looked at.
+    A TARGET is a log (or - for standard input), a training script (.py), a launch script (.sh), a config of accelerate,
+    DeepSpeed, TRL or LLaMA-Factory (.yaml, .json), or a checkpoint. Nothing in it is run. Several are seen together:
+    what one shows and another explains is one finding. Without a target, the environment is looked at: versions, GPUs,
+    driver, and the variables of launchers.
 
     \b
-      reshard doctor                          the environment
-      reshard doctor train.log train.py       a run that failed
-      reshard doctor ckpt/                    a checkpoint
-      torchrun … 2>&1 | reshard doctor -      a log from a pipe
+      reshard doctor                              the environment
+      reshard doctor train.log train.py ckpt/     a run that failed
+      reshard doctor ckpt/                        a checkpoint
+      torchrun … 2>&1 | reshard doctor -          a log from a pipe
+      reshard doctor --explain ID                 one failure of the catalogue
+
+    Each finding says how sure it is. The first one is to be mended first.
 
     Exit status: 0 nothing wrong, 1 findings, 2 a target cannot be read.
     """
@@ -56,10 +71,14 @@ def command(
     if explain:
         _explain(find(explain), language, json_output)
         return
-    findings = diagnose(*targets)
+    environment = None if targets else look_around()
+    findings = diagnose(*targets) if environment is None else diagnose_environment(environment)
     if json_output:
-        print_json({"findings": [finding.as_dict(lang) for finding in findings]})
+        shown = {} if environment is None else {"environment": environment.as_dict()}
+        print_json({**shown, "findings": [finding.as_dict(lang) for finding in findings]})
     else:
+        if environment is not None:
+            _print_environment(environment, language)
         _print(findings, language)
     sys.exit(1 if findings else 0)
 
@@ -70,31 +89,53 @@ def locale_language() -> str:
     return "zh" if (told or locale.getlocale()[0] or "").lower().startswith(("zh", "chinese")) else "en"
 
 
+def _print_environment(environment: Environment, language: str) -> None:
+    """What there is, one line each."""
+    console, words = stdout(), LABELS[language]
+    for name, value in environment.as_dict().items():
+        if isinstance(value, dict):
+            value = " ".join(f"{key}={each}" for key, each in value.items())
+        for each in value if isinstance(value, list) and value else [value]:
+            shown = str(each or (words["absent"] if name in PACKAGES else words["none"]))
+            console.print(f"[bold]{name:<19}[/] {escape(shown)}")
+    console.print()
+
+
 def _print(findings: list[Finding], language: str) -> None:
     console, words = stdout(), LABELS[language]
     if not findings:
         console.print(f"[bold green]{words['clean']}[/]")
-    for number, finding in enumerate(findings):
-        if number:
-            console.print()
-        style = "bold red" if finding.severity == "error" else "bold yellow"
-        console.print(
-            f"[{style}]{words[finding.severity]}:[/] [bold]{escape(finding.title.of(language))}[/] "
-            f"({finding.id}, {words[finding.certainty]})"
-        )
-        for place in finding.places:
-            console.print(f"[bold]{words['where']}[/] {escape(str(place))}  {escape(place.text)}")
-            if place.mended:
-                console.print(f"[bold]{words['mended']}[/] {escape(place.mended)}")
-        console.print(f"[bold]{words['why']}[/] {escape(finding.cause.of(language))}")
-        console.print(f"[bold]{words['cure']}[/]")
-        _print_cure(finding.cure.of(language))
-        for evidence in finding.evidence:
-            console.print(f"[bold]{words['because']}[/] {escape(evidence)}")
-        if finding.also:
-            console.print(f"[bold]{words['also']}[/] {', '.join(finding.also)}")
-        if finding.sources:
-            console.print(f"[bold]{words['sources']}[/] {escape(', '.join(map(link, finding.sources)))}")
+    for finding in findings:
+        _print_finding(finding, language)
+        console.print()
+    if len(findings) == 1:
+        console.print(f"[bold]{words['total1']}[/]")
+    elif findings:
+        errors = sum(finding.severity == "error" for finding in findings)
+        total = words["total"].format(errors=errors, warnings=len(findings) - errors)
+        console.print(f"[bold]{total}[/]")
+
+
+def _print_finding(finding: Finding, language: str) -> None:
+    console, words = stdout(), LABELS[language]
+    style = "bold red" if finding.severity == "error" else "bold yellow"
+    console.print(
+        f"[{style}]{words[finding.severity]}:[/] [bold]{escape(finding.title.of(language))}[/] "
+        f"({finding.id}, {words[finding.certainty]})"
+    )
+    for place in finding.places:
+        console.print(f"[bold]{words['where']}[/] {escape(str(place))}  {escape(place.text)}")
+        if place.mended:
+            console.print(f"[bold]{words['mended']}[/] {escape(place.mended)}")
+    console.print(f"[bold]{words['why']}[/] {escape(finding.cause.of(language))}")
+    console.print(f"[bold]{words['cure']}[/]")
+    _print_cure(finding.cure.of(language))
+    for evidence in finding.evidence:
+        console.print(f"[bold]{words['because']}[/] {escape(evidence)}")
+    if finding.also:
+        console.print(f"[bold]{words['also']}[/] {', '.join(finding.also)}")
+    if finding.sources:
+        console.print(f"[bold]{words['sources']}[/] {escape(', '.join(map(link, finding.sources)))}")
 
 
 def _print_cure(cure: str) -> None:

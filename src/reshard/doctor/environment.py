@@ -1,107 +1,19 @@
-"""Diagnose the environment: what is installed, which rules the versions break together, and stray settings."""
+"""Diagnose the environment: which rules the versions break together, and stray settings."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from shutil import which
+from typing import Any
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
+import yaml
 
 from reshard.doctor.finding import Finding, Place
+from reshard.doctor.machine import Environment, Gpu, look_around, unmet
 from reshard.doctor.rules import told
 
-PACKAGES = (
-    *(
-        "torch",
-        "transformers",
-        "accelerate",
-        "trl",
-        "peft",
-        "deepspeed",
-        "megatron-core",
-        "transformer-engine",
-    ),
-    *("flash-attn", "safetensors", "tokenizers", "numpy"),
-)
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One device as the driver tells of it. `capability` is 7.0 for a V100, 8.0 for an A100."""
-
-    name: str
-    capability: float
-    memory: int
-
-
-@dataclass
-class Environment:
-    """What there is: versions by package, GPUs, the driver, and the environment variables."""
-
-    versions: dict[str, str]
-    gpus: list[Gpu]
-    driver: str | None
-    variables: Mapping[str, str]
-    home: Path = field(default_factory=Path.home)
-
-    def has(self, package: str, specifier: str) -> bool:
-        """Whether a package is installed in one of these versions."""
-        try:
-            return package in self.versions and SpecifierSet(specifier).contains(
-                Version(self.versions[package]), prereleases=True
-            )
-        except InvalidVersion:
-            return False
-
-    @cached_property
-    def world_size(self) -> int | None:
-        """WORLD_SIZE, if it is a number."""
-        value = self.variables.get("WORLD_SIZE", "")
-        return int(value) if value.isdecimal() else None
-
-    @property
-    def capability(self) -> float | None:
-        """The least compute capability of all GPUs."""
-        return min((gpu.capability for gpu in self.gpus), default=None)
-
-
-def look_around() -> Environment:
-    """The environment of this process. Nothing of what is looked at is imported."""
-    gpus, driver = _gpus()
-    return Environment(dict(_versions()), gpus, driver, dict(os.environ))
-
-
-def _versions() -> Iterator[tuple[str, str]]:
-    for package in PACKAGES:
-        with suppress(PackageNotFoundError):
-            yield package, version(package)
-
-
-def _gpus() -> tuple[list[Gpu], str | None]:
-    """What nvidia-smi tells; it is asked because importing torch takes seconds."""
-    if which("nvidia-smi") is None:
-        return [], None
-    fields = "name,compute_cap,memory.total,driver_version"
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return [], None
-    rows = [[part.strip() for part in row.split(",")] for row in told.splitlines() if row.count(",") == 3]
-    gpus = [
-        Gpu(row[0], float(row[1]), int(row[2]) << 20) for row in rows if re.fullmatch(r"\d+\.\d+", row[1])
-    ]
-    return gpus, rows[0][3] if rows else None
-
+__all__ = ["Environment", "Gpu", "diagnose_environment", "look_around"]
 
 Rule = Callable[[Environment], Iterator[Finding]]
 RULES: list[Rule] = []
@@ -114,9 +26,10 @@ def rule(function: Rule) -> Rule:
 
 
 def diagnose_environment(environment: Environment | None = None) -> list[Finding]:
-    """What the environment breaks."""
+    """What the environment breaks, errors first."""
     place = environment or look_around()
-    return [finding for each in RULES for finding in each(place)]
+    found = [finding for each in RULES for finding in each(place)]
+    return sorted(found, key=lambda finding: finding.severity != "error")
 
 
 def _found(
@@ -139,7 +52,8 @@ def old_gpus(env: Environment) -> Iterator[Finding]:
     """bfloat16 and flash-attention 2 need compute capability 8."""
     if env.capability is not None and env.capability < 8:
         name = min(env.gpus, key=lambda gpu: gpu.capability).name
-        shows = f"{name}, compute capability {env.capability}"
+        flash = ", flash-attn " + env.versions["flash-attn"] if "flash-attn" in env.versions else ""
+        shows = f"{name}, compute capability {env.capability}{flash}"
         yield _found("env-no-bf16", shows, {"name": name, "capability": env.capability})
 
 
@@ -151,14 +65,20 @@ def accelerate_before_1_15(env: Environment) -> Iterator[Finding]:
         yield _found("env-accelerate-fsdp2-lora", shows)
 
 
-UNFIT = (("trl", ">=1.0", "transformers", "<4.56"), ("trl", "<0.20", "transformers", ">=5"))
-"""Versions that cannot be together: TRL 1 needs transformers 4.56, and TRL before 0.20 does not know transformers 5."""
+UNDECLARED = (("trl", "<0.20", "transformers", ">=5"),)
+"""Versions that cannot be together although no metadata says so: TRL before 0.20 does not know transformers 5."""
 
 
 @rule
-def trl_and_transformers(env: Environment) -> Iterator[Finding]:
-    """TRL imports names of transformers that come and go."""
-    for package, ours, other, theirs in UNFIT:
+def requirements(env: Environment) -> Iterator[Finding]:
+    """What an installed package requires of another one, in its own metadata; and TRL's imports of transformers."""
+    for package, needs in unmet(env):
+        shows = f"{package} {env.versions[package]} requires {needs}, installed: {env.versions[needs.name]}"
+        kind = (
+            "env-trl-transformers" if {package, needs.name} == {"trl", "transformers"} else "env-requirement"
+        )
+        yield _found(kind, shows, {"shows": shows, "package": package, "needs": needs})
+    for package, ours, other, theirs in UNDECLARED:
         if env.has(package, ours) and env.has(other, theirs):
             shows = f"{package} {env.versions[package]}, {other} {env.versions[other]}"
             yield _found("env-trl-transformers", shows, {"shows": shows})
@@ -167,7 +87,7 @@ def trl_and_transformers(env: Environment) -> Iterator[Finding]:
 @rule
 def stale_world_size(env: Environment) -> Iterator[Finding]:
     """WORLD_SIZE without a rank comes from no launcher."""
-    launched = env.variables.keys() & {"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"}
+    launched = env.variables.keys() & {"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
     if env.world_size is not None and not launched:
         yield _found("env-stale-world-size", f"WORLD_SIZE={env.world_size}, no RANK")
 
@@ -189,4 +109,76 @@ def stray_accelerate_config(env: Environment) -> Iterator[Finding]:
     cache = env.variables.get("HF_HOME") or str(env.home / ".cache/huggingface")
     path = Path(cache) / "accelerate/default_config.yaml"
     if path.is_file():
-        yield _found("env-accelerate-default-config", str(path), {"path": path})
+        chosen = _choices(path)
+        yield _found("env-accelerate-default-config", f"{path}: {chosen}", {"path": path, "chosen": chosen})
+
+
+def _choices(path: Path) -> str:
+    """What a config of accelerate switches on."""
+    try:
+        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return "not readable"
+    keys = ("distributed_type", "num_processes", "num_machines", "mixed_precision", "use_cpu")
+    content = content if isinstance(content, dict) else {}
+    return ", ".join(f"{key}: {content[key]}" for key in keys if key in content) or "empty"
+
+
+DRIVERS = {11: 450, 12: 525, 13: 580}
+"""The least driver by major version of CUDA (NVIDIA, CUDA Compatibility, "Minor Version Compatibility", table 1)."""
+CAPABILITIES = {8.0: (11, 0), 8.6: (11, 1), 8.9: (11, 8), 9.0: (11, 8), 10.0: (12, 8), 12.0: (12, 8)}
+"""The first CUDA that compiles for a compute capability (NVIDIA, CUDA release notes)."""
+DROPPED = {13: 7.5}
+"""The least compute capability that a major version of CUDA compiles for (CUDA 13.0 release notes)."""
+
+
+@rule
+def cuda_against_driver_and_gpus(env: Environment) -> Iterator[Finding]:
+    """The CUDA of torch against the driver, and against the GPUs."""
+    if not env.cuda or not (match := re.match(r"(\d+)\.(\d+)", env.cuda)):
+        return
+    built = (int(match[1]), int(match[2]))
+    least = DRIVERS.get(built[0])
+    driver = re.match(r"\d+", env.driver or "")
+    if least and driver and int(driver[0]) < least:
+        shows = f"driver {env.driver}, torch for CUDA {env.cuda}"
+        older = max((major for major, needed in DRIVERS.items() if needed <= int(driver[0])), default=11)
+        yield _found(
+            "env-old-driver", shows, {"least": least, "cuda": env.cuda, "driver": env.driver, "older": older}
+        )
+    for gpu in sorted(set(env.gpus), key=lambda each: each.capability):
+        first = next(
+            (cuda for each, cuda in sorted(CAPABILITIES.items(), reverse=True) if each <= gpu.capability),
+            (0, 0),
+        )
+        if built < first or gpu.capability < DROPPED.get(built[0], 0):
+            values = {"name": gpu.name, "capability": gpu.capability, "cuda": env.cuda}
+            values["fit"] = "cu128" if built < first else "cu126"
+            yield _found("env-capability-not-built", f"{gpu.name}, CUDA {env.cuda}", values)
+
+
+@rule
+def torch_without_cuda(env: Environment) -> Iterator[Finding]:
+    """A CPU build of torch beside GPUs."""
+    if env.gpus and (env.cuda == "" or env.versions.get("torch", "").endswith("+cpu")):
+        yield _found("env-torch-without-cuda", f"torch {env.versions.get('torch')}, {len(env.gpus)} GPUs")
+
+
+LEAST_SHM = 256 << 20
+
+
+@rule
+def small_shared_memory(env: Environment) -> Iterator[Finding]:
+    """Docker gives 64 MiB of /dev/shm; NCCL and the workers of data loaders exchange tensors through it."""
+    if env.shm is not None and env.shm < LEAST_SHM:
+        yield _found("env-small-shm", f"/dev/shm: {env.shm >> 20} MiB", {"size": env.shm >> 20})
+
+
+@rule
+def flash_attention_of_another_torch(env: Environment) -> Iterator[Finding]:
+    """The wheel of flash-attn says in its version for which torch it was compiled."""
+    built = re.search(r"torch(\d+\.\d+)", env.versions.get("flash-attn", ""))
+    torch = env.versions.get("torch", "")
+    if built and torch and not torch.startswith(f"{built[1]}."):
+        shows = f"flash-attn {env.versions['flash-attn']}, torch {torch}"
+        yield _found("env-flash-attn-torch", shows, {"built": built[1], "torch": torch})

@@ -1,0 +1,192 @@
+"""What is installed and what the machine is, without importing any of it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import disk_usage, which
+from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+PACKAGES = (
+    *(
+        "torch",
+        "transformers",
+        "accelerate",
+        "trl",
+        "peft",
+        "deepspeed",
+        "megatron-core",
+        "transformer-engine",
+    ),
+    *("flash-attn", "vllm", "safetensors", "tokenizers", "datasets", "numpy"),
+)
+VARIABLES = (
+    *(
+        "WORLD_SIZE",
+        "RANK",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "CUDA_VISIBLE_DEVICES",
+    ),
+    *("HF_HOME", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "NCCL_SOCKET_IFNAME", "NCCL_P2P_DISABLE"),
+)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One device as the driver tells of it. `capability` is 7.0 for a V100, 8.0 for an A100; `memory` in bytes."""
+
+    name: str
+    capability: float
+    memory: int
+
+
+@dataclass
+class Environment:
+    """What there is: versions by package, what packages require, GPUs, driver, libraries, environment variables.
+
+    `cuda` is the CUDA that torch was built for: "" if it was built without, None if that is not known. `shm` is the
+    size of /dev/shm in bytes.
+    """
+
+    versions: dict[str, str]
+    gpus: list[Gpu]
+    driver: str | None
+    variables: Mapping[str, str]
+    home: Path = field(default_factory=Path.home)
+    requires: dict[str, list[str]] = field(default_factory=dict)
+    cuda: str | None = None
+    nccl: str | None = None
+    shm: int | None = None
+
+    def has(self, package: str, specifier: str) -> bool:
+        """Whether a package is installed in one of these versions."""
+        try:
+            return package in self.versions and SpecifierSet(specifier).contains(
+                Version(self.versions[package]), prereleases=True
+            )
+        except InvalidVersion:
+            return False
+
+    @cached_property
+    def world_size(self) -> int | None:
+        """WORLD_SIZE, if it is a number."""
+        value = self.variables.get("WORLD_SIZE", "")
+        return int(value) if value.isdecimal() else None
+
+    @property
+    def capability(self) -> float | None:
+        """The least compute capability of all GPUs."""
+        return min((gpu.capability for gpu in self.gpus), default=None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `reshard doctor` shows, in its order; None for what is not there."""
+        return {
+            "python": platform.python_version(),
+            **{package: self.versions.get(package) for package in PACKAGES},
+            "CUDA of torch": "none (CPU build)" if self.cuda == "" else self.cuda,
+            "NCCL": self.nccl,
+            "driver": self.driver,
+            "GPUs": [
+                f"{gpu.name}, compute capability {gpu.capability}, {gpu.memory >> 30} GiB"
+                for gpu in self.gpus
+            ],
+            "/dev/shm": None if self.shm is None else f"{self.shm >> 20} MiB",
+            "variables": {name: self.variables[name] for name in VARIABLES if name in self.variables},
+        }
+
+
+def look_around() -> Environment:
+    """The environment of this process. Nothing of what is looked at is imported."""
+    gpus, driver = _gpus()
+    return Environment(
+        dict(_versions()),
+        gpus,
+        driver,
+        dict(os.environ),
+        requires=dict(_requirements()),
+        cuda=_cuda(),
+        nccl=_nccl(),
+        shm=disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
+    )
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            yield package, version(package)
+
+
+def _requirements() -> Iterator[tuple[str, list[str]]]:
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            yield package, requires(package) or []
+
+
+def unmet(environment: Environment) -> Iterator[tuple[str, Requirement]]:
+    """Each package with a requirement on another one that is installed in a version that does not meet it."""
+    for package in environment.requires.keys() & environment.versions.keys():
+        for line in environment.requires[package]:
+            with suppress(InvalidRequirement):
+                needs = Requirement(line)
+                needs.name = needs.name.lower().replace("_", "-")
+                concerns = needs.marker is None or needs.marker.evaluate({"extra": ""})
+                installed = needs.name in environment.versions
+                if concerns and installed and not environment.has(needs.name, str(needs.specifier)):
+                    yield package, needs
+
+
+def _cuda() -> str | None:
+    """The CUDA that torch was built for, read in the text of its version.py."""
+    found = find_spec("torch")
+    path = Path(found.origin).with_name("version.py") if found and found.origin else None
+    if path is None or not path.is_file():
+        return None
+    match = re.search(r"^cuda\b[^=\n]*= *(?:'([\d.]+)'|None)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return (match[1] or "") if match else None
+
+
+def _nccl() -> str | None:
+    for major in (13, 12, 11):
+        with suppress(PackageNotFoundError):
+            return version(f"nvidia-nccl-cu{major}")
+    return None
+
+
+def _gpus() -> tuple[list[Gpu], str | None]:
+    """What nvidia-smi tells; it is asked because importing torch takes seconds."""
+    if which("nvidia-smi") is None:
+        return [], None
+    fields = "name,compute_cap,memory.total,driver_version"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    try:
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return [], None
+    return parse_smi(shown)
+
+
+def parse_smi(shown: str) -> tuple[list[Gpu], str | None]:
+    """GPUs and driver from lines of name, compute capability, MiB and driver. Memory may be `[N/A]`."""
+    rows = [[part.strip() for part in row.split(",")] for row in shown.splitlines() if row.count(",") == 3]
+    gpus = [
+        Gpu(name, float(capability), int(memory) << 20 if memory.isdecimal() else 0)
+        for name, capability, memory, _ in rows
+        if re.fullmatch(r"\d+\.\d+", capability)
+    ]
+    return gpus, rows[0][3] if rows else None
