@@ -1,21 +1,37 @@
-"""How a run goes: each step as a line of `metrics.jsonl`."""
+"""How a run goes: what rank 0 reports, as a line of `metrics.jsonl` each, and what those lines tell.
+
+A row has an `event` and its `time` (seconds since 1970): `begin` (steps, done), `step` (step, loss, learning_rate,
+grad_norm, tokens, memory and whatever else was measured), `saved` (checkpoint), `note` (text), `end` (outcome). JSON
+has no NaN: such a number is a string, "nan" or "inf".
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from reshard.train.run import Run
 
 METRICS = "metrics.jsonl"
+WINDOW = 20
+"""Steps over which speed is measured."""
+
+Row = dict[str, Any]
 
 
 class Metrics:
-    """Writes what rank 0 reports; other ranks say nothing."""
+    """Writes what rank 0 reports; other ranks say nothing. `listeners` are given each row as well."""
 
-    def __init__(self, run: Run, rank: int) -> None:
-        self._file = run.output / METRICS if rank == 0 else None
+    def __init__(self, run: Run, rank: int, listeners: Iterable[Callable[[Row], None]] = ()) -> None:
+        self._output = run.output if rank == 0 else None
+        self._listeners = list(listeners)
 
     def begin(self, steps: int, done: int = 0) -> None:
         """Training starts after step `done`, and ends with step `steps`."""
@@ -33,12 +49,148 @@ class Metrics:
         """What the user should know."""
         self._write({"event": "note", "text": text})
 
-    def _write(self, row: dict[str, object]) -> None:
-        if self._file is not None:
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+    def _write(self, row: Row) -> None:
+        if self._output is not None:
+            written = append(self._output, row)
+            for listener in self._listeners:
+                listener(written)
 
 
-def monitor_of(run: Run) -> Metrics:
+def monitor_of(run: Run, listeners: Iterable[Callable[[Row], None]] = ()) -> Metrics:
     """The monitor of this rank."""
-    return Metrics(run, int(os.environ.get("RANK", "0")))
+    return Metrics(run, int(os.environ.get("RANK", "0")), listeners)
+
+
+def append(output: Path, row: Row) -> Row:
+    """Add a row, with the time, to the metrics of the run in `output`; what was added."""
+    written = {name: _plain(value) for name, value in {**row, "time": round(time.time(), 3)}.items()}
+    with (output / METRICS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(written, ensure_ascii=False, allow_nan=False) + "\n")
+    return written
+
+
+def _plain(value: Any) -> Any:
+    """A value as strict JSON has it. Numbers of numpy and torch are numbers."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else str(number)
+
+
+class Tail:
+    """The rows of a file that were added since the last look. A line that is not finished yet waits."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def rows(self) -> Iterator[Row]:
+        """What is new. Lines that a killed process left broken are skipped."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                content = file.read()
+        except FileNotFoundError:
+            return
+        whole = content[: content.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and "event" in row:
+                yield row
+
+
+@dataclass
+class History:
+    """A run as its rows tell it. Steps that were run again after a resume stand there once, as they were last."""
+
+    total: int = 0
+    done: int = 0
+    """The last step that is behind us."""
+    steps: dict[int, Row] = field(default_factory=dict)
+    saved: list[Path] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    began: float | None = None
+    last: float | None = None
+    outcome: str | None = None
+    _recent: deque[tuple[float, int, float | None]] = field(default_factory=lambda: deque(maxlen=WINDOW + 1))
+
+    def add(self, row: Row) -> None:
+        """Take a row in."""
+        event, when = row["event"], float(row.get("time", 0))
+        self.last = when
+        self.began = when if self.began is None else self.began
+        if event == "begin":
+            self._begin(row, when)
+        elif event == "step":
+            self._step(row, when)
+        elif event == "saved":
+            path = Path(row["checkpoint"])
+            self.saved = [*(each for each in self.saved if each != path), path]
+        elif event == "note":
+            self.notes.append(str(row["text"]))
+        elif event == "end":
+            self.outcome = str(row["outcome"])
+
+    def _begin(self, row: Row, when: float) -> None:
+        self.total, self.done, self.outcome = int(row["steps"]), int(row.get("done", 0)), None
+        self.steps = {step: kept for step, kept in self.steps.items() if step <= self.done}
+        self._recent.clear()
+        self._recent.append((when, self.done, None))
+
+    def _step(self, row: Row, when: float) -> None:
+        self.done = int(row["step"])
+        self.steps[self.done] = row
+        self._recent.append((when, self.done, number(row, "tokens")))
+
+    def latest(self, name: str) -> float | None:
+        """The last value that was measured under a name."""
+        return number(self.steps[self.done], name) if self.done in self.steps else None
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """All values of a name, by step."""
+        found = ((step, number(row, name)) for step, row in sorted(self.steps.items()))
+        return [(step, value) for step, value in found if value is not None]
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens per second, of all ranks, over the last steps."""
+        seconds, tokens = self._spent(), [count for _, _, count in list(self._recent)[1:]]
+        known = [count for count in tokens if count is not None]
+        return sum(known) / seconds if seconds and known and len(known) == len(tokens) else None
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until the last step, at the speed of the last steps."""
+        seconds = self._spent()
+        if not seconds:
+            return None
+        return (self.total - self.done) * seconds / max(self._recent[-1][1] - self._recent[0][1], 1)
+
+    def _spent(self) -> float:
+        return self._recent[-1][0] - self._recent[0][0] if len(self._recent) > 1 else 0.0
+
+
+def number(row: Mapping[str, Any], name: str) -> float | None:
+    """A measured value, NaN and infinities included; None if there is none."""
+    value = row.get(name)
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def history_of(output: Path) -> History:
+    """The history of the run in `output`, empty if nothing was reported yet."""
+    history = History()
+    for row in Tail(output / METRICS).rows():
+        history.add(row)
+    return history
+
+
+def last_checkpoint(output: Path) -> Path | None:
+    """The last checkpoint of the run in `output` that was reported to be complete, and is there."""
+    return next((path for path in reversed(history_of(output).saved) if path.exists()), None)

@@ -5,25 +5,90 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from reshard.train.engine import engine_of
+from reshard.errors import Problem, ReshardError
+from reshard.train import trackers
+from reshard.train.engine import Monitor, engine_of
+from reshard.train.lifetime import end_with_parent
 from reshard.train.monitor import monitor_of
 from reshard.train.run import Run
 
 TRAINED = "trained.json"
 """What a finished run leaves for `finish.py`: the last checkpoint and the digests of its weights."""
+PROBLEMS = "problems.json"
+"""What the first rank that refuses to go on leaves for the launcher: a list of problems."""
+REFUSED = 2
+"""The exit status of a rank that refuses to go on."""
 
 
-def work(run: Run) -> None:
+def work(run: Run, monitor: Monitor) -> None:
     """One rank's part of a run. Raises what the engine raises."""
-    monitor = monitor_of(run)
     trained = engine_of(run).train(run, monitor)
-    if int(os.environ.get("RANK", "0")) == 0:
+    if first():
         content = {**asdict(trained), "checkpoint": str(trained.checkpoint)}
-        (run.output / TRAINED).write_text(json.dumps(content), encoding="utf-8")
+        put(run.output / TRAINED, content)
+    _leave_group()
+
+
+def first() -> bool:
+    """Whether this is rank 0."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def put(path: Path, content: Any) -> None:
+    """Write JSON whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False, default=str), encoding="utf-8")
+    partial.replace(path)
+
+
+def claim(output: Path, problems: Sequence[Problem]) -> bool:
+    """Whether this rank is the first to refuse; then its problems are written down, and no other's."""
+    partial = output / f".{PROBLEMS}.{os.getpid()}"
+    partial.write_text(json.dumps([problem.as_dict() for problem in problems]), encoding="utf-8")
+    try:
+        os.link(partial, output / PROBLEMS)
+    except FileExistsError:
+        return False
+    finally:
+        partial.unlink()
+    return True
+
+
+def claimed(output: Path) -> list[Problem]:
+    """The problems that a rank has written down; none if no rank refused."""
+    with suppress(OSError, ValueError, TypeError):
+        return [Problem(**each) for each in json.loads((output / PROBLEMS).read_text(encoding="utf-8"))]
+    return []
+
+
+def _leave_group() -> None:
+    """End the process group where the engine has left one, so that no rank waits for another at exit."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def main(record: Path) -> None:
+    """Be a rank that torchrun has started. Refusals go to the launcher, all else is a traceback in the log."""
+    end_with_parent()
+    run = Run.read(record)
+    try:
+        work(run, monitor_of(run, trackers.listeners(run) if first() else []))
+    except ReshardError as error:
+        traceback.print_exc()
+        claim(run.output, error.problems)
+        sys.exit(REFUSED)
 
 
 if __name__ == "__main__":
-    work(Run.read(Path(sys.argv[1])))
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    record(main)(Path(sys.argv[1]))

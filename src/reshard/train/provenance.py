@@ -1,0 +1,69 @@
+"""The record of a run, and how the same run is asked for again."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from reshard.train import data
+from reshard.train.run import Run
+from reshard.version import __version__
+
+PACKAGES = (
+    *("torch", "transformers", "trl", "accelerate", "peft", "datasets", "tokenizers", "safetensors"),
+    *("deepspeed", "megatron-core", "transformer-engine", "flash-attn"),
+)
+FLAGS = ("nproc", "nnodes", "rendezvous")
+
+
+def versions() -> dict[str, str]:
+    """The versions that a run depends on."""
+    found = {"reshard": __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def record_of(run: Run, more: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of `run.json`. It is the same on all nodes, so that they may write it to one place."""
+    told = replace(run, ranks=replace(run.ranks, node_rank=0)).as_dict()
+    digest = {} if "data_digest" in more else {"data_digest": data.digest(run.data)}
+    return {**told, "versions": versions(), **digest, **more}
+
+
+def words_of(run: Run, *, resume: bool = False) -> list[str]:
+    """The command by which a run is asked for: the inverse of `request.run_of`."""
+    words = ["reshard", "train", run.method, "--model", str(run.model), "--data", str(run.data)]
+    words += ["-o", str(run.output)]
+    words += ["--engine", run.engine] if run.engine != "trl" else []
+    words += ["--lora"] if run.lora else []
+    words += ["--parallel", run.spread.kind] if run.spread.kind not in ("ddp", "tp") else []
+    for name in ("tp", "pp", "vpp", "ep", "cp"):
+        size = getattr(run.spread, name)
+        words += [f"--{name}", str(size)] if size > 1 else []
+    for name in FLAGS:
+        value = getattr(run.ranks, name)
+        words += (
+            [f"--{name}", str(value)] if value not in (0, 1, None) or (name, value) == ("nproc", 1) else []
+        )
+    words += ["--node-rank", str(run.ranks.node_rank)] if run.ranks.nnodes > 1 else []
+    words += ["--reward", run.reward] if run.reward else []
+    words += [] if run.merge else ["--no-merge"]
+    words += ["--resume"] if resume or run.resume else []
+    return [*words, *(word for name, value in run.options.items() for word in _typed(name, value))]
+
+
+def _typed(name: str, value: Any) -> list[str]:
+    """An option of the engine as it is typed."""
+    if value is True:
+        return [f"--{name}"]
+    if isinstance(value, (list, tuple)):
+        return [f"--{name}", *map(str, value)]
+    text = json.dumps(value) if isinstance(value, Mapping) else str(value)
+    return [f"--{name}={text}"]

@@ -1,0 +1,82 @@
+"""Ranks that train nothing, but are started, speak to each other, save and fail like ranks that do.
+
+`python -m tests.train.ranks OUT/run.json` is `reshard.train.worker` with an engine of its own, whose options say what
+happens: steps, seconds (of a step), save (every so many steps), fail (how), at (which step), rank (who).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from reshard.errors import ReshardError
+from reshard.train import engine, worker
+from reshard.train.engine import Monitor, Trained
+from reshard.train.run import Run
+
+
+def train(run: Run, monitor: Monitor) -> Trained:
+    import torch.distributed as dist
+
+    options: dict[str, Any] = {"steps": 3, "seconds": 0.0, "save": 1, "rank": 0, "at": 2, **run.options}
+    dist.init_process_group("gloo")
+    _leave_pid(run)
+    print(f"rank {dist.get_rank()} of {dist.get_world_size()} is there", flush=True)
+    done = int(run.options.get("done", 0))
+    monitor.begin(options["steps"], done)
+    checkpoint = run.output / "none"
+    for step in range(done + 1, options["steps"] + 1):
+        if options.get("fail") and step == options["at"] and dist.get_rank() == options["rank"]:
+            _fail(options["fail"])
+        checkpoint = _step(run, monitor, step, options)
+    dist.destroy_process_group()
+    return Trained(checkpoint, options["steps"], {"w": 1})
+
+
+def _step(run: Run, monitor: Monitor, step: int, options: dict[str, Any]) -> Path:
+    import torch
+    import torch.distributed as dist
+
+    loss = torch.ones(1) / step
+    dist.all_reduce(loss)
+    time.sleep(options["seconds"])
+    monitor.step(step, loss=loss.item(), learning_rate=1e-5, tokens=64, memory=1 << 30)
+    checkpoint = run.output / f"checkpoint-{step}"
+    if step % options["save"] == 0 and dist.get_rank() == 0:
+        checkpoint.mkdir()
+        (checkpoint / "weights").write_text(str(step))
+        monitor.saved(checkpoint)
+    dist.barrier()
+    return checkpoint
+
+
+def _fail(how: str) -> None:
+    if how == "raise":
+        raise ValueError("the tokenizer has lost its mind")
+    if how == "dtensor":
+        raise RuntimeError("aten.cat.default: got mixed torch.Tensor and DTensor, need to convert all")
+    if how == "refuse":
+        raise ReshardError("the plan does not hold", expected="2 ranks", found="1", remedy="ask for 1")
+    if how == "exit":
+        sys.exit(3)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _leave_pid(run: Run) -> None:
+    """Its own process, and one that it has started."""
+    child = subprocess.Popen(["sleep", "300"])
+    folder = run.output / "pids"
+    folder.mkdir(exist_ok=True)
+    (folder / os.environ["RANK"]).write_text(f"{os.getpid()} {child.pid}")
+
+
+if __name__ == "__main__":
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    engine.MODULES["trl"] = "tests.train.ranks"
+    record(worker.main)(Path(sys.argv[1]))

@@ -1,0 +1,314 @@
+"""Ranks are started by torchrun and ended with the launcher; or one is taken that another launcher has started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from reshard.errors import ReshardError
+from reshard.train import launch
+from reshard.train.monitor import history_of
+from reshard.train.places import first_host, place_of
+from reshard.train.run import Ranks, Run
+
+REPOSITORY = Path(__file__).parents[2]
+LAUNCHER = """
+import sys
+from pathlib import Path
+from reshard.train import engine, launch
+from reshard.train.run import Run
+launch.WORKER, engine.MODULES["trl"] = "tests.train.ranks", "tests.train.ranks"
+sys.exit(launch.launch(Run.read(Path(sys.argv[1]))))
+"""
+"""A launcher in a process of its own, that can be interrupted and killed."""
+
+
+@pytest.fixture
+def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
+    """Make a run of two ranks that train nothing; whatever they start is ended with the test."""
+    monkeypatch.setattr(launch, "WORKER", "tests.train.ranks")
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    data = tmp_path / "data.jsonl"
+    data.write_text("{}\n")
+    output = tmp_path / "out"
+
+    def make(resume: bool = False, ranks: Ranks | None = None, **options: Any) -> Run:
+        return Run(
+            "sft", tmp_path, data, output, ranks=ranks or Ranks(nproc=2), resume=resume, options=options
+        )
+
+    yield make
+    for pid in pids(output):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def pids(output: Path) -> list[int]:
+    """Processes of all ranks, and those that they have started."""
+    return [int(pid) for file in (output / "pids").glob("*") for pid in file.read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def start(run: Run) -> subprocess.Popen[str]:
+    """A launcher in a process of its own, once its ranks are in the middle of training."""
+    run.output.mkdir()
+    record = run.output / "asked.json"
+    record.write_text(json.dumps(run.as_dict()))
+    process = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(record)], stderr=subprocess.PIPE, text=True, cwd=REPOSITORY
+    )
+    until(lambda: history_of(run.output).done >= 2, process)
+    return process
+
+
+def until(condition: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, "it took too long"
+        assert process is None or process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+
+
+def test_ranks_train_and_the_run_is_recorded(make_run: Callable[..., Run], tmp_path: Path) -> None:
+    run = make_run()
+    console = Console(file=StringIO(), width=200)
+    assert launch.launch(run, {"plan": {"world size": 2}}, console=console) == 0
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "-m torch.distributed.run --nproc-per-node=2" in shown
+    assert "step 3/3  loss 0.6667  lr 1.0e-05" in shown
+    log = (run.output / "train.log").read_text()
+    assert "[default0]:rank 0 of 2 is there" in log and "[default1]:rank 1 of 2 is there" in log
+    record = json.loads((run.output / "run.json").read_text())
+    assert Run.of_dict(record) == run
+    assert (
+        record["plan"] == {"world size": 2}
+        and record["versions"]["torch"]
+        and len(record["data_digest"]) == 64
+    )
+    assert json.loads((run.output / "trained.json").read_text())["step"] == 3
+    assert history_of(run.output).outcome == "trained"
+    assert 'http-equiv="refresh"' in (run.output / "report.html").read_text()
+    assert not (run.output / "logs").exists()
+
+
+def test_a_refusal_of_ranks_is_raised_once(make_run: Callable[..., Run]) -> None:
+    run = make_run(fail="refuse", rank=1)
+    with pytest.raises(ReshardError) as caught:
+        launch.launch(run, quiet=True)
+    assert [problem.message for problem in caught.value.problems] == ["the plan does not hold"]
+    assert history_of(run.output).outcome == "refused"
+
+
+def test_ctrl_c_ends_all_ranks_and_names_the_checkpoint(make_run: Callable[..., Run]) -> None:
+    run = make_run(steps=1000, seconds=0.05)
+    process = start(run)
+    started = pids(run.output)
+    process.send_signal(signal.SIGINT)
+    shown = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert len(started) == 4
+    until(lambda: not any(is_alive(pid) for pid in started))
+    history = history_of(run.output)
+    checkpoint = run.output / f"checkpoint-{len(history.saved)}"
+    assert f"the last checkpoint is whole: {checkpoint}" in shown and (checkpoint / "weights").is_file()
+    assert f"reshard train sft --model {run.model}" in shown and "--resume" in shown
+    assert history.outcome == "interrupted"
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(make_run: Callable[..., Run]) -> None:
+    run = make_run(steps=1000, seconds=0.05)
+    process = start(run)
+    ranks = pids(run.output)
+    process.kill()
+    process.communicate()
+    until(lambda: not any(is_alive(pid) for pid in ranks))
+
+
+def test_a_rank_that_torchrun_has_started_is_taken(make_run: Callable[..., Run]) -> None:
+    run = make_run()
+    run.output.mkdir()
+    (run.output / "asked.json").write_text(json.dumps(run.as_dict()))
+    (run.output / "launcher.py").write_text(LAUNCHER)
+    words = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [sys.executable, *words, str(run.output / "launcher.py"), str(run.output / "asked.json")],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("in the place that torchrun gave: rank 0 of 2") == 1
+    assert done.stderr.count("step 3/3  loss 0.6667") == 1
+    assert "torch.distributed.run --" not in done.stderr
+    assert "rank 1 of 2 is there" in done.stdout
+    assert history_of(run.output).outcome == "trained" and history_of(run.output).done == 3
+
+
+def test_a_second_attempt_keeps_the_log_of_the_first(make_run: Callable[..., Run]) -> None:
+    run = make_run(resume=True)
+    run.output.mkdir()
+    for attempt in ("first", "second"):
+        (run.output / "train.log").write_text(attempt)
+        (run.output / "metrics.jsonl").write_text("{}\n")
+        launch._prepare(run, {})
+    assert (run.output / "train-before-1.log").read_text() == "first"
+    assert (run.output / "train-before-2.log").read_text() == "second"
+    assert (run.output / "metrics.jsonl").exists()
+    launch._prepare(make_run(), {})
+    assert not (run.output / "metrics.jsonl").exists()
+
+
+def test_ranks_believe_nothing_of_earlier_launches(make_run: Callable[..., Run]) -> None:
+    stale = {
+        "WORLD_SIZE": "8",
+        "RANK": "3",
+        "MASTER_PORT": "1",
+        "ACCELERATE_USE_FSDP": "true",
+        "PATH": "/bin",
+    }
+    told = launch.environment(make_run(), {**stale, "TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "5"})
+    assert told.pop("GLOO_SOCKET_IFNAME", "lo") == "lo"
+    assert told == {"PATH": "/bin", "OMP_NUM_THREADS": "5", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def test_nodes_meet_at_the_first_one(make_run: Callable[..., Run]) -> None:
+    words = launch.command(make_run(ranks=Ranks(8, 2, 1, "gpu07:29500")))
+    assert {"--nnodes=2", "--node-rank=1", "--master-addr=gpu07", "--master-port=29500"} <= set(words)
+    assert any(word.endswith("/out/logs-node1") for word in words)
+
+
+@pytest.mark.parametrize("ranks", [Ranks(8, 2), Ranks(8, 2, 0, "gpu07"), Ranks(8, 2, 2, "gpu07:29500")])
+def test_nodes_that_cannot_meet_are_refused(make_run: Callable[..., Run], ranks: Ranks) -> None:
+    with pytest.raises(ReshardError, match="cannot find each other"):
+        launch.command(make_run(ranks=ranks))
+
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "gpu07",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
+}
+SRUN = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "6",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4,2",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_JOB_NUM_NODES": "2",
+}
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+
+
+def test_each_launcher_tells_the_place_in_its_own_words(make_run: Callable[..., Run]) -> None:
+    run = make_run(ranks=Ranks())
+    places = [
+        place_of(run, given) for given in (TORCHRUN, SRUN, MPIRUN, {"ACCELERATE_MIXED_PRECISION": "no"})
+    ]
+    told = [
+        (
+            place.launcher,
+            place.rank,
+            place.world_size,
+            place.local_rank,
+            place.local_world_size,
+            place.address,
+        )
+        for place in places
+        if place
+    ]
+    assert told == [
+        ("torchrun", 3, 4, 1, 2, "gpu07"),
+        ("srun", 5, 6, 1, 2, "gpu07"),
+        ("mpirun", 1, 2, 1, 2, "127.0.0.1"),
+        ("accelerate launch", 0, 1, 0, 1, "127.0.0.1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"WORLD_SIZE": "1"},
+        {**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0", "TORCHELASTIC_RUN_ID": ""}
+        | {"MASTER_ADDR": ""},  # left behind by a script
+        {key: value for key, value in SRUN.items() if key not in ("SLURM_STEP_ID", "SLURM_JOB_NUM_NODES")},
+        {**SRUN, "SLURM_STEP_ID": "4294967290", "SLURM_JOB_NUM_NODES": "1"},  # a shell from salloc
+        {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"},
+    ],
+)
+def test_what_is_no_place_is_not_taken(make_run: Callable[..., Run], given: dict[str, str]) -> None:
+    assert place_of(make_run(ranks=Ranks()), given) is None
+
+
+def test_one_task_on_each_node_starts_its_own_ranks(make_run: Callable[..., Run]) -> None:
+    given = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    assert place_of(make_run(ranks=Ranks(0, 2, 1, "gpu07:29500")), given) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "message"),
+    [
+        (TORCHRUN, Ranks(nproc=8), "another number of processes"),
+        ({"ACCELERATE_MIXED_PRECISION": "no"}, Ranks(nproc=2), "another number of processes"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "pod-0"}, Ranks(), "LOCAL_RANK is not"),
+        ({"SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0"}, Ranks(), "several nodes"),
+        ({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, Ranks(), "where to meet"),
+    ],
+)
+def test_half_a_launch_is_refused(
+    make_run: Callable[..., Run], given: dict[str, str], ranks: Ranks, message: str
+) -> None:
+    with pytest.raises(ReshardError, match=message):
+        place_of(make_run(ranks=ranks), given)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("gpu07", "gpu07"),
+        ("gpu[07-09,12],cpu1", "gpu07"),
+        ("a1,a2", "a1"),
+        ("n[1,3].x", "n1.x"),
+        ("", "127.0.0.1"),
+    ],
+)
+def test_the_first_host_of_a_list_of_slurm(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+def test_importing_the_launcher_imports_no_torch() -> None:
+    code = (
+        "import sys, reshard.train.launch; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
