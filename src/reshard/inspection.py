@@ -18,6 +18,8 @@ from reshard.logical import logical_tensors
 from reshard.model import Model, read_config, resolve_if_declared
 
 OPTIMIZER = "optimizer states"
+NO_CONFIG = "there is no config.json beside the weights"
+NO_TOKENIZER = "there is no tokenizer beside the weights"
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def _companion_problems(checkpoint: Checkpoint, has_config: bool) -> list[Proble
     if not has_config:
         problems.append(
             Problem(
-                "there is no config.json beside the weights",
+                NO_CONFIG,
                 file=str(checkpoint.root),
                 severity="warning",
                 remedy="give the Hugging Face folder that training started from: --base DIR",
@@ -138,7 +140,7 @@ def _companion_problems(checkpoint: Checkpoint, has_config: bool) -> list[Proble
     if not there.has_tokenizer:
         problems.append(
             Problem(
-                "there is no tokenizer beside the weights",
+                NO_TOKENIZER,
                 file=str(checkpoint.root),
                 severity="warning",
                 remedy="give the Hugging Face folder that training started from (--base DIR), or --no-tokenizer",

@@ -114,14 +114,45 @@ def test_what_is_wrong_with_a_checkpoint(hf_model: Callable[..., Path], tmp_path
     assert found["checkpoint-old-gradient-checkpointing"].places[0].line == 2
 
 
-def test_a_checkpoint_that_cannot_be_opened_is_an_error(
-    hf_model: Callable[..., Path], tmp_path: Path
+def _cut(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "cut off": ("model.safetensors", _cut),
+    "weights gone": ("model", lambda folder: (folder / "model.safetensors").unlink()),
+    "config broken": ("config.json", lambda folder: (folder / "config.json").write_text("{")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_a_finding(
+    hf_model: Callable[..., Path], tmp_path: Path, damage: str
 ) -> None:
     shutil.copytree(hf_model("qwen3"), tmp_path / "model")
-    path = tmp_path / "model" / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    shown = command("doctor", tmp_path / "model")
-    assert shown.code == 2 and "model.safetensors" in shown.err
+    named, spoil = DAMAGES[damage]
+    spoil(tmp_path / "model")
+    found = reshard.diagnose(tmp_path / "model")
+    assert found[0].severity == "error" and found[0].certainty == "sure"
+    assert Path(found[0].places[0].target).name == named
+    assert command("doctor", tmp_path / "model").code == 1
+
+
+def test_a_folder_that_is_no_checkpoint_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "todo.txt").write_text("nothing")
+    shown = command("doctor", tmp_path / "notes")
+    assert shown.code == 2 and "no checkpoint found here" in shown.err
+
+
+def test_a_failure_is_told_before_a_warning_that_it_did_not_die_of() -> None:
+    warning = ENTRIES["old-gc"].excerpt
+    log = (
+        warning
+        + '\nTraceback (most recent call last):\n  File "/a/b.py", line 3, in f\n    g()\nFrobError: frob'
+    )
+    assert [finding.id for finding in diagnose_text("log", log)] == [UNKNOWN, "old-gc"]
 
 
 # -------------------------------------------------------------------------------------------- several at once

@@ -5,26 +5,135 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from reshard.checkpoint import Checkpoint
 from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.rules import told
-from reshard.errors import Problem
+from reshard.errors import Problem, ReshardError
+from reshard.formats import iterations, megatron, megatron_legacy
 from reshard.formats.companions import find_companions, read_object
-from reshard.inspection import Inspection, inspect_checkpoint
+from reshard.inspection import NO_CONFIG, NO_TOKENIZER, Inspection, inspect_checkpoint
 from reshard.model import EMBEDDINGS
 
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+MARKS = (
+    *("config.json", "adapter_config.json", "*.index.json", "*.safetensors", "*.bin", "*.pt", "*.pth"),
+    *(
+        "*.distcp",
+        ".metadata",
+        "latest",
+        iterations.TRACKER,
+        "iter_*",
+        "release",
+        "mp_rank_*",
+        "global_step*",
+    ),
+)
+"""What shows that a checkpoint was meant to be somewhere, even if it cannot be opened."""
 
 
-def diagnose_checkpoint(path: Path) -> list[Finding]:
-    """What is wrong with the checkpoint at `path`. Raises ReshardError if nothing can be opened there."""
-    inspection = inspect_checkpoint(path)
+def diagnose_checkpoint(path: Path) -> tuple[list[Finding], str]:
+    """What is wrong with the checkpoint at `path`, and the command to type next ("" if there is none).
+
+    Raises ReshardError if there is no checkpoint: one that is damaged or not whole is a finding.
+    """
+    try:
+        inspection = inspect_checkpoint(_tracked(path))
+    except ReshardError as error:
+        if not is_meant(path):
+            raise
+        return [_damage(problem, path) for problem in error.problems], ""
     checkpoint = inspection.checkpoint
-    findings = [_of_problem(problem, inspection) for problem in inspection.problems]
-    findings += _tokenizer(checkpoint)
-    findings += _remote_code(checkpoint.root)
-    return findings
+    findings = [_of_problem(problem, inspection) for problem in inspection.problems if not _lacks(problem)]
+    findings += _missing(inspection, _tracked(path))
+    try:
+        findings += [*_tokenizer(checkpoint), *_remote_code(checkpoint.root)]
+    except ReshardError as error:  # a config or a tokenizer that is no JSON
+        findings += [
+            _damage(problem, path) for problem in error.problems if problem not in inspection.problems
+        ]
+    return findings, inspection.next
+
+
+def _tracked(path: Path) -> Path:
+    """The path itself; where it is a Megatron run without a tracker file, its last iteration."""
+    steps = iterations.found_in(path)
+    return path if not steps or (path / iterations.TRACKER).exists() else list(steps.values())[-1]
+
+
+def is_meant(path: Path) -> bool:
+    """Whether a path was meant to be a checkpoint: a file of weights, or a folder with a part of one."""
+    folders = [path, *(child for child in path.glob("*") if child.is_dir())]
+    return path.is_file() or any(next(folder.glob(mark), None) for folder in folders for mark in MARKS)
+
+
+def _damage(problem: Problem, path: Path) -> Finding:
+    """Why a checkpoint cannot be opened."""
+    fields = ("tensor", "rule", "expected", "found")
+    told_of = [f"{key}: {value}" for key in fields if (value := getattr(problem, key))]
+    values = {
+        "message": problem.message,
+        "shows": "\n".join(told_of),
+        "remedy": problem.remedy or "save or copy the checkpoint again",
+        "path": path,
+    }
+    return told("checkpoint-damaged", [Place(problem.file or str(path), None, problem.message)], values)
+
+
+def _lacks(problem: Problem) -> bool:
+    """Whether a problem is one of those that `_missing` puts into one."""
+    return problem.message in (NO_CONFIG, NO_TOKENIZER)
+
+
+class Part(NamedTuple):
+    """What should be beside the weights, and the flags that stand in for it."""
+
+    name: str
+    is_missing: bool
+    flags: str
+
+
+def _missing(inspection: Inspection, path: Path) -> Iterator[Finding]:
+    """Which of weights, config, tokenizer and tracker are there, and what supplies the others."""
+    checkpoint = inspection.checkpoint
+    parts = list(_parts(inspection, iterations.root_of(path)))
+    lost = [part.name for part in parts if part.is_missing]
+    if not lost:
+        return
+    weights = f"weights: {len(checkpoint.tensors)} tensors ({checkpoint.format}, {checkpoint.layout})"
+    shows = {
+        language: "\n".join(
+            [
+                weights,
+                *(
+                    f"{part.name}: {missing.format(part.flags) if part.is_missing else there}"
+                    for part in parts
+                ),
+            ]
+        )
+        for language, (missing, there) in _PARTS.items()
+    }
+    values = {
+        "missing": ", ".join(lost),
+        "command": inspection.next or f"reshard inspect {path}",
+        "shows_en": shows["en"],
+        "shows_zh": shows["zh"],
+    }
+    yield told("checkpoint-lacks", [Place(str(path), None, values["missing"])], values)
+
+
+_PARTS = {"en": ("missing; {} supplies it", "there"), "zh": ("缺失,用 {} 补上", "有")}
+
+
+def _parts(inspection: Inspection, root: Path) -> Iterator[Part]:
+    lacking = {problem.message for problem in inspection.problems}
+    checkpoint = inspection.checkpoint
+    yield Part("config.json", NO_CONFIG in lacking, "--base DIR")
+    yield Part("tokenizer", NO_TOKENIZER in lacking, "--base DIR (--no-tokenizer)")
+    if checkpoint.format in (megatron.NAME, megatron_legacy.NAME):
+        tracker = root / iterations.TRACKER
+        yield Part(iterations.TRACKER, not tracker.is_file(), f"--iteration {checkpoint.iteration}")
 
 
 def _of_problem(problem: Problem, inspection: Inspection) -> Finding:

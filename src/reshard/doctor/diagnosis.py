@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -10,7 +11,7 @@ from pathlib import Path
 from reshard.doctor.checkpoints import diagnose_checkpoint
 from reshard.doctor.configs import diagnose_config
 from reshard.doctor.environment import diagnose_environment
-from reshard.doctor.finding import CERTAINTIES, Finding
+from reshard.doctor.finding import CERTAINTIES, Finding, Text
 from reshard.doctor.logs import STDIN, diagnose_log
 from reshard.doctor.rules import CAUSES
 from reshard.doctor.scripts import diagnose_script
@@ -28,12 +29,26 @@ def diagnose(*targets: str | PathLike[str]) -> list[Finding]:
     """
     if not targets:
         return diagnose_environment()
-    found = [finding for target in targets for finding in kind_of(str(target))(str(target))]
-    return combined(found)
+    found: list[Finding] = []
+    commands = []
+    for target in map(str, targets):
+        if is_checkpoint(target):
+            findings, command = diagnose_checkpoint(Path(target))
+            commands.append(command)
+        else:
+            findings = kind_of(target)(target)
+        found += findings
+    return [typed(finding, commands) for finding in combined(found)]
+
+
+def is_checkpoint(target: str) -> bool:
+    """Whether a target is a folder, or a file of weights."""
+    path = Path(target)
+    return target != STDIN and (path.is_dir() or (path.exists() and path.suffix in WEIGHTS))
 
 
 def kind_of(target: str) -> Callable[[str], list[Finding]]:
-    """What diagnoses a target, by what it is. Raises ReshardError if there is nothing."""
+    """What diagnoses a target that is no checkpoint. Raises ReshardError if there is nothing."""
     path = Path(target)
     if target == STDIN:
         return diagnose_log
@@ -44,11 +59,20 @@ def kind_of(target: str) -> Callable[[str], list[Finding]]:
             expected="a log, a script, a config, a checkpoint, or - for standard input",
             remedy="check the path",
         )
-    if path.is_dir() or path.suffix in WEIGHTS:
-        return lambda given: diagnose_checkpoint(Path(given))
     if path.suffix == ".py":
         return diagnose_script
     return diagnose_config if path.suffix in CONFIGS else diagnose_log
+
+
+_CONVERT = re.compile(r"^reshard convert .+ --to huggingface.*$", re.MULTILINE)
+
+
+def typed(finding: Finding, commands: Sequence[str]) -> Finding:
+    """A finding whose cure names the one checkpoint that was given, where it says how to convert one."""
+    if len(commands) != 1 or not commands[0] or "--to" in commands[0].split():
+        return finding
+    cure = (_CONVERT.sub(lambda _: commands[0], text) for text in (finding.cure.en, finding.cure.zh))
+    return replace(finding, cure=Text(*cure))
 
 
 def combined(findings: Sequence[Finding]) -> list[Finding]:
@@ -82,5 +106,7 @@ def _merged(same: Sequence[Finding], effects: Sequence[Finding]) -> Finding:
         places=tuple(dict.fromkeys(place for finding in every for place in finding.places)),
         evidence=tuple(dict.fromkeys(evidence)),
         sources=tuple(dict.fromkeys(source for finding in every for source in finding.sources)),
-        also=tuple(dict.fromkeys([*first.also, *(effect.id for effect in effects)])),
+        also=tuple(
+            dict.fromkeys([*first.also, *(each for effect in effects for each in (effect.id, *effect.also))])
+        ),
     )

@@ -41,11 +41,15 @@ class Line(NamedTuple):
 
 @dataclass
 class Traceback:
-    """A Python traceback as one stream printed it. `cause` is the one that it says came before."""
+    """A Python traceback as one stream printed it. `before` is the one that it says came before.
+
+    Lines `first` to `end`: the exception stands in line `last`, and its message goes on to `end`.
+    """
 
     stream: str
     first: int
     last: int
+    end: int
     exception: str
     message: str
     frames: list[str] = field(default_factory=list)
@@ -165,6 +169,7 @@ def _traceback(lines: list[Line], at: int) -> tuple[Traceback | None, int]:
                 lines[start].stream,
                 lines[start].number,
                 lines[at].number,
+                lines[end - 1].number,
                 raised[1],
                 "\n".join(message).strip(),
                 frames,

@@ -30,14 +30,18 @@ def diagnose_text(name: str, content: str) -> list[Finding]:
     """The findings of a log that is at hand; `name` is what it is called."""
     log = read_log(name, content)
     matches = match_log(log, catalogue().values())
+    symptoms = tuple(match.entry.id for match in matches if match.entry.kind == "symptom")
     causes = [match for match in matches if match.entry.kind != "symptom"]
-    if causes:
-        consequences = tuple(match.entry.id for match in matches if match.entry.kind == "symptom")
-        return [_finding(match, log, consequences if match is causes[0] else ()) for match in causes]
     root = first_failure(log)
-    if root is not None:
-        return [_unknown(root, log, [match.entry.id for match in matches])]
+    if root is not None and all(match.entry.kind in WARNINGS for match in causes):
+        return [_unknown(root, log, symptoms), *(_finding(match, log, ()) for match in causes)]
+    if causes:
+        return [_finding(match, log, symptoms if match is causes[0] else ()) for match in causes]
     return [_finding(match, log, ()) for match in matches]
+
+
+WARNINGS = ("warning", "silent")
+"""Kinds of entries that no run dies of."""
 
 
 def _content(target: str) -> str:
@@ -62,15 +66,15 @@ def _finding(match: Match, log: Log, also: tuple[str, ...]) -> Finding:
         cause=entry.cause,
         cure=entry.cure,
         certainty=match.certainty,
-        severity="warning" if entry.kind in ("warning", "silent") else "error",
+        severity="warning" if entry.kind in WARNINGS else "error",
         places=(Place(log.name, match.line.number, match.line.text.strip()),),
         evidence=tuple(match.evidence),
         sources=entry.sources,
-        also=also,
+        also=(*match.also, *also),
     )
 
 
-def _unknown(root: Traceback, log: Log, symptoms: list[str]) -> Finding:
+def _unknown(root: Traceback, log: Log, symptoms: tuple[str, ...]) -> Finding:
     """A failure that no entry explains: said to be unknown, with its traceback and what comes nearest."""
     near = nearest(f"{root.exception}: {root.message}", catalogue().values())
     first = root.root
@@ -79,7 +83,7 @@ def _unknown(root: Traceback, log: Log, symptoms: list[str]) -> Finding:
     place = Place(log.name, root.last, last)
     values = {"who": root.stream or "?", "shown": shown, "near": ", ".join(near) or "–"}
     found = told(UNKNOWN, [place], values, certainty="possible")
-    return replace(found, also=tuple(symptoms))
+    return replace(found, also=symptoms)
 
 
 _WORD = re.compile(r"[A-Za-z_][A-Za-z_.]{2,}")

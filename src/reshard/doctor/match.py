@@ -24,6 +24,7 @@ class Match:
     score: float
     evidence: list[str] = field(default_factory=list)
     certainty: str = "likely"
+    also: tuple[str, ...] = ()
 
 
 IN_ROOT = 2.0
@@ -43,7 +44,7 @@ def match_log(log: Log, entries: Iterable[Entry]) -> list[Match]:
             continue
         line = lines[bisect_right(ends, found.start())]
         matches.append(_weighed(entry, line, text, log, root))
-    kept = _ranked(matches)
+    kept = _folded(_ranked(matches, log.tracebacks))
     return sorted(kept, key=lambda match: _order(match, root))
 
 
@@ -111,19 +112,46 @@ CLEAR = 0.75
 """How far an entry must be ahead of others that explain the same line to be said to be sure."""
 
 
-def _ranked(matches: list[Match]) -> list[Match]:
-    """Say how sure each is: of entries that explain the same line, one at most is sure."""
-    by_line: dict[int, list[Match]] = {}
+def _ranked(matches: list[Match], tracebacks: list[Traceback]) -> list[Match]:
+    """Say how sure each is: where one of those that explain the same failure is sure, the others are dropped."""
+    rivals: dict[object, list[Match]] = {}
     for match in matches:
-        by_line.setdefault(match.line.number, []).append(match)
-    for rivals in by_line.values():
-        rivals.sort(key=lambda match: (-match.score, match.entry.id))
-        ahead = rivals[0].score - rivals[1].score if len(rivals) > 1 else rivals[0].score
-        distinct = not rivals[0].entry.hints or len(rivals[0].evidence) > 0
-        rivals[0].certainty = "sure" if ahead >= CLEAR and distinct else "likely"
-        for other in rivals[1:]:
+        rivals.setdefault(_failure(match.line, tracebacks), []).append(match)
+    kept = []
+    for same in rivals.values():
+        same.sort(key=lambda match: (-match.score, match.entry.id))
+        best = same[0]
+        ahead = best.score - same[1].score if len(same) > 1 else best.score
+        distinct = not best.entry.hints or len(best.evidence) > 0
+        best.certainty = "sure" if ahead >= CLEAR and distinct else "likely"
+        for other in same[1:]:
             other.certainty = "possible"
-    return matches
+        kept += same if best.certainty != "sure" else [best, *_elsewhere(same[1:], best)]
+    return kept
+
+
+def _elsewhere(others: list[Match], best: Match) -> list[Match]:
+    """Those of the others that are no rivals: symptoms, which are told beside any cause."""
+    return [other for other in others if other.entry.kind == "symptom" and best.entry.kind != "symptom"]
+
+
+def _failure(line: Line, tracebacks: list[Traceback]) -> object:
+    """What a line is part of: a traceback, with its message, or only itself."""
+    for traceback in tracebacks:
+        if traceback.stream == line.stream and traceback.first <= line.number <= traceback.end:
+            return traceback.stream, traceback.first
+    return line.number
+
+
+def _folded(matches: list[Match]) -> list[Match]:
+    """Without those that another one follows from or explains as well: `also` of that one names them."""
+    by_id = {match.entry.id: match for match in matches}
+    for match in matches:
+        match.also = tuple(each for each in match.entry.symptom_of if each in by_id) * (
+            match.entry.kind != "symptom"
+        )
+    told = {each for match in matches for each in match.also}
+    return [match for match in matches if match.entry.id not in told]
 
 
 def _order(match: Match, root: Traceback | None) -> tuple[bool, bool, int, float]:

@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Callable, Iterator
 
+from reshard.doctor.exporters import export_device_map, first_rank_only
 from reshard.doctor.finding import Finding, Place
 from reshard.doctor.grpo import KEYS, grpo_arithmetic
 from reshard.doctor.keywords import REMOVED, certainty
@@ -14,7 +15,7 @@ from reshard.doctor.source import Call, Source, rank_side, read_source
 from reshard.doctor.spread import device_map_findings
 
 Rule = Callable[[Source], Iterator[Finding]]
-RULES: list[Rule] = [device_map_findings]
+RULES: list[Rule] = [device_map_findings, export_device_map, first_rank_only]
 SHARDERS = ("fully_shard", "FSDP", "FullyShardedDataParallel", "parallelize_module")
 
 
