@@ -26,7 +26,7 @@ def callback_of(run: Run, monitor: Monitor) -> Any:
 
         trainer: Any = None
         _motion: Motion | None = None
-        _tokens: float | None = None
+        _tokens = 0.0
 
         def watch(self, trainer: Any) -> None:
             """Look at this trainer from now on."""
@@ -35,6 +35,7 @@ def callback_of(run: Run, monitor: Monitor) -> Any:
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             assert_plan(run, self.trainer)
             self._motion = Motion(self.trainer.model)
+            self._tokens = float(state.num_input_tokens_seen)
             monitor.begin(state.max_steps, state.global_step)
 
         def on_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -46,11 +47,11 @@ def callback_of(run: Run, monitor: Monitor) -> Any:
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **given: Any) -> None:
             if not logs or "loss" not in logs:
                 return
-            seen = float(logs.get("num_tokens", 0))
-            tokens = seen - (self._tokens or 0.0)
-            self._tokens = seen
+            tokens, self._tokens = logs.get("num_tokens", 0) - self._tokens, logs.get("num_tokens", 0)
+            if run.method == "grpo":
+                tokens /= run.spread.tp  # which TRL counts on each rank; SFT and DPO divide by themselves
             told = {name: float(logs[name]) for name in (*NAMES, *MORE) if name in logs}
-            monitor.step(state.global_step, **told, tokens=tokens, memory=float(_memory()))
+            monitor.step(state.global_step, **told, tokens=float(tokens), memory=float(_memory()))
 
     return Watch()
 

@@ -6,6 +6,7 @@ The record is written last, when all ranks are done: a folder without it is not 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
@@ -47,6 +48,9 @@ def _save(tensors: dict[str, Any], file: Path) -> None:
     from safetensors.torch import save_file
 
     save_file(tensors, file, metadata={"format": "pt"})
+    mask = os.umask(0)
+    os.umask(mask)
+    file.chmod(0o666 & ~mask)  # safetensors makes files for their owner alone
 
 
 def _save_shards(tensors: Iterable[tuple[str, Any]], folder: Path) -> None:

@@ -61,6 +61,9 @@ def trainer_class(run: Run, monitor: Monitor) -> Any:
                 torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
             )
 
+        def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+            """No card: nothing is published."""
+
         def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
             """Nothing: the weights were loaded from there to begin with."""
 
