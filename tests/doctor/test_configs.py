@@ -2,42 +2,204 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 import reshard
+from reshard.doctor import configs
+from reshard.doctor.finding import Finding
+from reshard.doctor.machine import Gpu
+from tests.commandline import reshard as command
 
-SHARDED = {"fsdp_state_dict_type": "SHARDED_STATE_DICT"}
-ON = {"enabled": True}
+FSDP = "distributed_type: FSDP\nnum_processes: 8\nfsdp_config:\n"
+ZERO = '{\n  "zero_optimization": {\n    "stage": %s\n  },\n  "train_micro_batch_size_per_gpu": "auto"%s\n}\n'
+SFT = "stage: sft\ndo_train: true\ntemplate: qwen3\nmodel_name_or_path: m\n"
+TRAPS = {
+    "sharded save": (
+        f"{FSDP}  fsdp_version: 2\n  fsdp_state_dict_type: SHARDED_STATE_DICT\n",
+        "sharded-save-model",
+        "fsdp_state_dict_type: FULL_STATE_DICT",
+    ),
+    "one process": ("distributed_type: FSDP\nnum_processes: 1\n", "config-one-process", ""),
+    "machines": (
+        "distributed_type: MULTI_GPU\nnum_machines: 3\nnum_processes: 8  # all\n",
+        "config-processes-machines",
+        "num_processes: 9  # all",
+    ),
+    "FSDP1 options at 2": (
+        f"{FSDP}  fsdp_version: 2\n  fsdp_use_orig_params: true\n",
+        "config-fsdp-versions",
+        "# fsdp_use_orig_params: true",
+    ),
+    "FSDP2 options at 1": (
+        f"{FSDP}  fsdp_reshard_after_forward: true\n",
+        "config-fsdp-versions",
+        "fsdp_reshard_after_forward: FULL_SHARD",
+    ),
+    "lean loading": (
+        f"{FSDP}  fsdp_cpu_ram_efficient_loading: true\n  fsdp_sync_module_states: false\n",
+        "config-fsdp-sync",
+        "fsdp_sync_module_states: true",
+    ),
+    "ZeRO-3 saves nothing": (
+        ZERO % (3, ""),
+        "config-zero3-gather",
+        '"stage": 3, "stage3_gather_16bit_weights_on_model_save": true',
+    ),
+    "ZeRO-3 with tabs saves nothing": (
+        (ZERO % (3, "")).replace("  ", "\t"),
+        "config-zero3-gather",
+        '"stage": 3, "stage3_gather_16bit_weights_on_model_save": true',
+    ),
+    "both precisions": (
+        ZERO % (2, ',\n  "fp16": {\n    "enabled": true\n  },\n  "bf16": {\n    "enabled": true\n  }'),
+        "config-two-precisions",
+        '"enabled": false',
+    ),
+    "an auto that nobody fills": (
+        ZERO % (2, ',\n  "wall_clock_breakdown": "auto"'),
+        "config-auto-unfilled",
+        "",
+    ),
+    "a product": (
+        '{"zero_optimization": {"stage": 2},\n"train_batch_size": 30,\n"train_micro_batch_size_per_gpu": 4}',
+        "config-batch-product",
+        '"train_batch_size": 32,',
+    ),
+    "offloading too early": (
+        '{"zero_optimization": {"stage": 2,\n"offload_param": {"device": "cpu"}}}',
+        "config-stage3-keys",
+        "",
+    ),
+    "removed": ("output_dir: o\nmax_seq_length: 4096\n", "script-removed-keyword", "max_length: 4096"),
+    "gone": ("output_dir: o\nmax_prompt_length: 512\n", "script-removed-keyword", "# max_prompt_length: 512"),
+    "spread": ("output_dir: o\ndevice_map: auto\n", "script-device-map", "device_map: null"),
+    "groups": (
+        "output_dir: o\ngeneration_batch_size: 12\nnum_generations: 8\n",
+        "script-grpo-arithmetic",
+        "generation_batch_size: 16",
+    ),
+    "two precisions of a run": (
+        "output_dir: o\nbf16: true\nfp16: true\n",
+        "config-two-precisions",
+        "fp16: false",
+    ),
+    "quantized full training": (
+        f"{SFT}finetuning_type: full\nquantization_bit: 4\n",
+        "config-llamafactory-clash",
+        "# quantization_bit: 4",
+    ),
+    "quantized ZeRO-3 inference": (
+        f"{SFT}finetuning_type: lora\npredict_with_generate: true\ndeepspeed: examples/deepspeed/ds_z3_config.json\n",
+        "config-llamafactory-clash",
+        "# predict_with_generate: true",
+    ),
+    "device map of a quantized model": (
+        f"{SFT}finetuning_type: lora\nquantization_bit: 4\nquantization_device_map: auto\n",
+        "config-llamafactory-clash",
+        "# quantization_device_map: auto",
+    ),
+    "merge onto a quantized base": (
+        "model_name_or_path: m\ntemplate: qwen3\nadapter_name_or_path: a\nexport_dir: o\nquantization_bit: 4\n",
+        "config-llamafactory-clash",
+        "# quantization_bit: 4",
+    ),
+    "unknown key": (
+        f"{SFT}finetuning_type: lora\ncut_off_len: 2048\n",
+        "config-unknown-key",
+        "cutoff_len: 2048",
+    ),
+    "no template": ("stage: sft\ndo_train: true\nfinetuning_type: lora\n", "config-no-template", ""),
+}
+
+
+def written(folder: Path, content: str) -> Path:
+    path = folder / ("run.json" if content.startswith("{") else "run.yaml")
+    path.write_text(content)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configs, "find_gpus", lambda: ([], None))
+
+
+def only(found: list[Finding]) -> Finding:
+    assert len(found) == 1, [finding.id for finding in found]
+    return found[0]
+
+
+@pytest.mark.parametrize("case", TRAPS)
+def test_a_trap_is_found_with_its_line_and_the_mended_line(tmp_path: Path, case: str) -> None:
+    content, identifier, mended = TRAPS[case]
+    found = only(reshard.diagnose(written(tmp_path, content)))
+    lines = content.splitlines()
+    assert found.id == identifier
+    assert all(place.line and lines[place.line - 1].strip() == place.text for place in found.places)
+    assert [place.mended for place in found.places if place.mended] == [mended] * bool(mended)
+
+
+@pytest.mark.parametrize("case", [case for case in TRAPS if TRAPS[case][2]])
+def test_the_mended_lines_mend_the_config(tmp_path: Path, case: str) -> None:
+    lines = TRAPS[case][0].splitlines()
+    for place in only(reshard.diagnose(written(tmp_path, TRAPS[case][0]))).places:
+        if place.mended and place.line:
+            lines[place.line - 1] = lines[place.line - 1].replace(place.text, place.mended)
+    assert reshard.diagnose(written(tmp_path, "\n".join(lines))) == []
+
+
+SOUND = {
+    "ZeRO-2": '{"zero_optimization": {"stage": 2}}',
+    "ZeRO-3": '{"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": true}}',
+    "a ZeRO template": '{"zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": "auto", '
+    '"offload_param": {"device": "none"}}}',
+    "FSDP2": f"{FSDP}  fsdp_version: 2\n  fsdp_reshard_after_forward: true\n  fsdp_cpu_ram_efficient_loading: true\n",
+    "FSDP1": f"{FSDP}  fsdp_sharding_strategy: FULL_SHARD\n  fsdp_use_orig_params: true\n",
+    "a number": "learning_rate: 1.0e-5\n",
+    "a list": "[]",
+    "tags of another program": "output_dir: o\ntask: !function utils.run\n",
+    "LLaMA-Factory": f"{SFT}finetuning_type: lora\nquantization_bit: 4\nwarmup_ratio: 0.1\n",
+    "LLaMA-Factory's merge": "model_name_or_path: m\ntemplate: qwen3\nadapter_name_or_path: a\nexport_dir: o\n",
+    "Axolotl": "base_model: m\nwarmup_ratio: 0.1\noutput_dir: o\n",
+    "ms-swift": "rlhf_type: grpo\nmodel: m\nnum_generations: 1\noutput_dir: o\n",
+    "GRPO": "output_dir: o\nnum_generations: 8\nmax_completion_length: 2048\nlearning_rate: 1e-6\n",
+}
+
+
+@pytest.mark.parametrize("case", SOUND)
+def test_a_sound_config_has_no_finding(tmp_path: Path, case: str) -> None:
+    assert reshard.diagnose(written(tmp_path, SOUND[case])) == []
 
 
 @pytest.mark.parametrize(
-    ("content", "identifier"),
+    ("content", "mended"),
     [
-        (
-            {"distributed_type": "FSDP", "fsdp_config": SHARDED},
-            "sharded-save-model",
-        ),
-        ({"distributed_type": "FSDP", "num_processes": 1}, "config-one-process"),
-        ({"zero_optimization": {"stage": 3}}, "config-zero3-gather"),
-        (
-            {"zero_optimization": {"stage": 2}, "fp16": ON, "bf16": ON},
-            "config-two-precisions",
-        ),
-        ({"output_dir": "o", "max_seq_length": 4096}, "script-removed-keyword"),
-        ({"output_dir": "o", "device_map": "auto"}, "script-device-map"),
-        ({"output_dir": "o", "generation_batch_size": 12, "num_generations": 8}, "script-grpo-arithmetic"),
+        ("distributed_type: MULTI_GPU\nmixed_precision: bf16\n", "mixed_precision: fp16"),
+        (f"{SFT}finetuning_type: lora\nflash_attn: fa2\n", "flash_attn: sdpa"),
     ],
 )
-def test_a_trap_in_a_config_is_found(tmp_path: Path, content: dict, identifier: str) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(content, indent=2))
-    assert [finding.id for finding in reshard.diagnose(path)] == [identifier]
+def test_what_the_gpus_of_this_machine_lack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, mended: str
+) -> None:
+    monkeypatch.setattr(configs, "find_gpus", lambda: ([Gpu("Tesla V100", 7.0, 0)], "570"))
+    found = only(reshard.diagnose(written(tmp_path, content)))
+    assert found.id == "env-no-bf16" and found.places[0].mended == mended
 
 
-@pytest.mark.parametrize("content", ['{"zero_optimization": {"stage": 2}}', "learning_rate: 1.0e-5\n", "[]"])
-def test_sound_configs_have_no_finding(tmp_path: Path, content: str) -> None:
-    (tmp_path / "run.yaml").write_text(content)
-    assert reshard.diagnose(tmp_path / "run.yaml") == []
+@pytest.mark.parametrize(("name", "line"), [("run.yaml", 3), ("run.json", 2)])
+def test_a_config_with_a_mistake_is_one_error_with_its_line(tmp_path: Path, name: str, line: int) -> None:
+    content = "a: 1\nb: [2,\n" if name.endswith("yaml") else '{"a": 1,\n"b": 2,}'
+    (tmp_path / name).write_text(content)
+    shown = command("doctor", tmp_path / name)
+    assert shown.code == 2 and shown.err.count("error:") == 1 and f"{name}:{line}" in shown.err
+
+
+def test_accelerate_refuses_what_is_said_to_be_refused() -> None:
+    """The rules about options of FSDP 1 and 2, held against accelerate itself."""
+    accelerate = pytest.importorskip("accelerate")
+    plugin = accelerate.FullyShardedDataParallelPlugin
+    with pytest.raises(ValueError, match="forward_prefetch is not yet implemented in FSDP2"):
+        plugin(fsdp_version=2, forward_prefetch=True)
+    with pytest.raises(ValueError, match="not supported with FSDP1"):
+        plugin(fsdp_version=1, reshard_after_forward=True)

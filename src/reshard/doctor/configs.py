@@ -2,93 +2,285 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from reshard.doctor.finding import Finding, Place
+from reshard.doctor.configtext import ConfigText, read_config
+from reshard.doctor.finding import Finding
 from reshard.doctor.grpo import KEYS, grpo_arithmetic
-from reshard.doctor.keywords import REMOVED
+from reshard.doctor.keywords import REMOVED, certainty
+from reshard.doctor.machine import find_gpus
 from reshard.doctor.rules import told
 from reshard.doctor.spread import SPREAD
-from reshard.errors import ReshardError
 
-RUN = {"learning_rate", "per_device_train_batch_size", "num_train_epochs", "finetuning_type", "output_dir"}
-"""Keys by which a config of TRL or LLaMA-Factory is known."""
+RUN = {"learning_rate", "per_device_train_batch_size", "num_train_epochs", "output_dir", "model_name_or_path"}
+"""Keys by which a config of a run is known."""
+FOREIGN = {"base_model", "model", "rlhf_type", "train_type", "tuner_type", "teacher_model", "adapter"}
+"""Keys of Axolotl and ms-swift, which have arguments of their own."""
 
 
 def diagnose_config(path: str) -> list[Finding]:
-    """What will go wrong with a config. Raises ReshardError if it can be read neither as YAML nor as JSON."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        content = yaml.safe_load(text)  # JSON is YAML
-    except (yaml.YAMLError, ValueError, OSError) as error:
-        raise ReshardError(
-            "the config cannot be read",
-            file=path,
-            found=str(error).split("\n")[0],
-            remedy="mend its syntax first",
-        ) from None
-    if not isinstance(content, Mapping):
+    """What will go wrong with a config. Raises ReshardError if it cannot be read."""
+    config = read_config(path)
+    if not isinstance(config.content, Mapping):
         return []
-    return [
-        finding for rule in (_accelerate, _deepspeed, _run) for finding in rule(content, _finder(path, text))
-    ]
+    rules = (_accelerate, _deepspeed, _llamafactory, _trl)
+    return [finding for rule in rules for finding in rule(config)]
 
 
-def _finder(path: str, text: str) -> Callable[[str], Place]:
-    lines = text.splitlines()
+# ------------------------------------------------------------------------------------------------- accelerate
 
-    def place(key: str, mended: str = "") -> Place:
-        number = next((i for i, line in enumerate(lines, 1) if key in line), None)
-        return Place(path, number, lines[number - 1].strip() if number else key, mended)
+OF_FSDP1 = (
+    "fsdp_backward_prefetch",
+    "fsdp_forward_prefetch",
+    "fsdp_use_orig_params",
+    "fsdp_sync_module_states",
+)
+"""FSDP2 has none of these (accelerate 1.15, FullyShardedDataParallelPlugin); forward prefetching it refuses."""
 
-    return place
 
-
-def _accelerate(config: Mapping[str, Any], place: Callable[..., Place]) -> Iterator[Finding]:
-    if "distributed_type" not in config:
+def _accelerate(config: ConfigText) -> Iterator[Finding]:
+    if not config.content.keys() & {
+        "distributed_type",
+        "compute_environment",
+        "fsdp_config",
+        "deepspeed_config",
+    }:
         return
-    fsdp = config.get("fsdp_config") or {}
-    if fsdp.get("fsdp_state_dict_type") == "SHARDED_STATE_DICT":
-        where = place("fsdp_state_dict_type", "fsdp_state_dict_type: FULL_STATE_DICT")
+    if config.get("fsdp_config.fsdp_state_dict_type") == "SHARDED_STATE_DICT":
+        where = config.changed("fsdp_config.fsdp_state_dict_type", "FULL_STATE_DICT")
         yield told("sharded-save-model", [where], severity="warning", certainty="possible")
-    if config["distributed_type"] == "FSDP" and config.get("num_processes") == 1:
-        yield told("config-one-process", [place("num_processes")], {"kind": "FSDP"})
+    processes, machines = config.get("num_processes"), config.get("num_machines")
+    if config.get("distributed_type") == "FSDP" and processes == 1:
+        yield told("config-one-process", [config.place("num_processes")], {"kind": "FSDP"})
+    if isinstance(processes, int) and isinstance(machines, int) and machines > 0 and processes % machines:
+        better = -(-processes // machines) * machines
+        counts = {"processes": processes, "machines": machines}
+        yield told("config-processes-machines", [config.changed("num_processes", better)], counts)
+    if isinstance(config.get("fsdp_config"), Mapping):
+        yield from _fsdp(config)
+    gpus = find_gpus()[0] if config.get("mixed_precision") == "bf16" else []
+    old = min(gpus, key=lambda gpu: gpu.capability, default=None)
+    if old is not None and old.capability < 8:
+        values: dict[str, object] = {"name": old.name, "capability": old.capability}
+        yield told("env-no-bf16", [config.changed("mixed_precision", "fp16")], values)
 
 
-def _deepspeed(config: Mapping[str, Any], place: Callable[..., Place]) -> Iterator[Finding]:
-    zero = config.get("zero_optimization")
-    if not isinstance(zero, Mapping):
+def _fsdp(config: ConfigText) -> Iterator[Finding]:
+    """Options of FSDP 1 and 2 that do not go together."""
+    version = config.get("fsdp_config.fsdp_version") or 1
+    given = config.content["fsdp_config"]
+    if version == 2:
+        old = [key for key in OF_FSDP1 if given.get(key) not in (None, False, "NO_PREFETCH")]
+        refused = _true(given.get("fsdp_forward_prefetch"))
+        if old:
+            places = [config.dropped(f"fsdp_config.{key}") for key in old]
+            kind = "error" if refused else "warning"
+            yield told("config-fsdp-versions", places, {"keys": ", ".join(old)}, severity=kind)
+    elif isinstance(given.get("fsdp_reshard_after_forward"), bool):
+        values = {"keys": "fsdp_reshard_after_forward: true/false"}
+        places = [config.changed("fsdp_config.fsdp_reshard_after_forward", "FULL_SHARD")]
+        yield told("config-fsdp-versions", places, values, severity="error")
+    lean = _true(given.get("fsdp_cpu_ram_efficient_loading"))
+    if (
+        lean
+        and version == 1
+        and "fsdp_sync_module_states" in given
+        and not _true(given["fsdp_sync_module_states"])
+    ):
+        yield told("config-fsdp-sync", [config.changed("fsdp_config.fsdp_sync_module_states", True)])
+
+
+def _true(value: object) -> bool:
+    return value is True or str(value).lower() in ("true", "yes", "1")
+
+
+# ------------------------------------------------------------------------------------------------- DeepSpeed
+
+FILLED = {
+    *(
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "train_batch_size",
+        "gradient_clipping",
+    ),
+    *("fp16.enabled", "bf16.enabled", "zero_optimization.stage", "steps_per_print"),
+    *("zero_optimization.stage3_gather_16bit_weights_on_model_save", "zero_optimization.reduce_bucket_size"),
+    *(
+        "zero_optimization.stage3_prefetch_bucket_size",
+        "zero_optimization.stage3_param_persistence_threshold",
+    ),
+    *(
+        f"zero_optimization.offload_{kind}.{key}"
+        for kind in ("optimizer", "param")
+        for key in ("device", "nvme_path")
+    ),
+}
+"""Keys whose "auto" transformers or accelerate fill; so they do all of `optimizer` and `scheduler`."""
+
+
+def _deepspeed(config: ConfigText) -> Iterator[Finding]:
+    if not isinstance(config.get("zero_optimization"), Mapping):
         return
-    if zero.get("stage") == 3 and zero.get("stage3_gather_16bit_weights_on_model_save") in (None, False):
-        mended = '"stage3_gather_16bit_weights_on_model_save": true,'
-        yield told("config-zero3-gather", [place("stage", mended)])
-    both = [key for key in ("fp16", "bf16") if (config.get(key) or {}).get("enabled") is True]
-    if len(both) == 2:
-        yield told("config-two-precisions", [place("fp16"), place("bf16")])
+    stage, gather = config.get("zero_optimization.stage"), "stage3_gather_16bit_weights_on_model_save"
+    every = list(_leaves(config.content))
+    auto = [key for key, value in every if value == "auto"]
+    if stage == 3 and config.get(f"zero_optimization.{gather}") in (None, False):
+        there = f"zero_optimization.{gather}" in config.spots
+        key = f"zero_optimization.{gather}" if there else "zero_optimization.stage"
+        place = config.changed(key, True) if there else config.with_sibling(key, gather, True)
+        yield told("config-zero3-gather", [place], certainty="likely" if auto else "possible")
+    if _true(config.get("fp16.enabled")) and _true(config.get("bf16.enabled")):
+        places = [config.changed("fp16.enabled", False), config.place("bf16.enabled")]
+        yield told("config-two-precisions", places)
+    unfilled = [
+        key for key in auto if key not in FILLED and key.split(".")[0] not in ("optimizer", "scheduler")
+    ]
+    if unfilled:
+        places = [config.place(key) for key in unfilled]
+        yield told("config-auto-unfilled", places, {"keys": ", ".join(unfilled)}, certainty="likely")
+    yield from _batch(config)
+    if isinstance(stage, int) and stage < 3:
+        keys = ("offload_param", *(k for k in config.content["zero_optimization"] if k.startswith("stage3_")))
+        late = [key for key in keys if _switched_on(config.get(f"zero_optimization.{key}"))]
+        if late:
+            places = [config.place(f"zero_optimization.{key}") for key in late]
+            values = {"keys": ", ".join(late), "stage": stage}
+            yield told(
+                "config-stage3-keys", places, values, severity="error" if "offload_param" in late else None
+            )
 
 
-def _run(config: Mapping[str, Any], place: Callable[..., Place]) -> Iterator[Finding]:
-    if not RUN & config.keys():
+def _switched_on(value: object) -> bool:
+    """Whether an option does something: templates carry those of stage 3 along with "auto" and "none"."""
+    device = value.get("device") if isinstance(value, Mapping) else None
+    return device in ("cpu", "nvme") if isinstance(value, Mapping) else value is True
+
+
+def _batch(config: ConfigText) -> Iterator[Finding]:
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    total, micro, steps = (config.get(key) for key in keys)
+    steps = 1 if steps is None else steps
+    if all(isinstance(value, int) and value > 0 for value in (total, micro, steps)) and total % (
+        micro * steps
+    ):
+        better = -(-total // (micro * steps)) * micro * steps
+        values = {"total": total, "micro": micro, "steps": steps}
+        yield told("config-batch-product", [config.changed("train_batch_size", better)], values)
+
+
+def _leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+# ---------------------------------------------------------------------------------------------- LLaMA-Factory
+
+STAGES = ("pt", "sft", "rm", "ppo", "dpo", "kto")
+
+
+def _is_llamafactory(config: ConfigText) -> bool:
+    given = config.content
+    return (
+        "finetuning_type" in given
+        or given.get("stage") in STAGES
+        or {"export_dir", "template"} <= given.keys()
+    )
+
+
+def _llamafactory(config: ConfigText) -> Iterator[Finding]:
+    """What `llamafactory-cli` refuses after it has parsed everything (hparams/parser.py), and keys it does not know."""
+    if not _is_llamafactory(config):
         return
-    if config.get("device_map") in SPREAD:
-        yield told("script-device-map", [place("device_map", "device_map: null")])
-    removed = {**REMOVED["SFTConfig"], **REMOVED["GRPOConfig"]}
-    ours = "finetuning_type" in config or "stage" in config  # LLaMA-Factory has keys of its own
-    for key in () if ours else sorted(removed.keys() & config.keys()):
-        values = {"name": "config", "old": key, "new": removed[key] or "–"}
+    given = config.content
+    for key, clashes in _clashes(given):
+        if clashes:
+            with_what = ", ".join(f"{name}: {given[name]}" for name in clashes if name in given) or "–"
+            values = {"key": key, "value": given[key], "others": with_what}
+            yield told(
+                "config-llamafactory-clash", [config.dropped(key), *map(config.place, clashes)], values
+            )
+    gpus = find_gpus()[0] if str(given.get("flash_attn")) == "fa2" else []
+    old = min(gpus, key=lambda gpu: gpu.capability, default=None)
+    if old is not None and old.capability < 8:
+        values = {"name": old.name, "capability": old.capability}
+        yield told("env-no-bf16", [config.changed("flash_attn", "sdpa")], values)
+    if given.get("do_train") and given.get("stage") in STAGES[1:] and not given.get("template"):
+        yield told("config-no-template", [config.place("stage")], certainty="possible")
+    for key in given.keys() - llamafactory_keys():
+        near = get_close_matches(str(key), llamafactory_keys(), 1, 0.8)
+        if near:
+            values = {"key": key, "near": near[0]}
+            yield told("config-unknown-key", [config.renamed(key, near[0])], values, certainty="likely")
+
+
+def _clashes(given: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    """A key that is refused, and those that are the reason; an empty list if there is none."""
+    zero3 = (
+        ["deepspeed"] if any(word in str(given.get("deepspeed")).lower() for word in ("z3", "zero3")) else []
+    )
+    kind = ["finetuning_type"]
+
+    def found(key: str, because: list[str]) -> tuple[str, list[str]]:
+        return key, because if given.get(key) not in (None, False) else []
+
+    yield found(
+        "quantization_bit", kind if given.get("finetuning_type", "lora") not in ("lora", "oft") else []
+    )
+    yield found("adapter_name_or_path", kind if given.get("finetuning_type", "lora") != "lora" else [])
+    yield found("quantization_bit", ["export_dir"] if "export_dir" in given else [])
+    yield found("quantization_device_map", ["stage"] if given.get("do_train") else [])
+    yield found("resize_vocab", ["quantization_bit"] if given.get("quantization_bit") else [])
+    for key in ("predict_with_generate", "pure_bf16", "use_unsloth", "pissa_init"):
+        yield found(key, zero3)
+    for key in ("neat_packing", "train_on_prompt", "mask_history"):
+        yield found(key, ["stage"] if given.get("stage") not in (None, "sft") else [])
+    for key in ("use_galore", "use_apollo"):
+        yield found(key, ["deepspeed"] if given.get("deepspeed") else [])
+    yield found("fp16", ["bf16"] if given.get("bf16") is True else [])
+    yield found("streaming", ["stage"] if "max_steps" not in given and given.get("do_train") else [])
+
+
+@lru_cache(maxsize=1)
+def llamafactory_keys() -> frozenset[str]:
+    """All arguments of LLaMA-Factory and of the TrainingArguments that it inherits."""
+    return frozenset(Path(__file__).with_name("llamafactory_keys.txt").read_text(encoding="utf-8").split())
+
+
+# --------------------------------------------------------------------------------------------------------- TRL
+
+
+def _trl(config: ConfigText) -> Iterator[Finding]:
+    given = config.content
+    if not RUN & given.keys() or _is_llamafactory(config) or FOREIGN & given.keys():
+        return
+    for key in ("device_map", "model_init_kwargs.device_map"):
+        if config.get(key) in SPREAD:
+            yield told("script-device-map", [config.changed(key, None)])
+    removed = {**REMOVED["DPOConfig"], **REMOVED["SFTConfig"], **REMOVED["GRPOConfig"]}
+    for key in sorted((removed.keys() & given.keys()) - _of_others(given)):
+        values = {"name": "TRL", "old": key, "new": removed[key] or "–"}
+        sure, evidence = certainty("TrainingArguments" if key in REMOVED["TrainingArguments"] else "TRL")
+        place = config.renamed(key, removed[key]) if removed[key] else config.dropped(key)
+        kind = "warning" if sure == "possible" else "error"
         yield told(
-            "script-removed-keyword",
-            [place(key, f"{removed[key]}: {config[key]}" if removed[key] else "")],
-            values,
+            "script-removed-keyword", [place], values, severity=kind, certainty=sure, evidence=[evidence]
         )
-    if "num_generations" in config or "reward_funcs" in config:
+    if "num_generations" in given or "reward_funcs" in given:
         yield from grpo_arithmetic(
-            {key: config.get(key) for key in KEYS},
-            lambda key, better: place(key, f"{key}: {better}" if better else ""),
+            {key: given.get(key) for key in KEYS},
+            lambda key, better: config.changed(key, better) if better else config.place(key),
         )
-    if config.get("bf16") and config.get("fp16"):
-        yield told("config-two-precisions", [place("fp16"), place("bf16")])
+    if given.get("bf16") is True and given.get("fp16") is True:
+        yield told("config-two-precisions", [config.changed("fp16", False), config.place("bf16")])
+
+
+def _of_others(given: Mapping[str, Any]) -> set[str]:
+    """Names that one kind of run has lost and another one has: those of GRPO are no mistake beside its own."""
+    return {"max_completion_length"} if "num_generations" in given or "reward_funcs" in given else set()

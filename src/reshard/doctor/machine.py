@@ -113,7 +113,7 @@ class Environment:
 
 def look_around() -> Environment:
     """The environment of this process. Nothing of what is looked at is imported."""
-    gpus, driver = _gpus()
+    gpus, driver = find_gpus()
     return Environment(
         dict(_versions()),
         gpus,
@@ -168,7 +168,7 @@ def _nccl() -> str | None:
     return None
 
 
-def _gpus() -> tuple[list[Gpu], str | None]:
+def find_gpus() -> tuple[list[Gpu], str | None]:
     """What nvidia-smi tells; it is asked because importing torch takes seconds."""
     if which("nvidia-smi") is None:
         return [], None

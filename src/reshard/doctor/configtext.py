@@ -1,0 +1,131 @@
+"""The text of a config: its content, and for each key the line it stands in and that line mended."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from reshard.doctor.finding import Place
+from reshard.errors import ReshardError
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads tags that programs define for themselves (`!function`) as nothing."""
+
+
+_Loader.add_multi_constructor("", lambda loader, suffix, node: None)
+_Loader.add_implicit_resolver(  # YAML 1.2 and OmegaConf take 1e-5 as a number, PyYAML does not
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+@dataclass(frozen=True)
+class _Spot:
+    """Where a key and its value stand: lines and columns from 0."""
+
+    line: int
+    key: tuple[int, int]
+    value: tuple[int, int] | None
+
+
+@dataclass
+class ConfigText:
+    """A config that was read. Keys of nested mappings are joined by dots."""
+
+    path: str
+    lines: list[str]
+    content: Any
+    spots: dict[str, _Spot]
+
+    def get(self, key: str) -> Any:
+        """The value of a key, None if it is not there."""
+        value = self.content
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
+    def place(self, key: str) -> Place:
+        """The line of a key; the file, if the key is not there."""
+        spot = self.spots.get(key)
+        return (
+            Place(self.path, spot.line + 1, self.lines[spot.line].strip())
+            if spot
+            else Place(self.path, None, key)
+        )
+
+    def changed(self, key: str, value: object) -> Place:
+        """The line of a key with another value."""
+        spot = self.spots.get(key)
+        if spot is None or spot.value is None:
+            return self.place(key)
+        plain = isinstance(value, str) and value.isidentifier() and not self.path.endswith(".json")
+        return self._mended(spot, spot.value, str(value) if plain else json.dumps(value))
+
+    def renamed(self, key: str, name: str) -> Place:
+        """The line of a key with another key."""
+        spot = self.spots.get(key)
+        if spot is None:
+            return self.place(key)
+        return self._mended(spot, spot.key, json.dumps(name) if self.path.endswith(".json") else name)
+
+    def dropped(self, key: str) -> Place:
+        """The line of a key made a comment; JSON has none, so there only the line."""
+        place = self.place(key)
+        whole = key in self.spots and self.spots[key].value is not None
+        if self.path.endswith(".json") or not whole:
+            return place
+        return Place(place.target, place.line, place.text, f"# {place.text}")
+
+    def with_sibling(self, key: str, name: str, value: object) -> Place:
+        """The line of a key with another key beside it, in the notation of JSON."""
+        place = self.place(key)
+        if not self.path.endswith(".json"):
+            return place
+        comma = "" if place.text.endswith(",") else ","
+        more = f'{place.text}{comma} "{name}": {json.dumps(value)}' + ("," if not comma else "")
+        return Place(place.target, place.line, place.text, more)
+
+    def _mended(self, spot: _Spot, columns: tuple[int, int], by: str) -> Place:
+        line = self.lines[spot.line]
+        mended = line[: columns[0]] + by + line[columns[1] :]
+        return Place(self.path, spot.line + 1, line.strip(), mended.strip())
+
+
+def read_config(path: str) -> ConfigText:
+    """Parse a config: JSON by its suffix, else YAML. Raises ReshardError with the line of the mistake."""
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+        content = json.loads(text) if path.endswith(".json") else yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = mark.line + 1 if mark else getattr(error, "lineno", None)
+        kind = "JSON" if path.endswith(".json") else "YAML"
+        raise ReshardError(
+            f"the config cannot be read as {kind}",
+            file=f"{path}:{line}" if line else path,
+            found=getattr(error, "problem", None) or getattr(error, "msg", None) or str(error),
+            remedy="mend its syntax first",
+        ) from None
+    try:
+        root = yaml.compose(text.replace("\t", " "), Loader=_Loader)
+    except yaml.YAMLError:
+        root = None  # JSON that is no YAML
+    return ConfigText(path, text.splitlines(), content, dict(_spots(root, "")))
+
+
+def _spots(node: Any, prefix: str) -> Iterator[tuple[str, _Spot]]:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key, value in node.value:
+        name = f"{prefix}{key.value}"
+        begin, end = value.start_mark, value.end_mark
+        one_line = isinstance(value, yaml.ScalarNode) and begin.line == end.line == key.start_mark.line
+        columns = (key.start_mark.column, key.end_mark.column)
+        yield name, _Spot(key.start_mark.line, columns, (begin.column, end.column) if one_line else None)
+        yield from _spots(value, f"{name}.")
