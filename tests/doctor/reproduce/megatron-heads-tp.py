@@ -1,7 +1,7 @@
-"""The heads or the query groups do not fit Megatron's tensor parallelism."""
+"""More tensor-parallel ranks than the heads divide into."""
 
 from megatron.core.transformer import TransformerConfig
 from small import CURED
 
-sizes = {"num_layers": 2, "hidden_size": 96, "num_attention_heads": 12, "num_query_groups": 3}
-TransformerConfig(**sizes, tensor_model_parallel_size=3 if CURED else 4)
+sizes = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
+TransformerConfig(**sizes, tensor_model_parallel_size=2 if CURED else 3)

@@ -10,7 +10,7 @@ from small import DATA
 SAVED = DATA / "deepspeed"
 
 
-def engine(stage, path):
+def engine(stage, path, **changes):
     """A model of the config in a folder, in DeepSpeed's hands."""
     import deepspeed
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -22,6 +22,7 @@ def engine(stage, path):
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         "zero_optimization": {"stage": stage},
         "bf16": {"enabled": True},
+        **changes,
     }
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 

@@ -1,10 +1,12 @@
 """What the cases share: small models, their tokenizer and data, process groups and shards."""
 
+import atexit
 import datetime
 import json
 import os
 import shutil
 import socket
+import sys
 from pathlib import Path
 
 import torch
@@ -28,6 +30,13 @@ LFS_POINTER = (
 DATA = Path(__file__).parents[3] / "data"
 rank = int(os.environ.get("RANK", 0))
 world_size = int(os.environ.get("WORLD_SIZE", 1))
+
+
+@atexit.register
+def leave():
+    """Without this gloo's threads, if they are late, abort a process that has done its work."""
+    if dist.is_initialized() and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()
 
 
 def join(timeout=60, backend="gloo"):
