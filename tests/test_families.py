@@ -123,9 +123,11 @@ def test_the_way_back_is_bit_for_bit(
     assert differing_keys(back, source) == set()
     travelling = {path.name for path in source.iterdir()} - {"config.json", "model.safetensors"}
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= travelling
-    for file in travelling:
+    for file in travelling - {"tokenizer_config.json"}:  # transformers 4 reads another spelling of it
         assert (back / file).read_bytes() == (source / file).read_bytes()
-    assert len(AutoTokenizer.from_pretrained(back)) == len(AutoTokenizer.from_pretrained(source))
+    ours, theirs = AutoTokenizer.from_pretrained(back), AutoTokenizer.from_pretrained(source)
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert ours.special_tokens_map == theirs.special_tokens_map
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3_mtp", "glm4_moe"])

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer
 
 from reshard.errors import ReshardError
-from reshard.formats.companions import find_companions
+from reshard.formats.companions import content_of, find_companions
 from tests.genuine.huggingface import make_model
 
 
@@ -117,3 +117,24 @@ def test_a_broken_config_is_named(tmp_path: Path) -> None:
     write(tmp_path, config__json="[]")
     with pytest.raises(ReshardError, match="expected: a JSON object"):
         find_companions(tmp_path)
+
+
+def test_the_config_of_a_tokenizer_is_spelled_for_both_generations_of_transformers(tmp_path: Path) -> None:
+    of_5 = {
+        "tokenizer_class": "TokenizersBackend",
+        "extra_special_tokens": ["<|im_start|>"],
+        "pad_token": "x",
+    }
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(of_5))
+    assert json.loads(content_of(file.name, file)) == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "additional_special_tokens": ["<|im_start|>"],
+        "pad_token": "x",
+    }
+
+
+def test_the_config_of_another_tokenizer_stays_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text('{"tokenizer_class":"Qwen2Tokenizer","extra_special_tokens":{"image_token":"<i>"}}')
+    assert content_of(file.name, file) == file.read_bytes()

@@ -15,11 +15,12 @@ from typing import Any
 from reshard.errors import ReshardError
 
 CONFIG = "config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATES = "additional_chat_templates"
 
 TOKENIZER = (
     "tokenizer.json",
-    "tokenizer_config.json",
+    TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -90,9 +91,36 @@ def find_companions(*folders: str | Path) -> Companions:
     return Companions(files)
 
 
+def content_of(name: str, file: Path) -> bytes:
+    """The bytes of a companion as they travel: as they are, but for what transformers 4 refuses in a tokenizer's config."""
+    if name != TOKENIZER_CONFIG:
+        return file.read_bytes()
+    config = read_object(file)
+    portable = portable_tokenizer_config(config)
+    if portable == config:
+        return file.read_bytes()
+    return (json.dumps(portable, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def portable_tokenizer_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The `tokenizer_config.json` that transformers 4 and 5 read alike.
+
+    transformers 5 calls the class of all fast tokenizers TokenizersBackend and lists special tokens as
+    `extra_special_tokens`, where 4 knows PreTrainedTokenizerFast and `additional_special_tokens`; 5 reads both
+    spellings (tokenization_utils_base.py and tokenization_auto.py, 4.57 and 5.23).
+    """
+    portable = dict(config)
+    if portable.get("tokenizer_class") == "TokenizersBackend":
+        portable["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(portable.get("extra_special_tokens"), list):
+        special = portable.pop("extra_special_tokens")
+        portable.setdefault("additional_special_tokens", special)
+    return portable
+
+
 def _names_code(folder: Path) -> bool:
     """Whether the config or the tokenizer of `folder` is implemented by Python files beside it."""
-    candidates = (folder / CONFIG, folder / "tokenizer_config.json")
+    candidates = (folder / CONFIG, folder / TOKENIZER_CONFIG)
     return any("auto_map" in read_object(path) for path in candidates if path.is_file())
 
 

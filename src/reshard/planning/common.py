@@ -171,7 +171,7 @@ def companion_files(source: Source, tensors: list[Planned]) -> Iterator[OutputFi
         )
     for name, file in sorted(found.files.items()):
         if name != "config.json":
-            yield OutputFile.of_bytes(name, file.read_bytes())
+            yield OutputFile.of_bytes(name, companions.content_of(name, file))
 
 
 def finished(

@@ -63,4 +63,4 @@ def companion_files(source: Source) -> Iterator[OutputFile]:
     if source.options.tokenizer:
         for name, file in sorted(companions.find_companions(source.checkpoint.root).files.items()):
             if name not in (companions.CONFIG, "generation_config.json"):
-                yield OutputFile.of_bytes(name, file.read_bytes())
+                yield OutputFile.of_bytes(name, companions.content_of(name, file))
