@@ -99,7 +99,7 @@ def of_node(run: Run, name: str) -> str:
 
 
 def environment(run: Run, given: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What the ranks find in their environment: nothing of earlier launches, and no more threads than there are cores."""
+    """What the ranks find in their environment: nothing of earlier launches, and no more threads than cores."""
     told = dict(os.environ if given is None else given)
     forget(told)
     for name, value in _defaults(run, one_node=run.ranks.nnodes == 1).items():

@@ -81,7 +81,7 @@ def forget(environment: MutableMapping[str, str], place: Place | None = None) ->
     """
     kept = (TORCHRUN,) if place and place.launcher == "torchrun" else ()
     for name in list(environment):
-        if name in STALE or name.startswith(FOREIGN) and not name.startswith(kept):
+        if name in STALE or (name.startswith(FOREIGN) and not name.startswith(kept)):
             del environment[name]
 
 
