@@ -11,8 +11,9 @@ from rich.markdown import Markdown
 from rich.markup import escape
 from rich.table import Table
 
-from reshard.cli.console import common_options, handles_errors, print_json, stdout
+from reshard.cli.console import common_options, handles_errors, print_json, progress, stdout
 from reshard.doctor import Finding, diagnose
+from reshard.doctor.diagnosis import bytes_of_logs
 from reshard.doctor.entries import Entry, catalogue, find
 from reshard.doctor.environment import Environment, diagnose_environment, look_around
 from reshard.doctor.finding import LANGUAGES
@@ -72,7 +73,7 @@ def command(
         _explain(find(explain), language, json_output)
         return
     environment = None if targets else look_around()
-    findings = diagnose(*targets) if environment is None else diagnose_environment(environment)
+    findings = _diagnosed(targets, json_output) if environment is None else diagnose_environment(environment)
     if json_output:
         shown = {} if environment is None else {"environment": environment.as_dict()}
         print_json({**shown, "findings": [finding.as_dict(lang) for finding in findings]})
@@ -81,6 +82,16 @@ def command(
             _print_environment(environment, language)
         _print(findings, language)
     sys.exit(1 if findings else 0)
+
+
+LONG = 32 << 20
+"""Bytes of logs from which on progress is shown: two seconds."""
+
+
+def _diagnosed(targets: tuple[str, ...], json_output: bool) -> list[Finding]:
+    total = bytes_of_logs(*targets)
+    with progress("read", total, quiet=json_output or total < LONG) as advance:
+        return diagnose(*targets, on_bytes=advance)
 
 
 def locale_language() -> str:

@@ -21,11 +21,12 @@ CONFIGS = {".yaml", ".yml", ".json"}
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".distcp"}
 
 
-def diagnose(*targets: str | PathLike[str]) -> list[Finding]:
+def diagnose(*targets: str | PathLike[str], on_bytes: Callable[[int], None] | None = None) -> list[Finding]:
     """What is wrong with logs, scripts, configs and checkpoints; with the environment if there is no target.
 
     "-" is a log on standard input. Several targets are seen together: what one shows and another explains is one
-    finding. The first finding is the one to mend first. Raises ReshardError for a target that cannot be read.
+    finding. The first finding is the one to mend first. `on_bytes` is told of the bytes of logs as they are read.
+    Raises ReshardError for a target that cannot be read.
     """
     if not targets:
         return diagnose_environment()
@@ -36,9 +37,16 @@ def diagnose(*targets: str | PathLike[str]) -> list[Finding]:
             findings, command = diagnose_checkpoint(Path(target))
             commands.append(command)
         else:
-            findings = kind_of(target)(target)
+            kind = kind_of(target)
+            findings = diagnose_log(target, on_bytes) if kind is diagnose_log else kind(target)
         found += findings
     return [typed(finding, commands) for finding in combined(found)]
+
+
+def bytes_of_logs(*targets: str) -> int:
+    """How much `on_bytes` will be told of; what comes on standard input is not known before."""
+    files = (target for target in targets if target != STDIN and Path(target).is_file())
+    return sum(Path(target).stat().st_size for target in files if kind_of(target) is diagnose_log)
 
 
 def is_checkpoint(target: str) -> bool:

@@ -9,9 +9,11 @@ the times and stream names of Kubernetes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from reshard.doctor.thinning import thinned
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|\x1b[@-_]")
 _TIME = re.compile(
@@ -85,9 +87,10 @@ class Log:
         return [line for stream in streams.values() for line in stream]
 
 
-def read_log(name: str, content: str) -> Log:
-    """Take a log apart."""
-    lines = list(_lines(content))
+def read_log(name: str, content: str | Iterable[str]) -> Log:
+    """Take a log apart: its text, or its lines as they come. Of a long one, lines that only repeat are left out."""
+    raw = content.split("\n") if isinstance(content, str) else content
+    lines = [Line(*each) for each in thinned(map(_parted, raw))]
     streams: dict[str, list[Line]] = {}
     for line in lines:
         streams.setdefault(line.stream, []).append(line)
@@ -96,11 +99,13 @@ def read_log(name: str, content: str) -> Log:
     return Log(name, lines, sorted(tracebacks, key=lambda t: t.first), _versions(text), _facts(text))
 
 
-def _lines(content: str) -> Iterator[Line]:
-    for number, raw in enumerate(content.replace("\r\n", "\n").split("\n"), 1):
-        text = _ANSI.sub("", raw).split("\r")[-1].rstrip()  # a progress bar rewrites its line
-        stream, text = _unprefixed(text)
-        yield Line(number, stream, text)
+def _parted(raw: str) -> tuple[str, str]:
+    """The stream that a line belongs to, and its text without colours and prefixes."""
+    text = _ANSI.sub("", raw) if "\x1b" in raw else raw
+    text = text.rstrip()
+    if "\r" in text:
+        text = text.split("\r")[-1]  # a progress bar rewrites its line
+    return _unprefixed(text)
 
 
 def _unprefixed(text: str) -> tuple[str, str]:

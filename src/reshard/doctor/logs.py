@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 from reshard.doctor.entries import Entry, catalogue
 from reshard.doctor.finding import Finding, Place
@@ -17,17 +19,30 @@ from reshard.errors import ReshardError
 
 STDIN = "-"
 UNKNOWN = "unknown-failure"
-LARGEST = 64 << 20
-"""Bytes of a log that are read: its beginning, where versions stand, and most of it from its end."""
+LONGEST = 1 << 20
+"""Bytes of a line that are taken at once: progress bars can fill a file without ending a line."""
 
 
-def diagnose_log(target: str) -> list[Finding]:
-    """The findings of one log, the first cause first. `target` is a path, or "-" for standard input."""
-    return diagnose_text(target, _content(target))
+def diagnose_log(target: str, on_bytes: Callable[[int], None] | None = None) -> list[Finding]:
+    """The findings of one log, the first cause first. `target` is a path, or "-" for standard input.
+
+    `on_bytes` is told of bytes as they are read. Raises ReshardError if there is nothing that can be read.
+    """
+    try:
+        with nullcontext(sys.stdin.buffer) if target == STDIN else Path(target).open("rb") as file:
+            return diagnose_text(target, _lines(file, on_bytes or (lambda count: None)))
+    except OSError as error:
+        raise ReshardError("a log cannot be read", file=target, found=error.strerror) from None
 
 
-def diagnose_text(name: str, content: str) -> list[Finding]:
-    """The findings of a log that is at hand; `name` is what it is called."""
+def _lines(file: IO[bytes], on_bytes: Callable[[int], None]) -> Iterator[str]:
+    while raw := file.readline(LONGEST):
+        on_bytes(len(raw))
+        yield raw.decode("utf-8", "replace")
+
+
+def diagnose_text(name: str, content: str | Iterable[str]) -> list[Finding]:
+    """The findings of a log that is at hand, as text or as its lines; `name` is what it is called."""
     log = read_log(name, content)
     matches = match_log(log, catalogue().values())
     symptoms = tuple(match.entry.id for match in matches if match.entry.kind == "symptom")
@@ -42,20 +57,6 @@ def diagnose_text(name: str, content: str) -> list[Finding]:
 
 WARNINGS = ("warning", "silent")
 """Kinds of entries that no run dies of."""
-
-
-def _content(target: str) -> str:
-    if target == STDIN:
-        return sys.stdin.buffer.read(LARGEST).decode("utf-8", "replace")
-    try:
-        with Path(target).open("rb") as file:
-            head = file.read(LARGEST // 8)
-            size = file.seek(0, 2)
-            tail_at = max(len(head), size - LARGEST)
-            file.seek(tail_at)
-            return (head + file.read(LARGEST)).decode("utf-8", "replace")
-    except OSError as error:
-        raise ReshardError("a log cannot be read", file=target, found=error.strerror) from None
 
 
 def _finding(match: Match, log: Log, also: tuple[str, ...]) -> Finding:

@@ -91,7 +91,8 @@ def _weighed(entry: Entry, line: Line, text: str, log: Log, root: Traceback | No
     match = Match(entry, line, 1.0)
     if root and any(pattern.search(f"{root.exception}: {root.message}") for pattern in entry.patterns):
         match.score += IN_ROOT
-        match.evidence.append(f"the first failure is {root.exception}, at line {root.last}")
+        who = f" of {root.stream}" if root.stream else ""
+        match.evidence.append(f"the first failure is {root.exception}{who}, at line {root.last}")
     seen = [hit[0] for pattern in entry.hints if (hit := pattern.search(text))]
     if seen:
         match.score += 1 + 0.25 * len(seen)

@@ -1,0 +1,106 @@
+"""Logs of hundreds of ranks and hundreds of megabytes: the rank that failed first is found, in bounded memory."""
+
+from __future__ import annotations
+
+import random
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from reshard.doctor.logs import diagnose_text
+from reshard.doctor.thinning import WHOLE, thinned
+
+HEAD = Path(__file__).parent / "head"
+CLEAN = Path(__file__).parent / "clean"
+FIRST = 137
+"""The rank that fails first."""
+LOST = """Traceback (most recent call last):
+  File "/home/user/train/finetune.py", line 36, in <module>
+    train()
+  File "/home/user/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 81, in wrapper
+    return func(*args, **kwargs)
+torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:2356, remote process exited or there was a \
+network error, NCCL version 2.21.5
+""".splitlines()
+
+
+def failing() -> list[str]:
+    """The traceback of one rank, from a real log."""
+    lines = (HEAD / "device_map" / "finetune.log").read_text().splitlines()
+    return [line.removeprefix("[rank0]: ") for line in lines if line.startswith("[rank0]: ")]
+
+
+def long_log(steps: int, ranks: int = 512) -> Iterator[str]:
+    """Lines of a run: real warnings from every rank, a line of each step from every rank, and then it fails.
+
+    Rank `FIRST` fails with a traceback of its own; while it is still printed all others lose it, and their tracebacks
+    come in between.
+    """
+    rng = random.Random(0)
+    banner = (CLEAN / "trainer-transformers-5.23.log").read_text().splitlines()
+    yield from (f"[rank{rank}]: {line}" for line in banner for rank in range(ranks))
+    for step in range(steps):
+        for rank in range(ranks):
+            loss = rng.random()
+            yield (
+                f"2025-05-21T10:{step // 60 % 60:02d}:{step % 60:02d}.{rank:06d}Z stderr F [rank{rank}]: "
+                f"step {step} loss {loss:.4f} grad_norm {loss * 3:.3f} lr 9.9e-06 tokens/s {rng.randrange(9999)}"
+            )
+    yield from (f"[rank{FIRST}]: {line}" for line in failing()[:3])
+    queues = [[f"[rank{FIRST}]: {line}" for line in failing()[3:]]]
+    queues += [[f"[rank{rank}]: {line}" for line in LOST] for rank in range(ranks) if rank != FIRST]
+    while queues:
+        queue = rng.choice(queues)
+        yield queue.pop(0)
+        if not queue:
+            queues.remove(queue)
+    yield from (f"[rank{rank}]: terminating" for rank in range(ranks) for _ in range(20))
+
+
+def test_the_first_rank_to_fail_is_found_among_hundreds() -> None:
+    found = diagnose_text("log", long_log(steps=60))
+    assert found[0].id == "device-map-distributed" and found[0].certainty == "sure"
+    assert found[0].places[0].text.startswith("ValueError: You can't train a model")
+    assert any(f"of {FIRST}," in evidence for evidence in found[0].evidence)
+
+
+def test_lines_keep_their_numbers_and_their_order() -> None:
+    lines = list(long_log(steps=60))
+    kept = list(thinned(("", line) for line in lines))
+    assert len(kept) < len(lines) / 2
+    numbers = [number for number, _, _ in kept]
+    assert numbers == sorted(set(numbers)) and numbers[:WHOLE] == list(range(1, WHOLE + 1))
+    assert all(lines[number - 1] == text for number, _, text in kept)
+
+
+def test_what_happens_once_in_the_middle_of_a_long_log_is_kept() -> None:
+    step = "step {} loss 0.1"
+    once = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE"
+    lines = chain(
+        (step.format(i) for i in range(50_000)), [once], (step.format(i) for i in range(50_000, 100_000))
+    )
+    kept = [(number, text) for number, _, text in thinned(("", line) for line in lines)]
+    assert (50_001, once) in kept and len(kept) < 20_000
+
+
+@pytest.mark.slow
+def test_two_hundred_megabytes_take_less_than_a_minute_and_a_gigabyte(tmp_path: Path) -> None:
+    path = tmp_path / "run.log"
+    with path.open("w") as file:
+        for line in long_log(steps=3600):
+            file.write(line + "\n")
+    assert path.stat().st_size > 200e6
+    before = time.monotonic()
+    command = [sys.executable, "-m", "reshard", "doctor", str(path), "--lang", "en"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    seconds = time.monotonic() - before
+    memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10
+    assert done.returncode == 1 and "device-map-distributed, sure" in done.stdout
+    assert seconds < 60 and memory < 1 << 30, (seconds, memory)
+    print(f"{path.stat().st_size / 1e6:.0f} MB in {seconds:.0f} s and {memory / 2**20:.0f} MiB")
