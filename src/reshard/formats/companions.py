@@ -92,7 +92,7 @@ def find_companions(*folders: str | Path) -> Companions:
 
 
 def content_of(name: str, file: Path) -> bytes:
-    """The bytes of a companion as they travel: as they are, but for what transformers 4 refuses in a tokenizer's config."""
+    """The bytes of a companion as they travel: as they are, but for what transformers 4 refuses in one."""
     if name != TOKENIZER_CONFIG:
         return file.read_bytes()
     config = read_object(file)
