@@ -31,7 +31,8 @@ def first_rank_only(source: Source) -> Iterator[Finding]:
     if not source.find("load_state_dict") or _OTHER_RANKS.search(source.text):
         return
     for node in ast.walk(source.tree):
-        text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
-        if _RANK_0.search(text) and "\n" not in text:  # a docstring may speak of it
+        if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+            continue
+        if _RANK_0.search(node.value) and "\n" not in node.value:  # a docstring may speak of it
             yield told("script-first-rank-only", [source.place(node.lineno)])
             return

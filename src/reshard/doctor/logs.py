@@ -19,6 +19,8 @@ from reshard.errors import ReshardError
 
 STDIN = "-"
 UNKNOWN = "unknown-failure"
+LARGEST = 64 << 20
+"""Bytes that are reasonable to hold as one text; a file is read line by line, however long it is."""
 LONGEST = 1 << 20
 """Bytes of a line that are taken at once: progress bars can fill a file without ending a line."""
 
