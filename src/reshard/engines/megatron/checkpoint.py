@@ -174,7 +174,7 @@ def load_run(
         wanted, str(folder), strict=StrictHandling.RETURN_ALL
     )
     left = [_fill(chunk, loaded[model_key(chunks, index)]) for index, chunk in enumerate(chunks)]
-    optimizer.load_state_dict(loaded["optimizer"])
+    optimizer.load_state_dict(_for_links(loaded["optimizer"], len(optimizer.chained_optimizers)))
     if optimizer.config.use_distributed_optimizer:
         _separate_steps(optimizer)
     scheduler.load_state_dict(loaded["opt_param_scheduler"])
@@ -182,6 +182,24 @@ def load_run(
         _set_random_state(loaded["rng_state"][0])
     states = [tuple(key for key in found if "optimizer." in key) for found in (missing, unexpected)]
     return Mismatch.union([Mismatch.of(missing, unexpected), Mismatch(*states), *left])
+
+
+def _for_links(state: dict[Any, Any], links: int) -> dict[Any, Any]:
+    """The loaded state for a distributed optimizer of so many links, where the one that was saved had another number.
+
+    Experts that are spread have a link of their own. Tensors were found by name wherever they were; groups, which hold
+    settings alone, are told apart by whether they are of experts.
+    """
+    numbered = {key: value for key, value in state.items() if isinstance(key, int)}
+    single = {key: value for key, value in state.items() if not isinstance(key, int)}
+    if bool(numbered) == (links > 1) and not (numbered and single):
+        return state
+    if links == 1:
+        groups = [group for link in numbered.values() for group in link["optimizer"]["param_groups"]]
+        return {**numbered[0], **single, "optimizer": {"param_groups": groups}}
+    dense = single["optimizer"]["param_groups"]
+    groups = [*dense, *({**group, "is_expert_parallel": True} for group in dense)]
+    return {key: {**single, **link, "optimizer": {"param_groups": groups}} for key, link in numbered.items()}
 
 
 def _begin_states(optimizer: Any) -> None:

@@ -170,6 +170,7 @@ def resume(trainee: Trainee) -> int:
     stored = vars(read_torch_file(folder / "common.pt")["args"])
     ours = vars(_arguments(trainee, step))
     same = all(stored.get(name) == ours.get(name) for name in _SIZES)
+    _refuse_other_optimizer(folder, stored, ours)
     found = load_run(
         trainee.chunks,
         folder,
@@ -192,3 +193,17 @@ def resume(trainee: Trainee) -> int:
             ]
         )
     return step
+
+
+def _refuse_other_optimizer(folder: Path, stored: dict[str, Any], ours: dict[str, Any]) -> None:
+    """The distributed and the plain optimizer keep their states differently; the plain one knows where experts were."""
+    name = "use_distributed_optimizer"
+    spread = [args["expert_model_parallel_size"] > 1 for args in (stored, ours)]
+    if stored[name] != ours[name] or (not ours[name] and spread[0] != spread[1]):
+        raise ReshardError(
+            "the optimizer of the checkpoint cannot go on as this one",
+            file=str(folder),
+            expected=f"{name} {stored[name]}, --ep {stored['expert_model_parallel_size']}",
+            found=f"{name} {ours[name]}, --ep {ours['expert_model_parallel_size']}",
+            remedy="resume with the optimizer and the experts that the run began with",
+        )

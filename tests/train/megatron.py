@@ -1,0 +1,153 @@
+"""Runs of the Megatron engine on forked ranks, and the plain loop of transformers that they are held against."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from reshard.engines.megatron.session import RankError, run_ranks
+from reshard.train import megatron
+from reshard.train.engine import Trained
+from reshard.train.run import Run, Spread
+from tests.train.conftest import chats, write_lines
+
+CHATS = chats()[:16]
+LENGTH, ROWS = 128, 8
+"""Two chats fit into a row; a step of 8 rows sees all 16, whatever shares a row with what."""
+STEPS, LR, DECAY = 4, 1e-3, 0.1
+OPTIONS: dict[str, Any] = {
+    "seq_length": LENGTH,
+    "global_batch_size": ROWS,
+    "train_iters": STEPS,
+    "lr": LR,
+    "weight_decay": DECAY,
+    "lr_warmup_iters": 1,
+}
+EPSILON = 1e-4
+
+
+@dataclass
+class Seen:
+    """A monitor that keeps what it is told; with `dies_after` it ends the process, as a kill would."""
+
+    dies_after: int = 0
+    steps: dict[int, dict[str, float]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    checkpoints: list[Path] = field(default_factory=list)
+    done: int = -1
+
+    def begin(self, steps: int, done: int = 0) -> None:
+        self.done = done
+
+    def step(self, step: int, **metrics: float) -> None:
+        self.steps[step] = metrics
+        if step == self.dies_after:
+            os._exit(9)
+
+    def saved(self, checkpoint: Path) -> None:
+        self.checkpoints.append(checkpoint)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    @property
+    def losses(self) -> list[float]:
+        return [metrics["loss"] for metrics in self.steps.values()]
+
+
+def write_chats(folder: Path) -> Path:
+    """The data of these runs."""
+    return write_lines(folder / "chats.jsonl", CHATS)
+
+
+def run_of(model: Path, data: Path, output: Path, spread: Spread | None = None, **given: Any) -> Run:
+    """A run with `OPTIONS`; `lora` and `resume` are those of `Run`, all else are options."""
+    ours = {name: given.pop(name) for name in ("lora", "resume") if name in given}
+    options = {**OPTIONS, **given}
+    return Run("sft", model, data, output, "megatron", spread=spread or Spread(), options=options, **ours)
+
+
+def _rank(run: Run, dies_after: int) -> tuple[Seen, Trained]:
+    seen = Seen(dies_after)
+    trained = megatron.train(run, seen)
+    return seen, trained
+
+
+def train(run: Run, world_size: int = 1) -> tuple[Seen, Trained]:
+    """What rank 0 saw and returned."""
+    return run_ranks(world_size, _rank, run, 0)[0]
+
+
+def train_and_die(run: Run, world_size: int, after: int) -> None:
+    """The same, killed right after a step."""
+    try:
+        run_ranks(world_size, _rank, run, after)
+    except RankError:
+        return
+    raise AssertionError("the run was not killed")
+
+
+def reference(model: Path, learning_rates: Sequence[float] | None = None) -> list[float]:
+    """The losses of a plain loop: each chat by itself, the answer's tokens learned, AdamW."""
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    matrices = [each for each in network.parameters() if each.ndim > 1]
+    vectors = [each for each in network.parameters() if each.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}], eps=1e-8
+    )
+    samples, losses = _tokens(model), []
+    for rate in learning_rates or [cosine(step) for step in range(STEPS)]:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        loss = mean_loss(network, samples)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+def cosine(step: int) -> float:
+    """One step of warm-up, then down to nothing."""
+    return 0.5 * LR * (1 + math.cos(math.pi * (step - 1) / (STEPS - 1))) if step else 0.0
+
+
+def _tokens(model: Path) -> list[tuple[list[int], int]]:
+    """Each chat in tokens, and where the answer begins."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    render: Callable[..., list[int]] = lambda messages, **options: tokenizer(  # noqa: E731
+        tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    )["input_ids"]
+    return [
+        (render(chat["messages"]), len(render(chat["messages"][:1], add_generation_prompt=True)))  # type: ignore[index]
+        for chat in CHATS
+    ]
+
+
+def mean_loss(
+    network: Any, samples: list[tuple[list[int], int]] | None = None, model: Path | None = None
+) -> Any:
+    """The mean over all tokens of all answers."""
+    total, count = torch.zeros(()), 0
+    for tokens, answer in samples or _tokens(model or Path()):
+        logits = network(torch.tensor([tokens])).logits[0, answer - 1 : -1]
+        total = total + torch.nn.functional.cross_entropy(
+            logits.float(), torch.tensor(tokens[answer:]), reduction="sum"
+        )
+        count += len(tokens) - answer
+    return total / count
+
+
+def assert_close(ours: Sequence[float], reference: Sequence[float]) -> None:
+    """The same losses, and losses that fall."""
+    assert len(ours) == len(reference)
+    assert reference[-1] < reference[0] - 0.1
+    assert max(abs(a - b) for a, b in zip(ours, reference, strict=True)) <= EPSILON, (ours, reference)

@@ -1,0 +1,195 @@
+"""Megatron trains as transformers does, at every layout; and what comes out is what was trained."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import reshard
+from reshard.engines.megatron import megatron_logits
+from reshard.train import megatron
+from reshard.train.engine import Trained
+from reshard.train.run import Run, Spread
+from tests.judges import THRESHOLD, TOKENS
+from tests.train.megatron import (
+    CHATS,
+    STEPS,
+    Seen,
+    assert_close,
+    mean_loss,
+    reference,
+    run_of,
+    train,
+    write_chats,
+)
+
+Tiny = Callable[..., Path]
+Runs = Callable[..., tuple[Run, Seen, Trained]]
+
+CASES = {
+    "qwen3 on one rank": ("qwen3", 1, Spread()),
+    "qwen3 at TP2·PP2": ("qwen3", 4, Spread(tp=2, pp=2)),
+    "qwen2 at TP2": ("qwen2", 2, Spread(tp=2)),
+    "qwen3_moe at EP2": ("qwen3_moe", 2, Spread(ep=2)),
+}
+MORE_CASES = {
+    "qwen3 at TP2": ("qwen3", 2, Spread(tp=2)),
+    "qwen3 at PP2": ("qwen3", 2, Spread(pp=2)),
+    "qwen3 on two replicas": ("qwen3", 2, Spread()),
+    "qwen2 on one rank": ("qwen2", 1, Spread()),
+    "qwen2 at PP2": ("qwen2", 2, Spread(pp=2)),
+    "qwen2 at TP2·PP2": ("qwen2", 4, Spread(tp=2, pp=2)),
+    "qwen3_moe on one rank": ("qwen3_moe", 1, Spread()),
+    "qwen3_moe at TP2·EP2": ("qwen3_moe", 4, Spread(tp=2, ep=2)),
+    "qwen3_moe at PP2": ("qwen3_moe", 2, Spread(pp=2)),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """A case, trained once: its run, what rank 0 saw, what it returned."""
+
+    @cache
+    def get(name: str) -> tuple[Run, Seen, Trained]:
+        model, world_size, spread = {**CASES, **MORE_CASES}[name]
+        folder = tmp_path_factory.mktemp("megatron")
+        run = run_of(tiny(model), write_chats(folder), folder / "out", spread)
+        return run, *train(run, world_size)
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def losses(tiny: Tiny) -> Callable[[str], list[float]]:
+    """The losses of transformers on a model."""
+    return cache(lambda name: reference(tiny(name)))
+
+
+@pytest.mark.parametrize(
+    "name", [*CASES, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE_CASES)]
+)
+def test_losses_are_those_of_transformers(
+    name: str, runs: Runs, losses: Callable[[str], list[float]]
+) -> None:
+    _, seen, _ = runs(name)
+    assert_close(seen.losses, losses(name.split()[0]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"recompute_granularity": "full"},
+        {"recompute_granularity": "selective"},
+        {"sequence_parallel": False},
+        {"use_distributed_optimizer": False},
+        {"pack": False, "global_batch_size": len(CHATS)},
+        {"micro_batch_size": 4},
+        {"make_vocab_size_divisible_by": 1},
+        {"overlap_grad_reduce": True, "overlap_param_gather": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_how_it_is_computed_does_not_change_losses(
+    options: dict[str, Any], tiny: Tiny, tmp_path: Path, losses: Callable[[str], list[float]]
+) -> None:
+    run = run_of(tiny("qwen3"), write_chats(tmp_path), tmp_path / "out", Spread(tp=2), **options)
+    assert_close(train(run, 2)[0].losses, losses("qwen3"))
+
+
+@pytest.mark.slow
+def test_interleaved_stages_have_the_same_losses(tiny: Tiny, tmp_path: Path) -> None:
+    model = tiny("qwen3", num_hidden_layers=4)
+    run = run_of(model, write_chats(tmp_path), tmp_path / "out", Spread(pp=2, vpp=2))
+    assert_close(train(run, 2)[0].losses, reference(model))
+
+
+@pytest.mark.slow
+def test_layers_that_do_not_divide_are_spread_unevenly(tiny: Tiny, tmp_path: Path) -> None:
+    model = tiny("qwen3", num_hidden_layers=3)
+    run = run_of(model, write_chats(tmp_path), tmp_path / "out", Spread(pp=2))
+    seen, trained = train(run, 2)
+    assert_close(seen.losses, reference(model))
+    reshard.convert(run.output, tmp_path / "final")
+    assert megatron.check(run, trained, tmp_path / "final") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "glm4_moe"])
+def test_other_families_have_the_same_losses(name: str, hf_model: Tiny, tmp_path: Path) -> None:
+    model = hf_model(name, dtype="float32")
+    run = run_of(model, write_chats(tmp_path), tmp_path / "out", Spread(tp=2), pack=name == "llama")
+    run = replace(run, options={**run.options, "global_batch_size": 8 if name == "llama" else len(CHATS)})
+    seen, trained = train(run, 2)
+    assert_close(seen.losses[:2], reference(model)[:2])
+    reshard.convert(run.output, tmp_path / "final")
+    assert megatron.check(run, trained, tmp_path / "final") == []
+
+
+@pytest.mark.parametrize("name", ["qwen3 at TP2·PP2", "qwen3_moe at EP2"])
+def test_the_exported_folder_computes_what_megatron_does(name: str, runs: Runs, tmp_path: Path) -> None:
+    run, _, trained = runs(name)
+    final = tmp_path / "final"
+    reshard.convert(run.output, final)
+    model, told = AutoModelForCausalLM.from_pretrained(final, dtype=torch.float32, output_loading_info=True)
+    assert not any(told.values()), told
+    with torch.no_grad():
+        ours = model.eval()(torch.from_numpy(TOKENS)).logits.numpy()
+    checkpoint = reshard.open(run.output)
+    theirs = megatron_logits(
+        trained.checkpoint, TOKENS, args=checkpoint.args, layout=checkpoint.layout
+    ).logits
+    theirs = theirs[..., : ours.shape[-1]]
+    assert abs(ours - theirs).max() <= THRESHOLD * abs(theirs).max()
+    assert len(AutoTokenizer.from_pretrained(final)) > 100
+
+
+def test_the_check_names_each_weight_that_is_not_the_trained_one(runs: Runs, tmp_path: Path) -> None:
+    run, _, trained = runs("qwen3 at TP2·PP2")
+    final = tmp_path / "final"
+    reshard.convert(run.output, final)
+    assert megatron.check(run, trained, final) == []
+    file = final / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.down_proj.weight"][0, 0] += 1  # the first rank's column, of the second stage
+    save_file(tensors, file)
+    (problem,) = megatron.check(run, trained, final)
+    assert problem.tensor and problem.tensor.startswith("tp0 pp1 ")
+    assert problem.tensor.endswith("decoder.layers.0.mlp.linear_fc2.weight")
+
+
+def test_the_last_checkpoint_is_complete(runs: Runs, tmp_path: Path) -> None:
+    run, seen, trained = runs("qwen2 at TP2")
+    assert seen.checkpoints == [trained.checkpoint]
+    assert trained.step == STEPS
+    alone = tmp_path / "elsewhere"
+    shutil.copytree(run.output, alone)
+    reshard.convert(alone, tmp_path / "final")
+    network = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32)
+    with torch.no_grad():
+        assert float(mean_loss(network, model=run.model)) < seen.losses[-1]
+    assert AutoTokenizer.from_pretrained(tmp_path / "final").chat_template
+
+
+def test_a_step_says_what_it_measured(runs: Runs) -> None:
+    _, seen, _ = runs("qwen3 at TP2·PP2")
+    assert "4 ranks, DDP · TP2 · PP2" in seen.notes[0]
+    rates = [metrics["learning_rate"] for metrics in seen.steps.values()]
+    assert rates == pytest.approx([0, 1e-3, 7.5e-4, 2.5e-4])
+    tokenizer = AutoTokenizer.from_pretrained(runs("qwen3 at TP2·PP2")[0].model)
+    rendered = [tokenizer.apply_chat_template(chat["messages"], tokenize=False) for chat in CHATS]
+    tokens = sum(len(tokenizer(text)["input_ids"]) - 1 for text in rendered)
+    assert {metrics["tokens"] for metrics in seen.steps.values()} == {tokens}
+    assert all(metrics["grad_norm"] > 0 and metrics["memory"] > 1 << 20 for metrics in seen.steps.values())
