@@ -1,6 +1,6 @@
 """The TRL engine: SFT, DPO and GRPO on transformers, TRL, accelerate and PEFT.
 
-`options.py` and `arithmetic.py` are asked before launch, `training.py` is what each rank runs. Importing this package
+`fields.py` and `arithmetic.py` are asked before launch, `training.py` is what each rank runs. Importing this package
 imports none of the frameworks.
 """
 
@@ -16,14 +16,14 @@ from reshard.train.run import Run
 
 def known_options(method: str) -> list[Option]:
     """Every option that the engine takes for a method: TRL's config of it, and what ModelConfig says of LoRA."""
-    from reshard.train.trl.options import known
+    from reshard.train.trl.fields import known
 
     return known(method)
 
 
 def options(run: Run) -> dict[str, Any]:
     """All options of a run, typed. Raises ReshardError naming every one that is unknown, mistyped or refused."""
-    from reshard.train.trl.options import options_of
+    from reshard.train.trl.fields import options_of
 
     return options_of(run)
 
