@@ -156,6 +156,7 @@ class _Case:
     batches: Batches
     precision: Precision
     world_size: int
+    gpu: bool
     base: int
 
     @property
@@ -167,7 +168,9 @@ class _Case:
         return self.run.spread.tp if self.kind == "tp" else 1
 
 
-def parts(run: Run, batches: Batches, precision: Precision, world_size: int) -> tuple[dict[str, int], ...]:
+def parts(
+    run: Run, batches: Batches, precision: Precision, world_size: int, *, gpu: bool
+) -> tuple[dict[str, int], ...]:
     """Bytes of what lies there all the time, of what a training step adds, and of what generation adds instead."""
     options = engine_of(run).options(run)
     case = _Case(
@@ -178,6 +181,7 @@ def parts(run: Run, batches: Batches, precision: Precision, world_size: int) -> 
         batches=batches,
         precision=precision,
         world_size=world_size,
+        gpu=gpu,
         base=BYTES.get(str(options.get("dtype")), 4) if run.lora else precision.weights,
     )
     found = _states(case), _step(case), _generation(case) if run.method == "grpo" else {}
@@ -266,11 +270,16 @@ def _casts(case: _Case) -> int:
 
 
 def _logits(case: _Case, tokens: int) -> int:
-    """A tile of them, the same twice in float32; gradients of the hidden states and of the head in float32."""
+    """A tile of logits at a time, and the columns of the head for it; gradients of the hidden states and of the head.
+
+    Both gradients are summed in float32. On a GPU a kernel works in the tile; on a CPU six more in float32 are made.
+    """
     widths, computed = case.widths, case.precision.activations
-    tile = min(tokens, HEAD_TOKENS) * min(widths.vocab, HEAD_COLUMNS) * (computed + 8)
+    rows, columns = min(tokens, HEAD_TOKENS), min(widths.vocab, HEAD_COLUMNS)
+    tile = rows * HEAD_COLUMNS * computed + (0 if case.gpu else 6 * rows * columns * 4)
+    cast = columns * widths.hidden * computed if case.precision.weights != computed else 0
     head = widths.vocab * widths.hidden * 4 if case.sizes.ends_trained else 0
-    return tile + tokens * widths.hidden * 4 + head
+    return tile + cast + tokens * widths.hidden * 4 + head
 
 
 def _generation(case: _Case) -> dict[str, int]:
