@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -50,6 +58,90 @@ def test_a_layer_that_is_sharded_alone(mesh: object) -> None:
     assert refused(mixed) == ["plain parameters beside DTensors"]
 
 
+def adapted(base: nn.Module) -> nn.Module:
+    return get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"]))
+
+
+def test_lora_under_fsdp2(mesh: object) -> None:
+    sound = adapted(model())
+    fully_shard(sound, mesh=mesh)
+    guard.check(sound, torch.optim.AdamW([each for each in sound.parameters() if each.requires_grad]))
+    late = adapted(fully_shard(model(), mesh=mesh))
+    assert refused(late) == ["plain parameters beside DTensors"]
+
+
+def test_parameters_that_fsdp2_ignores(mesh: object) -> None:
+    ignoring = model()
+    fully_shard(ignoring, mesh=mesh, ignored_params={ignoring.model.norm.weight})
+    guard.check(ignoring)
+
+
+def test_tensor_parallelism_leaves_norms_plain(mesh: object) -> None:
+    parallel = model()
+    plan = {"up_proj": ColwiseParallel(), "gate_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+    parallelize_module(parallel.model.layers[0].mlp, mesh, plan)
+    guard.check(parallel, torch.optim.AdamW(parallel.parameters()))
+
+
+def test_a_weight_that_was_distributed_by_hand(mesh: object) -> None:
+    mixed = model()
+    up = mixed.model.layers[0].mlp.up_proj
+    up.weight = nn.Parameter(distribute_tensor(up.weight.data, mesh, [Shard(0)]))
+    assert refused(mixed) == ["plain parameters beside DTensors"]
+    with pytest.raises(RuntimeError, match="got mixed"):
+        mixed(torch.zeros(1, 2, dtype=torch.long))
+
+
+def test_fsdp1_ties_through_its_flat_parameter(mesh: object) -> None:
+    flat = FullyShardedDataParallel(model(tied=True), device_id=torch.device("cpu"))
+    guard.check(flat, torch.optim.AdamW(flat.parameters()))
+
+
+def test_what_accelerate_has_prepared(mesh: object) -> None:
+    plain = model()
+    guard.check(*Accelerator(cpu=True).prepare(plain, torch.optim.AdamW(plain.parameters())))
+
+
+TENSOR_PARALLEL = """
+import sys, torch
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, DistributedConfig
+from reshard import guard
+from reshard.errors import ReshardError
+
+torch.distributed.init_process_group("gloo")
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], distributed_config=DistributedConfig(tp_size=2))
+kinds = {type(parameter.data).__name__ for parameter in model.parameters()}
+assert kinds == {"DTensor", "Tensor"}, kinds
+guard.check(model, torch.optim.AdamW(model.parameters()))
+wrapped = DistributedDataParallel(torch.nn.Linear(2, 2))
+wrapped.module = model
+try:
+    guard.check(wrapped)
+except ReshardError as error:
+    assert [problem.message for problem in error.problems] == ["a sharded model lies in DistributedDataParallel"]
+else:
+    raise SystemExit("a sharded model in DDP passed")
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_tensor_parallelism_of_transformers_over_two_processes(tmp_path: Path) -> None:
+    """Its norms are plain beside DTensors, and that is sound; the same model in DDP is not."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)).save_pretrained(tmp_path / "model")
+    (tmp_path / "run.py").write_text(TENSOR_PARALLEL)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ran = subprocess.run(
+        [*command, str(tmp_path / "run.py"), str(tmp_path / "model")],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+
+
 def test_a_sharded_model_in_ddp(mesh: object) -> None:
     wrapped = DistributedDataParallel(model())
     wrapped.module = fully_shard(model(), mesh=mesh)
@@ -88,6 +180,30 @@ def test_an_optimizer_that_was_made_before_sharding(mesh: object) -> None:
     optimizer = torch.optim.AdamW(late.parameters())
     fully_shard(late, mesh=mesh)
     assert refused(late, optimizer) == ["the optimizer holds other tensors than the model"]
+
+
+def test_an_optimizer_with_tensors_of_an_older_model() -> None:
+    own, older = list(model().parameters()), list(model().parameters())
+    trained = nn.Module()
+    trained.every = nn.ParameterList(own)
+    assert refused(trained, torch.optim.AdamW([*own[:3], *older[3:]])) == [
+        "the optimizer holds other tensors than the model"
+    ]
+
+
+def test_an_optimizer_of_more_or_of_less() -> None:
+    """A head of its own in one optimizer, or only a part of the model: both are meant."""
+    own = model()
+    guard.check(own, torch.optim.AdamW([*own.parameters(), nn.Parameter(torch.ones(3))]))
+    guard.check(own, torch.optim.AdamW(list(own.parameters())[:2]))
+
+
+def test_ten_thousand_parameters_are_checked_in_a_moment() -> None:
+    many = nn.ModuleList(nn.Linear(2, 2) for _ in range(5000))
+    optimizer = torch.optim.SGD(many.parameters())
+    begin = time.process_time()
+    guard.check(many, optimizer)
+    assert time.process_time() - begin < 1
 
 
 def test_an_exception_comes_with_its_cause_and_cure(mesh: object) -> None:

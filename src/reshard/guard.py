@@ -11,9 +11,11 @@ trainer.add_callback(reshard.guard.callback()) # checks when training begins
 from __future__ import annotations
 
 import os
+import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Problem, ReshardError
@@ -29,37 +31,88 @@ SHOWN = 5
 def check(model: nn.Module, optimizer: Optimizer | None = None) -> None:
     """Raise one ReshardError with everything that is wrong with a model that is about to be trained.
 
-    Looks at types, devices and identities only, never at values: milliseconds, whatever the size.
+    Looks at types, devices and identities only, never at values: its cost grows with the number of parameters alone.
     """
-    problems = [problem for rule in _RULES for problem in rule(model)]
+    parameters = _parameters(model)
+    problems = [problem for rule in _RULES for problem in rule(model, parameters)]
     if optimizer is not None:
-        problems += _optimizer(model, optimizer)
+        problems += _optimizer(parameters, optimizer)
     if problems:
         raise ReshardError(problems)
 
 
-def _dtensors(model: nn.Module) -> tuple[list[str], list[str]]:
-    """The names of parameters that are DTensors, and of those that are plain."""
+@dataclass(frozen=True)
+class _Parameter:
+    """A parameter, the module that owns it, and what shards it: FSDP2 or not, itself or not."""
+
+    name: str
+    value: nn.Parameter
+    module: nn.Module
+    is_sharded: bool
+    in_fsdp: bool
+
+
+def _parameters(model: nn.Module) -> list[_Parameter]:
+    """All parameters once, as `named_parameters` gives them."""
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-    sharded: list[str] = []
-    plain: list[str] = []
-    for name, parameter in model.named_parameters():
-        (sharded if isinstance(parameter, DTensor) else plain).append(name)
-    return sharded, plain
+    found: list[_Parameter] = []
+    seen: set[int] = set()
+    visited: set[int] = set()
+
+    def visit(module: nn.Module, prefix: str, in_fsdp: bool) -> None:
+        if id(module) in visited:
+            return
+        visited.add(id(module))
+        in_fsdp = in_fsdp or isinstance(module, FSDPModule)
+        for name, value in module._parameters.items():
+            if value is not None and id(value) not in seen:
+                seen.add(id(value))
+                found.append(_Parameter(prefix + name, value, module, isinstance(value, DTensor), in_fsdp))
+        for name, child in module._modules.items():
+            if child is not None:
+                visit(child, f"{prefix}{name}.", in_fsdp)
+
+    visit(model, "", False)
+    return found
 
 
-def _mixed(model: nn.Module) -> Iterator[Problem]:
-    sharded, plain = _dtensors(model)
-    if sharded and plain and not _data_parallel(model):
+def _mixed(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Problem]:
+    """Plain parameters beside DTensors, unless that is meant.
+
+    Meant are: parameters that FSDP2 was told to ignore, frozen ones outside of it, and the norms of a tensor-parallel
+    model, whose sharded modules have hooks that turn inputs into DTensors and results back.
+    """
+    sharded = [each for each in parameters if each.is_sharded]
+    plain = [each for each in parameters if not each.is_sharded and each.value.requires_grad]
+    if not sharded or not plain or _data_parallel(model):
+        return
+    if any(each.in_fsdp for each in sharded):
+        wrong = [each for each in plain if not each.in_fsdp or _ADAPTER.search(each.name)]
+        remedy = "shard the root module too (fully_shard(model)), and after adapters are added"
+    else:
+        wrong = [] if all(_has_hooks(each.module) for each in sharded) else plain
+        remedy = (
+            "load with device_map=None, or shard with fully_shard or parallelize_module, which convert inputs"
+        )
+    if wrong:
         yield Problem(
             "plain parameters beside DTensors",
-            tensor=_some(plain if len(plain) <= len(sharded) else sharded),
-            rule="all parameters of a model that is sharded are DTensors",
-            found=f"{len(sharded)} DTensors, {len(plain)} plain parameters",
-            remedy="shard the root module too (fully_shard(model)), or load with device_map=None: the first operation "
-            "on both fails with `got mixed torch.Tensor and DTensor`",
+            tensor=_some([each.name for each in (wrong if len(wrong) <= len(sharded) else sharded)]),
+            rule="what is trained in a sharded model is sharded with it",
+            found=f"{len(sharded)} DTensors, {len(wrong)} plain parameters that are trained",
+            remedy=f"{remedy}: else the first operation on both fails with `got mixed torch.Tensor and DTensor`, and "
+            "gradients of plain parameters are not reduced",
         )
+
+
+_ADAPTER = re.compile(r"\blora_|\bmodules_to_save\b")
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether somebody prepares the inputs of a module with sharded weights, as tensor parallelism does."""
+    return bool(module._forward_pre_hooks) or "forward" in vars(module)
 
 
 def _data_parallel(model: nn.Module) -> nn.Module | None:
@@ -68,32 +121,46 @@ def _data_parallel(model: nn.Module) -> nn.Module | None:
     return next((module for module in model.modules() if isinstance(module, DistributedDataParallel)), None)
 
 
-def _sharded_in_ddp(model: nn.Module) -> Iterator[Problem]:
+def _sharded_in_ddp(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Problem]:
     wrapped = _data_parallel(model)
-    if wrapped is not None and (sharded := _dtensors(wrapped)[0]):
-        yield Problem(
-            "a sharded model lies in DistributedDataParallel",
-            tensor=_some(sharded),
-            rule="DDP holds a whole model on each rank",
-            remedy="load with device_map=None and without tp_plan, or leave DDP out: FSDP2 is data parallel by itself",
-        )
+    if wrapped is not None and any(each.is_sharded for each in parameters):
+        inside = set(map(id, wrapped.parameters()))
+        sharded = [each.name for each in parameters if each.is_sharded and id(each.value) in inside]
+        if sharded:
+            yield Problem(
+                "a sharded model lies in DistributedDataParallel",
+                tensor=_some(sharded),
+                rule="DDP holds a whole model on each rank",
+                remedy="load with device_map=None and without tp_plan, or leave DDP out: FSDP2 is data parallel by "
+                "itself",
+            )
 
 
-def _device_map(model: nn.Module) -> Iterator[Problem]:
-    world = int(os.environ.get("WORLD_SIZE", "1") or 1)
-    for name, module in model.named_modules():
-        devices = set(map(str, (getattr(module, "hf_device_map", None) or {}).values()))
-        if len(devices) > 1 and world > 1:
+def _device_map(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Problem]:
+    world = _world_size()
+    for name, module in model.named_modules() if world > 1 else ():
+        devices = set(map(str, (vars(module).get("hf_device_map") or {}).values()))
+        if len(devices) > 1:
             yield Problem(
                 "a device map spreads the model over devices in a run of several processes",
                 tensor=name or type(module).__name__,
-                found=f"hf_device_map over {', '.join(sorted(devices))}, WORLD_SIZE={world}",
+                found=f"hf_device_map over {', '.join(sorted(devices))}, {world} processes",
                 remedy="load with device_map=None, and shard with FSDP2 or ZeRO-3 what does not fit",
             )
 
 
-def _meta(model: nn.Module) -> Iterator[Problem]:
-    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+def _world_size() -> int:
+    """Of the process group, or of the launcher if there is no group yet."""
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_world_size())
+    value = os.environ.get("WORLD_SIZE", "")
+    return int(value) if value.isdecimal() else 1
+
+
+def _meta(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Problem]:
+    empty = [each.name for each in parameters if each.value.is_meta]
     if empty:
         yield Problem(
             "parameters have no memory",
@@ -103,12 +170,18 @@ def _meta(model: nn.Module) -> Iterator[Problem]:
         )
 
 
-def _ties(model: nn.Module) -> Iterator[Problem]:
+def _ties(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Problem]:
+    while (inner := model._modules.get("module")) is not None:
+        model = inner  # DDP, DeepSpeed
     config = getattr(model, "config", None)
     if not getattr(config, "tie_word_embeddings", False) or not hasattr(model, "get_input_embeddings"):
         return
-    head, table = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is not None and table is not None and head.weight is not table.weight:
+    both = [
+        getattr(part, "weight", None)
+        for part in (model.get_output_embeddings(), model.get_input_embeddings())
+    ]
+    own = {id(each.value) for each in parameters}
+    if all(id(each) in own for each in both) and both[0] is not both[1]:
         yield Problem(
             "the head and the embedding are tied in the config, and two tensors in the model",
             tensor="lm_head.weight",
@@ -117,27 +190,41 @@ def _ties(model: nn.Module) -> Iterator[Problem]:
         )
 
 
-def _nothing_trainable(model: nn.Module) -> Iterator[Problem]:
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+def _nothing_trainable(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Problem]:
+    if not any(each.value.requires_grad for each in parameters):
         yield Problem(
             "nothing is trainable",
-            found=f"{sum(1 for _ in model.parameters())} parameters, none requires a gradient",
+            found=f"{len(parameters)} parameters, none requires a gradient",
             remedy="pass is_trainable=True to PeftModel.from_pretrained, or unfreeze what is to be trained",
         )
 
 
 _RULES = (_mixed, _sharded_in_ddp, _device_map, _meta, _ties, _nothing_trainable)
+_OWN_COPIES = ("deepspeed", "megatron", "apex", "fairscale", "transformer_engine")
+"""Packages whose optimizers hold copies of the parameters, and bring them back themselves."""
 
 
-def _optimizer(model: nn.Module, optimizer: Optimizer) -> Iterator[Problem]:
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    if held and own and not held & own:
+def _optimizer(parameters: list[_Parameter], optimizer: Optimizer) -> Iterator[Problem]:
+    """Tensors that the optimizer holds in place of the model's: all of its own, or some of the same shape."""
+    chain = [optimizer]
+    while (inner := getattr(chain[-1], "optimizer", None)) is not None:
+        chain.append(inner)  # accelerate wraps it
+    if any(type(each).__module__.split(".")[0] in _OWN_COPIES for each in chain):
+        return
+    held = {id(value): value for group in chain[-1].param_groups for value in group["params"]}
+    own = {id(each.value): each for each in parameters if each.value.requires_grad}
+    foreign = [tuple(value.shape) for key, value in held.items() if key not in own and value.requires_grad]
+    known = {id(each.value) for each in parameters}
+    missing = [each for key, each in own.items() if key not in held and tuple(each.value.shape) in foreign]
+    if held and own and not held.keys() & known:
+        missing = list(own.values())
+    if missing:
         yield Problem(
             "the optimizer holds other tensors than the model",
+            tensor=_some([each.name for each in missing]),
             rule="the optimizer is made from the parameters of the model as it is trained",
-            found=f"{len(held)} tensors in the optimizer, none of them among {len(own)} trainable parameters",
+            found=f"{len(foreign)} of {len(held)} tensors in the optimizer are not the model's, and it lacks "
+            f"{len(missing)} trainable parameters",
             remedy="shard or wrap the model first, then make the optimizer: else the weights never change",
         )
 
