@@ -1,0 +1,90 @@
+"""A run of Megatron that is killed goes on as if it had never stopped, at its own layout or another."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from reshard.engines.megatron.session import RankError
+from reshard.train.run import Spread
+from tests.train.megatron import STEPS, run_of, train, train_and_die, write_chats
+
+Tiny = Callable[..., Path]
+
+
+class Case(NamedTuple):
+    """A run on `ranks` that goes on upon `others`."""
+
+    model: str
+    ranks: int
+    spread: Spread
+    others: int
+    then: Spread
+    options: dict[str, Any] = {}  # noqa: RUF012
+
+
+CASES = {"TP2, then PP2": Case("qwen3", 2, Spread(tp=2), 2, Spread(pp=2))}
+MORE_CASES = {
+    "the same layout": Case("qwen3", 2, Spread(tp=2), 2, Spread(tp=2)),
+    "one rank, then TP2": Case("qwen2", 1, Spread(), 2, Spread(tp=2)),
+    "two replicas, then PP2": Case("qwen3", 2, Spread(), 2, Spread(pp=2)),
+    "EP2, then one rank": Case("qwen3_moe", 2, Spread(ep=2), 1, Spread()),
+    "one rank, then EP2": Case("qwen3_moe", 1, Spread(), 2, Spread(ep=2)),
+    "a plain optimizer": Case("qwen3", 2, Spread(tp=2), 1, Spread(), {"use_distributed_optimizer": False}),
+    "adapters": Case("qwen3", 2, Spread(tp=2), 2, Spread(pp=2), {"lora": True, "lora_r": 4}),
+    "adapters with dropout": Case(
+        "qwen3", 2, Spread(tp=2), 2, Spread(tp=2), {"lora": True, "lora_r": 4, "lora_dropout": 0.2}
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [*CASES, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE_CASES)]
+)
+def test_a_killed_run_goes_on_with_the_same_losses(name: str, tiny: Tiny, tmp_path: Path) -> None:
+    case = {**CASES, **MORE_CASES}[name]
+    data = write_chats(tmp_path)
+    options = {"save_interval": 2, "global_batch_size": 4, **case.options}  # a step sees half of the data
+    whole = run_of(tiny(case.model), data, tmp_path / "whole", case.spread, **options)
+    killed = replace(whole, output=tmp_path / "killed")
+    unbroken, _ = train(whole, case.ranks)
+    train_and_die(killed, case.ranks, after=3)
+    assert (killed.output / "latest_checkpointed_iteration.txt").read_text() == "2"
+    again, trained = train(replace(killed, spread=case.then, resume=True), case.others)
+    assert again.done == 2
+    assert list(again.steps) == [3, 4]
+    assert again.losses == pytest.approx(unbroken.losses[2:], abs=5e-5)
+    assert len(set(unbroken.losses)) == STEPS
+    assert trained.checkpoint == killed.output / "iter_0000004"
+
+
+def test_a_run_killed_while_it_saves_leaves_the_checkpoint_before(tiny: Tiny, tmp_path: Path) -> None:
+    run = run_of(tiny("qwen3"), write_chats(tmp_path), tmp_path / "out", train_iters=2, save_interval=1)
+    unbroken, _ = train(run)
+    partial = run.output / ".iter_0000003.partial"  # as a killed save leaves it
+    shutil.copytree(run.output / "iter_0000002", partial)
+    (partial / "common.pt").unlink()
+    onward = replace(
+        run, resume=True, options={**run.options, "train_iters": 3, "lr_decay_style": "constant"}
+    )
+    again, trained = train(onward)
+    assert again.done == 2
+    assert trained.step == 3
+    assert again.losses[0] < unbroken.losses[0]
+    assert not partial.exists()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_another_optimizer_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    run = run_of(tiny("qwen3"), write_chats(tmp_path), tmp_path / "out", train_iters=2)
+    train(run)
+    other = replace(run, resume=True, options={**run.options, "use_distributed_optimizer": False})
+    with pytest.raises(RankError, match="cannot go on as this one"):
+        train(other)
