@@ -12,7 +12,6 @@ from typing import Any
 from reshard.errors import Problem
 from reshard.train.engine import Batches, Monitor, Option, Precision, Trained
 from reshard.train.run import Run
-from reshard.train.trl.options import known, options_of  # first: this package's `options` is the function below
 
 
 def known_options(method: str) -> list[Option]:
