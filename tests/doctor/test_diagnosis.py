@@ -78,6 +78,29 @@ def test_clean_logs_give_no_finding(log: Path) -> None:
     assert reshard.diagnose(log) == []
 
 
+CLEAN = Path(__file__).parent / "clean"
+CACHE_OFF = (
+    "[transformers] `use_cache=True` is incompatible with gradient checkpointing. Setting `use_cache=False`."
+)
+
+
+@pytest.mark.parametrize("identifier", ["old-gc", "peft-unsharded", "hf-newly-initialized"])
+def test_a_trap_in_a_run_that_ended_well_is_told_as_a_warning(identifier: str) -> None:
+    """Exit status 0 is no proof: weights were drawn anew, or an adapter was saved in pieces."""
+    ran = (CLEAN / "sft-lora-ddp.log").read_text()
+    found = diagnose_text("log", ENTRIES[identifier].excerpt + "\n" + ran)
+    assert [(finding.id, finding.severity) for finding in found] == [(identifier, "warning")]
+
+
+def test_a_warning_that_does_no_harm_here_is_not_told() -> None:
+    """Without the cache training is as fast as with it, and generating is not."""
+    trained, generated = ((CLEAN / f"{name}-ddp.log").read_text() for name in ("sft", "grpo"))
+    assert diagnose_text("log", f"{CACHE_OFF}\n{trained}") == []
+    assert [finding.id for finding in diagnose_text("log", f"{CACHE_OFF}\n{generated}")] == [
+        "use-cache-checkpointing"
+    ]
+
+
 def test_a_failure_that_nobody_described_is_said_to_be_unknown() -> None:
     frame = 'Traceback (most recent call last):\n  File "/a/b.py", line 3, in f\n    g()\n'
     log = frame + "FrobnicationError: the frob is nicated"

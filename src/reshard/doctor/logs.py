@@ -57,6 +57,8 @@ def diagnose_text(name: str, content: str | Iterable[str]) -> list[Finding]:
     return [_finding(match, log, ()) for match in matches]
 
 
+SHOWN = 300
+"""Characters of a line that are shown: some messages list every model there is."""
 WARNINGS = ("warning", "silent")
 """Kinds of entries that no run dies of."""
 
@@ -70,7 +72,7 @@ def _finding(match: Match, log: Log, also: tuple[str, ...]) -> Finding:
         cure=entry.cure,
         certainty=match.certainty,
         severity="warning" if entry.kind in WARNINGS else "error",
-        places=(Place(log.name, match.line.number, match.line.text.strip()),),
+        places=(Place(log.name, match.line.number, match.line.text.strip()[:SHOWN]),),
         evidence=tuple(match.evidence),
         sources=entry.sources,
         also=(*match.also, *also),
