@@ -105,7 +105,7 @@ def test_ranks_train_and_the_run_is_recorded(make_run: Callable[..., Run], tmp_p
     )
     assert json.loads((run.output / "trained.json").read_text())["step"] == 3
     assert history_of(run.output).outcome == "trained"
-    assert 'http-equiv="refresh"' in (run.output / "report.html").read_text()
+    assert '<meta http-equiv="refresh"' in (run.output / "report.html").read_text()
     assert not (run.output / "logs").exists()
 
 

@@ -57,6 +57,24 @@ def load_model(path: str | Path, *, dtype: str = "float32") -> Any:
     Raises ReshardError unless the tensors in the folder are exactly those that the model needs.
     """
     import torch
+
+    model, absent = _loaded(path, torch_dtype=getattr(torch, dtype), attn_implementation="eager")
+    with torch.no_grad():
+        for name in absent:
+            model.get_parameter(name).zero_()
+    return model.eval()
+
+
+def assert_loads(path: str | Path) -> None:
+    """Load a folder strictly on the meta device: names and shapes are looked at, and no weight takes memory.
+
+    Raises ReshardError unless the tensors in the folder are exactly those that the model needs.
+    """
+    _loaded(path, device_map="meta")
+
+
+def _loaded(path: str | Path, **how: Any) -> tuple[Any, set[str]]:
+    """The model of a folder, and which of its parameters the folder rightly lacks."""
     from transformers import AutoModelForCausalLM
 
     settings = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
@@ -66,22 +84,18 @@ def load_model(path: str | Path, *, dtype: str = "float32") -> Any:
             model, info = AutoModelForCausalLM.from_pretrained(
                 path,
                 config=config,
-                torch_dtype=getattr(torch, dtype),
-                attn_implementation="eager",
                 ignore_mismatched_sizes=True,  # so that _refuse reports them all
                 output_loading_info=True,
                 local_files_only=True,
                 trust_remote_code=False,
+                **how,
             )
     except RuntimeError as error:  # transformers 5 could not merge experts of which a part is missing
         message = "transformers cannot put the weights together"
         raise ReshardError(message, file=str(path), rule=RULE, found=str(error)) from error
     absent = _biases_that_only_llama_has(settings, info["missing_keys"])
     _refuse(path, settings, {**info, "missing_keys": set(info["missing_keys"]) - absent})
-    with torch.no_grad():
-        for name in absent:
-            model.get_parameter(name).zero_()
-    return model.eval()
+    return model, absent
 
 
 def _config(path: str | Path, settings: Mapping[str, Any]) -> Any:
