@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,9 @@ def _unrecognised(entry: dict[str, Any]) -> Iterator[str]:
 
 def main(names: Sequence[str]) -> int:
     """Print what is wrong with the files named, or with all entries. Returns the exit status."""
+    if find_spec("jsonschema") is None:
+        print('this check needs the jsonschema package: pip install "reshard[dev]"', file=sys.stderr)
+        return 2
     paths = [Path(name) for name in names] or sorted(FOLDER.glob("*.yaml"))
     found = [f"{path.name}: {problem}" for path in paths for problem in problems(path)]
     print("\n".join(found) or f"{len(paths)} entries are sound")

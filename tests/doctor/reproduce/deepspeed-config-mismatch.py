@@ -1,7 +1,7 @@
 """DeepSpeed config and TrainingArguments contradict each other."""
 
 # needs: deepspeed, trl
-# environment: DS_ACCELERATOR=cpu RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29655
+# environment: DS_ACCELERATOR=cpu RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=0
 
 from small import CURED, arguments, dataset, load
 from transformers import Trainer

@@ -1,7 +1,7 @@
 """Gradient accumulation without synchronization under ZeRO-2 or ZeRO-3."""
 
 # needs: deepspeed
-# environment: DS_ACCELERATOR=cpu RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29661
+# environment: DS_ACCELERATOR=cpu RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=0
 
 from engine import engine
 from small import CURED, MODEL

@@ -1,7 +1,7 @@
 """device_map given together with DeepSpeed ZeRO-3."""
 
 # needs: deepspeed
-# environment: DS_ACCELERATOR=cpu RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29657
+# environment: DS_ACCELERATOR=cpu RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=0
 
 import deepspeed
 from small import CURED, load

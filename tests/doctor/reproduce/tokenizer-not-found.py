@@ -9,6 +9,7 @@ folder = copied("qwen3-v4")
 if CURED:
     edited(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
 else:
-    for path in folder.glob("tokenizer*"):
-        path.unlink()
+    for path in folder.iterdir():
+        if path.name not in ("config.json", "model.safetensors"):
+            path.unlink()
 AutoTokenizer.from_pretrained(folder)

@@ -1,7 +1,7 @@
 """A checkpoint of one ZeRO stage is loaded under another."""
 
 # needs: deepspeed
-# environment: DS_ACCELERATOR=cpu RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29659
+# environment: DS_ACCELERATOR=cpu RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=0
 
 from engine import SAVED, engine
 

@@ -1,7 +1,7 @@
 """A weight that ZeRO-3 has taken apart is used outside its engine."""
 
 # needs: deepspeed
-# environment: DS_ACCELERATOR=cpu RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29662
+# environment: DS_ACCELERATOR=cpu RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=0
 
 from contextlib import nullcontext
 
