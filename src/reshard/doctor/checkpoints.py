@@ -10,6 +10,7 @@ from typing import NamedTuple
 from reshard.checkpoint import Checkpoint
 from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.rules import told
+from reshard.doctor.trainable import trainability
 from reshard.errors import Problem, ReshardError
 from reshard.formats import iterations, megatron, megatron_legacy
 from reshard.formats.companions import find_companions, read_object
@@ -48,7 +49,7 @@ def diagnose_checkpoint(path: Path) -> tuple[list[Finding], str]:
     findings = [_of_problem(problem, inspection) for problem in inspection.problems if not _lacks(problem)]
     findings += _missing(inspection, _tracked(path))
     try:
-        findings += [*_tokenizer(checkpoint), *_remote_code(checkpoint.root)]
+        findings += [*_tokenizer(checkpoint), *_remote_code(checkpoint.root), *trainability(checkpoint)]
     except ReshardError as error:  # a config or a tokenizer that is no JSON
         findings += [
             _damage(problem, path) for problem in error.problems if problem not in inspection.problems

@@ -1,0 +1,102 @@
+"""Whether a checkpoint would load, train and be saved again, held against transformers where it says so itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import reshard
+from reshard.doctor import trainable
+
+
+@pytest.fixture
+def folder(hf_model: Callable[..., Path], tmp_path: Path) -> Path:
+    shutil.copytree(hf_model("qwen3"), tmp_path / "model")
+    return tmp_path / "model"
+
+
+def change(path: Path, **values: object) -> None:
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**content, **values}, indent=2))
+
+
+def test_a_dtype_that_the_weights_do_not_have(folder: Path) -> None:
+    before = [finding.id for finding in reshard.diagnose(folder)]
+    assert "checkpoint-dtype" not in before
+    named = json.loads((folder / "config.json").read_text())
+    other = (
+        "float16"
+        if "float16" not in str(named.get("dtype")) or "bf" in str(named.get("dtype"))
+        else "float32"
+    )
+    change(folder / "config.json", dtype=other)
+    found = {finding.id: finding for finding in reshard.diagnose(folder)}
+    (place,) = found["checkpoint-dtype"].places
+    assert place.line and f'"{other}"' in place.text and place.mended != place.text
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace(place.text, place.mended))
+    assert "checkpoint-dtype" not in [finding.id for finding in reshard.diagnose(folder)]
+
+
+def test_sampling_options_without_sampling_are_those_that_transformers_refuses_to_save(
+    folder: Path, tmp_path: Path
+) -> None:
+    from transformers import GenerationConfig
+
+    path = folder / "generation_config.json"
+    for options in ({"temperature": 0.6}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}):
+        for sampling in (True, False):
+            path.write_text(json.dumps({"do_sample": sampling, **options}, indent=2))
+            found = [f for f in reshard.diagnose(folder) if f.id == "checkpoint-generation-config"]
+            try:
+                trained = GenerationConfig.from_pretrained(folder)
+                trained.pad_token_id = 1  # as a trainer does
+                trained.save_pretrained(tmp_path / "saved")
+                refused = False
+            except ValueError:
+                refused = True
+            assert bool(found) == refused, (options, sampling)
+            if found:
+                path.write_text(path.read_text().replace(found[0].places[0].text, found[0].places[0].mended))
+                GenerationConfig.from_pretrained(folder).save_pretrained(tmp_path / "saved")
+
+
+def test_a_tokenizer_of_transformers_5_is_an_error_beside_transformers_4(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change(folder / "tokenizer_config.json", tokenizer_class="TokenizersBackend")
+    severity = {}
+    for installed in ("5.23.0", "4.51.3"):
+        monkeypatch.setattr(trainable, "version", lambda package, installed=installed: installed)
+        found = {finding.id: finding for finding in reshard.diagnose(folder)}["checkpoint-tokenizer-of-5"]
+        severity[installed] = found.severity
+    assert severity == {"5.23.0": "warning", "4.51.3": "error"}
+    assert "transformers 4.51.3 is installed here" in found.evidence
+
+
+def test_a_tokenizer_with_hardly_a_token(folder: Path) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"] = {"type": "WordLevel", "vocab": {"<unk>": 0}, "unk_token": "<unk>"}
+    content["added_tokens"] = []
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    assert "checkpoint-tiny-tokenizer" in [finding.id for finding in reshard.diagnose(folder)]
+
+
+def test_a_head_beside_an_embedding_that_it_is_tied_to(folder: Path) -> None:
+    change(folder / "config.json", tie_word_embeddings=True)
+    assert "checkpoint-tied-head" in [finding.id for finding in reshard.diagnose(folder)]
+
+
+def test_a_head_that_is_missing_although_it_is_not_tied(hf_model: Callable[..., Path], folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors.pop("lm_head.weight", None)
+    save_file(tensors, path, {"format": "pt"})
+    change(folder / "config.json", tie_word_embeddings=False)
+    assert "lm_head.weight" in json.dumps([finding.as_dict("en") for finding in reshard.diagnose(folder)])
