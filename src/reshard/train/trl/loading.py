@@ -10,6 +10,7 @@ from reshard.errors import Problem, ReshardError
 from reshard.formats.companions import CONFIG, read_object
 from reshard.train.run import Run
 from reshard.train.trl.arguments import model_arguments
+from reshard.train.trl.weights import adapter_parameters
 
 
 def tokenizer_of(run: Run, options: Mapping[str, Any], chats: bool) -> Any:
@@ -98,18 +99,50 @@ def adapter_config(options: Mapping[str, Any]) -> Any:
     )
 
 
+def mend_adapter(model: Any) -> None:
+    """Make an adapter of tensor parallel layers whole: PEFT 0.21 makes what is row-parallel at the size of a rank.
+
+    `lora_A` of a row-parallel layer then has too few `in_features` for the forward pass of transformers, and, as ranks
+    are seeded alike, the same numbers on each, drawn for a layer of that size.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if not (".lora_A." in name and isinstance(weight, DTensor)):
+            continue
+        module.out_features, module.in_features = weight.shape
+        whole = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        torch.nn.init.kaiming_uniform_(whole, a=5**0.5)  # as PEFT draws them
+        _put(weight, distribute_tensor(whole, weight.device_mesh, weight.placements))
+
+
+def _put(target: Any, value: Any) -> None:
+    import torch
+
+    with torch.no_grad():
+        target.copy_(value)
+
+
 def load_adapter(model: Any, checkpoint: Path) -> None:
     """Put the adapter of a checkpoint in place of the new one. Raises ReshardError if they are not alike."""
-    from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
+    from torch.distributed.tensor import DTensor, distribute_tensor
 
     file = checkpoint / "adapter_model.safetensors"
-    result = set_peft_model_state_dict(model, load_file(file))
-    missing = [name for name in result.missing_keys if "lora_" in name or "modules_to_save" in name]
-    if missing or result.unexpected_keys:
+    saved, own = load_file(file), adapter_parameters(model)
+    unlike = [name for name in saved.keys() & own.keys() if saved[name].shape != own[name].shape]
+    if unlike or saved.keys() != own.keys():
         raise ReshardError(
             "the adapter of the checkpoint is another than the options ask for",
+            tensor=", ".join(sorted(unlike or saved.keys() ^ own.keys())[:5]),
             file=str(file),
-            found=f"{len(missing)} tensors are missing, {len(result.unexpected_keys)} do not belong",
+            found=f"{len(saved)} tensors in the checkpoint, {len(own)} in the model, {len(unlike)} of other shapes",
             remedy="resume with the LoRA options of the run that left the checkpoint",
         )
+    for name, target in own.items():
+        value = saved[name].to(target.device, target.dtype)
+        if isinstance(target, DTensor):
+            value = distribute_tensor(value, target.device_mesh, target.placements)
+        _put(target, value)

@@ -175,7 +175,8 @@ def save_optimizer(model: Any, optimizer: Any, folder: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder / OPTIMIZER)
+    state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(_straight(state), checkpoint_id=folder / OPTIMIZER)
 
 
 def load_optimizer(model: Any, optimizer: Any, folder: Path) -> None:
@@ -184,5 +185,39 @@ def load_optimizer(model: Any, optimizer: Any, folder: Path) -> None:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
     state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.load(state, checkpoint_id=folder / OPTIMIZER)
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    loaded = _straight(state)
+    dcp.load(loaded, checkpoint_id=folder / OPTIMIZER)
+    set_optimizer_state_dict(model, optimizer, _placed(loaded, state)["optimizer"])
+
+
+def _straight(state: Any) -> Any:
+    """A state with one piece of each tensor on each rank.
+
+    Packed layers (gate and up in one tensor) lie in two pieces, which torch 2.13 writes as if they were one.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.utils._pytree import tree_map
+
+    def straight(value: Any) -> Any:
+        if not isinstance(value, DTensor) or all(
+            type(each).__name__ != "_StridedShard" for each in value.placements
+        ):
+            return value
+        return value.redistribute(
+            placements=[Shard(p.dim) if hasattr(p, "dim") else p for p in value.placements]
+        )
+
+    return tree_map(straight, state)
+
+
+def _placed(loaded: Any, like: Any) -> Any:
+    """The inverse of `_straight`."""
+    from torch.distributed.tensor import DTensor
+    from torch.utils._pytree import tree_map
+
+    def placed(value: Any, other: Any) -> Any:
+        if not isinstance(value, DTensor) or value.placements == other.placements:
+            return value
+        return value.redistribute(placements=other.placements)
+
+    return tree_map(placed, loaded, like)

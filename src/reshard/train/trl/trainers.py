@@ -98,6 +98,8 @@ def trainer_of(
     )
     # Trainer refuses optimizers of models that were sharded when they were loaded; `_save_optimizer…` writes them.
     arguments.save_only_model = save_only
+    if run.lora and run.spread.tp > 1:
+        loading.mend_adapter(trainer.model)
     if run.method == "grpo" and run.spread.tp > 1:
         _seed_alike(run, arguments)
     callback.watch(trainer)

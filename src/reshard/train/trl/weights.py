@@ -60,14 +60,24 @@ def _live(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _adapter(model: Any) -> Iterator[tuple[str, Any]]:
+    for name, parameter in adapter_parameters(model).items():
+        whole = gathered(parameter)
+        if whole is not None:
+            yield name, whole.contiguous()
+
+
+def adapter_parameters(model: Any) -> dict[str, Any]:
+    """The trained parameters of an adapter as they lie, by the names that PEFT saves them under.
+
+    PEFT renames numbers here: given the parameters, it would gather some of them.
+    """
+    import torch
     from peft import get_peft_model_state_dict
 
-    trained = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            trained[_clean(name)] = gathered(parameter)
-    if rank() == 0:
-        yield from get_peft_model_state_dict(model, state_dict=trained, save_embedding_layers=False).items()
+    trained = [(_clean(name), each) for name, each in model.named_parameters() if each.requires_grad]
+    numbers = {name: torch.tensor(number) for number, (name, _) in enumerate(trained)}
+    saved = get_peft_model_state_dict(model, state_dict=numbers, save_embedding_layers=False)
+    return {name: trained[int(number)][1] for name, number in saved.items()}
 
 
 def gathered(tensor: Any) -> Any:
