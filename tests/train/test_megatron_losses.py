@@ -133,7 +133,7 @@ def test_other_families_have_the_same_losses(name: str, hf_model: Tiny, tmp_path
     run = run_of(model, write_chats(tmp_path), tmp_path / "out", Spread(tp=2), pack=name == "llama")
     run = replace(run, options={**run.options, "global_batch_size": 8 if name == "llama" else len(CHATS)})
     seen, trained = train(run, 2)
-    assert_close(seen.losses[:2], reference(model)[:2])
+    assert_close(seen.losses, reference(model))
     reshard.convert(run.output, tmp_path / "final")
     assert megatron.check(run, trained, tmp_path / "final") == []
 

@@ -93,6 +93,9 @@ def _parallel_fields(args: SimpleNamespace, sizes: ParallelSizes) -> dict[str, A
         "expert_tensor_parallel_size": sizes.expert_tp,
         "context_parallel_size": sizes.cp,
         "moe_token_dispatcher_type": "alltoall",
+        # Between two interleaved stages, a batch of sends and receives would mistake gradients for activations.
+        "overlap_p2p_comm": sizes.virtual is not None,
+        "batch_p2p_comm": sizes.virtual is None,
     }
 
 

@@ -26,6 +26,8 @@ def fill(chunks: list[Any], weights: Weights, at: Coordinates) -> None:
         for live, held in pairs:
             for name, tensor in live.items():
                 _copy(held[name], tensor, gatherer)
+                if held[name].tensor.name in weights.nowhere:
+                    tensor.requires_grad_(False)
 
 
 def live_tensors(chunk: Any) -> dict[str, Any]:

@@ -89,11 +89,13 @@ def _parameters(trainee: Trainee) -> Iterator[Problem]:
     empty = [name for (_, name), value in live.items() if value.is_meta]
     yield from _wrong(empty, "parameters have no memory", "every weight was read")
     lora = trainee.run.lora
-    frozen = [
-        name
-        for (_, name), value in parameters.items()
-        if value.requires_grad != (not lora or is_adapter(name))
-    ]
+    still = {
+        (index, name)
+        for index in range(len(trainee.chunks))
+        for name, held in trainee.weights.of(trainee.at, index).items()
+        if lora or held.tensor.name in trainee.weights.nowhere
+    }
+    frozen = [key[1] for key, value in parameters.items() if value.requires_grad == (key in still)]
     rule = "the adapters alone are trained" if lora else "every parameter is trained"
     yield from _wrong(frozen, "parameters are trained that should not be, or the other way round", rule)
 

@@ -14,7 +14,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,12 +35,14 @@ ENOUGH = 2000
 FOLDER = ".rows"
 
 
-@dataclass
-class Piece:
+Tokens = npt.NDArray[np.int32]
+
+
+class Piece(NamedTuple):
     """A sample, or a part of a long text: inputs and what follows each."""
 
-    inputs: list[int]
-    labels: list[int]
+    inputs: Tokens
+    labels: Tokens
 
 
 @dataclass
@@ -67,17 +69,17 @@ def pieces_of(samples: Iterable[Sample], length: int, unit: int, counts: Counts)
     """
     for sample in samples:
         counts.samples += 1
-        inputs = sample.tokens[:-1]
-        follows = zip(sample.tokens[1:], sample.learned[1:], strict=True)
-        labels = [token if learned else IGNORED for token, learned in follows]
-        starts = range(0, len(inputs), length) if all(sample.learned) else range(0, length, length)
-        counts.cut += len(inputs) > length and len(starts) == 1
-        found = [(inputs[at : at + length], labels[at : at + length]) for at in starts]
-        found = [(ours, theirs) for ours, theirs in found if any(label != IGNORED for label in theirs)]
+        tokens, learned = np.array(sample.tokens, np.int32), np.array(sample.learned, bool)
+        labels = np.where(learned[1:], tokens[1:], np.int32(IGNORED))
+        count = len(labels)
+        starts = range(0, count, length) if learned.all() else range(0, length, length)
+        counts.cut += count > length and len(starts) == 1
+        parts = [slice(at, min(at + length, count)) for at in starts]
+        found = [Piece(tokens[part], labels[part]) for part in parts if (labels[part] != IGNORED).any()]
         counts.without += not found
-        for ours, theirs in found:
-            room = -len(ours) % unit
-            yield Piece(ours + [0] * room, theirs + [IGNORED] * room)
+        for inputs, follows in found:
+            room = -len(inputs) % unit
+            yield Piece(np.pad(inputs, (0, room)), np.pad(follows, (0, room), constant_values=IGNORED))
 
 
 def packed(lengths: list[int], length: int) -> list[list[int]]:
@@ -141,8 +143,16 @@ def make_rows(run: Run, options: Options, limit: int | None = None) -> tuple[Row
 
 def forecast(run: Run, options: Options, samples: int) -> int:
     """How many rows `samples` records will give; counted, unless there are many."""
-    rows, counts = make_rows(run, options, ENOUGH)
-    return len(rows) if counts.samples >= samples else round(len(rows) * samples / counts.samples)
+    key = (str(run.model), str(run.data), run.method, options.seq_length, run.spread.cp > 1)
+    if key not in _FORETOLD:
+        rows, counts = make_rows(run, options, ENOUGH)
+        _FORETOLD[key] = len(rows), counts.samples
+    found, counted = _FORETOLD[key]
+    return found if counted >= samples else round(found * samples / counted)
+
+
+_FORETOLD: dict[Any, tuple[int, int]] = {}
+"""Rows and samples that were counted, by what they depend on: preflight asks for each plan that it tries."""
 
 
 def key_of(run: Run, options: Options) -> str:

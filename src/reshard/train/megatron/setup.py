@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -38,12 +39,25 @@ class Trainee:
     transformer_engine: bool
 
 
+_CHATTER = (
+    "Apex is not installed",
+    r".*torch\.distributed\.\w+` is deprecated",
+    r"The \.grad attribute of a Tensor",
+)
+"""Warnings about megatron-core's own code, once for each rank."""
+
+
 def start(run: Run, options: Options) -> ParallelSizes:
     """Take this rank's device before anything else, and join the others."""
     import torch
 
+    if run.spread.tp * run.spread.cp > 1:
+        # Communication that overlaps with computation relies on the order in which both were started.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    for words in _CHATTER:
+        warnings.filterwarnings("ignore", message=words)
     cpu.enable()
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(

@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from isal.isal_zlib import crc32
@@ -21,6 +21,7 @@ from reshard.adapters.megatron_linears import linears
 from reshard.checkpoint import Tensor
 from reshard.compare import unequal_replicas
 from reshard.errors import ReshardError
+from reshard.families.binding import Dropped
 from reshard.formats import open_checkpoint
 from reshard.formats.mcore import Split, padded_vocabulary, place_of, split_of
 from reshard.formats.mcore_ranks import Rank, RankStates, Shard
@@ -60,6 +61,8 @@ class Weights:
     layout: Layout
     rows: int
     states: RankStates
+    nowhere: frozenset[str] = frozenset()
+    """Tensors of Megatron-Core that the hub's model does not have: they stay the zeros that they are."""
 
     def of(self, at: Coordinates, chunk: int) -> dict[str, Shard]:
         """The shards of one virtual stage of a rank, by the names of its live model."""
@@ -102,13 +105,17 @@ def weights_of(
     layout = layout_of(run, options, model)
     rows = padded_vocabulary(model.dims.vocab, options.make_vocab_size_divisible_by, layout.tp)
     model = model.padded(rows)
-    tensors = list(native_tensors(logical, model.binding().native, Types(dtype)))
-    return Weights(model, layout, rows, _states(tensors, model, layout, transformer_engine))
+    natives = model.binding().native
+    tensors = list(native_tensors(logical, natives, Types(dtype)))
+    nowhere = frozenset(
+        name
+        for name, bound in natives.items()
+        if all(isinstance(piece.source, Dropped) for piece in bound.view.pieces)
+    )
+    return Weights(model, layout, rows, _states(tensors, model, layout, transformer_engine), nowhere)
 
 
-def _states(
-    tensors: list[Planned], model: Model, layout: Layout, transformer_engine: bool, kinds: Any = None
-) -> RankStates:
+def _states(tensors: list[Planned], model: Model, layout: Layout, transformer_engine: bool) -> RankStates:
     split = split_of if transformer_engine else _split_by_local_spec
     return RankStates(tensors, model.args, layout, transformer_engine, split)
 
