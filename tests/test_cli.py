@@ -31,6 +31,8 @@ CONTRACT = {
     "convert": "--to --base --tp --pp --vpp --ep --etp --iteration --family --dtype --max-shard-size "
     "--vocab-divisible-by --memory --workers --dry-run --overwrite --no-tokenizer --json --quiet --debug",
     "verify": "--base --logits --json",
+    "train": "",
+    "export": "",
     "doctor": "--lang --list --explain --json",
     "support": "--json",
 }
@@ -39,6 +41,8 @@ BESIDES = {
     "convert": "--stages --transformer-impl --strict --strip --no-checksum --with-optimizer "
     "--merge --adapter --lora-alpha",
     "verify": "--debug",
+    "train": "",  # its methods have the flags: tests/train/test_cli.py
+    "export": "--merge --dtype --overwrite --quiet --json --debug",
     "doctor": "--debug",
     "support": "--debug",
 }

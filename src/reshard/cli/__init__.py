@@ -20,6 +20,8 @@ COMMANDS = {
     "inspect": "What is this checkpoint, is it whole, and what to type next.",
     "convert": "Carry a checkpoint to another format or parallel layout.",
     "verify": "Are the weights of two checkpoints the same, bit for bit?",
+    "train": "Fine-tune on many processes, and end with a Hugging Face folder.",
+    "export": "Make a Hugging Face folder of a checkpoint that `train` left.",
     "doctor": "What is wrong with a log, a script, a checkpoint or this machine, and the cure.",
     "support": "Which formats and families are read and written.",
 }
@@ -52,6 +54,7 @@ def cli() -> None:
       reshard convert  CKPT  MODEL                       to a Hugging Face folder
       reshard convert  MODEL CKPT --to megatron --tp 2   to Megatron-Core
       reshard verify   CKPT  MODEL                       prove that nothing was lost
+      reshard train    sft --model MODEL --data F -o OUT fine-tune, on many processes
       reshard doctor   train.log train.py                why did it fail, and the cure
 
     Exit status: 0 done, 1 the check failed, 2 the request cannot be carried out.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -95,29 +96,44 @@ def command(src: Path, dst: Path, quiet: bool, json_output: bool, **options: Any
       reshard convert ckpt ckpt2 --to megatron --pp 2     Megatron to another layout
       reshard convert lora merged --merge --base model    a LoRA adapter into its base
     """
+    result = shown(
+        lambda **hooks: api.convert(src, dst, **options, **hooks),
+        dst,
+        quiet=quiet,
+        json_output=json_output,
+        dry_run=options["dry_run"],
+    )
+    if options["dry_run"] and not quiet and not json_output:
+        _print_plan(result.plan, parse_size(options["memory"]), options["workers"])
+
+
+def shown(
+    convert: Callable[..., Conversion], dst: Path, *, quiet: bool, json_output: bool, dry_run: bool = False
+) -> Conversion:
+    """Run a conversion that takes `on_plan` and `on_bytes`, and show its notes, its progress and its result."""
     silent = quiet or json_output
     begin = time.monotonic()
     with ExitStack() as stack:
-        shown: dict[str, Any] = {}
+        bars: list[Callable[[int], None]] = []
 
         def on_plan(plan: Plan) -> None:
             if not silent:
                 _print_notes(plan)
-            if not options["dry_run"]:
-                shown["bar"] = stack.enter_context(progress("convert", plan.nbytes, quiet=silent))
+            if not dry_run:
+                bars.append(stack.enter_context(progress("convert", plan.nbytes, quiet=silent)))
 
-        result = api.convert(src, dst, **options, on_plan=on_plan, on_bytes=lambda n: shown["bar"](n))
+        result = convert(on_plan=on_plan, on_bytes=lambda count: bars[-1](count))
     if json_output:
         print_json(result.as_dict())
-    elif not quiet and options["dry_run"]:
-        _print_plan(result.plan, parse_size(options["memory"]), options["workers"])
-    elif not quiet:
+        return result
+    if not quiet and not dry_run:
         _print_result(result, dst, time.monotonic() - begin)
-    if result.report and result.report.nonfinite and not json_output:
+    if result.report and result.report.nonfinite:
         names = ", ".join(result.report.nonfinite[:5])
         more = len(result.report.nonfinite) - 5
         tail = f" and {more} more" if more > 0 else ""
         stderr().print(f"[bold yellow]warning:[/] NaN or Inf in {escape(names)}{tail} (--strict refuses it)")
+    return result
 
 
 def _print_notes(plan: Plan) -> None:

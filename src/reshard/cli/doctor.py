@@ -7,7 +7,6 @@ import os
 import sys
 
 import click
-from rich.markdown import Markdown
 from rich.markup import escape
 from rich.table import Table
 
@@ -26,7 +25,7 @@ LABELS = {
     | {
         "absent": "not installed",
         "none": "–",
-        "total": "{errors} errors, {warnings} warnings; mend the first one first",
+        "total": "{errors} error(s), {warnings} warning(s); mend the first one first",
     }
     | {"total1": "1 finding"},
     "zh": {"why": "原因", "cure": "解法", "where": "位置", "mended": "改为", "because": "依据"}
@@ -150,12 +149,16 @@ def _print_finding(finding: Finding, language: str) -> None:
 
 
 def _print_cure(cure: str) -> None:
-    """Markdown on a terminal; as it stands elsewhere, so that it can be pasted."""
-    console = stdout()
-    if console.is_terminal:
-        console.print(Markdown(cure, code_theme="ansi_light"))
-    else:
-        console.print(escape(cure))
+    """As it stands, so that it can be pasted; on a terminal code is coloured, and no line of it is cut or broken."""
+    console, is_code = stdout(), False
+    if not console.is_terminal:
+        console.print(escape(cure.rstrip()))
+        return
+    for line in cure.rstrip().splitlines():
+        if line.strip().startswith("```"):
+            is_code = not is_code
+        else:
+            console.print(f"[cyan]{escape(line)}[/]" if is_code else escape(line))
 
 
 def link(source: str) -> str:

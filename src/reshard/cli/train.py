@@ -1,0 +1,173 @@
+"""`reshard train`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+from rich.markup import escape
+from rich.table import Table
+
+from reshard.cli.console import (
+    common_options,
+    handles_errors,
+    print_json,
+    print_problems,
+    stderr,
+    stdout,
+)
+from reshard.train.engine import MODULES, Engine
+from reshard.train.request import run_of
+from reshard.train.run import ENGINES, PARALLEL, Run
+from reshard.train.start import start
+
+if TYPE_CHECKING:
+    from reshard.train.finish import Finished
+    from reshard.train.preflight import Preflight
+
+POSITIVE = click.IntRange(min=1)
+PATH = click.Path(path_type=Path)
+SETTINGS = {"ignore_unknown_options": True}
+
+
+@click.group("train")
+def command() -> None:
+    """Fine-tune a model on many processes, and end with a Hugging Face folder.
+
+    \b
+      reshard train sft  --model DIR --data FILE -o OUT
+      reshard train sft  --model DIR --data FILE -o OUT --lora --parallel fsdp2 --nproc 8
+      reshard train sft  --model DIR --data FILE -o OUT --engine megatron --tp 2 --pp 2
+      reshard train dpo  --model DIR --data PAIRS -o OUT
+      reshard train grpo --model DIR --data PROMPTS -o OUT --reward rewards:score
+
+    Before anything starts, the plan is checked: versions, data, tokenizer, batches, memory. --dry-run stops there.
+    """
+
+
+def _number(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    if value is None or value == "auto" or (value.isdecimal() and int(value) > 0):
+        return value
+    raise click.BadParameter("give a number of processes, or auto for one on each GPU")
+
+
+def _options(function: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(_OPTIONS):
+        function = option(function)
+    return function
+
+
+_OPTIONS = [
+    click.option("--model", type=PATH, help="Hugging Face folder to start from."),
+    click.option("--data", type=PATH, help="JSONL or Parquet file, or a folder of them."),
+    click.option("-o", "--output", type=PATH, help="Where everything goes; OUT/final is the model."),
+    click.option(
+        "--engine", type=click.Choice(ENGINES), help="trl (default), or megatron for TP, PP and EP."
+    ),
+    click.option("--lora/--full", default=None, help="Train LoRA adapters, or all weights (default)."),
+    click.option(
+        "--parallel", type=click.Choice(PARALLEL), help="How TRL spreads the model; ddp by default."
+    ),
+    click.option("--tp", type=POSITIVE, metavar="N", help="Tensor-parallel size."),
+    click.option("--pp", type=POSITIVE, metavar="N", help="Pipeline-parallel size (megatron)."),
+    click.option("--vpp", type=POSITIVE, metavar="N", help="Virtual pipeline chunks of a stage (megatron)."),
+    click.option("--ep", type=POSITIVE, metavar="N", help="Expert-parallel size."),
+    click.option("--cp", type=POSITIVE, metavar="N", help="Context-parallel size (megatron)."),
+    click.option(
+        "--nproc", callback=_number, metavar="N|auto", help="Processes of this node; one on each GPU."
+    ),
+    click.option("--nnodes", type=POSITIVE, metavar="N", help="Nodes; run the same command on each."),
+    click.option("--node-rank", type=click.IntRange(min=0), metavar="R", help="Which node this is, from 0."),
+    click.option("--rendezvous", metavar="HOST:PORT", help="Where the nodes meet: the first one."),
+    click.option("--reward", metavar="MODULE:FUNCTION", help="The reward of GRPO."),
+    click.option(
+        "--merge/--no-merge", default=None, help="With --lora: write the merged model too (default)."
+    ),
+    click.option("--resume", is_flag=True, default=None, help="Go on from the last checkpoint in OUT."),
+    click.option("--config", type=PATH, help="YAML file with any of these and of the engine's options."),
+    click.option("--dry-run", is_flag=True, help="Check everything, print the plan, and stop."),
+    click.option("--overwrite", is_flag=True, help="Replace what an earlier run left in OUT."),
+    click.option("--options", "list_options", is_flag=True, help="List the options of the engine."),
+    click.option("--quiet", is_flag=True, help="Print warnings and errors only."),
+]
+
+
+def _method(name: str, help_text: str) -> None:
+    @command.command(name, help=help_text + _REST, context_settings=SETTINGS)
+    @_options
+    @click.argument("rest", nargs=-1, type=click.UNPROCESSED, metavar="[ENGINE OPTIONS]")
+    @common_options
+    @handles_errors
+    def subcommand(
+        rest: tuple[str, ...],
+        config: Path | None,
+        dry_run: bool,
+        overwrite: bool,
+        list_options: bool,
+        quiet: bool,
+        json_output: bool,
+        **flags: Any,
+    ) -> None:
+        if list_options:
+            _print_options(name, flags["engine"] or "trl")
+            return
+        run = run_of(name, flags, rest, config)
+        silent = quiet or json_output
+        outcome = start(
+            run,
+            config,
+            dry_run=dry_run,
+            overwrite=overwrite,
+            quiet=silent,
+            on_preflight=lambda found: None if json_output else _print_preflight(found, quiet=quiet),
+        )
+        if json_output:
+            print_json(outcome.as_dict())
+        elif outcome.finished and not quiet:
+            _print_finished(run, outcome.finished)
+        sys.exit(outcome.status)
+
+
+_REST = """
+
+Options of the engine pass through under their own names, with dashes or underscores: --learning_rate 1e-5. --options
+lists them.
+
+Exit status: 0 done, 1 the run failed or its result is not what was trained, 2 it was refused before it began.
+"""
+_method("sft", "Supervised fine-tuning: chats, prompt and completion, or plain text.")
+_method("dpo", "Direct preference optimization: pairs of a chosen and a rejected answer.")
+_method("grpo", "Group relative policy optimization: prompts, and a reward for what the model answers.")
+
+
+def _print_preflight(found: Preflight, *, quiet: bool) -> None:
+    """The plan, and what to think about; what forbids it is raised after."""
+    print_problems(found.warnings, stderr())
+    if not quiet:
+        console = stderr()
+        for name, value in found.rows():
+            console.print(f"[bold]{name:<8}[/] {escape(value)}")
+
+
+def _print_finished(run: Run, finished: Finished) -> None:
+    """The checks of the final folder, and what to type next."""
+    console = stdout()
+    for check in finished.checks:
+        mark = "[green]✓[/]" if check.right else "[bold red]✗[/]"
+        console.print(f"{mark} {escape(check.name)}: {escape(check.found)}")
+    print_problems(finished.problems, stderr())
+    if finished.whole:
+        console.print(f"[bold]{escape(str(finished.merged or finished.final))}[/] is ready")
+        console.print(f"report: {escape(str(run.output / 'report.html'))}")
+
+
+def _print_options(method: str, engine: str) -> None:
+    """The options of an engine, which pass through under these names."""
+    table = Table("option", "type", "default", "what it does")
+    for option in cast(Engine, import_module(MODULES[engine])).known_options(method):
+        table.add_row(f"--{option.name}", escape(option.kind), escape(option.default), escape(option.help))
+    stdout().print(table)

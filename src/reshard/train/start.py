@@ -1,0 +1,95 @@
+"""A run from its request to its folder: look, launch, finish."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import ReshardError
+from reshard.train.run import RECORD, Run
+
+if TYPE_CHECKING:
+    from reshard.train.finish import Finished
+    from reshard.train.preflight import Preflight
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How far a run came. `status` is that of the command: 0 done, 1 failed, 128 and the signal that ended it."""
+
+    status: int
+    preflight: Preflight | None = None
+    finished: Finished | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        found, finished = self.preflight, self.finished
+        return {
+            "status": self.status,
+            "preflight": found.as_dict() if found else None,
+            "finished": finished.as_dict() if finished else None,
+        }
+
+
+def start(
+    run: Run,
+    config: Path | None = None,
+    *,
+    dry_run: bool = False,
+    overwrite: bool = False,
+    quiet: bool = False,
+    on_preflight: Callable[[Preflight], None] = lambda found: None,
+) -> Outcome:
+    """Train, or be one of the ranks that train, and make the folder at the end.
+
+    Of the processes of a run one speaks for all: it looks before, and finishes after. Raises ReshardError with all that
+    forbids the run, and nothing started; also where ranks refuse to go on.
+    """
+    from reshard.train import launch
+    from reshard.train.checks import config_problems
+    from reshard.train.preflight import preflight
+
+    found = None
+    if launch.leads(run):
+        found = preflight(run, overwrite=overwrite)
+        on_preflight(found)
+        problems = [*(config_problems(config) if config else []), *found.problems]
+        if problems:
+            raise ReshardError(problems)
+    if dry_run:
+        return Outcome(0, found)
+    if found and overwrite and not run.resume:
+        clear(run.output)
+    status = launch.launch(run, found.as_dict() if found else {}, quiet=quiet)
+    if status or not found:
+        return Outcome(status, found)
+    from reshard.train.finish import finish
+
+    finished = finish(run)
+    return Outcome(0 if finished.whole else 1, found, finished)
+
+
+MADE = {
+    *("checkpoint-*", "iter_*", "latest_checkpointed_iteration.txt", "final", "merged"),
+    *(RECORD, "trained.json", "problems.json", "metrics.jsonl", "report.html", "train*.log", "logs*"),
+}
+"""What a run leaves in its output. Files of the model beside Megatron's checkpoints are written over."""
+
+
+def clear(output: Path) -> None:
+    """Remove what an earlier run left in its output. Raises ReshardError if no run made the folder."""
+    if not output.exists() or not any(output.iterdir()):
+        return
+    if not (output / RECORD).is_file():
+        raise ReshardError(
+            "the output holds something that no run has left",
+            file=str(output),
+            expected=f"an empty folder, or one with {RECORD}",
+            remedy="name another folder with -o, or remove this one yourself",
+        )
+    for pattern in MADE:
+        for path in output.glob(pattern):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()

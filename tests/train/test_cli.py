@@ -1,0 +1,76 @@
+"""`reshard train` and `reshard export` as they are typed: help, refusals, and what is left when they refuse."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.commandline import reshard
+
+METHODS = ("sft", "dpo", "grpo")
+FLAGS = (
+    "--model --data --output --engine --lora --full --parallel --tp --pp --vpp --ep --cp --nproc --nnodes "
+    "--node-rank --rendezvous --reward --merge --no-merge --resume --config --dry-run --overwrite --options --quiet "
+    "--json --debug --help"
+)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_help_tells_every_flag(method: str) -> None:
+    result = reshard("train", method, "--help")
+    assert result.code == 0
+    listed = re.findall(r"(?m)^ +(?:-\w, )?(--[a-z-]+)(?: / (--[a-z-]+))?", result.out)
+    assert {flag for pair in listed for flag in pair if flag} == set(FLAGS.split())
+
+
+def test_help_loads_no_framework() -> None:
+    code = (
+        "import sys; from reshard.cli import main\ntry: main(['train', 'sft', '--help'])\nexcept SystemExit: pass\n"
+        "print(sorted({'torch', 'transformers', 'trl', 'megatron', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def refused(tmp_path: Path, *words: str) -> list[str]:
+    """The messages of a command that is refused, which leaves no output."""
+    result = reshard("train", *words, "-o", tmp_path / "out", "--json")
+    assert result.code == 2, result.out + result.err
+    assert not (tmp_path / "out").exists() and "Traceback" not in result.err
+    return [problem["message"] for problem in json.loads(result.out)["problems"]]
+
+
+def test_what_is_wrong_is_told_at_once(
+    tmp_path: Path, tiny: Callable[..., Path], data: dict[str, Path]
+) -> None:
+    model = str(tiny())
+    assert refused(tmp_path, "sft") == ["--model is missing", "--data is missing"]
+    assert refused(tmp_path, "sft", "--model", "nowhere", "--data", "nothing")[:2] == [
+        "the model is no Hugging Face folder",
+        "there is no data",
+    ]
+    wrong = ("--max_step", "3", "--tokenizer", "x")
+    assert refused(tmp_path, "sft", "--model", model, "--data", str(data["sft"]), *wrong) == [
+        "SFTConfig has no option max_step",
+        "SFTConfig has no option tokenizer",
+    ]
+
+
+def test_a_config_that_spreads_the_model_is_refused_with_the_cure(
+    tmp_path: Path, tiny: Callable[..., Path], data: dict[str, Path]
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(f"model: {tiny('qwen2')}\ndata: {data['sft']}\nlora: true\ndevice_map: auto\n")
+    result = reshard("train", "sft", "--config", config, "-o", tmp_path / "out")
+    assert result.code == 2 and "device_map=None" in result.err and f"{config}:4" in result.err
+
+
+def test_a_checkpoint_without_a_record_cannot_be_exported(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    result = reshard("export", tiny(), tmp_path / "model")
+    assert result.code == 2 and "there is no record of a run" in result.err and "--base" in result.err
