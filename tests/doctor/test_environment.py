@@ -182,3 +182,22 @@ def test_an_older_environment_is_told_by_its_own_interpreter() -> None:
     told = json.loads(shown.stdout)
     assert shown.returncode == 1 and told["environment"]["transformers"] == "4.51.3"
     assert "env-device-map-tp" in [each["id"] for each in told["findings"] if each["severity"] == "error"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("train.log", b"\x00\x01\x02" * 99, "this file is no text"),
+        ("train.log", b"", "this file is empty"),
+        ("run.yaml", b"a: [1\nb: 2\n", "the config cannot be read as YAML"),
+        ("train.py", b"def f(:\n", "the script cannot be read as Python"),
+        ("missing.log", None, "there is nothing at this path"),
+    ],
+)
+def test_a_target_that_cannot_be_read_is_one_clear_error(
+    tmp_path: Path, name: str, content: bytes | None, says: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    shown = command("doctor", tmp_path / name)
+    assert shown.code == 2 and says in shown.err and shown.err.count("error:") == 1 and "remedy:" in shown.err

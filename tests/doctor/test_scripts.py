@@ -324,3 +324,45 @@ def test_the_batch_arithmetic_is_that_of_trl(monkeypatch: pytest.MonkeyPatch) ->
             except ValueError:
                 accepted = False
             assert fits(given, processes) == accepted, (processes, given)
+
+
+LAUNCHES = {
+    "too few GPUs": (
+        "export CUDA_VISIBLE_DEVICES=0,1\ntorchrun --nproc_per_node 4 train.py\n",
+        "env-more-processes-than-gpus",
+        2,
+    ),
+    "too few GPUs in one line": (
+        "CUDA_VISIBLE_DEVICES=0 accelerate launch --num_processes=2 train.py\n",
+        "env-more-processes-than-gpus",
+        1,
+    ),
+    "a layout that does not divide": (
+        "GPUS=8\ntorchrun --nproc-per-node $GPUS \\\n  pretrain_gpt.py --tensor-model-parallel-size 4 \\\n"
+        "  --pipeline-model-parallel-size 3\n",
+        "launch-layout",
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LAUNCHES)
+def test_a_launch_that_cannot_be(tmp_path: Path, case: str) -> None:
+    content, identifier, line = LAUNCHES[case]
+    (tmp_path / "run.sh").write_text(content)
+    (found,) = reshard.diagnose(tmp_path / "run.sh")
+    assert (found.id, found.places[0].line) == (identifier, line)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 2 train.py\n",
+        "torchrun --nproc_per_node 8 --nnodes 2 t.py --tensor-model-parallel-size 4 --pipeline-model-parallel-size 4\n",
+        "torchrun --nproc_per_node $GPUS train.py --tensor-model-parallel-size 3\n",
+        "# CUDA_VISIBLE_DEVICES=0 torchrun --nproc_per_node 2 train.py\necho 'Traceback (most recent call last):'\n",
+    ],
+)
+def test_a_sound_launch_has_no_finding(tmp_path: Path, content: str) -> None:
+    (tmp_path / "run.sh").write_text(content)
+    assert reshard.diagnose(tmp_path / "run.sh") == []

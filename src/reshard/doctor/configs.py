@@ -11,7 +11,7 @@ from typing import Any
 from reshard.doctor.configtext import ConfigText, read_config
 from reshard.doctor.finding import Finding
 from reshard.doctor.grpo import KEYS, grpo_arithmetic
-from reshard.doctor.keywords import REMOVED, certainty
+from reshard.doctor.keywords import REMOVED, certainty, wording
 from reshard.doctor.machine import find_gpus
 from reshard.doctor.rules import told
 from reshard.doctor.spread import SPREAD
@@ -265,7 +265,7 @@ def _trl(config: ConfigText) -> Iterator[Finding]:
             yield told("script-device-map", [config.changed(key, None)])
     removed = {**REMOVED["DPOConfig"], **REMOVED["SFTConfig"], **REMOVED["GRPOConfig"]}
     for key in sorted((removed.keys() & given.keys()) - _of_others(given)):
-        values = {"name": "TRL", "old": key, "new": removed[key] or "–"}
+        values = wording("TRL", key, removed[key])
         sure, evidence = certainty("TrainingArguments" if key in REMOVED["TrainingArguments"] else "TRL")
         place = config.renamed(key, removed[key]) if removed[key] else config.dropped(key)
         kind = "warning" if sure == "possible" else "error"

@@ -12,6 +12,7 @@ from reshard.doctor.checkpoints import diagnose_checkpoint
 from reshard.doctor.configs import diagnose_config
 from reshard.doctor.environment import diagnose_environment
 from reshard.doctor.finding import CERTAINTIES, Finding, Text
+from reshard.doctor.launches import diagnose_launch
 from reshard.doctor.logs import STDIN, diagnose_log
 from reshard.doctor.rules import CAUSES
 from reshard.doctor.scripts import diagnose_script
@@ -67,9 +68,25 @@ def kind_of(target: str) -> Callable[[str], list[Finding]]:
             expected="a log, a script, a config, a checkpoint, or - for standard input",
             remedy="check the path",
         )
+    _readable(path)
     if path.suffix == ".py":
         return diagnose_script
+    if path.suffix in (".sh", ".bash", ".slurm", ".sbatch"):
+        return diagnose_launch
     return diagnose_config if path.suffix in CONFIGS else diagnose_log
+
+
+def _readable(path: Path) -> None:
+    """Refuse what nothing can be said of: an empty file, and one that is no text."""
+    with path.open("rb") as file:
+        begin = file.read(4096)
+    if not begin or b"\0" in begin:
+        raise ReshardError(
+            "this file is no text" if begin else "this file is empty",
+            file=str(path),
+            expected="a log, a script, a config, or a checkpoint",
+            remedy="name the file that the run has written; a log can be piped: … 2>&1 | reshard doctor -",
+        )
 
 
 _CONVERT = re.compile(r"^reshard convert .+ --to huggingface.*$", re.MULTILINE)

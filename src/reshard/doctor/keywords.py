@@ -142,3 +142,15 @@ def certainty(name: str) -> tuple[str, str]:
         return "likely", f"holds from {package} {SINCE[package]} on; {package} is not installed here"
     is_new = Version(installed) >= Version(SINCE[package])
     return "sure" if is_new else "possible", f"{package} {installed} is installed here"
+
+
+def wording(name: str, old: str, new: str) -> dict[str, object]:
+    """What the rule says of an old name: renamed, or gone."""
+    return {
+        "name": name,
+        "old": old,
+        "became_en": f"{old} became {new}" if new else f"{old} is gone",
+        "became_zh": f"{old} 已改名为 {new}" if new else f"{old} 已被删除",
+        "cure_en": f"Write {new} in place of {old}" if new else f"Delete {old}",
+        "cure_zh": f"把 {old} 换成 {new}" if new else f"删除 {old}",
+    }

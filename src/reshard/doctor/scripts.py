@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from reshard.doctor.exporters import export_device_map, first_rank_only
 from reshard.doctor.finding import Finding, Place
 from reshard.doctor.grpo import KEYS, grpo_arithmetic
-from reshard.doctor.keywords import REMOVED, certainty
+from reshard.doctor.keywords import REMOVED, certainty, wording
 from reshard.doctor.rules import told
 from reshard.doctor.source import Call, Source, rank_side, read_source
 from reshard.doctor.spread import device_map_findings
@@ -274,7 +274,7 @@ def removed_keyword(source: Source) -> Iterator[Finding]:
         for keyword in call.node.keywords:
             if keyword.arg in REMOVED[call.last]:
                 new = REMOVED[call.last][keyword.arg]
-                values = {"name": call.last, "old": keyword.arg, "new": new or "–"}
+                values = wording(call.last, keyword.arg, new)
                 sure, evidence = certainty(call.last)
                 place = _renamed(source, keyword, new) if new else _dropped(source, keyword)
                 severity = "warning" if sure == "possible" else "error"

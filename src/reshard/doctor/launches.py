@@ -1,0 +1,87 @@
+"""Diagnose a shell script that launches a training run: each line of a launcher against the variables around it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from reshard.doctor.finding import Finding, Place
+from reshard.doctor.rules import told
+from reshard.errors import ReshardError
+
+_LAUNCHER = re.compile(
+    r"\b(?:torchrun|accelerate\s+launch|deepspeed|torch\.distributed\.(?:run|launch)|megatron\s+\w+|swift\s+\w+)\b"
+)
+_PROCESSES = re.compile(r"--(?:nproc[-_]per[-_]node|num_gpus)[ =]+(\S+)")
+_MACHINES = re.compile(r"--(?:nnodes|num_machines|num_nodes)[ =]+(\S+)")
+_OF_ALL = re.compile(r"--num_processes[ =]+(\S+)")
+_VISIBLE = re.compile(r"\bCUDA_VISIBLE_DEVICES=[\"']?([\d,]+)")
+_EXPORTED = re.compile(r"^\s*export\s+CUDA_VISIBLE_DEVICES=[\"']?([\d,]+)[\"']?\s*$", re.MULTILINE)
+_NPROC = re.compile(r"\bNPROC_PER_NODE=(\S+)")
+_SPLITS = re.compile(r"--(tensor|pipeline|context)[-_](?:model[-_])?parallel[-_]size[ =]+(\S+)")
+_VARIABLE = re.compile(
+    r"^\s*(?:export\s+)?(\w+)=[\"']?(?:\$\{\w+:-)?(\d+)\}?[\"']?\s*(?:#.*)?$", re.MULTILINE
+)
+
+
+def diagnose_launch(path: str) -> list[Finding]:
+    """What is wrong with the launches of a shell script. Raises ReshardError if it is no text."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (UnicodeDecodeError, OSError) as error:
+        raise ReshardError(
+            "the script cannot be read",
+            file=path,
+            found=str(error),
+            remedy="give a shell script that is text",
+        ) from None
+    numbers = {match[1]: match[2] for match in _VARIABLE.finditer(text)}
+    return [
+        finding for number, line in _commands(text) for finding in _launch(path, number, line, text, numbers)
+    ]
+
+
+def _commands(text: str) -> Iterator[tuple[int, str]]:
+    """Commands of launchers with the number of their first line; lines that a backslash continues are one."""
+    lines = text.splitlines()
+    at = 0
+    while at < len(lines):
+        first, whole = at, lines[at]
+        while whole.rstrip().endswith("\\") and at + 1 < len(lines):
+            at += 1
+            whole = whole.rstrip()[:-1] + " " + lines[at]
+        if not whole.lstrip().startswith("#") and _LAUNCHER.search(whole):
+            yield first + 1, whole
+        at += 1
+
+
+def _launch(path: str, line: int, command: str, text: str, numbers: dict[str, str]) -> Iterator[Finding]:
+    shown = Place(path, line, " ".join(command.split())[:200])
+    processes = _number(_PROCESSES.search(command) or _NPROC.search(command), numbers)
+    machines = _number(_MACHINES.search(command), numbers) if _MACHINES.search(command) else 1
+    if processes is None and machines == 1:
+        processes = _number(_OF_ALL.search(command), numbers)
+    visible = _VISIBLE.search(command) or (
+        _VISIBLE.search(text) if len(_VISIBLE.findall(text)) == 1 else None
+    )
+    count = len([each for each in visible[1].split(",") if each]) if visible else None
+    if processes and count and processes > count:
+        yield told("env-more-processes-than-gpus", [shown], {"local": processes, "count": count})
+    splits = {match[1]: _number(match, numbers, 2) for match in _SPLITS.finditer(command)}
+    if processes and machines and splits and all(splits.values()):
+        world, product = processes * machines, 1
+        for size in splits.values():
+            product *= size or 1
+        if world % product:
+            sizes = " × ".join(f"{name} {size}" for name, size in splits.items())
+            yield told("launch-layout", [shown], {"world": world, "product": product, "sizes": sizes})
+
+
+def _number(match: re.Match[str] | None, numbers: dict[str, str], group: int = 1) -> int | None:
+    """A number that is written out, or a variable that the script sets to one."""
+    if match is None:
+        return None
+    word = match[group].strip("\"'{}$")
+    word = numbers.get(word, word)
+    return int(word) if word.isdecimal() else None
