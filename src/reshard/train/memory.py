@@ -105,10 +105,13 @@ def _tried(run: Run, world_size: int, samples: int, length: int, *, gpu: bool) -
 
 
 def _candidates(run: Run, world_size: int) -> Iterator[tuple[tuple[str, ...], Run]]:
-    """Plans beside the one that was asked for, those that cost least first."""
+    """Plans beside the one that was asked for, those that cost least first; smaller batches come last."""
     of_engine = memory_megatron if run.engine == "megatron" else memory_trl
-    for flags, spread in (((), run.spread), *of_engine.spreads(run, world_size)):
-        for options in of_engine.savings(run):
-            if flags or options:
-                words = tuple(f"--{name} {value}" for name, value in options.items())
-                yield (*flags, *words), replace(run, spread=spread, options={**run.options, **options})
+    nothing: dict[str, object] = {}
+    for batch in (nothing, of_engine.smaller_batch(run)):
+        for flags, spread in (((), run.spread), *of_engine.spreads(run, world_size)):
+            for saving in of_engine.savings(run):
+                options = {**saving, **batch}
+                if flags or options:
+                    words = tuple(f"--{name} {value}" for name, value in options.items())
+                    yield (*flags, *words), replace(run, spread=spread, options={**run.options, **options})

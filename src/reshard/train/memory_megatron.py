@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import prod
@@ -183,21 +183,24 @@ def _has_experts(run: Run) -> bool:
     return Widths.of(read_object(run.model / "config.json")).router > 0
 
 
-def savings(run: Run) -> Iterator[Mapping[str, object]]:
+def savings(run: Run) -> Iterator[dict[str, object]]:
     """Options that take less memory for the same steps, those that cost least first."""
     from reshard.train.megatron.options import read
 
     options = read(run)
-    yield {}
     changes: dict[str, object] = {}
+    yield {}
     if not options.use_distributed_optimizer:
         changes["use_distributed_optimizer"] = "true"
-        yield dict(changes)
+        yield changes
     if options.recompute_granularity is None:
         yield {**changes, "recompute_granularity": "selective"}
     if options.recompute_granularity != "full":
-        changes["recompute_granularity"] = "full"
-        yield dict(changes)
-    if options.micro_batch_size > 1:
-        changes["micro_batch_size"] = 1
-        yield dict(changes)
+        yield {**changes, "recompute_granularity": "full"}
+
+
+def smaller_batch(run: Run) -> dict[str, object]:
+    """One sequence at a time; a step has as many as before."""
+    from reshard.train.megatron.options import read
+
+    return {"micro_batch_size": 1} if read(run).micro_batch_size > 1 else {}

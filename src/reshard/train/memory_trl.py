@@ -15,9 +15,8 @@ from reshard.train import activations
 from reshard.train.activations import Kept, Widths
 from reshard.train.engine import Batches, Precision, engine_of
 from reshard.train.run import Run, Spread
+from reshard.train.trl.fields import LORA
 
-LORA = ("lora_r", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save")
-"""Options that say which adapters there are."""
 HEAD_TOKENS, HEAD_COLUMNS = 4096, 32768
 """The tile of logits that TRL 1.16 computes at a time: `trl.kernels.chunked_logprob`, `trl.trainer.utils`."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -98,21 +97,13 @@ def on_meta(folder: Path) -> Any:
 
 def _adapted(model: Any, options: Mapping[str, Any]) -> Any:
     import torch
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
-    listed: dict[str, Any] = {
-        name: list(value) if isinstance(value, tuple) else value for name, value in options.items()
-    }
-    targets = listed["lora_target_modules"]
-    config = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=int(listed["lora_r"]),
-        target_modules=targets[0] if isinstance(targets, list) and len(targets) == 1 else targets,
-        target_parameters=listed["lora_target_parameters"],
-        modules_to_save=listed["lora_modules_to_save"],
-    )
+    from reshard.train.trl.loading import adapter_config
+
+    listed = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
     with torch.device("meta"):
-        return get_peft_model(model, config)
+        return get_peft_model(model, adapter_config(listed))
 
 
 def _stacks(model: Any) -> Iterator[list[Any]]:
@@ -309,14 +300,15 @@ def spreads(run: Run, world_size: int) -> Iterator[tuple[tuple[str, ...], Spread
 
 def savings(run: Run) -> Iterator[dict[str, object]]:
     """Options that take less memory for the same steps, those that cost least first."""
-    options = engine_of(run).options(run)
     yield {}
-    changes: dict[str, object] = {}
-    if not options.get("gradient_checkpointing"):
-        changes["gradient_checkpointing"] = "true"
-        yield dict(changes)
-    size = int(options["per_device_train_batch_size"])
-    if size > 1 and run.method != "grpo":
-        changes["per_device_train_batch_size"] = 1
-        changes["gradient_accumulation_steps"] = size * int(options["gradient_accumulation_steps"])
-        yield dict(changes)
+    if not engine_of(run).options(run).get("gradient_checkpointing"):
+        yield {"gradient_checkpointing": "true"}
+
+
+def smaller_batch(run: Run) -> dict[str, object]:
+    """One sample at a time, and as many in a step as before; the groups of GRPO stay as they are."""
+    options = engine_of(run).options(run)
+    size, steps = int(options["per_device_train_batch_size"]), int(options["gradient_accumulation_steps"])
+    if size == 1 or run.method == "grpo":
+        return {}
+    return {"per_device_train_batch_size": 1, "gradient_accumulation_steps": size * steps}

@@ -1,0 +1,424 @@
+"""Memory: the estimate held against the bytes of real steps, and plans for machines that are not here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.models import make
+from reshard.doctor.environment import Environment, Gpu
+from reshard.engines.megatron.session import run_ranks
+from reshard.formats.companions import read_object
+from reshard.train import activations, memory
+from reshard.train.activations import Kept, Widths
+from reshard.train.engine import Batches, Precision, engine_of
+from reshard.train.memory import GIB, Memory
+from reshard.train.run import Run, Spread
+
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 40960,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}
+SMALL = {
+    "model_type": "qwen3",
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
+SEQUENCES, LENGTH = 2, 75
+"""150 tokens: no matrix of the models has as many rows or columns."""
+
+
+def run_on(model: Path, **given: Any) -> Run:
+    return Run(given.pop("method", "sft"), model, model, model / "out", **given)
+
+
+def small(folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def trainable(run: Run, dtype: str = "float32") -> Any:
+    """The model that TRL trains in a run, with random weights."""
+    import torch
+    from peft import get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from reshard.train.trl.loading import adapter_config
+
+    config = AutoConfig.from_pretrained(str(run.model))
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    model.config.use_cache = False
+    if run.lora:
+        model = get_peft_model(model, adapter_config(engine_of(run).options(run)))
+    return model.train()
+
+
+def tokens_of(model: Any) -> Any:
+    import torch
+
+    return torch.randint(3, model.config.vocab_size, (SEQUENCES, LENGTH))
+
+
+def nbytes(tensors: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+
+
+@dataclass
+class Saved:
+    """What autograd keeps, by storage: in the forward pass, and again in the backward pass."""
+
+    forward: dict[int, Any] = field(default_factory=dict)
+    again: dict[int, Any] = field(default_factory=dict)
+    goes_back: bool = False
+
+    def nbytes(self, again: bool = False) -> int:
+        tensors = (self.again if again else self.forward).values()
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+@contextmanager
+def saved_tensors(model: Any) -> Iterator[Saved]:
+    """What autograd keeps meanwhile, without the parameters, and without copies of them in 16 bits."""
+    import torch
+
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    shapes = {tuple(p.shape) for p in model.parameters()} | {tuple(p.shape)[::-1] for p in model.parameters()}
+    saved = Saved()
+
+    def pack(tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        is_cast = tensor.dtype != torch.float32 and tuple(tensor.shape) in shapes
+        if storage.data_ptr() not in own and not is_cast:
+            (saved.again if saved.goes_back else saved.forward)[storage.data_ptr()] = tensor
+        return tensor
+
+    def unpack(tensor: Any) -> Any:
+        saved.goes_back = True
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield saved
+
+
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [("qwen2_tied", False), ("qwen3", True), ("qwen3_moe", False), ("qwen3_moe", True)],
+)
+def test_states_are_those_of_a_real_step(name: str, lora: bool, tiny: Callable[..., Path]) -> None:
+    import torch
+
+    run = run_on(tiny(name), lora=lora)
+    model = trainable(run)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    ids = tokens_of(model)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    moments = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    engine = engine_of(run)
+    found = memory.estimate(run, engine.batches(run, 1, 64), engine.precision(run), 1, gpu=False)
+    assert found.always == {
+        "weights": nbytes(model.parameters()),
+        "gradients": nbytes(p.grad for p in trained),
+        "optimizer": nbytes(moments),
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "autocast", "again"),
+    [
+        (SMALL, "float32", False, False),
+        (SMALL, "bfloat16", False, False),
+        (SMALL, "float32", True, False),
+        (SMALL, "float32", False, True),
+        ({**SMALL, **EXPERTS}, "float32", False, False),
+        ({**SMALL, **EXPERTS}, "bfloat16", False, False),
+    ],
+)
+def test_activations_are_those_that_autograd_keeps(
+    config: dict[str, Any], dtype: str, autocast: bool, again: bool, tmp_path: Path
+) -> None:
+    import torch
+
+    run = run_on(small(tmp_path / "model", config))
+    model = trainable(run, dtype)
+    if again:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    with saved_tensors(model) as kept, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model.lm_head(model.model(tokens_of(model)).last_hidden_state)
+    widths = Widths.of(config)
+    case = Kept(
+        computed=2 if autocast or dtype == "bfloat16" else 4, residual=2 if dtype == "bfloat16" else 4
+    )
+    layers = activations.of_layers(widths, case, LENGTH)
+    if again:
+        layers = widths.layers * activations.between_layers(widths, case)
+    expected = SEQUENCES * LENGTH * (layers + activations.of_ends(widths, case))
+    assert expected == pytest.approx(kept.nbytes(), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "again"),
+    [("float32", False, False), ("bfloat16", True, False), ("float32", False, True)],
+)
+def test_adapters_keep_inputs_but_not_what_frozen_norms_would(
+    dtype: str, autocast: bool, again: bool, tmp_path: Path
+) -> None:
+    import torch
+
+    run = run_on(small(tmp_path / "model", SMALL), lora=True, options={"lora_r": 8})
+    model = trainable(run, dtype)
+    if again:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    with saved_tensors(model) as kept, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model.get_base_model().model(tokens_of(model))
+    widths = Widths.of(SMALL)
+    width = 2 if autocast else 4
+    case = Kept(computed=width, residual=width, frozen=True)
+    layers = activations.of_layers(widths, case, LENGTH)
+    if again:
+        layers = widths.layers * activations.between_layers(widths, case)
+    expected = SEQUENCES * LENGTH * (layers + activations.of_ends(widths, case))
+    assert expected == pytest.approx(kept.nbytes(), rel=0.25)
+
+
+@pytest.mark.parametrize(("lora", "autocast", "again"), [(False, True, False), (True, False, True)])
+def test_the_peak_of_real_steps_is_foretold(lora: bool, autocast: bool, again: bool, tmp_path: Path) -> None:
+    """Two optimizer steps with TRL's head, and every allocation that torch's profiler saw."""
+    options = {"lora_r": 8} if lora else {}
+    run = run_on(small(tmp_path / "model", {**SMALL, "vocab_size": 4000}), lora=lora, options=options)
+    precision = Precision(4, 4, 8, 2 if autocast else 4, again)
+    found = memory.estimate(run, Batches(SEQUENCES, 1, 1, 1, LENGTH), precision, 1, gpu=False)
+    assert found.total == pytest.approx(peak(run, autocast, again), rel=0.25)
+
+
+def peak(run: Run, autocast: bool, again: bool) -> int:
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+    from trl.trainer.utils import add_fused_lm_head
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        model = trainable(run)
+        base = model.get_base_model() if run.lora else model
+        if again:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.enable_input_require_grads()
+        add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+        for _ in range(2):
+            ids = tokens_of(model)
+            mask = torch.ones_like(ids)
+            mask[0, 0] = 0
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = base(input_ids=ids, attention_mask=mask, labels=ids, fused_lm_head=True).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    events = [each for each in seen.profiler.kineto_results.events() if each.name() == "[memory]"]
+    changes = [each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())]
+    return int(np.cumsum(changes).max())
+
+
+MEGATRON = {"seq_length": 64, "fp32": True, "global_batch_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "spread", "lora", "options"),
+    [
+        ("qwen3_moe", Spread(tp=2, ep=2), False, {"expert_tensor_parallel_size": 1}),
+        ("qwen2_tied", Spread(tp=2, pp=2), True, {"lora_r": 4}),
+    ],
+)
+def test_megatrons_states_are_those_of_its_ranks(
+    name: str, spread: Spread, lora: bool, options: dict[str, Any], tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    run = run_on(tiny(name), engine="megatron", spread=spread, lora=lora, options={**MEGATRON, **options})
+    ranks = run_ranks(4, held_by_rank, run, 4)
+    engine = engine_of(run)
+    found = memory.estimate(run, engine_batches(run, 4), engine.precision(run), 4, gpu=False)
+    real = max(ranks, key=lambda rank: rank["weights"])
+    assert found.always["weights"] == real["weights"]
+    assert found.always["gradients"] == pytest.approx(real["gradients"], rel=0.05), "buffers are padded"
+    assert found.always["optimizer"] == pytest.approx(real["optimizer"], rel=0.02)
+
+
+def engine_batches(run: Run, world_size: int) -> Batches:
+    replicas = run.spread.replicas(world_size)
+    return Batches(1, 2 // replicas, replicas, 1, int(run.options["seq_length"]))
+
+
+def held_by_rank(run: Run, world_size: int) -> dict[str, int]:
+    """What a rank of Megatron-Core holds after a step, and what its first micro-batch keeps."""
+    from reshard.train.megatron.batches import steps_of
+    from reshard.train.megatron.options import read
+    from reshard.train.megatron.rows import Order
+    from reshard.train.megatron.setup import open_weights, prepare, start
+    from reshard.train.megatron.step import run_step
+
+    options = read(run)
+    sizes = start(run, options)
+    rows = np.zeros((2, 3, int(options.seq_length or 0)), np.int32)
+    rows[:, :2] = np.random.default_rng(0).integers(3, 200, (2, 2, rows.shape[2]))
+    weights = open_weights(run, options, False)
+    trainee = prepare(run, options, steps_of(options, run.spread, world_size, 2), sizes, weights, False)
+    with saved_tensors(trainee.chunks[0]) as kept:
+        run_step(trainee, rows, Order(2, 1), 0)
+    chained = getattr(trainee.optimizer, "chained_optimizers", [trainee.optimizer])
+    moments = [
+        state[key]
+        for each in chained
+        for state in each.optimizer.state.values()
+        for key in ("exp_avg", "exp_avg_sq")
+    ]
+    buffers = [
+        buffer for module in trainee.wrapped for buffer in (*module.buffers, *module.expert_parallel_buffers)
+    ]
+    return {
+        "weights": nbytes(p for chunk in trainee.chunks for p in chunk.parameters()),
+        "gradients": nbytes(buffer.grad_data for buffer in buffers),
+        "optimizer": nbytes(moments),
+        "kept": kept.nbytes(),
+        "kept again": kept.nbytes(again=True),
+    }
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_megatrons_activations_are_those_that_autograd_keeps(
+    recompute: str | None, tiny: Callable[..., Path]
+) -> None:
+    options = {**MEGATRON, "global_batch_size": 1, "recompute_granularity": recompute}
+    run = run_on(tiny("qwen3"), engine="megatron", options=options)
+    (real,) = run_ranks(1, held_by_rank, run, 1)
+    found = memory.estimate(run, Batches(1, 1, 1, 1, 64), engine_of(run).precision(run), 1, gpu=False)
+    one_layer_again = real["kept again"] / read_object(run.model / "config.json")["num_hidden_layers"]
+    assert sum(found.step.values()) == pytest.approx(real["kept"] + one_layer_again, rel=0.25)
+
+
+@pytest.fixture(scope="module")
+def qwen3_8b(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen3-8B with all its size and none of its bytes."""
+    return make(tmp_path_factory.mktemp("sparse") / "qwen3-8b", QWEN3_8B, sparse=True)
+
+
+def estimated(run: Run, world_size: int) -> Memory:
+    engine = engine_of(run)
+    return memory.estimate(run, engine.batches(run, world_size, 10_000), engine.precision(run), world_size)
+
+
+HALF = {"bf16": True}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "size", "given", "proposed"),
+    [
+        (8, 80, {}, ("--parallel fsdp2",)),
+        (8, 80, {"spread": Spread("fsdp2")}, None),
+        (8, 80, {"lora": True}, None),
+        (4, 20, {"lora": True}, ("--parallel fsdp2",)),
+        (1, 20, {"lora": True}, ("--per_device_train_batch_size 1", "--gradient_accumulation_steps 8")),
+        (1, 16, {"lora": True}, "nothing"),
+        (8, 80, {"method": "dpo"}, ("--parallel fsdp2",)),
+        (2, 40, {}, "nothing"),
+        (
+            8,
+            80,
+            {"engine": "megatron"},
+            ("--recompute_granularity full",),
+        ),
+        (4, 80, {"engine": "megatron"}, ("--tp 2", "--recompute_granularity selective")),
+    ],
+)
+def test_plans_that_fit_are_found(
+    gpus: int, size: int, given: dict[str, Any], proposed: tuple[str, ...] | str | None, qwen3_8b: Path
+) -> None:
+    steps = {"train_iters": 10} if given.get("engine") else {}
+    lora = {"dtype": "bfloat16"} if given.get("lora") else {}
+    run = run_on(qwen3_8b, **{**given, "options": {**HALF, **lora, **steps}})
+    room = size * GIB
+    assert memory.fits(estimated(run, gpus), room) is (proposed is None)
+    if proposed is not None:
+        found = memory.plan_that_fits(run, gpus, 10_000, room)
+        assert (found.flags if found else "nothing") == proposed
+        assert found is None or memory.fits(found.memory, room)
+
+
+def test_attention_matrices_of_the_local_spec_are_what_fills_a_gpu_with_megatron(qwen3_8b: Path) -> None:
+    run = run_on(qwen3_8b, engine="megatron", options={**HALF, "train_iters": 10})
+    batches, precision = Batches(1, 2, 8, 10, 4096), engine_of(run).precision(run)
+    alone = memory.estimate(run, batches, precision, 8)
+    assert not memory.fits(alone, 80 * GIB)
+    again = replace(run, options={**run.options, "recompute_granularity": "selective"})
+    less = memory.estimate(again, batches, precision, 8)
+    matrices = 36 * 32 * 4096 * 4096 * 6
+    assert alone.step["activations"] - less.step["activations"] == pytest.approx(matrices, rel=0.05)
+
+
+def test_a_reference_model_lies_beside_the_policy_unless_adapters_can_be_switched_off(qwen3_8b: Path) -> None:
+    options = {**HALF, "dtype": "bfloat16"}
+    full = estimated(run_on(qwen3_8b, method="dpo", options=options), 8)
+    assert full.always["reference model"] == full.always["weights"]
+    assert (
+        "reference model"
+        not in estimated(run_on(qwen3_8b, method="dpo", lora=True, options=options), 8).always
+    )
+
+
+def test_longer_sequences_take_more_and_recomputation_less(qwen3_8b: Path) -> None:
+    run, precision = run_on(qwen3_8b, spread=Spread("fsdp2"), options=HALF), Precision(4, 4, 8)
+    short, long = (memory.estimate(run, Batches(1, 1, 8, 1, length), precision, 8) for length in (1024, 4096))
+    assert long.step["activations"] == 4 * short.step["activations"]
+    again = memory.estimate(run, Batches(1, 1, 8, 1, 4096), replace(precision, recomputation=True), 8)
+    assert again.step["activations"] < long.step["activations"] / 8
+
+
+def test_room_is_that_of_the_smallest_gpu_or_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    import psutil
+
+    gpus = [Gpu("A100", 8.0, 80 * GIB), Gpu("A100", 8.0, 40 * GIB)]
+    assert memory.available(Environment({}, gpus, None, {}), 2) == 40 * GIB
+    free = int(psutil.virtual_memory().available)
+    assert memory.available(Environment({}, [], None, {}), 4) == pytest.approx(free / 4, rel=0.2)
+
+
+def test_sizes_of_a_family_that_is_not_declared_are_read_from_usual_names(tiny: Callable[..., Path]) -> None:
+    config = read_object(tiny("qwen3") / "config.json")
+    widths, plain = Widths.of(config), Widths.of({**config, "model_type": "unheard_of"})
+    assert replace(widths, qk_norm=False, expert_ffn=0) == plain
