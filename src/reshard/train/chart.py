@@ -15,13 +15,16 @@ SMOOTH_FROM = 100
 """Points from which on a mean over the last fiftieth of them is drawn over the points."""
 
 
-def svg(title: str, points: Sequence[Point]) -> str:
-    """The chart of a series, with numbers at its axes. Points that are no numbers are marked at the top."""
+def svg(title: str, points: Sequence[Point], *, noisy: bool = True) -> str:
+    """The chart of a series, with numbers at its axes. Points that are no numbers are marked at the top.
+
+    Over one that is `noisy` its mean is drawn.
+    """
     finite = [point for point in points if math.isfinite(point[1])]
     broken = [step for step, value in points if not math.isfinite(value)]
     scale = _Scale(points, finite)
     shown = list(decimated(points))
-    smooth = list(decimated(means(points))) if len(finite) >= SMOOTH_FROM else []
+    smooth = list(decimated(means(points))) if noisy and len(finite) >= SMOOTH_FROM else []
     hover = [[step, round(scale.x(step), 1), value] for step, value in shown if math.isfinite(value)]
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)} over steps" '
@@ -95,7 +98,9 @@ class _Scale:
             yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.4g}</text>'
         for step in ticks(self._x0, self._x1, 8):
             if step == round(step):
-                yield f'<text x="{self.x(step):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{step:.0f}</text>'
+                x = self.x(step)
+                anchor = "end" if x > WIDTH - 2 * RIGHT else "middle"
+                yield f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{step:.0f}</text>'
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:

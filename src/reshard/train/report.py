@@ -80,7 +80,11 @@ def _body(title: str, record: Mapping[str, Any], history: History, checks: Seque
     for name, words in CHARTS.items():
         points = history.series(name)
         if points or name in ALWAYS:
-            drawn = svg(words, points) if points else '<p class="none">nothing measured yet</p>'
+            drawn = (
+                svg(words, points, noisy=name != "learning_rate")
+                if points
+                else '<p class="none">nothing measured yet</p>'
+            )
             yield f"<section><h2>{escape(words)}</h2>{drawn}</section>"
     if checks:
         yield _table("The result, checked", [(what, found, right) for what, found, right in checks])
@@ -109,19 +113,22 @@ def _facts(history: History) -> str:
 
 def _record(record: Mapping[str, Any]) -> Iterator[str]:
     """What was asked for, as run.json has it: each nested part as a table."""
+    inline = {name: part for name, part in record.items() if name in _INLINE and isinstance(part, Mapping)}
     flat = {name: value for name, value in record.items() if not isinstance(value, Mapping)}
+    flat |= {
+        name: " · ".join(f"{key} {value}" for key, value in part.items()) for name, part in inline.items()
+    }
     if flat:
         yield _table("What was run", [(name, _shown(value), None) for name, value in flat.items()])
     for name, part in record.items():
-        if isinstance(part, Mapping) and part:
+        if isinstance(part, Mapping) and part and name not in inline:
             yield _table(
                 _TITLES.get(name, name), [(str(key), _shown(value), None) for key, value in part.items()]
             )
 
 
+_INLINE = ("spread", "ranks")
 _TITLES = {
-    "spread": "How the model is spread",
-    "ranks": "Processes",
     "options": "Options of the engine",
     "versions": "Versions",
     "plan": "The plan",
@@ -160,9 +167,9 @@ h2{font-size:14px;font-weight:600;margin:0 0 8px}
 .state{margin:0 0 18px;font-weight:600;color:var(--ink)}
 .state.done{color:var(--good)}.state.failed,.state.refused,.state.interrupted{color:var(--bad)}
 .when{margin-left:12px;font-weight:400;color:var(--dim)}
-.facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(130px,1fr));gap:10px;margin-bottom:22px}
+.facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(145px,1fr));gap:10px;margin-bottom:22px}
 .facts div{background:var(--box);border:1px solid var(--line);border-radius:8px;padding:10px 12px}
-.facts b{display:block;font-size:18px;font-variant-numeric:tabular-nums;white-space:nowrap}
+.facts b{display:block;font-size:17px;font-variant-numeric:tabular-nums;white-space:nowrap}
 .facts span{color:var(--dim);font-size:13px}
 section{margin:0 0 24px}
 svg{width:100%;height:auto;display:block;background:var(--box);border:1px solid var(--line);border-radius:8px}

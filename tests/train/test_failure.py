@@ -1,0 +1,120 @@
+"""Whoever failed first is named, with its traceback, the doctor's words last, and the way on."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from reshard.cli.train import command as train
+from reshard.train import launch
+from reshard.train.failure import failure_in, print_exception
+from reshard.train.places import Place
+from reshard.train.provenance import words_of
+from reshard.train.request import run_of
+from reshard.train.run import Ranks, Run, Spread
+from tests.train.test_launch import make_run
+
+__all__ = ["make_run"]
+
+LOGS = Path(__file__).parents[1] / "data/train"
+
+
+def failed(run: Run, language: str = "en") -> str:
+    console = Console(file=StringIO(), width=300)
+    assert launch.launch(run, console=console, language=language) == 1
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_the_rank_that_failed_first_is_told_and_its_cause_stands_last(make_run: Callable[..., Run]) -> None:
+    run = make_run(fail="dtensor", rank=1, at=2)
+    text = failed(run)
+    told = text[text.index("failed first") :]
+    assert "rank 1 failed first" in text
+    assert "tests/train/ranks.py" in told and "torch/distributed/elastic" not in told
+    assert "got mixed torch.Tensor and DTensor" in told and "Connection closed by peer" not in told
+    assert f"the last checkpoint is whole: {run.output / 'checkpoint-1'}" in told
+    assert "--resume" in told
+    order = ["RuntimeError: aten", "train.log", "checkpoint-1", "error: ", "why ", "cure "]
+    assert [told.index(word) for word in order] == sorted(told.index(word) for word in order)
+    assert 'class="state failed"' in (run.output / "report.html").read_text()
+
+
+def test_a_rank_that_was_killed_is_told_by_its_signal(make_run: Callable[..., Run]) -> None:
+    text = failed(make_run(fail="kill", rank=1, at=1), "zh")
+    assert "rank 1 failed first" in text and "killed by SIGKILL" in text
+    assert "no checkpoint was saved" in text
+    assert "进程被外部信号杀死" in text
+
+
+def test_a_rank_that_ended_without_a_word_is_not_its_neighbour() -> None:
+    """torchrun calls rank 1 the root cause, which lost rank 0. The log is that of `tests.train.ranks` with fail=exit."""
+    failure = failure_in("exit.log", (LOGS / "exit.log").read_text())
+    assert failure.who == "rank 0"
+    assert failure.shown[-1] == "ended with exit status 3, without a traceback"
+
+
+def test_a_log_without_any_failure_shows_its_end() -> None:
+    failure = failure_in("log", "[default0]:loading\n[default0]:Segmentation fault\n")
+    assert failure.shown == ("loading", "Segmentation fault")
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run("sft", Path("/m"), Path("/d"), Path("/o")),
+        Run(
+            "grpo",
+            Path("/m o"),
+            Path("/d"),
+            Path("/o"),
+            lora=True,
+            spread=Spread("fsdp2"),
+            ranks=Ranks(8, 2, 1, "gpu07:29500"),
+            reward="rewards:score",
+            merge=False,
+            options={"learning_rate": "1e-5", "lora_target_modules": ["q_proj", "v_proj"], "packing": True},
+        ),
+        Run(
+            "sft", Path("/m"), Path("/d"), Path("/o"), "megatron", spread=Spread("ddp", 2, 2), ranks=Ranks(1)
+        ),
+        Run("sft", Path("/m"), Path("/d"), Path("/o"), spread=Spread("tp", 2), options={"seed": -1}),
+    ],
+)
+def test_the_command_that_goes_on_asks_for_the_same_run(run: Run) -> None:
+    words = shlex.split(shlex.join(words_of(run, resume=True)))
+    assert words[:3] == ["reshard", "train", run.method]
+    subcommand = train.commands[run.method]
+    context = subcommand.make_context(run.method, words[3:], resilient_parsing=False)
+    flags = dict(context.params)
+    rest = flags.pop("rest")
+    again = run_of(run.method, {name: flags[name] for name in flags if name in FLAGS}, rest)
+    assert again.resume
+    expected = {**run.as_dict(), "resume": True, "options": {k: shown(v) for k, v in run.options.items()}}
+    assert {**again.as_dict(), "options": {k: shown(v) for k, v in again.options.items()}} == expected
+
+
+FLAGS = {
+    *("model", "data", "output", "engine", "lora", "parallel", "tp", "pp", "vpp", "ep", "cp"),
+    *("nproc", "nnodes", "node_rank", "rendezvous", "reward", "merge", "resume"),
+}
+
+
+def shown(value: Any) -> Any:
+    return value if isinstance(value, (list, bool)) else str(value)
+
+
+def test_under_a_foreign_launcher_one_rank_tells(tmp_path: Path) -> None:
+    run = Run("sft", tmp_path, tmp_path, tmp_path)
+    texts = []
+    for rank, error in ((1, ValueError("no good")), (0, RuntimeError("Connection closed by peer"))):
+        console = Console(file=StringIO(), width=300)
+        told = print_exception(run, Place("srun", rank, 2, rank, "gpu07", 29500), error, console)
+        texts.append((told, console.file.getvalue()))  # type: ignore[attr-defined]
+    assert texts[0][0] and "rank 1 failed first" in texts[0][1] and "ValueError: no good" in texts[0][1]
+    assert not texts[1][0] and texts[1][1].startswith("rank 0 ended as well")

@@ -1,0 +1,190 @@
+"""What is reported is written down, and what was written down is told again: the line, the speed, the time left."""
+
+from __future__ import annotations
+
+import json
+import math
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from reshard.errors import ReshardError
+from reshard.train import display, trackers
+from reshard.train.display import Display, clock, short, words
+from reshard.train.monitor import History, Metrics, Tail, append, history_of, last_checkpoint
+from reshard.train.run import Run
+
+
+def run_in(folder: Path, **fields: Any) -> Run:
+    return Run("sft", folder, folder, folder, **fields)
+
+
+def told(*rows: dict[str, Any]) -> History:
+    history = History()
+    for row in rows:
+        history.add(row)
+    return history
+
+
+def steps(*numbers: int, begin: float = 0.0, each: float = 2.0, **metrics: Any) -> list[dict[str, Any]]:
+    return [
+        {"event": "step", "step": number, "time": begin + each * count, **metrics}
+        for count, number in enumerate(numbers, 1)
+    ]
+
+
+def test_only_rank_0_writes(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        Metrics(run_in(tmp_path), rank).begin(3)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_rows_are_strict_json_whatever_was_measured(tmp_path: Path) -> None:
+    monitor = Metrics(run_in(tmp_path), 0)
+    monitor.step(1, loss=math.nan, grad_norm=math.inf, learning_rate=np.float32(0.5), tokens=7)
+
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    row = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert row.pop("time") > 1e9
+    assert row == {
+        "event": "step",
+        "step": 1,
+        "loss": "nan",
+        "grad_norm": "inf",
+        "learning_rate": 0.5,
+        "tokens": 7,
+    }
+    history = history_of(tmp_path)
+    assert math.isnan(history.latest("loss") or 0) and history.latest("grad_norm") == math.inf
+
+
+def test_a_line_that_is_not_finished_waits(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"event": "note", "text": "a"}\n{"event": "no')
+    tail = Tail(file)
+    assert [row["text"] for row in tail.rows()] == ["a"]
+    assert list(tail.rows()) == []
+    with file.open("a") as more:
+        more.write('te", "text": "b"}\nbroken by a kill\n[1]\n')
+    assert [row["text"] for row in tail.rows()] == ["b"]
+
+
+def test_listeners_hear_what_is_written(tmp_path: Path) -> None:
+    heard: list[dict[str, Any]] = []
+    Metrics(run_in(tmp_path), 0, [heard.append]).note("a")
+    assert [row["text"] for row in heard] == ["a"] and "time" in heard[0]
+
+
+def test_steps_that_are_run_again_replace_the_older() -> None:
+    history = told(
+        {"event": "begin", "steps": 6, "done": 0, "time": 0.0},
+        *steps(1, 2, 3, 4, loss=9.0),
+        {"event": "end", "outcome": "interrupted", "time": 9.0},
+        {"event": "begin", "steps": 6, "done": 2, "time": 100.0},
+        *steps(3, begin=100.0, loss=1.0),
+    )
+    assert history.series("loss") == [(1, 9.0), (2, 9.0), (3, 1.0)]
+    assert (history.done, history.outcome) == (3, None)
+
+
+def test_speed_and_time_left_are_those_of_the_last_steps() -> None:
+    slow = steps(1, 2, each=100.0, tokens=10)
+    fast = steps(*range(3, 43), begin=200.0, each=2.0, tokens=10)
+    history = told({"event": "begin", "steps": 142, "done": 0, "time": 0.0}, *slow, *fast)
+    assert history.speed == 5.0
+    assert history.left == 200.0
+
+
+def test_what_was_not_measured_is_not_told() -> None:
+    assert words(told({"event": "begin", "steps": 4, "done": 0, "time": 0.0})) == "step 0/4"
+    row = steps(1, loss=1.25, learning_rate=1e-5, tokens=3000, memory=4.2e9)
+    history = told({"event": "begin", "steps": 4, "done": 0, "time": 0.0}, *row)
+    assert words(history) == "step 1/4  loss 1.2500  lr 1.0e-05  1.5k tokens/s  4.2 GB  0:00:06 left"
+    assert History().speed is None and History().left is None
+
+
+def test_the_last_checkpoint_is_one_that_was_reported_and_is_there(tmp_path: Path) -> None:
+    for step in (2, 4):
+        append(tmp_path, {"event": "saved", "checkpoint": str(tmp_path / f"checkpoint-{step}")})
+    for step in (2, 6):  # the one of step 6 was being written when the run was killed
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+    assert last_checkpoint(tmp_path / "elsewhere") is None
+
+
+def shown(terminal: bool, quiet: bool = False) -> str:
+    console = Console(file=StringIO(), force_terminal=terminal, width=120)
+    history = told({"event": "begin", "steps": 3, "done": 0, "time": 0.0})
+    with Display(console, quiet=quiet) as line:
+        line.show(History())
+        for row in steps(1, 2, 3, loss=1.5):
+            history.add(row)
+            line.show(history)
+        line.say("saved checkpoint-3")
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_a_log_gets_lines_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown(terminal=False).splitlines() == [
+        "step 1/3  loss 1.5000  0:00:04 left",
+        "step 3/3  loss 1.5000",
+        "saved checkpoint-3",
+    ]
+    monkeypatch.setattr(display, "PLAIN_EVERY", 0.0)
+    assert len(shown(terminal=False).splitlines()) == 4
+
+
+def test_a_terminal_has_one_line_that_is_redrawn() -> None:
+    text = shown(terminal=True)
+    assert "step 3/3" in text and "━" in text and "\x1b[2K" in text
+
+
+def test_colours_are_left_out_where_nobody_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[36m" not in shown(terminal=True) and "step 3/3" in shown(terminal=True)
+
+
+def test_nothing_is_shown_where_it_is_quiet() -> None:
+    assert shown(terminal=False, quiet=True) == shown(terminal=True, quiet=True) == ""
+
+
+def test_numbers_and_times_are_short() -> None:
+    assert [short(value) for value in (0, 999, 12345, 4.1e6, 3e9)] == ["0", "999", "12.3k", "4.1M", "3.0G"]
+    assert [clock(value) for value in (0, 61, 3600, 90061)] == ["0:00:00", "0:01:01", "1:00:00", "1d 1:01:01"]
+
+
+def test_a_tracker_that_is_not_there_is_refused_before_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "MODULES", {"tensorboard": ("no_such_module",), "wandb": ("json",)})
+    with pytest.raises(ReshardError, match="tensorboard is not installed") as caught:
+        trackers.check(run_in(tmp_path, options={"report_to": "tensorboard,wandb"}))
+    assert len(caught.value.problems) == 1
+    trackers.check(run_in(tmp_path, options={"report_to": "none"}))
+    trackers.check(run_in(tmp_path, options={"report_to": ["wandb", "mlflow"]}))
+    with pytest.raises(ReshardError, match="does not write to this tracker"):
+        trackers.check(run_in(tmp_path, engine="megatron", options={"report_to": "mlflow"}))
+
+
+def test_trl_writes_to_trackers_itself(tmp_path: Path) -> None:
+    assert trackers.listeners(run_in(tmp_path, options={"report_to": "tensorboard"})) == []
+
+
+def test_tensorboard_gets_every_number_of_a_step(tmp_path: Path) -> None:
+    events = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="pip install tensorboard"
+    )
+    run = run_in(tmp_path, engine="megatron", options={"report_to": "tensorboard"})
+    monitor = Metrics(run, 0, trackers.listeners(run))
+    monitor.begin(2)
+    monitor.step(1, loss=2.0, learning_rate=0.5)
+    monitor.step(2, loss=1.0)
+    found = events.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in found.Scalars("train/loss")] == [(1, 2.0), (2, 1.0)]
+    assert len(found.Scalars("train/learning_rate")) == 1
