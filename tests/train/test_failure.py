@@ -53,7 +53,7 @@ def test_a_rank_that_was_killed_is_told_by_its_signal(make_run: Callable[..., Ru
 
 
 def test_a_rank_that_ended_without_a_word_is_not_its_neighbour() -> None:
-    """torchrun calls rank 1 the root cause, which lost rank 0. The log is that of `tests.train.ranks` with fail=exit."""
+    """torchrun calls rank 1 the root cause, which lost rank 0. Its log: `tests.train.ranks`, fail=exit."""
     failure = failure_in("exit.log", (LOGS / "exit.log").read_text())
     assert failure.who == "rank 0"
     assert failure.shown[-1] == "ended with exit status 3, without a traceback"

@@ -34,6 +34,7 @@ def record_of(run: Run, more: Mapping[str, Any]) -> dict[str, Any]:
     """The content of `run.json`. It is the same on all nodes, so that they may write it to one place."""
     told = replace(run, ranks=replace(run.ranks, node_rank=0)).as_dict()
     digest = {} if "data_digest" in more else {"data_digest": data.digest(run.data)}
+    more = {name: value for name, value in more.items() if name not in ("run", "problems")}
     return {**told, "versions": versions(), **digest, **more}
 
 

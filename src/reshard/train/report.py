@@ -136,6 +136,8 @@ _TITLES = {
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value):
+        return " ".join(value) or "–"
     if isinstance(value, (Mapping, list, tuple)):
         return json.dumps(value, ensure_ascii=False, default=str)
     return "–" if value is None else str(value)

@@ -31,7 +31,7 @@ from reshard.train.run import RECORD
 PORTABLE = SaveOptions(optimizer_sharding="fully_reshardable")
 _OURS = {
     *("fp32", "pack", "train_epochs", "transformer_impl", "moe_grouped_gemm"),
-    *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
+    *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "report_to"),
 }
 """Options that Megatron-LM does not have, or that `Trainee.args` says already."""
 _SIZES = (
