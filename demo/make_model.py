@@ -1,16 +1,18 @@
-"""Write a small random Qwen3-MoE model and its tokenizer as a Hugging Face folder.
+"""Write a small random Qwen3-MoE model and its tokenizer as a Hugging Face folder, and a text to train it on.
 
-    python -m demo.make_model FOLDER
+    python -m demo.make_model FOLDER TEXT.jsonl
 
-The model comes from transformers' own `save_pretrained`; the tokenizer is trained on the bundled text.
+The model comes from transformers' own `save_pretrained`; the tokenizer is trained on the bundled text, of which each
+paragraph becomes a record.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
-from tests.genuine.huggingface import make_model
+from tests.genuine.huggingface import CORPUS, make_model
 
 SIZES = {
     "hidden_size": 128,
@@ -21,11 +23,14 @@ SIZES = {
 }
 
 
-def main(folder: Path) -> None:
-    """Write the model to `folder` and say what was written."""
+def main(folder: Path, data: Path) -> None:
+    """Write the model to `folder`, the text to `data`, and say what was written."""
     make_model("qwen3_moe", folder, dtype="bfloat16", **SIZES)
     print("wrote", ", ".join(sorted(path.name for path in folder.iterdir())))
+    paragraphs = CORPUS.read_text(encoding="utf-8").strip().split("\n\n")
+    data.write_text("".join(json.dumps({"text": each}) + "\n" for each in paragraphs), encoding="utf-8")
+    print("wrote", data.name)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

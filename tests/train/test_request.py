@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,14 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     record = tmp_path / "run.json"
     record.write_text(json.dumps({**run.as_dict(), "versions": {"torch": "2.13.0"}}))
     assert Run.read(tmp_path) == run
+
+
+def test_what_is_resumed_need_not_be_told_again(tmp_path: Path) -> None:
+    first = run_of("sft", given(tmp_path, engine="megatron", tp=2, nproc="4"), ["--lr", "1e-4"])
+    first.output.mkdir()
+    (first.output / "run.json").write_text(json.dumps(first.as_dict()))
+    again = run_of("sft", {"output": first.output, "resume": True, "tp": 1, "pp": 2})
+    assert again == replace(first, resume=True, spread=replace(first.spread, tp=1, pp=2))
 
 
 def test_everything_that_is_missing_is_named_at_once() -> None:

@@ -123,7 +123,9 @@ def _method(name: str, help_text: str) -> None:
             dry_run=dry_run,
             overwrite=overwrite,
             quiet=silent,
-            on_preflight=lambda found: None if json_output else _print_preflight(found, quiet=quiet),
+            on_preflight=lambda found: (
+                None if json_output else _print_preflight(found, quiet=quiet, starts=not dry_run)
+            ),
         )
         if json_output:
             print_json(outcome.as_dict())
@@ -144,12 +146,14 @@ _method("dpo", "Direct preference optimization: pairs of a chosen and a rejected
 _method("grpo", "Group relative policy optimization: prompts, and a reward for what the model answers.")
 
 
-def _print_preflight(found: Preflight, *, quiet: bool) -> None:
+def _print_preflight(found: Preflight, *, quiet: bool, starts: bool) -> None:
     """The plan, and what to think about; what forbids it is raised after."""
     print_problems(found.warnings, stderr())
     if not quiet:
         console = stderr()
         for name, value in found.rows():
+            if name == "command" and starts:
+                continue  # it is printed when it is started
             console.print(f"[bold]{name:<8}[/] {escape(value)}")
 
 

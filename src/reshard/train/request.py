@@ -1,4 +1,4 @@
-"""A run as it is asked for: flags, then `--config`, then what is taken where nothing is said."""
+"""A run as it is asked for: flags, then `--config`, then the record of what is resumed, then what is usual."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from reshard.errors import Problem, ReshardError
-from reshard.train.run import ENGINES, PARALLEL, Ranks, Run, Spread
+from reshard.train.run import ENGINES, PARALLEL, RECORD, Ranks, Run, Spread
 
 SIZES = ("tp", "pp", "vpp", "ep", "cp")
 PATHS = ("model", "data", "output")
@@ -31,6 +31,8 @@ def run_of(
     mistyped = _mistyped(told)
     if mistyped:
         raise ReshardError(mistyped)
+    if flags.get("resume") and flags.get("output"):
+        told = {**recorded(Path(flags["output"])), **told}
     given = {name: value for name, value in told.items() if name in OURS}
     given |= {name: value for name, value in flags.items() if value is not None}
     missing = [name for name in PATHS if not given.get(name)]
@@ -52,7 +54,7 @@ def run_of(
         lora=bool(given.get("lora", False)),
         spread=Spread(str(given.get("parallel") or default), **sizes),
         ranks=Ranks(
-            nproc=0 if given.get("nproc") in (None, "auto") else _number(given, "nproc", 0),
+            nproc=0 if given.get("nproc") == "auto" else _number(given, "nproc", 0),
             nnodes=_number(given, "nnodes", 1),
             node_rank=_number(given, "node_rank", 0),
             rendezvous=given.get("rendezvous"),
@@ -83,6 +85,18 @@ def read_config(path: Path) -> Options:
             found=type(content).__name__,
         )
     return {str(name).replace("-", "_"): value for name, value in content.items()}
+
+
+def recorded(output: Path) -> Options:
+    """What an earlier attempt was asked for, so that `--resume -o OUT` need not say it again; nothing without one."""
+    if not (output / RECORD).is_file():
+        return {}
+    run = Run.read(output)
+    plain = {
+        name: value for name, value in vars(run).items() if name in OURS and name not in ("output", "resume")
+    }
+    sizes = {name: value for name, value in vars(run.spread).items() if name != "kind"}
+    return {**plain, "parallel": run.spread.kind, **sizes, **vars(run.ranks), **run.options}
 
 
 def words(rest: Sequence[str]) -> Options:
