@@ -12,6 +12,7 @@ import yaml
 from packaging.specifiers import SpecifierSet
 
 from reshard.doctor import diagnose
+from reshard.doctor.entries import find
 from reshard.doctor.environment import Environment, Gpu, diagnose_environment
 from reshard.doctor.finding import Finding, Place
 from reshard.doctor.rules import told
@@ -86,6 +87,43 @@ def _install(package: str, floor: str) -> str:
     return f"pip install '{package}{floor}'"
 
 
+def marks(run: Run, options: Mapping[str, Any], tokenizer: Any) -> Iterator[Problem]:
+    """Whether TRL finds the assistant's words, if it is to learn these alone."""
+    if (
+        run.engine != "trl"
+        or not options.get("assistant_only_loss")
+        or "{% generation" in tokenizer.chat_template
+    ):
+        return
+    from trl.chat_template_utils import get_training_chat_template
+
+    try:
+        get_training_chat_template(tokenizer)
+    except ValueError:
+        entry = find("assistant-mask-template")
+        yield Problem(
+            entry.title.en,
+            file=str(run.model),
+            rule=entry.cause.en,
+            found="--assistant_only_loss, and a chat template without {% generation %}",
+            remedy=entry.cure.en.strip(),
+        )
+
+
+def attention(run: Run, options: Mapping[str, Any]) -> Iterator[Problem]:
+    """Packed samples that would see each other: of TRL's attentions only flash keeps them apart."""
+    chosen = str(options.get("attn_implementation"))
+    if run.engine == "trl" and options.get("packing") and "flash" not in chosen:
+        yield Problem(
+            "samples that share a sequence see each other",
+            rule="TRL keeps packed samples apart by their positions, which only flash-attention reads",
+            found=f"--packing with attn_implementation {chosen}",
+            remedy="leave out --packing, add --attn_implementation flash_attention_2, or use --engine megatron, which "
+            "masks other samples",
+            severity="warning",
+        )
+
+
 def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> Iterator[Problem]:
     """Rules of the environment that matter to this run; a GPU that lacks what the options ask for."""
     if run.engine == "trl":
@@ -157,6 +195,20 @@ def model(run: Run) -> Iterator[Problem]:
     for finding in findings:
         if finding.id not in HARMLESS:
             yield problem_of(finding, "error" if bare and finding.id == "checkpoint-lacks" else None)
+
+
+def layout(run: Run) -> Iterator[Problem]:
+    """Whether the sizes of the model divide over the ranks of Megatron-Core."""
+    if run.engine == "megatron":
+        from reshard.formats import open_checkpoint
+        from reshard.model import resolve
+        from reshard.train.megatron.options import read
+        from reshard.train.megatron.weights import layout_of
+
+        try:
+            layout_of(run, read(run), resolve(open_checkpoint(run.model)))
+        except ReshardError as error:
+            yield from error.problems
 
 
 def template(folder: Path) -> Problem:
@@ -259,7 +311,8 @@ def disk(run: Run, needed: int) -> Iterator[Problem]:
 def config_problems(path: Path) -> list[Problem]:
     """What the doctor finds in a script or a config that a run is to follow. Raises ReshardError if it is none."""
     findings = diagnose(path)
-    problems = [problem_of(finding) for finding in findings]
+    # The doctor cannot know whether several processes will run a script; here they will.
+    problems = [problem_of(each, "error" if each.id == "script-device-map" else None) for each in findings]
     if path.suffix in (".yaml", ".yml", ".json") and not any(
         each.id == "script-device-map" for each in findings
     ):

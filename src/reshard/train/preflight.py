@@ -152,6 +152,8 @@ class _Looking:
         processes, world_size = self._ranks(gpus, on_cpu)
         if options is not None:
             self._take(checks.machine(run, options, self.environment))
+            self._take(checks.attention(run, options))
+            self._take(checks.layout(run))
         self._take(checks.ranks(processes, gpus, on_cpu=on_cpu))
         is_model = (run.model / "config.json").is_file()
         if is_model:
@@ -264,6 +266,8 @@ class _Looking:
         if any(isinstance(value, list) for value in drawn[0].values()) and not tokenizer.chat_template:
             self.found.append(checks.template(self.run.model))
             return None
+        if "messages" in drawn[0]:
+            self._take(checks.marks(self.run, options, tokenizer))
         only = self.run.engine == "megatron" or bool(options.get("assistant_only_loss"))
         limit = batches.length if self.run.method != "grpo" else 0
         return self._try(
