@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -127,11 +126,15 @@ def test_layers_that_do_not_divide_are_spread_unevenly(tiny: Tiny, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v2", "deepseek_v3", "glm4_moe", "internlm3", "mixtral"])
 def test_other_families_have_the_same_losses(name: str, hf_model: Tiny, tmp_path: Path) -> None:
     model = hf_model(name, dtype="float32")
-    run = run_of(model, write_chats(tmp_path), tmp_path / "out", Spread(tp=2), pack=name == "llama")
-    run = replace(run, options={**run.options, "global_batch_size": 8 if name == "llama" else len(CHATS)})
+    # transformers leaves out the layer of GLM-4.5 that foretells several tokens, and its loss.
+    options = (
+        {"pack": False, "global_batch_size": 16, "mtp_loss_scaling_factor": 0.0} if "glm" in name else {}
+    )
+    spread = Spread(ep=2) if "deepseek" in name else Spread(tp=2)
+    run = run_of(model, write_chats(tmp_path), tmp_path / "out", spread, **options)
     seen, trained = train(run, 2)
     assert_close(seen.losses, reference(model))
     reshard.convert(run.output, tmp_path / "final")

@@ -83,6 +83,10 @@ class Options:
         "auto", "kernels of TransformerEngine's attention", "auto", "flash", "fused", "unfused", "local"
     )
     moe_aux_loss_coeff: float = _option(0.0, "weight of the loss that balances experts")
+    moe_router_bias_update_rate: float = _option(
+        0.0, "how far a step moves the biases that balance experts; 0 leaves them as they came"
+    )
+    mtp_loss_scaling_factor: float = _option(0.1, "weight of the losses of multi-token prediction layers")
     moe_grouped_gemm: bool | None = _option(None, "compute experts together; on with TransformerEngine")
     make_vocab_size_divisible_by: int = _option(
         128, "rows of the embedding, by tensor parallel rank; rows of no token take no part in the softmax"
@@ -92,6 +96,7 @@ class Options:
     lora_alpha: float = _option(32.0, "their strength is lora_alpha / lora_r")
     lora_dropout: float = _option(0.0, "dropout before the adapters")
     lora_target_modules: tuple[str, ...] = _option(LINEARS, "the linear layers that are adapted")
+    report_to: tuple[str, ...] | None = _option(None, "where metrics go as well: tensorboard, wandb")
     distributed_timeout_minutes: int = _option(30, "how long a rank waits for another")
 
     @property

@@ -121,8 +121,23 @@ def open_weights(run: Run, options: Options, transformer_engine: bool) -> Weight
     """The plan of the base's weights, in the dtype in which they are trained."""
     dtype = str(dtype_of(options)).removeprefix("torch.")
     weights = weights_of(run.model, run, options, transformer_engine=transformer_engine, dtype=dtype)
+    if not transformer_engine:
+        _refuse_spread_latent_attention(weights)
     _refuse_unpackable(weights, options, transformer_engine)
     return weights
+
+
+def _refuse_spread_latent_attention(weights: Weights) -> None:
+    """In megatron-core 0.16.1 (`multi_latent_attention.py`), the local spec cuts `linear_kv_down_proj` and gathers its
+    output, whose gradient then lacks what the heads of other ranks add to the rotary part of the key.
+    """
+    if weights.layout.tp > 1 and weights.model.dims.kv_lora:
+        raise ReshardError(
+            "latent attention cannot be trained tensor parallel by the local spec",
+            rule="megatron-core's local spec loses a part of the gradient of linear_kv_down_proj",
+            found=f"--tp {weights.layout.tp}, {weights.model.family.name}",
+            remedy="use --pp and --ep in the place of --tp, or install TransformerEngine",
+        )
 
 
 def _refuse_unpackable(weights: Weights, options: Options, transformer_engine: bool) -> None:
@@ -225,6 +240,8 @@ def _settings(options: Options, sizes: ParallelSizes) -> dict[str, Any]:
         "sequence_parallel": sizes.tp > 1 and options.sequence_parallel is not False,
         "calculate_per_token_loss": True,
         "moe_aux_loss_coeff": options.moe_aux_loss_coeff,
+        "moe_router_bias_update_rate": options.moe_router_bias_update_rate,
+        "mtp_loss_scaling_factor": options.mtp_loss_scaling_factor,
         "attention_backend": AttnBackend[options.attention_backend],
     }
 

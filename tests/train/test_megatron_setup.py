@@ -1,0 +1,119 @@
+"""What a run of Megatron holds against what was asked for, and what it refuses before it trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from safetensors.torch import load_file, save_file
+
+from reshard.engines.megatron.session import RankError, run_ranks
+from reshard.errors import ReshardError
+from reshard.train import megatron
+from reshard.train.engine import Trained
+from reshard.train.megatron.options import read
+from reshard.train.megatron.setup import open_weights
+from reshard.train.megatron.weights import checksums, weights_of
+from reshard.train.run import RECORD, Run, Spread
+from tests.train.conftest import write_lines
+from tests.train.megatron import Seen, run_of, train, write_chats
+
+Tiny = Callable[..., Path]
+
+
+def test_torchrun_trains_through_the_worker(tiny: Tiny, tmp_path: Path) -> None:
+    run = run_of(tiny("qwen3"), write_chats(tmp_path), tmp_path / "out", Spread(tp=2), train_iters=2)
+    run.output.mkdir()
+    record = run.output / RECORD
+    record.write_text(json.dumps(run.as_dict()))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "reshard.train.worker", str(record)]
+    done = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    told = json.loads((run.output / "trained.json").read_text())
+    assert told["step"] == 2
+    assert Path(told["checkpoint"], RECORD).read_text() == record.read_text()
+    assert not (run.output / ".rows").exists()
+    events = [json.loads(line)["event"] for line in (run.output / "metrics.jsonl").read_text().splitlines()]
+    assert events == ["note", "begin", "step", "step", "saved"]
+
+
+def test_each_rank_has_a_part_of_every_tensor_and_together_they_have_all(tiny: Tiny, tmp_path: Path) -> None:
+    run = run_of(
+        tiny("qwen3_moe"), tmp_path, tmp_path, Spread(tp=2, pp=2, ep=2), expert_tensor_parallel_size=1
+    )
+    weights = weights_of(run.model, run, read(run), transformer_engine=False, dtype=None)
+    held = [weights.of(at, 0) for at in weights.everywhere()]
+    experts = [sum(shard.numel for name, shard in state.items() if ".experts." in name) for state in held]
+    dims = weights.model.dims
+    assert sum(experts) == dims.layers * dims.experts * 3 * dims.hidden * dims.expert_ffn
+    norms = [name for state in held for name in state if name == "decoder.final_layernorm.weight"]
+    assert len(norms) == 2  # both tensor ranks of the last stage
+    assert len(set(checksums(weights))) == sum(map(len, held))
+
+
+def _untrained(run: Run) -> Trained:
+    return megatron.train(run, Seen())
+
+
+def test_weights_that_do_not_change_stop_the_run(tiny: Tiny, tmp_path: Path) -> None:
+    run = run_of(tiny("qwen3"), write_chats(tmp_path), tmp_path / "out", train_iters=2, lr=1e-30)
+    with pytest.raises(RankError, match="did not change in the first step"):
+        train(run)
+
+
+def test_a_loss_that_is_no_number_stops_the_run(tiny: Tiny, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in tiny("qwen3").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][0] = np.nan
+    save_file(tensors, folder / "model.safetensors")
+    run = run_of(folder, write_chats(tmp_path), tmp_path / "out")
+    with pytest.raises(RankError, match="training diverged"):
+        train(run)
+
+
+def test_ranks_that_do_not_make_the_layout_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    run = run_of(tiny("qwen3"), write_chats(tmp_path), tmp_path / "out", Spread(tp=2))
+    steps = {"train_iters": 1}
+    with pytest.raises(RankError, match=r"divi"):
+        run_ranks(3, _untrained, replace(run, options={**run.options, **steps}))
+
+
+@pytest.mark.parametrize(
+    ("model", "spread", "options", "said"),
+    [
+        ("deepseek_v2", Spread(tp=2), {}, "latent attention"),
+        ("gpt_oss", Spread(), {}, "sliding window"),
+        ("glm4_moe", Spread(), {}, "multi-token prediction"),
+        ("qwen3", Spread(tp=3), {}, "do not divide over --tp 3"),
+    ],
+)
+def test_what_megatron_computes_wrongly_is_refused(
+    model: str, spread: Spread, options: dict[str, object], said: str, hf_model: Tiny, tmp_path: Path
+) -> None:
+    run = run_of(hf_model(model, dtype="float32"), tmp_path, tmp_path, spread, **options)
+    with pytest.raises(ReshardError) as caught:
+        open_weights(run, read(run), transformer_engine=False)
+    assert said in str(caught.value.problems)
+
+
+def test_wrong_records_are_named_by_line(tiny: Tiny, tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "data.jsonl", [{"text": "right"}, {"text": 3}])
+    run = run_of(tiny("qwen3"), data, tmp_path / "out")
+    with pytest.raises(RankError, match=r"data\.jsonl:2"):
+        train(run)
