@@ -40,20 +40,26 @@ class Station:
 def stations(output: Path, steps: int) -> Iterator[Station]:
     """All commands, in order. What they write lies in `output`."""
     model, text, run, final = (str(output / name) for name in ("model", "text.jsonl", "run", "run/final"))
+    other = str(output / "other-layout")
     yield Station(
         "Make a small random Qwen3-MoE model with a tokenizer, as a Hugging Face folder, and a text to train on",
         ("python", "-m", "demo.make_model", model, text),
         result=Path(model),
     )
-    layout = ("--nproc", "4", "--tp", "2", "--pp", "2", "--ep", "2", "--expert_tensor_parallel_size", "1")
-    batches = ("--seq_length", "320", "--global_batch_size", "4", "--train_iters", str(steps), "--lr", "5e-3")
-    train = ("reshard", "train", "sft", "--engine", "megatron", "--model", model, "--data", text, "-o", run)
+    folders = ("--model", model, "--data", text, "-o", run)
+    layout = "--nproc 4 --tp 2 --pp 2 --ep 2 --expert_tensor_parallel_size 1".split()
+    batches = f"--seq_length 320 --global_batch_size 4 --train_iters {steps} --lr 5e-3 --bf16".split()
     yield Station(
         "Train it on Megatron-Core at TP2 · PP2 · EP2, on four ranks; each reads its own part of the folder",
-        (*train, *layout, *batches),
+        ("reshard", "train", "sft", "--engine", "megatron", *folders, *layout, *batches),
         result=Path(run),
     )
     yield Station("Look at what Megatron-Core left", ("reshard", "inspect", run))
+    yield Station(
+        "Carry it to another layout, for eight ranks",
+        ("reshard", "convert", run, other, "--to", "megatron", "--tp", "4", "--pp", "2", "--ep", "2"),
+        result=Path(other),
+    )
     yield Station(
         "The weights are no longer those of the beginning",
         ("reshard", "verify", model, final),
@@ -62,7 +68,7 @@ def stations(output: Path, steps: int) -> Iterator[Station]:
     )
     yield Station(
         "They are those that Megatron-Core saved, and both compute the same",
-        ("reshard", "verify", run, final, "--logits"),
+        ("reshard", "verify", other, final, "--logits"),
     )
     yield Station(
         "transformers loads the folder and goes on with the text that Megatron-Core trained on",
