@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -235,6 +236,7 @@ def peak(run: Run, autocast: bool, again: bool) -> int:
     from torch.profiler import ProfilerActivity, profile
     from trl.trainer.utils import add_fused_lm_head
 
+    gc.collect()  # what earlier tests have left would count as freed here
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         model = trainable(run)
         base = model.get_base_model() if run.lora else model
@@ -255,6 +257,52 @@ def peak(run: Run, autocast: bool, again: bool) -> int:
     events = [each for each in seen.profiler.kineto_results.events() if each.name() == "[memory]"]
     changes = [each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())]
     return int(np.cumsum(changes).max())
+
+
+def test_fsdp2_spreads_states_over_all_ranks(tiny: Callable[..., Path]) -> None:
+    run = run_on(tiny("qwen3"), spread=Spread("fsdp2"))
+    engine = engine_of(run)
+    found = memory.estimate(run, engine.batches(run, 2, 64), engine.precision(run), 2, gpu=False)
+    for rank in run_ranks(2, held_by_fsdp2, run):
+        for part, size in rank.items():
+            assert found.always[part] == pytest.approx(size, rel=0.02), part
+
+
+def held_by_fsdp2(run: Run) -> dict[str, int]:
+    """What a rank holds after a step of FSDP2, layer by layer."""
+    import torch
+    from torch.distributed import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model, mesh = trainable(run), init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = tokens_of(model)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    moments = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    return {
+        "weights": nbytes(p.to_local() for p in model.parameters()),
+        "gradients": nbytes(p.grad.to_local() for p in model.parameters()),
+        "optimizer": nbytes(each.to_local() for each in moments),
+    }
+
+
+def test_generation_holds_keys_and_values_of_all_completions(tiny: Callable[..., Path]) -> None:
+    import torch
+
+    run = run_on(tiny("qwen3"), method="grpo", reward="tests.train.test_memory:run_on")
+    found = memory.estimate(run, Batches(2, 3, 1, 1, LENGTH), Precision(4, 4, 8, 4), 1, gpu=False)
+    model = trainable(run).eval()
+    ids = torch.randint(3, model.config.vocab_size, (2 * 3, LENGTH))
+    cache = model(input_ids=ids, use_cache=True).past_key_values
+    assert found.generation == {
+        "keys and values": nbytes(each for layer in cache.layers for each in (layer.keys, layer.values))
+    }
+    assert found.total == sum(found.always.values()) + sum(found.step.values()), "the larger of both counts"
 
 
 MEGATRON = {"seq_length": 64, "fp32": True, "global_batch_size": 2}

@@ -284,6 +284,27 @@ def test_gpus_are_those_that_are_visible(run: Run) -> None:
     assert len(checks.visible(gpus(2, CUDA_VISIBLE_DEVICES="GPU-8f1c"))) == 1
 
 
+def test_a_torch_without_cuda_beside_gpus_is_a_warning(run: Run) -> None:
+    there = replace(gpus(2), versions={"torch": "2.13.0+cpu"})
+    assert "--use_cpu" in str(the("built without CUDA", preflight(run, environment=there).warnings).remedy)
+    told = preflight(replace(run, options={"use_cpu": "true"}), environment=there)
+    assert told.warnings == []
+
+
+def test_the_words_of_the_assistant_have_to_be_marked_for_trl_and_not_for_megatron(run: Run) -> None:
+    found = preflight(replace(run, options={"assistant_only_loss": "true"}), environment=NOWHERE)
+    problem = the("cannot mark the assistant", found.problems)
+    assert "{% generation %}" in str(problem.remedy)
+    assert preflight(replace(run, engine="megatron"), environment=NOWHERE).problems == []
+
+
+def test_long_text_goes_on_in_the_next_sequence_of_megatron(run: Run, tmp_path: Path) -> None:
+    text = write_lines(tmp_path / "text.jsonl", [{"text": "What is the answer? " * 200}] * 16)
+    found = preflight(replace(run, data=text, engine="megatron"), environment=NOWHERE)
+    assert found.warnings == [] and found.lengths is not None
+    assert found.lengths.tokens == 16 * found.lengths.longest
+
+
 def test_packages_that_are_missing_or_old_come_with_the_command(run: Run) -> None:
     there = dict.fromkeys(checks.FLOORS["trl"], "99") | {"peft": "0.20"}
     del there["trl"]

@@ -129,9 +129,7 @@ def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> I
     if run.engine == "trl":
         found = diagnose_environment(environment)
         yield from (problem_of(finding) for finding in found if finding.id in RULES)
-    if not environment.gpus or options.get("use_cpu"):
-        return
-    if "+cpu" in environment.versions.get("torch", ""):
+    if environment.gpus and "use_cpu" not in run.options and "+cpu" in environment.versions.get("torch", ""):
         yield Problem(
             "this torch was built without CUDA, and there are GPUs",
             found=f"torch {environment.versions['torch']}, {len(environment.gpus)} × {environment.gpus[0].name}",
@@ -139,6 +137,8 @@ def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> I
             "on the CPU",
             severity="warning",
         )
+    if not environment.gpus or options.get("use_cpu"):
+        return
     capability = environment.capability or 0.0
     flash = str(options.get("attn_implementation") or options.get("attention_backend") or "").startswith(
         "flash"

@@ -269,7 +269,9 @@ class _Looking:
         if "messages" in drawn[0]:
             self._take(checks.marks(self.run, options, tokenizer))
         only = self.run.engine == "megatron" or bool(options.get("assistant_only_loss"))
-        limit = batches.length if self.run.method != "grpo" else 0
+        # GRPO bounds completions alone; Megatron goes on with long text in the next sequence.
+        unbounded = self.run.method == "grpo" or (self.run.engine == "megatron" and "text" in drawn[0])
+        limit = 0 if unbounded else batches.length
         return self._try(
             lambda: tokens.lengths(records, drawn, tokenizer, limit or None, assistant_only=only)
         )
