@@ -57,7 +57,7 @@ def _world(trainer: Any) -> Iterator[Problem]:
 def _wrapper(run: Run, trainer: Any) -> Iterator[Problem]:
     kind = run.spread.kind
     asked = WRAPPERS.get(kind)
-    found = [name for name in WRAPPERS.values() if _is(trainer.model_wrapped, name)]
+    found = [name for name in dict.fromkeys(WRAPPERS.values()) if _is(trainer.model_wrapped, name)]
     if found == ([asked] if asked else []) or (kind == "ddp" and world_size() == 1 and not found):
         return
     yield Problem(

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 
-def start(options: dict[str, Any]) -> None:
+def start(options: dict[str, Any], *, deepspeed: bool = False) -> None:
     """Set this rank's device and join the process group, where there is one to join.
 
     Nothing that allocates on a GPU may come before: else every rank has a context on the first one.
@@ -24,6 +24,15 @@ def start(options: dict[str, Any]) -> None:
     device = torch.device("cuda", local) if gpu else None
     timeout = timedelta(seconds=int(options["ddp_timeout"]))
     dist.init_process_group("cuda:nccl,cpu:gloo" if gpu else "gloo", timeout=timeout, device_id=device)
+    if deepspeed:
+        _tell_deepspeed("nccl" if gpu else "gloo")
+
+
+def _tell_deepspeed(backend: str) -> None:
+    """Let DeepSpeed take this process group: ZeRO-3 otherwise loads the model as if it were alone."""
+    from deepspeed.comm import init_distributed  # type: ignore[import-not-found]
+
+    init_distributed(dist_backend=backend, auto_mpi_discovery=False)
 
 
 def world_size() -> int:
@@ -57,11 +66,3 @@ def barrier() -> None:
 
     if dist.is_initialized():
         dist.barrier()
-
-
-def finish() -> None:
-    """Leave the others in good order."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from reshard.errors import ReshardError
@@ -30,9 +31,7 @@ def fsdp(run: Run) -> dict[str, Any]:
 
 def zero(stage: int) -> dict[str, Any]:
     """DeepSpeed's config, of which transformers fills in what is "auto". Raises ReshardError without DeepSpeed."""
-    from transformers.utils.import_utils import is_deepspeed_available
-
-    if not is_deepspeed_available():
+    if find_spec("deepspeed") is None:
         raise ReshardError(
             "DeepSpeed is not installed",
             found=f"--parallel zero{stage}",

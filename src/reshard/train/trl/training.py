@@ -19,7 +19,7 @@ def train_here(run: Run, monitor: Monitor) -> Trained:
     """This rank's part of a run. Raises ReshardError for what does not hold, and what the frameworks raise."""
     options = options_of(run)
     environment.check(run, options)
-    devices.start(options)
+    devices.start(options, deepspeed=run.spread.kind.startswith("zero"))
     if options["use_cpu"]:
         cpu.prepare()
     checkpoint = _checkpoint(run, monitor)

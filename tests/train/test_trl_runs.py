@@ -1,0 +1,266 @@
+"""Real runs of TRL on one and two CPU ranks: equal losses however the model is spread, and whole checkpoints."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reshard import api
+from reshard.train import trl
+from reshard.train.run import Run, Spread
+from tests.train.trl_runs import STEPS, Ran, train
+
+Trainer = Callable[..., Ran]
+PLANS = {"one": 1, "ddp": 2, "fsdp2": 2, "tp": 2}
+FOUR_DIGITS = 1e-4
+BESIDE = {
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "run.json",
+    "trainer_state.json",
+}
+"""What lies in each checkpoint beside the weights."""
+
+
+@pytest.fixture(scope="session")
+def ran(
+    tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path], data: dict[str, Path]
+) -> Trainer:
+    """Train once for each set of arguments, and give every test the same result."""
+    done: dict[str, Ran] = {}
+
+    def get(
+        plan: str, method: str = "sft", model: str = "qwen3", lora: bool = False, ep: int = 1, **options: Any
+    ) -> Ran:
+        key = f"{plan}-{method}-{model}-{lora}-{ep}-{sorted(options.items())}"
+        if key not in done:
+            run = run_of(
+                plan, method, tiny(model), data[method], tmp_path_factory.mktemp("run"), lora, ep, options
+            )
+            done[key] = train(run, PLANS[plan])
+            assert not done[key].failed, done[key].log
+        return done[key]
+
+    return get
+
+
+def run_of(
+    plan: str,
+    method: str,
+    model: Path,
+    data: Path,
+    output: Path,
+    lora: bool,
+    ep: int,
+    options: dict[str, Any],
+) -> Run:
+    ranks = PLANS[plan]
+    per_device = 4 if plan == "tp" else 4 // ranks
+    grpo = {"num_generations": 2, "max_completion_length": 8} if method == "grpo" else {}
+    return Run(
+        method,
+        model,
+        data,
+        output,
+        lora=lora,
+        spread=Spread("ddp" if plan == "one" else plan, tp=ranks if plan == "tp" else 1, ep=ep),
+        reward="rewards:variety" if method == "grpo" else None,
+        options={**STEPS, "per_device_train_batch_size": per_device, **grpo, **options},
+    )
+
+
+def resumed(ran: Ran, tmp_path: Path) -> Ran:
+    """The same run, killed after its first checkpoint while it wrote the second, and resumed."""
+    output = tmp_path / "resumed"
+    shutil.copytree(ran.run.output / "checkpoint-2", output / "checkpoint-2")
+    (output / "checkpoint-4").mkdir()
+    (output / "checkpoint-4/model.safetensors").write_bytes(b"half a fi")
+    return train(
+        replace(ran.run, output=output, resume=True), PLANS["tp" if ran.run.spread.tp > 1 else "ddp"]
+    )
+
+
+def same_as(ran: Ran, other: Ran) -> None:
+    assert ran.losses == pytest.approx(other.losses, abs=FOUR_DIGITS)
+    norms = [[row["grad_norm"] for row in each.rows] for each in (ran, other)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("plan", ["ddp", "fsdp2", "tp"])
+def test_every_plan_has_the_losses_of_one_process(plan: str, ran: Trainer) -> None:
+    one = ran("one")
+    assert one.losses[0] - one.losses[-1] > 1, one.losses
+    same_as(ran(plan), one)
+    assert [row["tokens"] for row in ran(plan).rows] == [row["tokens"] for row in one.rows]
+
+
+@pytest.mark.parametrize("plan", ["one", "fsdp2", "tp"])
+def test_a_checkpoint_is_what_was_trained(plan: str, ran: Trainer) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run, trained = ran(plan).run, ran(plan).trained
+    assert trained.checkpoint.name == "checkpoint-4"
+    assert {file.name for file in trained.checkpoint.iterdir()} >= BESIDE
+    config = json.loads((trained.checkpoint / "config.json").read_text())
+    assert (config["use_cache"], config["dtype"]) == (True, "float32")
+    assert trl.check(run, trained, trained.checkpoint) == []
+    model, told = AutoModelForCausalLM.from_pretrained(trained.checkpoint, output_loading_info=True)
+    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert trained.digests.keys() == {name for name, _ in model.named_parameters()}
+    assert len(AutoTokenizer.from_pretrained(trained.checkpoint)) > 1
+    assert not api.verify(run.model, trained.checkpoint).equal
+
+
+def test_a_byte_that_differs_is_found(ran: Trainer, tmp_path: Path) -> None:
+    trained = ran("one").trained
+    shutil.copytree(trained.checkpoint, tmp_path / "final")
+    with (tmp_path / "final/model.safetensors").open("r+b") as file:
+        file.seek(-5, 2)
+        file.write(b"\x7f")
+    problems = trl.check(ran("one").run, trained, tmp_path / "final")
+    assert [problem.message for problem in problems] == ["a tensor is not what was trained"]
+
+
+def test_a_run_goes_on_as_if_it_had_not_been_killed(ran: Trainer, tmp_path: Path) -> None:
+    uninterrupted = ran("fsdp2")
+    again = resumed(uninterrupted, tmp_path)
+    assert not again.failed, again.log
+    assert [row["step"] for row in again.rows] == [3, 4]
+    assert again.losses == uninterrupted.losses[2:]
+    assert again.trained.digests == uninterrupted.trained.digests
+
+
+def test_lora_under_fsdp2_saves_whole_adapters(ran: Trainer, tiny: Callable[..., Path]) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    run, trained = ran("fsdp2", lora=True).run, ran("fsdp2", lora=True).trained
+    assert {file.name for file in trained.checkpoint.iterdir()} >= {*BESIDE, "adapter_config.json"}
+    assert trl.check(run, trained, trained.checkpoint) == []
+    tensors = api.open(trained.checkpoint).tensors
+    assert tensors.keys() == trained.digests.keys()
+    assert all(len(tensor.shape) == 2 and 16 in tensor.shape for tensor in tensors.values())
+    base = AutoModelForCausalLM.from_pretrained(tiny())
+    model = PeftModel.from_pretrained(base, trained.checkpoint)
+    assert all(p.abs().sum() > 0 for name, p in model.named_parameters() if "lora_B" in name)
+
+
+def test_grpo_takes_a_path_on_two_processes(ran: Trainer) -> None:
+    grpo = ran("ddp", "grpo", beta=0.1, max_steps=2)
+    assert [row["step"] for row in grpo.rows] == [1, 2]
+    assert all(row["reward"] > 0 and row["tokens"] > 0 and row["kl"] >= 0 for row in grpo.rows)
+    assert grpo.rows[0]["kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_a_plan_that_did_not_hold_stops_the_run(ran: Trainer, tmp_path: Path) -> None:
+    asked = replace(ran("fsdp2").run, output=tmp_path)
+    silent = train(asked, 2, before="tests.train.trl_runs:without_cpu_adaptation")
+    assert silent.failed
+    assert "the model is not wrapped as the plan says" in silent.log
+    assert "found: DistributedDataParallel" in silent.log
+    assert not (tmp_path / "checkpoint-2").exists()
+
+
+@pytest.mark.slow
+def test_weights_that_do_not_change_stop_the_run(ran: Trainer, tmp_path: Path) -> None:
+    run = ran("ddp").run
+    still = train(replace(run, output=tmp_path, options={**run.options, "learning_rate": 1e-30}), 2)
+    assert still.failed
+    assert "the weights did not change in the first step" in still.log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["ddp", "fsdp2", "tp"])
+def test_dpo_has_the_losses_of_one_process(plan: str, ran: Trainer) -> None:
+    one = ran("one", "dpo")
+    assert one.losses[0] == pytest.approx(
+        0.6931, abs=FOUR_DIGITS
+    )  # ln 2: the reference is the model as it was
+    same_as(ran(plan, "dpo"), one)
+
+
+@pytest.mark.slow
+def test_grpo_under_tensor_parallelism_draws_what_one_process_draws(ran: Trainer) -> None:
+    same_as(ran("tp", "grpo", beta=0.1), ran("one", "grpo", beta=0.1))
+
+
+@pytest.mark.slow
+def test_grpo_under_fsdp2_draws_what_ddp_draws(ran: Trainer) -> None:
+    same_as(ran("fsdp2", "grpo", beta=0.1), ran("ddp", "grpo", beta=0.1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
+def test_lora_is_the_same_under_ddp_and_fsdp2(method: str, ran: Trainer) -> None:
+    same_as(ran("fsdp2", method, lora=True), ran("ddp", method, lora=True))
+
+
+@pytest.mark.slow
+def test_lora_under_tensor_parallelism_learns_and_saves_whole_adapters(ran: Trainer) -> None:
+    spread, whole = ran("tp", lora=True), ran("ddp", lora=True)
+    assert spread.losses[0] == pytest.approx(whole.losses[0], abs=FOUR_DIGITS)
+    assert spread.losses == pytest.approx(whole.losses, abs=0.05)  # other random numbers in lora_A
+    shapes = [
+        {name: tensor.shape for name, tensor in api.open(each.trained.checkpoint).tensors.items()}
+        for each in (spread, whole)
+    ]
+    assert shapes[0] == shapes[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["ddp", "fsdp2", "tp"])
+@pytest.mark.parametrize("lora", [False, True])
+def test_resuming_changes_nothing(plan: str, lora: bool, ran: Trainer, tmp_path: Path) -> None:
+    uninterrupted = ran(plan, lora=lora)
+    again = resumed(uninterrupted, tmp_path)
+    assert not again.failed, again.log
+    assert again.losses == uninterrupted.losses[2:]
+    assert again.trained.digests == uninterrupted.trained.digests
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["dpo", "grpo"])
+def test_the_reference_of_a_resumed_run_is_the_base(method: str, ran: Trainer, tmp_path: Path) -> None:
+    options = {"beta": 0.1} if method == "grpo" else {}
+    uninterrupted = ran("ddp", method, **options)
+    again = resumed(uninterrupted, tmp_path)
+    assert again.losses == uninterrupted.losses[2:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "ep"), [("fsdp2", 1), ("tp", 1), ("tp", 2)])
+def test_experts_are_saved_as_the_hub_has_them(plan: str, ep: int, ran: Trainer, tmp_path: Path) -> None:
+    spread, one = ran(plan, model="qwen3_moe", ep=ep), ran("one", model="qwen3_moe")
+    same_as(spread, one)
+    names = set(api.open(spread.run.model).tensors)
+    assert spread.trained.digests.keys() == names
+    assert trl.check(spread.run, spread.trained, spread.trained.checkpoint) == []
+    again = resumed(spread, tmp_path)
+    assert again.losses == spread.losses[2:]
+
+
+@pytest.mark.slow
+def test_tied_heads_are_saved_once(ran: Trainer) -> None:
+    for plan in ("ddp", "fsdp2"):
+        run = ran(plan, model="qwen2_tied")
+        assert "lm_head.weight" not in run.trained.digests
+        assert trl.check(run.run, run.trained, run.trained.checkpoint) == []
+    same_as(ran("fsdp2", model="qwen2_tied"), ran("ddp", model="qwen2_tied"))
+
+
+@pytest.mark.slow
+def test_bfloat16_keeps_float32_weights_and_a_16_bit_base(ran: Trainer) -> None:
+    full = ran("fsdp2", bf16=True, gradient_checkpointing=True)
+    same = ran("fsdp2", gradient_checkpointing=True)
+    assert full.losses == pytest.approx(same.losses, abs=0.02)
+    assert {str(t.dtype) for t in api.open(full.trained.checkpoint).tensors.values()} == {"float32"}
+    lora = ran("fsdp2", lora=True, bf16=True, gradient_checkpointing=True)
+    assert lora.losses == pytest.approx(ran("ddp", lora=True).losses, abs=0.02)

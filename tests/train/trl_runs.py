@@ -1,0 +1,126 @@
+"""Runs of the TRL engine in processes of their own, which start from a server that has imported the frameworks."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from reshard.train.engine import Trained
+from reshard.train.run import RECORD, Run
+
+PRELOADED = (
+    *("reshard.train.trl.training", "reshard.train.worker", "datasets", "peft", "accelerate"),
+    *("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer"),
+    *("transformers.models.qwen3.modeling_qwen3", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
+)
+TIMEOUT = 400
+STEPS = {"max_steps": 4, "save_steps": 2, "learning_rate": 1e-3, "gradient_checkpointing": False}
+"""What all runs here take; four samples a step, however many ranks there are."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A run that has ended. `log` is what its ranks said, `failed` whether one of them did."""
+
+    run: Run
+    failed: bool
+
+    @property
+    def log(self) -> str:
+        return "".join(file.read_text() for file in sorted(self.run.output.glob("rank-*.log")))
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        file = self.run.output / "metrics.jsonl"
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        return [row for row in rows if row["event"] == "step"]
+
+    @property
+    def losses(self) -> list[float]:
+        return [row["loss"] for row in self.rows]
+
+    @property
+    def trained(self) -> Trained:
+        content = json.loads((self.run.output / "trained.json").read_text())
+        return Trained(Path(content["checkpoint"]), content["step"], content["digests"])
+
+
+def train(run: Run, world_size: int, before: str = "") -> Ran:
+    """Train on so many ranks. `before` is a `module:function` that each calls first."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    run.output.mkdir(parents=True, exist_ok=True)
+    (run.output / RECORD).write_text(json.dumps(run.as_dict()))
+    port = _free_port()
+    ranks = [
+        context.Process(target=be_rank, args=(run.output, rank, world_size, port, before))
+        for rank in range(world_size)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(TIMEOUT)
+    failed = any(rank.exitcode != 0 for rank in ranks)
+    for rank in ranks:
+        rank.kill()
+    return Ran(run, failed)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def be_rank(output: Path, rank: int, world_size: int, port: int, before: str) -> None:
+    """One rank, as torchrun would start it."""
+    log = os.open(output / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.chdir(Path(__file__).parent)  # where rewards lie
+    if world_size > 1:
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+        os.environ.update({name: str(value) for name, value in place.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    status = 1
+    try:
+        _work(output, before)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _work(output: Path, before: str) -> None:
+    import torch
+
+    from reshard.train.monitor import monitor_of
+    from reshard.train.worker import work
+
+    torch.set_num_threads(1)
+    run = Run.read(output)
+    if before:
+        module, _, name = before.partition(":")
+        function: Callable[[], None] = getattr(import_module(module), name)
+        function()
+    work(run, monitor_of(run))
+
+
+def without_cpu_adaptation() -> None:
+    """accelerate as it is: on a CPU it passes over FSDP without a word."""
+    from reshard.train.trl import cpu
+
+    cpu.prepare = lambda: None
