@@ -47,7 +47,7 @@ def stations(output: Path, steps: int) -> Iterator[Station]:
         result=Path(model),
     )
     folders = ("--model", model, "--data", text, "-o", run)
-    layout = "--nproc 4 --tp 2 --pp 2 --ep 2 --expert_tensor_parallel_size 1".split()
+    layout = ["--nproc", "4", "--tp", "2", "--pp", "2", "--ep", "2", "--expert_tensor_parallel_size", "1"]
     batches = f"--seq_length 320 --global_batch_size 4 --train_iters {steps} --lr 5e-3 --bf16".split()
     yield Station(
         "Train it on Megatron-Core at TP2 · PP2 · EP2, on four ranks; each reads its own part of the folder",
