@@ -10,9 +10,8 @@ import pytest
 
 from reshard.errors import ReshardError
 from reshard.train import megatron
-from reshard.train.megatron.batches import steps_of
+from reshard.train.megatron.batches import schedule, steps_of, uses_transformer_engine
 from reshard.train.megatron.options import Options, read
-from reshard.train.megatron.setup import schedule, uses_transformer_engine
 from reshard.train.run import Run, Spread
 from tests.train.conftest import chats, write_lines
 

@@ -50,6 +50,22 @@ def steps_of(options: Options, spread: Spread, world_size: int, sequences: int) 
     return Steps(replicas, options.micro_batch_size, size, total)
 
 
+def schedule(options: Options, steps: Steps) -> tuple[int, int]:
+    """Steps of the decay and of the warm-up in it. Raises ReshardError if nothing is left behind the warm-up."""
+    decay = options.lr_decay_iters or steps.total
+    warmup = options.lr_warmup_iters
+    if warmup is None:
+        warmup = int(options.lr_warmup_fraction * decay)
+    if warmup >= decay:
+        raise ReshardError(
+            "the warm-up is as long as the run",
+            expected=f"less than {decay} steps",
+            found=f"lr_warmup_iters {warmup}",
+            remedy="lower lr_warmup_iters or lr_warmup_fraction, or raise train_iters",
+        )
+    return decay, warmup
+
+
 def _sizes(options: Options, spread: Spread, world_size: int) -> list[Problem]:
     problems = []
     model_ranks = spread.tp * spread.pp * spread.cp
@@ -92,12 +108,15 @@ def _sizes(options: Options, spread: Spread, world_size: int) -> list[Problem]:
 def batches(run: Run, world_size: int, samples: int) -> Batches:
     """The arithmetic of a run. Packed samples share sequences: how many is counted on the first of them."""
     options = read(run)
+    if run.spread.cp > 1:
+        uses_transformer_engine(options, run.spread)
     sequences = samples
     if options.pack and not options.train_iters:
         from reshard.train.megatron.rows import forecast
 
         sequences = forecast(run, options, samples)
     steps = steps_of(options, run.spread, world_size, sequences)
+    schedule(options, steps)
     return Batches(
         per_device=steps.micro,
         accumulation=steps.microbatches,
@@ -136,3 +155,31 @@ def has_gpu() -> bool:
     import torch
 
     return bool(torch.cuda.is_available())
+
+
+def uses_transformer_engine(options: Options, spread: Spread) -> bool:
+    """Whose layers are built. Raises ReshardError for what those cannot do."""
+    there = _has_transformer_engine()
+    wanted = options.transformer_impl or ("transformer_engine" if there and has_gpu() else "local")
+    if wanted == "transformer_engine" and not there:
+        raise ReshardError(
+            "TransformerEngine is not installed",
+            found="--transformer_impl transformer_engine",
+            remedy="pip install transformer_engine[pytorch], or --transformer_impl local",
+        )
+    if wanted == "local" and spread.cp > 1:
+        raise ReshardError(
+            "context parallel attention needs TransformerEngine",
+            rule="the attention of the local spec sees the whole sequence on each rank",
+            found=f"--cp {spread.cp} with the local spec",
+            remedy="leave out --cp, or install TransformerEngine on a machine with GPUs",
+        )
+    return wanted == "transformer_engine"
+
+
+def _has_transformer_engine() -> bool:
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except (ImportError, OSError):
+        return False
+    return True

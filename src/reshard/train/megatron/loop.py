@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from reshard.errors import ReshardError
 from reshard.formats import iterations
 from reshard.train.engine import Monitor, Trained
 from reshard.train.megatron import proof, rows, store
-from reshard.train.megatron.batches import steps_of
+from reshard.train.megatron.batches import steps_of, uses_transformer_engine
 from reshard.train.megatron.options import Options, read
-from reshard.train.megatron.setup import Trainee, open_weights, prepare, start, uses_transformer_engine
+from reshard.train.megatron.setup import Trainee, open_weights, prepare, start
 from reshard.train.megatron.step import run_step
 from reshard.train.run import Run
 
@@ -20,6 +21,7 @@ def train(run: Run, monitor: Monitor) -> Trained:
 
     options = read(run)
     transformer_engine = uses_transformer_engine(options, run.spread)
+    alone = not torch.distributed.is_initialized()
     sizes = start(run, options)
     weights = open_weights(run, options, transformer_engine)
     data = _rows(run, options, monitor)
@@ -37,6 +39,8 @@ def train(run: Run, monitor: Monitor) -> Trained:
     if torch.distributed.get_rank() == 0:
         rows.remove_rows(run)
     torch.distributed.barrier()
+    if alone:
+        torch.distributed.destroy_process_group()
     return Trained(run.output / iterations.name_of(last), last, found)
 
 
@@ -44,22 +48,20 @@ def _rows(run: Run, options: Options, monitor: Monitor) -> rows.Rows:
     """The rows of the data: rank 0 makes them, and all others map the file."""
     import torch
 
-    key, notes, failure = "", [], None
+    told: list[Any] = ["", [], []]
     if torch.distributed.get_rank() == 0:
         try:
-            key = rows.key_of(run, options)
-            notes = list(rows.store_rows(run, options, key).notes(options.seq_length or 0))
-        except Exception as error:
-            failure = error
-    told: list[Any] = [key, failure is not None]
+            told[0] = rows.key_of(run, options)
+            told[1] = list(rows.store_rows(run, options, told[0]).notes(options.seq_length or 0))
+        except ReshardError as error:
+            told[2] = error.problems
     torch.distributed.broadcast_object_list(told)
-    if failure:
-        raise failure
-    if told[1]:
-        raise SystemExit(1)  # rank 0 says why
+    key, notes, problems = told
+    if problems:
+        raise ReshardError(problems)
     for note in notes:
         monitor.note(note)
-    return rows.open_rows(run, told[0])
+    return rows.open_rows(run, key)
 
 
 def _train(trainee: Trainee, data: rows.Rows, done: int, monitor: Monitor) -> int:

@@ -11,10 +11,9 @@ from typing import Any
 from reshard.engines.megatron import cpu, parallel
 from reshard.engines.megatron.model import build_model
 from reshard.engines.megatron.parallel import ParallelSizes
-from reshard.errors import ReshardError
 from reshard.layout import Layout
 from reshard.train.megatron import lora
-from reshard.train.megatron.batches import Steps, has_gpu, is_half
+from reshard.train.megatron.batches import Steps, is_half, schedule
 from reshard.train.megatron.load import fill
 from reshard.train.megatron.options import Options
 from reshard.train.megatron.weights import Coordinates, Weights, weights_of
@@ -77,34 +76,6 @@ def start(run: Run, options: Options) -> ParallelSizes:
     return sizes
 
 
-def uses_transformer_engine(options: Options, spread: Any) -> bool:
-    """Whose layers are built. Raises ReshardError for what those cannot do."""
-    there = _has_transformer_engine()
-    wanted = options.transformer_impl or ("transformer_engine" if there and has_gpu() else "local")
-    if wanted == "transformer_engine" and not there:
-        raise ReshardError(
-            "TransformerEngine is not installed",
-            found="--transformer_impl transformer_engine",
-            remedy="pip install transformer_engine[pytorch], or --transformer_impl local",
-        )
-    if wanted == "local" and spread.cp > 1:
-        raise ReshardError(
-            "context parallel attention needs TransformerEngine",
-            rule="the attention of the local spec sees the whole sequence on each rank",
-            found=f"--cp {spread.cp} with the local spec",
-            remedy="leave out --cp, or install TransformerEngine on a machine with GPUs",
-        )
-    return wanted == "transformer_engine"
-
-
-def _has_transformer_engine() -> bool:
-    try:
-        import transformer_engine.pytorch  # noqa: F401
-    except (ImportError, OSError):
-        return False
-    return True
-
-
 def place(layout: Layout) -> Coordinates:
     """Where this rank stands. Megatron makes groups of experts where there are none; the layout of those has size 1."""
     from megatron.core import parallel_state as ps
@@ -120,38 +91,7 @@ def place(layout: Layout) -> Coordinates:
 def open_weights(run: Run, options: Options, transformer_engine: bool) -> Weights:
     """The plan of the base's weights, in the dtype in which they are trained."""
     dtype = str(dtype_of(options)).removeprefix("torch.")
-    weights = weights_of(run.model, run, options, transformer_engine=transformer_engine, dtype=dtype)
-    if not transformer_engine:
-        _refuse_spread_latent_attention(weights)
-    _refuse_unpackable(weights, options, transformer_engine)
-    return weights
-
-
-def _refuse_spread_latent_attention(weights: Weights) -> None:
-    """In megatron-core 0.16.1 (`multi_latent_attention.py`), the local spec cuts `linear_kv_down_proj` and gathers its
-    output, whose gradient then lacks what the heads of other ranks add to the rotary part of the key.
-    """
-    if weights.layout.tp > 1 and weights.model.dims.kv_lora:
-        raise ReshardError(
-            "latent attention cannot be trained tensor parallel by the local spec",
-            rule="megatron-core's local spec loses a part of the gradient of linear_kv_down_proj",
-            found=f"--tp {weights.layout.tp}, {weights.model.family.name}",
-            remedy="use --pp and --ep in the place of --tp, or install TransformerEngine",
-        )
-
-
-def _refuse_unpackable(weights: Weights, options: Options, transformer_engine: bool) -> None:
-    args = weights.model.args
-    windowed = bool(args.get("window_size")) and not transformer_engine
-    if options.pack and (windowed or args.get("mtp_num_layers")):
-        raise ReshardError(
-            "samples of this model cannot share a sequence",
-            rule="the local spec's sliding window puts its own mask in the place of the samples'"
-            if windowed
-            else "a multi-token prediction layer would foretell the next sample",
-            found="--pack true",
-            remedy="add --pack false",
-        )
+    return weights_of(run.model, run, options, transformer_engine=transformer_engine, dtype=dtype)
 
 
 def dtype_of(options: Options) -> Any:
@@ -341,19 +281,3 @@ def _scheduler(optimizer: Any, options: Options, steps: Steps) -> Any:
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
-
-
-def schedule(options: Options, steps: Steps) -> tuple[int, int]:
-    """Steps of the decay and of the warm-up in it. Raises ReshardError if nothing is left behind the warm-up."""
-    decay = options.lr_decay_iters or steps.total
-    warmup = options.lr_warmup_iters
-    if warmup is None:
-        warmup = int(options.lr_warmup_fraction * decay)
-    if warmup >= decay:
-        raise ReshardError(
-            "the warm-up is as long as the run",
-            expected=f"less than {decay} steps",
-            found=f"lr_warmup_iters {warmup}",
-            remedy="lower lr_warmup_iters or lr_warmup_fraction, or raise train_iters",
-        )
-    return decay, warmup

@@ -103,6 +103,9 @@ def weights_of(
     if problems := unequal_replicas(logical.replicas):
         raise ReshardError(problems)
     layout = layout_of(run, options, model)
+    if not transformer_engine:
+        _refuse_spread_latent_attention(model, layout)
+    _refuse_unpackable(model, options, transformer_engine)
     rows = padded_vocabulary(model.dims.vocab, options.make_vocab_size_divisible_by, layout.tp)
     model = model.padded(rows)
     natives = model.binding().native
@@ -113,6 +116,33 @@ def weights_of(
         if all(isinstance(piece.source, Dropped) for piece in bound.view.pieces)
     )
     return Weights(model, layout, rows, _states(tensors, model, layout, transformer_engine), nowhere)
+
+
+def _refuse_spread_latent_attention(model: Model, layout: Layout) -> None:
+    """In megatron-core 0.16.1 (`multi_latent_attention.py`), the local spec cuts `linear_kv_down_proj` and gathers its
+    output, whose gradient then lacks what the heads of other ranks add to the rotary part of the key.
+    """
+    if layout.tp > 1 and model.dims.kv_lora:
+        raise ReshardError(
+            "latent attention cannot be trained tensor parallel by the local spec",
+            rule="megatron-core's local spec loses a part of the gradient of linear_kv_down_proj",
+            found=f"--tp {layout.tp}, {model.family.name}",
+            remedy="use --pp and --ep in the place of --tp, or install TransformerEngine",
+        )
+
+
+def _refuse_unpackable(model: Model, options: Options, transformer_engine: bool) -> None:
+    args = model.args
+    windowed = bool(args.get("window_size")) and not transformer_engine
+    if options.pack and (windowed or args.get("mtp_num_layers")):
+        raise ReshardError(
+            "samples of this model cannot share a sequence",
+            rule="the local spec's sliding window puts its own mask in the place of the samples'"
+            if windowed
+            else "a multi-token prediction layer would foretell the next sample",
+            found="--pack true",
+            remedy="add --pack false",
+        )
 
 
 def _states(tensors: list[Planned], model: Model, layout: Layout, transformer_engine: bool) -> RankStates:

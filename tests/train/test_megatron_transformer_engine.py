@@ -1,0 +1,63 @@
+"""The layers of TransformerEngine, over its stand-in: the same losses from packed sequences, the same way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import reshard
+from reshard.train import megatron
+from reshard.train.run import Run, Spread
+from tests.train.megatron import EPSILON, assert_close, reference, run_of, train, write_chats
+
+Tiny = Callable[..., Path]
+TE: dict[str, Any] = {"transformer_impl": "transformer_engine"}
+LORA: dict[str, Any] = {"lora": True, "lora_r": 4}
+CASES = [
+    ("qwen3", 2, Spread(tp=2), {}),
+    pytest.param("qwen3", 2, Spread(pp=2), {"micro_batch_size": 2}, marks=pytest.mark.slow),
+    pytest.param("qwen3", 1, Spread(), {"pack": False, "global_batch_size": 16}, marks=pytest.mark.slow),
+    pytest.param("qwen3_moe", 2, Spread(ep=2), {}, marks=pytest.mark.slow),
+    pytest.param("deepseek_v2", 2, Spread(tp=2), {}, marks=pytest.mark.slow),
+]
+
+
+def _checked(run: Run, transformer_engine: Executor, world_size: int, final: Path) -> list[float]:
+    """The losses of a run whose folder at the end holds what was trained."""
+    seen, trained = transformer_engine.submit(train, run, world_size).result(timeout=300)
+    reshard.convert(run.output, final, base=run.model)
+    assert megatron.check(run, trained, final) == []
+    return seen.losses
+
+
+@pytest.mark.parametrize(("model", "world_size", "spread", "options"), CASES)
+def test_losses_are_those_of_transformers(
+    model: str,
+    world_size: int,
+    spread: Spread,
+    options: dict[str, Any],
+    tiny: Tiny,
+    tmp_path: Path,
+    transformer_engine: Executor,
+) -> None:
+    run = run_of(tiny(model), write_chats(tmp_path), tmp_path / "out", spread, **TE, **options)
+    assert_close(_checked(run, transformer_engine, world_size, tmp_path / "final"), reference(run.model))
+
+
+@pytest.mark.slow
+def test_adapters_see_what_the_fused_norm_gives(
+    tiny: Tiny, tmp_path: Path, transformer_engine: Executor
+) -> None:
+    data = write_chats(tmp_path)
+    local, _ = train(run_of(tiny("qwen3"), data, tmp_path / "local", **LORA))
+    run = run_of(tiny("qwen3"), data, tmp_path / "te", Spread(tp=2), **TE, **LORA)
+    seen, trained = transformer_engine.submit(train, run, 2).result(timeout=300)
+    assert seen.losses == pytest.approx(local.losses, abs=EPSILON)
+    reshard.convert(run.output, tmp_path / "final", base=run.model)
+    assert megatron.check(run, trained, tmp_path / "final") == []
