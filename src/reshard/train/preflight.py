@@ -206,7 +206,7 @@ class _Looking:
         if not run.data.exists():
             return 0, []
         refuses = tokens.probe(tokenizer) if tokenizer is not None else data.ANY_TEMPLATE
-        found = self._try(lambda: tokens.draw(data.read_records(run.data, run.method, refuses)))
+        found = tokens.draw(self._good(data.read_records(run.data, run.method, refuses)))
         for file in self._try(lambda: data.held_out(run.data)) or []:
             self.found.append(
                 Problem(
@@ -216,7 +216,14 @@ class _Looking:
                     severity="warning",
                 )
             )
-        return found or (0, [])
+        return found
+
+    def _good(self, rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """The records that are right; what is wrong with the others is said when all are read."""
+        try:
+            yield from rows
+        except ReshardError as error:
+            self.found += error.problems
 
     def _sized(
         self,
@@ -401,7 +408,9 @@ def _interval(options: dict[str, Any]) -> float | None:
 
 def _files(run: Run, batches: Batches | None) -> list[str]:
     """What will lie in the output, by its name there."""
-    steps = batches.steps if batches else 0
-    checkpoint = f"checkpoint-{steps}/" if run.engine == "trl" else f"iter_{steps:07d}/"
+    trl = run.engine == "trl"
+    checkpoint = "checkpoint-*/" if trl else "iter_*/"
+    if batches:
+        checkpoint = f"checkpoint-{batches.steps}/" if trl else f"iter_{batches.steps:07d}/"
     names = [RECORD, "train.log", "metrics.jsonl", "report.html", checkpoint, "final/"]
     return [*names, *(["merged/"] if run.lora and run.merge else [])]
