@@ -1,0 +1,256 @@
+"""Options of the TRL engine: under their own names, typed, refused with the nearest right one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reshard.errors import Problem, ReshardError
+from reshard.train import trl
+from reshard.train.run import Run, Spread
+from reshard.train.trl import defaults, environment, reward
+
+FOLDER = Path(__file__).parent
+
+
+def run_of(method: str = "sft", lora: bool = False, spread: Spread | None = None, **options: Any) -> Run:
+    return Run(
+        method,
+        Path("model"),
+        Path("data.jsonl"),
+        Path("out"),
+        lora=lora,
+        spread=spread or Spread(),
+        reward="rewards:variety" if method == "grpo" else None,
+        options=options,
+    )
+
+
+def refused(function: Callable[..., Any], *given: Any) -> list[Problem]:
+    with pytest.raises(ReshardError) as caught:
+        function(*given)
+    return caught.value.problems
+
+
+@pytest.fixture(autouse=True)
+def _where_rewards_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(FOLDER)
+
+
+def test_words_of_the_command_line_become_the_types_of_trl() -> None:
+    typed = trl.options(
+        run_of(
+            lora=True,
+            learning_rate="2e-5",
+            max_steps="7",
+            packing=True,
+            gradient_checkpointing="false",
+            lr_scheduler_kwargs='{"num_cycles": 2}',
+            lora_target_modules=["q_proj", "v_proj"],
+            lora_r="8",
+            optim="adamw_torch",
+        )
+    )
+    assert (typed["learning_rate"], typed["max_steps"], typed["packing"]) == (2e-5, 7, True)
+    assert (typed["gradient_checkpointing"], typed["lr_scheduler_kwargs"]) == (False, {"num_cycles": 2})
+    assert (typed["lora_target_modules"], typed["lora_r"]) == (["q_proj", "v_proj"], 8)
+
+
+def test_values_of_yaml_become_the_types_of_trl() -> None:
+    typed = trl.options(
+        run_of(learning_rate="1e-5", warmup_steps=0.1, chat_template_path=None, save_steps=10)
+    )
+    assert (typed["learning_rate"], typed["save_steps"]) == (1e-5, 10)
+    assert typed["chat_template_path"] is None
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
+def test_everything_that_trl_takes_is_listed_and_taken(method: str) -> None:
+    from reshard.train.trl.arguments import arguments_of
+
+    listed = {option.name for option in trl.known_options(method)}
+    run = run_of(method)
+    assert {"learning_rate", "lora_r", "dtype", "attn_implementation"} <= listed
+    assert not listed & {"output_dir", "deepspeed", "fsdp"}
+    assert listed <= trl.options(run).keys()
+    arguments = arguments_of(run, trl.options(run))
+    assert arguments.report_to == []
+    assert arguments.model_init_kwargs["device_map"] is None
+
+
+def test_defaults_avoid_the_traps() -> None:
+    full, lora = trl.options(run_of()), trl.options(run_of(lora=True))
+    assert (full["logging_steps"], full["report_to"], full["attn_implementation"]) == (1, "none", "sdpa")
+    assert full["gradient_checkpointing_kwargs"] == {"use_reentrant": False}
+    assert (lora["lora_r"], lora["lora_alpha"], lora["lora_target_modules"]) == (16, 32, ["all-linear"])
+
+
+@pytest.mark.parametrize(
+    ("capability", "lora", "said", "expected"),
+    [
+        (8.0, False, {}, (True, False, "float32")),
+        (8.0, True, {}, (True, False, "bfloat16")),
+        (7.0, False, {}, (False, True, "float32")),
+        (7.0, True, {}, (False, True, "float16")),
+        (9.0, False, {"fp16": True}, (False, True, "float32")),
+        (9.0, True, {"bf16": False}, (False, False, "float32")),
+    ],
+)
+def test_bfloat16_is_taken_where_the_gpu_computes_in_it(
+    capability: float, lora: bool, said: dict[str, bool], expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from reshard.doctor.environment import Environment, Gpu
+
+    place = Environment({}, [Gpu("a GPU", capability, 1 << 34)], None, {})
+    monkeypatch.setattr(defaults, "look_around", lambda: place)
+    monkeypatch.setattr(defaults, "has_gpu", lambda: True)
+    chosen = defaults.defaults_of(run_of(lora=lora), said) | said
+    assert (chosen["bf16"], chosen["fp16"], chosen["dtype"]) == expected
+
+
+def test_all_unknown_options_are_named_with_the_nearest_right_one() -> None:
+    problems = refused(trl.options, run_of(learning_rat=1, max_seq_length=512, tokenizer="x", zzzz=1))
+    cures = {problem.message.split()[-1]: problem.remedy for problem in problems}
+    assert cures == {
+        "learning_rat": "did you mean --learning_rate?",
+        "max_seq_length": "it is called max_length now",
+        "tokenizer": cures["tokenizer"],
+        "zzzz": "--options lists those that there are",
+    }
+
+
+def test_a_removed_option_is_said_to_be_removed() -> None:
+    (problem,) = refused(trl.options, run_of("grpo", max_prompt_length=64))
+    assert (problem.message, problem.remedy) == (
+        "GRPOConfig has no option max_prompt_length",
+        "leave it out: it was removed",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_steps", "many"), ("packing", "perhaps"), ("learning_rate", ["1", "2"]), ("dtype", "int8")],
+)
+def test_a_value_of_another_type_is_refused(name: str, value: Any) -> None:
+    (problem,) = refused(trl.options, run_of(**{name: value}))
+    assert problem.message == f"--{name} cannot be understood"
+    assert problem.found == repr(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "cure"),
+    [
+        ("device_map", "auto", "device_map=None"),
+        ("output_dir", "x", "-o"),
+        ("fsdp", "full_shard", "--parallel fsdp2"),
+        ("deepspeed", "ds.json", "--parallel zero2"),
+        ("resume_from_checkpoint", "x", "--resume"),
+        ("model_init_kwargs", {"device_map": "auto"}, "device_map=None"),
+        ("model_init_kwargs", '{"device_map": "auto"}', "device_map=None"),
+        ("model_init_kwargs", {"dtype": "bfloat16"}, "--dtype"),
+        ("load_in_4bit", True, "--lora"),
+        ("eval_strategy", "steps", "leave it out"),
+        ("lora_r", 8, "--lora"),
+    ],
+)
+def test_what_would_break_a_promise_is_refused_with_the_cure(name: str, value: Any, cure: str) -> None:
+    (problem,) = refused(trl.options, run_of(**{name: value}))
+    assert cure in str(problem.remedy)
+
+
+@pytest.mark.parametrize(
+    ("kind", "variables"),
+    [
+        ("ddp", {"ACCELERATE_USE_FSDP": "true"}),
+        ("ddp", {"ACCELERATE_USE_DEEPSPEED": "true"}),
+        ("fsdp2", {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}),
+        ("zero3", {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}),
+        ("ddp", {"PARALLELISM_CONFIG_TP_SIZE": "2"}),
+        ("ddp", {"ACCELERATE_MIXED_PRECISION": "fp16"}),
+        ("ddp", {"ACCELERATE_USE_MEGATRON_LM": "true"}),
+    ],
+)
+def test_variables_of_accelerate_that_contradict_the_plan_are_refused(
+    kind: str, variables: dict[str, str]
+) -> None:
+    options = {"bf16": False, "fp16": False, "use_cpu": True}
+    (problem,) = refused(environment.check, run_of(spread=Spread(kind)), options, variables)
+    assert problem.message == "an environment variable contradicts the plan"
+    assert str(problem.found).split("=")[0] in variables
+
+
+def test_variables_that_say_the_same_as_the_plan_are_fine() -> None:
+    options = {"bf16": True, "fp16": False, "use_cpu": False}
+    variables = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "ACCELERATE_MIXED_PRECISION": "bf16"}
+    environment.check(run_of(spread=Spread("fsdp2")), options, variables)
+
+
+def test_the_arithmetic_of_batches() -> None:
+    run = run_of(
+        per_device_train_batch_size=2, gradient_accumulation_steps=3, num_train_epochs=2, max_length=256
+    )
+    batches = trl.batches(run, world_size=4, samples=100)
+    assert (batches.replicas, batches.samples, batches.length) == (4, 24, 256)
+    assert batches.steps == 2 * 5  # 13 batches of 8, three to a step
+    limited = trl.batches(replace(run, options={**run.options, "max_steps": 3}), 4, 100)
+    assert limited.steps == 3
+
+
+def test_ranks_of_tensor_parallelism_see_the_same_data() -> None:
+    spread = trl.batches(run_of(spread=Spread("tp", tp=4)), world_size=4, samples=64)
+    assert spread.replicas == 1
+    (problem,) = refused(trl.batches, run_of(spread=Spread("tp", tp=2)), 4, 64)
+    assert "fsdp2" in str(problem.remedy)
+
+
+def test_grpo_counts_completions() -> None:
+    options = {"per_device_train_batch_size": 4, "num_generations": 4, "num_train_epochs": 1}
+    batches = trl.batches(run_of("grpo", **options), world_size=2, samples=64)
+    assert batches.steps == 32  # two prompts a step, four completions each
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"per_device_train_batch_size": 3, "num_generations": 4},
+            "the batch of GRPO does not hold whole groups",
+        ),
+        ({"num_generations": 1}, "GRPO needs at least two completions for each prompt"),
+    ],
+)
+def test_groups_that_do_not_come_out_are_refused_in_the_words_of_the_doctor(
+    options: Any, message: str
+) -> None:
+    (problem,) = refused(trl.batches, run_of("grpo", **options), 2, 64)
+    assert problem.message == message
+    assert problem.remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("rewards", "--reward names no function"),
+        ("absent:score", "the module of --reward is not there"),
+        ("rewards:absent", "the module of --reward has no such function"),
+        ("rewards:NOT_CALLABLE", "the reward is no function"),
+    ],
+)
+def test_a_reward_that_cannot_be_had_is_named(name: str, message: str) -> None:
+    (problem,) = refused(trl.options, replace(run_of("grpo"), reward=name))
+    assert problem.message == message
+    assert reward.load("rewards:variety")([[{"content": "aab"}]]) == [2.0]
+
+
+def test_what_a_parameter_weighs() -> None:
+    full, lora = trl.precision(run_of()), trl.precision(run_of(lora=True))
+    assert (full.weights, full.gradients, full.optimizer) == (4, 4, 8)
+    assert (lora.weights, lora.optimizer, lora.recomputation) == (4, 8, True)
+    half = trl.precision(run_of(dtype="bfloat16", bf16=True))
+    assert (half.weights, half.gradients, half.optimizer, half.activations) == (2, 2, 4, 2)
+    zero = trl.precision(run_of(spread=Spread("zero2"), dtype="bfloat16", bf16=True))
+    assert (zero.weights, zero.optimizer) == (2, 12)
