@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 import reshard
 from reshard.doctor import trainable
@@ -100,3 +102,19 @@ def test_a_head_that_is_missing_although_it_is_not_tied(hf_model: Callable[..., 
     save_file(tensors, path, {"format": "pt"})
     change(folder / "config.json", tie_word_embeddings=False)
     assert "lm_head.weight" in json.dumps([finding.as_dict("en") for finding in reshard.diagnose(folder)])
+
+
+def test_an_adapter_whose_base_is_not_there(hf_model: Callable[..., Path], tmp_path: Path) -> None:
+    base = hf_model("qwen3")
+    adapter = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, target_modules=["q_proj"])
+    )
+    adapter.save_pretrained(tmp_path / "adapter")
+    assert [finding.id for finding in reshard.diagnose(tmp_path / "adapter")] == []
+    change(tmp_path / "adapter/adapter_config.json", base_model_name_or_path="/nowhere/model")
+    (found,) = reshard.diagnose(tmp_path / "adapter")
+    assert found.id == "checkpoint-adapter-base" and "/nowhere/model" in found.cause.en
+    with pytest.raises(Exception, match="/nowhere/model"):  # by its name, on the hub
+        AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    change(tmp_path / "adapter/adapter_config.json", base_model_name_or_path="Qwen/Qwen3-8B")
+    assert reshard.diagnose(tmp_path / "adapter") == []

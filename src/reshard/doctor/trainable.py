@@ -23,6 +23,8 @@ def trainability(checkpoint: Checkpoint) -> Iterator[Finding]:
         config = read_object(config_path)
         yield from _dtype(checkpoint, config, config_path)
         yield from _tied_twice(checkpoint, config, config_path)
+    if checkpoint.format == "peft" and (path := checkpoint.path / "adapter_config.json").is_file():
+        yield from _base_of_adapter(read_object(path), path)
     if (path := companions.files.get("generation_config.json")) is not None:
         yield from _generation(read_object(path), path)
     if (path := companions.files.get("tokenizer_config.json")) is not None:
@@ -52,6 +54,15 @@ def _tied_twice(checkpoint: Checkpoint, config: Mapping[str, Any], path: Path) -
     """A head in the files of a model whose config ties it to the embedding: loading leaves it out."""
     if config.get("tie_word_embeddings") is True and "lm_head.weight" in checkpoint.tensors:
         yield told("checkpoint-tied-head", [place_of(path, '"tie_word_embeddings"')])
+
+
+def _base_of_adapter(config: Mapping[str, Any], path: Path) -> Iterator[Finding]:
+    """The folder of an adapter's base, where it names one: `owner/name` may as well be a model of the hub."""
+    base = str(config.get("base_model_name_or_path") or "")
+    is_hub = base.count("/") == 1 and not base.startswith((".", "/", "~"))
+    if (not is_hub and not (path.parent / base / "config.json").is_file()) or not base:
+        shows = place_of(path, '"base_model_name_or_path"')
+        yield told("checkpoint-adapter-base", [shows], {"base": base or "–", "adapter": path.parent})
 
 
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": None, "typical_p": 1.0}
