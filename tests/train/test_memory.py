@@ -16,6 +16,7 @@ import pytest
 from bench.models import make
 from reshard.doctor.environment import Environment, Gpu
 from reshard.engines.megatron.session import run_ranks
+from reshard.errors import ReshardError
 from reshard.formats.companions import read_object
 from reshard.train import activations, memory
 from reshard.train.activations import Kept, Widths
@@ -291,6 +292,26 @@ def held_by_fsdp2(run: Run) -> dict[str, int]:
     }
 
 
+@pytest.mark.parametrize("name", ["qwen2_tied", "qwen3_moe"])
+def test_tensor_parallel_ranks_hold_what_the_plan_of_transformers_cuts(
+    name: str, tiny: Callable[..., Path]
+) -> None:
+    run = run_on(tiny(name), spread=Spread("tp", tp=2))
+    found = memory.estimate(run, Batches(1, 1, 1, 1, 64), Precision(4, 4, 8, 4), 2, gpu=False)
+    for weights in run_ranks(2, weights_under_tp, run):
+        assert found.always["weights"] == pytest.approx(weights, rel=0.02)
+
+
+def weights_under_tp(run: Run) -> int:
+    from torch.distributed.tensor import DTensor
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    config = DistributedConfig(tp_size=2, tp_plan="auto")
+    model = AutoModelForCausalLM.from_pretrained(str(run.model), dtype="float32", distributed_config=config)
+    return nbytes(p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
+
+
 def test_generation_holds_keys_and_values_of_all_completions(tiny: Callable[..., Path]) -> None:
     import torch
 
@@ -470,3 +491,10 @@ def test_sizes_of_a_family_that_is_not_declared_are_read_from_usual_names(tiny: 
     config = read_object(tiny("qwen3") / "config.json")
     widths, plain = Widths.of(config), Widths.of({**config, "model_type": "unheard_of"})
     assert replace(widths, qk_norm=False, expert_ffn=0) == plain
+
+
+def test_a_config_without_sizes_is_a_warning_and_a_text_model_is_found_inside() -> None:
+    with pytest.raises(ReshardError) as caught:
+        Widths.of({"model_type": "qwen3", "hidden_size": 64})
+    assert [problem.severity for problem in caught.value.problems] == ["warning"]
+    assert Widths.of({"model_type": "seen", "text_config": SMALL}) == Widths.of(SMALL)

@@ -221,6 +221,21 @@ def test_text_needs_no_chat_template(run: Run, tmp_path: Path) -> None:
     assert preflight(replace(drop_template(run), data=texts), environment=NOWHERE).problems == []
 
 
+def test_a_template_may_come_from_elsewhere(run: Run, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}")
+    options = {"chat_template_path": str(template)}
+    assert preflight(replace(drop_template(run), options=options), environment=NOWHERE).problems == []
+
+
+def test_a_model_that_transformers_does_not_know_is_refused(run: Run) -> None:
+    path = run.model / "config.json"
+    config = json.loads(path.read_text()) | {"model_type": "unheard_of", "architectures": ["UnheardOf"]}
+    path.write_text(json.dumps(config))
+    problem = the("transformers cannot build the model", preflight(run, environment=NOWHERE).problems)
+    assert "unheard_of" in str(problem.found)
+
+
 def test_a_disk_that_is_too_small_is_told_from_the_checkpoints_that_are_kept(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

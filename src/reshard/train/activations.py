@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from reshard.errors import Problem, ReshardError
 from reshard.families import FAMILIES
 from reshard.families.rules import Dims
+from reshard.model import UNUSABLE
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,22 @@ class Widths:
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Widths:
-        """Those of a config.json. Raises KeyError where it lacks a size."""
+        """Those of a config.json, of its text model if it has several. Raises ReshardError where it lacks a size."""
+        config = config.get("text_config") or config
+        try:
+            return Widths._of(config)
+        except UNUSABLE as error:
+            raise ReshardError(
+                Problem(
+                    "what activations take cannot be told from config.json",
+                    found=f"{type(error).__name__}: {error}",
+                    remedy="watch the memory of the first step",
+                    severity="warning",
+                )
+            ) from None
+
+    @staticmethod
+    def _of(config: Mapping[str, Any]) -> Widths:
         family = FAMILIES.get(str(config.get("model_type")))
         if family is None:
             return _plain(config)

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from reshard.errors import ReshardError
 from reshard.formats.companions import read_object
 from reshard.train import activations
 from reshard.train.activations import Kept, Widths
@@ -49,15 +50,19 @@ class Sizes:
 
 
 def sizes_of(run: Run, options: Mapping[str, Any]) -> Sizes:
-    """The parameters of a run's model, adapters included. Takes seconds: torch and transformers are imported."""
+    """The parameters of a run's model, adapters included. Takes seconds: torch and transformers are imported.
+
+    Raises ReshardError if transformers does not know the model.
+    """
     named = ((name, options.get(name)) for name in LORA)
     hashable = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in named)
-    return _sizes(run.model, run.lora, hashable if run.lora else ())
+    trusted = bool(options.get("trust_remote_code"))
+    return _sizes(run.model, trusted, run.lora, hashable if run.lora else ())
 
 
 @lru_cache(maxsize=8)
-def _sizes(folder: Path, lora: bool, options: tuple[tuple[str, Any], ...]) -> Sizes:
-    model = on_meta(folder)
+def _sizes(folder: Path, trusted: bool, lora: bool, options: tuple[tuple[str, Any], ...]) -> Sizes:
+    model = on_meta(folder, trusted=trusted)
     plan = dict(getattr(model, "tp_plan", None) or {})
     if lora:
         model = _adapted(model, dict(options))
@@ -85,14 +90,22 @@ def _sizes(folder: Path, lora: bool, options: tuple[tuple[str, Any], ...]) -> Si
     )
 
 
-def on_meta(folder: Path) -> Any:
-    """The model of a folder without its weights. Code that the folder brings is not run."""
+def on_meta(folder: Path, *, trusted: bool) -> Any:
+    """The model of a folder without its weights. Code that the folder brings is run only if it is trusted."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    try:
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trusted)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
+    except Exception as error:  # whatever a config makes transformers raise
+        raise ReshardError(
+            "transformers cannot build the model",
+            file=str(folder),
+            found=f"{type(error).__name__}: {error}".split("\n")[0],
+            remedy="update transformers; a folder with code of its own needs --trust_remote_code, if you trust it",
+        ) from None
 
 
 def _adapted(model: Any, options: Mapping[str, Any]) -> Any:
@@ -126,7 +139,7 @@ def _is_split(name: str, plan: Mapping[str, str]) -> bool:
     plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
     module = plain.rsplit(".", 1)[0]
     styles = (style for key, style in plan.items() if fnmatch(module, key) or fnmatch(plain, key))
-    return next((("colwise" in style or "rowwise" in style) for style in styles), False)
+    return any("colwise" in style or "rowwise" in style for style in styles)
 
 
 def _merged_experts(layer: Any) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from reshard.doctor.environment import Environment, look_around
@@ -158,7 +159,7 @@ class _Looking:
         is_model = (run.model / "config.json").is_file()
         if is_model:
             self._take(checks.model(run))
-        tokenizer = self._try(lambda: _tokenizer(run)) if is_model and ready else None
+        tokenizer = self._try(lambda: _tokenizer(run, options or {})) if is_model and ready else None
         records, drawn = self._records(tokenizer)
         self._take(checks.output(run, overwrite=overwrite))
         result = Preflight(run, world_size, [], [], _devices(gpus, on_cpu), records)
@@ -306,32 +307,34 @@ class _Looking:
             )
 
 
-def _tokenizer(run: Run) -> Any:
-    """The tokenizer. Raises ReshardError if there is none, or one that knows nothing."""
+def _tokenizer(run: Run, options: dict[str, Any]) -> Any:
+    """The tokenizer with its template. Raises ReshardError if there is none, or one that knows nothing."""
+    remedy = "copy the tokenizer of the base model into the folder"
     if not find_companions(run.model).has_tokenizer:
         raise ReshardError(
             "the model has no tokenizer",
             file=str(run.model),
             rule="transformers 5 opens such a folder with a tokenizer of one token, which turns all text into nothing",
-            remedy="copy the tokenizer of the base model into the folder",
+            remedy=remedy,
         )
     from transformers import AutoTokenizer
 
+    trusted = bool(options.get("trust_remote_code"))
+    path = options.get("chat_template_path")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(run.model), trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(run.model), trust_remote_code=trusted)
+        if path and Path(path).is_file():
+            tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
+        elif path:
+            tokenizer.chat_template = AutoTokenizer.from_pretrained(str(path)).chat_template
     except Exception as error:  # whatever a broken file makes transformers raise
-        raise ReshardError(
-            "the tokenizer cannot be opened",
-            file=str(run.model),
-            found=f"{type(error).__name__}: {error}".split("\n")[0],
-            remedy="copy the tokenizer of the base model into the folder",
-        ) from None
+        found = f"{type(error).__name__}: {error}".split("\n")[0]
+        where = f"{run.model}, {path}" if path else str(run.model)
+        raise ReshardError("the tokenizer cannot be opened", file=where, found=found, remedy=remedy) from None
     if len(tokenizer) < 2 or not tokenizer("a b c")["input_ids"]:
+        found = f"{len(tokenizer)} tokens"
         raise ReshardError(
-            "the tokenizer turns text into nothing",
-            file=str(run.model),
-            found=f"{len(tokenizer)} tokens",
-            remedy="copy the tokenizer of the base model into the folder",
+            "the tokenizer turns text into nothing", file=str(run.model), found=found, remedy=remedy
         )
     return tokenizer
 
