@@ -18,7 +18,7 @@ from reshard.doctor.environment import Environment, Gpu
 from reshard.engines.megatron.session import run_ranks
 from reshard.errors import ReshardError
 from reshard.formats.companions import read_object
-from reshard.train import activations, memory
+from reshard.train import activations, memory, memory_trl
 from reshard.train.activations import Kept, Widths
 from reshard.train.engine import Batches, Precision, engine_of
 from reshard.train.memory import GIB, Memory
@@ -197,29 +197,36 @@ def test_activations_are_those_that_autograd_keeps(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "autocast", "again"),
-    [("float32", False, False), ("bfloat16", True, False), ("float32", False, True)],
+    ("config", "dtype", "autocast", "again"),
+    [
+        (SMALL, "float32", False, False),
+        (SMALL, "bfloat16", True, False),
+        (SMALL, "float32", False, True),
+        ({**SMALL, **EXPERTS}, "float32", False, False),
+    ],
 )
-def test_adapters_keep_inputs_but_not_what_frozen_norms_would(
-    dtype: str, autocast: bool, again: bool, tmp_path: Path
+def test_adapters_keep_inputs_and_merged_experts_but_not_what_frozen_norms_would(
+    config: dict[str, Any], dtype: str, autocast: bool, again: bool, tmp_path: Path
 ) -> None:
     import torch
 
-    run = run_on(small(tmp_path / "model", SMALL), lora=True, options={"lora_r": 8})
+    run = run_on(small(tmp_path / "model", config), lora=True, options={"lora_r": 8})
     model = trainable(run, dtype)
     if again:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
     with saved_tensors(model) as kept, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         model.get_base_model().model(tokens_of(model))
-    widths = Widths.of(SMALL)
-    width = 2 if autocast else 4
+    widths, width = Widths.of(config), 2 if autocast else 4
     case = Kept(computed=width, residual=width, frozen=True)
     layers = activations.of_layers(widths, case, LENGTH)
     if again:
         layers = widths.layers * activations.between_layers(widths, case)
-    expected = SEQUENCES * LENGTH * (layers + activations.of_ends(widths, case))
-    assert expected == pytest.approx(kept.nbytes(), rel=0.25)
+    merged = memory_trl.sizes_of(run, engine_of(run).options(run)).experts * width * widths.sparse
+    norm = activations.of_ends(widths, case) - width * widths.hidden  # the head is left out here
+    expected = SEQUENCES * LENGTH * (layers + norm) + merged
+    assert expected == pytest.approx(kept.nbytes(), rel=0.1)
+    assert (merged > 0) is ("num_experts" in config)
 
 
 @pytest.mark.parametrize(("lora", "autocast", "again"), [(False, True, False), (True, False, True)])

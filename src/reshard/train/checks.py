@@ -18,7 +18,6 @@ from reshard.doctor.finding import Finding, Place
 from reshard.doctor.rules import told
 from reshard.errors import Problem, ReshardError
 from reshard.formats import iterations
-from reshard.formats.companions import find_companions
 from reshard.train import data
 from reshard.train.run import RECORD, Run, read_record
 
@@ -39,8 +38,13 @@ RULES = ("env-device-map-tp", "env-accelerate-fsdp2-lora", "env-trl-transformers
 """Rules of the environment that can break a run of TRL. Those about launches do not: reshard sets these itself."""
 MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 """Device maps of accelerate that spread a model over devices."""
-HARMLESS = ("checkpoint-use-cache", "checkpoint-tokenizer-of-5", "checkpoint-no-template")
-"""What the doctor says of a model folder that does not touch training, or that depends on the data."""
+HARMLESS = (
+    "checkpoint-use-cache",
+    "checkpoint-tokenizer-of-5",
+    "checkpoint-no-template",
+    "checkpoint-lacks",
+)
+"""What the doctor says of a model folder that does not touch training, or that other looks ask for."""
 
 
 def problem_of(finding: Finding, severity: str | None = None) -> Problem:
@@ -185,16 +189,13 @@ def visible(environment: Environment) -> list[Gpu]:
 
 
 def model(run: Run) -> Iterator[Problem]:
-    """Whether the model folder is whole. Without a tokenizer nothing can be trained on text."""
+    """Whether the weights of the model folder are whole, and what else the doctor finds there."""
     try:
         findings = diagnose(run.model)
     except ReshardError as error:
         yield from error.problems
         return
-    bare = not find_companions(run.model).has_tokenizer
-    for finding in findings:
-        if finding.id not in HARMLESS:
-            yield problem_of(finding, "error" if bare and finding.id == "checkpoint-lacks" else None)
+    yield from (problem_of(finding) for finding in findings if finding.id not in HARMLESS)
 
 
 def layout(run: Run) -> Iterator[Problem]:
