@@ -24,6 +24,7 @@ PRELOADED = (
     *("transformers.models.qwen3.modeling_qwen3", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
 )
 TIMEOUT = 400
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # where DeepSpeed is installed: before it is imported
 STEPS = {"max_steps": 4, "save_steps": 2, "learning_rate": 1e-3, "gradient_checkpointing": False}
 """What all runs here take; four samples a step, however many ranks there are."""
 

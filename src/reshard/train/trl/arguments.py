@@ -20,7 +20,7 @@ def arguments_of(run: Run, options: Mapping[str, Any]) -> Any:
         **stated,
         output_dir=str(run.output),
         model_init_kwargs=model_arguments(run, options),
-        **parallelism.arguments(run),
+        **parallelism.arguments(run, options),
     )
     if run.method == "grpo":
         # TRL counts tensor parallel ranks as if each saw other prompts, and would skip some and repeat others.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,9 @@ def model_of(run: Run, options: Mapping[str, Any], checkpoint: Path | None) -> A
     """
     from transformers import AutoModelForCausalLM
 
+    if run.spread.kind == "fsdp2":
+        # transformers looks for this variable of `accelerate launch`, together with what TrainingArguments has set.
+        os.environ["ACCELERATE_USE_FSDP"] = "true"
     own = checkpoint is not None and not run.lora and not run.spread.kind.startswith("zero")
     folder = checkpoint if own else run.model
     model = AutoModelForCausalLM.from_pretrained(
@@ -77,6 +81,27 @@ def model_of(run: Run, options: Mapping[str, Any], checkpoint: Path | None) -> A
     )
     model.config._name_or_path = str(run.model)
     model.name_or_path = str(run.model)
+    return model
+
+
+def reference_of(run: Run, options: Mapping[str, Any]) -> Any:
+    """The reference model of DPO under FSDP2, sharded layer by layer.
+
+    TRL 1.16 shards it as one group (`prepare_fsdp`), so that each forward pass would hold all of it on each rank.
+    """
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        run.model, trust_remote_code=bool(options["trust_remote_code"]), **model_arguments(run, options)
+    )
+    half = torch.bfloat16 if options["bf16"] else torch.float16 if options["fp16"] else None
+    policy = MixedPrecisionPolicy(param_dtype=half)
+    layers = set(model._no_split_modules or ())
+    for module in [each for each in model.modules() if type(each).__name__ in layers]:
+        fully_shard(module, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
     return model
 
 

@@ -10,23 +10,34 @@ from reshard.errors import ReshardError
 from reshard.train.run import Run
 
 
-def arguments(run: Run) -> dict[str, Any]:
+def arguments(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:
     """What TrainingArguments is told of the plan."""
     kind = run.spread.kind
     if kind == "fsdp2":
-        return {"fsdp": True, "fsdp_config": fsdp(run)}
+        return {"fsdp": True, "fsdp_config": fsdp(run, options)}
     if kind in ("zero2", "zero3"):
         return {"deepspeed": zero(int(kind[-1]))}
     return {}
 
 
-def fsdp(run: Run) -> dict[str, Any]:
+def fsdp(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:
     """accelerate's FSDP2, by the layers that the model names in `_no_split_modules`.
 
-    Every rank loads the weights: with cpu_ram_efficient_loading the first one alone would, and TRL's reference model
-    would stay empty on the others, since only the trained model is sent to them.
+    The first rank of a node reads the weights and sends them round, so that the host holds the model once. Not where
+    there is a reference model: only the trained one is sent, and TRL's reference would stay empty on other ranks.
     """
-    return {"version": 2, "cpu_ram_efficient_loading": False, "state_dict_type": "SHARDED_STATE_DICT"}
+    return {
+        "version": 2,
+        "cpu_ram_efficient_loading": not has_reference(run, options),
+        "state_dict_type": "SHARDED_STATE_DICT",
+    }
+
+
+def has_reference(run: Run, options: Mapping[str, Any]) -> bool:
+    """Whether TRL holds a second model: with LoRA the base is the reference."""
+    if run.lora or run.method == "sft":
+        return False
+    return run.method == "dpo" or float(options["beta"]) != 0
 
 
 def zero(stage: int) -> dict[str, Any]:

@@ -82,6 +82,12 @@ def trainer_of(
 ) -> Any:
     """The trainer of a run. Nothing is wrapped or sharded yet."""
     more: dict[str, Any] = {"reward_funcs": reward.load(str(run.reward))} if run.method == "grpo" else {}
+    if (
+        run.method == "dpo"
+        and run.spread.kind == "fsdp2"
+        and not (run.lora or options["precompute_ref_log_probs"])
+    ):
+        more["ref_model"] = loading.reference_of(run, options)
     if run.lora:
         more["peft_config"] = loading.adapter_config(options)
     save_only, arguments.save_only_model = (

@@ -88,9 +88,9 @@ def gathered(tensor: Any) -> Any:
         whole = tensor.detach().full_tensor()
         return whole.cpu() if rank() == 0 else None
     if hasattr(tensor, "ds_id"):
-        from deepspeed.zero import GatheredParameters  # type: ignore[import-not-found]
+        import deepspeed  # type: ignore[import-not-found]
 
-        with GatheredParameters([tensor]):
+        with deepspeed.zero.GatheredParameters([tensor]):
             return tensor.detach().cpu().clone() if rank() == 0 else None
     return tensor.detach().cpu() if rank() == 0 else None
 
