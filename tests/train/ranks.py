@@ -69,7 +69,7 @@ def _fail(how: str) -> None:
 
 def _leave_pid(run: Run) -> None:
     """Its own process, and one that it has started."""
-    child = subprocess.Popen(["sleep", "300"])
+    child = subprocess.Popen(["sleep", "300"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     folder = run.output / "pids"
     folder.mkdir(exist_ok=True)
     (folder / os.environ["RANK"]).write_text(f"{os.getpid()} {child.pid}")

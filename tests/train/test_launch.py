@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -160,6 +161,46 @@ def test_a_rank_that_torchrun_has_started_is_taken(make_run: Callable[..., Run])
     assert "torch.distributed.run --" not in done.stderr
     assert "rank 1 of 2 is there" in done.stdout
     assert history_of(run.output).outcome == "trained" and history_of(run.output).done == 3
+
+
+@pytest.mark.slow
+def test_the_one_process_of_accelerate_launch_is_taken(make_run: Callable[..., Run]) -> None:
+    run = make_run(ranks=Ranks())
+    run.output.mkdir()
+    (run.output / "asked.json").write_text(json.dumps(run.as_dict()))
+    (run.output / "launcher.py").write_text(LAUNCHER)
+    words = ["--cpu", "--num_processes=1", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
+    module = [sys.executable, "-m", "accelerate.commands.launch", *words]
+    done = subprocess.run(
+        [*module, str(run.output / "launcher.py"), str(run.output / "asked.json")],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "in the place that accelerate launch gave: rank 0 of 1" in done.stderr
+    assert history_of(run.output).outcome == "trained" and history_of(run.output).done == 3
+
+
+@pytest.mark.slow
+def test_the_same_command_on_two_nodes_is_one_run(make_run: Callable[..., Run]) -> None:
+    """Both nodes are this machine, with one output between them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for node in (1, 0):
+        run = make_run(ranks=Ranks(1, 2, node, f"127.0.0.1:{port}"))
+        run.output.mkdir(exist_ok=True)
+        record = run.output / f"asked-{node}.json"
+        record.write_text(json.dumps(run.as_dict()))
+        words = [sys.executable, "-c", LAUNCHER, str(record)]
+        processes.append(subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY))
+    second, first = (process.communicate(timeout=120)[1] for process in processes)
+    assert [process.returncode for process in processes] == [0, 0], first + second
+    assert "step 3/3  loss 0.6667" in first and "step" not in second
+    assert "rank 1 of 2 is there" in (run.output / "train-node1.log").read_text()
+    assert Run.read(run.output).ranks.node_rank == 0
 
 
 def test_a_second_attempt_keeps_the_log_of_the_first(make_run: Callable[..., Run]) -> None:

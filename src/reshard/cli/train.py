@@ -115,6 +115,8 @@ def _method(name: str, help_text: str) -> None:
         if list_options:
             _print_options(name, flags["engine"] or "trl")
             return
+        from reshard.cli.doctor import locale_language
+
         run = run_of(name, flags, rest, config)
         silent = quiet or json_output
         outcome = start(
@@ -123,6 +125,7 @@ def _method(name: str, help_text: str) -> None:
             dry_run=dry_run,
             overwrite=overwrite,
             quiet=silent,
+            language=locale_language(),
             on_preflight=lambda found: (
                 None if json_output else _print_preflight(found, quiet=quiet, starts=not dry_run)
             ),

@@ -111,7 +111,7 @@ def _final(run: Run, trained: Trained, draft: Path, on_bytes: OnBytes) -> Iterat
 
 def _made(checkpoint: Path, folder: Path, on_bytes: OnBytes, *, merge: bool = False) -> str:
     plan = export(checkpoint, folder, merge=merge, on_bytes=on_bytes).plan
-    return f"{plan.tensors} tensors, {plan.parameters:,} parameters, from {checkpoint.name}"
+    return f"{plan.tensors} tensors, {plan.parameters:,} parameters, from {checkpoint.name.removesuffix(UNCHECKED)}"
 
 
 def _bits(run: Run, trained: Trained, folder: Path) -> str:

@@ -41,6 +41,7 @@ def start(
     dry_run: bool = False,
     overwrite: bool = False,
     quiet: bool = False,
+    language: str = "en",
     on_preflight: Callable[[Preflight], None] = lambda found: None,
 ) -> Outcome:
     """Train, or be one of the ranks that train, and make the folder at the end.
@@ -63,7 +64,7 @@ def start(
         return Outcome(0, found)
     if found and overwrite and not run.resume:
         clear(run.output)
-    status = launch.launch(run, found.as_dict() if found else {}, quiet=quiet)
+    status = launch.launch(run, found.as_dict() if found else {}, quiet=quiet, language=language)
     if status or not found:
         return Outcome(status, found)
     from reshard.train.finish import finish
@@ -73,8 +74,9 @@ def start(
 
 
 MADE = {
-    *("checkpoint-*", "iter_*", "latest_checkpointed_iteration.txt", "final", "merged"),
+    *("checkpoint-*", "iter_*", "latest_checkpointed_iteration.txt", "final", "merged", "*.unchecked"),
     *(RECORD, "trained.json", "problems.json", "metrics.jsonl", "report.html", "train*.log", "logs*"),
+    "tensorboard",
 }
 """What a run leaves in its output. Files of the model beside Megatron's checkpoints are written over."""
 

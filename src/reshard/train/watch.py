@@ -43,6 +43,8 @@ class Watch:
         """Take a row in, and show it."""
         self.history.add(row)
         self._new = True
+        if not self._leads:
+            return
         if row["event"] == "saved":
             self._display.say(f"saved {escape(row['checkpoint'])}")
         elif row["event"] == "note":
