@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from reshard.train.run import Run, Spread
 from tests.train.trl_runs import STEPS, Ran, train
 
 Trainer = Callable[..., Ran]
-PLANS = {"one": 1, "ddp": 2, "fsdp2": 2, "tp": 2}
+PLANS = {"one": 1, "ddp": 2, "fsdp2": 2, "tp": 2, "zero2": 2, "zero3": 2}
 FOUR_DIGITS = 1e-4
 BESIDE = {
     "config.json",
@@ -83,9 +84,7 @@ def resumed(ran: Ran, tmp_path: Path) -> Ran:
     shutil.copytree(ran.run.output / "checkpoint-2", output / "checkpoint-2")
     (output / "checkpoint-4").mkdir()
     (output / "checkpoint-4/model.safetensors").write_bytes(b"half a fi")
-    return train(
-        replace(ran.run, output=output, resume=True), PLANS["tp" if ran.run.spread.tp > 1 else "ddp"]
-    )
+    return train(replace(ran.run, output=output, resume=True), PLANS[ran.run.spread.kind])
 
 
 def same_as(ran: Ran, other: Ran) -> None:
@@ -245,6 +244,34 @@ def test_experts_are_saved_as_the_hub_has_them(plan: str, ep: int, ran: Trainer,
     assert trl.check(spread.run, spread.trained, spread.trained.checkpoint) == []
     again = resumed(spread, tmp_path)
     assert again.losses == spread.losses[2:]
+
+
+needs_deepspeed = pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="pip install deepspeed, and DS_ACCELERATOR=cpu"
+)
+
+
+@pytest.mark.slow
+@needs_deepspeed
+@pytest.mark.parametrize("plan", ["zero2", "zero3"])
+@pytest.mark.parametrize("lora", [False, True])
+def test_zero_has_the_losses_of_ddp_and_goes_on(plan: str, lora: bool, ran: Trainer, tmp_path: Path) -> None:
+    zero = ran(plan, lora=lora)
+    same_as(zero, ran("ddp", lora=lora))
+    assert trl.check(zero.run, zero.trained, zero.trained.checkpoint) == []
+    assert zero.trained.digests.keys() == ran("ddp", lora=lora).trained.digests.keys()
+    again = resumed(zero, tmp_path)
+    assert again.losses == zero.losses[2:]
+    assert again.trained.digests == zero.trained.digests
+
+
+@pytest.mark.slow
+@needs_deepspeed
+@pytest.mark.parametrize("plan", ["zero2", "zero3"])
+@pytest.mark.parametrize("method", ["dpo", "grpo"])
+def test_dpo_and_grpo_under_zero_have_the_losses_of_ddp(plan: str, method: str, ran: Trainer) -> None:
+    options = {"beta": 0.1} if method == "grpo" else {}
+    same_as(ran(plan, method, **options), ran("ddp", method, **options))
 
 
 @pytest.mark.slow
