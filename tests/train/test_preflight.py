@@ -113,6 +113,14 @@ def test_all_that_is_wrong_is_said_at_once(run: Run, tmp_path: Path) -> None:
     assert all(problem.remedy or problem.expected for problem in found.problems)
 
 
+def test_without_data_everything_else_is_still_looked_at(run: Run, tmp_path: Path) -> None:
+    wrong = replace(run, data=tmp_path / "nothing.jsonl", options={"learning_rat": "1"})
+    assert messages(preflight(wrong, environment=NOWHERE).problems) == [
+        "there is no data",
+        "SFTConfig has no option learning_rat",
+    ]
+
+
 def break_tokenizer(run: Run) -> Run:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (run.model / name).unlink()

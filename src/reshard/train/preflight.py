@@ -143,31 +143,28 @@ class _Looking:
     found: list[Problem] = field(default_factory=list)
 
     def all(self, overwrite: bool) -> Preflight:
-        run, engine = self.run, engine_of(self.run)
+        run = self.run
         self._try(lambda: check(run))
-        self._take(checks.packages(run))
-        ready = not self.found
-        options = self._try(lambda: engine.options(run)) if ready else None
+        missing = list(checks.packages(run))
+        self._take(missing)
+        options = None if missing else self._try(lambda: engine_of(run).options(run))
         gpus = checks.visible(self.environment)
         on_cpu = not gpus or bool((options or {}).get("use_cpu"))
         processes, world_size = self._ranks(gpus, on_cpu)
+        self._take(checks.ranks(processes, gpus, on_cpu=on_cpu))
         if options is not None:
             self._take(checks.machine(run, options, self.environment))
             self._take(checks.attention(run, options))
-            self._take(checks.layout(run))
-        self._take(checks.ranks(processes, gpus, on_cpu=on_cpu))
-        is_model = (run.model / "config.json").is_file()
-        if is_model:
-            self._take(checks.model(run))
-        tokenizer = self._try(lambda: _tokenizer(run, options or {})) if is_model and ready else None
+        is_there = (run.model / "config.json").is_file() and not missing
+        tokenizer = self._model(options) if is_there else None
         records, drawn = self._records(tokenizer)
         self._take(checks.output(run, overwrite=overwrite))
         result = Preflight(run, world_size, [], [], _devices(gpus, on_cpu), records)
         if options is not None and records:
             room = memory.available(replace(self.environment, gpus=[] if on_cpu else gpus), processes)
             result = self._sized(result, options, drawn, tokenizer, room, on_cpu)
-        command = None if self._placed() else self._try(lambda: launch.command(run))
         self._take(self._lengths_wrong(result.lengths))
+        command = None if self._placed() else self._try(lambda: launch.command(run))
         unique = list(dict.fromkeys(self.found))
         return replace(
             result,
@@ -176,6 +173,13 @@ class _Looking:
             files=_files(run, result.batches),
             command=command or [],
         )
+
+    def _model(self, options: dict[str, Any] | None) -> Any:
+        """Look at the folder of the model; its tokenizer, if that can be opened."""
+        self._take(checks.model(self.run))
+        if options is not None:
+            self._take(checks.layout(self.run))
+        return self._try(lambda: _tokenizer(self.run, options or {}))
 
     def _try(self, look: Callable[[], T]) -> T | None:
         try:
