@@ -108,6 +108,22 @@ def test_how_it_is_computed_does_not_change_losses(
     assert_close(train(run, 2)[0].losses, losses("qwen3"))
 
 
+@pytest.mark.parametrize(
+    ("flag", "dtype"), [("bf16", torch.bfloat16), pytest.param("fp16", torch.float16, marks=pytest.mark.slow)]
+)
+def test_weights_of_16_bits_are_trained_beside_those_of_32(
+    flag: str, dtype: torch.dtype, tiny: Tiny, tmp_path: Path, losses: Callable[[str], list[float]]
+) -> None:
+    run = run_of(tiny("qwen3"), write_chats(tmp_path), tmp_path / "out", **{flag: True})
+    seen, trained = train(run)
+    assert seen.losses == pytest.approx(losses("qwen3"), abs=0.1)
+    reshard.convert(run.output, tmp_path / "final")
+    assert megatron.check(run, trained, tmp_path / "final") == []
+    assert {tensor.dtype for tensor in load_file(tmp_path / "final" / "model.safetensors").values()} == {
+        dtype
+    }
+
+
 @pytest.mark.slow
 def test_interleaved_stages_have_the_same_losses(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny("qwen3", num_hidden_layers=4)

@@ -74,17 +74,30 @@ def test_weights_that_do_not_change_stop_the_run(tiny: Tiny, tmp_path: Path) -> 
         train(run)
 
 
-def test_a_loss_that_is_no_number_stops_the_run(tiny: Tiny, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
+def _with_norm(model: Path, folder: Path, value: float) -> Path:
+    """The model with another value in its last norm."""
     folder.mkdir()
-    for file in tiny("qwen3").iterdir():
+    for file in model.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     tensors = load_file(folder / "model.safetensors")
-    tensors["model.norm.weight"][0] = np.nan
+    tensors["model.norm.weight"][0] = value
     save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_a_loss_that_is_no_number_stops_the_run(tiny: Tiny, tmp_path: Path) -> None:
+    folder = _with_norm(tiny("qwen3"), tmp_path / "model", np.nan)
     run = run_of(folder, write_chats(tmp_path), tmp_path / "out")
     with pytest.raises(RankError, match="training diverged"):
         train(run)
+
+
+def test_a_run_of_skipped_steps_saves_nothing(tiny: Tiny, tmp_path: Path) -> None:
+    folder = _with_norm(tiny("qwen3"), tmp_path / "model", 1000.0)  # gradients beyond what float16 holds
+    run = run_of(folder, write_chats(tmp_path), tmp_path / "out", fp16=True, train_iters=2)
+    with pytest.raises(RankError, match="all gradients overflowed"):
+        train(run)
+    assert not (run.output / "iter_0000002").exists()
 
 
 def test_ranks_that_do_not_make_the_layout_are_refused(tiny: Tiny, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,14 @@ from reshard.train.run import Run
 __all__ = ["batches", "check", "known_options", "options", "precision", "train"]
 
 
+_CHATTER: tuple[dict[str, Any], ...] = (
+    {"module": r"megatron\.core"},
+    {"message": r".*torch\.distributed\.\w+` is deprecated"},
+    {"message": r"The \.grad attribute of a Tensor"},
+)
+"""Warnings about megatron-core's own code: each rank would repeat them before every run."""
+
+
 def options(run: Run) -> dict[str, Any]:
     """The engine's options of a run, typed. Raises ReshardError naming all that are wrong."""
     return dict(vars(read(run)))
@@ -26,6 +35,8 @@ def options(run: Run) -> dict[str, Any]:
 
 def train(run: Run, monitor: Monitor) -> Trained:
     """Load, assert the plan, train, save. Called on each rank, with the launcher's environment set."""
+    for chatter in _CHATTER:
+        warnings.filterwarnings("ignore", **chatter)
     from reshard.train.megatron import loop
 
     return loop.train(run, monitor)

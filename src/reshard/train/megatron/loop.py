@@ -69,10 +69,28 @@ def _train(trainee: Trainee, data: rows.Rows, done: int, monitor: Monitor) -> in
     options, total = trainee.options, trainee.steps.total
     order = rows.Order(len(data), options.seed)
     change = proof.Change(trainee)
+    applied = done
     for step in range(done, total):
         measured = run_step(trainee, data, order, step)
-        change.check(measured.learning_rate)
-        monitor.step(step + 1, **measured._asdict())
+        if measured.applied:
+            applied += 1
+            change.check(measured.learning_rate)
+        else:
+            monitor.note(
+                f"step {step + 1} was left out: gradients overflowed, the scale of the loss is lowered"
+            )
+        shown = {name: value for name, value in measured._asdict().items() if name != "applied"}
+        monitor.step(step + 1, **shown)
         if step + 1 == total or (options.save_interval and (step + 1) % options.save_interval == 0):
+            if not applied:
+                raise _nothing_applied(step + 1)
             monitor.saved(store.save(trainee, step + 1))
     return max(done, total)
+
+
+def _nothing_applied(steps: int) -> ReshardError:
+    return ReshardError(
+        "no step has changed the weights: all gradients overflowed",
+        found=f"{steps} steps in float16",
+        remedy="train in bfloat16 (--bf16) or float32 (--fp32), or longer, until the scale of the loss has come down",
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -38,14 +37,6 @@ class Trainee:
     transformer_engine: bool
 
 
-_CHATTER = (
-    "Apex is not installed",
-    r".*torch\.distributed\.\w+` is deprecated",
-    r"The \.grad attribute of a Tensor",
-)
-"""Warnings about megatron-core's own code, once for each rank."""
-
-
 def start(run: Run, options: Options) -> ParallelSizes:
     """Take this rank's device before anything else, and join the others."""
     import torch
@@ -55,8 +46,6 @@ def start(run: Run, options: Options) -> ParallelSizes:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    for words in _CHATTER:
-        warnings.filterwarnings("ignore", message=words)
     cpu.enable()
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(
@@ -112,13 +101,14 @@ def prepare(
         options.moe_grouped_gemm is not False and transformer_engine and bool(args.get("num_experts"))
     )
     chunks = _build(args, options, sizes, transformer_engine)
+    modules = [_in_halves(chunk) for chunk in chunks] if is_half(options) else chunks
     at = place(weights.layout)
     fill(chunks, weights, at)
     for chunk in chunks:
         _leave_out_padding(chunk, weights)
     if run.lora:
         lora.adapt(chunks, weights, at, options)
-    wrapped = _wrap(chunks, options)
+    wrapped = _wrap(modules, options)
     optimizer = _optimizer(wrapped, options)
     scheduler = _scheduler(optimizer, options, steps)
     return Trainee(
@@ -209,19 +199,28 @@ def _leave_out_padding(chunk: Any, weights: Weights) -> None:
         chunk.output_layer.register_forward_hook(hide)
 
 
-def _wrap(chunks: list[Any], options: Options) -> list[Any]:
-    """Mixed precision and data parallelism around each chunk, as Megatron-LM's `get_model` does."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+def _in_halves(chunk: Any) -> Any:
+    """Mixed precision around a chunk, as Megatron-LM's `get_model` does: routers keep their biases in float32."""
     from megatron.core.transformer.module import Float16Module
+
+    module = Float16Module(chunk.config, chunk)
+    for inner in chunk.modules():
+        if hasattr(inner, "_maintain_float32_expert_bias"):
+            inner._maintain_float32_expert_bias()
+    return module
+
+
+def _wrap(modules: list[Any], options: Options) -> list[Any]:
+    """Data parallelism around each chunk."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=not options.grad_reduce_in_bf16,
         overlap_grad_reduce=options.overlap_grad_reduce,
         overlap_param_gather=options.overlap_param_gather,
         use_distributed_optimizer=options.use_distributed_optimizer,
-        check_for_nan_in_grad=False,  # `loop` looks at the loss and the norm
+        check_for_nan_in_grad=False,  # `step` looks at the loss and the norm
     )
-    modules = [Float16Module(chunk.config, chunk) for chunk in chunks] if is_half(options) else chunks
     return [
         DistributedDataParallel(
             config=module.config, ddp_config=config, module=module, disable_bucketing=index > 0
@@ -250,6 +249,9 @@ def _optimizer(wrapped: list[Any], options: Options) -> Any:
             use_distributed_optimizer=options.use_distributed_optimizer,
             overlap_param_gather=options.overlap_param_gather,
             clip_grad=options.clip_grad,
+            # Of the sum over tokens, which is divided only after the gradients are there. Megatron-LM begins with 2^32,
+            # which costs a short run its first steps.
+            initial_loss_scale=max(1.0, 2.0**16 / ((options.seq_length or 1) * options.micro_batch_size)),
         ),
         wrapped,
     )

@@ -23,13 +23,17 @@ from reshard.train.megatron.setup import Trainee
 
 
 class Measured(NamedTuple):
-    """What a step showed. `tokens` counts all that went through the model but padding."""
+    """What a step showed. `tokens` counts all that went through the model but padding.
+
+    `applied` is false where gradients overflowed in float16, and the step was left out.
+    """
 
     loss: float
     learning_rate: float
     grad_norm: float
     tokens: int
     memory: int
+    applied: bool
 
 
 class Microbatch(NamedTuple):
@@ -75,7 +79,7 @@ def run_step(trainee: Trainee, rows: Rows, order: Order, step: int) -> Measured:
     loss, tokens, memory = _over_all_ranks(results, seen)
     if not np.isfinite(loss) or (norm is not None and not np.isfinite(norm) and not trainee.options.fp16):
         raise _not_a_number(step + 1, loss, norm)
-    return Measured(loss, rate, float(norm or 0.0), tokens, memory)
+    return Measured(loss, rate, float(norm or 0.0), tokens, memory, bool(succeeded))
 
 
 def _shape(trainee: Trainee) -> tuple[int, int]:
