@@ -67,6 +67,10 @@ def test_a_run_that_is_in_order_is_told_what_it_will_do(run: Run) -> None:
     rows = dict(found.rows())
     assert rows["plan"] == "SFT of all weights with TRL: DDP on 1 process"
     assert "64 records" in rows["data"] and "8 samples" in rows["step"] and "weights" in rows["memory"]
+    longest = found.lengths.longest
+    kept, again = found.room.by_length[longest]
+    assert again == found.room.needed.step["activations"] < kept < found.room.by_length[2 * longest][0]
+    assert f"{2 * longest} tokens" in rows["lengths"] and "recomputed" in rows["lengths"]
     assert {"run.json", "checkpoint-24/", "final/"} <= set(found.files)
     assert "torch.distributed.run" in found.command and found.command[-1] == str(run.output / RECORD)
 

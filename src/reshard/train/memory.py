@@ -53,6 +53,26 @@ def estimate(
     return Memory({**always, **({"CUDA and NCCL": OVERHEAD} if gpu else {})}, step, generation)
 
 
+def by_length(
+    run: Run, batches: Batches, precision: Precision, world_size: int
+) -> dict[int, tuple[int, int]]:
+    """Bytes of activations at half, once and twice the length: if they are kept, and if layers compute them again."""
+    return {
+        length: (
+            _activations(run, replace(batches, length=length), precision, world_size, again=False),
+            _activations(run, replace(batches, length=length), precision, world_size, again=True),
+        )
+        for length in (batches.length // 2, batches.length, batches.length * 2)
+    }
+
+
+def _activations(run: Run, batches: Batches, precision: Precision, world_size: int, *, again: bool) -> int:
+    if run.engine == "megatron":
+        run = replace(run, options={**run.options, "recompute_granularity": "full" if again else None})
+    precision = replace(precision, recomputation=again)
+    return estimate(run, batches, precision, world_size).step["activations"]
+
+
 def fits(memory: Memory, available: int) -> bool:
     """Whether it fits into so many bytes."""
     return memory.total <= available * USABLE

@@ -28,6 +28,8 @@ class Room:
     needed: Memory
     available: int
     on_cpu: bool
+    by_length: dict[int, tuple[int, int]]
+    """Activations at some lengths of a sequence, kept and computed again."""
     proposal: Proposal | None = None
 
     @property
@@ -40,6 +42,10 @@ class Room:
             **self.needed.as_dict(),
             "available": self.available,
             "fits": self.fits,
+            "activations": [
+                {"length": length, "kept": kept, "recomputed": again}
+                for length, (kept, again) in self.by_length.items()
+            ],
             "proposal": list(self.proposal.flags) if self.proposal else None,
         }
 
@@ -97,6 +103,11 @@ class Preflight:
             free = f"{self.room.available / GIB:.1f} GiB {of}"
             parts = ", ".join(f"{name} {_size(size)}" for name, size in self.room.needed.parts.items())
             yield "memory", f"{_size(self.room.needed.total)}, there are {free}: {parts}"
+            told = (
+                f"{length:,} tokens {_size(kept)} ({_size(again)} recomputed)"
+                for length, (kept, again) in self.room.by_length.items()
+            )
+            yield "lengths", "activations of sequences of " + ", ".join(told)
         yield "output", f"{run.output}: {', '.join(self.files)}"
         if self.command:
             yield "command", shlex.join(self.command)
@@ -255,7 +266,7 @@ class _Looking:
         sized = replace(result, lengths=lengths, batches=batches, precision=precision)
         if needed is None:
             return sized
-        found = Room(needed, room, on_cpu)
+        found = Room(needed, room, on_cpu, memory.by_length(run, whole, precision, world_size))
         if not found.fits:
             more = memory.plan_that_fits(
                 run, world_size, result.records, room, gpu=not on_cpu, length=whole.length
