@@ -105,7 +105,7 @@ def test_what_was_not_measured_is_not_told() -> None:
     assert words(told({"event": "begin", "steps": 4, "done": 0, "time": 0.0})) == "step 0/4"
     row = steps(1, loss=1.25, learning_rate=1e-5, tokens=3000, memory=4.2e9)
     history = told({"event": "begin", "steps": 4, "done": 0, "time": 0.0}, *row)
-    assert words(history) == "step 1/4  loss 1.2500  lr 1.0e-05  1.5k tokens/s  4.2 GB  0:00:06 left"
+    assert words(history) == "step 1/4  loss 1.2500  lr 1.0e-05  1.5k tok/s  4.2 GB  0:00:06 left"
     assert History().speed is None and History().left is None
 
 
@@ -143,6 +143,17 @@ def test_a_log_gets_lines_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_terminal_has_one_line_that_is_redrawn() -> None:
     text = shown(terminal=True)
     assert "step 3/3" in text and "━" in text and "\x1b[2K" in text
+
+
+@pytest.mark.parametrize("width", [30, 60, 80, 120])
+def test_the_line_is_no_wider_than_the_terminal(width: int) -> None:
+    row = steps(1, loss=1.25, learning_rate=1e-5, tokens=3000, memory=61e9)
+    history = told({"event": "begin", "steps": 100000, "done": 0, "time": 0.0}, *row)
+    console = Console(file=StringIO(), force_terminal=True, color_system=None, width=width)
+    (line,) = console.render_lines(Display(console)._line(history), pad=False)
+    text = "".join(segment.text for segment in line)
+    assert len(text) <= width
+    assert text.endswith("left") == (width >= 80) and ("╌" in text) == (width == 120)
 
 
 def test_colours_are_left_out_where_nobody_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from reshard.train.monitor import History
 
 PLAIN_EVERY = 5.0
 """Seconds between the lines that a log gets."""
-BAR = 20
-"""Columns of the bar."""
+BAR, LEAST = 20, 5
+"""Columns of the bar, and with how many it is worth drawing."""
 
 
 class Display:
@@ -25,7 +25,7 @@ class Display:
         self._live = Live(console=console, transient=True, refresh_per_second=4)
         self._redraws = console.is_terminal and not quiet
         self._begin = self._printed = time.monotonic()
-        self._shown = -1
+        self._shown, self._told = -1, ""
 
     def __enter__(self) -> Display:
         if self._redraws:
@@ -37,10 +37,13 @@ class Display:
     ) -> None:
         if self._redraws:
             self._live.stop()
+            if self._told:
+                self._console.print(self._told, markup=False)
 
     def show(self, history: History) -> None:
         """Bring the line up to date. Without a terminal, print one every few seconds, and for the last step."""
         if self._redraws:
+            self._told = words(history) if history.total else ""
             self._live.update(self._line(history))
             return
         if self._quiet or not history.total or history.done == self._shown:
@@ -58,20 +61,24 @@ class Display:
     def _line(self, history: History) -> Text:
         if not history.total:
             return Text(f"{self._waiting} … {clock(time.monotonic() - self._begin)}", no_wrap=True)
-        filled = round(BAR * min(history.done / history.total, 1))
-        bar = Text("━" * filled, style="cyan") + Text("╌" * (BAR - filled), style="dim")
-        return Text.assemble(bar, "  ", words(history), no_wrap=True, overflow="ellipsis")
+        told = words(history)
+        columns = min(BAR, self._console.width - len(told) - 3)
+        if columns < LEAST:
+            return Text(told, no_wrap=True, overflow="ellipsis")
+        filled = round(columns * min(history.done / history.total, 1))
+        bar = Text("━" * filled, style="cyan") + Text("╌" * (columns - filled), style="dim")
+        return Text.assemble(bar, "  ", told, no_wrap=True, overflow="ellipsis")
 
 
 def words(history: History) -> str:
-    """What the line says: step 12/100  loss 1.2340  lr 1.0e-05  12.3k tokens/s  4.2 GB  0:03:12 left."""
+    """What the line says: step 12/100  loss 1.2340  lr 1.0e-05  12.3k tok/s  4.2 GB  0:03:12 left."""
     loss, rate = history.latest("loss"), history.latest("learning_rate")
     speed, memory, left = history.speed, history.latest("memory"), history.left
     parts = [
         f"step {history.done}/{history.total}",
         f"loss {loss:.4f}" if loss is not None else "",
         f"lr {rate:.1e}" if rate is not None else "",
-        f"{short(speed)} tokens/s" if speed is not None else "",
+        f"{short(speed)} tok/s" if speed is not None else "",
         f"{memory / 1e9:.1f} GB" if memory is not None else "",
         f"{clock(left)} left" if left is not None and history.done < history.total else "",
     ]
