@@ -24,7 +24,12 @@ NOISE = [
     "[2025-05-21 10:11:12,345] [INFO] [logging.py:107:log_dist] [Rank 0] step=10, skipped=0, lr=[1e-05]",
     "/usr/lib/python3/torch/utils/checkpoint.py:92: UserWarning: None of the inputs have requires_grad=True",
 ]
-PREFIXES = ("[rank{}]: ", "{}: ", "[default{}]:", "2025-03-01T09:11:12.123456789Z stderr F [rank{}]: ", "")
+PREFIXES = (
+    *("[rank{}]: ", "{}: ", "[default{}]:", "2025-03-01T09:11:12.123456789Z stderr F [rank{}]: ", ""),
+    *("ML-0{}: ", "172.31.20.{}: ", "10.0.0.1: [rank{}]: ", "(worker{0}, rank={0}, pid=7, ip=10.0.0.1) "),
+    *("(EngineCore_DP{} pid=7) ERROR 11-19 12:54:26 [core.py:710] ", "[2025-04-21 07:28:41 TP{}] ", "> "),
+    *("pod/x-worker-{} container ", "[default{0}]:[rank{0}]: ", "[ERROR] 2025-01-02 03:04:05,678 - "),
+)
 
 
 def disturbed(excerpt: str, rng: random.Random) -> str:

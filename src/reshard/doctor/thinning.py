@@ -11,6 +11,8 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 
+from reshard.doctor.prefixes import START
+
 WHOLE = 5_000
 """Lines at the beginning that are kept as they are: most logs are no longer."""
 LAST = 8_000
@@ -22,7 +24,6 @@ BLOCK = 600
 """Lines of a traceback that are followed."""
 
 _DIGITS = re.compile(r"\d+")
-_STARTS = "Traceback (most recent call last)"
 _ENDS = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:: |:?$)")
 
 
@@ -49,7 +50,7 @@ class _Thinner:
             self._kept[number] = stream, text
         else:
             self._last.append((number, stream, text))
-        if _STARTS in text:
+        if START in text:
             self._open[stream] = [(number, text)]
         elif stream in self._open:
             self._follow(number, stream, text)

@@ -1,0 +1,127 @@
+r"""What launchers and loggers put before the lines of a log, taken off.
+
+Known are torchrun's `[rank0]:` and `[default0]:`, `3: ` of `srun -l`, `[1,0]<stderr>:` of MPI, `(WorkerDict pid=7)` of
+Ray, `172.31.20.74: ` of pdsh, `worker-1: ` of DeepSpeed, `trainer-0  | ` of Docker Compose, and the times and stream
+names of Kubernetes. All others are learned: what stands both before `Traceback (most recent call last)` and before a
+frame of a traceback is a prefix, and so is whatever differs from it in digits only (times, ranks, lines of files).
+`ValueError: ` stands before neither, so that Python's own lines are never taken for the word of a host.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+START = "Traceback (most recent call last)"
+HELD = 2_000
+"""Lines that are held back until a frame tells whether what stands before a traceback is a prefix."""
+
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|\x1b[@-_]")
+_TIME = re.compile(
+    r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?(?: (?:stdout|stderr) [FP])?\s+"
+)
+_LABEL = re.compile(
+    r"""(?:
+      \[(?:rank|default|trainer|worker)[-_ ]?(?P<torchrun>\d+)\]:\ ?   # torchrun, torch's own excepthook
+    | \[\w+\d+\|(?P<redirect>\d+)\]:\ ?
+    | \ {0,4}(?P<srun>\d{1,5}):\ (?=\S|\ |$)                            # srun --label
+    | \[\d+,(?P<mpi>\d+)\]<std(?:err|out)>:\ ?
+    | \((?P<ray>\w[\w.]*(?:\(\))?,?(?:\ rank=\d+,)?\ pid=\d*(?:,\ ip=[\w.]*)?)\)\ ?
+    | (?P<host>(?:worker|node|pod|rank|trainer|gpu)[\w.-]*\d+)(?:\s+\||:)\ ?
+    | (?P<address>\d+\.\d+\.\d+\.\d+):\ ?                               # pdsh
+    | \[(?P<pod>pod/[\w./-]+)\]\ ?
+    )""",
+    re.VERBOSE,
+)
+_LABELS_AT_END = re.compile(rf"(?:^|(?<=\s))(?:{_LABEL.pattern})+$", re.VERBOSE)
+_MARGIN = re.compile(r"(?:  )+\| ")
+"""What Python prints before the tracebacks inside an ExceptionGroup."""
+_BEFORE_START = re.compile(
+    r"(.*?)(?:(?:  )+[+|] (?:Exception Group )?|[╭+][─-]+ |\w+ {2,})?Traceback \(most recent call last\)"
+)
+_BEFORE_FRAME = re.compile(
+    r'(.*?)(?:(?:(?:  )+\| )?  File "[^"]+", line \d+|[│|] \S+:\d+ in |-{2,}> \d+ )'  # Python, rich, notebooks
+)
+_NAMELESS = re.compile(
+    r"(?:\d{2,4}[-/])?\d\d[-/]\d\d(?=[ T])|\d\d:\d\d:\d\d[.,\d]*|\S+\.(?:py|cpp|cu):\d+"
+    r"|\b(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|[EWIF]\d{4})\b"
+)
+"""Parts of a prefix that name no process."""
+
+
+def without_prefixes(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """For each line the stream that its prefixes name ("" without one), and its text without them and colours."""
+    prefixes = _Prefixes()
+    held: deque[str] = deque()
+    for line in map(_cleaned, lines):
+        if START in line:
+            prefixes.begin(line)
+        elif held:
+            prefixes.learn(line)
+        held.append(line)
+        while held and (len(held) > HELD or not prefixes.awaits(held[0])):
+            yield prefixes.taken_off(held.popleft())
+    for line in held:
+        yield prefixes.taken_off(line)
+
+
+def _cleaned(raw: str) -> str:
+    text = _ANSI.sub("", raw) if "\x1b" in raw else raw
+    text = text.rstrip()
+    return text.split("\r")[-1] if "\r" in text else text  # a progress bar rewrites its line
+
+
+class _Prefixes:
+    """The prefixes that are known and those that were learned."""
+
+    def __init__(self) -> None:
+        self._open: set[str] = set()
+        self._shapes: list[str] = []
+        self._learned: re.Pattern[str] | None = None
+
+    def begin(self, line: str) -> None:
+        """Note what stands before the first line of a traceback: it may be a prefix."""
+        if before := self._before(line, _BEFORE_START):
+            self._open.add(before)
+
+    def learn(self, line: str) -> None:
+        """See whether a line is a frame behind what stood before the first line of a traceback."""
+        if self._open and (before := self._before(line, _BEFORE_FRAME)) in self._open:
+            self._open.remove(before)
+            self._shapes.append(before)
+            self._learned = re.compile("|".join(f"(?:{shape})" for shape in self._shapes))
+
+    def awaits(self, line: str) -> bool:
+        """Whether the frames of a traceback are still to tell if what stands before its first line is a prefix."""
+        return START in line and self._before(line, _BEFORE_START) in self._open
+
+    def _before(self, line: str, pattern: re.Pattern[str]) -> str:
+        """The pattern of what no known prefix explains before a traceback or a frame; "" if there is nothing."""
+        match = pattern.match(self.taken_off(line)[1])
+        if match is None or not match[1].strip():
+            return ""
+        known = _LABELS_AT_END.search(match[1])
+        unknown = match[1][: known.start()] if known else match[1]
+        body = re.sub(r"\d+", r"\\d+", re.escape(unknown.rstrip()))
+        space = unknown[len(unknown.rstrip()) :]
+        return rf"{body}(?:{space}|$)" if space else body
+
+    def taken_off(self, text: str) -> tuple[str, str]:
+        """What the prefixes of a line name, and the line without them."""
+        names: list[str] = []
+        while True:
+            if (match := _TIME.match(text) or _MARGIN.match(text)) and match.end() < len(text):
+                pass
+            elif len(names) < 3 and (match := _LABEL.match(text)):
+                names.append(next(value for value in match.groups() if value is not None))
+            elif self._learned and (match := self._learned.match(text)):
+                names += [name] if (name := _name(match[0])) else []
+            else:
+                return "/".join(names), text
+            text = text[match.end() :]
+
+
+def _name(prefix: str) -> str:
+    """What a prefix names: its words without times, levels and lines of source files."""
+    return " ".join(re.findall(r"[\w./=-]*\w", _NAMELESS.sub(" ", prefix)))

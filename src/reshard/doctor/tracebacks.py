@@ -1,0 +1,137 @@
+"""Tracebacks of Python in the lines of one process: as the interpreter prints them, rich in a box, or a notebook."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from reshard.doctor.prefixes import START
+
+
+class Line(NamedTuple):
+    """One line of a log: `number` counts from 1, `stream` is what its prefix names ("" without one)."""
+
+    number: int
+    stream: str
+    text: str
+
+
+@dataclass
+class Traceback:
+    """A Python traceback as one stream printed it. `before` is the one that it says came before.
+
+    Lines `first` to `end`: the exception stands in line `last`, and its message goes on to `end`.
+    """
+
+    stream: str
+    first: int
+    last: int
+    end: int
+    exception: str
+    message: str
+    frames: list[str] = field(default_factory=list)
+    before: Traceback | None = None
+
+    @property
+    def root(self) -> Traceback:
+        """The first of a chain."""
+        return self.before.root if self.before else self
+
+
+_STARTS = re.compile(r"(?<!Exception Group )" + re.escape(START) + r":?(?: [─-]+\S?)?$")
+"""The interpreter's ends in a colon, rich's in the corner of its box, a notebook's in neither.
+
+That of an ExceptionGroup is none: the exceptions inside have their own.
+"""
+_FRAMES = (
+    re.compile(r'[\s>]*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)'),  # `> ` is loguru's
+    re.compile(r"\s*[│|] (?P<file>\S+):(?P<line>\d+) in (?P<name>\S+)"),  # rich
+    re.compile(
+        r"\s*(?:File )?(?P<file>\S+?):(?P<line>\d+)(?:, | )in (?P<name>[^\s(]+)"
+    ),  # IPython 8 and later
+    re.compile(r"\s*(?P<file>\S+\.py|<ipython-input-\S+>)(?P<line>) in (?P<name>[^(]+)"),  # IPython 7, Colab
+    re.compile(r"\s*(?P<file>Cell In ?\[\d+\]), line (?P<line>\d+)(?P<name>)"),
+)
+_RAISED = re.compile(r"\s*((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:: (.*)|:?$)")
+_LINKS = (
+    "During handling of the above exception, another exception occurred:",
+    "The above exception was the direct cause of the following exception:",
+)
+_LOGGED = re.compile(
+    r"\[?(?:DEBUG|INFO|WARN(?:ING)?|ERROR|CRITICAL|[EWI]\d{4})\b|\[\d{4}-|={20,}|-{20,}|\s*\d+%\||\s*```|\s*\+-"
+)
+MESSAGE_LINES = 12
+"""Lines of an exception's message that are kept: some print a whole table."""
+
+
+def tracebacks(lines: list[Line]) -> Iterator[Traceback]:
+    """The tracebacks of one stream; those that others are chained to stand inside these."""
+    before: Traceback | None = None
+    at = 0
+    while at < len(lines):
+        if not _STARTS.search(lines[at].text):
+            at += 1
+            continue
+        found, at = _traceback(lines, at)
+        if found is None:
+            continue
+        found.before = before
+        linked = next(
+            (i for i in range(at, min(at + 3, len(lines))) if lines[i].text.strip() in _LINKS), None
+        )
+        if linked is None:
+            yield found
+            before = None
+        else:
+            before, at = found, linked + 1
+
+
+def _traceback(lines: list[Line], start: int) -> tuple[Traceback | None, int]:
+    """The traceback that begins at a line, if its exception is there, and where it ends."""
+    indent = _indent(lines[start].text)
+    frames: list[str] = []
+    for at in range(start + 1, len(lines)):
+        text = lines[at].text
+        if frame := _frame(text):
+            frames.append(frame)
+        elif _STARTS.search(text):
+            return None, at
+        elif text.strip() and _indent(text) <= indent and (raised := _RAISED.match(text)):
+            end = _end_of_message(lines, at)
+            message = "\n".join([raised[2] or "", *(line.text for line in lines[at + 1 : end])]).strip()
+            first, last, ended = lines[start].number, lines[at].number, lines[end - 1].number
+            return Traceback(lines[start].stream, first, last, ended, raised[1], message, frames), end
+    return None, len(lines)
+
+
+def _indent(text: str) -> int:
+    return len(text) - len(text.lstrip())
+
+
+def _frame(text: str) -> str | None:
+    """A frame as `file:line function`, if a line shows one, as far as it tells them."""
+    match = next((match for pattern in _FRAMES if (match := pattern.match(text))), None)
+    if match is None:
+        return None
+    place = f"{match['file']}:{match['line']}" if match["line"] else match["file"]
+    return f"{place} {match['name']}".rstrip()
+
+
+def _end_of_message(lines: list[Line], at: int) -> int:
+    """Where the message of the exception in a line ends: the first line that is no part of it."""
+    end = at + 1
+    while end < len(lines) and end - at < MESSAGE_LINES and _goes_on(lines[end].text):
+        end += 1
+    return end
+
+
+def _goes_on(text: str) -> bool:
+    """Whether a line after an exception still belongs to its message."""
+    return (
+        bool(text.strip())
+        and not _STARTS.search(text)
+        and text.strip() not in _LINKS
+        and not _LOGGED.match(text)
+    )
