@@ -303,9 +303,12 @@ def disk(run: Run, needed: int) -> Iterator[Problem]:
             file=str(folder),
             expected=f"{needed / GIB:.1f} GiB",
             found=f"{free / GIB:.1f} GiB free",
-            remedy="keep fewer: "
-            + ("a greater --save_interval" if run.engine == "megatron" else "--save_total_limit 1")
-            + ", or write to another disk with -o",
+            remedy=(
+                "save less often with --save_interval"
+                if run.engine == "megatron"
+                else "keep fewer with --save_total_limit 1, or no optimizer with --save_only_model"
+            )
+            + "; or write to another disk with -o",
         )
 
 
