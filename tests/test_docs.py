@@ -153,6 +153,8 @@ def exists(span: str, defined: set[str]) -> bool:
         return (REPOSITORY / span).exists() or span in FOREIGN_FILES
     if re.fullmatch(r"[\w.*-]+\.(safetensors|json|bin|pt|txt|yaml|jinja|distcp)", span):
         return True  # a file of a checkpoint, not of the project
+    if span.endswith((".weight", ".bias")):
+        return True  # a tensor
     if re.fullmatch(r"[\w/]+\.py", span):
         return any(REPOSITORY.glob(f"src/**/{span}")) or span in FOREIGN_FILES
     if attribute := re.fullmatch(r"reshard\.(?!json)(\w+)", span):

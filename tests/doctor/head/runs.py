@@ -129,12 +129,13 @@ def interpreter(environment: str | None) -> str:
         return sys.executable
     cache = Path(os.environ.get("RESHARD_TEST_CACHE", Path.home() / ".cache" / "reshard-tests"))
     folder = cache / environment
-    python = folder / "bin" / "python"
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    python, ready = folder / "bin" / "python", folder / "ready"
+    if not ready.exists():  # an installation that was cut short has no such file
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
         subprocess.run(
             [str(python), "-m", "pip", "install", "--quiet", *ENVIRONMENTS[environment]], check=True
         )
+        ready.touch()
     return str(python)
 
 
