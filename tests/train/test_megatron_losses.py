@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,14 @@ import reshard
 from reshard.engines.megatron import megatron_logits
 from reshard.train import megatron
 from reshard.train.engine import Trained
+from reshard.train.megatron.options import read
+from reshard.train.megatron.rows import make_rows
 from reshard.train.run import Run, Spread
 from tests.judges import THRESHOLD, TOKENS
+from tests.train.conftest import write_lines
 from tests.train.megatron import (
     CHATS,
+    EPSILON,
     STEPS,
     Seen,
     assert_close,
@@ -155,6 +160,27 @@ def test_other_families_have_the_same_losses(name: str, hf_model: Tiny, tmp_path
     assert_close(seen.losses, reference(model))
     reshard.convert(run.output, tmp_path / "final")
     assert megatron.check(run, trained, tmp_path / "final") == []
+
+
+@pytest.mark.slow
+def test_plain_text_is_learned_whole_whatever_its_length(tiny: Tiny, tmp_path: Path) -> None:
+    texts = [f"{count} and one are {count + 1}. " * count for count in range(1, 20)]
+    data = write_lines(tmp_path / "text.jsonl", [{"text": text} for text in texts])
+    run = run_of(tiny("qwen3"), data, tmp_path / "out", Spread(pp=2), seq_length=512, train_iters=2)
+    tokenizer = AutoTokenizer.from_pretrained(run.model)
+    network = AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32)
+    total, count = 0.0, 0
+    for text in texts:
+        tokens = torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
+        with torch.no_grad():
+            logits = network(tokens[None]).logits[0, :-1]
+        total += float(torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum"))
+        count += len(tokens) - 1
+    rows, _ = make_rows(run, read(run))
+    run = replace(run, options={**run.options, "global_batch_size": len(rows)})
+    seen, _ = train(run, 2)
+    assert seen.losses[0] == pytest.approx(total / count, abs=EPSILON)
+    assert seen.steps[1]["tokens"] == count
 
 
 @pytest.mark.parametrize("name", ["qwen3 at TP2·PP2", "qwen3_moe at EP2"])

@@ -21,8 +21,10 @@ from reshard.engines.megatron.session import RankError, run_ranks
 from reshard.errors import ReshardError
 from reshard.train import megatron
 from reshard.train.engine import Trained
+from reshard.train.megatron import proof
+from reshard.train.megatron.batches import steps_of
 from reshard.train.megatron.options import read
-from reshard.train.megatron.setup import open_weights
+from reshard.train.megatron.setup import Trainee, open_weights, prepare, start
 from reshard.train.megatron.weights import checksums, weights_of
 from reshard.train.run import RECORD, Run, Spread
 from tests.train.conftest import write_lines
@@ -105,6 +107,46 @@ def test_ranks_that_do_not_make_the_layout_are_refused(tiny: Tiny, tmp_path: Pat
     steps = {"train_iters": 1}
     with pytest.raises(RankError, match=r"divi"):
         run_ranks(3, _untrained, replace(run, options={**run.options, **steps}))
+
+
+def _prepared(run: Run) -> Trainee:
+    """What a rank has before its first step."""
+    options = read(run)
+    sizes = start(run, options)
+    weights = open_weights(run, options, transformer_engine=False)
+    steps = steps_of(options, run.spread, 2, 8)
+    return prepare(run, options, steps, sizes, weights, transformer_engine=False)
+
+
+def _with_a_frozen_weight(run: Run) -> None:
+    trainee = _prepared(run)
+    proof.assert_plan(trainee)
+    trainee.chunks[0].decoder.layers[1].mlp.linear_fc2.weight.requires_grad_(False)
+    proof.assert_plan(trainee)
+
+
+def test_a_model_that_is_not_trained_as_planned_stops_the_run(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, _with_a_frozen_weight, run_of(tiny("qwen3"), tmp_path, tmp_path))
+    assert "every parameter is trained" in str(caught.value)
+    assert "decoder.layers.1.mlp.linear_fc2.weight" in str(caught.value)
+    assert "the optimizer holds other parameters" in str(caught.value)
+
+
+def _with_a_replica_of_its_own(run: Run) -> dict[str, int]:
+    import torch
+
+    trainee = _prepared(run)
+    same = proof.digests(trainee)
+    if torch.distributed.get_rank() == 1:
+        trainee.chunks[0].decoder.final_layernorm.weight.data[0] += 1
+    proof.digests(trainee)
+    return same
+
+
+def test_replicas_that_drift_apart_stop_the_run(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"hold different weights[^\0]*decoder\.final_layernorm\.weight"):
+        run_ranks(2, _with_a_replica_of_its_own, run_of(tiny("qwen3"), tmp_path, tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard.errors import Problem, ReshardError
 from reshard.train.megatron.load import checksum, live_tensors
@@ -16,19 +15,28 @@ SAMPLE = 4096
 """Elements of each parameter that are compared before and after the first step."""
 
 
+class _Counts(NamedTuple):
+    """Numbers of parameters on a rank: all, those that are trained, and this rank's share of those in the optimizer."""
+
+    all: int
+    trained: int
+    share: float
+    held: int
+
+
 def assert_plan(trainee: Trainee) -> str:
     """Hold what was built against what was asked for, and say in a line what it is. Raises ReshardError; collective."""
     import torch
 
-    problems = [*_ranks(trainee), *_parameters(trainee), *_optimizer(trainee)]
+    own = [*_ranks(trainee), *_parameters(trainee)], _counts(trainee)
     found: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, problems)
-    together = [problem for each in found for problem in each]
-    if together:
-        raise ReshardError(together)
-    counts: list[Any] = [None] * len(found)
-    torch.distributed.all_gather_object(counts, _counts(trainee))
-    held, trained = (max(each[index] for each in counts) for index in (0, 1))
+    torch.distributed.all_gather_object(found, own)
+    problems = [problem for each, _ in found for problem in each]
+    counts = [each for _, each in found]
+    problems += _optimizer(counts)
+    if problems:
+        raise ReshardError(problems)
+    held, trained = max(each.all for each in counts), max(each.trained for each in counts)
     return (
         f"{len(found)} ranks, {trainee.run.spread}: {trainee.weights.parameters:,} parameters, at most {held:,} on a "
         f"rank, of which {trained:,} are trained"
@@ -56,10 +64,37 @@ def _ranks(trainee: Trainee) -> Iterator[Problem]:
             )
 
 
-def _counts(trainee: Trainee) -> tuple[int, int]:
-    """Parameters on this rank, and those of them that are trained."""
+def _counts(trainee: Trainee) -> _Counts:
+    from megatron.core import parallel_state as ps
+
     each = [parameter for chunk in trainee.chunks for parameter in chunk.parameters()]
-    return sum(p.numel() for p in each), sum(p.numel() for p in each if p.requires_grad)
+    trained = [parameter for parameter in each if parameter.requires_grad]
+    experts = sum(p.numel() for p in trained if not getattr(p, "allreduce", True))
+    dense = sum(p.numel() for p in trained) - experts
+    copies = expert_copies = 1
+    if trainee.options.use_distributed_optimizer:
+        copies = ps.get_data_parallel_world_size(with_context_parallel=True)
+        expert_copies = ps.get_expert_data_parallel_world_size()
+    held = sum(p.numel() for group in trainee.optimizer.param_groups for p in group["params"])
+    return _Counts(
+        sum(p.numel() for p in each), dense + experts, dense / copies + experts / expert_copies, held
+    )
+
+
+def _optimizer(counts: list[_Counts]) -> list[Problem]:
+    """The optimizer was made from the parameters that are trained, and its ranks hold each of them once."""
+    expected, held = round(sum(each.share for each in counts)), sum(each.held for each in counts)
+    if expected == held:
+        return []
+    return [
+        Problem(
+            "the optimizer holds other parameters than those that are trained",
+            rule="the optimizer is made from the parameters of the model as it is trained",
+            expected=f"{expected:,} over all ranks",
+            found=f"{held:,}",
+            remedy="this is a mistake in reshard: please report it with this message",
+        )
+    ]
 
 
 def _parameters(trainee: Trainee) -> Iterator[Problem]:
@@ -104,29 +139,6 @@ def _wrong(names: list[str], message: str, rule: str) -> Iterator[Problem]:
     if names:
         some = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         yield Problem(message, tensor=some, rule=rule)
-
-
-def _optimizer(trainee: Trainee) -> Iterator[Problem]:
-    """The optimizer was made from the parameters that are trained, and holds all of them or this rank's share."""
-    groups = trainee.optimizer.param_groups
-    held = sum(parameter.numel() for group in groups for parameter in group["params"])
-    trained = _counts(trainee)[1]
-    least = (
-        trained
-        if not trainee.options.use_distributed_optimizer
-        else math.ceil(trained / _replicas(trainee)) // 2
-    )
-    if held < min(least, 1) or (least and held == 0 and trained > _replicas(trainee)):
-        yield Problem(
-            "the optimizer holds no parameters",
-            rule="the optimizer is made from the parameters of the model as it is trained",
-            expected=f"{trained:,} over {_replicas(trainee)} ranks",
-            found=f"{held:,}",
-        )
-
-
-def _replicas(trainee: Trainee) -> int:
-    return trainee.steps.replicas * trainee.sizes.cp
 
 
 class Change:

@@ -177,8 +177,17 @@ def store_rows(run: Run, options: Options, key: str) -> Counts:
 
 
 def open_rows(run: Run, key: str) -> Rows:
-    """The stored rows, mapped."""
-    rows: Rows = np.load(run.output / FOLDER / f"{key}.npy", mmap_mode="r")
+    """The stored rows, mapped. Raises ReshardError on a node that does not see them."""
+    path = run.output / FOLDER / f"{key}.npy"
+    try:
+        rows: Rows = np.load(path, mmap_mode="r")
+    except FileNotFoundError:
+        raise ReshardError(
+            "a rank does not see what the first rank wrote",
+            file=str(path),
+            rule="checkpoints are written by all ranks into one folder",
+            remedy="put the output (-o) on a file system that all nodes share",
+        ) from None
     return rows
 
 
