@@ -252,5 +252,7 @@ def test_what_a_parameter_weighs() -> None:
     assert (lora.weights, lora.optimizer, lora.recomputation) == (4, 8, True)
     half = trl.precision(run_of(dtype="bfloat16", bf16=True))
     assert (half.weights, half.gradients, half.optimizer, half.activations) == (2, 2, 4, 2)
+    sharded = trl.precision(run_of(spread=Spread("fsdp2"), dtype="bfloat16", bf16=True))
+    assert (sharded.weights, sharded.optimizer) == (4, 8)
     zero = trl.precision(run_of(spread=Spread("zero2"), dtype="bfloat16", bf16=True))
     assert (zero.weights, zero.optimizer) == (2, 12)

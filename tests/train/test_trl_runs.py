@@ -246,6 +246,41 @@ def test_experts_are_saved_as_the_hub_has_them(plan: str, ep: int, ran: Trainer,
     assert again.losses == spread.losses[2:]
 
 
+@pytest.mark.slow
+def test_another_template_is_in_the_checkpoint(
+    ran: Trainer, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
+    (tmp_path / "other.jinja").write_text(template)
+    changed = ran("one", chat_template_path=str(tmp_path / "other.jinja"), warmup_steps=2)
+    assert (changed.trained.checkpoint / "chat_template.jinja").read_text() == template
+    assert changed.rows[0]["learning_rate"] == 0  # the first step of a warm-up moves nothing, and may
+
+
+@pytest.mark.slow
+def test_16_bit_weights_of_fsdp2_go_on_in_the_precision_they_were_trained_in(
+    ran: Trainer, tmp_path: Path
+) -> None:
+    uninterrupted = ran("fsdp2", bf16=True, dtype="bfloat16")
+    again = resumed(uninterrupted, tmp_path)
+    assert again.losses == uninterrupted.losses[2:]
+    assert again.trained.digests == uninterrupted.trained.digests
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["ddp", "fsdp2"])
+def test_modules_beside_the_adapter_are_saved_whole(plan: str, ran: Trainer, tmp_path: Path) -> None:
+    options = {"lora_modules_to_save": ["lm_head"], "lora_target_modules": ["q_proj", "v_proj"]}
+    uninterrupted = ran(plan, lora=True, **options)
+    same_as(uninterrupted, ran("ddp", lora=True, **options))
+    shapes = {
+        name: tensor.shape for name, tensor in api.open(uninterrupted.trained.checkpoint).tensors.items()
+    }
+    assert shapes["base_model.model.lm_head.weight"] == (283, 64)
+    again = resumed(uninterrupted, tmp_path)
+    assert again.losses == uninterrupted.losses[2:]
+
+
 needs_deepspeed = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="pip install deepspeed, and DS_ACCELERATOR=cpu"
 )

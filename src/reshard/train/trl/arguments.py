@@ -19,7 +19,7 @@ def arguments_of(run: Run, options: Mapping[str, Any]) -> Any:
     arguments = config_class(run.method)(
         **stated,
         output_dir=str(run.output),
-        model_init_kwargs=model_arguments(run, options),
+        model_init_kwargs=_of_reference(run, options),
         **parallelism.arguments(run, options),
     )
     if run.method == "grpo":
@@ -44,8 +44,16 @@ def _stated(run: Run, own: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _of_reference(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What TRL loads a reference model with. Where there is none, only what can be written as JSON by trackers."""
+    given = model_arguments(run, options)
+    if not parallelism.has_reference(run, options):
+        given.pop("distributed_config", None)
+    return given
+
+
 def model_arguments(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What from_pretrained is given, by us and by TRL for a reference model: never a device map, always a dtype."""
+    """What from_pretrained is given: never a device map, always a dtype."""
     return {
         **(options.get("model_init_kwargs") or {}),
         "device_map": None,

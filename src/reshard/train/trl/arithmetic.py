@@ -90,15 +90,18 @@ def _length(run: Run, options: Mapping[str, Any]) -> int:
 def precision_of(run: Run, options: Mapping[str, Any]) -> Precision:
     """Bytes of a trained parameter: weight, gradient, and AdamW's two moments.
 
-    DeepSpeed keeps float32 copies of 16-bit weights beside the moments. Adapters of LoRA are float32 in any case.
+    DeepSpeed keeps float32 copies of 16-bit weights beside the moments. Adapters of LoRA are float32 in any case, as is
+    what FSDP2 trains in mixed precision.
     """
-    weights = 4 if run.lora else BYTES.get(str(options["dtype"]), 4)
+    mixed = bool(options["bf16"] or options["fp16"])
+    raised = run.lora or (run.spread.kind == "fsdp2" and mixed)
+    weights = 4 if raised else BYTES.get(str(options["dtype"]), 4)
     copies = 4 if run.spread.kind.startswith("zero") and weights == 2 else 0
     moments = 8 if copies else 2 * weights
     return Precision(
         weights=weights,
         gradients=weights,
         optimizer=moments + copies,
-        activations=2 if options["bf16"] or options["fp16"] else 4,
+        activations=2 if mixed else 4,
         recomputation=bool(options["gradient_checkpointing"]),
     )

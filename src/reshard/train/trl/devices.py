@@ -23,7 +23,7 @@ def start(options: dict[str, Any], *, deepspeed: bool = False) -> None:
         return
     device = torch.device("cuda", local) if gpu else None
     timeout = timedelta(seconds=int(options["ddp_timeout"]))
-    dist.init_process_group("cuda:nccl,cpu:gloo" if gpu else "gloo", timeout=timeout, device_id=device)
+    dist.init_process_group("nccl" if gpu else "gloo", timeout=timeout, device_id=device)
     if deepspeed:
         _tell_deepspeed("nccl" if gpu else "gloo")
 

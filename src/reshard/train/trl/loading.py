@@ -76,8 +76,11 @@ def model_of(run: Run, options: Mapping[str, Any], checkpoint: Path | None) -> A
         os.environ["ACCELERATE_USE_FSDP"] = "true"
     own = checkpoint is not None and not run.lora and not run.spread.kind.startswith("zero")
     folder = checkpoint if own else run.model
+    given = model_arguments(run, options)
+    if own:
+        given["dtype"] = "auto"  # as they were saved: FSDP2 trains in float32 what was loaded in 16 bits
     model = AutoModelForCausalLM.from_pretrained(
-        folder, trust_remote_code=bool(options["trust_remote_code"]), **model_arguments(run, options)
+        folder, trust_remote_code=bool(options["trust_remote_code"]), **given
     )
     model.config._name_or_path = str(run.model)
     model.name_or_path = str(run.model)
