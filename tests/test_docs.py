@@ -7,6 +7,7 @@ import re
 import shlex
 import types
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ from reshard.cli.support import support
 from reshard.families import config as family_config
 from reshard.formats import FORMATS
 from reshard.planning import TARGETS
+from reshard.train.engine import MODULES, Option
+from reshard.train.request import words as engine_words
 
 REPOSITORY = Path(__file__).parents[1]
 ENGLISH, CHINESE = REPOSITORY / "README.md", REPOSITORY / "README.zh-CN.md"
@@ -53,6 +56,7 @@ FOREIGN_FILES = {
     "distributed/checkpoint/metadata.py",
     "filesystem.py",
     "checkpoint/components.py",  # of InternEvo
+    "rewards.py",  # of whoever trains with GRPO
     "src/reshard/families/cobalt.py",  # the reader of docs/add-a-family.md writes it
 }
 READ_AND_WRITTEN = {True: ("yes", "是"), False: ("no", "否")}
@@ -101,10 +105,31 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 def flags() -> set[str]:
     names: set[str] = set()
-    for command in map(command_named, COMMANDS):
-        for parameter in command.params:
-            names.update(parameter.opts if isinstance(parameter, click.Option) else ())
-    return names | {"--help", "--version"}
+    for name in COMMANDS:
+        command = command_named(name)
+        inner = command.commands.values() if isinstance(command, click.Group) else ()
+        for parameter in (parameter for each in (command, *inner) for parameter in each.params):
+            if isinstance(parameter, click.Option):
+                names.update([*parameter.opts, *parameter.secondary_opts])
+    options = {f"--{option.name}" for module in MODULES.values() for option in _options_of(module)}
+    return names | options | {"--help", "--version"}
+
+
+def _options_of(engine: str) -> list[Option]:
+    known: list[Option] = import_module(engine).known_options("sft")
+    return known
+
+
+def check_parses(words: list[str]) -> None:
+    """Raise for words that `reshard` would refuse, and for options that their engine does not have."""
+    command = command_named(words[0])
+    if isinstance(command, click.Group):
+        method, command = words[1], command.commands[words[1]]
+        given = command.make_context(method, words[2:]).params
+        engine = import_module(MODULES[given["engine"] or "trl"])
+        assert set(engine_words(given["rest"])) <= {each.name for each in engine.known_options(method)}, words
+    else:
+        command.make_context(words[0], words[1:])
 
 
 def command_named(name: str) -> click.Command:
@@ -122,7 +147,7 @@ def test_commands_can_be_typed(page: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.M))
     for words in commands(page):
         if words[:1] == ["reshard"]:
-            command_named(words[1]).make_context(words[1], words[2:])  # raises for what does not parse
+            check_parses(words[1:])
         if words[:1] == ["make"]:
             assert set(words[1:]) <= targets, words
 

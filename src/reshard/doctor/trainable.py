@@ -23,8 +23,9 @@ def trainability(checkpoint: Checkpoint) -> Iterator[Finding]:
         config = read_object(config_path)
         yield from _dtype(checkpoint, config, config_path)
         yield from _tied_twice(checkpoint, config, config_path)
-    if checkpoint.format == "peft" and (path := checkpoint.path / "adapter_config.json").is_file():
-        yield from _base_of_adapter(read_object(path), path)
+    adapter = checkpoint.path / "adapter_config.json"
+    if checkpoint.format == "peft" and adapter.is_file():
+        yield from _base_of_adapter(read_object(adapter), adapter)
     if (path := companions.files.get("generation_config.json")) is not None:
         yield from _generation(read_object(path), path)
     if (path := companions.files.get("tokenizer_config.json")) is not None:
