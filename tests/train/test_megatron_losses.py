@@ -146,15 +146,31 @@ def test_layers_that_do_not_divide_are_spread_unevenly(tiny: Tiny, tmp_path: Pat
     assert megatron.check(run, trained, tmp_path / "final") == []
 
 
+ALONE = {"pack": False, "global_batch_size": len(CHATS)}
+WITHOUT_MTP = {**ALONE, "mtp_loss_scaling_factor": 0.0}
+"""transformers leaves out the layers that foretell several tokens, and their losses."""
+
+FAMILIES: dict[str, tuple[Spread, dict[str, Any]]] = {
+    "llama": (Spread(tp=2), {}),
+    "llama_rope_scaling": (Spread(pp=2), {}),
+    "qwen2_tied": (Spread(pp=2), {}),
+    "qwen2_moe": (Spread(ep=2), {}),
+    "mixtral": (Spread(tp=2), {}),
+    "phi3": (Spread(tp=2), {}),
+    "internlm3_bias": (Spread(tp=2), {}),
+    "gpt_oss": (Spread(ep=2), ALONE),
+    "deepseek_v2": (Spread(ep=2), {}),
+    "deepseek_v3": (Spread(ep=2), {}),
+    "deepseek_v3_mtp": (Spread(pp=2), WITHOUT_MTP),
+    "glm4_moe": (Spread(tp=2), WITHOUT_MTP),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "deepseek_v2", "deepseek_v3", "glm4_moe", "internlm3", "mixtral"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_other_families_have_the_same_losses(name: str, hf_model: Tiny, tmp_path: Path) -> None:
     model = hf_model(name, dtype="float32")
-    # transformers leaves out the layer of GLM-4.5 that foretells several tokens, and its loss.
-    options = (
-        {"pack": False, "global_batch_size": 16, "mtp_loss_scaling_factor": 0.0} if "glm" in name else {}
-    )
-    spread = Spread(ep=2) if "deepseek" in name else Spread(tp=2)
+    spread, options = FAMILIES[name]
     run = run_of(model, write_chats(tmp_path), tmp_path / "out", spread, **options)
     seen, trained = train(run, 2)
     assert_close(seen.losses, reference(model))
