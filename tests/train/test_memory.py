@@ -405,7 +405,17 @@ def test_megatrons_activations_are_those_that_autograd_keeps(
     (real,) = run_ranks(1, held_by_rank, run, 1)
     found = memory.estimate(run, Batches(1, 1, 1, 1, 64), engine_of(run).precision(run), 1, gpu=False)
     one_layer_again = real["kept again"] / read_object(run.model / "config.json")["num_hidden_layers"]
-    assert sum(found.step.values()) == pytest.approx(real["kept"] + one_layer_again, rel=0.25)
+    assert sum(found.step.values()) == pytest.approx(real["kept"] + one_layer_again, rel=0.2)
+
+
+def test_a_first_stage_holds_the_micro_batches_that_it_has_begun(tiny: Callable[..., Path]) -> None:
+    """Of eight layers the first stage has four, of two micro-batches; the last has one of them, and the logits."""
+    options = {**MEGATRON, "global_batch_size": 2}
+    run = run_on(tiny("qwen3", num_hidden_layers=8), engine="megatron", spread=Spread(pp=2), options=options)
+    first, last = run_ranks(2, held_by_rank, run, 2)
+    found = memory.estimate(run, Batches(1, 2, 1, 1, 64), engine_of(run).precision(run), 2, gpu=False)
+    assert first["kept"] > 1.5 * last["kept"]
+    assert found.step == {"activations": pytest.approx(first["kept"], rel=0.1)}
 
 
 @pytest.fixture(scope="module")

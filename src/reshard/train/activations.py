@@ -114,6 +114,7 @@ class Kept:
     sp: int = 1
     scores: int = 0
     fused: bool = False
+    joined: bool = False
 
 
 def of_layers(widths: Widths, kept: Kept, length: int) -> int:
@@ -167,18 +168,28 @@ def _attention(widths: Widths, kept: Kept, length: int) -> int:
     )  # the sum of each row; the matrix, if it is not computed again
     if w.qk_norm:
         inner += _norm(w.query, kept) + _norm(w.key, kept)
+    if kept.joined and (
+        w.qk_norm or not kept.repeated
+    ):  # parts keep the whole: the norm's keys, or the values
+        inner += c * (w.query + w.key + w.value)
+        inner -= c * (w.key * w.qk_norm + w.value * (not kept.repeated))
     return (_norm(w.hidden, kept) + _linears(w.hidden, 3, kept)) // kept.sp + inner // kept.tp
 
 
 def _mlp(hidden: int, ffn: int, kept: Kept) -> int:
     """Gate, its activation and up, and their product before the last linear."""
-    inner = kept.computed * 3 * ffn + _linears(ffn, 1, kept)
+    inner = kept.computed * _between(ffn, kept) + _linears(ffn, 1, kept)
     return (_norm(hidden, kept) + _linears(hidden, 2, kept)) // kept.sp + inner // kept.tp
+
+
+def _between(ffn: int, kept: Kept) -> int:
+    """Gate, activated gate, up; Megatron-Core adds an offset to up, and keeps the sum (`glu` of its `mlp.py`)."""
+    return (4 if kept.joined else 3) * ffn
 
 
 def _experts(widths: Widths, kept: Kept) -> int:
     """Each expert has tokens of its own: their input and output are kept beside what an MLP keeps."""
     w, c = widths, kept.computed
-    routed = w.experts * c * (2 * w.hidden + 4 * w.expert_ffn) // kept.tp
-    shared = c * 4 * w.shared_ffn // kept.tp
+    routed = w.experts * c * (2 * w.hidden + _between(w.expert_ffn, kept) + w.expert_ffn) // kept.tp
+    shared = c * (_between(w.shared_ffn, kept) + w.shared_ffn) // kept.tp
     return (_norm(w.hidden, kept) + c * w.hidden + (4 + c) * w.router) // kept.sp + routed + shared

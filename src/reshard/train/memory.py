@@ -46,10 +46,8 @@ def estimate(
     run: Run, batches: Batches, precision: Precision, world_size: int, *, gpu: bool = True
 ) -> Memory:
     """What a run takes on the fullest of `world_size` GPUs."""
-    if run.engine == "megatron":
-        always, step, generation = memory_megatron.parts(run, batches, precision, world_size)
-    else:
-        always, step, generation = memory_trl.parts(run, batches, precision, world_size, gpu=gpu)
+    of_engine = memory_megatron.parts if run.engine == "megatron" else memory_trl.parts
+    always, step, generation = of_engine(run, batches, precision, world_size, gpu=gpu)
     return Memory({**always, **({"CUDA and NCCL": OVERHEAD} if gpu else {})}, step, generation)
 
 

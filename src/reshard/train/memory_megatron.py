@@ -32,7 +32,9 @@ class _Held:
     sparse: int
 
 
-def parts(run: Run, batches: Batches, precision: Precision, world_size: int) -> tuple[dict[str, int], ...]:
+def parts(
+    run: Run, batches: Batches, precision: Precision, world_size: int, *, gpu: bool
+) -> tuple[dict[str, int], ...]:
     """Bytes of what lies on the fullest rank all the time, and of what a step adds. Raises ReshardError."""
     from reshard.train.megatron.options import read
     from reshard.train.megatron.weights import weights_of
@@ -41,7 +43,7 @@ def parts(run: Run, batches: Batches, precision: Precision, world_size: int) -> 
     transformer_engine = _transformer_engine(options)
     weights = weights_of(run.model, run, options, transformer_engine=transformer_engine, dtype=None)
     widths = replace(Widths.of(weights.model.config), vocab=weights.rows)
-    kept = _kept(run, options, precision, transformer_engine)
+    kept = _kept(run, options, precision, transformer_engine, gpu=gpu)
     found = []
     for stage in range(run.spread.pp):
         held = _held(weights, options, stage, lora=run.lora)
@@ -105,7 +107,7 @@ def _states(run: Run, options: Options, held: _Held, precision: Precision, world
     return {name: size for name, size in states.items() if size}
 
 
-def _kept(run: Run, options: Options, precision: Precision, transformer_engine: bool) -> Kept:
+def _kept(run: Run, options: Options, precision: Precision, transformer_engine: bool, *, gpu: bool) -> Kept:
     """The local spec keeps attention matrices: their softmax in float32, and the same in 16 bits."""
     computed = precision.activations
     return Kept(
@@ -116,7 +118,8 @@ def _kept(run: Run, options: Options, precision: Precision, transformer_engine: 
         tp=run.spread.tp,
         sp=run.spread.tp if options.sequence_parallel is not False else 1,
         scores=0 if transformer_engine else 4 + 2 * (computed == 2),
-        fused=True,
+        fused=gpu,
+        joined=True,
     )
 
 
