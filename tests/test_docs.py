@@ -248,7 +248,7 @@ def test_every_format_has_what_contributing_asks_for() -> None:
 def test_python_in_the_readme_runs(
     tmp_path: Path, hf_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reshard.convert(hf_model("qwen3_moe"), tmp_path / "demo-output" / "megatron", to="megatron", tp=2)
+    reshard.convert(hf_model("qwen3_moe"), tmp_path / "demo-output" / "run", to="megatron", tp=2)
     monkeypatch.chdir(tmp_path)
     (block,) = (fence.text for fence in fences(ENGLISH) if fence.language == "python")
     exec(compile(block, str(ENGLISH), "exec"), {})
