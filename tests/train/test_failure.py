@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tests.train.test_launch import make_run
 __all__ = ["make_run"]
 
 LOGS = Path(__file__).parents[1] / "data/train"
+PLAIN = Run("sft", Path("/m"), Path("/d"), Path("/o"))
 
 
 def failed(run: Run, language: str = "en") -> str:
@@ -54,13 +56,34 @@ def test_a_rank_that_was_killed_is_told_by_its_signal(make_run: Callable[..., Ru
 
 def test_a_rank_that_ended_without_a_word_is_not_its_neighbour() -> None:
     """torchrun calls rank 1 the root cause, which lost rank 0. Its log: `tests.train.ranks`, fail=exit."""
-    failure = failure_in("exit.log", (LOGS / "exit.log").read_text())
+    failure = failure_in("exit.log", (LOGS / "exit.log").read_text(), PLAIN)
     assert failure.who == "rank 0"
     assert failure.shown[-1] == "ended with exit status 3, without a traceback"
 
 
+def test_the_script_of_a_reward_is_seen_with_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rewards.py").write_text(
+        "import torch.distributed as dist\n"
+        "def score(completions, **more):\n"
+        "    if dist.get_rank() == 0:\n"
+        "        dist.all_gather_object([], 1)\n"
+        "    return [0.0 for _ in completions]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    log = (
+        "[rank1]: Traceback (most recent call last):\n"
+        '[rank1]:   File "/home/user/train.py", line 2, in <module>\n'
+        "[rank1]: RuntimeError: Timed out waiting 1800000ms for recv operation to complete\n"
+    )
+    run = replace(PLAIN, method="grpo", reward="rewards:score")
+    (alone,), (first, *_) = failure_in("log", log, PLAIN).findings, failure_in("log", log, run).findings
+    assert alone.id == "hang-gloo"
+    assert first.id == "script-rank-guard" and "hang-gloo" in first.also
+    assert str(first.places[0]) == "rewards.py:4"
+
+
 def test_a_log_without_any_failure_shows_its_end() -> None:
-    failure = failure_in("log", "[default0]:loading\n[default0]:Segmentation fault\n")
+    failure = failure_in("log", "[default0]:loading\n[default0]:Segmentation fault\n", PLAIN)
     assert failure.shown == ("loading", "Segmentation fault")
 
 

@@ -20,6 +20,7 @@ from reshard.doctor.finding import Finding
 from reshard.doctor.log import Line, Log, Traceback, read_log
 from reshard.doctor.logs import LARGEST, UNKNOWN, diagnose_text
 from reshard.doctor.match import first_failure, is_consequence
+from reshard.doctor.scripts import diagnose_script
 from reshard.train.monitor import last_checkpoint
 from reshard.train.places import Place
 from reshard.train.provenance import words_of
@@ -45,20 +46,20 @@ class Failure:
     findings: tuple[Finding, ...]
 
 
-def read_failure(log: Path) -> Failure:
-    """The failure that the log of all ranks shows."""
+def read_failure(log: Path, run: Run) -> Failure:
+    """The failure that the log of all ranks of a run shows."""
     with log.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(size - LARGEST, 0))
         content = file.read().decode("utf-8", "replace")
-    return failure_in(str(log), content)
+    return failure_in(str(log), content, run)
 
 
-def failure_in(name: str, content: str) -> Failure:
+def failure_in(name: str, content: str, run: Run) -> Failure:
     """The failure that a text shows; `name` is what the text is called."""
     log = read_log(name, content)
     root = first_failure(log)
-    findings = tuple(_explained(diagnose_text(name, content)))
+    findings = tuple(_explained(diagnose_text(name, content), run))
     if root is None or is_consequence(root):
         silent = _silent(content, log)
         if silent:
@@ -84,14 +85,19 @@ def _last_words(log: Log, rank: str, code: int) -> Iterator[str]:
     """How a rank ended that left no traceback, and what it printed last."""
     own = [line for line in log.lines if line.stream.split("/")[-1] == rank]
     yield from _last(own)
-    yield f"killed by {_signal(-code)}" if code < 0 else f"ended with exit status {code}, without a traceback"
+    yield (
+        f"killed by {signal_name(-code)}"
+        if code < 0
+        else f"ended with exit status {code}, without a traceback"
+    )
 
 
 def _last(lines: list[Line]) -> list[str]:
     return [line.text for line in lines if line.text.strip()][-LAST_LINES:]
 
 
-def _signal(number: int) -> str:
+def signal_name(number: int) -> str:
+    """SIGKILL for 9, with what it usually means."""
     try:
         name = signal.Signals(number).name
     except ValueError:
@@ -100,10 +106,12 @@ def _signal(number: int) -> str:
     return f"{name}{hint}"
 
 
-def _explained(findings: list[Finding]) -> list[Finding]:
-    """What the log shows, together with what this machine breaks of it; other faults of the machine are left out."""
+def _explained(findings: list[Finding], run: Run) -> list[Finding]:
+    """What the log shows, together with what this machine and the reward's script break of it, and nothing else."""
     shown = {finding.id for finding in findings}
-    both = combined([*findings, *diagnose_environment()])
+    script = Path(f"{(run.reward or '').partition(':')[0].replace('.', '/')}.py")
+    of_script = diagnose_script(str(script)) if run.reward and script.is_file() else []
+    both = combined([*findings, *diagnose_environment(), *of_script])
     return [finding for finding in both if finding.id in shown or shown & set(finding.also)]
 
 
@@ -127,7 +135,7 @@ def _short(root: Traceback) -> Iterator[str]:
 
 def print_failure(run: Run, log: Path, console: Console, language: str = "en") -> None:
     """Tell why the ranks of a run have failed, from their log; the cause and its cure stand last."""
-    _print(run, read_failure(log), console, language, f"all that the ranks printed: {log}")
+    _print(run, read_failure(log, run), console, language, f"all that the ranks printed: {log}")
 
 
 def print_exception(run: Run, place: Place, error: Exception, console: Console, language: str = "en") -> bool:
@@ -136,7 +144,7 @@ def print_exception(run: Run, place: Place, error: Exception, console: Console, 
     Whether this rank is the first to tell.
     """
     words = "".join(traceback.format_exception(error))
-    failure = failure_in("this rank", words)
+    failure = failure_in("this rank", words, run)
     root = first_failure(read_log("", words))
     lost = root is not None and is_consequence(root)
     if not (lost and _another_tells(run)) and _claim(run):
@@ -176,6 +184,8 @@ def _print(run: Run, failure: Failure, console: Console, language: str, where: s
     for finding in failure.findings[:1]:
         title = escape(finding.title.of(language))
         console.print(f"[bold red]{error}:[/] [bold]{title}[/] ({finding.id}, {finding.certainty})")
+        for place in (place for place in finding.places if place.target.endswith(".py")):
+            console.print(f"  {escape(str(place))}  {escape(place.text)}")
         if finding.id != UNKNOWN:  # its cause is the traceback above
             console.print(f"[bold]{why}[/] {escape(finding.cause.of(language))}")
         console.print(f"[bold]{cure}[/] {escape(finding.cure.of(language))}")

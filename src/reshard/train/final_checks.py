@@ -55,7 +55,7 @@ def checked(name: str, look: Callable[[], str]) -> Check:
 
 def of_model(folder: Path, run: Run, *, of: str = "") -> Iterator[Check]:
     """What has to hold for a folder with a model. `of` tells it from another one in the same table."""
-    yield checked(f"{of}loads strictly", lambda: _loads(folder))
+    yield checked(f"{of}loads strictly", lambda: _loads(folder, run))
     yield checked(f"{of}config", lambda: _config(folder))
     yield checked(f"{of}tied head", lambda: _head(folder))
     yield from _texts(folder, run, of)
@@ -74,13 +74,18 @@ def _texts(folder: Path, run: Run, of: str) -> Iterator[Check]:
     yield checked(f"{of}chat template", lambda: _template(folder, run))
 
 
-def _loads(folder: Path) -> str:
-    """By transformers where it is installed, and always by reshard: every tensor there, none left over."""
+def _loads(folder: Path, run: Run) -> str:
+    """By transformers where it is installed, and always by reshard: every tensor there, none left over.
+
+    A model's own code is not run here, though the run may have trusted it.
+    """
     checkpoint = open_checkpoint(folder)
     resolve_if_declared(checkpoint)
     count = len(checkpoint.tensors)
     if find_spec("transformers") is None:
         return f"{count} tensors; transformers, which is not installed, was not asked"
+    if run.options.get("trust_remote_code") and "auto_map" in read_object(folder / CONFIG):
+        return f"{count} tensors; transformers was not asked, because the code of the model is its own"
     from importlib.metadata import version
 
     from reshard.oracle.transformers import assert_loads

@@ -258,6 +258,8 @@ def _told(run: Run, status: int, screen: Screen) -> int:
         end(run, "trained")
         return 0
     end(run, "failed")
+    if status < 0:
+        screen.console.print(f"torchrun was killed by {failure.signal_name(-status)}")
     failure.print_failure(run, run.output / of_node(run, LOG), screen.console, screen.language)
     return FAILED
 

@@ -76,6 +76,8 @@ def _body(title: str, record: Mapping[str, Any], history: History, checks: Seque
         when = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(history.last))
         yield f'<span class="when" data-time="{history.last:.0f}">last update {when}</span>'
     yield "</p>"
+    if isinstance(record.get("plan"), str):
+        yield f"<p>{escape(record['plan'])}</p>"
     yield _facts(history)
     for name, words in CHARTS.items():
         points = history.series(name)
@@ -113,23 +115,21 @@ def _facts(history: History) -> str:
 
 def _record(record: Mapping[str, Any]) -> Iterator[str]:
     """What was asked for, as run.json has it: each nested part as a table."""
-    inline = {name: part for name, part in record.items() if name in _INLINE and isinstance(part, Mapping)}
-    flat = {name: value for name, value in record.items() if not isinstance(value, Mapping)}
-    flat |= {
-        name: " · ".join(f"{key} {value}" for key, value in part.items()) for name, part in inline.items()
-    }
+    tables = {name for name, value in record.items() if isinstance(value, Mapping) and name not in _INLINE}
+    flat = {name: value for name, value in record.items() if name not in tables}
     if flat:
         yield _table("What was run", [(name, _shown(value), None) for name, value in flat.items()])
-    for name, part in record.items():
-        if isinstance(part, Mapping) and part and name not in inline:
-            yield _table(
-                _TITLES.get(name, name), [(str(key), _shown(value), None) for key, value in part.items()]
-            )
+    for name in (name for name in record if name in tables):
+        rows = [(str(key), _shown(value), None) for key, value in record[name].items()]
+        yield _table(_TITLES.get(name, name), rows)
 
 
 _INLINE = ("spread", "ranks")
 _TITLES = {
     "options": "Options of the engine",
+    "lengths": "The data, in records and tokens",
+    "batches": "One step",
+    "memory": "Memory of a rank, estimated in bytes",
     "versions": "Versions",
     "plan": "The plan",
 }
@@ -138,7 +138,9 @@ _TITLES = {
 def _shown(value: Any) -> str:
     if isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value):
         return " ".join(value) or "–"
-    if isinstance(value, (Mapping, list, tuple)):
+    if isinstance(value, Mapping):
+        return " · ".join(f"{key} {_shown(each)}" for key, each in value.items())
+    if isinstance(value, (list, tuple)):
         return json.dumps(value, ensure_ascii=False, default=str)
     return "–" if value is None else str(value)
 

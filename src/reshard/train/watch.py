@@ -24,7 +24,7 @@ class Watch:
 
     def __init__(self, run: Run, console: Console, *, quiet: bool = False) -> None:
         self.history = History()
-        self._run, self._new = run, False
+        self._run, self._new = run, True
         self._due = 0.0
         self._leads = run.ranks.node_rank == 0
         waiting = "loading" if self._leads else f"node {run.ranks.node_rank} of {run.ranks.nnodes}"
