@@ -167,6 +167,12 @@ def test_what_megatron_computes_wrongly_is_refused(
     assert said in str(caught.value.problems)
 
 
+def test_tokens_that_the_model_has_no_row_for_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    run = run_of(tiny("qwen3", vocab_size=200), write_chats(tmp_path), tmp_path / "out")
+    with pytest.raises(RankError, match="ids below 200"):
+        train(run)
+
+
 def test_wrong_records_are_named_by_line(tiny: Tiny, tmp_path: Path) -> None:
     data = write_lines(tmp_path / "data.jsonl", [{"text": "right"}, {"text": 3}])
     run = run_of(tiny("qwen3"), data, tmp_path / "out")

@@ -24,7 +24,7 @@ def train(run: Run, monitor: Monitor) -> Trained:
     alone = not torch.distributed.is_initialized()
     sizes = start(run, options)
     weights = open_weights(run, options, transformer_engine)
-    data = _rows(run, options, monitor)
+    data = _rows(run, options, weights.model.dims.vocab, monitor)
     steps = steps_of(options, run.spread, torch.distributed.get_world_size(), len(data))
     trainee = prepare(run, options, steps, sizes, weights, transformer_engine)
     monitor.note(proof.assert_plan(trainee))
@@ -44,7 +44,7 @@ def train(run: Run, monitor: Monitor) -> Trained:
     return Trained(run.output / iterations.name_of(last), last, found)
 
 
-def _rows(run: Run, options: Options, monitor: Monitor) -> rows.Rows:
+def _rows(run: Run, options: Options, vocab: int, monitor: Monitor) -> rows.Rows:
     """The rows of the data: rank 0 makes them, and all others map the file."""
     import torch
 
@@ -52,7 +52,7 @@ def _rows(run: Run, options: Options, monitor: Monitor) -> rows.Rows:
     if torch.distributed.get_rank() == 0:
         try:
             told[0] = rows.key_of(run, options)
-            told[1] = list(rows.store_rows(run, options, told[0]).notes(options.seq_length or 0))
+            told[1] = list(rows.store_rows(run, options, told[0], vocab).notes(options.seq_length or 0))
         except ReshardError as error:
             told[2] = error.problems
     torch.distributed.broadcast_object_list(told)

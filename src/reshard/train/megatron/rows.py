@@ -165,9 +165,17 @@ def key_of(run: Run, options: Options) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
-def store_rows(run: Run, options: Options, key: str) -> Counts:
-    """Make the rows and keep them in the run's output for all ranks."""
+def store_rows(run: Run, options: Options, key: str, vocab: int) -> Counts:
+    """Make the rows and keep them in the run's output for all ranks. Raises ReshardError for tokens beyond `vocab`."""
     rows, counts = make_rows(run, options)
+    if (highest := int(rows[:, INPUTS : LABELS + 1].max())) >= vocab:
+        raise ReshardError(
+            "the tokenizer has tokens that the model has no row for",
+            file=str(run.model),
+            expected=f"ids below {vocab}, the rows of the embedding",
+            found=f"id {highest} in the data",
+            remedy="give the tokenizer that belongs to the model, or grow the embedding (resize_token_embeddings)",
+        )
     folder = run.output / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f"{key}.{os.getpid()}.npy"
