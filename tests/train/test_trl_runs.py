@@ -20,6 +20,7 @@ from tests.train.trl_runs import STEPS, Ran, train
 Trainer = Callable[..., Ran]
 PLANS = {"one": 1, "ddp": 2, "fsdp2": 2, "tp": 2, "zero2": 2, "zero3": 2}
 FOUR_DIGITS = 1e-4
+WITH_HEAD = {"lora_modules_to_save": ["lm_head"], "lora_target_modules": ["q_proj", "v_proj"]}
 BESIDE = {
     "config.json",
     "tokenizer.json",
@@ -268,17 +269,23 @@ def test_16_bit_weights_of_fsdp2_go_on_in_the_precision_they_were_trained_in(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["ddp", "fsdp2"])
-def test_modules_beside_the_adapter_are_saved_whole(plan: str, ran: Trainer, tmp_path: Path) -> None:
-    options = {"lora_modules_to_save": ["lm_head"], "lora_target_modules": ["q_proj", "v_proj"]}
-    uninterrupted = ran(plan, lora=True, **options)
-    same_as(uninterrupted, ran("ddp", lora=True, **options))
+def test_modules_beside_the_adapter_are_saved_whole(ran: Trainer, tmp_path: Path) -> None:
+    uninterrupted = ran("ddp", lora=True, **WITH_HEAD)
+    same_as(uninterrupted, ran("one", lora=True, **WITH_HEAD))
     shapes = {
         name: tensor.shape for name, tensor in api.open(uninterrupted.trained.checkpoint).tensors.items()
     }
     assert shapes["base_model.model.lm_head.weight"] == (283, 64)
     again = resumed(uninterrupted, tmp_path)
     assert again.losses == uninterrupted.losses[2:]
+
+
+@pytest.mark.slow
+def test_a_head_beside_an_adapter_is_refused_under_fsdp2(ran: Trainer, tmp_path: Path) -> None:
+    run = ran("fsdp2", lora=True).run
+    refused = train(replace(run, output=tmp_path, options={**run.options, **WITH_HEAD}), 2)
+    assert refused.failed
+    assert "does not average the gradient of a head" in refused.log
 
 
 needs_deepspeed = pytest.mark.skipif(

@@ -35,6 +35,7 @@ def assert_plan(run: Run, trainer: Any) -> None:
         *_wrapper(run, trainer),
         *_parameters(run, trainer),
         *_trainable(run, trainer),
+        *_head(run, trainer),
     ]
     problems += [*_device_map(trainer.model, "the model"), *_reference(run, trainer), *_guarded(run, trainer)]
     if found := agreed(problems):
@@ -125,6 +126,27 @@ def _trainable(run: Run, trainer: Any) -> Iterator[Problem]:
 
 def _of_adapter(name: str) -> bool:
     return any(part in name for part in PARTS) and ".original_module." not in name
+
+
+def _head(run: Run, trainer: Any) -> Iterator[Problem]:
+    """A head that is trained beside an adapter under FSDP2: TRL 1.16 gathers it apart from its FSDP group.
+
+    `full_tensor()` there gives each rank the gradient of its own samples only, which nobody sums.
+    """
+    if not (run.lora and run.spread.kind == "fsdp2"):
+        return
+    head = trainer.model.get_output_embeddings()
+    trained = (
+        [name for name, each in head.named_parameters() if each.requires_grad] if head is not None else []
+    )
+    if trained:
+        yield Problem(
+            "FSDP2 does not average the gradient of a head that is trained beside an adapter",
+            tensor=", ".join(trained),
+            rule="the gradient of a weight is that of the samples of all ranks",
+            found="the head in lora_modules_to_save or lora_target_modules, with --parallel fsdp2",
+            remedy="leave the head out of them, use --parallel ddp or zero3, or train everything with --full",
+        )
 
 
 def _device_map(model: Any, whose: str) -> Iterator[Problem]:
