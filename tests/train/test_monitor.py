@@ -17,6 +17,7 @@ from reshard.train import display, trackers
 from reshard.train.display import Display, clock, short, words
 from reshard.train.monitor import History, Metrics, Tail, append, history_of, last_checkpoint
 from reshard.train.run import Run
+from reshard.train.watch import Watch
 
 
 def run_in(folder: Path, **fields: Any) -> Run:
@@ -163,6 +164,13 @@ def test_colours_are_left_out_where_nobody_wants_them(monkeypatch: pytest.Monkey
 
 def test_nothing_is_shown_where_it_is_quiet() -> None:
     assert shown(terminal=False, quiet=True) == shown(terminal=True, quiet=True) == ""
+
+
+def test_a_report_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
+    console = Console(file=StringIO())
+    with Watch(run_in(tmp_path / "gone"), console) as watch:
+        watch.add({"event": "begin", "steps": 2, "done": 0, "time": 1.0})
+    assert console.file.getvalue() == "step 0/2\n"  # type: ignore[attr-defined]
 
 
 def test_numbers_and_times_are_short() -> None:

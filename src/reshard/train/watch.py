@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from types import TracebackType
 
 from rich.console import Console
@@ -59,6 +60,7 @@ class Watch:
         self._display.show(self.history)
         begin = time.monotonic()
         if self._new and begin >= self._due:
-            report.write(self._run.output, self.history)
+            with suppress(OSError):  # a run does not end because its picture cannot be drawn
+                report.write(self._run.output, self.history)
             self._new = False
             self._due = time.monotonic() + max(REFRESH, SHARE * (time.monotonic() - begin))
