@@ -146,12 +146,17 @@ def test_a_wrong_record_is_named_by_line(
     assert remedy is None or any(remedy in (problem.remedy or "") for problem in found)
 
 
-def test_all_wrong_records_are_named_at_once_and_those_beyond_twelve_counted(tmp_path: Path) -> None:
+def test_wrong_records_that_are_alike_are_one_problem(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", *[{"text": ""}] * 20, {"text": "a"})
+    (problem,) = problems_of(path)
+    assert problem.file == f"{path}:1, {path}:2, {path}:3 and 17 more"
+
+
+def test_all_wrong_records_are_named_at_once_and_those_beyond_twelve_counted(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", *[{f"text{number}": "a"} for number in range(20)], {"text": "a"})
     problems = problems_of(path)
     assert [problem.file for problem in problems[:-1]] == [f"{path}:{line}" for line in range(1, 13)]
     assert problems[-1].message == "8 more records are wrong"
-    assert problems[-1].found == "20 wrong records in all"
 
 
 def test_turns_are_held_against_what_the_template_refuses(tmp_path: Path) -> None:

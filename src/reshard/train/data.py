@@ -10,7 +10,7 @@ import gzip
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
@@ -90,22 +90,32 @@ def read_records(path: Path, method: str, template: Template = ANY_TEMPLATE) -> 
 
 @dataclass
 class _Faulty:
-    """The problems of wrong records: the first in full, the others counted."""
+    """The problems of wrong records. Those that differ only in their place are one; beyond some they are counted."""
 
-    problems: list[Problem] = field(default_factory=list)
+    places: dict[Problem, list[str]] = field(default_factory=dict)
     count: int = 0
 
     def add(self, problems: list[Problem]) -> None:
         self.count += 1
-        if self.count <= NAMED:
-            self.problems += problems
+        for problem in problems:
+            alike = replace(problem, file=None)
+            if alike in self.places or len(self.places) < NAMED:
+                self.places.setdefault(alike, []).append(problem.file or "")
 
     def end(self) -> None:
-        if self.count > NAMED:
-            message = f"{self.count - NAMED} more records are wrong"
-            self.problems.append(Problem(message, found=f"{self.count} wrong records in all"))
-        if self.problems:
-            raise ReshardError(self.problems)
+        problems = [replace(alike, file=_some(places)) for alike, places in self.places.items()]
+        named = len({place for places in self.places.values() for place in places})
+        if self.count > named:
+            message = f"{self.count - named} more records are wrong"
+            problems.append(Problem(message, found=f"{self.count} wrong records in all"))
+        if problems:
+            raise ReshardError(problems)
+
+
+def _some(places: list[str]) -> str:
+    """The first places of many."""
+    more = f" and {len(places) - 3:,} more" if len(places) > 3 else ""
+    return ", ".join(places[:3]) + more
 
 
 def _mixed(kind: str, where: str, first: tuple[str, str]) -> Problem:
