@@ -162,6 +162,14 @@ def test_what_would_break_a_promise_is_refused_with_the_cure(name: str, value: A
     assert cure in str(problem.remedy)
 
 
+def test_adapters_of_experts_are_refused_under_tensor_parallelism(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_experts": 8}')
+    run = replace(run_of(lora=True, spread=Spread("tp", tp=2)), model=tmp_path)
+    (problem,) = refused(trl.options, run)
+    assert "--parallel fsdp2" in str(problem.remedy)
+    trl.options(replace(run, options={"lora_target_modules": ["q_proj"]}))
+
+
 @pytest.mark.parametrize(
     ("kind", "variables"),
     [
@@ -205,6 +213,12 @@ def test_ranks_of_tensor_parallelism_see_the_same_data() -> None:
     assert spread.replicas == 1
     (problem,) = refused(trl.batches, run_of(spread=Spread("tp", tp=2)), 4, 64)
     assert "fsdp2" in str(problem.remedy)
+
+
+def test_experts_are_spread_over_the_tensor_parallel_ranks_or_not_at_all() -> None:
+    assert trl.batches(run_of(spread=Spread("tp", tp=2, ep=2)), 2, 64).replicas == 1
+    (problem,) = refused(trl.batches, run_of(spread=Spread("ddp", ep=2)), 2, 64)
+    assert problem.found == "--ep 2 with --tp 1"
 
 
 def test_grpo_counts_completions() -> None:

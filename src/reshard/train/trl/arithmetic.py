@@ -46,6 +46,12 @@ def _ranks(run: Run, world_size: int) -> Iterator[Problem]:
             found=f"{world_size} ranks, --tp {run.spread.tp}",
             remedy=f"give --tp {world_size}; or use --parallel fsdp2, or --engine megatron for both at once",
         )
+    if run.spread.ep not in (1, run.spread.tp):
+        yield Problem(
+            "TRL spreads experts over the tensor parallel ranks",
+            found=f"--ep {run.spread.ep} with --tp {run.spread.tp}",
+            remedy="give --parallel tp with --tp and --ep alike, or use --engine megatron",
+        )
 
 
 def _generated(options: Mapping[str, Any], step: int) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from reshard.errors import Problem
+from reshard.formats.companions import CONFIG, read_object
 from reshard.train.run import Run
 
 _PLAN = "reshard spreads the model by itself, and asserts that it did"
@@ -67,8 +68,29 @@ def refused(run: Run) -> Iterator[Problem]:
             )
 
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of config.json that say how many experts a layer has."""
+
+
+def _adapted_experts(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
+    """PEFT 0.21 wraps stacked experts in a module that transformers cannot split."""
+    file = run.model / CONFIG
+    if not (run.lora and run.spread.kind == "tp" and file.is_file()):
+        return
+    everything = typed.get("lora_target_modules", ["all-linear"]) == ["all-linear"]
+    if any(read_object(file).get(key) for key in EXPERTS) and (
+        everything or typed.get("lora_target_parameters")
+    ):
+        yield Problem(
+            "adapters of experts cannot be tensor parallel",
+            found="--lora on a mixture of experts with --parallel tp",
+            remedy="use --parallel fsdp2, or name layers of attention: --lora_target_modules q_proj k_proj v_proj o_proj",
+        )
+
+
 def contradictions(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
     """What cannot be together with the rest of the run."""
+    yield from _adapted_experts(run, typed)
     if not run.lora:
         for name in typed:
             if name.startswith("lora_") or name in ("use_rslora", "use_dora"):
