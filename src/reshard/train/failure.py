@@ -25,6 +25,7 @@ from reshard.train.monitor import last_checkpoint
 from reshard.train.places import Place
 from reshard.train.provenance import words_of
 from reshard.train.run import Run
+from reshard.train.worker import PROBLEMS
 
 FRAMES = 6
 """Frames of a traceback that are shown, from its end."""
@@ -149,7 +150,7 @@ def print_exception(run: Run, place: Place, error: Exception, console: Console, 
     lost = root is not None and is_consequence(root)
     if not (lost and _another_tells(run)) and _claim(run):
         told = Failure(f"rank {place.rank}", failure.shown, failure.findings)
-        _print(run, told, console, language, "")
+        _print(run, told, console, language, "", place)
         return True
     console.print(f"rank {place.rank} ended as well: {escape(' '.join(failure.shown[-1:]))}")
     return False
@@ -159,7 +160,7 @@ def _another_tells(run: Run) -> bool:
     """Whether another rank, of whose end this one died, has claimed to tell it."""
     deadline = time.monotonic() + GRACE
     while time.monotonic() < deadline:
-        if (run.output / CLAIM).exists():
+        if any((run.output / name).exists() for name in (CLAIM, PROBLEMS)):
             return True
         time.sleep(0.05)
     return False
@@ -173,32 +174,34 @@ def _claim(run: Run) -> bool:
     return True
 
 
-def _print(run: Run, failure: Failure, console: Console, language: str, where: str) -> None:
+def _print(
+    run: Run, failure: Failure, console: Console, language: str, where: str, place: Place | None = None
+) -> None:
     error, why, cure = LABELS[language]
     console.print(f"\n[bold red]{escape(failure.who)} failed first[/]")
     for line in failure.shown:
         console.print(f"  {escape(line)}")
     if where:
         console.print(escape(where))
-    _print_way_on(run, console)
+    _print_way_on(run, console, place)
     for finding in failure.findings[:1]:
         title = escape(finding.title.of(language))
         console.print(f"[bold red]{error}:[/] [bold]{title}[/] ({finding.id}, {finding.certainty})")
-        for place in (place for place in finding.places if place.target.endswith(".py")):
-            console.print(f"  {escape(str(place))}  {escape(place.text)}")
+        for shown in (shown for shown in finding.places if shown.target.endswith(".py")):
+            console.print(f"  {escape(str(shown))}  {escape(shown.text)}")
         if finding.id != UNKNOWN:  # its cause is the traceback above
             console.print(f"[bold]{why}[/] {escape(finding.cause.of(language))}")
         console.print(f"[bold]{cure}[/] {escape(finding.cure.of(language))}")
 
 
-def print_interruption(run: Run, console: Console) -> None:
+def print_interruption(run: Run, console: Console, place: Place | None = None) -> None:
     """Say what is left of a run that a signal has ended."""
     console.print("\n[bold yellow]interrupted[/]: all ranks have ended")
-    _print_way_on(run, console)
+    _print_way_on(run, console, place)
 
 
-def _print_way_on(run: Run, console: Console) -> None:
-    """Which checkpoint is whole, and the command that goes on from it."""
+def _print_way_on(run: Run, console: Console, place: Place | None) -> None:
+    """Which checkpoint is whole, and the command that goes on from it, by the launcher that has given the place."""
     if run.ranks.node_rank > 0:
         return
     checkpoint = last_checkpoint(run.output)
@@ -206,4 +209,5 @@ def _print_way_on(run: Run, console: Console) -> None:
         console.print("no checkpoint was saved; the same command with --overwrite starts again")
         return
     console.print(f"the last checkpoint is whole: {escape(str(checkpoint))}")
-    console.print(f"go on from it: {escape(shlex.join(words_of(run, resume=True)))}")
+    launcher = f"{place.launcher} … " if place else ""
+    console.print(f"go on from it: {launcher}{escape(shlex.join(words_of(run, resume=True)))}")

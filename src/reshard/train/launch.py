@@ -297,7 +297,7 @@ def _take(place: Place, run: Run, record: Mapping[str, Any], screen: Screen) -> 
     except KeyboardInterrupt:
         if first:
             end(run, "interrupted")
-            failure.print_interruption(run, screen.console)
+            failure.print_interruption(run, screen.console, place)
         return INTERRUPTED
     except Exception as error:
         if failure.print_exception(run, place, error, screen.console, screen.language):
