@@ -84,7 +84,7 @@ def _adapted_experts(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(
             "adapters of experts cannot be tensor parallel",
             found="--lora on a mixture of experts with --parallel tp",
-            remedy="use --parallel fsdp2, or name layers of attention: --lora_target_modules q_proj k_proj v_proj o_proj",
+            remedy="use --parallel fsdp2, or adapt attention only: --lora_target_modules q_proj k_proj v_proj o_proj",
         )
 
 

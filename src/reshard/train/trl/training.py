@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from reshard.train.data import load_dataset
 from reshard.train.engine import Monitor, Trained
 from reshard.train.run import Run
 from reshard.train.trl import arithmetic, cpu, devices, environment, loading, saving, weights
 from reshard.train.trl.arguments import arguments_of
 from reshard.train.trl.callback import callback_of
 from reshard.train.trl.fields import options_of
+from reshard.train.trl.rows import rows_of
 from reshard.train.trl.trainers import trainer_of
 
 
@@ -24,11 +24,11 @@ def train_here(run: Run, monitor: Monitor) -> Trained:
         cpu.prepare()
     checkpoint = _checkpoint(run, monitor)
     arguments = arguments_of(run, options)  # before any model: ZeRO-3 partitions what is loaded after it
-    data = load_dataset(run.data, run.method)
-    arithmetic.batches_of(run, options, devices.world_size(), len(data))
-    trainer = _trainer(run, monitor, arguments, options, data, checkpoint)
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    return _finish(run, trainer, checkpoint)
+    with rows_of(run) as data:
+        arithmetic.batches_of(run, options, devices.world_size(), len(data))
+        trainer = _trainer(run, monitor, arguments, options, data, checkpoint)
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        return _finish(run, trainer, checkpoint)
 
 
 def _checkpoint(run: Run, monitor: Monitor) -> Path | None:
