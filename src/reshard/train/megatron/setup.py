@@ -106,6 +106,7 @@ def prepare(
     fill(chunks, weights, at)
     for chunk in chunks:
         _leave_out_padding(chunk, weights)
+        _let_experts_add_biases(chunk)
     if run.lora:
         lora.adapt(chunks, weights, at, options)
     wrapped = _wrap(modules, options)
@@ -197,6 +198,19 @@ def _leave_out_padding(chunk: Any, weights: Weights) -> None:
             return (logits.masked_fill(padding, torch.finfo(logits.dtype).min), *rest)
 
         chunk.output_layer.register_forward_hook(hide)
+
+
+def _let_experts_add_biases(chunk: Any) -> None:
+    """Give each expert an output and a bias of its own.
+
+    megatron-core 0.16.1 adds the bias in place, to what a collective among one rank hands on as it is, which autograd
+    forbids; and it takes the biases for those of all tensor parallel ranks, which hold other experts: it counts them
+    once for the norm, and under sequence parallelism sums their gradients.
+    """
+    for name, module in chunk.named_modules():
+        if ".local_experts." in name and name.endswith("linear_fc2") and module.bias is not None:
+            module.bias.sequence_parallel, module.bias.tensor_model_parallel = False, True
+            module.register_forward_hook(lambda module, inputs, output: (output[0].clone(), *output[1:]))
 
 
 def _in_halves(chunk: Any) -> Any:

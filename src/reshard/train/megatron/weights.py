@@ -49,8 +49,9 @@ class Coordinates(NamedTuple):
     etp: int
 
     def key(self, chunk: int, name: str) -> str:
-        """The name of a shard over all ranks."""
-        return f"tp{self.tp} pp{self.pp} ep{self.ep} etp{self.etp} chunk{chunk} {name}"
+        """The name of a shard over all ranks: experts are spread over other ranks than all else."""
+        where = f"ep{self.ep} etp{self.etp}" if ".experts." in name else f"tp{self.tp}"
+        return f"{where} pp{self.pp} chunk{chunk} {name}"
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,13 @@ def layout_of(run: Run, options: Options, model: Model) -> Layout:
     etp = (options.expert_tensor_parallel_size or spread.tp) if model.dims.experts else 1
     layout = Layout(spread.tp, spread.pp, spread.vpp, spread.ep, etp).over(model.dims.layers)
     check_layout(model, layout)
+    if model.dims.experts and layout.ep == 1 and etp != spread.tp:
+        raise ReshardError(
+            "experts that every tensor parallel rank holds whole would drift apart",
+            rule="megatron-core sums the gradients of experts over tensor parallel ranks only where --ep spreads them",
+            found=f"--tp {spread.tp}, --ep 1, expert_tensor_parallel_size {etp}",
+            remedy=f"add --ep {spread.tp}, or leave out --expert_tensor_parallel_size",
+        )
     return layout
 
 
@@ -178,7 +186,8 @@ def checksums(weights: Weights) -> dict[str, int]:
         for at in weights.everywhere():
             for chunk in range(weights.layout.vpp):
                 for name, held in weights.of(at, chunk).items():
-                    found[at.key(chunk, name)] = _checksum(held, gatherer)
+                    if at.key(chunk, name) not in found:
+                        found[at.key(chunk, name)] = _checksum(held, gatherer)
     return found
 
 
