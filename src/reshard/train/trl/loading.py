@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,48 +19,46 @@ def tokenizer_of(run: Run, options: Mapping[str, Any], chats: bool) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(run.model, trust_remote_code=bool(options["trust_remote_code"]))
-    problems = []
-    if len(tokenizer) <= 1:
-        problems.append(
-            Problem(
-                "the model has no tokenizer",
-                file=str(run.model),
-                rule="where there is none, transformers 5 makes one of one token, which encodes everything to nothing",
-                remedy="copy tokenizer.json and tokenizer_config.json of the base model into the folder",
-            )
-        )
-    if chats and tokenizer.chat_template is None and not options.get("chat_template_path"):
-        problems.append(
-            Problem(
-                "the data are chats, and the tokenizer has no chat template",
-                file=str(run.model),
-                remedy="give --chat_template_path, or put a chat_template.jinja beside the tokenizer",
-            )
-        )
-    rows = read_object(run.model / CONFIG).get("vocab_size")
-    if isinstance(rows, int) and max(tokenizer.get_vocab().values(), default=0) >= rows:
-        problems.append(
-            Problem(
-                "the tokenizer has more tokens than the model",
-                file=str(run.model),
-                expected=f"token ids below {rows}, the vocab_size of config.json",
-                found=str(max(tokenizer.get_vocab().values())),
-                remedy="take the tokenizer that belongs to the model",
-            )
-        )
-    if tokenizer.pad_token is None and tokenizer.eos_token is None:
-        problems.append(
-            Problem(
-                "the tokenizer has neither a padding nor an end token",
-                file=str(run.model),
-                remedy="name a pad_token in tokenizer_config.json",
-            )
-        )
-    if problems:
+    templated = bool(tokenizer.chat_template or options.get("chat_template_path"))
+    if problems := [*_unfit(run, tokenizer, chats and not templated)]:
         raise ReshardError(problems)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _unfit(run: Run, tokenizer: Any, lacks_template: bool) -> Iterator[Problem]:
+    """What is wrong with a tokenizer for training this model."""
+    file = str(run.model)
+    if len(tokenizer) <= 1:
+        yield Problem(
+            "the model has no tokenizer",
+            file=file,
+            rule="where there is none, transformers 5 makes one of one token, which encodes everything to nothing",
+            remedy="copy tokenizer.json and tokenizer_config.json of the base model into the folder",
+        )
+    if lacks_template:
+        yield Problem(
+            "the data are chats, and the tokenizer has no chat template",
+            file=file,
+            remedy="give --chat_template_path, or put a chat_template.jinja beside the tokenizer",
+        )
+    rows = read_object(run.model / CONFIG).get("vocab_size")
+    highest = max(tokenizer.get_vocab().values(), default=0)
+    if isinstance(rows, int) and highest >= rows:
+        yield Problem(
+            "the tokenizer has more tokens than the model",
+            file=file,
+            expected=f"token ids below {rows}, the vocab_size of config.json",
+            found=str(highest),
+            remedy="take the tokenizer that belongs to the model",
+        )
+    if tokenizer.pad_token is None and tokenizer.eos_token is None:
+        yield Problem(
+            "the tokenizer has neither a padding nor an end token",
+            file=file,
+            remedy="name a pad_token in tokenizer_config.json",
+        )
 
 
 def model_of(run: Run, options: Mapping[str, Any], checkpoint: Path | None) -> Any:

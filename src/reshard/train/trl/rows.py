@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ def rows_of(run: Run) -> Iterator[Any]:
     if devices.world_size() == 1:
         yield load_dataset(run.data, run.method)
         return
-    folder = run.output / f"{FOLDER}-{os.environ.get('GROUP_RANK', '0')}"
+    folder = run.output / f"{FOLDER}-{platform.node()}"
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     if first:
         _write(run, folder)

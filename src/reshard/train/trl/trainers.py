@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reshard.train.engine import Monitor
 from reshard.train.run import Run
@@ -14,60 +14,73 @@ SHARDED = ("fsdp2", "tp")
 """Plans whose parameters are DTensors, and so are the states of their optimizers."""
 
 
+if TYPE_CHECKING:
+    Base = Any
+else:
+    Base = object
+
+
+class Saving(Base):  # type: ignore[misc]
+    """What is put before a trainer of TRL: whole weights under every plan, and checkpoints that need nothing else.
+
+    Optimizers whose states are DTensors are saved by torch's distributed checkpoint, so that they are there to resume.
+    """
+
+    asked: Run
+    monitor: Monitor
+    last_saved: Path | None = None
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Weights, config and tokenizer. All ranks must call it."""
+        saving.write(self.asked, self.model, self.processing_class, Path(output_dir or self.args.output_dir))
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """A checkpoint counts when the record of the run lies in it; older ones go only then."""
+        from transformers.trainer_utils import rotate_checkpoints
+
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        super()._save_checkpoint(model, trial)
+        self.args.save_total_limit = limit
+        self.last_saved = self.asked.output / f"checkpoint-{self.state.global_step}"
+        devices.barrier()
+        if devices.rank() == 0:
+            saving.complete(self.asked, self.last_saved)
+            rotate_checkpoints(output_dir=str(self.asked.output), save_total_limit=limit)
+            self.monitor.saved(self.last_saved)
+        devices.barrier()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        import torch
+
+        if self.asked.spread.kind not in SHARDED:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        saving.save_optimizer(self.model, self.optimizer.optimizer, Path(output_dir))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        import torch
+
+        if self.asked.spread.kind not in SHARDED or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        saving.load_optimizer(self.model, self.optimizer.optimizer, Path(checkpoint))
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """No card: nothing is published."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Nothing: the weights were loaded from there to begin with."""
+
+
 def trainer_class(run: Run, monitor: Monitor) -> Any:
     """TRL's trainer of a method, whose checkpoints are complete by themselves."""
-    import torch
     import trl
-    from transformers.trainer_utils import rotate_checkpoints
 
-    base: Any = getattr(trl, TRAINERS[run.method])
-
-    class Trainer(base):  # type: ignore[misc]
-        """Saves whole weights under every plan, and optimizers of DTensors by torch's distributed checkpoint."""
-
-        last_saved: Path | None = None
-
-        def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-            """Weights, config and tokenizer. All ranks must call it."""
-            saving.write(run, self.model, self.processing_class, Path(output_dir or self.args.output_dir))
-
-        def _save_checkpoint(self, model: Any, trial: Any) -> None:
-            """A checkpoint counts when the record of the run lies in it; older ones go only then."""
-            limit, self.args.save_total_limit = self.args.save_total_limit, None
-            super()._save_checkpoint(model, trial)
-            self.args.save_total_limit = limit
-            self.last_saved = run.output / f"checkpoint-{self.state.global_step}"
-            devices.barrier()
-            if devices.rank() == 0:
-                saving.complete(run, self.last_saved)
-                rotate_checkpoints(output_dir=str(run.output), save_total_limit=limit)
-                monitor.saved(self.last_saved)
-            devices.barrier()
-
-        def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-            if run.spread.kind not in SHARDED:
-                super()._save_optimizer_and_scheduler(output_dir)
-                return
-            saving.save_optimizer(self.model, self.optimizer.optimizer, Path(output_dir))
-            if self.args.should_save:
-                torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
-
-        def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-            if run.spread.kind not in SHARDED or checkpoint is None:
-                super()._load_optimizer_and_scheduler(checkpoint)
-                return
-            saving.load_optimizer(self.model, self.optimizer.optimizer, Path(checkpoint))
-            self.lr_scheduler.load_state_dict(
-                torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
-            )
-
-        def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-            """No card: nothing is published."""
-
-        def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-            """Nothing: the weights were loaded from there to begin with."""
-
-    return Trainer
+    base = getattr(trl, TRAINERS[run.method])
+    return type(base.__name__, (Saving, base), {"asked": run, "monitor": monitor})
 
 
 def trainer_of(
