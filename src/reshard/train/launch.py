@@ -274,8 +274,10 @@ def end(run: Run, outcome: str) -> None:
 
 
 def _take(place: Place, run: Run, record: Mapping[str, Any], screen: Screen) -> int:
-    """Be the rank that another launcher has started. Rank 0 writes and shows what the launcher else would."""
-    forget(os.environ, place)
+    """Be the rank that another launcher has started. Rank 0 writes and shows what the launcher else would.
+
+    What else that launcher has set stays: the engine refuses what contradicts the plan.
+    """
     os.environ.update(place.environment())
     run = replace(run, ranks=replace(run.ranks, nproc=place.local_world_size or 0, node_rank=0))
     for name, value in _defaults(run, one_node=place.local_world_size == place.world_size).items():

@@ -27,8 +27,7 @@ STALE = (
     *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
 )
 """What an earlier launch may have left in the environment, and what would be believed."""
-TORCHRUN = "TORCHELASTIC_"
-FOREIGN = (TORCHRUN, "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
+FOREIGN = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
 """Prefixes of settings by which another launcher would change the plan that was checked."""
 LAST_STEP = 4294967290
 """From here on SLURM_STEP_ID stands for what is no step of tasks: interactive shells, batch scripts (slurm.h)."""
@@ -74,14 +73,10 @@ def place_of(run: Run, environment: Environment | None = None) -> Place | None:
     return found
 
 
-def forget(environment: MutableMapping[str, str], place: Place | None = None) -> None:
-    """Take out what other launches have left, so that ranks believe only what they are told now.
-
-    What torchrun tells beside the place stays, if it is torchrun that has given the `place`: who keeps the store.
-    """
-    kept = (TORCHRUN,) if place and place.launcher == "torchrun" else ()
+def forget(environment: MutableMapping[str, str]) -> None:
+    """Take out what other launches have left, so that ranks believe only what they are told now."""
     for name in list(environment):
-        if name in STALE or (name.startswith(FOREIGN) and not name.startswith(kept)):
+        if name in STALE or name.startswith(FOREIGN):
             del environment[name]
 
 
