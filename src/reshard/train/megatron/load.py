@@ -26,6 +26,9 @@ def fill(chunks: list[Any], weights: Weights, at: Coordinates) -> None:
         for live, held in pairs:
             for name, tensor in live.items():
                 _copy(held[name], tensor, gatherer)
+                # megatron-core marks what it draws. What has no mark counts once in the norm of the gradient.
+                whole = held[name].shape == held[name].tensor.shape
+                tensor.tensor_model_parallel = not whole or ".experts." in name
                 if held[name].tensor.name in weights.nowhere:
                     tensor.requires_grad_(False)
 

@@ -110,6 +110,8 @@ class Pair(torch.nn.Module):  # type: ignore[misc]
             self.linear_in = ColumnParallelLinear(columns, rank, gather_output=True, **common)
             self.linear_out = ColumnParallelLinear(rank, rows * tp, gather_output=False, **common)
         self.to(linear.weight.device)
+        for weight in self.parameters():
+            weight.tensor_model_parallel = True  # as `load.fill` marks those of the base
         self._begin(f"{name}.adapter.linear_in.weight", (rank, columns * (tp if self.by_row else 1)), options)
 
     def _begin(self, name: str, shape: tuple[int, int], options: Options) -> None:

@@ -141,9 +141,8 @@ def _build(args: dict[str, Any], options: Options, sizes: ParallelSizes, transfo
         settings={
             **_settings(options, sizes),
             "moe_grouped_gemm": args["moe_grouped_gemm"],
-            # Every weight is read; but only drawn ones are marked as shards, by which their norm is summed.
             "use_cpu_initialization": not gpu,
-            "perform_initialization": True,
+            "perform_initialization": False,  # every weight is read
         },
     )
     return [chunk.cuda(torch.cuda.current_device()) if gpu else chunk for chunk in chunks]
@@ -204,12 +203,12 @@ def _let_experts_add_biases(chunk: Any) -> None:
     """Give each expert an output and a bias of its own.
 
     megatron-core 0.16.1 adds the bias in place, to what a collective among one rank hands on as it is, which autograd
-    forbids; and it takes the biases for those of all tensor parallel ranks, which hold other experts: it counts them
-    once for the norm, and under sequence parallelism sums their gradients.
+    forbids; and under sequence parallelism it sums the biases' gradients over tensor parallel ranks, which hold other
+    experts.
     """
     for name, module in chunk.named_modules():
         if ".local_experts." in name and name.endswith("linear_fc2") and module.bias is not None:
-            module.bias.sequence_parallel, module.bias.tensor_model_parallel = False, True
+            module.bias.sequence_parallel = False
             module.register_forward_hook(lambda module, inputs, output: (output[0].clone(), *output[1:]))
 
 
