@@ -253,8 +253,10 @@ def test_another_template_is_in_the_checkpoint(
 ) -> None:
     template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
     (tmp_path / "other.jinja").write_text(template)
-    changed = ran("one", chat_template_path=str(tmp_path / "other.jinja"), warmup_steps=2)
+    path = str(tmp_path / "other.jinja")
+    changed = ran("one", chat_template_path=path, warmup_steps=2, save_total_limit=1)
     assert (changed.trained.checkpoint / "chat_template.jinja").read_text() == template
+    assert [each.name for each in changed.run.output.glob("checkpoint-*")] == ["checkpoint-4"]
     assert changed.rows[0]["learning_rate"] == 0  # the first step of a warm-up moves nothing, and may
 
 

@@ -70,6 +70,12 @@ def loading(run: Run) -> Mapping[str, Any]:
     """What from_pretrained is told of the plan."""
     if run.spread.kind != "tp":
         return {}
-    from transformers.distributed import DistributedConfig
-
+    try:
+        from transformers.distributed import DistributedConfig
+    except ImportError:
+        raise ReshardError(
+            "this transformers has no tensor parallelism to train with",
+            found="--parallel tp",
+            remedy="pip install -U transformers (5.23 is known to work), or use --parallel fsdp2",
+        ) from None
     return {"distributed_config": DistributedConfig(tp_size=run.spread.tp, ep_size=max(run.spread.ep, 1))}

@@ -135,14 +135,22 @@ def complete(run: Run, folder: Path) -> None:
 
 def last_complete(output: Path) -> Path | None:
     """The latest checkpoint of an output that was written to its end."""
-    steps = {
-        int(match[1]): folder
-        for folder in output.glob("checkpoint-*")
-        if (match := re.fullmatch(r"checkpoint-(\d+)", folder.name))
-        and (folder / RECORD).is_file()
-        and (folder / STATE).is_file()
-    }
-    return steps[max(steps)] if steps else None
+    complete = [
+        each for each in _checkpoints(output) if (each / RECORD).is_file() and (each / STATE).is_file()
+    ]
+    return complete[-1] if complete else None
+
+
+def rotate(output: Path, limit: int | None) -> None:
+    """Remove all checkpoints but the latest `limit`."""
+    for old in _checkpoints(output)[:-limit] if limit else []:
+        shutil.rmtree(old)
+
+
+def _checkpoints(output: Path) -> list[Path]:
+    """The folders of checkpoints, the latest last."""
+    found = [each for each in output.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", each.name)]
+    return sorted(found, key=lambda folder: int(folder.name.split("-")[1]))
 
 
 def resumable(run: Run, checkpoint: Path) -> None:

@@ -36,8 +36,6 @@ class Saving(Base):  # type: ignore[misc]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """A checkpoint counts when the record of the run lies in it; older ones go only then."""
-        from transformers.trainer_utils import rotate_checkpoints
-
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         super()._save_checkpoint(model, trial)
         self.args.save_total_limit = limit
@@ -45,7 +43,7 @@ class Saving(Base):  # type: ignore[misc]
         devices.barrier()
         if devices.rank() == 0:
             saving.complete(self.asked, self.last_saved)
-            rotate_checkpoints(output_dir=str(self.asked.output), save_total_limit=limit)
+            saving.rotate(self.asked.output, limit)
             self.monitor.saved(self.last_saved)
         devices.barrier()
 
