@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -94,25 +95,34 @@ def train_and_die(run: Run, world_size: int, after: int) -> None:
     raise AssertionError("the run was not killed")
 
 
-def reference(model: Path, learning_rates: Sequence[float] | None = None) -> list[float]:
-    """The losses of a plain loop: each chat by itself, the answer's tokens learned, AdamW."""
+class Reference(NamedTuple):
+    """What a plain loop showed in each step."""
+
+    losses: list[float]
+    norms: list[float]
+    """Of the gradient."""
+
+
+def reference(model: Path) -> Reference:
+    """A plain loop: each chat by itself, the answer's tokens learned, AdamW."""
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     matrices = [each for each in network.parameters() if each.ndim > 1]
     vectors = [each for each in network.parameters() if each.ndim == 1]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}], eps=1e-8
     )
-    samples, losses = _tokens(model), []
-    for rate in learning_rates or [cosine(step) for step in range(STEPS)]:
+    samples, shown = _tokens(model), Reference([], [])
+    for step in range(STEPS):
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = cosine(step)
         loss = mean_loss(network, samples)
         loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
-    return losses
+        shown.losses.append(loss.item())
+        shown.norms.append(float(norm))
+    return shown
 
 
 def cosine(step: int) -> float:
@@ -146,8 +156,8 @@ def mean_loss(
     return total / count
 
 
-def assert_close(ours: Sequence[float], reference: Sequence[float]) -> None:
-    """The same losses, and losses that fall."""
-    assert len(ours) == len(reference)
-    assert reference[-1] < reference[0] - 0.1
-    assert max(abs(a - b) for a, b in zip(ours, reference, strict=True)) <= EPSILON, (ours, reference)
+def assert_close(ours: Seen, reference: Reference) -> None:
+    """The same losses and norms, and losses that fall."""
+    assert reference.losses[-1] < reference.losses[0] - 0.1
+    assert ours.losses == pytest.approx(reference.losses, abs=EPSILON)
+    assert [step["grad_norm"] for step in ours.steps.values()] == pytest.approx(reference.norms, rel=EPSILON)

@@ -30,6 +30,7 @@ from tests.train.megatron import (
     CHATS,
     EPSILON,
     STEPS,
+    Reference,
     Seen,
     assert_close,
     mean_loss,
@@ -76,19 +77,17 @@ def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.fixture(scope="module")
-def losses(tiny: Tiny) -> Callable[[str], list[float]]:
-    """The losses of transformers on a model."""
+def losses(tiny: Tiny) -> Callable[[str], Reference]:
+    """What transformers shows on a model."""
     return cache(lambda name: reference(tiny(name)))
 
 
 @pytest.mark.parametrize(
     "name", [*CASES, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE_CASES)]
 )
-def test_losses_are_those_of_transformers(
-    name: str, runs: Runs, losses: Callable[[str], list[float]]
-) -> None:
+def test_losses_are_those_of_transformers(name: str, runs: Runs, losses: Callable[[str], Reference]) -> None:
     _, seen, _ = runs(name)
-    assert_close(seen.losses, losses(name.split()[0]))
+    assert_close(seen, losses(name.split()[0]))
 
 
 @pytest.mark.slow
@@ -107,21 +106,21 @@ def test_losses_are_those_of_transformers(
     ids=lambda options: next(iter(options)),
 )
 def test_how_it_is_computed_does_not_change_losses(
-    options: dict[str, Any], tiny: Tiny, tmp_path: Path, losses: Callable[[str], list[float]]
+    options: dict[str, Any], tiny: Tiny, tmp_path: Path, losses: Callable[[str], Reference]
 ) -> None:
     run = run_of(tiny("qwen3"), write_chats(tmp_path), tmp_path / "out", Spread(tp=2), **options)
-    assert_close(train(run, 2)[0].losses, losses("qwen3"))
+    assert_close(train(run, 2)[0], losses("qwen3"))
 
 
 @pytest.mark.parametrize(
     ("flag", "dtype"), [("bf16", torch.bfloat16), pytest.param("fp16", torch.float16, marks=pytest.mark.slow)]
 )
 def test_weights_of_16_bits_are_trained_beside_those_of_32(
-    flag: str, dtype: torch.dtype, tiny: Tiny, tmp_path: Path, losses: Callable[[str], list[float]]
+    flag: str, dtype: torch.dtype, tiny: Tiny, tmp_path: Path, losses: Callable[[str], Reference]
 ) -> None:
     run = run_of(tiny("qwen3"), write_chats(tmp_path), tmp_path / "out", **{flag: True})
     seen, trained = train(run)
-    assert seen.losses == pytest.approx(losses("qwen3"), abs=0.1)
+    assert seen.losses == pytest.approx(losses("qwen3").losses, abs=0.1)
     reshard.convert(run.output, tmp_path / "final")
     assert megatron.check(run, trained, tmp_path / "final") == []
     assert {tensor.dtype for tensor in load_file(tmp_path / "final" / "model.safetensors").values()} == {
@@ -131,14 +130,14 @@ def test_weights_of_16_bits_are_trained_beside_those_of_32(
 
 @pytest.mark.slow
 def test_experts_can_be_whole_where_all_else_is_cut(
-    tiny: Tiny, tmp_path: Path, losses: Callable[[str], list[float]]
+    tiny: Tiny, tmp_path: Path, losses: Callable[[str], Reference]
 ) -> None:
     spread = Spread(tp=2, ep=2)
     run = run_of(
         tiny("qwen3_moe"), write_chats(tmp_path), tmp_path / "out", spread, expert_tensor_parallel_size=1
     )
     seen, trained = train(run, 2)
-    assert_close(seen.losses, losses("qwen3_moe"))
+    assert_close(seen, losses("qwen3_moe"))
     reshard.convert(run.output, tmp_path / "final")
     assert megatron.check(run, trained, tmp_path / "final") == []
 
@@ -147,7 +146,7 @@ def test_experts_can_be_whole_where_all_else_is_cut(
 def test_interleaved_stages_have_the_same_losses(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny("qwen3", num_hidden_layers=4)
     run = run_of(model, write_chats(tmp_path), tmp_path / "out", Spread(pp=2, vpp=2))
-    assert_close(train(run, 2)[0].losses, reference(model))
+    assert_close(train(run, 2)[0], reference(model))
 
 
 @pytest.mark.slow
@@ -155,7 +154,7 @@ def test_layers_that_do_not_divide_are_spread_unevenly(tiny: Tiny, tmp_path: Pat
     model = tiny("qwen3", num_hidden_layers=3)
     run = run_of(model, write_chats(tmp_path), tmp_path / "out", Spread(pp=2))
     seen, trained = train(run, 2)
-    assert_close(seen.losses, reference(model))
+    assert_close(seen, reference(model))
     reshard.convert(run.output, tmp_path / "final")
     assert megatron.check(run, trained, tmp_path / "final") == []
 
@@ -187,7 +186,7 @@ def test_other_families_have_the_same_losses(name: str, hf_model: Tiny, tmp_path
     spread, options = FAMILIES[name]
     run = run_of(model, write_chats(tmp_path), tmp_path / "out", spread, **options)
     seen, trained = train(run, 2)
-    assert_close(seen.losses, reference(model))
+    assert_close(seen, reference(model))
     reshard.convert(run.output, tmp_path / "final")
     assert megatron.check(run, trained, tmp_path / "final") == []
 

@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core")
 import reshard
 from reshard.train import megatron
 from reshard.train.run import Run, Spread
-from tests.train.megatron import EPSILON, assert_close, reference, run_of, train, write_chats
+from tests.train.megatron import EPSILON, Seen, assert_close, reference, run_of, train, write_chats
 
 Tiny = Callable[..., Path]
 TE: dict[str, Any] = {"transformer_impl": "transformer_engine"}
@@ -28,12 +28,13 @@ CASES = [
 ]
 
 
-def _checked(run: Run, transformer_engine: Executor, world_size: int, final: Path) -> list[float]:
-    """The losses of a run whose folder at the end holds what was trained."""
+def _checked(run: Run, transformer_engine: Executor, world_size: int, final: Path) -> Seen:
+    """What rank 0 saw of a run whose folder at the end holds what was trained."""
+    seen: Seen
     seen, trained = transformer_engine.submit(train, run, world_size).result(timeout=300)
     reshard.convert(run.output, final, base=run.model)
     assert megatron.check(run, trained, final) == []
-    return seen.losses
+    return seen
 
 
 @pytest.mark.parametrize(("model", "world_size", "spread", "options"), CASES)
