@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from reshard.errors import ReshardError
-from reshard.train import failure, trackers
+from reshard.train import failure, report, trackers
 from reshard.train.lifetime import end_with_parent
 from reshard.train.monitor import METRICS, Tail, append, monitor_of
 from reshard.train.places import Place, forget, place_of
@@ -268,8 +268,6 @@ def end(run: Run, outcome: str) -> None:
     """Write down how a run ended: in its metrics, and in its report. The first node does."""
     if run.ranks.node_rank == 0:
         append(run.output, {"event": "end", "outcome": outcome})
-        from reshard.train import report
-
         report.write(run.output)
 
 
