@@ -105,7 +105,7 @@ def test_a_run_of_skipped_steps_saves_nothing(tiny: Tiny, tmp_path: Path) -> Non
 def test_ranks_that_do_not_make_the_layout_are_refused(tiny: Tiny, tmp_path: Path) -> None:
     run = run_of(tiny("qwen3"), write_chats(tmp_path), tmp_path / "out", Spread(tp=2))
     steps = {"train_iters": 1}
-    with pytest.raises(RankError, match=r"divi"):
+    with pytest.raises(RankError, match=r"a multiple of 2 processes"):
         run_ranks(3, _untrained, replace(run, options={**run.options, **steps}))
 
 

@@ -31,9 +31,7 @@ class Steps:
 
 def steps_of(options: Options, spread: Spread, world_size: int, sequences: int) -> Steps:
     """The steps of a run over `sequences` of data. Raises ReshardError naming all that does not come out."""
-    problems = list(_sizes(options, spread, world_size))
-    if problems:
-        raise ReshardError(problems)
+    check_ranks(options, spread, world_size)
     replicas = spread.replicas(world_size)
     unit = options.micro_batch_size * replicas * (spread.pp if spread.vpp > 1 else 1)
     size = options.global_batch_size or -(-USUAL // unit) * unit
@@ -66,7 +64,8 @@ def schedule(options: Options, steps: Steps) -> tuple[int, int]:
     return decay, warmup
 
 
-def _sizes(options: Options, spread: Spread, world_size: int) -> list[Problem]:
+def check_ranks(options: Options, spread: Spread, world_size: int) -> None:
+    """Refuse ranks, or a length, that do not divide over the layout. Raises ReshardError."""
     problems = []
     model_ranks = spread.tp * spread.pp * spread.cp
     if world_size % model_ranks:
@@ -90,19 +89,25 @@ def _sizes(options: Options, spread: Spread, world_size: int) -> list[Problem]:
                 remedy="choose another --ep, or --expert_tensor_parallel_size 1",
             )
         )
+    problems += _length_problems(options, spread)
+    if problems:
+        raise ReshardError(problems)
+
+
+def _length_problems(options: Options, spread: Spread) -> list[Problem]:
     length = options.seq_length or 0
     cut = spread.tp * spread.cp * (2 if spread.cp > 1 else 1)
-    if length % cut:
-        problems.append(
-            Problem(
-                "the tokens of a sequence do not divide over the ranks that share it",
-                rule="sequence and context parallel ranks take equal parts",
-                expected=f"a multiple of {cut}",
-                found=f"seq_length {length}",
-                remedy=f"choose --seq_length {-(-length // cut) * cut}",
-            )
+    if length % cut == 0:
+        return []
+    return [
+        Problem(
+            "the tokens of a sequence do not divide over the ranks that share it",
+            rule="sequence and context parallel ranks take equal parts",
+            expected=f"a multiple of {cut}",
+            found=f"seq_length {length}",
+            remedy=f"choose --seq_length {-(-length // cut) * cut}",
         )
-    return problems
+    ]
 
 
 def batches(run: Run, world_size: int, samples: int) -> Batches:

@@ -28,6 +28,8 @@ def train(run: Run, monitor: Monitor) -> Trained:
     steps = steps_of(options, run.spread, torch.distributed.get_world_size(), len(data))
     trainee = prepare(run, options, steps, sizes, weights, transformer_engine)
     monitor.note(proof.assert_plan(trainee))
+    if run.lora and weights.model.dims.experts:
+        monitor.note("experts are not adapted: an adapter of PEFT has no place for the pair of each of them")
     done = store.resume(trainee) if run.resume else 0
     if run.resume and not done:
         monitor.note("there is no checkpoint to resume from: training starts at the beginning")

@@ -12,7 +12,7 @@ from reshard.engines.megatron.model import build_model
 from reshard.engines.megatron.parallel import ParallelSizes
 from reshard.layout import Layout
 from reshard.train.megatron import lora
-from reshard.train.megatron.batches import Steps, is_half, schedule
+from reshard.train.megatron.batches import Steps, check_ranks, is_half, schedule
 from reshard.train.megatron.load import fill
 from reshard.train.megatron.options import Options
 from reshard.train.megatron.weights import Coordinates, Weights, weights_of
@@ -38,7 +38,7 @@ class Trainee:
 
 
 def start(run: Run, options: Options) -> ParallelSizes:
-    """Take this rank's device before anything else, and join the others."""
+    """Take this rank's device before anything else, and join the others. Raises ReshardError if they are too few."""
     import torch
 
     if run.spread.tp * run.spread.cp > 1:
@@ -53,6 +53,7 @@ def start(run: Run, options: Options) -> ParallelSizes:
             timeout=timedelta(minutes=options.distributed_timeout_minutes),
         )
     spread = run.spread
+    check_ranks(options, spread, torch.distributed.get_world_size())
     sizes = ParallelSizes(
         tp=spread.tp,
         pp=spread.pp,
