@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from bench.models import make
+from reshard import api
 from reshard.doctor.environment import Environment, Gpu
 from reshard.errors import Problem
 from reshard.train import checks
@@ -404,3 +405,12 @@ def test_a_config_that_is_in_order_is_let_through(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({"model": "m", "device_map": None, "learning_rate": 1e-5}))
     assert config_problems(path) == []
+
+
+def test_a_model_in_another_format_is_refused_with_the_command_that_converts_it(
+    run: Run, tmp_path: Path
+) -> None:
+    api.convert(run.model, tmp_path / "megatron", to="megatron", tp=2)
+    found = preflight(replace(run, model=tmp_path / "megatron"), environment=NOWHERE)
+    problem = the("a format that training does not start from", found.problems)
+    assert problem.found == "megatron" and f"reshard convert {tmp_path / 'megatron'}" in str(problem.remedy)

@@ -17,7 +17,8 @@ from reshard.doctor.environment import Environment, Gpu, diagnose_environment
 from reshard.doctor.finding import Finding, Place
 from reshard.doctor.rules import told
 from reshard.errors import Problem, ReshardError
-from reshard.formats import iterations
+from reshard.formats import iterations, open_checkpoint
+from reshard.inspection import inspect_checkpoint
 from reshard.train import data
 from reshard.train.run import RECORD, Run, read_record
 
@@ -189,8 +190,19 @@ def visible(environment: Environment) -> list[Gpu]:
 
 
 def model(run: Run) -> Iterator[Problem]:
-    """Whether the weights of the model folder are whole, and what else the doctor finds there."""
+    """Whether the folder is one of Hugging Face, its weights are whole, and what else the doctor finds there."""
     try:
+        inspection = inspect_checkpoint(run.model)
+        found = inspection.checkpoint
+        if found.format != "huggingface":
+            yield Problem(
+                "the model is in a format that training does not start from",
+                file=str(found.path),
+                expected="a Hugging Face folder",
+                found=found.format,
+                remedy=inspection.next,
+            )
+            return
         findings = diagnose(run.model)
     except ReshardError as error:
         yield from error.problems
@@ -201,7 +213,6 @@ def model(run: Run) -> Iterator[Problem]:
 def layout(run: Run) -> Iterator[Problem]:
     """Whether the sizes of the model divide over the ranks of Megatron-Core."""
     if run.engine == "megatron":
-        from reshard.formats import open_checkpoint
         from reshard.model import resolve
         from reshard.train.megatron.options import read
         from reshard.train.megatron.weights import layout_of
