@@ -92,12 +92,11 @@ def trainer_of(
     callback: Any,
 ) -> Any:
     """The trainer of a run. Nothing is wrapped or sharded yet."""
+    from transformers import PrinterCallback
+
     more: dict[str, Any] = {"reward_funcs": reward.load(str(run.reward))} if run.method == "grpo" else {}
-    if (
-        run.method == "dpo"
-        and run.spread.kind == "fsdp2"
-        and not (run.lora or options["precompute_ref_log_probs"])
-    ):
+    shared = run.lora or bool(options.get("precompute_ref_log_probs"))
+    if run.method == "dpo" and run.spread.kind == "fsdp2" and not shared:
         more["ref_model"] = loading.reference_of(run, options)
     if run.lora:
         more["peft_config"] = loading.adapter_config(options)
@@ -119,6 +118,9 @@ def trainer_of(
         loading.mend_adapter(trainer.model)
     if run.method == "grpo" and run.spread.tp > 1:
         _seed_alike(run, arguments)
+    trainer.remove_callback(
+        PrinterCallback
+    )  # the monitor has the numbers; the log keeps what went wrong in sight
     callback.watch(trainer)
     return trainer
 
