@@ -90,10 +90,7 @@ def _load_torch_dist(chunks: list[Any], folder: Path) -> Mismatch:
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
     keys = stored_keys(folder)
-    wanted = {
-        model_key(chunks, index): chunk.sharded_state_dict(metadata=_key_style(keys))
-        for index, chunk in enumerate(chunks)
-    }
+    wanted = _wanted(chunks, _key_style(keys), every)
     names.follow_checkpoint(wanted, keys)
     # To dist_checkpointing, "missing" is what the model does not ask for: the reverse of load_state_dict's words.
     loaded, unexpected, missing = dist_checkpointing.load(
@@ -137,6 +134,14 @@ def every(key: str) -> bool:
     return True
 
 
+def _wanted(chunks: list[Any], metadata: dict[str, Any], only: Only) -> dict[str, Any]:
+    """What the chunks ask a checkpoint for."""
+    return {
+        model_key(chunks, index): _chosen(chunk.sharded_state_dict(metadata=metadata), only)
+        for index, chunk in enumerate(chunks)
+    }
+
+
 def _chosen(state: dict[str, Any], only: Only) -> dict[str, Any]:
     return {key: value for key, value in state.items() if only(key)}
 
@@ -152,18 +157,15 @@ def load_run(
 ) -> Mismatch:
     """Fill weights, optimizer and scheduler from torch_dist, as `load_checkpoint` of Megatron-LM does; collective.
 
-    Unlike `load_weights`, what is amiss with the optimizer counts as missing or unexpected too. `only` says which
-    weights are there. Random states come with those sizes by which they were saved.
+    What is amiss with the optimizer counts as missing or unexpected too. `only` says which weights are there. Random
+    states come with those sizes by which they were saved.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
     keys = stored_keys(folder)
     metadata = {**dist_checkpointing.load_content_metadata(str(folder)), **_key_style(keys)}
-    wanted: dict[str, Any] = {
-        model_key(chunks, index): _chosen(chunk.sharded_state_dict(metadata=metadata), only)
-        for index, chunk in enumerate(chunks)
-    }
+    wanted: dict[str, Any] = _wanted(chunks, metadata, only)
     names.follow_checkpoint(wanted, keys)
     if optimizer.config.use_distributed_optimizer:
         _begin_states(optimizer)
