@@ -105,4 +105,19 @@ def _text(raw: dict[str, str]) -> Text:
 
 
 def _patterns(texts: list[str]) -> tuple[re.Pattern[str], ...]:
-    return tuple(re.compile(text, re.MULTILINE) for text in texts)
+    return tuple(re.compile(_with_any_quotes(text), re.MULTILINE) for text in texts)
+
+
+_QUOTES = "['\"`’‘“”´]"
+_PARTS = re.compile(r"(?P<kept>\\.|\[\^?\]?(?:\\.|[^\]\\])*\])|(?P<quote>['\"])|(?P<tick>`\??)", re.DOTALL)
+
+
+def _with_any_quotes(pattern: str) -> str:
+    """A pattern that other quotation marks match too, and that no backtick is needed for.
+
+    Versions of a message differ in them, and pasting into a page turns or swallows them.
+    """
+    return _PARTS.sub(
+        lambda part: part["kept"] or (f"{_QUOTES}?" if part["tick"] else _QUOTES),
+        pattern,
+    )

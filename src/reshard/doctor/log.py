@@ -44,13 +44,24 @@ class Log:
 def read_log(name: str, content: str | Iterable[str]) -> Log:
     """Take a log apart: its text, or its lines as they come. Of a long one, lines that only repeat are left out."""
     raw = content.split("\n") if isinstance(content, str) else content
-    lines = [Line(*each) for each in thinned(without_prefixes(raw))]
+    lines = [line for each in thinned(without_prefixes(raw)) for line in _unescaped(Line(*each))]
     streams: dict[str, list[Line]] = {}
     for line in lines:
         streams.setdefault(line.stream, []).append(line)
     found = [each for stream in streams.values() for each in tracebacks(stream)]
     text = "\n".join(line.text for line in lines)
     return Log(name, lines, sorted(found, key=lambda t: t.first), _versions(text), _facts(text))
+
+
+_ESCAPED_FRAME = re.compile(r'File \\+"[^"]+\\+", line \d+')
+
+
+def _unescaped(line: Line) -> list[Line]:
+    """The lines inside a line of JSON that holds a traceback, as the error files of torchelastic do."""
+    if not _ESCAPED_FRAME.search(line.text):
+        return [line]
+    parts = re.split(r"\\+n", line.text)
+    return [line._replace(text=re.sub(r'\\+"', '"', part)) for part in parts]
 
 
 PACKAGES = (

@@ -10,15 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
+from reshard.doctor.collectives import compared
 from reshard.doctor.entries import Entry, catalogue
-from reshard.doctor.finding import Finding, Place
+from reshard.doctor.failures import CUT_OFF, EXIT, asks, is_launchers
+from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.log import Log, Traceback, read_log
-from reshard.doctor.match import Match, first_failure, match_log
+from reshard.doctor.match import BY_KIND, Match, first_failure, match_log
 from reshard.doctor.rules import told
 from reshard.errors import ReshardError
 
 STDIN = "-"
 UNKNOWN = "unknown-failure"
+UNKNOWN_THAT_ASKS = "unknown-failure-that-asks"
+WORKER_UNSEEN = "worker-traceback-missing"
 LARGEST = 64 << 20
 """Bytes that are reasonable to hold as one text; a file is read line by line, however long it is."""
 LONGEST = 1 << 20
@@ -51,12 +55,18 @@ def diagnose_text(name: str, content: str | Iterable[str]) -> list[Finding]:
     causes = [match for match in matches if match.entry.kind != "symptom"]
     root = first_failure(log)
     if root is not None and all(match.entry.kind in WARNINGS for match in causes):
+        if is_launchers(root):
+            if symptoms and not causes:
+                return [_finding(match, log, ()) for match in matches]
+            return [_unseen(root, log), *(_finding(match, log, ()) for match in causes)]
         return [_unknown(root, log, symptoms), *(_finding(match, log, ()) for match in causes)]
     if causes:
         return [_finding(match, log, symptoms if match is causes[0] else ()) for match in causes]
     return [_finding(match, log, ()) for match in matches]
 
 
+LONGEST_SAID = 2000
+"""Characters of a message that are shown as the cause."""
 SHOWN = 300
 """Characters of a line that are shown: some messages list every model there is."""
 WARNINGS = ("warning", "silent")
@@ -69,26 +79,62 @@ def _finding(match: Match, log: Log, also: tuple[str, ...]) -> Finding:
         id=entry.id,
         title=entry.title,
         cause=entry.cause,
-        cure=entry.cure,
+        cure=_with_interpreter(entry.cure, log) if entry.id == MODULE_MISSING else entry.cure,
         certainty=match.certainty,
         severity="warning" if entry.kind in WARNINGS else "error",
         places=(Place(log.name, match.line.number, match.line.text.strip()[:SHOWN]),),
-        evidence=tuple(match.evidence),
+        evidence=(*match.evidence, *_told_by(match, log)),
         sources=entry.sources,
         also=(*match.also, *also),
     )
 
 
+def _told_by(match: Match, log: Log) -> list[str]:
+    """What an entry's own look at the log adds to its evidence."""
+    if match.entry.id == "hang-nccl":
+        return compared(log)
+    if match.entry.id not in BY_KIND:
+        return []
+    root = first_failure(log)
+    importer = [f"{root.frames[-1]} asks for it"] if root and root.frames else []
+    versions = [f"{name} {version}" for name, version in log.versions.items()]
+    return [*importer, *([f"the log names {', '.join(versions)}"] if versions else [])]
+
+
+MODULE_MISSING = "module-not-found"
+_INTERPRETER = re.compile(r"(?<![\w.])(?:[\w./~+-]*/bin/python[\d.]*)(?![\w/])")
+_PACKAGES_OF = re.compile(r"([\w./~+-]*)/lib/python[\d.]+/(?:site|dist)-packages/")
+
+
+def _with_interpreter(cure: Text, log: Log) -> Text:
+    """A cure with the interpreter of the log in place of `python`."""
+    text = log.text
+    if not (told := _INTERPRETER.findall(text)):
+        told = [f"{prefix}/bin/python" for prefix in _PACKAGES_OF.findall(text)]
+    if not told:
+        return cure
+    return Text(*(each.replace("python -m pip", f"{told[-1]} -m pip") for each in (cure.en, cure.zh)))
+
+
+def _unseen(root: Traceback, log: Log) -> Finding:
+    """A log that has the launcher's word only that a worker failed."""
+    last = (root.message if root.exception == EXIT else root.said).split("\n")[0]
+    who = log.facts.get("first rank to die", "?")
+    return told(WORKER_UNSEEN, [Place(log.name, root.last, last[:SHOWN])], {"who": who}, certainty="likely")
+
+
 def _unknown(root: Traceback, log: Log, symptoms: tuple[str, ...]) -> Finding:
     """A failure that no entry explains: said to be unknown, with its traceback and what comes nearest."""
-    near = nearest(f"{root.exception}: {root.message}", catalogue().values())
+    near = nearest(root.said, catalogue().values())
     first = root.root
-    shown = "\n".join([*(f"  {frame}" for frame in first.frames[-6:]), f"{first.exception}: {first.message}"])
-    last = f"{root.exception}: {root.message}".split("\n")[0]
-    place = Place(log.name, root.last, last)
-    values = {"who": root.stream or "?", "shown": shown, "near": ", ".join(near) or "–"}
-    found = told(UNKNOWN, [place], values, certainty="possible")
-    return replace(found, also=symptoms)
+    said = "the log ends here, without the exception" if first.exception == CUT_OFF else first.said
+    shown = "\n".join([*(f"  {frame}" for frame in first.frames[-6:]), said[:LONGEST_SAID]])
+    last = (root.message if root.exception == CUT_OFF else root.said).split("\n")[0]
+    place = Place(log.name, root.last, last[:SHOWN])
+    asked = asks(root.message)[:LONGEST_SAID]
+    values = {"who": root.stream or "?", "shown": shown, "near": ", ".join(near) or "–", "asked": asked}
+    found = told(UNKNOWN_THAT_ASKS if asked else UNKNOWN, [place], values, certainty="possible")
+    return replace(found, id=UNKNOWN, also=symptoms)
 
 
 _WORD = re.compile(r"[A-Za-z_][A-Za-z_.]{2,}")

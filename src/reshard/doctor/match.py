@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from reshard.doctor.entries import Entry
+from reshard.doctor.failures import CUT_OFF, EXIT, is_consequence, is_launchers, loose_failure
 from reshard.doctor.log import Line, Log, Traceback
 
 
@@ -27,6 +27,9 @@ class Match:
     also: tuple[str, ...] = ()
 
 
+BY_KIND = frozenset({"module-not-found", "import-name-missing", "module-attribute-missing"})
+"""Entries that know the kind of an exception only: they explain the first failure where no other does, never surely."""
+FIRST = "the first failure is this one"
 IN_ROOT = 2.0
 """What the message of the first traceback weighs: the entry explains what the run died of."""
 
@@ -42,29 +45,28 @@ def match_log(log: Log, entries: Iterable[Entry]) -> list[Match]:
         found = next((hit for pattern in entry.patterns if (hit := pattern.search(text))), None)
         if found is None or not _applies(entry, text, log.versions):
             continue
+        if entry.id in BY_KIND and not (root and _explains(entry, root)):
+            continue
         line = lines[bisect_right(ends, found.start())]
         matches.append(_weighed(entry, line, text, log, root))
-    kept = _folded(_ranked(matches, log.tracebacks))
+    loose = [root] if root and root not in log.tracebacks else []
+    kept = _folded(_ranked(matches, [*log.tracebacks, *loose]))
     return sorted(kept, key=lambda match: _order(match, root))
 
 
 def first_failure(log: Log) -> Traceback | None:
-    """The traceback of the rank that died first, not those of ranks that lost a peer."""
-    own = [each for each in log.tracebacks if not is_consequence(each)] or log.tracebacks
+    """The failure of the rank that died first, not those of ranks that lost a peer: its traceback, or what there is.
+
+    Its exception is EXIT or CUT_OFF if the log has an exit status or a part of a traceback only.
+    """
+    own = [each for each in log.tracebacks if not is_consequence(each)]
+    loose = None if own else loose_failure(log.lines)
+    if loose is not None and loose.exception not in (EXIT, CUT_OFF):
+        return loose
+    candidates = own or [each for each in log.tracebacks if not is_launchers(each)]
     named = log.facts.get("first rank to die")
-    by_rank = [each for each in own if named is not None and each.stream.split("/")[-1] == named]
-    return next(iter(by_rank or own), None)
-
-
-_CONSEQUENCE = re.compile(
-    r"ChildFailedError|SignalException|CalledProcessError|KeyboardInterrupt|Connection (?:reset|closed) by peer"
-    r"|Broken pipe|NCCL.*(?:aborted|remote process exited)|ActorDiedError|RayTaskError|Socket Timeout|DistNetworkError"
-)
-
-
-def is_consequence(traceback: Traceback) -> bool:
-    """Whether a process died of another one's death."""
-    return bool(_CONSEQUENCE.search(f"{traceback.exception}: {traceback.message}"))
+    by_rank = [each for each in candidates if named is not None and each.stream.split("/")[-1] == named]
+    return next(iter(by_rank or candidates), loose) or next(iter(log.tracebacks), None)
 
 
 def _applies(entry: Entry, text: str, versions: dict[str, str]) -> bool:
@@ -89,10 +91,12 @@ def _inside(version: str, specifier: str) -> bool | None:
 
 def _weighed(entry: Entry, line: Line, text: str, log: Log, root: Traceback | None) -> Match:
     match = Match(entry, line, 1.0)
-    if root and any(pattern.search(f"{root.exception}: {root.message}") for pattern in entry.patterns):
+    if root and _explains(entry, root):
         match.score += IN_ROOT
         who = f" of {root.stream}" if root.stream else ""
-        match.evidence.append(f"the first failure is {root.exception}{who}, at line {root.last}")
+        what = f"the first failure is {root.exception}{who}, at line {root.last}"
+        loose = root.exception in ("", EXIT, CUT_OFF)
+        match.evidence.append(f"{FIRST}{who}, at line {root.last}" if loose else what)
     seen = [hit[0] for pattern in entry.hints if (hit := pattern.search(text))]
     if seen:
         match.score += 1 + 0.25 * len(seen)
@@ -103,6 +107,10 @@ def _weighed(entry: Entry, line: Line, text: str, log: Log, root: Traceback | No
             match.evidence.append(f"{name} {log.versions[name]} is among the affected versions ({specifier})")
     match.score += 0.5 * len(entry.needs)
     return match
+
+
+def _explains(entry: Entry, root: Traceback) -> bool:
+    return any(pattern.search(root.said) for pattern in entry.patterns)
 
 
 def _short(text: str) -> str:
@@ -120,10 +128,12 @@ def _ranked(matches: list[Match], tracebacks: list[Traceback]) -> list[Match]:
         rivals.setdefault(_failure(match.line, tracebacks), []).append(match)
     kept = []
     for same in rivals.values():
+        same = [match for match in same if match.entry.id not in BY_KIND] or same
         same.sort(key=lambda match: (-match.score, match.entry.id))
         best = same[0]
         ahead = best.score - same[1].score if len(same) > 1 else best.score
         distinct = not best.entry.hints or len(best.evidence) > 0
+        distinct = distinct and best.entry.id not in BY_KIND
         best.certainty = "sure" if ahead >= CLEAR and distinct else "likely"
         for other in same[1:]:
             other.certainty = "possible"

@@ -35,6 +35,11 @@ class Traceback:
     before: Traceback | None = None
 
     @property
+    def said(self) -> str:
+        """The exception and its message, as the interpreter prints them."""
+        return f"{self.exception}: {self.message}" if self.exception else self.message
+
+    @property
     def root(self) -> Traceback:
         """The first of a chain."""
         return self.before.root if self.before else self
@@ -60,7 +65,7 @@ _LINKS = (
     "The above exception was the direct cause of the following exception:",
 )
 _LOGGED = re.compile(
-    r"\[?(?:DEBUG|INFO|WARN(?:ING)?|ERROR|CRITICAL|[EWI]\d{4})\b|\[\d{4}-|={20,}|-{20,}|\s*\d+%\||\s*```|\s*\+-"
+    r"\[?(?:DEBUG|INFO|WARN(?:ING)?|ERROR|CRITICAL|[EWI]\d{4})\b|\[\d{4}-|={20,}|-{20,}|\s*\d+%\||\s*```|\s*\+-|\"[,}]"
 )
 MESSAGE_LINES = 12
 """Lines of an exception's message that are kept: some print a whole table."""
@@ -94,23 +99,31 @@ def _traceback(lines: list[Line], start: int) -> tuple[Traceback | None, int]:
     frames: list[str] = []
     for at in range(start + 1, len(lines)):
         text = lines[at].text
-        if frame := _frame(text):
+        if frame := frame_of(text):
             frames.append(frame)
         elif _STARTS.search(text):
             return None, at
         elif text.strip() and _indent(text) <= indent and (raised := _RAISED.match(text)):
-            end = _end_of_message(lines, at)
+            end = end_of_message(lines, at)
             message = "\n".join([raised[2] or "", *(line.text for line in lines[at + 1 : end])]).strip()
+            if not message and raised[1] == "AssertionError":
+                message = _asserted(lines[start + 1 : at])
             first, last, ended = lines[start].number, lines[at].number, lines[end - 1].number
             return Traceback(lines[start].stream, first, last, ended, raised[1], message, frames), end
     return None, len(lines)
+
+
+def _asserted(lines: list[Line]) -> str:
+    """The source of the assertion that a traceback ends in, which stands for a message that it lacks."""
+    sources = [line.text.strip() for line in lines]
+    return next((text for text in reversed(sources) if text.startswith("assert")), "")
 
 
 def _indent(text: str) -> int:
     return len(text) - len(text.lstrip())
 
 
-def _frame(text: str) -> str | None:
+def frame_of(text: str) -> str | None:
     """A frame as `file:line function`, if a line shows one, as far as it tells them."""
     match = next((match for pattern in _FRAMES if (match := pattern.match(text))), None)
     if match is None:
@@ -119,7 +132,7 @@ def _frame(text: str) -> str | None:
     return f"{place} {match['name']}".rstrip()
 
 
-def _end_of_message(lines: list[Line], at: int) -> int:
+def end_of_message(lines: list[Line], at: int) -> int:
     """Where the message of the exception in a line ends: the first line that is no part of it."""
     end = at + 1
     while end < len(lines) and end - at < MESSAGE_LINES and _goes_on(lines[end].text):

@@ -1,0 +1,182 @@
+"""Failures that a log shows without a whole traceback: an exception alone, a logger's error, an exit status.
+
+Of such lines one counts only if the run did not go on after it. What shows that it went on is a line of metrics, a
+progress bar at 100 %, or the word that something was saved or finished. So an error that a program told of and got
+over, in the middle of a run that ended well, is none. (A traceback that is whole is always told of.)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from reshard.doctor.tracebacks import Line, Traceback, end_of_message, frame_of
+
+_WENT_ON = re.compile(
+    r"""['"]?(?:train_|eval_)?(?:loss|runtime)['"]?\s*[:=]\s*['"]?\d | \biteration\s+\d+\s*/ | train_runtime
+      | \bstep\s*[:=]?\s*\d+.*\bloss\b | \b100%\|
+      | \b(?i:successfully|(?:training|run|export|conversion|evaluation)\ (?:is\ )?(?:complete|finished|done)
+            |(?:model|weights|checkpoint|tokenizer|adapter)s?\ saved|saved\ (?:model|weights|checkpoint|to)
+            |saving\ (?:model|tokenizer|checkpoint)|nothing\ wrong\ found)\b""",
+    re.VERBOSE,
+)
+_NAME = r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)"
+_EXCEPTION = re.compile(rf"[\s^]*(?P<name>{_NAME})\^*\s?: ?\^?(?P<message>.*\S)|\s*(?P<bare>AssertionError)$")
+"""At the beginning of a line; the carets are what is left of colours."""
+_WITHIN = re.compile(rf"\((?P<name>{_NAME}): (?P<message>[^()]*(?:\([^()]*\)[^()]*)*)\)")
+_QUIET = re.compile(
+    r"\b(?:DEBUG|INFO|WARN|WARNING|Warning|UserWarning|\w+Warning)\b|^\s*(?:except|raise|#)\b|^[IW]\d{4}"
+)
+"""Lines that only mention an exception."""
+_ASSERTION = re.compile(r"\bAssertion [`'\"].*[`'\"]? failed")
+_LOGGED = re.compile(
+    r"""^\[?[EF]\d{4}\ \d\d:\d\d | \[[EF]\ ?[\w./]+\.(?:cpp|cc|h|cu|py):\d+ | \b\d\d:\d\d:\d\d,\d+\ [EF]\ \d+\ \d+
+      | ^.{0,100}?(?:^|[\s\[|(-])(?:ERROR|FATAL|CRITICAL)(?=[\]:|\s,-]|$)(?!\s*\|)
+      | ^(?:\S+:\ )?(?:(?:fatal|Fatal|internal)\ )?(?:error|Error|fatal):\ | ^Fatal\ Python\ error
+      | ^\*\*\*\ An\ error\ occurred | ^terminate\ called\ after\ throwing""",
+    re.VERBOSE,
+)
+_SOCKET = re.compile(
+    r"socket\.cpp.*\[c10d\].*(?:client socket.*(?:failed|cannot)|cannot be retrieved|cannot be initialized"
+    r"|has (?:failed|timed out))"
+)
+_HARMLESS_SOCKET = re.compile(r"errno: 97\b")
+"""A machine without IPv6: the next address is tried."""
+_EXIT = re.compile(
+    r"""(?i:exit\ ?codes?|exit\ status|return\ ?code|exited\ with(?:\ (?:exit\ )?(?:code|status))?)
+        \s*(?:is\s*)?[:=]?\s*(?!0\b)-?\d+\b
+      | died\ with\ <Signals\.\w+ | \bSignal\ \d+\ \(SIG\w+\)\ received | [Rr]eceived\ signal:?\ \d+
+      | [Cc]aught\ signal\ \d+ | got\ signal:\ \d+ | \bsignal:\ .*\(\d+\) | terminated\ by\ signal | on\ signal\ \d+
+      | \bcore\ dumped\b | Fatal\ Python\ error | ^oom_kill
+      | (?:^|line\ \d+:\s+\d+\s|:\s)(?:Killed|Segmentation\ fault|Bus\ error|Aborted|Illegal\ instruction)\b""",
+    re.VERBOSE,
+)
+EXIT = "exit"
+"""What stands for the exception of a failure that only an exit status tells of."""
+CUT_OFF = "cut off"
+"""The same of a traceback whose exception the log lacks."""
+_LAUNCHER = re.compile(
+    r"failed \(exitcode|exitcode\s*:|sigkill_handler|closing signal|Root Cause|ChildFailedError|CalledProcessError"
+)
+
+
+_CONSEQUENCE = re.compile(
+    r"ChildFailedError|SignalException|CalledProcessError|KeyboardInterrupt|Connection (?:reset|closed) by peer"
+    r"|Broken pipe|NCCL.*(?:aborted|remote process exited)|ActorDiedError|RayTaskError|Socket Timeout|DistNetworkError"
+)
+
+
+def is_consequence(failure: Traceback) -> bool:
+    """Whether a process died of another one's death."""
+    return bool(_CONSEQUENCE.search(failure.said))
+
+
+def is_launchers(failure: Traceback) -> bool:
+    """Whether it says no more than that another process failed."""
+    return failure.exception == EXIT or bool(re.search("ChildFailedError|CalledProcessError", failure.said))
+
+
+def loose_failure(lines: Sequence[Line]) -> Traceback | None:
+    """The failure that lines tell of without a traceback that is whole; None if there is none.
+
+    Exceptions go before failed assertions of a device, these before errors of loggers, addresses that are not found,
+    tracebacks that are cut off, and exit statuses; among several alike the first. Of what processes say that lost
+    another one, none counts.
+    """
+    after = _after_progress(lines)
+    for search in (_exception, _within, _assertion, _logged, _address):
+        for at, line in enumerate(after):
+            if not _CONSEQUENCE.search(line.text) and (found := search(line)):
+                return _failure(after, at, *found)
+    return _cut_off(after) or _exit_status(after)
+
+
+def _after_progress(lines: Sequence[Line]) -> Sequence[Line]:
+    """What stands after the last line that shows that the run went on, which may itself end in an error."""
+    went_on = (at for at, line in enumerate(lines) if _WENT_ON.search(line.text) and not _is_error(line.text))
+    last = max(went_on, default=-1)
+    return lines[last + 1 :]
+
+
+def _is_error(text: str) -> bool:
+    return any(pattern.search(text) for pattern in (_LOGGED, _ASSERTION, _EXIT)) or bool(
+        _EXCEPTION.match(text)
+    )
+
+
+def _exception(line: Line) -> tuple[str, str] | None:
+    match = None if _QUIET.search(line.text) else _EXCEPTION.match(line.text)
+    return (match["name"] or match["bare"], match["message"] or "") if match else None
+
+
+def _within(line: Line) -> tuple[str, str] | None:
+    """An exception that another program quotes, or that a logger wrote."""
+    if _QUIET.search(line.text):
+        return None
+    match = _WITHIN.search(line.text)
+    if match is None and _LOGGED.search(line.text):
+        match = re.search(rf"(?<![\w.])(?P<name>{_NAME}): (?P<message>.*\S)", line.text)
+    return (match["name"], match["message"]) if match else None
+
+
+def _assertion(line: Line) -> tuple[str, str] | None:
+    return ("", line.text.strip()) if _ASSERTION.search(line.text) else None
+
+
+def _logged(line: Line) -> tuple[str, str] | None:
+    is_told = _LOGGED.search(line.text) and not _EXIT.search(line.text) and not _LAUNCHER.search(line.text)
+    return ("", line.text.strip()) if is_told else None
+
+
+def _address(line: Line) -> tuple[str, str] | None:
+    is_told = _SOCKET.search(line.text) and not _HARMLESS_SOCKET.search(line.text)
+    return ("", line.text.strip()) if is_told else None
+
+
+def _failure(lines: Sequence[Line], at: int, name: str, message: str) -> Traceback:
+    """A failure in one line, with the frames before it in its stream and the rest of an exception's message."""
+    before = [line for line in lines[:at] if line.stream == lines[at].stream]
+    first = len(before)
+    while first and (before[first - 1].text[:1] in (" ", "") or frame_of(before[first - 1].text)):
+        first -= 1
+    frames = [frame for line in before[first:] if (frame := frame_of(line.text))]
+    rest = [line for line in lines[at:] if line.stream == lines[at].stream]
+    end = end_of_message(rest, 0) if name else 1
+    message = "\n".join([message, *(line.text for line in rest[1:end])])
+    start = before[first].number if frames else lines[at].number
+    return Traceback(lines[at].stream, start, lines[at].number, rest[end - 1].number, name, message, frames)
+
+
+def _cut_off(lines: Sequence[Line]) -> Traceback | None:
+    """A traceback that the log ends in. That of a launcher is none: it tells of a worker's death only."""
+    told = [line for line in lines if line.text.strip()]
+    if not told or any(_LAUNCHER.search(line.text) for line in told):
+        return None
+    same = [line for line in told if line.stream == told[-1].stream]
+    frames = [frame for line in same if (frame := frame_of(line.text))]
+    if not frames or not any(frame_of(line.text) for line in same[-3:]):
+        return None
+    last = same[-1].number
+    return Traceback(same[0].stream, same[0].number, last, last, CUT_OFF, frames[-1], frames)
+
+
+def _exit_status(lines: Sequence[Line]) -> Traceback | None:
+    line = next((line for line in lines if _EXIT.search(line.text)), None)
+    if line is None:
+        return None
+    return Traceback(line.stream, line.number, line.number, line.number, EXIT, line.text.strip())
+
+
+def asks(message: str) -> str:
+    """The sentences of a message that say what to do; "" if there are none."""
+    sentences = re.split(r"(?<=[.!;])\s+|\n+", message)
+    return " ".join(each.strip() for each in sentences if _ASKS.search(each) and not _REPORT.search(each))
+
+
+_ASKS = re.compile(
+    r"\b(?:[Pp]lease \w|[Yy]ou (?:can|could|should|may|must|need to|might want)\b)"
+    r"|^\s*(?:Try|Set|Use|Run|Install|Upgrade|Consider|Make sure|Ensure|Check)\b"
+)
+_REPORT = re.compile(
+    r"(?:file|open|submit|raise) an? (?:issue|bug)|report (?:this|it|the)|attribution|for more information"
+)

@@ -1,0 +1,13 @@
+"""Native code crashed with a segmentation fault."""
+
+# processes: 2
+
+import os
+import signal
+import time
+
+from small import rank
+
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSEGV)
+time.sleep(60)

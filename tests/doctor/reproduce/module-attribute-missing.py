@@ -1,0 +1,5 @@
+"""A module lacks a name that the code expects."""
+
+import accelerate
+
+accelerate.utils.NoSuchConfig()
