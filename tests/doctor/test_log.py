@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import random
+import signal
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,7 @@ from rich.console import Console
 from rich.traceback import Traceback
 
 from reshard.doctor.log import read_log
-from reshard.doctor.logs import diagnose_text
+from reshard.doctor.logs import UNKNOWN, diagnose_text
 from reshard.doctor.match import first_failure
 from tests.doctor.tracebacks import failing
 
@@ -234,3 +236,215 @@ def test_a_progress_bar_leaves_its_last_state() -> None:
 
 def test_a_traceback_that_was_cut_off_is_none() -> None:
     assert read_log("log", "\n".join(FAILURE[:-1])).tracebacks == []
+
+
+# --------------------------------------------------------------------------------- failures without a traceback
+
+
+STEPS = "\n".join(f"{{'loss': {3 - i / 10:.1f}, 'grad_norm': 0.71, 'epoch': 0.{i}}}" for i in range(1, 5))
+LOOSE = {
+    "an exception alone": "[rank2]: FrobError: the frob is nicated",
+    "in another program's line": "/usr/bin/python3: Error while finding things for 'a.b' (FrobError: no frob)",
+    "colours half removed": "^^FrobError^^: ^the frob is nicated^^^",
+    "several ranks in one line": "FrobErrorFrobError: : the frob is nicated",
+    "a logger": "2025-03-01 09:11:12,345 - trainer - ERROR - cannot read the frob",
+    "a logger in brackets": "[2025-03-01 09:11:12,345] [CRITICAL] [engine.py:12:run] cannot read the frob",
+    "glog": "E0301 09:11:12.345678 4711 frob.cc:12] cannot read the frob",
+    "c10d": "[rank1]:[E301 09:11:12.345678901 ProcessGroupFrob.cpp:607] [Rank 1] the frob is lost",
+    "raylet": "[2025-03-01 09:11:12,345 E 711 711] core_frob.cc:513: cannot reach the frob",
+    "MPI": "*** An error occurred in MPI_Frob",
+    "a device": "Frob.cu:112: kernel: block: [0,0,0], thread: [3,0,0] Assertion `frob < 7` failed.",
+    "an address": "[W socket.cpp:601] [c10d] The IPv4 network addresses of (/etc/x.sh, 45458) cannot be retrieved",
+    "cut off": "\n".join(FAILURE[:-1]),
+}
+
+
+@pytest.mark.parametrize("how", LOOSE)
+@pytest.mark.parametrize("before", ["", STEPS])
+def test_a_failure_that_is_visible_is_never_passed_over(how: str, before: str) -> None:
+    (found,) = diagnose_text("log", f"{before}\n{LOOSE[how]}")
+    assert found.id == UNKNOWN and found.severity == "error"
+
+
+@pytest.mark.parametrize("how", [how for how in LOOSE if how != "cut off"])
+@pytest.mark.parametrize(
+    "after", [STEPS, "{'train_runtime': 12.5}", "100%|##########| 4/4", "Model saved to out"]
+)
+def test_what_a_run_got_over_is_no_failure(how: str, after: str) -> None:
+    assert diagnose_text("log", f"{LOOSE[how]}\n{after}") == []
+
+
+HARMLESS = [
+    "[W socket.cpp:464] [c10d] The server socket cannot be initialized on [::]:29500 (errno: 97 - Address family "
+    "not supported by protocol).",
+    "WARNING: fast kernels are off (ModuleNotFoundError: No module named 'frob')",
+    "exit code 0",
+    "process 12 exited with code 0",
+    "0 errors, error rate: 0.00",
+]
+
+
+@pytest.mark.parametrize("line", HARMLESS)
+def test_what_only_looks_like_a_failure_is_none(line: str) -> None:
+    assert diagnose_text("log", line) == []
+
+
+def test_frames_without_their_first_line_are_shown_with_the_exception() -> None:
+    (found,) = diagnose_text("log", "\n".join([*FAILURE[3:-1], "FrobError: the frob is", "nicated"]))
+    assert "trainer.py:2245 train" in found.cause.en and "the frob is\nnicated" in found.cause.en
+
+
+def test_an_exception_without_a_traceback_is_matched_as_the_first_failure() -> None:
+    (found,) = diagnose_text("log", f"{STEPS}\n[rank2]: {FAILURE[-1]}")
+    assert found.id == "dtensor-mixed-cat" and any("the first failure" in each for each in found.evidence)
+
+
+SIGNALS = {
+    9: "killed-by-signal",
+    11: "killed-segmentation-fault",
+    6: "killed-abort",
+    7: "killed-bus-error",
+    4: "killed-illegal-instruction",
+    15: "killed-terminated",
+}
+STATUSES = (
+    "E0301 09:11:12.345678 4711 api.py:869] failed (exitcode: -{0}) local_rank: 3 (pid: 12) of binary: python",
+    "[2025-03-01 09:11:12,345] [ERROR] [launch.py:434:sigkill_handler] ['train.py'] exits with return code = -{0}",
+    "srun: error: node7: task 3: Exited with exit code {1}",
+    "command terminated with exit code {1}",
+    "  exitcode  : -{0} (pid: 77)",
+    "subprocess.CalledProcessError: Command died with <Signals.{2}: {0}>.",
+    "  traceback : Signal {0} ({2}) received by PID 77",
+    "Caught signal {0} (something)",
+)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("status", STATUSES)
+def test_every_signal_is_told_in_the_words_of_every_launcher(number: int, status: str) -> None:
+    line = status.format(number, 128 + number, signal.Signals(number).name)
+    assert [found.id for found in diagnose_text("log", line)] == [SIGNALS[number]]
+
+
+@pytest.mark.parametrize(
+    ("line", "identifier"),
+    [
+        ("run.sh: line 7: 12345 Killed                  python train.py", "killed-by-signal"),
+        ("Segmentation fault (core dumped)", "killed-segmentation-fault"),
+        ("Fatal Python error: Segmentation fault", "killed-segmentation-fault"),
+        ("bash: line 1:   812 Bus error               (core dumped) python a.py", "killed-bus-error"),
+        ("Aborted (core dumped)", "killed-abort"),
+    ],
+)
+def test_signals_as_shells_tell_them(line: str, identifier: str) -> None:
+    assert [found.id for found in diagnose_text("log", line)] == [identifier]
+
+
+LAUNCHER = [
+    "E0301 09:11:12.345678 4711 api.py:869] failed (exitcode: 1) local_rank: 5 (pid: 452) of binary: /usr/bin/python3",
+    *FAILURE[:-1],
+    "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
+    "Root Cause (first observed failure):",
+    "  rank      : 5 (local_rank: 5)",
+    "  exitcode  : 1 (pid: 452)",
+]
+
+
+def test_a_launcher_alone_is_never_the_first_failure() -> None:
+    (found,) = diagnose_text("log", "\n".join(LAUNCHER))
+    assert found.id == "worker-traceback-missing" and "first rank to die: 5" in found.cause.en
+    assert all(
+        word in found.cure.en for word in ("--log-dir", "--tee 3", "TORCHELASTIC_ERROR_FILE", "@record")
+    )
+    (found,) = diagnose_text("log", "\n".join([*FAILURE, *LAUNCHER]))
+    assert found.id == "dtensor-mixed-cat"
+
+
+def test_the_traceback_in_an_error_file_of_torchelastic_is_read() -> None:
+    content = json.dumps(
+        {"message": {"message": FAILURE[-1], "extraInfo": {"py_callstack": "\n".join(FAILURE)}}}
+    )
+    (found,) = read_log("log", content).tracebacks
+    assert len(found.frames) == 2 and found.said == FAILURE[-1]
+
+
+def test_an_assertion_without_a_message_is_told_by_its_source() -> None:
+    lines = [*FAILURE[:4], "    assert rate is not None", "           ^^^^", "AssertionError"]
+    (found,) = diagnose_text("log", "\n".join(lines))
+    assert found.places[0].text == "AssertionError: assert rate is not None"
+
+
+def test_a_message_that_says_what_to_do_is_the_cure() -> None:
+    said = "FrobError: this card has no frob. Please set `FROB=0` or use `frobless`. Bye."
+    (found,) = diagnose_text("log", "\n".join([*FAILURE[:-1], said]))
+    assert found.id == UNKNOWN
+    assert "Please set `FROB=0` or use `frobless`." in found.cure.zh and "Bye" not in found.cure.en
+
+
+def waiting(rank: int, number: int, elements: int) -> str:
+    work = f"WorkNCCL(SeqNum={number}, OpType=ALLREDUCE, NumelIn={elements}, NumelOut={elements}, Timeout(ms)=600000)"
+    return (
+        f"[E ProcessGroupNCCL.cpp:475] [Rank {rank}] Watchdog caught collective operation timeout: {work} ran"
+    )
+
+
+@pytest.mark.parametrize(
+    ("works", "told"),
+    [
+        ([(0, 7, 64), (1, 7, 64), (2, 7, 32)], "sizes differ at the same SeqNum 7: the ranks diverged"),
+        ([(0, 7, 64), (1, 5, 64)], "look at rank 1"),
+        ([(0, 7, 64), (1, 7, 64)], "a link or a GPU is at fault"),
+    ],
+)
+def test_collectives_that_timed_out_are_compared(works: list[tuple[int, int, int]], told: str) -> None:
+    (found,) = diagnose_text("log", "\n".join(waiting(*work) for work in works))
+    assert found.id == "hang-nccl" and any(told in each for each in found.evidence)
+    hardware = "a link or a GPU" in " ".join([found.cause.en, *found.evidence])
+    assert hardware == ("a link" in told)
+
+
+PIP = "/data/env/bin/python -m pip"
+KINDS = {
+    "module-not-found": ("ModuleNotFoundError: No module named 'frob.nicate'", f"{PIP} install frob"),
+    "import-name-missing": (
+        "ImportError: cannot import name 'Frob' from 'nicate.frob' (/data/nicate/frob.py)",
+        '"transformers|nicate"',
+    ),
+    "module-attribute-missing": (
+        "AttributeError: module 'nicate.frob' has no attribute 'Frob'",
+        f"{PIP} show nicate",
+    ),
+}
+
+
+@pytest.mark.parametrize("identifier", KINDS)
+def test_an_exception_that_no_entry_knows_is_told_by_its_kind(identifier: str) -> None:
+    said, typed = KINDS[identifier]
+    (found,) = diagnose_text("log", "\n".join(["/data/env/bin/python train.py", *FAILURE[:-1], said]))
+    assert found.id == identifier and found.certainty == "likely" and typed in found.cure.en
+
+
+def test_an_entry_that_knows_the_message_goes_before_the_kind_of_its_exception() -> None:
+    said = "ImportError: cannot import name 'AdamW' from 'transformers' (/data/transformers/__init__.py)"
+    assert [found.id for found in diagnose_text("log", "\n".join([*FAILURE[:-1], said]))] == [
+        "import-removed"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "identifier"),
+    [
+        (
+            "Expected all tensors to be on the same device, but got mat2 is on cuda:0, different",
+            "devices-mixed",
+        ),
+        ("Attempting to unscale fp16 gradients.", "fp16-unscale"),
+        (
+            "You can’t train a model that has been loaded with device_map=“auto” in any distributed mode",
+            "device-map-distributed",
+        ),
+    ],
+)
+def test_other_wordings_and_quotation_marks_are_recognised(said: str, identifier: str) -> None:
+    lines = "\n".join([*FAILURE[:-1], f"ValueError: {said}"])
+    assert identifier in [found.id for found in diagnose_text("log", lines)]

@@ -25,12 +25,12 @@ _EXCEPTION = re.compile(rf"[\s^]*(?P<name>{_NAME})\^*\s?: ?\^?(?P<message>.*\S)|
 """At the beginning of a line; the carets are what is left of colours."""
 _WITHIN = re.compile(rf"\((?P<name>{_NAME}): (?P<message>[^()]*(?:\([^()]*\)[^()]*)*)\)")
 _QUIET = re.compile(
-    r"\b(?:DEBUG|INFO|WARN|WARNING|Warning|UserWarning|\w+Warning)\b|^\s*(?:except|raise|#)\b|^[IW]\d{4}"
+    r"\b(?:DEBUG|INFO|WARN|WARNING|Warning|UserWarning|\w+Warning)\b|^\s*(?:except|raise|#)\b|^\[?[IW]\d{3,4}"
 )
 """Lines that only mention an exception."""
 _ASSERTION = re.compile(r"\bAssertion [`'\"].*[`'\"]? failed")
 _LOGGED = re.compile(
-    r"""^\[?[EF]\d{4}\ \d\d:\d\d | \[[EF]\ ?[\w./]+\.(?:cpp|cc|h|cu|py):\d+ | \b\d\d:\d\d:\d\d,\d+\ [EF]\ \d+\ \d+
+    r"""^\[?[EF]\d{3,4}\ \d\d:\d\d | \[[EF]\ ?[\w./]+\.(?:cpp|cc|h|cu|py):\d+ | \b\d\d:\d\d:\d\d,\d+\ [EF]\ \d+\ \d+
       | ^.{0,100}?(?:^|[\s\[|(-])(?:ERROR|FATAL|CRITICAL)(?=[\]:|\s,-]|$)(?!\s*\|)
       | ^(?:\S+:\ )?(?:(?:fatal|Fatal|internal)\ )?(?:error|Error|fatal):\ | ^Fatal\ Python\ error
       | ^\*\*\*\ An\ error\ occurred | ^terminate\ called\ after\ throwing""",

@@ -60,7 +60,7 @@ def _unescaped(line: Line) -> list[Line]:
     """The lines inside a line of JSON that holds a traceback, as the error files of torchelastic do."""
     if not _ESCAPED_FRAME.search(line.text):
         return [line]
-    parts = re.split(r"\\+n", line.text)
+    parts = re.split(r'\\+n|(?<!\\)(?="[,}\]])', line.text)
     return [line._replace(text=re.sub(r'\\+"', '"', part)) for part in parts]
 
 

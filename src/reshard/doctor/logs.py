@@ -14,8 +14,9 @@ from reshard.doctor.collectives import compared
 from reshard.doctor.entries import Entry, catalogue
 from reshard.doctor.failures import CUT_OFF, EXIT, asks, is_launchers
 from reshard.doctor.finding import Finding, Place, Text
+from reshard.doctor.kinds import BY_KIND, filled_in, told_of
 from reshard.doctor.log import Log, Traceback, read_log
-from reshard.doctor.match import BY_KIND, Match, first_failure, match_log
+from reshard.doctor.match import Match, first_failure, match_log
 from reshard.doctor.rules import told
 from reshard.errors import ReshardError
 
@@ -79,7 +80,7 @@ def _finding(match: Match, log: Log, also: tuple[str, ...]) -> Finding:
         id=entry.id,
         title=entry.title,
         cause=entry.cause,
-        cure=_with_interpreter(entry.cure, log) if entry.id == MODULE_MISSING else entry.cure,
+        cure=_cure(match, log),
         certainty=match.certainty,
         severity="warning" if entry.kind in WARNINGS else "error",
         places=(Place(log.name, match.line.number, match.line.text.strip()[:SHOWN]),),
@@ -93,27 +94,13 @@ def _told_by(match: Match, log: Log) -> list[str]:
     """What an entry's own look at the log adds to its evidence."""
     if match.entry.id == "hang-nccl":
         return compared(log)
-    if match.entry.id not in BY_KIND:
-        return []
     root = first_failure(log)
-    importer = [f"{root.frames[-1]} asks for it"] if root and root.frames else []
-    versions = [f"{name} {version}" for name, version in log.versions.items()]
-    return [*importer, *([f"the log names {', '.join(versions)}"] if versions else [])]
+    return told_of(root, log) if match.entry.id in BY_KIND and root else []
 
 
-MODULE_MISSING = "module-not-found"
-_INTERPRETER = re.compile(r"(?<![\w.])(?:[\w./~+-]*/bin/python[\d.]*)(?![\w/])")
-_PACKAGES_OF = re.compile(r"([\w./~+-]*)/lib/python[\d.]+/(?:site|dist)-packages/")
-
-
-def _with_interpreter(cure: Text, log: Log) -> Text:
-    """A cure with the interpreter of the log in place of `python`."""
-    text = log.text
-    if not (told := _INTERPRETER.findall(text)):
-        told = [f"{prefix}/bin/python" for prefix in _PACKAGES_OF.findall(text)]
-    if not told:
-        return cure
-    return Text(*(each.replace("python -m pip", f"{told[-1]} -m pip") for each in (cure.en, cure.zh)))
+def _cure(match: Match, log: Log) -> Text:
+    root = first_failure(log)
+    return filled_in(match.entry.cure, root, log) if match.entry.id in BY_KIND and root else match.entry.cure
 
 
 def _unseen(root: Traceback, log: Log) -> Finding:

@@ -12,6 +12,7 @@ from packaging.version import InvalidVersion, Version
 
 from reshard.doctor.entries import Entry
 from reshard.doctor.failures import CUT_OFF, EXIT, is_consequence, is_launchers, loose_failure
+from reshard.doctor.kinds import BY_KIND
 from reshard.doctor.log import Line, Log, Traceback
 
 
@@ -27,8 +28,6 @@ class Match:
     also: tuple[str, ...] = ()
 
 
-BY_KIND = frozenset({"module-not-found", "import-name-missing", "module-attribute-missing"})
-"""Entries that know the kind of an exception only: they explain the first failure where no other does, never surely."""
 FIRST = "the first failure is this one"
 IN_ROOT = 2.0
 """What the message of the first traceback weighs: the entry explains what the run died of."""
