@@ -199,6 +199,8 @@ def run(case: Case, warm: Warm, models: Path, folder: Path, cured: bool) -> tupl
 
 def diagnosed(log: str, folder: Path) -> list[str]:
     (folder / "run.log").write_text(log)
+    if not log.strip():
+        return []  # a run that printed nothing
     return [finding.id for finding in reshard.diagnose(folder / "run.log")]
 
 
