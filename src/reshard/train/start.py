@@ -77,6 +77,7 @@ MADE = {
     *("checkpoint-*", "iter_*", "latest_checkpointed_iteration.txt", "final", "merged", "*.unchecked"),
     *(RECORD, "trained.json", "problems.json", "metrics.jsonl", "report.html", "train*.log", "logs*"),
     "tensorboard",
+    *(".data-*", ".rows", ".failed"),
 }
 """What a run leaves in its output. Files of the model beside Megatron's checkpoints are written over."""
 
