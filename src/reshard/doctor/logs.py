@@ -16,7 +16,7 @@ from reshard.doctor.failures import CUT_OFF, EXIT, asks, is_launchers
 from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.kinds import BY_KIND, filled_in, told_of
 from reshard.doctor.log import Log, Traceback, read_log
-from reshard.doctor.match import Match, first_failure, match_log
+from reshard.doctor.match import Match, first_sign, match_log
 from reshard.doctor.rules import told
 from reshard.errors import ReshardError
 
@@ -54,7 +54,7 @@ def diagnose_text(name: str, content: str | Iterable[str]) -> list[Finding]:
     matches = match_log(log, catalogue().values())
     symptoms = tuple(match.entry.id for match in matches if match.entry.kind == "symptom")
     causes = [match for match in matches if match.entry.kind != "symptom"]
-    root = first_failure(log)
+    root = first_sign(log)
     if root is not None and all(match.entry.kind in WARNINGS for match in causes):
         if is_launchers(root):
             if symptoms and not causes:
@@ -94,12 +94,12 @@ def _told_by(match: Match, log: Log) -> list[str]:
     """What an entry's own look at the log adds to its evidence."""
     if match.entry.id == "hang-nccl":
         return compared(log)
-    root = first_failure(log)
+    root = first_sign(log)
     return told_of(root, log) if match.entry.id in BY_KIND and root else []
 
 
 def _cure(match: Match, log: Log) -> Text:
-    root = first_failure(log)
+    root = first_sign(log)
     return filled_in(match.entry.cure, root, log) if match.entry.id in BY_KIND and root else match.entry.cure
 
 

@@ -38,7 +38,7 @@ def match_log(log: Log, entries: Iterable[Entry]) -> list[Match]:
     lines = log.ordered
     text = "\n".join(line.text for line in lines)
     ends = list(accumulate(len(line.text) + 1 for line in lines))
-    root = first_failure(log)
+    root = first_sign(log)
     matches = []
     for entry in entries:
         found = next((hit for pattern in entry.patterns if (hit := pattern.search(text))), None)
@@ -54,18 +54,26 @@ def match_log(log: Log, entries: Iterable[Entry]) -> list[Match]:
 
 
 def first_failure(log: Log) -> Traceback | None:
-    """The failure of the rank that died first, not those of ranks that lost a peer: its traceback, or what there is.
-
-    Its exception is EXIT or CUT_OFF if the log has an exit status or a part of a traceback only.
-    """
-    own = [each for each in log.tracebacks if not is_consequence(each)]
-    loose = None if own else loose_failure(log.lines)
-    if loose is not None and loose.exception not in (EXIT, CUT_OFF):
-        return loose
-    candidates = own or [each for each in log.tracebacks if not is_launchers(each)]
+    """The traceback of the rank that died first, not those of ranks that lost a peer."""
+    own = [each for each in log.tracebacks if not is_consequence(each)] or log.tracebacks
     named = log.facts.get("first rank to die")
-    by_rank = [each for each in candidates if named is not None and each.stream.split("/")[-1] == named]
-    return next(iter(by_rank or candidates), loose) or next(iter(log.tracebacks), None)
+    by_rank = [each for each in own if named is not None and each.stream.split("/")[-1] == named]
+    return next(iter(by_rank or own), None)
+
+
+def first_sign(log: Log) -> Traceback | None:
+    """The first failure, with a whole traceback or without: see `loose_failure`.
+
+    Its exception is EXIT or CUT_OFF if the log has an exit status or a part of a traceback only. That of a launcher is
+    the last to be taken.
+    """
+    whole = first_failure(log)
+    if whole is not None and not is_consequence(whole):
+        return whole
+    loose = loose_failure(log.lines)
+    if whole is None or (loose is not None and loose.exception not in (EXIT, CUT_OFF)):
+        return loose
+    return loose if loose is not None and is_launchers(whole) else whole
 
 
 def _applies(entry: Entry, text: str, versions: dict[str, str]) -> bool:
