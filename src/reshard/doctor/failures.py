@@ -1,8 +1,8 @@
 """Failures that a log shows without a whole traceback: an exception alone, a logger's error, an exit status.
 
 Of such lines one counts only if the run did not go on after it. What shows that it went on is a line of metrics, a
-progress bar at 100 %, or the word that something was saved or finished. So an error that a program told of and got
-over, in the middle of a run that ended well, is none. (A traceback that is whole is always told of.)
+progress bar at 100 % (but of loading), or the word that something was saved or finished. So an error that a program
+told of and got over, in the middle of a run that ended well, is none. (A traceback that is whole is always told of.)
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from reshard.doctor.tracebacks import Line, Traceback, end_of_message, frame_of
 
 _WENT_ON = re.compile(
     r"""['"]?(?:train_|eval_)?(?:loss|runtime)['"]?\s*[:=]\s*['"]?\d | \biteration\s+\d+\s*/ | train_runtime
-      | \bstep\s*[:=]?\s*\d+.*\bloss\b | \b100%\|
+      | \bstep\s*[:=]?\s*\d+.*\bloss\b
+      | ^(?!\s*(?:Loading|Map|Filter|Fetching|Download|Generating|Tokeniz|Resolving|Capturing)).*\b100%\|
       | \b(?i:successfully|(?:training|run|export|conversion|evaluation)\ (?:is\ )?(?:complete|finished|done)
             |(?:model|weights|checkpoint|tokenizer|adapter)s?\ saved|saved\ (?:model|weights|checkpoint|to)
             |saving\ (?:model|tokenizer|checkpoint)|nothing\ wrong\ found)\b""",
     re.VERBOSE,
 )
 _NAME = r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)"
-_EXCEPTION = re.compile(rf"[\s^]*(?P<name>{_NAME})\^*\s?: ?\^?(?P<message>.*\S)|\s*(?P<bare>AssertionError)$")
+_EXCEPTION = re.compile(
+    rf"[\s^]*(?P<name>{_NAME})\^*\s?: ?\^?(?P<message>.*\S)|\s*(?P<bare>(?:[A-Za-z_]\w*\.)*[A-Z]\w*Error)$"
+)
 """At the beginning of a line; the carets are what is left of colours."""
 _WITHIN = re.compile(rf"\((?P<name>{_NAME}): (?P<message>[^()]*(?:\([^()]*\)[^()]*)*)\)")
 _QUIET = re.compile(
@@ -33,7 +36,8 @@ _LOGGED = re.compile(
     r"""^\[?[EF]\d{3,4}\ \d\d:\d\d | \[[EF]\ ?[\w./]+\.(?:cpp|cc|h|cu|py):\d+ | \b\d\d:\d\d:\d\d,\d+\ [EF]\ \d+\ \d+
       | ^.{0,100}?(?:^|[\s\[|(-])(?:ERROR|FATAL|CRITICAL)(?=[\]:|\s,-]|$)(?!\s*\|)
       | ^(?:\S+:\ )?(?:(?:fatal|Fatal|internal)\ )?(?:error|Error|fatal):\ | ^Fatal\ Python\ error
-      | ^\*\*\*\ An\ error\ occurred | ^terminate\ called\ after\ throwing""",
+      | ^\*\*\*\ An\ error\ occurred | ^terminate\ called\ after\ throwing
+      | :\ command\ not\ found$ | \bpanicked\ at\ """,
     re.VERBOSE,
 )
 _SOCKET = re.compile(
@@ -47,6 +51,7 @@ _EXIT = re.compile(
         \s*(?:is\s*)?[:=]?\s*(?!0\b)-?\d+\b
       | died\ with\ <Signals\.\w+ | \bSignal\ \d+\ \(SIG\w+\)\ received | [Rr]eceived\ signal:?\ \d+
       | [Cc]aught\ signal\ \d+ | got\ signal:\ \d+ | \bsignal:\ .*\(\d+\) | terminated\ by\ signal | on\ signal\ \d+
+      | terminated\ with\ signal | \*\*\*\ \[.*\]\ Error\ \d+
       | \bcore\ dumped\b | Fatal\ Python\ error | ^oom_kill
       | (?:^|line\ \d+:\s+\d+\s|:\s)(?:Killed|Segmentation\ fault|Bus\ error|Aborted|Illegal\ instruction)\b""",
     re.VERBOSE,
