@@ -231,7 +231,7 @@ def test_both_readmes_say_the_same() -> None:
 def test_the_recorded_run_is_that_of_the_demo() -> None:
     recorded = fences(ENGLISH)[0].text.splitlines()
     titles = [line for line in recorded if re.match(r"\d+\. ", line)]
-    typed = [line for line in recorded if line.startswith("$ ")]
+    typed = [line for line in recorded if line.startswith("$ ") and "torch.distributed.run" not in line]
     expected = list(stations(Path("demo-output"), steps=60))
     assert titles == [f"{number}. {station.title}" for number, station in enumerate(expected, 1)]
     assert typed == ["$ make demo", *(f"$ {station.shown}" for station in expected)]
