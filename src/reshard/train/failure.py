@@ -16,10 +16,11 @@ from rich.markup import escape
 
 from reshard.doctor.diagnosis import combined
 from reshard.doctor.environment import diagnose_environment
+from reshard.doctor.failures import is_consequence
 from reshard.doctor.finding import Finding
 from reshard.doctor.log import Line, Log, Traceback, read_log
 from reshard.doctor.logs import LARGEST, UNKNOWN, diagnose_text
-from reshard.doctor.match import first_failure, is_consequence
+from reshard.doctor.match import first_failure
 from reshard.doctor.scripts import diagnose_script
 from reshard.train.monitor import last_checkpoint
 from reshard.train.places import Place
