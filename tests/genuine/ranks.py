@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing import get_context
@@ -41,6 +42,14 @@ def _free_port() -> int:
         return port
 
 
+def _forget_the_parent() -> None:
+    """accelerate keeps whether a process is alone; a fork inherits that of a parent which was."""
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def _rank(rank: int, world: int, port: int, errors: Any, function: Callable[..., None], args: Any) -> None:
     os.environ |= {
         "RANK": str(rank),
@@ -51,6 +60,7 @@ def _rank(rank: int, world: int, port: int, errors: Any, function: Callable[...,
         "MASTER_PORT": str(port),
     }
     try:
+        _forget_the_parent()
         dist.init_process_group("gloo")
         function(rank, *args)
         dist.barrier()
