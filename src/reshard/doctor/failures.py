@@ -37,7 +37,7 @@ _LOGGED = re.compile(
       | ^.{0,100}?(?:^|[\s\[|(-])(?:ERROR|FATAL|CRITICAL)(?=[\]:|\s,-]|$)(?!\s*\|)
       | ^(?:\S+:\ )?(?:(?:fatal|Fatal|internal)\ )?(?:error|Error|fatal):\ | ^Fatal\ Python\ error
       | ^\*\*\*\ An\ error\ occurred | ^terminate\ called\ after\ throwing
-      | :\ command\ not\ found$ | \bpanicked\ at\ """,
+      | :\ command\ not\ found$ | sh:\ \d+:\ \S+:\ not\ found$ | \bpanicked\ at\ """,
     re.VERBOSE,
 )
 _SOCKET = re.compile(
@@ -52,7 +52,7 @@ _EXIT = re.compile(
       | died\ with\ <Signals\.\w+ | \bSignal\ \d+\ \(SIG\w+\)\ received | [Rr]eceived\ signal:?\ \d+
       | [Cc]aught\ signal\ \d+ | got\ signal:\ \d+ | \bsignal:\ .*\(\d+\) | terminated\ by\ signal | on\ signal\ \d+
       | terminated\ with\ signal | \*\*\*\ \[.*\]\ Error\ \d+
-      | \bcore\ dumped\b | Fatal\ Python\ error | ^oom_kill
+      | sigkill_handler\]\ (?:Killing\ subprocess|\[) | \bcore\ dumped\b | Fatal\ Python\ error | ^oom_kill
       | (?:^|line\ \d+:\s+\d+\s|:\s)(?:Killed|Segmentation\ fault|Bus\ error|Aborted|Illegal\ instruction)\b""",
     re.VERBOSE,
 )
