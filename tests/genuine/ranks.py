@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -43,7 +44,8 @@ def _free_port() -> int:
 
 
 def _forget_the_parent() -> None:
-    """accelerate keeps whether a process is alone; a fork inherits that of a parent which was."""
+    """What a fork inherits and must not use: process groups, whose threads are not there; accelerate's state."""
+    gc.freeze()
     if "accelerate" in sys.modules:
         from accelerate.state import AcceleratorState
 

@@ -7,6 +7,7 @@ Torch and megatron-core are imported once, in the caller; forking then starts a 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import logging
 import os
@@ -140,6 +141,7 @@ def _fork(number: int, world_size: int, store: Path, function: Callable[..., Any
 
 def _become_rank(parent: int) -> None:
     """Detach from the parent's terminal and standard output, but not from its life."""
+    gc.freeze()  # a process group that the parent left is not this process's to collect: its threads are not here
     os.setpgid(0, 0)  # so that the writers that a rank starts are killed with it
     cpu.die_with_parent()
     if os.getppid() != parent:
