@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -460,57 +457,3 @@ def test_a_config_of_an_unknown_family_is_left_alone_but_for_the_spellings() -> 
     by_layer = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
     assert written_config({"rope_parameters": by_layer}, "float32")["rope_parameters"] == by_layer
     assert "rope_theta" not in written_config({"model_type": "gpt2"}, "float32")
-
-
-OLD_TRANSFORMERS = """
-import sys, json, numpy, torch, transformers
-transformers.logging.set_verbosity_error()
-tokens = torch.from_numpy(numpy.load(sys.argv[1]))
-for folder in sys.argv[2:]:
-    config = transformers.AutoConfig.from_pretrained(folder)
-    assert str(config.torch_dtype) == "torch.float32" and config.use_cache
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", output_loading_info=True
-    )
-    faults = info["missing_keys"] + info["mismatched_keys"]
-    faults += [name for name in info["unexpected_keys"] if ".layers.4." not in name]
-    assert not faults, (folder, faults)
-    with torch.inference_mode():
-        numpy.save(folder + "/logits.npy", model.eval()(tokens).logits.numpy())
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    "RESHARD_OLD_PYTHON" not in os.environ, reason="RESHARD_OLD_PYTHON: a python with transformers 4"
-)
-def test_transformers_4_reads_the_portable_config_alike(tmp_path: Path) -> None:
-    """One or more interpreters, separated by colons; old ones lack some families."""
-    for python in os.environ["RESHARD_OLD_PYTHON"].split(os.pathsep):
-        version = subprocess.check_output(
-            [python, "-c", "import transformers as t; print(t.__version__)"], text=True
-        )
-        too_new = (
-            ("qwen3", "deepseek") if version < "4.51" else ("deepseek_v3_noq",) if version < "4.53" else ()
-        )
-        folders = {}
-        for name in VARIANTS:
-            if not name.startswith(("internlm3", *too_new)):
-                # Mixtral had no head_dim of its own before 4.48.
-                narrow = {"head_dim": 8} if name == "mixtral" else {}
-                folder, config = folder_and_config(name, tmp_path / version.strip(), **narrow)
-                (folder / "config.json").write_text(json.dumps(written_config(config, "float32")))
-                folders[folder] = transformers_logits(folder, TOKENS)
-        np.save(tmp_path / "tokens.npy", TOKENS)
-        command = [python, "-c", OLD_TRANSFORMERS, str(tmp_path / "tokens.npy"), *map(str, folders)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        sys.stderr.write(done.stderr)
-        assert done.returncode == 0
-        for folder, expected in folders.items():
-            np.testing.assert_allclose(
-                np.load(folder / "logits.npy"),
-                expected,
-                rtol=1e-5,
-                atol=1e-5,
-                err_msg=f"{folder.name}, {version}",
-            )

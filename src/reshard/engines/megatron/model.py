@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from reshard.engines.megatron.arguments import complete, config_fields, stage_sizes, yarn_attributes
 from reshard.engines.megatron.parallel import ParallelSizes, supported
+from reshard.errors import ReshardError
 
 Spec = Literal["local", "te"]
 
@@ -64,7 +65,11 @@ def build_config(
     if getattr(args, "moe_shared_expert_gate", False):
         decisive["moe_shared_expert_gate"] = True  # from 0.16 on; before, a spec of one's own had it
     if unknown := decisive.keys() - supported(config_class, **decisive):
-        raise NotImplementedError(f"this version of megatron-core has no {', '.join(unknown)}")
+        raise ReshardError(
+            "this version of megatron-core cannot build the model",
+            found=f"no {', '.join(sorted(unknown))} in its {config_class.__name__}",
+            remedy="pip install --no-deps -U megatron-core",
+        )
     fields = {
         **config_fields(args, config_class),
         **decisive,
