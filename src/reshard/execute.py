@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Lock
@@ -21,6 +20,7 @@ from reshard.errors import ReshardError
 from reshard.gather import Files, Gatherer, Ledger, crc_problem
 from reshard.plan import OutputFile, Plan
 from reshard.sink import Buffer, Sink
+from reshard.threads import together
 
 WIDE_WINDOW = 32 << 20
 """The same where a tensor is transposed, so that one read of its source serves many rows."""
@@ -64,18 +64,7 @@ def execute(
     remove.
     """
     run = _Run(plan, folder, memory, Ledger() if checksum else None, on_bytes)
-    threads = worker_count(workers, memory)
-    with ThreadPoolExecutor(threads, thread_name_prefix="reshard") as pool:
-        futures = [pool.submit(run.work) for _ in range(threads)]
-        try:
-            while True:
-                done, pending = wait(futures, timeout=0.2, return_when=FIRST_EXCEPTION)
-                if not pending or any(future.exception() for future in done):
-                    break
-        finally:
-            run.stopped.set()
-        for future in futures:
-            future.result()
+    together(run.work, worker_count(workers, memory))
     run.settle()
     return run.report
 
@@ -90,20 +79,19 @@ class _Run:
         self.on_bytes = on_bytes
         self.ledger = ledger
         self.report = Report()
-        self.stopped = Event()
         self.wide = min(WIDE_WINDOW, max(WINDOW, memory // 4))
         self._lock = Lock()
         self._names: dict[Any, str] = {}
         self._waiting = deque(plan.files)
         self._open: list[_Job] = []  # with batches that nobody has taken
 
-    def work(self) -> None:
+    def work(self, index: int, stopped: Event) -> None:
         """Take batches until there are none left."""
         worker = _Worker(self)
         try:
-            while not self.stopped.is_set() and (taken := self._take()):
+            while not stopped.is_set() and (taken := self._take()):
                 job, batch = taken
-                worker.write(job, batch)
+                worker.write(job, batch, stopped)
                 if job.finished(self._lock):
                     job.close()
         finally:
@@ -186,13 +174,13 @@ class _Worker:
     def close(self) -> None:
         self.files.close()
 
-    def write(self, job: _Job, batch: Batch) -> None:
+    def write(self, job: _Job, batch: Batch, stopped: Event) -> None:
         """Put together one window after another, and write it."""
         streams = [Stream(block) for block in batch.blocks]
         unsigned = deque(streams)
         limit = self.run.wide if any(map(Stream.is_transposed, streams)) else WINDOW
         for begin, end in batch.windows(limit):
-            if self.run.stopped.is_set():
+            if stopped.is_set():
                 return
             raw = self.buffer.room(end - begin, begin)
             batch.fill(raw, begin, streams, self.gatherer)

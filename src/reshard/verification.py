@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
+from threading import Event
 from typing import Any, NamedTuple
 
 from reshard.checkpoint import Checkpoint, Tensor
@@ -15,6 +16,7 @@ from reshard.formats import open_checkpoint
 from reshard.gather import Files, Ledger, crc_problem
 from reshard.logical import Logical, LogicalTensors, logical_tensors
 from reshard.model import Model, resolve
+from reshard.threads import together
 
 
 class Row(NamedTuple):
@@ -106,10 +108,12 @@ def compare_weights(
         else:
             same.append(name)
     ledger = Ledger()
-    with ThreadPoolExecutor(workers) as pool:
-        shares = [same[i::workers] for i in range(workers)]
-        parts = pool.map(lambda names: _differing(first, second, names, ledger, on_bytes), shares)
-        rows += [row for part in parts for row in part]
+
+    def work(index: int, stopped: Event) -> list[Row]:
+        names = takewhile(lambda _: not stopped.is_set(), same[index::workers])
+        return _differing(first, second, names, ledger, on_bytes)
+
+    rows += [row for part in together(work, workers) for row in part]
     _settle(ledger)
     nbytes = sum(_tensor(first, name).nbytes for name in same)
     model = first.model or second.model
@@ -127,7 +131,7 @@ def _tensor(side: Side, name: str) -> Tensor:
 
 
 def _differing(
-    first: Side, second: Side, names: list[str], ledger: Ledger, on_bytes: Callable[[int], None]
+    first: Side, second: Side, names: Iterable[str], ledger: Ledger, on_bytes: Callable[[int], None]
 ) -> list[Row]:
     comparer, rows = Comparer(ledger), []
     try:

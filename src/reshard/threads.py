@@ -1,0 +1,42 @@
+"""Threads that begin together and end together, whatever happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
+from threading import Event
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def together(work: Callable[[int, Event], T], threads: int) -> list[T]:
+    """What `work(index, stopped)` returned on each of `threads` threads.
+
+    The first exception, and Ctrl-C, set `stopped`: work that looks at it often ends soon, and nothing is still at
+    work when the exception comes out of here.
+    """
+    begin, stopped = Event(), Event()
+
+    def run(index: int) -> T:
+        # Ctrl-C can come between the start of a thread and the pool's knowing it; the pool then waits for all
+        # threads but that one, so none may work before all are known.
+        begin.wait()
+        if stopped.is_set():
+            raise CancelledError
+        return work(index, stopped)
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="reshard") as pool:
+        try:
+            futures = [pool.submit(run, index) for index in range(threads)]
+            begin.set()
+            pending = set(futures)
+            while pending:
+                # Only a wait that ends by itself lets Ctrl-C through on every system.
+                done, pending = wait(pending, timeout=0.2, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+        finally:
+            stopped.set()
+            begin.set()
+    return [future.result() for future in futures]
