@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import reshard
 from reshard.errors import Problem, ReshardError
-from reshard.formats import deepspeed_files
+from reshard.formats.deepspeed import files
 from tests.commandline import reshard as command
 from tests.genuine import make_deepspeed
 from tests.genuine.make_deepspeed import TAG, TOKENS, VARIANTS
@@ -471,6 +471,6 @@ def test_the_real_deepspeed_loads_what_is_written(
 
 
 def test_names_of_files_are_told_apart() -> None:
-    assert deepspeed_files.OPTIMIZER.fullmatch("bf16_zero_pp_rank_10_mp_rank_00_optim_states.pt")
-    assert deepspeed_files.OPTIMIZER.fullmatch("zero_pp_rank_1_mp_rank_00optim_states.pt")
-    assert deepspeed_files.MODEL.fullmatch("layer_0_expert_1_mp_rank_00_model_states.pt") is None
+    assert files.OPTIMIZER.fullmatch("bf16_zero_pp_rank_10_mp_rank_00_optim_states.pt")
+    assert files.OPTIMIZER.fullmatch("zero_pp_rank_1_mp_rank_00optim_states.pt")
+    assert files.MODEL.fullmatch("layer_0_expert_1_mp_rank_00_model_states.pt") is None

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import reshard
 from reshard.errors import ReshardError
-from reshard.formats.dcp import read_metadata
+from reshard.formats.dcp.metadata import read_metadata
 from tests.genuine import make_megatron_lora as genuine
 from tests.genuine.huggingface import make_model
 from tests.genuine.peft import load, make_adapter

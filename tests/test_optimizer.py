@@ -26,7 +26,7 @@ import reshard
 from reshard.engines.megatron import ParallelSizes, TrainingRun, train_and_save
 from reshard.engines.megatron.checkpoint import SaveOptions
 from reshard.errors import ReshardError
-from reshard.formats.dcp import read_metadata, write_metadata
+from reshard.formats.dcp.metadata import read_metadata, write_metadata
 from tests.genuine.megatron import QWEN2, QWEN2_TIED, QWEN3_MOE, Genuine, tokens
 from tests.test_megatron_writing import entries
 

@@ -14,9 +14,10 @@ from reshard.families import FAMILIES, Family
 from reshard.families.binding import Binding
 from reshard.families.rules import Dims
 from reshard.families.undeclared import BEYOND_MEGATRON
-from reshard.formats import flat, fused
+from reshard.formats import fused
 from reshard.formats.companions import find_companions, read_object
-from reshard.formats.mcore import padded_vocabulary
+from reshard.formats.megatron.mcore import padded_vocabulary
+from reshard.formats.torchfiles import flat
 
 EMBEDDINGS = {
     "hf": ("model.embed_tokens.weight", "model.tok_embeddings.weight"),

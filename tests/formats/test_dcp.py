@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from reshard import dtypes
 from reshard.errors import ReshardError
-from reshard.formats.dcp import DcpChunk, DcpMetadata, DcpTensor, read_metadata, write_metadata
-from reshard.formats.torchfile import ChunkReader, read_torch_file
-from reshard.formats.torchwrite import NewTensor, image_bytes, layout_torch_file
+from reshard.formats.dcp.metadata import DcpChunk, DcpMetadata, DcpTensor, read_metadata, write_metadata
+from reshard.formats.torchfiles.read import ChunkReader, read_torch_file
+from reshard.formats.torchfiles.write import NewTensor, image_bytes, layout_torch_file
 from reshard.storage import StoredTensor
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from reshard import dtypes
 from reshard.errors import ReshardError
-from reshard.formats import pickles
-from reshard.formats.torchfile import ChunkReader, read_torch_file
+from reshard.formats.torchfiles import pickles
+from reshard.formats.torchfiles.read import ChunkReader, read_torch_file
 from reshard.storage import StoredTensor
 
 QUICK = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -20,10 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard import dtypes
-from reshard.formats import torchwrite
-from reshard.formats.pickles import Global, Opaque, Reduce, dumps, loads
-from reshard.formats.torchfile import read_torch_file
-from reshard.formats.torchwrite import Image, NewTensor, image_bytes, layout_torch_file
+from reshard.formats.torchfiles import write
+from reshard.formats.torchfiles.pickles import Global, Opaque, Reduce, dumps, loads
+from reshard.formats.torchfiles.read import read_torch_file
+from reshard.formats.torchfiles.write import Image, NewTensor, image_bytes, layout_torch_file
 
 
 def filled(image: Image, content: Mapping[Any, bytes]) -> bytes:
@@ -110,8 +110,8 @@ def test_the_archive_is_that_of_torch(monkeypatch: Any, name: str, shape: tuple[
     with zipfile.ZipFile(buffer) as archive:
         pickled = archive.read("archive/data.pkl")
         identity = archive.read("archive/.data/serialization_id")
-    monkeypatch.setattr(torchwrite._TorchPickler, "finish", lambda self: pickled)
-    monkeypatch.setattr(torchwrite, "_serialization_id", lambda _: identity)
+    monkeypatch.setattr(write._TorchPickler, "finish", lambda self: pickled)
+    monkeypatch.setattr(write, "_serialization_id", lambda _: identity)
     image = layout_torch_file(new("x", tensor))
     assert filled(image, {"x": elements(tensor)}) == buffer.getvalue()
 

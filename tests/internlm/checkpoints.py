@@ -35,7 +35,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 def config_with(folder: Path, **keys: Any) -> None:
     """Write `model_config.pt` anew, with other keys; None takes one out."""
-    config = {**reshard.formats.internlm_config.read_model_config(folder), "dtype": torch.bfloat16, **keys}
+    config = {**reshard.formats.internlm.config.read_model_config(folder), "dtype": torch.bfloat16, **keys}
     torch.save({key: value for key, value in config.items() if value is not None}, folder / "model_config.pt")
 
 

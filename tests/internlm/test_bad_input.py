@@ -11,7 +11,7 @@ import torch
 
 import reshard
 from reshard.errors import ReshardError
-from reshard.formats.internlm_shards import Rank, Shards
+from reshard.formats.internlm.shards import Rank, Shards
 from tests.internlm.checkpoints import Copies, config_with, edit, problems_of
 
 # ------------------------------------------------------------------------------------------- bad input

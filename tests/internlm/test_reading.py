@@ -14,7 +14,7 @@ import torch
 
 import reshard
 from reshard.engines.megatron import megatron_logits
-from reshard.formats.internlm_names import is_old_order
+from reshard.formats.internlm.names import is_old_order
 from reshard.layout import Layout
 from tests.commandline import reshard as run
 from tests.genuine.internlm_reference import hub_logits

@@ -14,9 +14,8 @@ import pytest
 
 from reshard.errors import Problem, ReshardError
 from reshard.train import data as training_data
-from reshard.train import tokens
-from reshard.train.data import digest, digests, files_of, held_out, load_dataset, read_records
-from reshard.train.records import Template
+from reshard.train.data import digest, digests, files_of, held_out, load_dataset, read_records, tokens
+from reshard.train.data.records import Template
 from tests.train.conftest import chats, preferences, prompts, write_lines
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]

@@ -13,13 +13,13 @@ import pytest
 from rich.console import Console
 
 from reshard.cli.train import command as train
-from reshard.train import launch
-from reshard.train.failure import failure_in, print_exception, print_interruption
-from reshard.train.monitor import append
-from reshard.train.places import Place
-from reshard.train.provenance import words_of
+from reshard.train.launching import launch
+from reshard.train.launching.failure import failure_in, print_exception, print_interruption
+from reshard.train.launching.places import Place
+from reshard.train.launching.provenance import words_of
 from reshard.train.request import run_of
 from reshard.train.run import Ranks, Run, Spread
+from reshard.train.show.monitor import append
 from tests.train.test_launch import make_run
 
 __all__ = ["make_run"]

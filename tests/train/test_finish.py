@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import reshard
 from reshard.errors import ReshardError
 from reshard.oracle.transformers import transformers_logits
-from reshard.train.finish import Finished, export, finish
+from reshard.train.final.finish import Finished, export, finish
 from reshard.train.run import Run
 from tests.judges import TOKENS, tensors_of
 

@@ -20,10 +20,10 @@ import pytest
 from rich.console import Console
 
 from reshard.errors import ReshardError
-from reshard.train import launch
-from reshard.train.monitor import history_of
-from reshard.train.places import first_host, place_of
+from reshard.train.launching import launch
+from reshard.train.launching.places import first_host, place_of
 from reshard.train.run import Ranks, Run
+from reshard.train.show.monitor import history_of
 
 REPOSITORY = Path(__file__).parents[2]
 LAUNCHER = """
@@ -367,7 +367,5 @@ def test_the_first_host_of_a_list_of_slurm(nodes: str, host: str) -> None:
 
 
 def test_importing_the_launcher_imports_no_torch() -> None:
-    code = (
-        "import sys, reshard.train.launch; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    )
+    code = "import sys, reshard.train.launching.launch; sys.exit(not {'torch', 'transformers'}.isdisjoint(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -15,9 +15,10 @@ import pytest
 
 from reshard.engines.megatron.session import run_ranks
 from reshard.formats.companions import read_object
-from reshard.train import activations, memory, memory_trl
-from reshard.train.activations import Kept, Widths
+from reshard.train import memory
 from reshard.train.engine import Batches, Precision, engine_of
+from reshard.train.memory import activations, trl
+from reshard.train.memory.activations import Kept, Widths
 from reshard.train.run import Run, Spread
 
 QWEN3_8B = {
@@ -218,7 +219,7 @@ def test_adapters_keep_inputs_and_merged_experts_but_not_what_frozen_norms_would
     layers = activations.of_layers(widths, case, LENGTH)
     if again:
         layers = widths.layers * activations.between_layers(widths, case)
-    merged = memory_trl.sizes_of(run, engine_of(run).options(run)).experts * width * widths.sparse
+    merged = trl.sizes_of(run, engine_of(run).options(run)).experts * width * widths.sparse
     norm = activations.of_ends(widths, case) - width * widths.hidden  # the head is left out here
     expected = SEQUENCES * LENGTH * (layers + norm) + merged
     assert expected == pytest.approx(kept.nbytes(), rel=0.1)

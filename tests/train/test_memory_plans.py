@@ -14,9 +14,9 @@ from reshard.doctor.environment import Environment, Gpu
 from reshard.errors import ReshardError
 from reshard.formats.companions import read_object
 from reshard.train import memory
-from reshard.train.activations import Widths
 from reshard.train.engine import Batches, Precision, engine_of
 from reshard.train.memory import GIB, Memory
+from reshard.train.memory.activations import Widths
 from reshard.train.run import Run, Spread
 from tests.train.test_memory import QWEN3_8B, SMALL, run_on
 

@@ -13,11 +13,11 @@ import pytest
 from rich.console import Console
 
 from reshard.errors import ReshardError
-from reshard.train import display, trackers
-from reshard.train.display import Display, clock, short, words
-from reshard.train.monitor import History, Metrics, Tail, append, history_of, last_checkpoint
 from reshard.train.run import Run
-from reshard.train.watch import Watch
+from reshard.train.show import display, trackers
+from reshard.train.show.display import Display, clock, short, words
+from reshard.train.show.monitor import History, Metrics, Tail, append, history_of, last_checkpoint
+from reshard.train.show.watch import Watch
 
 
 def run_in(folder: Path, **fields: Any) -> Run:

@@ -13,9 +13,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from reshard.train import report
-from reshard.train.chart import decimated, means, svg, ticks
-from reshard.train.monitor import History, append
+from reshard.train.show import report
+from reshard.train.show.chart import decimated, means, svg, ticks
+from reshard.train.show.monitor import History, append
 
 RECORD = {
     "method": "sft",

@@ -108,7 +108,7 @@ def be_rank(output: Path, rank: int, world_size: int, port: int, before: str) ->
 def _work(output: Path, before: str) -> None:
     import torch
 
-    from reshard.train.monitor import monitor_of
+    from reshard.train.show.monitor import monitor_of
     from reshard.train.worker import work
 
     torch.set_num_threads(1)

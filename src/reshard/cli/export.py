@@ -30,7 +30,7 @@ def command(checkpoint: Path, dst: Path, quiet: bool, json_output: bool, **optio
       reshard export OUT/iter_0000200 model          of the Megatron engine
       reshard export OUT/checkpoint-200 model --merge     a LoRA run, merged into its base
     """
-    from reshard.train.finish import export
+    from reshard.train.final.finish import export
 
     shown(
         lambda **hooks: export(checkpoint, dst, **options, **hooks),

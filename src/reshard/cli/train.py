@@ -26,7 +26,7 @@ from reshard.train.run import ENGINES, PARALLEL, Run
 from reshard.train.start import start
 
 if TYPE_CHECKING:
-    from reshard.train.finish import Finished
+    from reshard.train.final.finish import Finished
     from reshard.train.preflight import Preflight
 
 POSITIVE = click.IntRange(min=1)

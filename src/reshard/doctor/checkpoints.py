@@ -12,8 +12,9 @@ from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.rules import told
 from reshard.doctor.trainable import trainability
 from reshard.errors import Problem, ReshardError
-from reshard.formats import iterations, megatron, megatron_legacy
+from reshard.formats import iterations
 from reshard.formats.companions import find_companions, read_object
+from reshard.formats.megatron import legacy, torch_dist
 from reshard.inspection import NO_CONFIG, NO_TOKENIZER, Inspection, inspect_checkpoint
 from reshard.model import EMBEDDINGS
 
@@ -132,7 +133,7 @@ def _parts(inspection: Inspection, root: Path) -> Iterator[Part]:
     checkpoint = inspection.checkpoint
     yield Part("config.json", NO_CONFIG in lacking, "--base DIR")
     yield Part("tokenizer", NO_TOKENIZER in lacking, "--base DIR (--no-tokenizer)")
-    if checkpoint.format in (megatron.NAME, megatron_legacy.NAME):
+    if checkpoint.format in (torch_dist.NAME, legacy.NAME):
         tracker = root / iterations.TRACKER
         yield Part(iterations.TRACKER, not tracker.is_file(), f"--iteration {checkpoint.iteration}")
 

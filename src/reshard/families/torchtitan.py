@@ -1,7 +1,8 @@
 """Rules for the names of torchtitan: separate projections in all families, heads rotated in pairs in Llama.
 
-Names are those of torchtitan 0.3.0 (see `formats/torchtitan.py`). Llama 3 rotates neighbouring elements of a head where
-Hugging Face rotates those half a head apart, so the rows of queries and keys are interleaved; Qwen3 is as on the hub.
+Names are those of torchtitan 0.3.0 (see `formats/dcp/torchtitan.py`). Llama 3 rotates neighbouring elements of a head
+where Hugging Face rotates those half a head apart, so the rows of queries and keys are interleaved; Qwen3 is as
+on the hub.
 """
 
 from __future__ import annotations

@@ -10,22 +10,21 @@ from reshard.checkpoint import Checkpoint, States, Tensor
 from reshard.errors import Problem, ReshardError
 from reshard.formats import (
     companions,
-    dcp_folder,
+    dcp,
     deepspeed,
     descent,
     fsdp_ranks,
     huggingface,
     internlm,
     iterations,
-    megatron,
-    megatron_legacy,
     names,
     peft,
 )
+from reshard.formats.megatron import legacy, torch_dist
 
 FORMATS = {
     module.NAME: module
-    for module in (megatron, megatron_legacy, dcp_folder, fsdp_ranks, deepspeed, peft, internlm, huggingface)
+    for module in (torch_dist, legacy, dcp, fsdp_ranks, deepspeed, peft, internlm, huggingface)
 }
 """By name, in the order in which they are looked for: a folder that could be two of them is the first.
 
@@ -66,9 +65,9 @@ def open_checkpoint(path: Path, iteration: int | None = None, strip: tuple[str, 
     name = detect(folder) if folder else None
     if folder is None or name is None:
         raise _nothing_here(path, iteration)
-    if name == megatron.NAME:  # a run may have changed its format on the way
+    if name == torch_dist.NAME:  # a run may have changed its format on the way
         step, _ = iterations.choose(folder, iteration)
-        name = name if megatron.detect(step) or not megatron_legacy.detect(step) else megatron_legacy.NAME
+        name = name if torch_dist.detect(step) or not legacy.detect(step) else legacy.NAME
     checkpoint: Checkpoint = FORMATS[name].open_checkpoint(folder, iteration)
     checkpoint.root = descent.find_root(checkpoint.root, path)
     checkpoint.tensors = names.all_stripped(checkpoint.tensors, strip)

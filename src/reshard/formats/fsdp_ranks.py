@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 
 from reshard.checkpoint import Checkpoint, Replica, Tensor
 from reshard.errors import Problem, ReshardError
-from reshard.formats import flat, iterations
-from reshard.formats.dtensor import Part, PartReader, disagreement, is_sharded, plain_part
+from reshard.formats import iterations
 from reshard.formats.huggingface import BUFFER
-from reshard.formats.pickles import Opaque
-from reshard.formats.torchfile import read_torch_file
+from reshard.formats.torchfiles import flat
+from reshard.formats.torchfiles.dtensor import Part, PartReader, disagreement, is_sharded, plain_part
+from reshard.formats.torchfiles.pickles import Opaque
+from reshard.formats.torchfiles.read import read_torch_file
 from reshard.storage import StoredTensor
 from reshard.views import assemble, covered, overlaps
 

@@ -11,7 +11,7 @@ from typing import Any
 from reshard.checkpoint import Checkpoint, Tensor
 from reshard.errors import Problem, ReshardError
 from reshard.formats import iterations, safetensors
-from reshard.formats.torchfile import read_torch_file
+from reshard.formats.torchfiles.read import read_torch_file
 from reshard.plan import Block, OutputFile, Planned
 from reshard.storage import StoredTensor
 

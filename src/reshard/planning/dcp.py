@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from reshard.formats import dcp_folder, fused
-from reshard.formats.dcp_folder import Alias
-from reshard.formats.dcp_optimizer import NewOptimizer
+from reshard.formats import dcp, fused
+from reshard.formats.dcp.folder import Alias
+from reshard.formats.dcp.optimizer import NewOptimizer
 from reshard.layout import Layout
 from reshard.logical import logical_tensors
 from reshard.plan import Plan
@@ -42,13 +42,13 @@ def plan(source: Source) -> Plan:
     aliases = _tied_head(source, {tensor.name for tensor in tensors})
     states = live_states(logical, model_type) if options.with_optimizer else {}
     optimizer = NewOptimizer(states, checkpoint.optimizer) if states and checkpoint.optimizer else None
-    files = dcp_folder.lay_out(tensors, aliases, options.max_shard_size, optimizer)
+    files = dcp.lay_out(tensors, aliases, options.max_shard_size, optimizer)
     files += companion_files(source, tensors)
     dropped = still_dropped(checkpoint, MOMENTS) if states else Counter(checkpoint.dropped)
     if source.model:
         vocab = source.model.dims.vocab
         dropped += lost_padding(checkpoint, source.model, vocab, with_states=options.with_optimizer)
-    result = finished(source, dcp_folder.NAME, files, tensors, dropped, logical, Layout(), states)
+    result = finished(source, dcp.NAME, files, tensors, dropped, logical, Layout(), states)
     result.notes.append('load it with dcp.load({"model": model.state_dict()}, checkpoint_id=FOLDER)')
     if states:
         result.notes += [LOADS_STATES, *frozen_notes(source)]

@@ -10,8 +10,8 @@ from reshard.dtypes import dtype
 from reshard.errors import Problem, ReshardError
 from reshard.families.rope import rope_parameters
 from reshard.formats import internlm
-from reshard.formats.internlm_config import engine_config, is_dynamic
-from reshard.formats.internlm_names import EMBEDDINGS
+from reshard.formats.internlm.config import engine_config, is_dynamic
+from reshard.formats.internlm.names import EMBEDDINGS
 from reshard.layout import Layout
 from reshard.logical import LogicalTensors, logical_tensors
 from reshard.model import Model

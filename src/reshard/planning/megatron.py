@@ -12,9 +12,9 @@ from reshard.dtypes import dtype
 from reshard.errors import Problem, ReshardError
 from reshard.families.binding import Bound
 from reshard.families.config import flags_not_restored
-from reshard.formats import megatron, megatron_legacy
-from reshard.formats.mcore import padded_vocabulary
-from reshard.formats.megatron_optimizer import NewOptimizer, is_distributed, new_optimizer
+from reshard.formats.megatron import legacy, torch_dist
+from reshard.formats.megatron.mcore import padded_vocabulary
+from reshard.formats.megatron.optimizer import NewOptimizer, is_distributed, new_optimizer
 from reshard.layout import Layout
 from reshard.logical import LogicalTensors, logical_tensors
 from reshard.model import EMBEDDINGS, Model
@@ -88,10 +88,8 @@ def _files(
 ) -> list[OutputFile]:
     iteration, transformer_engine = iteration_of(checkpoint), args["transformer_impl"] != "local"
     if target == "megatron-legacy":
-        return megatron_legacy.lay_out(
-            tensors, args, layout, iteration, transformer_engine=transformer_engine
-        )
-    return megatron.lay_out(
+        return legacy.lay_out(tensors, args, layout, iteration, transformer_engine=transformer_engine)
+    return torch_dist.lay_out(
         tensors, args, layout, iteration, transformer_engine=transformer_engine, optimizer=optimizer
     )
 

@@ -18,8 +18,9 @@ from reshard import adapters
 from reshard.adapters.megatron_linears import Linear, linears, targets
 from reshard.checkpoint import Tensor
 from reshard.errors import Problem, ReshardError
-from reshard.formats import iterations, megatron, open_checkpoint
+from reshard.formats import iterations, open_checkpoint
 from reshard.formats.hints import RUN_CONFIG
+from reshard.formats.megatron import torch_dist
 from reshard.gather import Files, Gatherer
 from reshard.layout import Layout
 from reshard.logical import LogicalTensors
@@ -48,7 +49,7 @@ def plan(source: Source) -> Plan:
     settings = _settings(adapter, found, rank)
     args = arguments(checkpoint, model, layout, options, tensors)
     iteration = iteration_of(checkpoint)
-    files = megatron.lay_out(
+    files = torch_dist.lay_out(
         tensors, args, layout, iteration, transformer_engine=args["transformer_impl"] != "local"
     )
     files.append(_run_config(iterations.name_of(iteration), settings, layout, base))
@@ -56,7 +57,9 @@ def plan(source: Source) -> Plan:
     dropped: Counter[str] = Counter(checkpoint.dropped)
     dropped["base weights"] += sum(tensor.nbytes for tensor in adapter.base.values())
     logical = LogicalTensors(checkpoint, {})
-    result = finished(replace(source, model=model), megatron.NAME, files, tensors, +dropped, logical, layout)
+    result = finished(
+        replace(source, model=model), torch_dist.NAME, files, tensors, +dropped, logical, layout
+    )
     result.notes += _notes(found, settings)
     return result
 

@@ -11,12 +11,14 @@ from typing import Any, TypeVar
 from reshard.doctor.environment import Environment, look_around
 from reshard.errors import Problem, ReshardError
 from reshard.formats.companions import find_companions
-from reshard.train import checks, data, launch, memory, tokens
+from reshard.train import checks, data, memory
+from reshard.train.data import tokens
+from reshard.train.data.tokens import Lengths
 from reshard.train.engine import Batches, Precision, engine_of
+from reshard.train.launching import launch
+from reshard.train.launching.places import place_of
 from reshard.train.memory import GIB, Memory, Proposal
-from reshard.train.places import place_of
 from reshard.train.run import RECORD, Run, check
-from reshard.train.tokens import Lengths
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from reshard.errors import ReshardError
 from reshard.train.run import RECORD, Run
 
 if TYPE_CHECKING:
-    from reshard.train.finish import Finished
+    from reshard.train.final.finish import Finished
     from reshard.train.preflight import Preflight
 
 
@@ -49,8 +49,8 @@ def start(
     Of the processes of a run one speaks for all: it looks before, and finishes after. Raises ReshardError with all that
     forbids the run, and nothing started; also where ranks refuse to go on.
     """
-    from reshard.train import launch
     from reshard.train.checks import config_problems
+    from reshard.train.launching import launch
     from reshard.train.preflight import preflight
 
     found = None
@@ -67,7 +67,7 @@ def start(
     status = launch.launch(run, found.as_dict() if found else {}, quiet=quiet, language=language)
     if status or not found:
         return Outcome(status, found)
-    from reshard.train.finish import finish
+    from reshard.train.final.finish import finish
 
     finished = finish(run)
     return Outcome(0 if finished.whole else 1, found, finished)

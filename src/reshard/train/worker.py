@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import Problem, ReshardError
-from reshard.train import trackers
 from reshard.train.engine import Monitor, engine_of
-from reshard.train.lifetime import end_with_parent
-from reshard.train.monitor import monitor_of
+from reshard.train.launching.lifetime import end_with_parent
 from reshard.train.run import Run
+from reshard.train.show import trackers
+from reshard.train.show.monitor import monitor_of
 
 TRAINED = "trained.json"
 """What a finished run leaves for `finish.py`: the last checkpoint and the digests of its weights."""

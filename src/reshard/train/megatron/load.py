@@ -11,7 +11,7 @@ from isal.isal_zlib import crc32
 
 from reshard.dtypes import dtype
 from reshard.errors import Problem, ReshardError
-from reshard.formats.mcore_ranks import Shard
+from reshard.formats.megatron.ranks import Shard
 from reshard.gather import RAW, Files, Gatherer
 from reshard.train.megatron.weights import Coordinates, Weights
 

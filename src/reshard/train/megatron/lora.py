@@ -1,8 +1,8 @@
 """LoRA on the linear layers of Megatron-Core, tensor parallel, in the spelling of Megatron-Bridge.
 
 An adapter is a pair below its linear: `linear_qkv.adapter.linear_in.weight` [r, in] and `linear_out.weight` [out, r].
-Tensor parallelism cuts them as Megatron-Bridge does (`formats/mcore.py`, `ADAPTER_SPLITS`), so r divides over the
-ranks. The base keeps its names; it is frozen, and not saved again.
+Tensor parallelism cuts them as Megatron-Bridge does (`formats/megatron/mcore.py`, `ADAPTER_SPLITS`), so r divides over
+the ranks. The base keeps its names; it is frozen, and not saved again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
 from reshard.errors import Problem, ReshardError
-from reshard.formats.mcore import shard_boxes, split_of
+from reshard.formats.megatron.mcore import shard_boxes, split_of
 from reshard.train.megatron.options import Options
 from reshard.train.megatron.weights import Coordinates, Weights, layer_of
 

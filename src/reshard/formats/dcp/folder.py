@@ -1,0 +1,413 @@
+"""Folders of torch.distributed.checkpoint: FSDP1 and FSDP2 on any mesh, accelerate, Trainer, torchtitan.
+
+`.metadata` maps every tensor of a flattened state dict to chunks in `__<rank>_<n>.distcp` files, so no trace of ranks
+is left in names. The model may be nested in the user's state dict, and optimizer states may lie beside it:
+
+    pytorch_model_fsdp_0/, optimizer_0/    accelerate and Trainer, SHARDED_STATE_DICT: `model.<name>`
+    checkpoint/step-5/                     torchtitan: `<name>`, `optimizer.state.<name>.exp_avg`, `train_state` …
+
+Sources: torch 2.4 to 2.13, accelerate 1.15, torchtitan 0.3.0; folders that they wrote.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+from reshard.checkpoint import Checkpoint, Replica, States, Tensor
+from reshard.errors import Problem, ReshardError
+from reshard.formats.copies import CopyFinder, explained
+from reshard.formats.dcp import torchtitan
+from reshard.formats.dcp.chunks import ChunkFile
+from reshard.formats.dcp.metadata import DcpChunk, DcpMetadata, DcpTensor, read_metadata, write_metadata
+from reshard.formats.dcp.optimizer import NEST as OPTIMIZER_NEST
+from reshard.formats.dcp.optimizer import NewOptimizer, read_optimizer, step_tensor
+from reshard.formats.names import prefix_of
+from reshard.formats.torchfiles.read import ChunkReader
+from reshard.plan import OutputFile, Planned
+from reshard.views import assemble, overlaps
+
+NAME = "dcp"
+WHAT = "a folder of torch.distributed.checkpoint (.metadata and *.distcp)"
+METADATA = ".metadata"
+OPTIMIZER = "optimizer states"
+ROUTER_BIASES = "load-balancing biases of routers"
+BALANCING = (
+    f"the {ROUTER_BIASES} have no place in the same model of Hugging Face: "
+    "where they are not zero, it routes otherwise"
+)
+ONE_MODEL = "the checkpoint has one model, and holds this tensor twice"
+WEIGHTS_ONLY = "a Trainer FSDP checkpoint: weights only, no config or tokenizer; give --base"
+NOT_WEIGHTS = tuple(
+    (re.compile(rf"(\w+\.){{0,2}}{pattern}"), rule)
+    for pattern, rule in (
+        (r"optim(izer)?s?(_state)?(_dict)?\..*", OPTIMIZER),
+        (r"(lr_)?schedulers?(\..*)?", "learning rate schedules"),
+        (r"(rng|random)(_\w+)?(\..*)?", "random number states"),
+        (r"data_?loader\w*(\..*)?", "data loader states"),
+        (r"(train_state|trainer_state|progress)(\..*)?", "training progress"),
+        (r".*\b_extra_state\b.*", "extra states"),
+        (torchtitan.EXPERT_BIAS.pattern, ROUTER_BIASES),
+        (r".*\.rotary_emb\.inv_freq|freqs_cis|.*\brope\.cache", "rotary buffers"),
+    )
+)
+"""What lies beside the weights: the rule that leaves it behind, by the key below at most two levels of nesting."""
+
+ACCELERATE = re.compile(r"pytorch_model_fsdp_(\d+)")
+STEP = re.compile(r"(?:(?:global_)?step|checkpoint)[_-]?(\d+)")
+
+
+def detect(path: Path) -> bool:
+    """Whether `path` is a folder that dcp.save wrote, or began to write."""
+    return path.is_dir() and ((path / METADATA).is_file() or any(path.glob("__*_*.distcp")))
+
+
+def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
+    """Open a folder. Raises ReshardError naming all that is missing, damaged, or not told apart."""
+    step = _step_of(path)
+    if iteration is not None and iteration != step:
+        raise ReshardError(
+            "this is not the folder of that iteration",
+            file=str(path),
+            expected=f"--iteration {iteration}",
+            found="a folder without a step in its name" if step is None else f"step {step}",
+            remedy="name the folder of the step itself, and leave out --iteration",
+        )
+    try:
+        return _open(path, step)
+    except ReshardError as error:
+        raise ReshardError(explained(error.problems, path.glob("*.distcp"))) from error
+
+
+def _step_of(path: Path) -> int | None:
+    names = [folder.name for folder in (path.resolve(), path.resolve().parent)]
+    return next((int(match[1]) for name in names if (match := STEP.fullmatch(name))), None)
+
+
+def _open(path: Path, step: int | None) -> Checkpoint:
+    metadata = read_metadata(path / METADATA)
+    parts = _Parts(metadata)
+    weights = parts.weights(path)
+    beside = _optimizer_beside(path, parts)
+    reader = _Reader()
+    tensors = {name: reader.tensor(name, tensor) for name, tensor in weights.items()}
+    again = [(name, reader.tensor(name, tensor)) for name, tensor in parts.again]
+    reader.finish()
+    checkpoint = Checkpoint(
+        path=path,
+        format=NAME,
+        dialect="hf",
+        tensors=tensors,
+        root=path,
+        iteration=step,
+        states=_states(parts.optimizer | (beside.tensors if beside else {}), weights),
+        optimizer=read_optimizer(beside or metadata),
+        dropped=parts.dropped,
+        replicas=[Replica(name, tensors[name], copy, ONE_MODEL) for name, copy in again],
+        problems=reader.copies.problems(),
+        notes=_notes(path),
+        variant=f"names below {parts.prefix}" if parts.prefix else "",
+    )
+    return _of_torchtitan(checkpoint) if torchtitan.is_torchtitan(tensors) else checkpoint
+
+
+def _of_torchtitan(checkpoint: Checkpoint) -> Checkpoint:
+    """The same, in torchtitan's dialect. Its optimizer states are left: it fuses projections in them alone."""
+    tensors, dropped = torchtitan.respelled(checkpoint.tensors), Counter(checkpoint.dropped)
+    if torchtitan.tied_head(tensors):
+        dropped["the tied head, stored twice"] += tensors.pop(torchtitan.HEAD).nbytes
+    notes = [*checkpoint.notes, *([BALANCING] if dropped[ROUTER_BIASES] else [])]
+    return replace(checkpoint, dialect="torchtitan", tensors=tensors, states={}, dropped=dropped, notes=notes)
+
+
+def _notes(path: Path) -> list[str]:
+    if not ACCELERATE.fullmatch(path.name) or (path / "config.json").is_file():
+        return []
+    command = f"reshard convert {path.as_posix()} OUTPUT --base HF_FOLDER"
+    return [f"{WEIGHTS_ONLY} (accelerate writes the same; {command})"]
+
+
+# ------------------------------------------------------------------------------- which keys are the weights
+
+
+class _Parts:
+    """The keys of a flattened state dict, told apart: weights below `prefix`, optimizer states, and the rest."""
+
+    def __init__(self, metadata: DcpMetadata) -> None:
+        self.metadata = metadata
+        self.dropped: Counter[str] = Counter()
+        self.optimizer: dict[str, DcpTensor] = {}
+        self.again: list[tuple[str, DcpTensor]] = []
+        self.prefix = ""
+        self._candidates: dict[str, DcpTensor] = {}
+        for key, tensor in metadata.tensors.items():
+            self._add(key, tensor)
+        for key, chunk in metadata.objects.items():
+            self.dropped[_rule_of(key) or "other objects"] += chunk.length
+
+    def _add(self, key: str, tensor: DcpTensor) -> None:
+        rule = _rule_of(key)
+        if rule == OPTIMIZER:
+            self.optimizer[key] = tensor
+        if not rule and not tensor.shape:
+            rule = "training progress"  # the scalar of a step, a loss, a best score
+        if rule:
+            self.dropped[rule] += _nbytes(tensor)
+        else:
+            self._candidates[key] = tensor
+
+    def weights(self, folder: Path) -> dict[str, DcpTensor]:
+        """The tensors of the one model that there is, by name. Raises ReshardError if that is not clear."""
+        if not self._candidates:
+            raise ReshardError(
+                "there are no weights in this folder",
+                file=str(folder),
+                found=", ".join(sorted(self.dropped)) or "an empty state dict",
+                remedy="name the folder of the model beside it, as pytorch_model_fsdp_0",
+            )
+        nests = self._nests()
+        self.prefix = max(nests, key=lambda prefix: sum(map(_nbytes, nests[prefix].values())))
+        weights = nests.pop(self.prefix)
+        problems = []
+        for prefix, others in nests.items():
+            if others.keys() <= weights.keys() and all(_alike(weights[n], t) for n, t in others.items()):
+                self.again += others.items()
+            else:
+                problems.append(_another_model(folder, self.prefix, prefix, others))
+        problems += _mixed(folder, weights)
+        if problems:
+            raise ReshardError(problems)
+        return weights
+
+    def _nests(self) -> dict[str, dict[str, DcpTensor]]:
+        """Tensors by the state dict that they lie in, as its path in the saved one ("", "model.", "app.model." …)."""
+        paths = self.metadata.planner_data or {}
+        outer: dict[str, dict[str, DcpTensor]] = defaultdict(dict)
+        for key, tensor in self._candidates.items():
+            path = paths.get(key) or (key,)
+            nest = "".join(f"{part}." for part in path[:-1])
+            outer[nest if key.startswith(nest) else ""][key] = tensor
+        nests: dict[str, dict[str, DcpTensor]] = defaultdict(dict)
+        for nest, tensors in outer.items():
+            names = [key.removeprefix(nest) for key in tensors]
+            inner = nest + (torchtitan.unnested(names) or prefix_of(names))
+            for key, tensor in tensors.items():
+                prefix = inner if key.startswith(inner) else nest
+                nests[prefix][key.removeprefix(prefix)] = tensor
+        return dict(nests)
+
+
+def _rule_of(key: str) -> str | None:
+    return next((rule for pattern, rule in NOT_WEIGHTS if pattern.fullmatch(key)), None)
+
+
+def _nbytes(tensor: DcpTensor) -> int:
+    return prod(tensor.shape) * tensor.dtype.itemsize
+
+
+def _alike(a: DcpTensor, b: DcpTensor) -> bool:
+    return (a.dtype, a.shape) == (b.dtype, b.shape)
+
+
+def _another_model(folder: Path, prefix: str, other: str, tensors: Mapping[str, DcpTensor]) -> Problem:
+    first = next(iter(tensors))
+    more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
+    return Problem(
+        "the checkpoint holds tensors of more than one model",
+        tensor=f"{other}{first}{more}",
+        file=str(folder / METADATA),
+        rule="a conversion carries one model; nothing is left out silently",
+        expected=f"all weights below {prefix!r}" if prefix else "all weights at the top",
+        found=f"others below {other!r}" if other else "others at the top",
+        remedy="load the model that you want with dcp.load, and save it by itself with dcp.save",
+    )
+
+
+EMBEDDINGS = ("model.embed_tokens.weight", "model.tok_embeddings.weight", "tok_embeddings.weight")
+
+
+def _mixed(folder: Path, names: Iterable[str]) -> Iterator[Problem]:
+    """A problem if names of two engines stand side by side."""
+    found = sorted(set(EMBEDDINGS) & set(names))
+    if len(found) > 1:
+        yield Problem(
+            "tensors of two models are mixed",
+            tensor=", ".join(found),
+            file=str(folder / METADATA),
+            rule="a model has one embedding",
+            remedy="the folder was saved into twice: save each model into a folder of its own",
+        )
+
+
+# ------------------------------------------------------------------------------------------------ chunks
+
+
+class _Reader:
+    """Puts tensors together from their chunks, and collects what is wrong with them."""
+
+    def __init__(self) -> None:
+        self.copies = CopyFinder()
+        self._chunks = ChunkReader()
+        self._problems: list[Problem] = []
+
+    def tensor(self, name: str, stored: DcpTensor) -> Tensor:
+        """A whole tensor as a view over its chunks."""
+        parts = []
+        for chunk in stored.chunks:
+            found = self._chunks.read(chunk.file, chunk.offset, chunk.length, stored.dtype, chunk.sizes)
+            self.copies.add(chunk.file, name, chunk.offsets, found)
+            parts.append((chunk.offsets, Tensor.stored(found).view))
+        if len(parts) == 1 and parts[0][1].shape == stored.shape:
+            return Tensor(stored.dtype, parts[0][1])
+        view = assemble(stored.shape, parts)
+        held = sum(prod(chunk.sizes) for chunk in stored.chunks)
+        if held != view.numel or overlaps(view):
+            self._problems.append(
+                Problem(
+                    "chunks of a tensor are missing" if held < view.numel else "chunks of a tensor overlap",
+                    tensor=name,
+                    rule="the chunks of a tensor tile it",
+                    expected=f"{view.numel} elements of {list(stored.shape)}",
+                    found=f"{held} elements in {len(parts)} chunks",
+                    remedy="the save did not finish, or two saves were mixed: take another checkpoint of the run",
+                )
+            )
+        return Tensor(stored.dtype, view)
+
+    def finish(self) -> None:
+        """Close all files. Raises ReshardError listing the tensors that are not whole."""
+        self._chunks.close()
+        if self._problems:
+            raise ReshardError(self._problems)
+
+
+# ------------------------------------------------------------------------------------- optimizer states
+
+_STATE = re.compile(r"(?:.*?\.)?state\.(?P<name>.+)\.(?P<kind>\w+)")
+
+
+def _optimizer_beside(path: Path, parts: _Parts) -> DcpMetadata | None:
+    """The optimizer in `optimizer_0`, which accelerate writes beside `pytorch_model_fsdp_0`; counted as dropped."""
+    match = ACCELERATE.fullmatch(path.name)
+    folder = path.parent / f"optimizer_{match[1]}" if match else None
+    if folder is None or not (folder / METADATA).is_file():
+        return None
+    metadata = read_metadata(folder / METADATA)
+    parts.dropped[OPTIMIZER] += sum(map(_nbytes, metadata.tensors.values()))
+    parts.dropped[OPTIMIZER] += sum(chunk.length for chunk in metadata.objects.values())
+    return metadata
+
+
+def _states(optimizer: Mapping[str, DcpTensor], weights: Mapping[str, DcpTensor]) -> States:
+    """Those states that have the shape of a weight, under its name; read when they are asked for."""
+    kinds: dict[str, dict[str, DcpTensor]] = defaultdict(dict)
+    for key, tensor in optimizer.items():
+        match = _STATE.fullmatch(key)
+        name = match["name"] if match else ""
+        if match and name in weights and tensor.shape == weights[name].shape:
+            kinds[match["kind"]][name] = tensor
+    return States({kind: partial(_read_states, found) for kind, found in kinds.items()})
+
+
+def _read_states(found: Mapping[str, DcpTensor]) -> dict[str, Tensor]:
+    reader = _Reader()
+    tensors = {name: reader.tensor(name, tensor) for name, tensor in found.items()}
+    reader.finish()
+    return tensors
+
+
+# ---------------------------------------------------------------------------------------------- writing
+
+CHUNK = 64 << 20
+"""Bytes of a chunk, at most: a rank that loads its part of a tensor reads whole chunks."""
+
+NEST = "model"
+"""Where the model lies in the state dict, as in torch's own examples, accelerate and Trainer."""
+
+
+class Alias(NamedTuple):
+    """A tensor under a second name: the tied head, which the live model's state dict has too."""
+
+    name: str
+    tensor: str
+
+
+def lay_out(
+    tensors: list[Planned],
+    aliases: Iterable[Alias],
+    max_file_size: int,
+    optimizer: NewOptimizer | None = None,
+) -> list[OutputFile]:
+    """The files of a folder that `dcp.load({"model": state_dict}, checkpoint_id=folder)` loads at any layout."""
+    writer = _Writer(max_file_size)
+    for tensor in tensors:
+        writer.name(NEST, tensor.name, writer.add(tensor))
+    for alias in aliases:
+        writer.name(NEST, alias.name, writer.metadata.tensors[f"{NEST}.{alias.tensor}"])
+    if optimizer:
+        writer.add_optimizer(optimizer, {tensor.name for tensor in tensors if len(tensor.shape) < 2})
+    return writer.finished()
+
+
+class _Writer:
+    """Files that grow to `max_file_size`, and what `.metadata` says of them."""
+
+    def __init__(self, max_file_size: int) -> None:
+        self.metadata = DcpMetadata({}, {}, {})
+        self._files = [ChunkFile("__0_0.distcp")]
+        self._max_file_size = max_file_size
+
+    def add(self, tensor: Planned) -> DcpTensor:
+        """Put a tensor into chunks, in one file or several."""
+        entry = DcpTensor(tensor.dtype, tensor.shape, [])
+        for low, size in _boxes(tensor, min(CHUNK, self._max_file_size)):
+            nbytes = prod(size) * tensor.dtype.itemsize
+            if self._files[-1].blocks and self._files[-1].size + nbytes > self._max_file_size:
+                self._files.append(ChunkFile(f"__{len(self._files)}_0.distcp"))
+            entry.chunks.append(self._files[-1].add(tensor, low, size))
+        return entry
+
+    def name(self, nest: str, name: str, entry: DcpTensor | DcpChunk) -> None:
+        """Call a tensor or an object `name` in the state dict called `nest`."""
+        assert self.metadata.planner_data is not None
+        self.metadata.planner_data[f"{nest}.{name}"] = (nest, name)
+        if isinstance(entry, DcpTensor):
+            self.metadata.tensors[f"{nest}.{name}"] = entry
+        else:
+            self.metadata.objects[f"{nest}.{name}"] = entry
+
+    def add_optimizer(self, optimizer: NewOptimizer, vectors: Collection[str]) -> None:
+        """Put the states, and the step and the settings that all parameters share; `vectors` do not decay."""
+        for key, tensor in optimizer.tensors():
+            self.name(OPTIMIZER_NEST, key, self.add(tensor))
+        append = self._files[-1].append
+        step = append(optimizer.step())
+        settings = {key: append(content) for key, content in optimizer.settings().items()}
+        undecayed = {**settings, "weight_decay": append(optimizer.without_decay())}
+        for name in optimizer.names():
+            self.name(OPTIMIZER_NEST, f"state.{name}.step", step_tensor(step))
+            for key, chunk in (undecayed if name in vectors else settings).items():
+                self.name(OPTIMIZER_NEST, f"param_groups.{name}.{key}", chunk)
+
+    def finished(self) -> list[OutputFile]:
+        """All files, `.metadata` last."""
+        metadata = OutputFile.of_bytes(METADATA, write_metadata(self.metadata))
+        return [*(file.finished() for file in self._files), metadata]
+
+
+def _boxes(tensor: Planned, nbytes: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Boxes (low, size) of at most `nbytes` where rows are no longer than that, cut along the first axis."""
+    if not tensor.shape:
+        yield (), ()
+        return
+    rows, inner = tensor.shape[0], tensor.shape[1:]
+    step = max(1, nbytes // max(1, prod(inner) * tensor.dtype.itemsize))
+    rest = (0,) * len(inner)
+    for begin in range(0, rows, step) or (0,):
+        yield (begin, *rest), (min(step, rows - begin), *inner)

@@ -1,0 +1,343 @@
+"""The `.metadata` of torch's distributed checkpoints: which chunk of which tensor lies where.
+
+It is a pickled `torch.distributed.checkpoint.metadata.Metadata`. Megatron-Core's torch_dist format has the
+same file; it keeps its save plans in it too, which nobody needs to read. Sources: `metadata.py` and
+`filesystem.py` in `torch/distributed/checkpoint` of torch 2.4 to 2.13, and files that both wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from reshard.dtypes import DType
+from reshard.errors import Problem, ReshardError
+from reshard.formats.torchfiles.pickles import Global, Opaque, Pickler, Reduce, damaged, encode_int, loads
+
+MODULE = "torch.distributed.checkpoint.metadata"
+STORAGE_MODULE = "torch.distributed.checkpoint.filesystem"
+
+OPEN, CLOSE = b")\x81}(", b"ub"
+"""Opcodes: make an instance of the class on the stack and begin the dict of its attributes; end it."""
+
+_COPY_AGAIN = "copy it again from where it was saved, with its hidden files (cp -r FOLDER, not FOLDER/*)"
+
+
+class DcpChunk(NamedTuple):
+    """A box of a tensor, stored by `torch.save` at bytes `offset` to `offset + length` of `file`.
+
+    `file` is a path when read, and relative to the folder of `.metadata` when it is to be written. An object
+    that is no tensor has a chunk too, without `offsets` and `sizes`.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass
+class DcpTensor:
+    """A whole tensor and the chunks that it is cut into."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    chunks: list[DcpChunk]
+
+
+@dataclass
+class DcpMetadata:
+    """What `.metadata` says. `planner_data` maps each key to its path in the nested state dict, if known."""
+
+    tensors: dict[str, DcpTensor]
+    objects: dict[str, DcpChunk]
+    planner_data: dict[str, tuple[Any, ...]] | None = None
+
+
+def read_metadata(path: Path) -> DcpMetadata:
+    """Read the file `.metadata`, and check that every file it names is there and long enough.
+
+    Raises ReshardError for a missing or damaged `.metadata`; for missing or short files, listing all.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ReshardError(
+            "the metadata of a distributed checkpoint cannot be read",
+            file=str(path),
+            found=error.strerror,
+            remedy=f"either the save did not finish or the checkpoint was not copied whole: {_COPY_AGAIN}",
+        ) from None
+    loaded = loads(content, str(path), rebuild=_record_classes())
+    del content
+    try:
+        metadata, problems = _Reader(path, loaded.state).read()
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise damaged(str(path), f"{type(error).__name__}: {error}") from None
+    problems += _file_problems(path.parent, metadata)
+    if problems:
+        raise ReshardError(problems)
+    return metadata
+
+
+class _Index:
+    """A `MetadataIndex`, of which there is one for each chunk."""
+
+    __slots__ = ("fqn", "offset")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.fqn = state["fqn"]
+        self.offset = state.get("offset")
+
+
+class _Place:
+    """A `_StorageInfo`."""
+
+    __slots__ = ("length", "offset", "path", "transforms")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.path = state["relative_path"]
+        self.offset = state["offset"]
+        self.length = state["length"]
+        self.transforms = state.get("transform_descriptors")
+
+
+class _Box:
+    """A `ChunkStorageMetadata`."""
+
+    __slots__ = ("offsets", "sizes")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.offsets = state["offsets"]
+        self.sizes = state["sizes"]
+
+
+def _record_classes() -> dict[str, type]:
+    """Small classes for what comes in hundreds of thousands; fresh ones, since a pickle can alter them."""
+    records = {
+        f"{MODULE}.MetadataIndex": _Index,
+        f"{MODULE}.ChunkStorageMetadata": _Box,
+        f"{STORAGE_MODULE}._StorageInfo": _Place,
+    }
+    return {name: type(cls.__name__, (cls,), {"__slots__": ()}) for name, cls in records.items()}
+
+
+class _Reader:
+    """Joins the two tables of a `Metadata`: boxes of tensors, and places in files."""
+
+    def __init__(self, path: Path, state: dict[str, Any]) -> None:
+        self._path = path
+        self._state = state
+        self._problems: list[Problem] = []
+        self._files: dict[str, str] = {}
+        self._places = {(index.fqn, index.offset): place for index, place in state["storage_data"].items()}
+
+    def read(self) -> tuple[DcpMetadata, list[Problem]]:
+        """The metadata, and what is wrong with it."""
+        planner_data = self._state.get("planner_data")
+        metadata = DcpMetadata({}, {}, planner_data if isinstance(planner_data, dict) else None)
+        for key, entry in self._state["state_dict_metadata"].items():
+            if entry.name == "TensorStorageMetadata":
+                metadata.tensors[key] = self._tensor(key, entry.state)
+            elif chunk := self._chunk(key, None, (), ()):
+                metadata.objects[key] = chunk
+        return metadata, self._problems
+
+    def _tensor(self, key: str, state: dict[str, Any]) -> DcpTensor:
+        dtype, *_ = state["properties"].state
+        shape = _sizes(state["size"])
+        if isinstance(dtype, type) and issubclass(dtype, Opaque):
+            self._problems.append(
+                Problem("an element type that reshard does not know", key, str(self._path), found=dtype.name)
+            )
+        elif not isinstance(dtype, DType):
+            raise TypeError(f"{dtype!r} is not an element type")
+        chunks = []
+        for box in state["chunks"]:
+            offsets, sizes = _sizes(box.offsets), _sizes(box.sizes)
+            if 0 in sizes and (key, offsets) not in self._places:
+                continue
+            ends = [low + size for low, size in zip(offsets, sizes, strict=True)]
+            if any(end > size for end, size in zip(ends, shape, strict=True)):
+                raise ValueError(f"a chunk of {key} at {offsets} reaches outside of its shape {shape}")
+            if chunk := self._chunk(key, offsets, offsets, sizes):
+                chunks.append(chunk)
+        return DcpTensor(dtype, shape, chunks)
+
+    def _chunk(
+        self, key: str, at: tuple[int, ...] | None, offsets: tuple[int, ...], sizes: tuple[int, ...]
+    ) -> DcpChunk | None:
+        place = self._places.get((key, at))
+        if place is None:
+            self._problems.append(
+                Problem(
+                    "the metadata does not say where a chunk lies",
+                    key,
+                    str(self._path),
+                    found=f"no place for the chunk at {list(offsets)}"
+                    if sizes
+                    else "no place for the object",
+                    remedy=_COPY_AGAIN,
+                )
+            )
+            return None
+        if place.transforms:
+            self._problems.append(
+                Problem(
+                    "a chunk is stored transformed",
+                    key,
+                    str(self._path),
+                    expected="chunks as torch.save writes them",
+                    found=", ".join(map(str, place.transforms)),
+                    remedy="save the checkpoint without stream transforms",
+                )
+            )
+        return DcpChunk(offsets, sizes, self._file(place.path), *_sizes((place.offset, place.length)))
+
+    def _file(self, relative: str) -> str:
+        if relative not in self._files:
+            pure = PurePosixPath(relative)
+            if pure.is_absolute() or ".." in pure.parts:
+                raise ValueError(f"{relative!r} is not below the folder of the checkpoint")
+            self._files[relative] = str(self._path.parent / pure)
+        return self._files[relative]
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    """`values` as non-negative integers, which a pickle could have made anything."""
+    if type(values) is not tuple or not all(type(value) is int and value >= 0 for value in values):
+        raise TypeError(f"{values!r} where sizes are expected")
+    return values
+
+
+def _chunks(metadata: DcpMetadata) -> Iterator[tuple[str, DcpChunk]]:
+    for key, tensor in metadata.tensors.items():
+        for chunk in tensor.chunks:
+            yield key, chunk
+    yield from metadata.objects.items()
+
+
+def _file_problems(folder: Path, metadata: DcpMetadata) -> list[Problem]:
+    """Files that are missing or shorter than the chunks in them need."""
+    needed: dict[str, tuple[int, str]] = {}
+    for key, chunk in _chunks(metadata):
+        end = chunk.offset + chunk.length
+        if end > needed.get(chunk.file, (-1, ""))[0]:
+            needed[chunk.file] = end, key
+    problems = []
+    for file, (end, key) in sorted(needed.items()):
+        try:
+            size = Path(file).stat().st_size
+        except OSError as error:
+            problems.append(
+                Problem(
+                    "a file of the checkpoint is missing",
+                    file=file,
+                    rule="every file that .metadata names is there",
+                    found=error.strerror,
+                    remedy=f"copy it from the node that wrote it into {folder}",
+                )
+            )
+            continue
+        if size < end:
+            problems.append(
+                Problem(
+                    "a file of the checkpoint was cut short",
+                    tensor=key,
+                    file=file,
+                    expected=f"at least {end} bytes",
+                    found=f"{size} bytes",
+                    remedy="copy or download the file again",
+                )
+            )
+    return problems
+
+
+def write_metadata(metadata: DcpMetadata) -> bytes:
+    """The content of `.metadata`, for torch 2.4 and later and for megatron-core's torch_dist.
+
+    What torch fills with None or does not write by default is None or left out here: older versions lack
+    the classes, and newer ones supply the values.
+    """
+    return _Writer().write(metadata)
+
+
+class _Writer:
+    """Emits the pickle from prepared pieces: a model of 671B parameters has 400,000 chunks."""
+
+    def __init__(self) -> None:
+        self._pickler = Pickler()
+        self._prepared: dict[Any, bytes] = {}
+        self._box = self._prepare(Global(MODULE, "ChunkStorageMetadata")) + OPEN
+        self._index = self._prepare(Global(MODULE, "MetadataIndex")) + OPEN
+        self._place = self._prepare(Global(STORAGE_MODULE, "_StorageInfo")) + OPEN
+        self._raw = self._pickler.raw
+
+    def write(self, metadata: DcpMetadata) -> bytes:
+        """The whole pickle."""
+        pickler = self._pickler
+        pickler.write(Global(MODULE, "Metadata"))
+        self._raw(OPEN)
+        pickler.write("state_dict_metadata")
+        self._raw(b"}(")
+        for key, tensor in metadata.tensors.items():
+            self._write_tensor(key, tensor)
+        for key in metadata.objects:
+            pickler.write(key)
+            pickler.write(Reduce(Global(MODULE, "BytesStorageMetadata")))
+        self._raw(b"u")
+        pickler.write("planner_data")
+        pickler.write(metadata.planner_data)
+        pickler.write("storage_data")
+        self._raw(b"}(")
+        for key, tensor in metadata.tensors.items():
+            for chunk in tensor.chunks:
+                self._write_place(key, self._size(chunk.offsets), chunk)
+        for key, chunk in metadata.objects.items():
+            self._write_place(key, b"N", chunk)
+        self._raw(b"u")
+        pickler.write("storage_meta")
+        pickler.write(None)
+        self._raw(CLOSE)
+        return pickler.finish()
+
+    def _prepare(self, value: Any) -> bytes:
+        if value not in self._prepared:
+            self._prepared[value] = self._pickler.prepare(value)
+        return self._prepared[value]
+
+    def _size(self, sizes: tuple[int, ...]) -> bytes:
+        if sizes not in self._prepared:
+            self._prepared[sizes] = self._pickler.prepare(Reduce(Global("torch", "Size"), (sizes,)))
+        return self._prepared[sizes]
+
+    def _write_tensor(self, key: str, tensor: DcpTensor) -> None:
+        pickler, prepare, size = self._pickler, self._prepare, self._size
+        layout = Reduce(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+        contiguous = Reduce(Global(MODULE, "_MEM_FORMAT_ENCODING"), (0,))
+        pickler.write(key)
+        pickler.write(Global(MODULE, "TensorStorageMetadata"))
+        self._raw(OPEN)
+        pickler.write("properties")
+        state = (tensor.dtype, layout, False, contiguous, False)
+        pickler.write(Reduce(Global(MODULE, "TensorProperties"), (), state, new=True))
+        pickler.write("size")
+        self._raw(size(tensor.shape))
+        pickler.write("chunks")
+        self._raw(b"](")
+        offsets, sizes = prepare("offsets"), prepare("sizes")
+        for chunk in tensor.chunks:
+            low, extent = size(chunk.offsets), size(chunk.sizes)
+            self._raw(b"".join((self._box, offsets, low, sizes, extent, CLOSE)))
+        self._raw(b"e" + CLOSE)
+
+    def _write_place(self, key: str, offsets: bytes, chunk: DcpChunk) -> None:
+        prepare = self._prepare
+        index = (prepare("fqn"), prepare(key), prepare("index"), b"N", prepare("offset"), offsets)
+        file = (prepare("relative_path"), prepare(chunk.file))
+        extent = (prepare("offset"), encode_int(chunk.offset), prepare("length"), encode_int(chunk.length))
+        self._raw(b"".join((self._index, *index, CLOSE, self._place)))
+        self._raw(b"".join((*file, *extent, CLOSE)))

@@ -1,0 +1,332 @@
+"""The files of one DeepSpeed step: which there are, whose they are, and whether they belong together.
+
+`mp_rank_00_model_states.pt` (ZeRO 0 to 2) or `zero_pp_rank_<r>_mp_rank_00_model_states.pt` (ZeRO 3) hold the module,
+`[bf16_]zero_pp_rank_<r>_mp_rank_00_optim_states.pt` what a rank has of fp32 masters and optimizer states. Sources:
+`runtime/engine.py`, `runtime/zero/stage_1_and_2.py`, `stage3.py` and `runtime/bf16_optimizer.py` of deepspeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reshard.errors import Problem, ReshardError
+from reshard.formats.copies import copy_problem
+from reshard.formats.torchfiles.pickles import Opaque
+from reshard.formats.torchfiles.read import read_torch_file
+from reshard.storage import StoredTensor
+
+MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<model_rank>\d+)(?:_\d+)?_model_states\.pt")
+OPTIMIZER = re.compile(
+    r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<model_rank>\d+)(?:_\d+)?_?optim_states\.pt"
+)
+EXPERT = re.compile(
+    r"layer_(?P<layer>\d+)_expert_(?P<expert>\d+)_mp_rank_(?P<model_rank>\d+)_model_states\.pt"
+)
+PIPELINE = re.compile(r"layer_\d+-model_.*states\.pt")
+
+COPY_AGAIN = "copy it again from where it was saved, with the files of all nodes"
+UNIVERSAL_FIRST = "make a universal checkpoint of it with DeepSpeed's ds_to_universal.py, and convert that"
+
+
+class RankFile(NamedTuple):
+    """A file of `torch.save`, and what it holds."""
+
+    path: Path
+    content: Mapping[str, Any]
+
+    @property
+    def optimizer(self) -> Mapping[str, Any]:
+        """What ZeRO's optimizer saved, in a file of optimizer states."""
+        found = self.content.get("optimizer_state_dict")
+        if not isinstance(found, Mapping):
+            raise ReshardError(
+                "a file of optimizer states has none",
+                file=str(self.path),
+                expected="optimizer_state_dict",
+                found=", ".join(map(str, self.content)) or "an empty dict",
+                remedy=COPY_AGAIN,
+            )
+        return found
+
+
+@dataclass
+class StepFiles:
+    """The files of a step, by rank. `models` has rank 0 alone where one file is for all."""
+
+    folder: Path
+    models: dict[int, RankFile] = field(default_factory=dict)
+    optimizers: dict[int, RankFile] = field(default_factory=dict)
+    experts: list[RankFile] = field(default_factory=list)
+    stage: int = 0
+
+    @property
+    def model(self) -> RankFile:
+        """The model states of rank 0."""
+        return self.models[0]
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks share the optimizer."""
+        return len(self.optimizers) or len(self.models)
+
+
+def holds_step(folder: Path) -> bool:
+    """Whether `folder` is where DeepSpeed saved a step."""
+    if any(MODEL.fullmatch(p.name) or OPTIMIZER.fullmatch(p.name) for p in folder.glob("*_states.pt")):
+        return True
+    return is_universal(folder) or any(PIPELINE.fullmatch(p.name) for p in folder.glob("layer_*states.pt"))
+
+
+def is_universal(folder: Path) -> bool:
+    """Whether `folder` is a universal checkpoint: a folder for each parameter."""
+    return any((folder / "zero").glob("*/fp32.pt"))
+
+
+def read_models(folder: Path) -> dict[int, RankFile]:
+    """The model states beside a universal checkpoint, by rank; those of the first tensor-parallel rank."""
+    problems: list[Problem] = []
+    found = [path for path in sorted(folder.glob("*_model_states.pt")) if _model_rank(path) == 0]
+    models = _models(found, {}, problems)
+    if 0 in models:
+        problems += _missing_models(StepFiles(folder, models))
+    if problems:
+        raise ReshardError(problems)
+    return models
+
+
+def _model_rank(path: Path) -> int | None:
+    match = MODEL.fullmatch(path.name)
+    return int(match["model_rank"]) if match else None
+
+
+def read_step(folder: Path) -> StepFiles:
+    """The files of a step. Raises ReshardError naming every file that is missing, damaged or another rank's."""
+    found = sorted(folder.glob("*states.pt"))
+    _refuse_split(folder, found)
+    files = StepFiles(folder)
+    problems: list[Problem] = []
+    files.optimizers = _by_rank(found, OPTIMIZER, problems)
+    files.models = _models(found, files.optimizers, problems)
+    files.experts = [_read(path) for path in found if EXPERT.fullmatch(path.name)]
+    if 0 not in files.models:
+        problems.append(
+            _missing(folder / "mp_rank_00_model_states.pt", "the model states name every parameter")
+        )
+        raise ReshardError(problems)
+    files.stage = _stage(files)
+    problems += _rank_problems(files)
+    problems += _copies(files.optimizers, lambda file: file.content)
+    problems += _copies(files.models, _frozen_matrices)
+    if problems:
+        raise ReshardError(problems)
+    return files
+
+
+def _models(
+    found: Sequence[Path], optimizers: Mapping[int, RankFile], problems: list[Problem]
+) -> dict[int, RankFile]:
+    """Model states by rank: ZeRO 3 writes one file for each rank. An earlier save of another stage may be left over."""
+    matches = [path for path in found if MODEL.fullmatch(path.name)]
+    each = [path for path in matches if path.name.startswith("zero_")]
+    shared = [path for path in matches if path not in each]
+    by_rank = each and (not shared or not optimizers or _stage_of(optimizers[min(optimizers)]) == 3)
+    return _by_rank(each if by_rank else shared, MODEL, problems)
+
+
+def _read(path: Path) -> RankFile:
+    content = read_torch_file(path)
+    if not isinstance(content, Mapping):
+        raise ReshardError(
+            "not what DeepSpeed saves",
+            file=str(path),
+            expected="a dict",
+            found=type(content).__name__,
+            remedy=COPY_AGAIN,
+        )
+    return RankFile(path, content)
+
+
+def _by_rank(found: Sequence[Path], pattern: re.Pattern[str], problems: list[Problem]) -> dict[int, RankFile]:
+    """The files that match, by ZeRO rank; what is wrong with any of them goes to `problems`."""
+    result: dict[int, RankFile] = {}
+    for path in found:
+        match = pattern.fullmatch(path.name)
+        if not match:
+            continue
+        rank = int(match["rank"] or 0)
+        if rank in result:
+            problems.append(
+                Problem(
+                    "two files are those of one rank",
+                    file=str(path),
+                    found=f"{result[rank].path.name} beside it",
+                    remedy="one is left over from an earlier save with another dtype: move it away",
+                )
+            )
+            continue
+        try:
+            result[rank] = _read(path)
+        except ReshardError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise ReshardError(problems)
+    return result
+
+
+def _refuse_split(folder: Path, found: Sequence[Path]) -> None:
+    """Raise ReshardError for what was split by tensor or pipeline parallelism, whose rule no file tells."""
+    if any(PIPELINE.fullmatch(path.name) for path in found):
+        raise ReshardError(
+            "a checkpoint of DeepSpeed's pipeline engine",
+            file=str(folder),
+            rule="a stage names the tensors of its layers by their place in the stage",
+            found=next(path.name for path in found if PIPELINE.fullmatch(path.name)),
+            remedy="load it in the script that trained it, and save the model's own state dict",
+        )
+    ranks = {
+        int(match["model_rank"])
+        for path in found
+        for pattern in (MODEL, OPTIMIZER, EXPERT)
+        if (match := pattern.fullmatch(path.name))
+    }
+    if ranks - {0}:
+        raise ReshardError(
+            "a checkpoint that tensor parallelism has split",
+            file=str(folder),
+            rule="its files do not say along which axis each tensor was cut",
+            expected="files of mp_rank_00 alone",
+            found=", ".join(f"mp_rank_{rank:02d}" for rank in sorted(ranks)),
+            remedy=UNIVERSAL_FIRST,
+        )
+
+
+def _stage_of(file: RankFile) -> int:
+    """ZeRO's stage, an enum in the pickle; the optimizer for bfloat16 saves none, and partitions as stage 1 does."""
+    stage = file.optimizer.get("zero_stage", 1)
+    stage = stage.args[0] if isinstance(stage, Opaque) and stage.args else stage
+    return stage if isinstance(stage, int) else 1
+
+
+def _stage(files: StepFiles) -> int:
+    if files.optimizers:
+        return _stage_of(files.optimizers[min(files.optimizers)])
+    if files.model.path.name.startswith("zero_"):
+        return 3
+    config = files.model.content.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    stage = zero.get("stage") if isinstance(zero, Mapping) else None
+    return stage if isinstance(stage, int) and files.model.content.get("param_shapes") else 0
+
+
+def _missing(path: Path, rule: str, found: str | None = None) -> Problem:
+    return Problem(
+        "a file of the checkpoint is missing", file=str(path), rule=rule, found=found, remedy=COPY_AGAIN
+    )
+
+
+def partition_count(file: RankFile) -> int:
+    """Over how many ranks the optimizer was partitioned; parameters of experts may be over fewer."""
+    count = file.optimizer.get("partition_count")
+    counts = count if isinstance(count, list | tuple) else [count]
+    return max((each for each in counts if isinstance(each, int)), default=0)
+
+
+def _rank_problems(files: StepFiles) -> Iterator[Problem]:
+    """Ranks without a file, files of ranks that there were not, and files that count ranks differently."""
+    world = files.model.content.get("dp_world_size")
+    if files.stage == 3 and not files.optimizers:
+        yield from _no_weights(files, world if isinstance(world, int) else len(files.models))
+        return
+    yield from _missing_experts(files)
+    counts = {rank: partition_count(file) for rank, file in files.optimizers.items()}
+    if not counts:
+        return
+    wanted = world if isinstance(world, int) else counts[min(counts)]
+    for rank, file in files.optimizers.items():
+        if counts[rank] != wanted:
+            yield Problem(
+                "files of runs with different numbers of ranks",
+                file=str(file.path),
+                rule="all files of a step are of one run",
+                expected=f"{wanted} ranks, as {files.model.path.name} says",
+                found=f"{counts[rank]} ranks",
+                remedy="move away what an earlier save left in this folder, or copy the step again",
+            )
+    first = next(iter(files.optimizers.values())).path
+    for rank in sorted(set(range(wanted)) - files.optimizers.keys()):
+        yield _missing(_sibling(first, rank), f"each of {wanted} ranks has a part of every weight")
+    yield from _missing_models(files)
+
+
+def _missing_experts(files: StepFiles) -> Iterator[Problem]:
+    """Files of experts that are not here; the model states count those of each layer."""
+    counts = files.model.content.get("num_experts")
+    there = {file.path.name for file in files.experts}
+    for layer, count in enumerate(counts if isinstance(counts, list) and files.stage < 3 else ()):
+        names = [f"layer_{layer}_expert_{i}_mp_rank_00_model_states.pt" for i in range(count)]
+        for name in names:
+            if name not in there:
+                yield _missing(files.folder / name, f"layer {layer} has {count} experts, each in a file")
+
+
+def _missing_models(files: StepFiles) -> Iterator[Problem]:
+    """Model states of ZeRO 3 that are not here, where frozen weights are in them."""
+    world, model = files.model.content.get("dp_world_size"), files.model
+    if not model.path.name.startswith("zero_") or not model.content.get("frozen_param_fragments"):
+        return
+    for rank in sorted(set(range(world if isinstance(world, int) else 0)) - files.models.keys()):
+        yield _missing(_sibling(model.path, rank), f"each of {world} ranks has a part of every frozen weight")
+
+
+def _no_weights(files: StepFiles, ranks: int) -> Iterator[Problem]:
+    """What is wrong with model states of ZeRO 3 alone: they hold no weight at all."""
+    names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(ranks)]
+    for name in names:
+        yield _missing(
+            files.folder / name,
+            "ZeRO 3 keeps the weights in the files of optimizer states",
+            f"tensors of Size([0]) in {files.model.path.name}",
+        )
+
+
+def _sibling(path: Path, rank: int) -> Path:
+    return path.with_name(re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", path.name))
+
+
+def _copies(files: Mapping[int, RankFile], part: Callable[[RankFile], Any]) -> Iterator[Problem]:
+    """Files whose storages have the checksums of another rank's."""
+    seen: dict[tuple[int | None, ...], Path] = {}
+    for rank in sorted(files):
+        path = files[rank].path
+        checksums = tuple(
+            each.storage.crc32
+            for each in stored_in(part(files[rank]))
+            if each.numel > 1 and each.storage.crc32
+        )
+        first = seen.setdefault(checksums, path)
+        if checksums and first != path:
+            yield copy_problem(str(path), f"the same {len(checksums)} partitions as in {first.name}")
+
+
+def _frozen_matrices(file: RankFile) -> Any:
+    """The pieces of frozen matrices; those of vectors may well be equal."""
+    shapes, pieces = file.content.get("frozen_param_shapes"), file.content.get("frozen_param_fragments")
+    if not isinstance(shapes, Mapping) or not isinstance(pieces, Mapping):
+        return ()
+    return [piece for name, piece in pieces.items() if len(shapes.get(name, ())) > 1]
+
+
+def stored_in(content: Any) -> Iterator[StoredTensor]:
+    """All tensors in nested dicts and lists."""
+    if isinstance(content, StoredTensor):
+        yield content
+    elif isinstance(content, Mapping):
+        for value in content.values():
+            yield from stored_in(value)
+    elif isinstance(content, list | tuple):
+        for value in content:
+            yield from stored_in(value)

@@ -1,0 +1,131 @@
+"""DeepSpeed: ZeRO 0 to 3 and universal checkpoints are read, universal ones written.
+
+`save_checkpoint` makes a folder for each step, its tag (`global_step<N>` unless the caller says otherwise), and
+`latest` beside it, which names one. Trainer has them in `checkpoint-<N>`, with config and tokenizer.
+`ds_to_universal.py` writes `latest_universal`. Source: `runtime/engine.py` and `checkpoint/ds_to_universal.py` of
+deepspeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from reshard.checkpoint import Checkpoint, States, Tensor
+from reshard.errors import ReshardError
+from reshard.formats.deepspeed.files import holds_step, is_universal, read_step
+from reshard.formats.deepspeed.universal import read_universal
+from reshard.formats.deepspeed.zero import Weights, read_weights
+from reshard.formats.huggingface import BUFFER
+from reshard.formats.names import prefix_of
+
+NAME = "deepspeed"
+WHAT = "DeepSpeed checkpoint: ZeRO 0 to 3, or universal"
+TRACKERS = ("latest", "latest_universal")
+_NUMBER = re.compile(r"(\d+)(?:[-_]?universal)?$")
+
+
+def detect(path: Path) -> bool:
+    """Whether `path` is the folder of a step, or a folder with such folders, or what is left of one."""
+    return path.is_dir() and (bool(_steps(path)) or _tracked(path) is not None)
+
+
+def _steps(path: Path) -> dict[str, Path]:
+    """The folders of steps at or below `path`, by name."""
+    if holds_step(path):
+        return {path.name: path}
+    return {child.name: child for child in sorted(path.iterdir()) if child.is_dir() and holds_step(child)}
+
+
+def _tracked(path: Path) -> str | None:
+    """The tag that a tracker file of DeepSpeed names."""
+    for name in TRACKERS:
+        tracker = path / name
+        if tracker.is_file() and tracker.stat().st_size < 256:
+            tag = tracker.read_text(encoding="utf-8", errors="replace").strip()
+            if re.fullmatch(r"global_step\d+\w*", tag) or (path / tag).is_dir():
+                return tag
+    return None
+
+
+def _number(name: str) -> int | None:
+    match = _NUMBER.search(name)
+    return int(match[1]) if match else None
+
+
+def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
+    """Open the tracked (or the given) step. Raises ReshardError naming all that is missing or damaged."""
+    folder = _choose(path, iteration)
+    files = read_step(folder) if not is_universal(folder) else None
+    weights = read_weights(files) if files else read_universal(folder)
+    prefix = prefix_of(weights.tensors)
+    buffers = [weights.tensors.pop(name) for name in list(weights.tensors) if name.endswith(BUFFER)]
+    weights.dropped["rotary buffers"] += sum(buffer.nbytes for buffer in buffers)
+    return Checkpoint(
+        path=folder,
+        format=NAME,
+        dialect="hf",
+        tensors=_without(prefix, weights.tensors),
+        root=_root(folder),
+        iteration=_number(folder.resolve().name),
+        states=States({kind: partial(_state, prefix, weights, kind) for kind in weights.states}),
+        optimizer=weights.optimizer,
+        dropped=+weights.dropped,
+        notes=weights.notes,
+        variant=weights.variant,
+    )
+
+
+def _without(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+def _state(prefix: str, weights: Weights, kind: str) -> dict[str, Tensor]:
+    return _without(prefix, weights.states[kind])
+
+
+def _root(folder: Path) -> Path:
+    """Where config and tokenizer lie: beside the folder of the step, where its tracker is, or in it."""
+    beside = folder.resolve().parent
+    inside = (folder / "config.json").is_file()
+    tracked = any((beside / name).is_file() for name in (*TRACKERS, "config.json"))
+    return beside if tracked and not inside else folder
+
+
+def _choose(path: Path, iteration: int | None) -> Path:
+    """The folder of the step. Raises ReshardError if it is not there, or if it is not clear which is meant."""
+    steps = _steps(path)
+    listed = ", ".join(steps) or "no folder of a step"
+    if iteration is not None:
+        matches = [step for name, step in steps.items() if _number(name) == iteration]
+        if not matches:
+            raise ReshardError(
+                "there is no such iteration",
+                file=str(path / f"global_step{iteration}"),
+                found=listed,
+                remedy="choose one of these with --iteration",
+            )
+        return matches[0]
+    tag = _tracked(path) if path.name not in steps else None
+    if tag is None and len(steps) == 1:
+        return next(iter(steps.values()))
+    if tag is None:
+        raise ReshardError(
+            "the tracker file is missing, so the latest step is not known",
+            file=str(path / TRACKERS[0]),
+            rule="`latest` names the last step that was saved whole",
+            found=listed,
+            remedy="choose one with --iteration N, or name its folder",
+        )
+    if tag not in steps:
+        raise ReshardError(
+            "the step that `latest` names is missing",
+            file=str(path / tag),
+            rule="the tracker file names a folder with the files of all ranks",
+            expected=tag,
+            found=listed,
+            remedy="copy the missing folder, or choose another with --iteration N",
+        )
+    return steps[tag]

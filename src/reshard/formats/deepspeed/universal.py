@@ -1,0 +1,257 @@
+"""DeepSpeed's universal checkpoints: a folder for each parameter, which any number of ranks and any stage loads.
+
+`<tag>/zero/<name>/{fp32,exp_avg,exp_avg_sq}.pt` hold whole tensors: `{"cat_dim", "param"}` where the source was ZeRO 1
+or 2 (or Megatron-DeepSpeed), a flat tensor where it was ZeRO 3, whose shape the model states tell. Beside them lie
+`zero/optimizer_state.pt` and the model states; `latest_universal` names the tag. Sources: `ds_to_universal.py`,
+`universal_checkpoint.py` and the loaders of stages 1 to 3 in deepspeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from reshard.checkpoint import Optimizer, States, Tensor
+from reshard.dtypes import BY_NAME
+from reshard.errors import ReshardError
+from reshard.formats.deepspeed.files import COPY_AGAIN, RankFile, StepFiles, read_models
+from reshard.formats.deepspeed.zero import (
+    COPIES,
+    FP32,
+    STATES,
+    Shapes,
+    Weights,
+    frozen_weights,
+    master_notes,
+    optimizer_of,
+    shapes_of,
+    share,
+)
+from reshard.formats.torchfiles.pickles import Global, Reduce
+from reshard.formats.torchfiles.read import read_torch_file
+from reshard.formats.torchfiles.write import NewTensor, image_bytes, layout_torch_file
+from reshard.plan import Block, OutputFile, Planned
+from reshard.storage import StoredTensor
+
+OPTIMIZER_STATE = "optimizer_state.pt"
+
+
+def read_universal(folder: Path) -> Weights:
+    """The weights of a universal checkpoint. Raises ReshardError naming all that is missing or damaged."""
+    models = read_models(folder)
+    shapes = shapes_of(models[0]) if models else {}
+    names = sorted(child.name for child in (folder / "zero").iterdir() if child.is_dir())
+    tensors = _tensors(folder, FP32, shapes, sorted({*names, *shapes}))
+    beside = _beside(folder, models)
+    tensors |= {name: tensor for name, tensor in beside.items() if name not in shapes}
+    if models:
+        share(tensors, models[0])
+    states = {kind: found for kind in STATES if (found := _stateful(folder, kind, names))}
+    left = sum(file.stat().st_size for kind in STATES for file in (folder / "zero").glob(f"*/{kind}.pt"))
+    copies = sum(tensor.nbytes for name, tensor in beside.items() if name in shapes)
+    return Weights(
+        tensors,
+        States({kind: partial(_tensors, folder, kind, shapes, found) for kind, found in states.items()}),
+        _optimizer(folder, models) if states and models else None,
+        +Counter({"optimizer states": left, COPIES: copies}),
+        master_notes(beside, tensors) if beside else [],
+        "universal",
+    )
+
+
+def _stateful(folder: Path, kind: str, names: Sequence[str]) -> list[str]:
+    """The parameters that have a state; none if the first is one zero over again, which stands for a fresh state."""
+    found = [name for name in names if (folder / "zero" / name / f"{kind}.pt").is_file()]
+    if found:
+        stored, _ = _stored(folder / "zero" / found[0] / f"{kind}.pt")
+        if not any(stored.strides) and stored.numel > 1:
+            return []
+    return found
+
+
+def _beside(folder: Path, models: dict[int, RankFile]) -> dict[str, Tensor]:
+    """What the model states hold of the module: buffers, frozen parameters, copies of the masters."""
+    if not models or models[0].content.get("mp_world_size", 1) != 1:
+        return {}
+    module = models[0].content.get("module")
+    tensors = dict(module) if isinstance(module, Mapping) else {}
+    found = {
+        str(name): Tensor.stored(item) for name, item in tensors.items() if isinstance(item, StoredTensor)
+    }
+    found = {name: tensor for name, tensor in found.items() if tensor.view.numel}
+    if models[0].path.name.startswith("zero_"):
+        found |= frozen_weights(StepFiles(folder, models, stage=3))
+    return found
+
+
+def _tensors(folder: Path, kind: str, shapes: Shapes, names: Sequence[str]) -> dict[str, Tensor]:
+    """One tensor for each parameter. Raises ReshardError listing all that are missing or of another size."""
+    tensors, problems = {}, []
+    for name in names:
+        path = folder / "zero" / name / f"{kind}.pt"
+        try:
+            tensors[name] = _tensor(path, name, shapes.get(name))
+        except ReshardError as error:
+            problems += error.problems
+    if problems:
+        raise ReshardError(problems)
+    return tensors
+
+
+def _tensor(path: Path, name: str, shape: tuple[int, ...] | None) -> Tensor:
+    if not path.is_file():
+        raise ReshardError(
+            "a parameter is missing",
+            tensor=name,
+            file=str(path),
+            rule="a universal checkpoint has a folder for each parameter, with its fp32 values",
+            remedy=COPY_AGAIN,
+        )
+    stored, flat = _stored(path)
+    if flat and shape is None:
+        raise ReshardError(
+            "nothing says what shape a parameter has",
+            tensor=name,
+            file=str(path),
+            rule="from ZeRO 3, parameters are stored flat, and param_shapes of the model states has their shapes",
+            found=f"{stored.numel} elements",
+            remedy="copy zero_pp_rank_0_mp_rank_00_model_states.pt into the folder above `zero`",
+        )
+    if flat and shape is not None and prod(shape) != stored.numel:
+        raise ReshardError(
+            "a parameter has another size",
+            tensor=name,
+            file=str(path),
+            rule="param_shapes of the model states says what shape each parameter has",
+            expected=f"{prod(shape)} elements of {list(shape)}",
+            found=f"{stored.numel} elements",
+            remedy="the files are of different runs: convert the checkpoint with ds_to_universal.py again",
+        )
+    tensor = Tensor.stored(stored)
+    return Tensor(tensor.dtype, tensor.view.reshape(*shape)) if flat and shape is not None else tensor
+
+
+def _stored(path: Path) -> tuple[StoredTensor, bool]:
+    """The tensor of a file, and whether it is stored flat, without its shape."""
+    content = read_torch_file(path)
+    stored = content.get("param") if isinstance(content, Mapping) else content
+    if not isinstance(stored, StoredTensor):
+        raise ReshardError(
+            "a file of a parameter holds no tensor",
+            file=str(path),
+            expected="a tensor, or a dict with `param`",
+            found=type(content).__name__,
+            remedy=COPY_AGAIN,
+        )
+    return stored, stored is content
+
+
+def _optimizer(folder: Path, models: Mapping[int, RankFile]) -> Optimizer | None:
+    path = folder / "zero" / OPTIMIZER_STATE
+    content = read_torch_file(path) if path.is_file() else {}
+    return optimizer_of(RankFile(path, content if isinstance(content, Mapping) else {}), models[0])
+
+
+# ---------------------------------------------------------------------------------------------- writing
+
+VERSION = "0.19.8"
+"""The version of deepspeed whose universal checkpoints these are."""
+
+_FLOAT32 = BY_NAME["float32"]
+_MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+"""What engines of stage 0 to 2, and of stage 3, look for."""
+
+PlannedStates = Mapping[str, Mapping[str, Planned]]
+
+
+def lay_out(
+    tensors: Sequence[Planned],
+    step: int,
+    states: PlannedStates = MappingProxyType({}),
+    optimizer: Optimizer | None = None,
+) -> list[OutputFile]:
+    """The files of a universal checkpoint that `load_universal` takes into ZeRO 1, 2 and 3 at any number of ranks.
+
+    `tensors` are float32 under the names of the engine's module. `states` has those of the optimizer by kind and name;
+    where there is none, one zero is stored that stands for all, because stage 3 loads nothing without. `step` is the
+    number of the folder.
+    """
+    tag = f"global_step{step}_universal"
+    files = [OutputFile.of_bytes("latest_universal", tag.encode())]
+    taken = (optimizer.step if optimizer else None) or 0
+    count = struct.pack("<f", taken)
+    for tensor in tensors:
+        folder = f"{tag}/zero/{tensor.name}"
+        files.append(_parameter(f"{folder}/{FP32}.pt", tensor))
+        for kind in STATES:
+            state = states.get(kind, {}).get(tensor.name)
+            path = f"{folder}/{kind}.pt"
+            files.append(_parameter(path, state) if state else _zeros(path, tensor.shape))
+        files.append(_with_step(f"{folder}/step.pt", _STEP, count))
+    files.append(_with_step(f"{tag}/zero/{OPTIMIZER_STATE}", _optimizer_state(states, optimizer), count))
+    model = image_bytes(layout_torch_file(_model_states(tensors, step)))
+    files += [OutputFile.of_bytes(f"{tag}/{name}", model) for name in _MODEL_STATES]
+    return files
+
+
+_STEP = NewTensor("step", _FLOAT32, ())
+"""The step of torch's Adam: a tensor, which DeepSpeed's own optimizers take for a number."""
+
+
+def _parameter(path: str, tensor: Planned) -> OutputFile:
+    image = layout_torch_file({"cat_dim": 0, "param": NewTensor("param", tensor.dtype, tensor.shape)})
+    (slot,) = image.slots
+    return OutputFile(
+        path, image.size, [Block.whole(tensor, slot.offset, slot.crc_at)], partial(iter, image.literals)
+    )
+
+
+def _zeros(path: str, shape: tuple[int, ...]) -> OutputFile:
+    zeros = NewTensor("param", _FLOAT32, shape, repeated=True)
+    image = layout_torch_file({"cat_dim": 0, "param": zeros})
+    return OutputFile.of_bytes(path, image_bytes(image, {"param": bytes(zeros.nbytes)}))
+
+
+def _with_step(path: str, content: Any, step: bytes) -> OutputFile:
+    return OutputFile.of_bytes(path, image_bytes(layout_torch_file(content), {"step": step}))
+
+
+def _optimizer_state(states: PlannedStates, optimizer: Optimizer | None) -> dict[str, Any]:
+    """What all parameters share. Without states, no settings either: those of the new run's config hold."""
+    settings = dict(optimizer.settings) if optimizer and states else {}
+    return {
+        "ds_version": VERSION,
+        "param_groups": [settings],
+        "optimizer_state_dict": {"state": {0: {"step": _STEP}}, "param_groups": [settings]},
+    }
+
+
+def _model_states(tensors: Sequence[Planned], step: int) -> dict[str, Any]:
+    """What an engine reads beside the weights; schedules begin anew, DeepSpeed's own and those of torch."""
+    shapes = {tensor.name: Reduce(Global("torch", "Size"), (tensor.shape,)) for tensor in tensors}
+    return {
+        "module": {},
+        "buffer_names": [],
+        "optimizer": None,
+        "param_shapes": [shapes],
+        "frozen_param_shapes": None,
+        "shared_params": {},
+        "frozen_param_fragments": None,
+        "lr_scheduler": {"last_batch_iteration": -1, "lr_lambdas": []},
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": 0,
+        "global_steps": step,
+        "global_samples": 0,
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "ds_config": {},
+        "ds_version": VERSION,
+        "universal_checkpoint_info": {"universal_checkpoint_version": 0.4},
+    }

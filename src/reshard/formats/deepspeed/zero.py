@@ -1,0 +1,448 @@
+"""The weights of ZeRO 0, 1, 2 and 3: whole tensors as views over the flat partitions of the ranks.
+
+- ZeRO 1 and 2: each group of parameters is one vector, the parameters one after another in the order of `param_shapes`;
+  every rank has an equal part of it, and the last one may be padded.
+- ZeRO 3: every rank has `ceil(numel / ranks)` elements of each parameter, one parameter after another; frozen
+  parameters likewise, each for itself.
+
+Sources: `utils/zero_to_fp32.py`, `runtime/zero/stage_1_and_2.py` and `stage3.py` of deepspeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from math import prod
+from typing import Any, TypeGuard
+
+from reshard.checkpoint import Cells, Optimizer, States, Tensor
+from reshard.dtypes import BY_NAME
+from reshard.errors import Problem, ReshardError
+from reshard.formats.deepspeed.files import COPY_AGAIN, UNIVERSAL_FIRST, RankFile, StepFiles, stored_in
+from reshard.storage import StoredTensor
+from reshard.views import Piece, View
+
+FP32 = "fp32"
+STATES = ("exp_avg", "exp_avg_sq")
+COPIES = "copies of fp32 masters"
+SETTINGS = ("lr", "betas", "eps", "weight_decay")
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass
+class Weights:
+    """What a step holds: its tensors, and what belongs to them."""
+
+    tensors: dict[str, Tensor]
+    states: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    optimizer: Optimizer | None = None
+    dropped: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+    variant: str = ""
+
+
+class Line:
+    """Vectors one after another, read as one."""
+
+    def __init__(self, parts: Sequence[StoredTensor]) -> None:
+        self.dtype = parts[0].dtype if parts else BY_NAME["float32"]
+        self._parts = parts
+        self._cells = [Cells(part.storage, part.dtype) for part in parts]
+        self._ends = list(accumulate(part.numel for part in parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def cut(self, begin: int, end: int, to: int = 0) -> Iterator[Piece]:
+        """Elements `begin` to `end`, as the pieces of a view in which they lie from `to` on."""
+        index = bisect_right(self._ends, begin)
+        while begin < end:
+            part, stop = self._parts[index], min(end, self._ends[index])
+            start = part.start + begin - (self._ends[index] - part.numel)
+            axes = ((stop - begin, 1, 1),) if stop - begin > 1 else ()
+            yield Piece(self._cells[index], start, to, axes)
+            to, begin, index = to + stop - begin, stop, index + 1
+
+
+def read_weights(files: StepFiles) -> Weights:
+    """The weights of a step. Raises ReshardError naming all that is missing or does not add up."""
+    module = _module(files)
+    if not files.optimizers:
+        return _from_module(files, module)
+    gather = _gather_zero3 if files.stage == 3 else _gather_groups
+    masters = gather(files, FP32)
+    frozen = frozen_weights(files) if files.stage == 3 else {}
+    tensors = {**module, **frozen, **masters}
+    share(tensors, files.model)
+    _refuse_empty(files, tensors)
+    kinds = [kind for kind in STATES if all(_partitions(file, kind) for file in files.optimizers.values())]
+    return Weights(
+        tensors,
+        States({kind: partial(gather, files, kind) for kind in kinds}),
+        optimizer_of(files.optimizers[min(files.optimizers)], files.model) if kinds else None,
+        _left_behind(files, module, masters),
+        master_notes(module, masters),
+        f"ZeRO {files.stage}, {files.ranks} ranks",
+    )
+
+
+def _module(files: StepFiles) -> dict[str, Tensor]:
+    """The tensors of the module, those of experts included; parameters of ZeRO 3 have no elements in it."""
+    module = files.model.content.get("module")
+    if not isinstance(module, Mapping):
+        raise ReshardError(
+            "the model states hold no module",
+            file=str(files.model.path),
+            expected="module, a state dict",
+            found=type(module).__name__,
+            remedy="save with the engine's save_checkpoint()",
+        )
+    if files.model.content.get("ds_autoep_layers"):
+        raise ReshardError(
+            "a checkpoint with AutoEP, which replaces the experts of the model by its own",
+            file=str(files.model.path),
+            remedy=UNIVERSAL_FIRST,
+        )
+    tensors = dict(module)
+    for file in files.experts:
+        tensors.update(file.content)
+    return {
+        str(name): Tensor.stored(item) for name, item in tensors.items() if isinstance(item, StoredTensor)
+    }
+
+
+def _from_module(files: StepFiles, module: dict[str, Tensor]) -> Weights:
+    """Without files of optimizer states, the weights as the module held them."""
+    share(module, files.model)
+    _refuse_empty(files, module)
+    optimizer = sum(stored.nbytes for stored in stored_in(files.model.content.get("optimizer")))
+    notes = []
+    if files.stage:
+        notes.append(
+            "the fp32 masters are not here (optim_states files): the weights are those of the module"
+        )
+    elif (name := main_dtype(module)) != "float32":
+        notes.append(
+            f"ZeRO 0 does not say whose its fp32 masters are: the weights are the module's, in {name}"
+        )
+    return Weights(
+        module,
+        dropped=+Counter({"optimizer states": optimizer}),
+        notes=notes,
+        variant=f"ZeRO {files.stage}",
+    )
+
+
+def main_dtype(tensors: Mapping[str, Tensor]) -> str:
+    """The dtype of most elements."""
+    counted: Counter[str] = Counter()
+    for tensor in tensors.values():
+        counted[tensor.dtype.name] += 1 + tensor.view.numel
+    return counted.most_common(1)[0][0] if counted else "float32"
+
+
+def master_notes(module: Mapping[str, Tensor], masters: Mapping[str, Tensor]) -> list[str]:
+    """Which of the two kinds of weights are taken, where they differ."""
+    trained = main_dtype({name: tensor for name, tensor in module.items() if name in masters} or module)
+    if trained == "float32":
+        return []
+    return [
+        f"the weights are the fp32 masters of training in {trained}; "
+        f"--dtype {trained} gives what the model computed with, which is their rounding"
+    ]
+
+
+def optimizer_of(file: RankFile, model: RankFile) -> Optimizer:
+    """Steps and settings of Adam, as the first group of parameters has them."""
+    groups = next(_values(file.content, "param_groups"), None)
+    first = groups[0] if isinstance(groups, list) and groups else {}
+    settings = {key: first[key] for key in SETTINGS if isinstance(first, Mapping) and key in first}
+    steps, skipped = (model.content.get(key) for key in ("global_steps", "skipped_steps"))
+    taken = steps - (skipped if isinstance(skipped, int) else 0) if isinstance(steps, int) else None
+    return Optimizer(taken, settings)
+
+
+def _values(content: Any, key: str) -> Iterator[Any]:
+    if isinstance(content, Mapping):
+        if key in content:
+            yield content[key]
+        for value in content.values():
+            yield from _values(value, key)
+
+
+def _left_behind(
+    files: StepFiles, module: Mapping[str, Tensor], masters: Mapping[str, Tensor]
+) -> Counter[str]:
+    """Bytes of optimizer states, and of the module's copies of what the masters hold exactly."""
+    stored = sum(each.nbytes for file in files.optimizers.values() for each in stored_in(file.content))
+    states = stored - sum(tensor.nbytes for tensor in masters.values())
+    copies = sum(tensor.nbytes for name, tensor in module.items() if name in masters)
+    return +Counter({"optimizer states": states, COPIES: copies})
+
+
+def share(tensors: dict[str, Tensor], model: RankFile) -> None:
+    """Give parameters that the model has under a second name, such as a tied head, the values of the first."""
+    shared = model.content.get("shared_params")
+    for alias, owner in shared.items() if isinstance(shared, Mapping) else ():
+        if owner in tensors:
+            tensors[alias] = tensors[owner]
+
+
+def _refuse_empty(files: StepFiles, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ReshardError for parameters whose elements are in no file."""
+    shapes = {**shapes_of(files.model), **frozen_shapes(files.model)}
+    problems = [
+        Problem(
+            "a tensor has no elements",
+            tensor=name,
+            file=str(files.model.path),
+            rule="ZeRO 3 leaves Size([0]) in the module, and keeps the elements in the files of the ranks",
+            expected=str(list(shapes[name])) if name in shapes else "its part in the files of each rank",
+            found=str(list(tensor.shape)),
+            remedy="save again with the engine's save_checkpoint(); state_dict() alone does not gather",
+        )
+        for name, tensor in tensors.items()
+        if not tensor.view.numel and shapes.get(name) != tensor.shape
+    ]
+    if problems:
+        raise ReshardError(problems)
+
+
+# ------------------------------------------------------------------------------------------ what files say
+
+
+def groups_of(model: RankFile) -> list[Shapes]:
+    """The parameters that were trained and their shapes, by group, in the order in which they are flattened."""
+    groups = model.content.get("param_shapes")
+    groups = groups if isinstance(groups, list) else [groups]
+    return [
+        {str(name): tuple(shape) for name, shape in group.items()}
+        for group in groups
+        if isinstance(group, Mapping)
+    ]
+
+
+def shapes_of(model: RankFile) -> Shapes:
+    """The shape of each parameter that was trained."""
+    return {name: shape for group in groups_of(model) for name, shape in group.items()}
+
+
+def frozen_shapes(model: RankFile) -> Shapes:
+    """The shape of each parameter that no optimizer owns."""
+    shapes = model.content.get("frozen_param_shapes")
+    return {str(name): tuple(shape) for name, shape in shapes.items()} if isinstance(shapes, Mapping) else {}
+
+
+def _is_vector(found: Any) -> TypeGuard[StoredTensor]:
+    return isinstance(found, StoredTensor) and len(found.shape) == 1 and found.strides == (1,)
+
+
+def _partitions(file: RankFile, kind: str) -> list[StoredTensor]:
+    """What a rank has of the masters (`FP32`) or of a state, group by group; nothing if a group has none of it."""
+    held = file.optimizer
+    found: Any
+    if kind == FP32:
+        found = held.get("single_partition_of_fp32_groups", held.get("fp32_flat_groups"))
+        found = [found] if isinstance(found, StoredTensor) else found
+    else:
+        base = held.get("base_optimizer_state", held.get("optimizer_state_dict"))
+        base = base.get("state", {}) if isinstance(base, Mapping) else base
+        groups = list(base.values()) if isinstance(base, Mapping) else base or []
+        found = [group.get(kind) for group in groups if isinstance(group, Mapping)]
+    whole = isinstance(found, list | tuple) and all(map(_is_vector, found))
+    if whole and (kind == FP32 or len(found) == len(_partitions(file, FP32))):
+        return list(found)
+    if kind == FP32:
+        raise ReshardError(
+            "the fp32 masters of a rank are not laid out as ZeRO does",
+            file=str(file.path),
+            expected="a vector for each group of parameters",
+            found="another layout, as the first versions of ZeRO 1 had it" if found else "none",
+            remedy="save again with DeepSpeed 0.8 or later",
+        )
+    return []
+
+
+# --------------------------------------------------------------------------------------- ZeRO 1 and ZeRO 2
+
+_LOCAL_EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
+
+
+def _gather_groups(files: StepFiles, kind: str) -> dict[str, Tensor]:
+    """The parameters of all groups, cut out of what the ranks hold together."""
+    groups = groups_of(files.model)
+    ranks = [files.optimizers[rank] for rank in sorted(files.optimizers)]
+    _same_groups(groups, ranks)
+    tensors: dict[str, Tensor] = {}
+    problems: list[Problem] = []
+    for index, shapes in enumerate(groups):
+        starts, length = _starts(shapes, ranks[0], index)
+        owners = _owners(ranks, index)
+        for place, members in enumerate(owners):
+            line = Line([_partitions(file, kind)[index] for file in members])
+            if _aligned(len(line), len(members)) != _aligned(length, len(members)):
+                problems.append(_wrong_size(members[0], f"group {index}", length, len(line), len(members)))
+                continue
+            if kind == FP32:
+                problems += _misplaced(members, starts, shapes, index)
+            for name, shape in shapes.items():
+                whole = _global_name(name, shapes, place) if len(owners) > 1 else name
+                parts = line.cut(starts[name], starts[name] + prod(shape))
+                tensors[whole] = Tensor(line.dtype, View(shape, tuple(parts)))
+    if problems:
+        raise ReshardError(problems)
+    return tensors
+
+
+def _same_groups(groups: Sequence[Shapes], ranks: Sequence[RankFile]) -> None:
+    problems = [
+        Problem(
+            "a rank has another number of parameter groups",
+            file=str(file.path),
+            rule="every rank has a part of every group",
+            expected=f"{len(groups)} groups",
+            found=f"{len(_partitions(file, FP32))} groups",
+            remedy=COPY_AGAIN,
+        )
+        for file in ranks
+        if len(_partitions(file, FP32)) != len(groups)
+    ]
+    if problems:
+        raise ReshardError(problems)
+
+
+def _starts(shapes: Shapes, file: RankFile, group: int) -> tuple[dict[str, int], int]:
+    """Where each parameter begins in the vector of its group, and where the last one ends.
+
+    `parameter_alignment` of DeepSpeed 0.19 puts padding behind each parameter.
+    """
+    paddings = file.optimizer.get("param_alignment_paddings")
+    padding = paddings[group] if isinstance(paddings, list) and len(paddings) > group else [0] * len(shapes)
+    starts, end = {}, 0
+    for (name, shape), behind in zip(shapes.items(), padding, strict=False):
+        starts[name] = end
+        end += prod(shape) + behind
+    return starts, end
+
+
+def _aligned(numel: int, ranks: int) -> int:
+    """`numel` with the padding that ZeRO may add to a vector: to a multiple of twice its ranks."""
+    return -(-numel // (2 * ranks)) * 2 * ranks
+
+
+def _owners(ranks: list[RankFile], group: int) -> list[list[RankFile]]:
+    """The ranks that share a group, for each part of expert parallelism; all ranks, where there is none."""
+    count = ranks[0].optimizer.get("partition_count")
+    size = count[group] if isinstance(count, list | tuple) and len(count) > group else len(ranks)
+    if not isinstance(size, int) or size < 1 or len(ranks) % size:
+        size = len(ranks)
+    parts = len(ranks) // size
+    return [ranks[place::parts] for place in range(parts)]
+
+
+def _global_name(name: str, shapes: Shapes, place: int) -> str:
+    """The name of an expert's parameter with the expert's number in the whole layer, not among those of its rank."""
+    match = _LOCAL_EXPERT.fullmatch(name)
+    if not match:
+        return name
+    local = 1 + max(int(found[2]) for other in shapes if (found := _LOCAL_EXPERT.fullmatch(other)))
+    return f"{match[1]}{place * local + int(match[2])}{match[3]}"
+
+
+def _misplaced(
+    members: Sequence[RankFile], starts: Mapping[str, int], shapes: Shapes, group: int
+) -> Iterator[Problem]:
+    """Files whose own list of parameters does not begin with the one that their place in the vector tells."""
+    begin = 0
+    for file in members:
+        size = _partitions(file, FP32)[group].numel
+        mappings = file.optimizer.get("param_slice_mappings")
+        held = mappings[group] if isinstance(mappings, list) and len(mappings) > group else {}
+        inside = [n for n, s in shapes.items() if starts[n] < begin + size and starts[n] + prod(s) > begin]
+        if isinstance(held, Mapping) and held and inside and next(iter(held)) != inside[0]:
+            yield Problem(
+                "a file is that of another rank",
+                tensor=inside[0],
+                file=str(file.path),
+                rule="a rank lists the parameters that it has a part of",
+                expected=f"from {inside[0]} on",
+                found=f"from {next(iter(held))} on",
+                remedy="its name was changed: copy each rank's own file from where it was saved",
+            )
+        begin += size
+
+
+def _wrong_size(file: RankFile, what: str, wanted: int, found: int, ranks: int) -> Problem:
+    return Problem(
+        f"the partitions of {what} do not make up its parameters",
+        file=str(file.path),
+        rule="param_shapes of the model states counts what the ranks hold together, but for padding",
+        expected=f"{wanted} elements",
+        found=f"{found} elements in {ranks} ranks",
+        remedy="the files are of different runs, or not all of them are here: copy the step again",
+    )
+
+
+# ------------------------------------------------------------------------------------------------- ZeRO 3
+
+
+def _gather_zero3(files: StepFiles, kind: str) -> dict[str, Tensor]:
+    """Every parameter, put together from the piece that each rank has of it."""
+    ranks = [files.optimizers[rank] for rank in sorted(files.optimizers)]
+    lines = [Line(_partitions(file, kind)) for file in ranks]
+    shapes = shapes_of(files.model)
+    length = sum(_piece(shape, len(ranks)) for shape in shapes.values())
+    problems = [
+        _wrong_size(file, "a rank", length, len(line), 1)
+        for file, line in zip(ranks, lines, strict=True)
+        if len(line) != length
+    ]
+    if problems:
+        raise ReshardError(problems)
+    tensors, begin = {}, 0
+    for name, shape in shapes.items():
+        tensors[name] = _joined(shape, lines, begin)
+        begin += _piece(shape, len(ranks))
+    return tensors
+
+
+def _piece(shape: tuple[int, ...], ranks: int) -> int:
+    return (prod(shape) + ranks - 1) // ranks
+
+
+def _joined(shape: tuple[int, ...], lines: Sequence[Line], begin: int) -> Tensor:
+    """A tensor from the piece that each line has of it from `begin`. The last ranks may hold padding only."""
+    numel, piece = prod(shape), _piece(shape, len(lines))
+    pieces: list[Piece] = []
+    for rank, line in enumerate(lines):
+        count = max(0, min(piece, numel - rank * piece))
+        pieces += line.cut(begin, begin + count, rank * piece)
+    return Tensor(lines[0].dtype, View(shape, tuple(pieces)))
+
+
+def frozen_weights(files: StepFiles) -> dict[str, Tensor]:
+    """The parameters that no optimizer owns: of each, every rank's model states hold a piece."""
+    ranks = [files.models[rank] for rank in sorted(files.models)]
+    tensors, problems = {}, []
+    for name, shape in frozen_shapes(files.model).items():
+        lines = [Line(_fragment(file, name)) for file in ranks]
+        piece = _piece(shape, len(ranks))
+        wrong = [(file, line) for file, line in zip(ranks, lines, strict=True) if len(line) != piece]
+        problems += [_wrong_size(file, name, piece, len(line), 1) for file, line in wrong]
+        if not wrong and 0 not in shape:
+            tensors[name] = _joined(shape, lines, 0)
+    if problems:
+        raise ReshardError(problems)
+    return tensors
+
+
+def _fragment(file: RankFile, name: str) -> list[StoredTensor]:
+    fragments = file.content.get("frozen_param_fragments")
+    found = fragments.get(name) if isinstance(fragments, Mapping) else None
+    return [found] if _is_vector(found) else []

@@ -1,0 +1,207 @@
+"""Join the tensors of InternEvo's ranks: stages and chunks to one count of layers, shards to whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reshard.checkpoint import Replica, Tensor, cells_of
+from reshard.errors import Problem, ReshardError
+from reshard.formats.copies import CopyFinder
+from reshard.formats.internlm.names import EMBEDDINGS, HEADS, PROJECTIONS, place_of, split_of
+from reshard.formats.megatron.mcore import Split, join
+from reshard.storage import StoredTensor
+from reshard.views import concat
+
+COPY = "copy the files of all ranks from where they were saved"
+
+
+class Rank(NamedTuple):
+    """The coordinates in the name of a file; `tp` or `wp` is None where the name has none."""
+
+    tp: int | None
+    wp: int | None
+    pp: int
+
+
+@dataclass
+class _Parts:
+    """The shards of one tensor, by their place in it, and into how many it was cut."""
+
+    split: Split | None
+    ranks: int
+    by_rank: dict[int, Tensor] = field(default_factory=dict)
+
+
+class Shards:
+    """Collects the tensors of all ranks under their names in the whole model."""
+
+    def __init__(self) -> None:
+        self.copies = CopyFinder()
+        self.replicas: list[Replica] = []
+        self.stages = self.chunks = self.tensor_ranks = self.weight_ranks = 1
+        self._counts: dict[tuple[int, int], int] = {}
+        self._hidden = self._vocab = 0
+        self._found: dict[str, _Parts] = {}
+
+    @property
+    def layers(self) -> int:
+        """Layers of the whole model."""
+        return sum(self._counts.values())
+
+    def count(self, rank: Rank, content: Mapping[str, Tensor]) -> None:
+        """Learn how many ranks there are, what each chunk of a stage holds, and the sizes that are whole everywhere."""
+        self.stages = max(self.stages, rank.pp + 1)
+        self.tensor_ranks = max(self.tensor_ranks, (rank.tp or 0) + 1)
+        self.weight_ranks = max(self.weight_ranks, (rank.wp or 0) + 1)
+        for key, tensor in content.items():
+            place = place_of(key)
+            self.chunks = max(self.chunks, place.chunk + 1)
+            if place.layer is not None:
+                at = place.chunk, rank.pp
+                self._counts[at] = max(self._counts.get(at, 0), place.layer + 1)
+            if "norm" in place.module.rpartition(".")[0]:
+                self._hidden = tensor.view.numel
+            if place.module in EMBEDDINGS:
+                self._vocab = tensor.shape[0] if tensor.shape else 0
+
+    def stage_of_experts(self, layer: int, path: Path) -> int:
+        """The stage that wrote a file of layer `layer`, which counts on from the stage's rank times layers per stage.
+
+        Where an inner stage has a layer more than that, it and the next stage wrote the same file, one over the other.
+        """
+        size = max(1, self.layers // self.stages)
+        for stage in range(self.stages - 1):
+            if sum(count for (_, at), count in self._counts.items() if at == stage) > size:
+                raise ReshardError(
+                    "experts of two pipeline stages were saved under one name",
+                    file=str(path),
+                    rule="InternEvo names the files of experts as if all stages had the same number of layers",
+                    found=f"{self.layers} layers on {self.stages} stages",
+                    remedy="the experts of one stage are lost: train with layers that divide over the stages",
+                )
+        return min(layer // size, self.stages - 1)
+
+    def add(self, rank: Rank, content: Mapping[str, Tensor]) -> None:
+        """Add all tensors of one file. Every rank has been counted by then."""
+        for key, part in content.items():
+            place = place_of(key)
+            at = place.chunk, rank.pp
+            layer = None if place.layer is None else self._first(at) + place.layer
+            name = place.name(layer)
+            split, index, ranks = self._share(key, place.module, part, rank)
+            found = self._found.setdefault(name, _Parts(split, ranks))
+            known = found.by_rank.setdefault(index if split else 0, part)
+            if known is not part:
+                self.replicas.append(Replica(name, known, part, "replicated tensors are equal on all ranks"))
+            if split:
+                for cells in cells_of(part.view):
+                    stored = StoredTensor(cells.storage, cells.dtype, part.shape, ())
+                    self.copies.add(cells.storage.path, key, (name, index), stored)
+
+    def _first(self, at: tuple[int, int]) -> int:
+        """The first layer of a chunk of a stage: the chunks of all stages take turns."""
+        return sum(count for other, count in self._counts.items() if other < at)
+
+    def _share(self, key: str, module: str, part: Tensor, rank: Rank) -> tuple[Split | None, int, int]:
+        """How a tensor was cut, which part a rank has, and of how many. TP cuts embedding and head, if there is TP."""
+        outer = module in EMBEDDINGS or module in HEADS
+        by_weight = rank.wp is not None and not (outer and rank.tp is not None)
+        index = (rank.wp if by_weight else rank.tp) or 0
+        ranks = self.weight_ranks if by_weight else self.tensor_ranks
+        split = split_of(module, by_weight)
+        if module in EMBEDDINGS:
+            narrow = len(part.shape) == 2 and part.shape[1] < self._hidden
+            split = Split(1) if narrow else Split(0) if "word_embeddings" in key else None
+        elif module in HEADS:
+            split = None if by_weight and part.shape[0] == self._vocab else Split(0)
+        return split, index, ranks
+
+    def tensors(self, folder: Path, config: Mapping[str, Any] | None) -> dict[str, Tensor]:
+        """All tensors, joined. Raises ReshardError listing those whose shards are missing or do not fit."""
+        problems = [problem for name, parts in self._found.items() for problem in _misfits(name, parts)]
+        if problems:
+            raise ReshardError(self.copies.problems() or problems)
+        result = {name: _joined(parts) for name, parts in self._found.items()}
+        if problems := [*self._torsos(result, folder, config)]:
+            raise ReshardError(self.copies.problems() or problems)
+        return result
+
+    def _torsos(
+        self, tensors: Mapping[str, Tensor], folder: Path, config: Mapping[str, Any] | None
+    ) -> Iterator[Problem]:
+        """What shows that the last files are missing, which the names of the others do not tell."""
+        wanted = (config or {}).get("num_layers")
+        ends = all(any(name in tensors for name in names) for names in (EMBEDDINGS, HEADS))
+        if not ends or (wanted is not None and wanted != self.layers):
+            yield Problem(
+                "the files of a pipeline stage are missing",
+                file=str(folder),
+                rule="the first stage has the embedding, the last one the head, and all together have all layers",
+                expected=f"{wanted or 'all'} layers, embedding and head",
+                found=f"{self.layers} layers in {self.stages} stages{'' if ends else ', not both ends'}",
+                remedy=COPY,
+            )
+        for name, tensor in tensors.items():
+            whole: tuple[int, ...] | None = (self._hidden,) * 2 if name.endswith(PROJECTIONS) else None
+            if name in EMBEDDINGS:
+                whole = (*tensor.shape[:1], self._hidden)
+            if whole and tensor.shape != whole:
+                yield Problem(
+                    "the files of some ranks are missing",
+                    tensor=name,
+                    file=tensor.file,
+                    rule="the shards of all ranks make the whole tensor",
+                    expected=str(list(whole)),
+                    found=f"{list(tensor.shape)} from {self._found[name].ranks} ranks",
+                    remedy=COPY,
+                )
+                return
+
+
+def _misfits(name: str, parts: _Parts) -> Iterator[Problem]:
+    """Shards that are missing, or not as large as an equal share: the first ones take what does not divide."""
+    if parts.split is None:
+        return
+    shards = parts.by_rank
+    if missing := sorted(set(range(parts.ranks)) - shards.keys()):
+        yield Problem(
+            "a shard of a tensor is missing",
+            tensor=name,
+            file=shards[min(shards)].file,
+            rule=f"{parts.ranks} ranks hold a shard each",
+            found=f"nothing from rank {', '.join(map(str, missing))}",
+            remedy=COPY,
+        )
+        return
+    if not _fit(parts.split, [shards[index].shape for index in range(parts.ranks)]):
+        yield Problem(
+            "the shards of a tensor are not equal in size",
+            tensor=name,
+            file=shards[min(shards)].file,
+            rule=f"{parts.ranks} ranks hold an equal share each",
+            found=", ".join(str(list(shards[index].shape)) for index in range(parts.ranks)),
+            remedy="the files are of different runs: copy those of all ranks again",
+        )
+
+
+def _fit(split: Split, shapes: list[tuple[int, ...]]) -> bool:
+    """Whether shards make a tensor: they differ along one axis only, and there as little as can be."""
+    axis, count = split.axis, len(shapes)
+    if any(len(shape) <= axis or shape[axis] % split.parts for shape in shapes):
+        return False
+    whole = sum(shape[axis] for shape in shapes)
+    shares = [whole // count + (index < whole % count) for index in range(count)]
+    others = {shape[:axis] + shape[axis + 1 :] for shape in shapes}
+    return shares == [shape[axis] for shape in shapes] and len(others) == 1
+
+
+def _joined(parts: _Parts) -> Tensor:
+    shards = [parts.by_rank[index] for index in sorted(parts.by_rank)]
+    if len(shards) == 1 or parts.split is None:
+        return shards[0]
+    views = [shard.view for shard in shards]
+    whole = concat(views, parts.split.axis) if parts.split.parts == 1 else join(views, parts.split)
+    return Tensor(shards[0].dtype, whole)

@@ -1,0 +1,1 @@
+"""Checkpoints of Megatron-Core: `torch_dist.py` and `legacy.py` are two formats with the same names and shards."""

@@ -1,0 +1,387 @@
+"""Megatron's legacy checkpoints: one `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt` for each model-parallel rank.
+
+A rank numbers its layers and experts from zero, and holds its own shards of them. Source: Megatron-LM's
+`checkpointing.py` (`get_checkpoint_name`, `save_checkpoint` with `--ckpt-format torch`).
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reshard.checkpoint import Checkpoint, Replica, Tensor
+from reshard.errors import Problem, ReshardError
+from reshard.formats import iterations
+from reshard.formats.copies import CopyFinder
+from reshard.formats.megatron.mcore import (
+    PARALLEL_LINEARS,
+    Place,
+    Split,
+    join,
+    layout_of,
+    name_of,
+    place_of,
+    split_of,
+    stored_args,
+    unfused,
+)
+from reshard.formats.megatron.ranks import Rank, RankStates
+from reshard.formats.torchfiles.read import read_torch_file
+from reshard.formats.torchfiles.write import NewTensor, layout_torch_file
+from reshard.layout import Layout
+from reshard.plan import Block, OutputFile, Planned
+from reshard.storage import StoredTensor
+
+NAME = "megatron-legacy"
+WHAT = "Megatron legacy checkpoint, a file for each rank (mp_rank_*)"
+FILE = "model_optim_rng.pt"
+_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+
+
+def detect(path: Path) -> bool:
+    """Whether `path` is an iteration folder with `mp_rank_*`, or a folder with such iterations."""
+    return any(any(folder.glob(f"mp_rank_*/{FILE}")) for folder in iterations.candidates(path))
+
+
+def folder_name(rank: Rank, layout: Layout) -> str:
+    """The folder of a rank: the stage is named if there are several, the expert rank likewise."""
+    stage = f"_{rank.pp:03d}" if layout.pp > 1 else ""
+    expert = f"_{rank.ep:03d}" if layout.ep > 1 else ""
+    return f"mp_rank_{rank.tp:02d}{stage}{expert}"
+
+
+def expert_shards(layout: Layout) -> dict[tuple[int, int], int]:
+    """For each (tp, ep) that has a file: which expert-tensor shard its rank holds.
+
+    Ranks count tp first for dense tensors and etp, then ep, for experts, so with ETP ≠ TP only some pairs exist.
+    """
+    pairs: dict[tuple[int, int], int] = {}
+    for rank in range(layout.stage_ranks):
+        pair = rank % layout.tp, rank // layout.etp % layout.ep
+        if pairs.setdefault(pair, rank % layout.etp) != rank % layout.etp:
+            raise ReshardError(
+                "legacy files cannot hold this layout",
+                rule="a (tp, ep) pair names one file, and so one expert-tensor shard",
+                found=str(layout),
+                remedy="choose --etp so that it divides --tp, or --to megatron",
+            )
+    return pairs
+
+
+def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
+    """Open the latest (or the given) iteration. Raises ReshardError naming every rank that is missing."""
+    folder, step = iterations.choose(path, iteration)
+    first = min(folder.glob(f"mp_rank_*/{FILE}"))
+    content = _read(first)
+    args = vars(content["args"]) if isinstance(content.get("args"), Namespace) else None
+    layout = layout_of(args) if args else _layout_of_folders(folder)
+    shards = expert_shards(layout)
+    ranks = [Rank(tp, pp, ep) for tp, ep in shards for pp in range(layout.pp)]
+    _check_ranks(folder, ranks, layout)
+    reader = _Reader(layout, shards, args or {})
+    dropped: Counter[str] = Counter()
+    files = {rank: _read(folder / folder_name(rank, layout) / FILE) for rank in ranks}
+    for rank, content in files.items():
+        dropped.update(_dropped(content))
+        reader.count_layers(rank, content)
+    for rank, content in files.items():
+        reader.add(rank, content)
+    for optimizer in folder.glob("mp_rank_*/distrib_optim.pt"):
+        dropped["optimizer states"] += optimizer.stat().st_size
+    return Checkpoint(
+        path=folder,
+        format=NAME,
+        dialect="mcore",
+        tensors=reader.tensors(),
+        root=iterations.root_of(folder),
+        layout=layout,
+        iteration=step,
+        args=args,
+        dropped=dropped,
+        replicas=reader.replicas,
+        problems=reader.copies.problems(),
+        variant="Transformer Engine" if reader.fused else "local",
+    )
+
+
+def _layout_of_folders(folder: Path) -> Layout:
+    """The layout that folder names tell: a second number is a pipeline stage, a third an expert rank."""
+    names = [_FOLDER.fullmatch(path.parent.name) for path in folder.glob(f"mp_rank_*/{FILE}")]
+    tp, pp, ep = (1 + max(int(name[i] or 0) for name in names if name) for i in (1, 2, 3))
+    return Layout(tp, pp, 1, ep, tp)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    content = read_torch_file(path)
+    if not isinstance(content, dict):
+        raise ReshardError("not a Megatron checkpoint", file=str(path), found=type(content).__name__)
+    return content
+
+
+def _check_ranks(folder: Path, ranks: list[Rank], layout: Layout) -> None:
+    problems = [
+        Problem(
+            "the file of a rank is missing",
+            file=str(path),
+            rule=f"{layout} has {len(ranks)} files",
+            found=f"{len(list(folder.glob(f'mp_rank_*/{FILE}')))} files",
+            remedy="copy the missing folder from the node that saved it",
+        )
+        for rank in ranks
+        if not (path := folder / folder_name(rank, layout) / FILE).is_file()
+    ]
+    if problems:
+        raise ReshardError(problems)
+
+
+def _dropped(content: Mapping[str, Any]) -> Counter[str]:
+    dropped: Counter[str] = Counter()
+    for key, rule in (("optimizer", "optimizer states"), ("rng_state", "random number states")):
+        dropped[rule] += sum(stored.nbytes for stored in _stored(content.get(key)))
+    return +dropped
+
+
+def _stored(tree: Any) -> Iterator[StoredTensor]:
+    if isinstance(tree, StoredTensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _stored(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _stored(value)
+
+
+_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.*)")
+_SEQUENTIAL = re.compile(r"(.*mlp\.experts)\.local_experts\.(\d+)\.(.*)")
+_GROUPED = re.compile(r"(.*mlp\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
+_STACKED = re.compile(r"(.*mlp\.experts)\.weight([12])")
+
+
+def _chunks(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The model of a rank, or of each of its virtual stages."""
+    names = sorted(
+        (key for key in content if re.fullmatch(r"model\d*", key)), key=lambda key: int(key[5:] or 0)
+    )
+    return [content[name] for name in names if isinstance(content[name], Mapping)]
+
+
+@dataclass
+class _Shards:
+    """The shards of one tensor, by tensor-parallel rank, and how they were cut."""
+
+    split: Split | None
+    by_rank: dict[int, Tensor] = field(default_factory=dict)
+
+
+class _Reader:
+    """Puts the shards of all ranks together under global names."""
+
+    def __init__(
+        self, layout: Layout, shards: Mapping[tuple[int, int], int], args: Mapping[str, Any]
+    ) -> None:
+        self.copies = CopyFinder()
+        self.replicas: list[Replica] = []
+        self.fused = False
+        self._layout, self._etp = layout, shards
+        self._local_experts = int(args.get("num_experts") or 0) // layout.ep
+        self._tied = not args.get("untie_embeddings_and_output_weights", False)
+        self._down_rows = {
+            "linear_q_down_proj.weight": args.get("q_lora_rank") or 0,
+            "linear_kv_down_proj.weight": (args.get("kv_lora_rank") or 0)
+            + (args.get("qk_pos_emb_head_dim") or 0),
+        }
+        self._counts: dict[tuple[int, int], int] = {}
+        self._found: dict[str, _Shards] = {}
+
+    def count_layers(self, rank: Rank, content: Mapping[str, Any]) -> None:
+        """Learn how many layers each (chunk, stage) holds: stages may be uneven."""
+        for chunk, state in enumerate(_chunks(content)):
+            layers = [
+                int(match[2]) for key in state if (match := _LAYER.match(key)) and match[1] == "decoder"
+            ]
+            self._counts[chunk, rank.pp] = max(layers, default=-1) + 1
+
+    def add(self, rank: Rank, content: Mapping[str, Any]) -> None:
+        """Add all tensors of one rank's file."""
+        for chunk, state in enumerate(_chunks(content)):
+            first = sum(count for at, count in self._counts.items() if at < (chunk, rank.pp))
+            for key, stored in state.items():
+                if isinstance(stored, StoredTensor) and not key.endswith("_extra_state"):
+                    self._add(rank, first, key.removeprefix("module."), stored)
+
+    def _add(self, rank: Rank, first: int, key: str, stored: StoredTensor) -> None:
+        tensor = Tensor.stored(stored)
+        for name, part in self._named(rank, first, key, tensor):
+            place = place_of(name)
+            tied = name == "output_layer.weight" and self._is_tied_copy(rank)
+            name = "embedding.word_embeddings.weight" if tied else name
+            shard = rank.tp if place.expert is None else self._etp[rank.tp, rank.ep]
+            found = self._found.setdefault(name, _Shards(self._split(name, part)))
+            index = shard if found.split else 0
+            known = found.by_rank.setdefault(index, part)
+            if known is not part:
+                self.replicas.append(Replica(name, known, part, "replicated tensors are equal on all ranks"))
+            if found.split:
+                self.copies.add(stored.storage.path, key, (name, index), stored)
+
+    def _split(self, name: str, part: Tensor) -> Split | None:
+        """How a tensor was cut. Until 0.13, Transformer Engine cut the down projections of latent attention too."""
+        rows = next((rows for suffix, rows in self._down_rows.items() if name.endswith(suffix)), 0)
+        return Split(0) if part.shape[0] < rows else split_of(name)
+
+    def _is_tied_copy(self, rank: Rank) -> bool:
+        """With tied embeddings, the last of several stages holds a copy of the embedding as its head."""
+        return self._layout.pp > 1 and rank.pp == self._layout.pp - 1 and self._tied
+
+    def _named(self, rank: Rank, first: int, key: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The global name of a tensor, or of each expert in it."""
+        match = _LAYER.fullmatch(key)
+        if not match:
+            yield key, tensor
+            return
+        stack, layer, module = match[1], int(match[2]), match[3]
+        layer += first if stack == "decoder" else 0
+        self.fused |= module != unfused(module)
+        base = rank.ep * self._local_experts
+        for expert, name, part in self._experts(unfused(module), tensor):
+            yield name_of(Place(name, stack, layer, None if expert is None else base + expert)), part
+
+    def _experts(self, module: str, tensor: Tensor) -> Iterator[tuple[int | None, str, Tensor]]:
+        if sequential := _SEQUENTIAL.fullmatch(module):
+            yield int(sequential[2]), f"{sequential[1]}.{sequential[3]}", tensor
+        elif grouped := _GROUPED.fullmatch(module):
+            yield int(grouped[2]), grouped[1], tensor
+        elif stacked := _STACKED.fullmatch(module):
+            # GroupedMLP: weight1 is [H, experts·2F] and weight2 [experts·F, H], each expert's matrix transposed.
+            count, view = self._local_experts, tensor.view
+            for expert in range(count):
+                if stacked[2] == "1":
+                    matrix = view.reshape(count, view.shape[0], view.shape[1] // count)[expert]
+                else:
+                    matrix = view.split(0, count, view.shape[0] // count)[expert]
+                part = Tensor(tensor.dtype, matrix.permute(1, 0))
+                yield expert, f"{stacked[1]}.linear_fc{stacked[2]}.weight", part
+        else:
+            yield None, module, tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors, joined over the ranks that share them. Raises ReshardError listing those that do not fit."""
+        problems = [problem for name in self._found for problem in self._misfits(name)]
+        if problems:
+            raise ReshardError(self.copies.problems() or problems)
+        result = {}
+        for name, shards in self._found.items():
+            split = shards.split
+            parts = [shards.by_rank[index] for index in sorted(shards.by_rank)]
+            whole = join([part.view for part in parts], split) if split and len(parts) > 1 else parts[0].view
+            result[name] = Tensor(parts[0].dtype, whole)
+        return result
+
+    def _misfits(self, name: str) -> Iterator[Problem]:
+        """Shards of a tensor that are missing, or not as large as the others."""
+        if not self._found[name].split:
+            return
+        shards = self._found[name].by_rank
+        ranks = self._layout.tp if place_of(name).expert is None else self._layout.etp
+        first = shards[min(shards)]
+        if missing := sorted(set(range(ranks)) - shards.keys()):
+            yield Problem(
+                "a shard of a tensor is missing",
+                tensor=name,
+                file=first.file,
+                rule=f"{ranks} tensor-parallel ranks hold a shard each",
+                found=f"nothing in the files of tensor-parallel rank {', '.join(map(str, missing))}",
+                remedy="copy the files of all ranks again from where they were saved",
+            )
+        for part in shards.values():
+            if part.shape != first.shape:
+                yield Problem(
+                    "the shards of a tensor are not equal in size",
+                    tensor=name,
+                    file=part.file,
+                    rule=f"{ranks} tensor-parallel ranks hold a shard each",
+                    expected=f"{list(first.shape)}, as in {first.file}",
+                    found=str(list(part.shape)),
+                    remedy="the files are of different runs: copy those of all ranks again",
+                )
+
+
+# ---------------------------------------------------------------------------------------------- writing
+
+
+def lay_out(
+    tensors: list[Planned],
+    args: Mapping[str, Any],
+    layout: Layout,
+    iteration: int | str,
+    *,
+    transformer_engine: bool,
+) -> list[OutputFile]:
+    """A file for each rank, and the tracker. `args` become those of the checkpoint."""
+    if transformer_engine and args.get("num_experts"):
+        args = {**args, "moe_grouped_gemm": True}
+    writer = _Writer(tensors, args, layout, transformer_engine)
+    files = []
+    for (tp, ep), etp in sorted(expert_shards(layout).items()):
+        for pp in range(layout.pp):
+            rank = Rank(tp, pp, ep)
+            content = {
+                "args": Namespace(**stored_args(args, layout, "torch")),
+                "checkpoint_version": 3.0,
+                "iteration": 0 if iteration == "release" else iteration,
+                **writer.models(rank, etp),
+            }
+            path = f"{iterations.name_of(iteration)}/{folder_name(rank, layout)}/{FILE}"
+            files.append(_rank_file(path, content))
+    return [*files, OutputFile.of_bytes(iterations.TRACKER, str(iteration).encode())]
+
+
+def _rank_file(path: str, content: dict[str, Any]) -> OutputFile:
+    image = layout_torch_file(content)
+    blocks = [
+        Block(
+            slot.key.tensor.name, slot.key.tensor.dtype, slot.shape, slot.key.source, slot.offset, slot.crc_at
+        )
+        for slot in image.slots
+    ]
+    return OutputFile(path, image.size, blocks, lambda: iter(image.literals))
+
+
+class _Writer:
+    """Puts the state dicts of ranks together."""
+
+    def __init__(
+        self, tensors: list[Planned], args: Mapping[str, Any], layout: Layout, transformer_engine: bool
+    ) -> None:
+        self._layout, self._te = layout, transformer_engine
+        self._states = RankStates(tensors, args, layout, transformer_engine)
+
+    def models(self, rank: Rank, etp: int) -> dict[str, dict[str, Any]]:
+        """The state dict of a rank, or one for each of its virtual stages."""
+        states = [self._state(rank, chunk, etp) for chunk in range(self._layout.vpp)]
+        return {"model": states[0]} if len(states) == 1 else {f"model{i}": s for i, s in enumerate(states)}
+
+    def _state(self, rank: Rank, chunk: int, etp: int) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        for key, held in self._states.state(rank, chunk, etp).items():
+            state[key] = NewTensor(held, held.dtype, held.shape)
+            for name in self._extra_states(key):
+                state[name] = None
+        if (rank.pp, chunk) == self._states.stages.last:
+            # The head has one even where it shares its weight with the embedding of the same rank.
+            state["output_layer._extra_state"] = None
+        return state
+
+    def _extra_states(self, key: str) -> Iterator[str]:
+        """The extra states that strict loading asks for together with the weight `key`."""
+        match = re.fullmatch(r"(.*\.(\w+))\.weight\d*", key)
+        if match and match[2] in PARALLEL_LINEARS:
+            yield f"{key.rpartition('.')[0]}._extra_state"
+        if self._te and key.endswith("linear_proj.weight"):
+            yield key.replace("linear_proj.weight", "core_attention._extra_state")

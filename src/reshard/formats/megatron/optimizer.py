@@ -1,0 +1,210 @@
+"""The optimizer in Megatron-Core's torch_dist: for each weight one tensor of each state, cut like the weight.
+
+`optimizer.state.exp_avg.<key of the weight>` and so on, in float32; what belongs to no tensor stands in `common.pt`.
+The distributed optimizer saves so with `--dist-ckpt-optim-fully-reshardable`. Its default, `dp_reshardable`, is flat
+buffers of ranks, in an order that only a run of the same layout knows. Source: megatron-core 0.16.1,
+`optimizer/optimizer.py`, `optimizer/distrib_optimizer.py` and `dist_checkpointing/optimizer.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from reshard.checkpoint import Optimizer, Tensor
+from reshard.formats.dcp.metadata import DcpTensor
+from reshard.formats.torchfiles.read import scalar
+from reshard.formats.torchfiles.write import NewTensor, layout_torch_file
+from reshard.plan import Block, OutputFile, Planned
+from reshard.storage import StoredTensor
+
+_STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "fp32", "param": "fp32"}
+_KEY = re.compile(rf"(?:chained_\d+\.)?optimizer\.state\.({'|'.join(_STATES)})\.(.+)")
+_SHARDING = "distrib_optim_sharding_type"
+_MEM_EFFICIENT = "distrib_optim_fully_reshardable_mem_efficient"
+_PORTABLE = "fully_reshardable"
+
+NOT_PORTABLE = (
+    "the optimizer states are bound to the layout that saved them; "
+    "Megatron-LM saves portable ones with --dist-ckpt-optim-fully-reshardable"
+)
+
+
+def portable_states(tensors: Mapping[str, DcpTensor]) -> dict[str, dict[str, DcpTensor]]:
+    """The states that have the shapes of their weights: for each of "exp_avg" …, by the key of the weight.
+
+    Older versions of the distributed optimizer flatten theirs, which then have other shapes and are left out.
+    """
+    found: dict[str, dict[str, DcpTensor]] = {}
+    for key, tensor in tensors.items():
+        match = _KEY.fullmatch(key)
+        weight = tensors.get(match[2]) if match else None
+        if match and weight and weight.shape == tensor.shape:
+            found.setdefault(_STATES[match[1]], {})[match[2]] = tensor
+    return found
+
+
+def read_optimizer(common: Mapping[str, Any]) -> Optimizer | None:
+    """What `common.pt` says of the optimizer; None if it says nothing that another layout could use."""
+    try:
+        chain = _chain(common["optimizer"])
+        first = _inner(chain[0])
+        groups = first["param_groups"]
+        step = groups[0].get("step", first.get("state", {}).get("common_step"))
+        steps = scalar(step) if isinstance(step, StoredTensor) else step
+        content = common.get("content_metadata") or {}
+        native = {
+            "chain": chain,
+            "entries": {key: common[key] for key in _BESIDE if key in common},
+            "content": {key: content[key] for key in (_SHARDING, _MEM_EFFICIENT) if key in content},
+        }
+        settings = {key: groups[0][key] for key in SETTINGS if key in groups[0]}
+        return Optimizer(None if steps is None else int(steps), settings, native)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        return None
+
+
+SETTINGS = ("lr", "betas", "eps", "weight_decay")
+_BESIDE = ("opt_param_scheduler", "num_floating_point_operations_so_far")
+_WRAPPED = ("grad_scaler", "param_state_sharding_type")
+
+
+def _chain(entry: Any) -> list[dict[str, Any]]:
+    """The optimizers of a run: one, or with expert parallelism one for experts too, by number."""
+    if entry and all(type(key) is int for key in entry):
+        return [entry[index] for index in sorted(entry)]
+    return [entry]
+
+
+def _inner(link: Mapping[str, Any]) -> dict[str, Any]:
+    """torch's own state dict, which mixed precision and the distributed optimizer wrap in another dict."""
+    return dict(link.get("optimizer", link))
+
+
+def is_megatrons(optimizer: Optimizer) -> bool:
+    """Whether Megatron kept it. What another engine kept becomes a distributed optimizer; see `_adopted`."""
+    return "chain" in optimizer.native
+
+
+def is_distributed(optimizer: Optimizer) -> bool:
+    """Whether Megatron's distributed optimizer is meant, which needs `--use-distributed-optimizer`."""
+    return not is_megatrons(optimizer) or bool(optimizer.native["content"].get(_SHARDING))
+
+
+def _adopted(optimizer: Optimizer) -> Optimizer:
+    """The optimizer of another engine as Megatron's distributed one, with a schedule that has yet to begin.
+
+    The distributed one, because it keeps the step in its groups, whichever Adam is below it. Groups have what torch's
+    Adam needs and what Transformer Engine's needs; Megatron itself adds the rest.
+    """
+    lr, decay = optimizer.settings.get("lr", 0.0), optimizer.settings.get("weight_decay", 0.0)
+    group = {
+        **dict.fromkeys(("is_expert_parallel", "is_decoupled_lr"), False),
+        **dict.fromkeys(("lr", "max_lr", "min_lr"), lr),
+        "lr_mult": 1.0,
+        "bias_correction": True,
+        "betas": optimizer.settings.get("betas", (0.9, 0.999)),
+        "eps": optimizer.settings.get("eps", 1e-8),
+        "step": optimizer.step or 0,
+    }
+    groups = [{**group, "wd_mult": factor, "weight_decay": decay * factor} for factor in (1.0, 0.0)]
+    schedule = {"max_lr": lr, "min_lr": lr, "lr_decay_style": "constant", "wd_incr_style": "constant"}
+    schedule |= {"start_wd": decay, "end_wd": decay, "lr_warmup_steps": 0, "num_steps": 0}
+    native = {
+        "chain": [{"optimizer": {"param_groups": groups}, "param_state_sharding_type": _PORTABLE}],
+        "entries": {"opt_param_scheduler": {**schedule, "lr_decay_steps": 1, "wd_incr_steps": 1}},
+        "content": {_SHARDING: _PORTABLE, _MEM_EFFICIENT: False},
+    }
+    return Optimizer(optimizer.step, optimizer.settings, native)
+
+
+@dataclass(frozen=True)
+class NewOptimizer:
+    """An optimizer to be written: `states` by state and name of the weight, `common` and `content_metadata` to add.
+
+    `load_with` are flags with which Megatron-LM loads it.
+    """
+
+    states: Mapping[str, Mapping[str, Planned]]
+    common: Mapping[str, Any]
+    content_metadata: Mapping[str, Any]
+    load_with: tuple[str, ...] = ()
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether a run loads it with `--use-distributed-optimizer`."""
+        return bool(self.content_metadata.get(_SHARDING))
+
+    def keyed(self) -> dict[str, Mapping[str, Planned]]:
+        """The states under the prefixes of their keys."""
+        masters = "param" if self.is_distributed else "fp32_param"
+        spelled = {state: masters if state == "fp32" else state for state in self.states}
+        return {f"optimizer.state.{spelled[state]}.": planned for state, planned in self.states.items()}
+
+
+def new_optimizer(
+    optimizer: Optimizer,
+    states: Mapping[str, Mapping[str, Planned]],
+    *,
+    mixed_precision: bool,
+    expert_parallel: bool,
+) -> NewOptimizer:
+    """The optimizer as a run would save it that trains weights of 16 bits (or not) and shares out experts (or not)."""
+    distributed = is_distributed(optimizer)
+    flags = ["--no-load-rng", *(["--use-distributed-optimizer"] if distributed else [])]
+    if not is_megatrons(optimizer):
+        optimizer = _adopted(optimizer)
+        flags.append("--override-opt_param-scheduler")
+    chain = [_inner(link) for link in optimizer.native["chain"]]
+    if expert_parallel and len(chain) == 1:
+        biased = any(".experts." in name and name.endswith(".bias") for name in states["exp_avg"])
+        chain.append({**chain[0], "param_groups": _of_experts(chain[0]["param_groups"], biased)})
+    elif not expert_parallel:
+        chain = chain[:1]  # experts then are weights like all others
+    if distributed or mixed_precision:
+        beside = {key: value for key, value in optimizer.native["chain"][0].items() if key in _WRAPPED}
+        chain = [{"optimizer": inner, **beside} for inner in chain]
+    return NewOptimizer(
+        states,
+        {"optimizer": dict(enumerate(chain)) if len(chain) > 1 else chain[0], **optimizer.native["entries"]},
+        optimizer.native["content"],
+        tuple(flags),
+    )
+
+
+def _of_experts(groups: list[dict[str, Any]], biased: bool) -> list[dict[str, Any]]:
+    """The groups of parameters that experts have: neither embedding nor head; biases, which do not decay, if any."""
+    return [
+        {**group, "is_expert_parallel": True}
+        for group in groups
+        if not group.get("is_decoupled_lr") and (biased or group.get("wd_mult"))
+    ]
+
+
+def torch_file(path: str, content: dict[str, Any]) -> OutputFile:
+    """The file of `torch.save(content)`; each StoredTensor in it is copied from where it lies."""
+    image = layout_torch_file(_renewed(content))
+    blocks = [
+        Block(
+            f"{path}: {index}",
+            slot.dtype,
+            slot.shape,
+            lambda stored=slot.key: Tensor.stored(stored).view,  # type: ignore[misc]
+            slot.offset,
+            slot.crc_at,
+        )
+        for index, slot in enumerate(image.slots)
+    ]
+    return OutputFile(path, image.size, blocks, lambda: iter(image.literals))
+
+
+def _renewed(value: Any) -> Any:
+    if isinstance(value, StoredTensor):
+        return NewTensor(value, value.dtype, value.shape)
+    if type(value) is dict:
+        return {key: _renewed(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_renewed, value))
+    return value

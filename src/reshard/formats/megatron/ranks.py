@@ -1,0 +1,125 @@
+"""What each rank of Megatron-Core holds of a model: the keys of its state dict, and the shard behind each.
+
+A legacy file is exactly that, and so is the model of a running rank: both are laid out here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+from reshard.dtypes import DType
+from reshard.formats.megatron.mcore import Place, Spelling, Split, Stages, place_of, shard, split_of
+from reshard.layout import Layout
+from reshard.plan import Planned
+from reshard.views import View
+
+
+class Rank(NamedTuple):
+    """The coordinates of a rank that a folder name spells."""
+
+    tp: int
+    pp: int = 0
+    ep: int = 0
+
+
+class Shard(NamedTuple):
+    """What one rank holds of a tensor. `source` compiles its view."""
+
+    tensor: Planned
+    shape: tuple[int, ...]
+    source: Callable[[], View]
+
+    @property
+    def dtype(self) -> DType:
+        return self.tensor.dtype
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def __hash__(self) -> int:
+        return id(self.source)
+
+
+class RankStates:
+    """Finds what each rank holds, and how its spec spells it.
+
+    `tensors` have reshard's own names, `args` are Megatron-LM's. `split` tells how tensor parallelism cuts a tensor.
+    """
+
+    def __init__(
+        self,
+        tensors: list[Planned],
+        args: Mapping[str, Any],
+        layout: Layout,
+        transformer_engine: bool,
+        split: Callable[[str], Split | None] = split_of,
+    ) -> None:
+        self.layout = layout
+        self._te = transformer_engine
+        self._split = split
+        self._tied = not args.get("untie_embeddings_and_output_weights", False)
+        self._experts = int(args.get("num_experts") or 0)
+        self._mtp = int(args.get("mtp_num_layers") or 0)
+        latent = any("linear_kv_up_proj" in tensor.name for tensor in tensors)
+        self._spelling = Spelling(transformer_engine, torch_dist=False, latent=latent)
+        self.stages = Stages(layout, int(args["num_layers"]))
+        self._table = self.stages.table()
+        places = [place_of(tensor.name) for tensor in tensors]
+        self._sparse = {place[1:3] for place in places if place.expert is not None}
+        self._held: dict[tuple[int, int], list[tuple[Place, Planned]]] = {}
+        for place, tensor in zip(places, tensors, strict=True):
+            for at, renamed in self._holders(place):
+                self._held.setdefault(at, []).append((renamed, tensor))
+
+    def _holders(self, place: Place) -> Iterator[tuple[tuple[int, int], Place]]:
+        """The (stage, chunk)s that hold a tensor, and its place there."""
+        last = self.stages.last
+        if place.stack == "decoder" and place.layer is not None:
+            stage, chunk, index = self._table[place.layer]
+            yield (stage, chunk), place._replace(layer=index)
+        elif place.module.startswith("embedding."):
+            yield (0, 0), place
+            if last != (0, 0) and self._mtp:
+                yield last, place
+            if self._tied and self.layout.pp > 1:
+                yield last, Place("output_layer.weight")
+        else:
+            yield last, place
+
+    def state(self, rank: Rank, chunk: int, etp: int) -> dict[str, Shard]:
+        """The shards of one virtual chunk of a rank, by the keys of its state dict; extra states are left out.
+
+        `etp` is the place of the rank among those that share each expert's tensors.
+        """
+        local = self._experts // self.layout.ep
+        state: dict[str, Shard] = {}
+        for place, tensor in self._held.get((rank.pp, chunk), []):
+            if place.expert is not None:
+                if place.expert // local != rank.ep:
+                    continue
+                place = place._replace(expert=place.expert % local)
+            index, ranks = (rank.tp, self.layout.tp) if place.expert is None else (etp, self.layout.etp)
+            state[self._key(place, tensor)] = self._shard(tensor, index, ranks)
+        return state
+
+    def _shard(self, tensor: Planned, index: int, ranks: int) -> Shard:
+        split = self._split(tensor.name)
+        if not split or ranks == 1:
+            return Shard(tensor, tensor.shape, tensor.source)
+        shape = list(tensor.shape)
+        shape[split.axis] //= ranks
+        return Shard(tensor, tuple(shape), lambda: shard(tensor.source(), split, index, ranks))
+
+    def _key(self, place: Place, tensor: Planned) -> str:
+        module = place.module
+        if place.layer is not None:
+            module = self._spelling.module(module, place_of(tensor.name)[1:3] in self._sparse)
+        if place.expert is not None:
+            if self._te:
+                module = f"{module}{place.expert}"
+            else:
+                module = module.replace("mlp.experts.", f"mlp.experts.local_experts.{place.expert}.", 1)
+        return module if place.layer is None else f"{place.stack}.layers.{place.layer}.{module}"

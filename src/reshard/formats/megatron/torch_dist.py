@@ -1,0 +1,440 @@
+"""Megatron-Core's torch_dist checkpoints: chunks of whole tensors, in files that torch's DCP metadata maps.
+
+`<root>/latest_checkpointed_iteration.txt` names `iter_0000002` or `release`; that folder holds `.metadata`,
+`metadata.json`, `common.pt` and `__<rank>_<n>.distcp`. Source: megatron-core's dist_checkpointing 0.12 to 0.16.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reshard.checkpoint import Checkpoint, States, Tensor
+from reshard.dtypes import DType
+from reshard.errors import Problem, ReshardError
+from reshard.formats import iterations
+from reshard.formats.copies import CopyFinder, explained
+from reshard.formats.dcp.chunks import ChunkFile
+from reshard.formats.dcp.metadata import DcpMetadata, DcpTensor, read_metadata, write_metadata
+from reshard.formats.hints import args_of_run_config, read_run_config
+from reshard.formats.megatron.mcore import (
+    PARALLEL_LINEARS,
+    Place,
+    Spelling,
+    Stages,
+    layout_of,
+    name_of,
+    place_of,
+    shard_boxes,
+    split_of,
+    stored_args,
+    unfused,
+)
+from reshard.formats.megatron.optimizer import (
+    NOT_PORTABLE,
+    NewOptimizer,
+    portable_states,
+    read_optimizer,
+    torch_file,
+)
+from reshard.formats.torchfiles.read import ChunkReader, read_torch_file
+from reshard.formats.torchfiles.write import image_bytes, layout_torch_file
+from reshard.layout import Layout
+from reshard.plan import OutputFile, Planned
+from reshard.views import View, assemble
+
+NAME = "megatron"
+WHAT = "Megatron-Core distributed checkpoint (torch_dist)"
+OPTIMIZER = "optimizer states"
+NOT_WEIGHTS = (
+    (re.compile(r"(chained_\d+\.)?optimizer\b.*"), OPTIMIZER),
+    (re.compile(r"rng_state\b.*"), "random number states"),
+    (re.compile(r"rerun_state_machine_state\b.*"), "rerun state machine"),
+    (re.compile(r".*\._extra_state\b.*"), "Transformer Engine extra states"),
+)
+
+
+def detect(path: Path) -> bool:
+    """Whether `path` is an iteration folder in torch_dist, or a folder with such iterations."""
+    return any(
+        ((folder / ".metadata").is_file() or any(folder.glob("__*_*.distcp"))) and _is_megatrons(folder)
+        for folder in iterations.candidates(path)
+    )
+
+
+def _is_megatrons(folder: Path) -> bool:
+    """Whether Megatron-Core wrote the folder, and not torch's DCP alone: by what lies beside, or by its name."""
+    beside = any((folder / name).is_file() for name in ("metadata.json", "common.pt"))
+    return beside or iterations.is_iteration(folder)
+
+
+def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
+    """Open the latest (or the given) iteration. Raises ReshardError naming all that is missing or damaged."""
+    folder, step = iterations.choose(path, iteration)
+    try:
+        return _open(folder, step)
+    except ReshardError as error:
+        raise ReshardError(explained(error.problems, folder.glob("*.distcp"))) from error
+
+
+def _open(folder: Path, step: int | str | None) -> Checkpoint:
+    metadata = read_metadata(folder / ".metadata")
+    common = _common(folder)
+    args = vars(common["args"]) if isinstance(common.get("args"), Namespace) else _args_of_bridge(folder)
+    reader = _Reader()
+    dropped: Counter[str] = Counter()
+    for key, tensor in metadata.tensors.items():
+        rule = _not_a_weight(key)
+        if rule:
+            dropped[rule] += prod(tensor.shape) * tensor.dtype.itemsize
+        else:
+            reader.add(key, tensor)
+    for key, entry in metadata.objects.items():
+        dropped[_not_a_weight(key) or "other objects"] += entry.length
+    reader.close()
+    states = portable_states(metadata.tensors)
+    optimizer = read_optimizer(common) if states else None
+    return Checkpoint(
+        path=folder,
+        format=NAME,
+        dialect="mcore",
+        tensors=reader.tensors(),
+        root=iterations.root_of(folder),
+        layout=layout_of(args or {}),
+        iteration=step,
+        args=args,
+        states=States({state: partial(_read_state, found) for state, found in states.items()}),
+        optimizer=optimizer,
+        dropped=dropped,
+        problems=reader.copies.problems(),
+        notes=[NOT_PORTABLE] if dropped[OPTIMIZER] and not optimizer else [],
+        variant="one key for each layer" if reader.per_layer else "stacked",
+    )
+
+
+def _read_state(found: Mapping[str, DcpTensor]) -> dict[str, Tensor]:
+    """One optimizer state under the names of the weights, from what the keys of weights hold of it."""
+    reader = _Reader()
+    for key, tensor in found.items():
+        reader.add(key, tensor)
+    reader.close()
+    return reader.tensors()
+
+
+def _args_of_bridge(folder: Path) -> dict[str, Any] | None:
+    """Megatron-Bridge and NeMo save no `args`: their `run_config.yaml` has the same facts."""
+    try:
+        run_config = read_run_config(folder)
+    except ValueError:
+        return None  # `inspect` says that the file cannot be read
+    return args_of_run_config(run_config) if run_config else None
+
+
+def _not_a_weight(key: str) -> str | None:
+    return next((rule for pattern, rule in NOT_WEIGHTS if pattern.fullmatch(key)), None)
+
+
+def _common(folder: Path) -> dict[str, Any]:
+    path = folder / "common.pt"
+    if not path.is_file():
+        raise ReshardError(
+            "a file of the checkpoint is missing", file=str(path), remedy="copy the iteration folder again"
+        )
+    content = read_torch_file(path)
+    return content if isinstance(content, dict) else {}
+
+
+_KEY = re.compile(r"(decoder|mtp)\.layers\.(?:(\d+)\.)?(.*)")
+_EXPERT_KEY = re.compile(r"(.*mlp\.experts)\.experts\.(?:(\d+)\.)?(.*)")
+_HALVES = {"_w": 0, "_v": 1}
+"""Suffixes of the gate and the up half, where a checkpoint stores them as tensors of their own."""
+
+
+class _Key(NamedTuple):
+    """A key of the checkpoint: the tensor it stands for, which leading axes it stacks, which half it is."""
+
+    place: Place
+    stacks_layers: bool
+    stacks_experts: bool
+    half: int | None
+
+
+def _parse(key: str) -> _Key:
+    half = _HALVES.get(key[-2:])
+    key = key if half is None else key[:-2]
+    match = _KEY.fullmatch(key)
+    if not match:
+        return _Key(Place(key), False, False, half)
+    stack, layer, module = match.groups()
+    expert = _EXPERT_KEY.fullmatch(module)
+    index = int(expert[2]) if expert and expert[2] else None
+    if expert:
+        module = f"{expert[1]}.{expert[3]}"
+    place = Place(unfused(module), stack, int(layer) if layer else None, index)
+    return _Key(place, layer is None, expert is not None and index is None, half)
+
+
+class _Reader:
+    """Collects chunks under the names of whole tensors."""
+
+    def __init__(self) -> None:
+        self.copies = CopyFinder()
+        self.per_layer = False
+        self._chunks = ChunkReader()
+        self._parts: dict[str, list[tuple[tuple[int, ...], View]]] = {}
+        self._shapes: dict[str, tuple[DType, tuple[int, ...]]] = {}
+
+    def close(self) -> None:
+        self._chunks.close()
+
+    def add(self, key: str, tensor: DcpTensor) -> None:
+        """Add all chunks of one key, cut into the layers and experts that it stacks."""
+        parsed = _parse(key)
+        lead = parsed.stacks_layers + parsed.stacks_experts
+        self.per_layer |= parsed.place.stack == "decoder" and not parsed.stacks_layers
+        inner = tensor.shape[lead:]
+        shape = inner if parsed.half is None else (2 * inner[0], *inner[1:])
+        for chunk in tensor.chunks:
+            stored = self._chunks.read(chunk.file, chunk.offset, chunk.length, tensor.dtype, chunk.sizes)
+            self.copies.add(chunk.file, key, chunk.offsets, stored)
+            view = Tensor.stored(stored).view
+            alone = prod(chunk.sizes[:lead]) == 1
+            low = list(chunk.offsets[lead:])
+            if parsed.half:
+                low[0] += inner[0]
+            for index in _indices(chunk.sizes[:lead]):
+                at = [first + i for first, i in zip(chunk.offsets, index, strict=False)]
+                place = parsed.place
+                if parsed.stacks_experts:
+                    place = place._replace(expert=at[-1])
+                if parsed.stacks_layers:
+                    place = place._replace(layer=at[0])
+                name = name_of(place)
+                self._shapes[name] = tensor.dtype, shape
+                self._parts.setdefault(name, []).append(
+                    (tuple(low), view.reshape(*chunk.sizes[lead:]) if alone else view[index])
+                )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors, each whole. Raises ReshardError listing those with chunks missing."""
+        problems, result = [], {}
+        for name, (dtype, shape) in self._shapes.items():
+            parts = self._parts[name]
+            found = sum(part.numel for _, part in parts)
+            repeated = len({low for low, _ in parts}) < len(parts)
+            if found != prod(shape) or repeated:
+                problems.append(
+                    Problem(
+                        "chunks of a tensor are missing" if found < prod(shape) else "chunks overlap",
+                        tensor=name,
+                        rule="the chunks of a tensor tile it",
+                        expected=f"{prod(shape)} elements of {list(shape)}",
+                        found=f"{found} elements in {len(parts)} chunks",
+                        remedy="the checkpoint is incomplete: copy it again from where it was saved",
+                    )
+                )
+            whole = parts[0][1] if len(parts) == 1 and parts[0][1].shape == shape else assemble(shape, parts)
+            result[name] = Tensor(dtype, whole)
+        if problems:
+            raise ReshardError(problems)
+        return result
+
+
+def _indices(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    if not sizes:
+        yield ()
+        return
+    for first in range(sizes[0]):
+        for rest in _indices(sizes[1:]):
+            yield (first, *rest)
+
+
+# ---------------------------------------------------------------------------------------------- writing
+
+
+EXTRA_STATE = image_bytes(layout_torch_file([None]))
+"""What a parallel linear without fp8 state saves; loading it is a no-op."""
+
+
+class _Writer:
+    """Assigns the chunks of every tensor to ranks, as megatron-core would."""
+
+    def __init__(self, layout: Layout, layers: int, experts: int, spelling: Spelling, stacked: bool) -> None:
+        self.layout = layout
+        self.layers, self.experts = layers, experts
+        self.spelling, self.stacked = spelling, stacked
+        self.metadata = DcpMetadata({}, {})
+        self.stages = Stages(layout, layers)
+        self.table = self.stages.table()
+        self.files: dict[int, ChunkFile] = {}
+        self.problems: list[Problem] = []
+
+    def add(self, tensor: Planned, name: str, sparse: bool, prefix: str = "") -> None:
+        """Cut one tensor, a weight or a state of the weight `name`, into the chunks of all ranks that hold it."""
+        place = place_of(name)
+        split = split_of(name)
+        ranks = self.layout.tp if place.expert is None else self.layout.etp
+        key, lead, at = self._key(place, sparse)
+        key = prefix + key
+        entry = self.metadata.tensors.setdefault(key, DcpTensor(tensor.dtype, (*lead, *tensor.shape), []))
+        if entry.dtype != tensor.dtype:
+            self.problems.append(
+                Problem(
+                    "layers that Megatron stacks into one tensor have different dtypes",
+                    tensor=tensor.name,
+                    rule=f"{key} has one dtype",
+                    expected=str(entry.dtype),
+                    found=str(tensor.dtype),
+                    remedy="choose one for all: --dtype bfloat16",
+                )
+            )
+        for rank in range(ranks if split else 1):
+            file = self._file(place, rank)
+            for low, size in shard_boxes(tensor.shape, split, rank, ranks):
+                entry.chunks.append(file.add(tensor, low, size, at))
+
+    def add_extra_state(self, place: Place, sparse: bool) -> None:
+        """The object that the module at `place` saves beside its weight."""
+        key, lead, at = self._key(place._replace(module=f"{place.module}._extra_state"), sparse)
+        if lead:
+            shard = f"/shard_{'.'.join(map(str, at))}_{'.'.join(map(str, lead))}"
+        else:
+            shard = "/shard_0_1"
+        file = self._file(place, 0)
+        self.metadata.objects[key + shard] = file.append(EXTRA_STATE)
+
+    def refuse_gaps(self) -> None:
+        """Note the keys that stack the layers or experts of a tensor, where some of these have no state."""
+        for key, tensor in self.metadata.tensors.items():
+            there = sum(prod(chunk.sizes) for chunk in tensor.chunks)
+            if there < prod(tensor.shape):
+                self.problems.append(
+                    Problem(
+                        "some layers have an optimizer state, and others have none",
+                        tensor=key,
+                        rule="Megatron stacks the states of all layers into one tensor",
+                        expected=f"{prod(tensor.shape)} elements of {list(tensor.shape)}",
+                        found=f"{there} elements",
+                        remedy="leave out --with-optimizer: Megatron holds no states of a part of the layers",
+                    )
+                )
+
+    def _key(self, place: Place, sparse: bool) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        """The key of a tensor, the leading axes that it stacks, and the place in them."""
+        module = place.module if place.layer is None else self.spelling.module(place.module, sparse)
+        lead: tuple[int, ...] = ()
+        at: tuple[int, ...] = ()
+        if place.layer is None:
+            return module, lead, at
+        prefix = f"{place.stack}.layers."
+        if self.stacked and place.stack == "decoder":
+            lead, at = (self.layers,), (place.layer,)
+        else:
+            prefix += f"{place.layer}."
+        if place.expert is not None:
+            module = module.replace("mlp.experts.", "mlp.experts.experts.", 1)
+            lead, at = (*lead, self.experts), (*at, place.expert)
+        return prefix + module, lead, at
+
+    def _file(self, place: Place, rank: int) -> ChunkFile:
+        if place.stack == "decoder" and place.layer is not None:
+            stage = self.table[place.layer][0]
+        else:
+            stage = 0 if place.module.startswith("embedding.") else self.stages.last[0]
+        if place.expert is None:
+            number = self.layout.dense_rank(stage, rank)
+        else:
+            ep = place.expert * self.layout.ep // self.experts
+            number = self.layout.expert_rank(stage, ep, rank)
+        return self.files.setdefault(number, ChunkFile(f"__{number}_0.distcp"))
+
+
+def lay_out(
+    tensors: list[Planned],
+    args: Mapping[str, Any],
+    layout: Layout,
+    iteration: int | str,
+    *,
+    transformer_engine: bool,
+    optimizer: NewOptimizer | None = None,
+) -> list[OutputFile]:
+    """The files of one iteration and the tracker that names it. `args` become those of the checkpoint."""
+    places = {tensor.name: place_of(tensor.name) for tensor in tensors}
+    sparse = {place[1:3] for place in places.values() if place.expert is not None}
+    latent = any("linear_kv_up_proj" in name for name in places)
+    stacked = not isinstance(args.get("moe_layer_freq"), (list, tuple)) and args.get("moe_layer_freq", 1) == 1
+    writer = _Writer(
+        layout,
+        int(args["num_layers"]),
+        int(args.get("num_experts") or 0),
+        Spelling(transformer_engine, torch_dist=True, latent=latent),
+        stacked,
+    )
+    for tensor in tensors:
+        place = places[tensor.name]
+        writer.add(tensor, tensor.name, place[1:3] in sparse)
+        for module in _with_extra_state(place, transformer_engine):
+            writer.add_extra_state(place._replace(module=module), place[1:3] in sparse)
+    for prefix, states in optimizer.keyed().items() if optimizer else ():
+        for name, state in states.items():
+            writer.add(state, name, places[name][1:3] in sparse, prefix)
+    if optimizer:
+        writer.refuse_gaps()
+    if writer.problems:
+        raise ReshardError(writer.problems)
+    folder = iterations.name_of(iteration)
+    files = [file.finished(folder) for _, file in sorted(writer.files.items())]
+    metadata = {
+        "sharded_backend": "torch_dist",
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
+    return [
+        *files,
+        OutputFile.of_bytes(f"{folder}/.metadata", write_metadata(writer.metadata)),
+        OutputFile.of_bytes(f"{folder}/metadata.json", json.dumps(metadata).encode()),
+        torch_file(f"{folder}/common.pt", _common_content(args, layout, iteration, optimizer)),
+        OutputFile.of_bytes(iterations.TRACKER, str(iteration).encode()),
+    ]
+
+
+def _common_content(
+    args: Mapping[str, Any], layout: Layout, iteration: int | str, optimizer: NewOptimizer | None
+) -> dict[str, Any]:
+    """What `common.pt` holds: all that belongs to no tensor."""
+    stored = stored_args(args, layout, "torch_dist")
+    content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if optimizer:
+        stored["no_save_optim"] = False
+        content |= optimizer.content_metadata
+    return {
+        "args": Namespace(**stored),
+        "checkpoint_version": 3.0,
+        "iteration": 0 if iteration == "release" else iteration,
+        "num_floating_point_operations_so_far": 0,
+        "content_metadata": content,
+        **(optimizer.common if optimizer else {}),
+    }
+
+
+def _with_extra_state(place: Place, transformer_engine: bool) -> Iterator[str]:
+    """The modules whose extra state is saved with the tensor at `place`: parallel linears of layers.
+
+    Transformer Engine's attention has one too. The decoder leaves it out since 0.13 unless its softmax has a learnable
+    offset, the MTP layers do not.
+    """
+    module, _, kind = place.module.rpartition(".")
+    if kind == "weight" and module.rpartition(".")[2] in PARALLEL_LINEARS:
+        yield module
+        if transformer_engine and place.stack == "mtp" and module.endswith(".linear_proj"):
+            yield module.replace("linear_proj", "core_attention")
+    if kind == "softmax_offset" and transformer_engine:
+        yield module

@@ -1,0 +1,365 @@
+"""Sharded tensors of torch: what the file of one rank holds of a `DTensor` or a `ShardedTensor`, and where it belongs.
+
+A `DTensor` is a local tensor, a mesh of ranks with this rank's coordinate in it, and one placement for each axis of
+the mesh. Placements apply from left to right; each cuts what the ones before it left to this rank, as `torch.chunk`
+cuts: all pieces are as long as the first but for the last ones, which may be shorter or empty. A `ShardedTensor`,
+which FSDP1 makes without a mesh, says at which offsets its shards lie.
+
+Sources: `torch/distributed/tensor/{_api,_dtensor_spec,_utils,placement_types}.py`, `device_mesh.py`, `_mesh_layout.py`
+and `_shard/sharded_tensor/api.py` below `torch/distributed` of torch 2.4 to 2.13; files that torch 2.6, 2.10 and 2.13
+wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple
+
+from reshard.checkpoint import Tensor
+from reshard.dtypes import DType
+from reshard.errors import Problem, ReshardError
+from reshard.formats.torchfiles.pickles import Opaque
+from reshard.storage import StoredTensor
+from reshard.views import View
+
+MAX_RANKS = 1 << 16
+"""More than any run has; a pickle could claim any number."""
+
+_SAVE_AGAIN = "save the checkpoint again, with torch.distributed.checkpoint or as a full state dict"
+
+Intervals = list[tuple[int, int]]
+"""Elements of one axis, as pairs of begin and end."""
+
+
+class Box(NamedTuple):
+    """Elements that lie side by side in the whole tensor, from `offsets` on."""
+
+    offsets: tuple[int, ...]
+    view: View
+
+
+class Part(NamedTuple):
+    """What one rank's file holds of a tensor of `shape`.
+
+    `spread` says in words how ranks share the tensor; all of them say the same. `rank` is the one that wrote the file,
+    if the tensor tells, and `ranks` are those that have files of the same checkpoint.
+    """
+
+    kind: str
+    dtype: DType
+    shape: tuple[int, ...]
+    spread: str
+    boxes: tuple[Box, ...]
+    rank: int | None = None
+    ranks: frozenset[int] = frozenset()
+
+
+class Mesh(NamedTuple):
+    """A mesh as one rank knows it."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    coordinate: tuple[int, ...]
+    rank: int | None
+    ranks: frozenset[int]
+
+    def __str__(self) -> str:
+        return " × ".join(f"{name} {size}" for name, size in zip(self.names, self.shape, strict=True))
+
+
+class Placement(NamedTuple):
+    """`Shard`, `Replicate` or `_StridedShard`; `factor` pieces exist before a `_StridedShard` cuts each of them."""
+
+    kind: str
+    axis: int = 0
+    factor: int = 1
+
+    def __str__(self) -> str:
+        shown = {"Shard": f"({self.axis})", "_StridedShard": f"({self.axis}, split_factor={self.factor})"}
+        return self.kind + shown.get(self.kind, "")
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether a value of a state dict is a tensor of one of the two classes."""
+    return _class_of(value) in ("DTensor", "ShardedTensor")
+
+
+class PartReader:
+    """Reads the sharded tensors of one file."""
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+        self._meshes: dict[int, Mesh] = {}  # by the identity of their objects, which tensors share
+
+    def read(self, name: str, value: Any) -> Part:
+        """What the file holds of the tensor `name`. Raises ReshardError if it is damaged or of no use."""
+        kind = _class_of(value)
+        try:
+            return self._dtensor(name, value) if kind == "DTensor" else _sharded_tensor(value)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise ReshardError(
+                f"a {kind} cannot be read",
+                tensor=name,
+                file=self._file,
+                expected="what torch 2.4 to 2.13 writes",
+                found=f"{type(error).__name__}: {error}",
+                remedy=f"copy the file again; if another version of torch wrote it, {_SAVE_AGAIN}",
+            ) from None
+
+    def _dtensor(self, name: str, value: Opaque) -> Part:
+        _, dtype, shape, *_ = value.args[2]
+        state = _attributes(value.args[3])
+        spec = _attributes(state["_spec"])
+        mesh = self._mesh(spec["mesh"])
+        placements = tuple(map(_placement, spec["placements"]))
+        _check_placements(name, placements, self._file)
+        if len(placements) != len(mesh.shape):
+            raise ValueError(f"{len(placements)} placements on a mesh of {len(mesh.shape)} axes")
+        spread = f"{', '.join(map(str, placements))} on a mesh of {mesh}"
+        shape, local = _sizes(shape), state["_local_tensor"]
+        axes = _owned(shape, placements, mesh, _order(spec, placements))
+        _check_local(name, local, dtype, axes, spread, self._file)
+        boxes = tuple(_boxes(Tensor.stored(local).view, axes)) if local.numel else ()
+        return Part("DTensor", dtype, shape, spread, boxes, mesh.rank, mesh.ranks)
+
+    def _mesh(self, value: Any) -> Mesh:
+        if id(value) not in self._meshes:
+            self._meshes[id(value)] = _read_mesh(_attributes(value))
+        return self._meshes[id(value)]
+
+
+def plain_part(stored: StoredTensor) -> Part:
+    """An ordinary tensor, which each rank has for itself."""
+    boxes = (Box((0,) * len(stored.shape), Tensor.stored(stored).view),) if stored.numel else ()
+    return Part("plain", stored.dtype, stored.shape, "a plain tensor", boxes)
+
+
+def _class_of(value: Any) -> str:
+    if isinstance(value, Opaque) and value.name == "_rebuild_from_type_v2" and len(value.args) == 4:
+        kind = value.args[1]
+        if isinstance(kind, type) and issubclass(kind, Opaque):
+            return kind.name
+    return ""
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an object; a class with slots has two dicts of them."""
+    state = value.state if isinstance(value, Opaque) else value
+    parts = state if isinstance(state, tuple) else (state,)
+    return {key: item for part in parts if part is not None for key, item in part.items()}
+
+
+def _read_mesh(state: dict[str, Any]) -> Mesh:
+    """A `DeviceMesh`: a tensor of ranks until torch 2.9, then a layout over a list of ranks."""
+    stored = state.get("mesh", state.get("_mesh"))
+    shape = (
+        stored.shape if isinstance(stored, StoredTensor) else _shape_of_layout(_attributes(state["_layout"]))
+    )
+    coordinate = state["_coordinate_on_dim"]
+    if coordinate is None:
+        raise ValueError("the rank that wrote the file is not part of the mesh")
+    coordinate = _sizes(coordinate)
+    if len(coordinate) != len(shape) or any(at >= size for at, size in zip(coordinate, shape, strict=True)):
+        raise ValueError(f"coordinate {coordinate} in a mesh of {shape}")
+    names = state.get("mesh_dim_names", state.get("_mesh_dim_names")) or [
+        f"axis{i}" for i in range(len(shape))
+    ]
+    ranks = _sizes(state.get("_flatten_rank_map", state.get("_flatten_mesh_list")) or ())
+    rank = state.get("_rank")
+    if rank is None and len(ranks) == prod(shape):
+        rank = ranks[_number(coordinate, shape)]
+    return Mesh(tuple(map(str, names)), shape, coordinate, rank, frozenset(ranks))
+
+
+def _number(coordinate: Sequence[int], shape: Sequence[int]) -> int:
+    number = 0
+    for at, size in zip(coordinate, shape, strict=True):
+        number = number * size + at
+    return number
+
+
+def _shape_of_layout(layout: dict[str, Any]) -> tuple[int, ...]:
+    """The sizes of a `_MeshLayout`; an axis that other axes were flattened into is a tuple of theirs."""
+    if "axes" in layout:
+        return tuple(prod(_sizes(_attributes(axis)["shape"])) for axis in layout["axes"])
+    shape = layout["shape"] if isinstance(layout["shape"], tuple) else (layout["shape"],)
+    return tuple(prod(_sizes(size)) if isinstance(size, tuple) else _sizes((size,))[0] for size in shape)
+
+
+def _placement(value: Opaque) -> Placement:
+    state = _attributes(value)
+    axis, factor = _sizes((state.get("dim", 0), state.get("split_factor", 1)))
+    if not 0 < factor <= MAX_RANKS:
+        raise ValueError(f"a split_factor of {factor}")
+    if value.name in ("Shard", "_StridedShard") and "dim" not in state:
+        raise KeyError("dim")
+    return Placement(value.name, axis, factor)
+
+
+def _check_placements(name: str, placements: Sequence[Placement], file: str) -> None:
+    for placement in placements:
+        if placement.kind not in ("Shard", "_StridedShard", "Replicate"):
+            partial = "Partial" in placement.kind
+            raise ReshardError(
+                "a tensor is a sum that was not added up"
+                if partial
+                else "a placement that reshard does not know",
+                tensor=name,
+                file=file,
+                rule="each element of a DTensor lies on some rank",
+                expected="Shard, _StridedShard or Replicate",
+                found=placement.kind,
+                remedy="redistribute the tensor to Replicate() or Shard(0) before it is saved",
+            )
+
+
+def _order(spec: dict[str, Any], placements: Sequence[Placement]) -> list[int]:
+    """The axes of the mesh in the order in which they cut: from left to right, unless `shard_order` says otherwise.
+
+    `_StridedShard` is another way to say in what order axes cut. torch 2.10 records both, 2.13 the one that counts.
+    """
+    count = len(placements)
+    if any(placement.kind == "_StridedShard" for placement in placements):
+        return list(range(count))
+    order = [axis for entry in spec.get("shard_order") or () for axis in _sizes(entry.args[1])]
+    return [*order, *(axis for axis in range(count) if axis not in order)]
+
+
+def _check_local(
+    name: str, local: Any, dtype: DType, axes: Sequence[Intervals], spread: str, file: str
+) -> None:
+    """The local tensor is as large as its placement says; an empty one may have lost its shape."""
+    expected = tuple(sum(end - begin for begin, end in axis) for axis in axes)
+    found = f"{local.dtype} {list(local.shape)}" if isinstance(local, StoredTensor) else type(local).__name__
+    if isinstance(local, StoredTensor):
+        fits = local.shape == expected or local.numel == prod(expected) == 0
+        if fits and local.dtype == dtype:
+            if prod(map(len, axes)) > MAX_RANKS:
+                raise ValueError("a shard of more pieces than there are ranks")
+            return
+    raise ReshardError(
+        "the shard of a rank is not what its placement says",
+        tensor=name,
+        file=file,
+        rule=spread,
+        expected=f"{dtype} {list(expected)}",
+        found=found,
+        remedy=f"it was changed after it was sharded, or saved while it was gathered: {_SAVE_AGAIN}",
+    )
+
+
+def _owned(
+    shape: Sequence[int], placements: Sequence[Placement], mesh: Mesh, order: Sequence[int]
+) -> list[Intervals]:
+    """Which elements of each axis of a tensor of `shape` are this rank's."""
+    axes: list[Intervals] = [[(0, size)] for size in shape]
+    for at in order:
+        placement = placements[at]
+        if placement.kind != "Replicate":
+            axis = axes[placement.axis]
+            axes[placement.axis] = _cut(axis, placement.factor, mesh.shape[at], mesh.coordinate[at])
+    return axes
+
+
+def _cut(axis: Intervals, factor: int, parts: int, index: int) -> Intervals:
+    """What is left of an axis once each of `factor` pieces of it is cut into `parts`, of which this rank has one."""
+    pieces = (_chunk(_chunk(axis, factor, piece), parts, index) for piece in range(factor))
+    merged: Intervals = []
+    for begin, end in (interval for piece in pieces for interval in piece):
+        if merged and merged[-1][1] == begin:
+            begin = merged.pop()[0]
+        merged.append((begin, end))
+    return merged
+
+
+def _chunk(axis: Intervals, parts: int, index: int) -> Intervals:
+    """Piece `index` of those that `torch.chunk` cuts an axis into."""
+    step = -(-sum(end - begin for begin, end in axis) // parts)
+    low, high = step * index, step * (index + 1)
+    found, at = [], 0
+    for begin, end in axis:
+        first, last = max(begin, begin + low - at), min(end, begin + high - at)
+        if first < last:
+            found.append((first, last))
+        at += end - begin
+    return found
+
+
+def _boxes(local: View, axes: Sequence[Intervals]) -> Iterator[Box]:
+    """The boxes that a local tensor consists of: one for each choice of intervals."""
+    if all(len(axis) == 1 for axis in axes):
+        yield Box(tuple(axis[0][0] for axis in axes), local)
+        return
+    placed = []
+    for axis in axes:
+        starts, at = [], 0
+        for begin, end in axis:
+            starts.append((begin, at, end - begin))
+            at += end - begin
+        placed.append(starts)
+    for choice in product(*placed):
+        yield Box(
+            tuple(begin for begin, _, _ in choice),
+            local.box([at for _, at, _ in choice], [size for _, _, size in choice]),
+        )
+
+
+def _sharded_tensor(value: Opaque) -> Part:
+    shards, metadata, group, *_ = value.args[3]
+    whole = _attributes(metadata)
+    dtype, shape = whole["tensor_properties"].state[0], _sizes(whole["size"])
+    if not isinstance(dtype, DType):
+        raise TypeError(f"{dtype!r} is not an element type")
+    boxes = []
+    for shard in map(_attributes, shards):
+        place = _attributes(shard["metadata"])
+        offsets, sizes = _sizes(place["shard_offsets"]), _sizes(place["shard_sizes"])
+        tensor = shard["tensor"]
+        if (tensor.dtype, tensor.shape) != (dtype, sizes) or len(offsets) != len(shape):
+            raise ValueError(f"{tensor.dtype} {list(tensor.shape)} where {dtype} {list(sizes)} is announced")
+        if any(at + size > end for at, size, end in zip(offsets, sizes, shape, strict=True)):
+            raise ValueError(f"a shard at {offsets} reaches outside of {shape}")
+        if tensor.numel:
+            boxes.append(Box(offsets, Tensor.stored(tensor).view))
+    state = _attributes(group)
+    rank, world = _sizes((state["global_rank"], state["global_world_size"]))
+    spread = f"{len(whole['shards_metadata'])} shards"
+    return Part("ShardedTensor", dtype, shape, spread, tuple(boxes), rank, _ranks(world))
+
+
+@lru_cache
+def _ranks(world: int) -> frozenset[int]:
+    if world > MAX_RANKS:
+        raise ValueError(f"a world of {world} ranks")
+    return frozenset(range(world))
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    """`values` as non-negative integers, which a pickle could have made anything."""
+    if not isinstance(values, tuple | list) or not all(type(value) is int and value >= 0 for value in values):
+        raise TypeError(f"{values!r} where sizes are expected")
+    return tuple(values)
+
+
+def disagreement(name: str, parts: Sequence[tuple[str, Part]]) -> Problem | None:
+    """What files that share a tensor say differently about it, if anything; `parts` are pairs of file and part."""
+    first_file, first = parts[0]
+    for file, part in parts[1:]:
+        ours, theirs = (f"{p.dtype} {list(p.shape)}, {p.spread}" for p in (first, part))
+        if ours != theirs:
+            plain = first.kind == part.kind == "plain"
+            return Problem(
+                "two ranks do not agree about a tensor",
+                tensor=name,
+                file=file,
+                rule="all ranks hold parts of one tensor, on one mesh",
+                expected=f"{ours}, as in {first_file}",
+                found=theirs,
+                remedy="plain shards do not say where they belong: save the DTensors, without to_local()"
+                if plain
+                else "the files are of different runs or steps: copy those of one step together",
+            )
+    return None

@@ -1,0 +1,261 @@
+"""Files of `torch.save`, read without torch: tensors become places in the file, and no code is run.
+
+Such a file is a zip of stored members, `<root>/data.pkl` and `<root>/data/<key>`, alone in a file or nested
+in a `.distcp` file. Sources: `torch/serialization.py`, PKWARE's APPNOTE, and files that torch wrote.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from reshard.dtypes import BY_NAME, BY_STORAGE, DType
+from reshard.errors import ReshardError
+from reshard.formats.torchfiles.archive import Archive, Window, damaged_file
+from reshard.formats.torchfiles.pickles import Opaque, Sealed, loads, opaque_class
+from reshard.storage import Storage, StoredTensor
+
+MAX_OPEN = 64
+"""Files that a `ChunkReader` keeps open."""
+
+NESTED = ("ProcessGroupState",)
+"""Classes inside of classes whose instances stand in checkpoints: this one, in `ShardedTensor`."""
+
+
+def read_torch_file(
+    path: str | Path, offset: int = 0, length: int | None = None, fd: int | None = None
+) -> Any:
+    """What `torch.save` put into `path`, with a `StoredTensor` for each tensor.
+
+    The archive lies at bytes `offset` to `offset + length` of the file (to its end, by default); `fd` is a
+    descriptor open for reading, if the caller has one. Tensors that share a storage share a `Storage`, whose
+    offset counts from the start of the file. Objects of the frameworks' classes are `pickles.Opaque`.
+    Raises ReshardError for a damaged or foreign file, and for a pickle that names what it should not.
+    """
+    if fd is None:
+        own = _open(path)
+        try:
+            return read_torch_file(path, offset, length, own)
+        finally:
+            os.close(own)
+    size = os.fstat(fd).st_size - offset if length is None else length
+    archive = Archive(Window(fd, str(path), offset, size))
+    return _load(archive.read("data.pkl"), archive.window.name, archive.storage)
+
+
+def scalar(tensor: StoredTensor) -> float:
+    """The value of a tensor of one element, such as the step of an optimizer. Raises ValueError for any other."""
+    if tensor.numel != 1:
+        raise ValueError(f"{list(tensor.shape)} where one number is expected")
+    with open(tensor.storage.path, "rb") as file:
+        file.seek(tensor.storage.offset + tensor.start * tensor.dtype.itemsize)
+        return float(np.frombuffer(file.read(tensor.dtype.itemsize), tensor.dtype.name)[0])
+
+
+class ChunkReader:
+    """Finds single tensors in `.distcp` files; keeps the files that it used last open. Close it when done."""
+
+    def __init__(self) -> None:
+        self._files: OrderedDict[str, int] = OrderedDict()
+
+    def read(
+        self, path: str | Path, offset: int, length: int, dtype: DType, shape: tuple[int, ...]
+    ) -> StoredTensor:
+        """The one tensor that lies at bytes `offset` to `offset + length` of `path`.
+
+        Two short reads, and no unpickling once a chunk with the same pickle has been seen. Raises
+        ReshardError as `read_torch_file` does, and if the tensor is not of the `dtype` and `shape` stated.
+        """
+        archive = Archive(Window(self._descriptor(str(path)), str(path), offset, length))
+        pickled = archive.read("data.pkl")
+        try:
+            key, tensor = _single_tensor(pickled)
+        except ReshardError:
+            key, tensor = _single_tensor.__wrapped__(pickled, archive.window.name)  # names the file
+        if tensor.dtype != dtype or tensor.shape != shape:
+            raise ReshardError(
+                "a chunk is not what the metadata says",
+                file=archive.window.name,
+                expected=f"{dtype} {list(shape)}",
+                found=f"{tensor.dtype} {list(tensor.shape)}",
+                remedy="the files are of different checkpoints: copy all of them again",
+            )
+        return replace(tensor, storage=archive.storage(key, tensor.storage.nbytes))
+
+    def close(self) -> None:
+        """Close all files."""
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def _descriptor(self, path: str) -> int:
+        if path in self._files:
+            self._files.move_to_end(path)
+        else:
+            if len(self._files) == MAX_OPEN:
+                os.close(self._files.popitem(last=False)[1])
+            self._files[path] = _open(path)
+        return self._files[path]
+
+
+@lru_cache(maxsize=4096)
+def _single_tensor(pickled: bytes, name: str = "") -> tuple[str, StoredTensor]:
+    """The key and description of the tensor that a pickle is all about; its storage is a stand-in."""
+    keys = []
+
+    def storage(key: str, nbytes: int) -> Storage:
+        keys.append(key)
+        return Storage("", 0, nbytes)
+
+    tensor = _load(pickled, name, storage)
+    if not isinstance(tensor, StoredTensor):
+        raise damaged_file(name, "a chunk does not hold a tensor", found=type(tensor).__name__)
+    return keys[0], tensor
+
+
+def _open(path: str | Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise ReshardError("a file cannot be opened", file=str(path), found=error.strerror) from None
+
+
+class _StorageClass(NamedTuple):
+    """What `torch.FloatStorage` and its like stand for; `dtype` is None for `UntypedStorage`."""
+
+    dtype: DType | None
+
+
+class _Typed(NamedTuple):
+    """A storage as a pickle refers to it, with the element type of its class."""
+
+    storage: Storage
+    dtype: DType | None
+
+
+_STORAGE_CLASSES = {f"torch.{name}": _StorageClass(dtype) for name, dtype in BY_STORAGE.items()} | {
+    "torch.UntypedStorage": _StorageClass(None),
+    "torch.storage.UntypedStorage": _StorageClass(None),
+}
+
+
+def _load(pickled: bytes, file: str, storage: Callable[[str, int], Storage]) -> Any:
+    """Unpickle the `data.pkl` of `file`; `storage(key, nbytes)` finds the storages that it refers to."""
+    return _Rebuilder(file, storage).load(pickled)
+
+
+class _Rebuilder:
+    """The functions of `torch._utils` that rebuild tensors, for tensors that stay on disk."""
+
+    def __init__(self, file: str, storage: Callable[[str, int], Storage]) -> None:
+        self._file = file
+        self._storage = storage
+        self._sealed = Sealed()
+        self._subclassed = opaque_class("torch._tensor", "_rebuild_from_type_v2")
+        self._seen: dict[tuple[str, int], Storage] = {}
+
+    def load(self, pickled: bytes) -> Any:
+        functions: dict[str, Any] = {
+            "torch._utils._rebuild_tensor": self._tensor,
+            "torch._utils._rebuild_tensor_v2": self._tensor,
+            "torch._utils._rebuild_tensor_v3": self._tensor_v3,
+            "torch._utils._rebuild_parameter": self._parameter,
+            "torch._utils._rebuild_parameter_with_state": self._parameter,
+            "torch._tensor._rebuild_from_type_v2": self._from_type,
+            "builtins.getattr": self._attribute,
+        }
+        return loads(
+            pickled,
+            self._file,
+            rebuild=_STORAGE_CLASSES | functions,
+            persistent_load=self._persistent,
+            sealed=self._sealed,
+        )
+
+    def _persistent(self, reference: Any) -> _Typed:
+        """("storage", storage class, key, device, elements), as `torch.save` refers to a storage."""
+        kind, storage_class, key, _, count = reference
+        if isinstance(storage_class, type) and issubclass(storage_class, Opaque):
+            raise self._unsupported(storage_class.name)
+        if kind != "storage" or not isinstance(storage_class, _StorageClass) or type(key) is not str:
+            raise ValueError(f"a persistent object {reference!r}")
+        dtype = storage_class.dtype
+        nbytes = _size(count) * (dtype.itemsize if dtype else 1)
+        if (key, nbytes) not in self._seen:
+            self._seen[key, nbytes] = self._sealed.add(self._storage(key, nbytes))
+        return _Typed(self._seen[key, nbytes], dtype)
+
+    def _tensor(self, typed: _Typed, start: int, shape: Any, strides: Any, *rest: Any) -> StoredTensor:
+        if typed.dtype is None:
+            raise ValueError("a tensor without an element type")
+        return self._strided(typed.storage, typed.dtype, start, shape, strides)
+
+    def _tensor_v3(
+        self,
+        typed: _Typed,
+        start: int,
+        shape: Any,
+        strides: Any,
+        grad: bool,
+        hooks: Any,
+        dtype: Any,
+        *rest: Any,
+    ) -> StoredTensor:
+        if isinstance(dtype, type) and issubclass(dtype, Opaque):
+            raise self._unsupported(dtype.name)
+        return self._strided(typed.storage, dtype, start, shape, strides)
+
+    def _strided(self, storage: Storage, dtype: DType, start: int, shape: Any, strides: Any) -> StoredTensor:
+        sizes, steps = tuple(map(_size, shape)), tuple(map(_size, strides))
+        end = _size(start)
+        if 0 not in sizes:
+            end += 1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
+        if end * dtype.itemsize > storage.nbytes:
+            raise damaged_file(
+                self._file,
+                "a storage is shorter than its tensor",
+                expected=f"{end * dtype.itemsize} bytes for {dtype} {list(sizes)}",
+                found=f"{storage.nbytes} bytes",
+            )
+        tensor: StoredTensor = self._sealed.add(StoredTensor(storage, dtype, sizes, steps, start))
+        return tensor
+
+    @staticmethod
+    def _parameter(tensor: Any, *rest: Any) -> Any:
+        return tensor
+
+    def _from_type(self, function: Any, kind: Any, args: Any, state: Any) -> Any:
+        """A tensor of a subclass, or with attributes: the tensor, or its parts if it is no plain one."""
+        tensor = function(*args)
+        if isinstance(tensor, StoredTensor):
+            return tensor
+        return self._subclassed(function, kind, args, state)
+
+    @staticmethod
+    def _attribute(owner: Any, name: str) -> Any:
+        """`getattr(owner, name)`, which is how protocol 2 names a class inside a class, or a member of an enum."""
+        if isinstance(owner, type) and issubclass(owner, Opaque) and name in NESTED:
+            return opaque_class(owner.module, f"{owner.name}.{name}")
+        return opaque_class("builtins", "getattr")(owner, name)
+
+    def _unsupported(self, name: str) -> ReshardError:
+        return damaged_file(
+            self._file,
+            "a tensor has an element type that reshard does not know",
+            expected=f"one of {', '.join(BY_NAME)}",
+            found=name,
+            remedy="convert the tensor, or remove it from the checkpoint",
+        )
+
+
+def _size(value: Any) -> int:
+    """`value` as a count or stride, which a pickle could have made anything."""
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{value!r} where a count is expected")
+    return value

@@ -1,0 +1,1 @@
+"""The folder at the end of a run: made, and checked."""

@@ -1,0 +1,179 @@
+"""The end of a run: the folder that loads, made of the last checkpoint and checked before it gets its name.
+
+`OUT/final` is a Hugging Face folder, or with LoRA the adapter as PEFT has it; `OUT/merged` is the base with the adapter
+in it. Both are made by `reshard.convert`, under another name until every check has passed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reshard import api
+from reshard.errors import Problem, ReshardError
+from reshard.formats import open_checkpoint
+from reshard.formats.companions import CONFIG, find_companions
+from reshard.train.engine import Trained, engine_of
+from reshard.train.final import checks
+from reshard.train.final.checks import Check, checked
+from reshard.train.run import RECORD, Run, read_record
+from reshard.train.show import report
+from reshard.train.show.monitor import append
+from reshard.train.worker import TRAINED
+
+FINAL, MERGED = "final", "merged"
+UNCHECKED = ".unchecked"
+"""What stands behind the name of a folder until it was checked."""
+
+OnBytes = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a run has left. `final` and `merged` have their names only if all `checks` are right."""
+
+    final: Path
+    merged: Path | None
+    checks: tuple[Check, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether every check is right."""
+        return all(check.right for check in self.checks)
+
+    @property
+    def problems(self) -> list[Problem]:
+        """What is wrong."""
+        return [problem for check in self.checks for problem in check.problems]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "final": str(self.final),
+            "merged": str(self.merged) if self.merged else None,
+            "whole": self.whole,
+            "checks": [check.as_dict() for check in self.checks],
+        }
+
+
+def finish(run: Run, *, on_bytes: OnBytes = lambda count: None) -> Finished:
+    """Make the final folder of a run that has trained, and check it.
+
+    Where a check fails, the folders keep the names that end in `.unchecked`, and everything else stays as it was.
+    Raises ReshardError if the run has not left a checkpoint to begin with.
+    """
+    trained = read_trained(run)
+    final, merged = run.output / FINAL, run.output / MERGED if run.lora and run.merge else None
+    drafts = {place: place.with_name(place.name + UNCHECKED) for place in (final, merged) if place}
+    for draft in drafts.values():
+        shutil.rmtree(draft, ignore_errors=True)
+    checks = list(_final(run, trained, drafts[final], on_bytes))
+    if merged and all(check.right for check in checks):
+        checks += _merged(drafts[final], drafts[merged], run, on_bytes)
+    whole = all(check.right for check in checks)
+    for place, draft in drafts.items() if whole else ():
+        shutil.rmtree(place, ignore_errors=True)
+        draft.rename(place)
+    named = (final, merged) if whole else (drafts[final], drafts[merged] if merged else None)
+    finished = Finished(*named, tuple(checks))
+    append(run.output, {"event": "end", "outcome": "done" if whole else "failed"})
+    report.write(run.output, checks=[(check.name, check.found, check.right) for check in checks])
+    return finished
+
+
+def read_trained(run: Run) -> Trained:
+    """What the run has left when its last step was done. Raises ReshardError if it was not done."""
+    path = run.output / TRAINED
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return Trained(Path(content["checkpoint"]), int(content["step"]), dict(content["digests"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ReshardError(
+            "the run has not come to its end",
+            file=str(path),
+            found=f"{type(error).__name__}: {error}",
+            remedy="go on with --resume, or export a checkpoint of it: reshard export CHECKPOINT DST",
+        ) from None
+
+
+def _final(run: Run, trained: Trained, draft: Path, on_bytes: OnBytes) -> Iterator[Check]:
+    """Make the final folder and look at it; nothing is looked at where it could not be made."""
+    made = checked("converted", lambda: _made(trained.checkpoint, draft, on_bytes))
+    yield made
+    if not made.right:
+        return
+    yield checked("bits", lambda: _bits(run, trained, draft))
+    yield from checks.of_adapter(draft, run) if run.lora else checks.of_model(draft, run)
+
+
+def _made(checkpoint: Path, folder: Path, on_bytes: OnBytes, *, merge: bool = False) -> str:
+    plan = export(checkpoint, folder, merge=merge, on_bytes=on_bytes).plan
+    return f"{plan.tensors} tensors, {plan.parameters:,} parameters, from {checkpoint.name.removesuffix(UNCHECKED)}"
+
+
+def _bits(run: Run, trained: Trained, folder: Path) -> str:
+    """What lies in the folder is what lay in memory after the last step, by the digests that the ranks have taken."""
+    problems = engine_of(run).check(run, trained, folder)
+    if not trained.digests:
+        problems.append(
+            Problem("the ranks have left no digests of what they trained", file=str(run.output / TRAINED))
+        )
+    if problems:
+        raise ReshardError(problems)
+    return f"equal to what was trained: {len(trained.digests)} CRC32s after step {trained.step}"
+
+
+def _merged(final: Path, draft: Path, run: Run, on_bytes: OnBytes) -> Iterator[Check]:
+    """The merged model, made of the final adapter."""
+    made = checked("merged: converted", lambda: _made(final, draft, on_bytes, merge=True))
+    yield made
+    if made.right:
+        yield from checks.of_model(draft, run, of="merged: ")
+
+
+def export(checkpoint: Path, destination: Path, *, merge: bool = False, **options: Any) -> api.Conversion:
+    """Convert a checkpoint of a run, told everything by the record in it: to a Hugging Face folder, or to PEFT's.
+
+    `merge` puts the adapter of a LoRA run into its base. Other options are those of `convert`, and come first. Raises
+    ReshardError if there is no record.
+    """
+    run = Run.of_dict(read_record(checkpoint / RECORD))
+    if merge and not run.lora:
+        raise ReshardError(
+            "there is no adapter to merge",
+            file=str(checkpoint),
+            found="a run that trained all weights",
+            remedy="leave out --merge",
+        )
+    told: dict[str, Any] = {
+        "to": "peft" if run.lora and not merge else "huggingface",
+        "base": _base(run, checkpoint),
+        "merge": merge,
+    }
+    told |= {name: value for name, value in options.items() if value is not None}
+    result = api.convert(checkpoint, destination, **told)
+    if not options.get("dry_run"):
+        _accompany(run, checkpoint, destination, to=told["to"])
+    return result
+
+
+def _base(run: Run, checkpoint: Path) -> Path | None:
+    """The base, where it is needed: for an adapter; and for a model whose checkpoint has lost config or tokenizer."""
+    if run.lora:
+        return run.model
+    beside = find_companions(open_checkpoint(checkpoint).root)
+    return None if beside.config and beside.has_tokenizer else run.model
+
+
+def _accompany(run: Run, checkpoint: Path, destination: Path, *, to: str) -> None:
+    """Lay the record beside the weights; beside an adapter the config of its base too, which PEFT does not need."""
+    if to == "peft":
+        beside = find_companions(checkpoint, run.model).files
+        if CONFIG in beside and not (destination / CONFIG).exists():
+            shutil.copyfile(beside[CONFIG], destination / CONFIG)
+    if to in ("peft", "huggingface"):
+        shutil.copyfile(checkpoint / RECORD, destination / RECORD)

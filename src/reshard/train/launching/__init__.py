@@ -1,0 +1,1 @@
+"""Ranks: which launcher there is, started, followed, ended; why one failed."""

@@ -1,0 +1,309 @@
+"""Start the ranks of a run and stay until the last has ended; or be one of them, where somebody else has started them.
+
+Ranks are started by torchrun in a session of their own. All they print goes to `train.log`; the console shows one line
+of progress, read from `metrics.jsonl`. Whatever ends this process ends the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from reshard.errors import ReshardError
+from reshard.train.launching import failure
+from reshard.train.launching.lifetime import end_with_parent
+from reshard.train.launching.places import Place, forget, place_of
+from reshard.train.launching.provenance import record_of
+from reshard.train.run import RECORD, Run
+from reshard.train.show import report, trackers
+from reshard.train.show.monitor import METRICS, Tail, append, monitor_of
+from reshard.train.show.watch import Watch
+from reshard.train.worker import PROBLEMS, REFUSED, TRAINED, claim, claimed, put, work
+
+LOG = "train.log"
+WORKER = "reshard.train.worker"
+"""The module that each rank runs."""
+FAILED, INTERRUPTED = 1, 130
+POLL = 0.1
+"""Seconds between looks at the ranks."""
+PATIENCE = 40.0
+"""Seconds that torchrun is given to end its ranks; it gives them 30 itself."""
+
+
+def processes(run: Run) -> int:
+    """Ranks on each node that reshard starts: as many as were asked for, or one for each visible GPU, or one."""
+    if run.ranks.nproc:
+        return run.ranks.nproc
+    import torch
+
+    return torch.cuda.device_count() or 1
+
+
+def world_size(run: Run) -> int:
+    """Ranks of a run, over all nodes."""
+    place = place_of(run)
+    return place.world_size if place else processes(run) * run.ranks.nnodes
+
+
+def leads(run: Run) -> bool:
+    """Whether this process speaks for the run: it is rank 0, or the launcher on the first node."""
+    place = place_of(run)
+    return place.rank == 0 if place else run.ranks.node_rank == 0
+
+
+def command(run: Run) -> list[str]:
+    """The command that starts the ranks of this node. Raises ReshardError if nodes could not find each other."""
+    ranks = run.ranks
+    words = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes(run)}"]
+    if ranks.nnodes == 1:  # by address, for a host's own name is not always known; port 0 is a free one
+        words += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+    else:
+        host, port = _rendezvous(run)
+        words += [f"--nnodes={ranks.nnodes}", f"--node-rank={ranks.node_rank}"]
+        words += [f"--master-addr={host}", f"--master-port={port}"]
+    words += ["--tee=3", f"--log-dir={run.output / of_node(run, 'logs')}"]
+    return [*words, "-m", WORKER, str(run.output / RECORD)]
+
+
+def _rendezvous(run: Run) -> tuple[str, int]:
+    ranks = run.ranks
+    host, _, port = (ranks.rendezvous or "").rpartition(":")
+    if host and port.isdecimal() and ranks.node_rank < ranks.nnodes:
+        return host.strip("[]"), int(port)
+    raise ReshardError(
+        "the nodes cannot find each other",
+        expected="--nnodes N --node-rank 0…N-1 --rendezvous HOST:PORT, with the host of node 0 on all of them",
+        found=f"--nnodes {ranks.nnodes} --node-rank {ranks.node_rank} --rendezvous {ranks.rendezvous}",
+        remedy="give each node its own --node-rank, and all the same --rendezvous",
+    )
+
+
+def of_node(run: Run, name: str) -> str:
+    """A name for what each node has of its own: nodes may share one output."""
+    stem, dot, suffix = name.partition(".")
+    return f"{stem}-node{run.ranks.node_rank}{dot}{suffix}" if run.ranks.node_rank else name
+
+
+def environment(run: Run, given: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What the ranks find in their environment: nothing of earlier launches, and no more threads than cores."""
+    told = dict(os.environ if given is None else given)
+    forget(told)
+    for name, value in _defaults(run, one_node=run.ranks.nnodes == 1).items():
+        told.setdefault(name, value)
+    return told
+
+
+def _defaults(run: Run, *, one_node: bool) -> dict[str, str]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    defaults = {
+        "OMP_NUM_THREADS": str(max(cores // processes(run), 1)),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if one_node and Path("/sys/class/net/lo").exists():
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"  # else by the host's name, which may lead nowhere
+    return defaults
+
+
+@dataclass(frozen=True)
+class Screen:
+    """Where and how a launch speaks. `language` is that of causes and cures, "en" or "zh"."""
+
+    console: Console
+    quiet: bool = False
+    language: str = "en"
+
+
+def launch(
+    run: Run,
+    record: Mapping[str, Any] | None = None,
+    *,
+    quiet: bool = False,
+    language: str = "en",
+    console: Console | None = None,
+) -> int:
+    """Train, on all ranks; the exit status.
+
+    0: trained, `finish` can begin. 1: a rank failed, and why was printed. 130 or 143: a signal ended it. `record` is
+    what run.json says beside the run. Raises ReshardError where ranks refused to go on.
+    """
+    screen = Screen(console or Console(stderr=True, soft_wrap=True, highlight=False), quiet, language)
+    trackers.check(run)
+    place = place_of(run)
+    if place:
+        return _take(place, run, record or {}, screen)
+    words = command(run)
+    _prepare(run, record or {})
+    if not quiet:
+        screen.console.print(f"[dim]$ {escape(shlex.join(words))}[/]")
+    return _told(run, _ranks(words, run, screen), screen)
+
+
+def _prepare(run: Run, record: Mapping[str, Any]) -> None:
+    """Write the run's record, and put away what an earlier attempt said."""
+    run.output.mkdir(parents=True, exist_ok=True)
+    log = run.output / of_node(run, LOG)
+    if log.exists():
+        older = len(list(run.output.glob(f"{log.stem}-before-*{log.suffix}")))
+        log.rename(log.with_name(f"{log.stem}-before-{older + 1}{log.suffix}"))
+    if run.ranks.node_rank == 0:
+        for name in (PROBLEMS, TRAINED, failure.CLAIM, *(() if run.resume else (METRICS,))):
+            (run.output / name).unlink(missing_ok=True)
+    put(run.output / RECORD, record_of(run, record))
+
+
+@dataclass
+class _Signals:
+    """Which signal was caught first, and how many."""
+
+    first: int = 0
+    count: int = 0
+
+    def __call__(self, number: int, frame: Any) -> None:
+        self.first = self.first or number
+        self.count += 1
+
+
+@contextmanager
+def _caught() -> Iterator[_Signals]:
+    """Catch what would end this process, so that it can end its ranks first."""
+    caught = _Signals()
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
+    before = {number: signal.signal(number, caught) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ranks(words: list[str], run: Run, screen: Screen) -> int:
+    """Run the ranks to their end; their exit status, or 128 and the signal that was caught."""
+    logs = run.output / of_node(run, "logs")
+    ended = partial(end_with_parent, signal.SIGTERM, os.getpid())
+    watch = Watch(run, screen.console, quiet=screen.quiet)
+    tail = Tail(run.output / METRICS)
+    for row in tail.rows():  # what attempts before this one have told
+        watch.history.add(row)
+    with _caught() as caught, (run.output / of_node(run, LOG)).open("wb") as log:
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment(run),
+            start_new_session=True,
+            preexec_fn=ended,
+        )
+        try:
+            with watch:
+                _follow(process, watch, tail, caught)
+        finally:
+            _kill(process)
+            shutil.rmtree(logs, ignore_errors=True)  # train.log has all of it
+    return 128 + caught.first if caught.first else process.returncode
+
+
+def _follow(process: subprocess.Popen[bytes], watch: Watch, tail: Tail, caught: _Signals) -> None:
+    """Show what the ranks tell until they have ended; end them when a signal was caught, at once at the second."""
+    deadline = None
+    while process.poll() is None:
+        for row in tail.rows():
+            watch.add(row)
+        watch.look()
+        if caught.first and deadline is None:
+            process.terminate()
+            deadline = time.monotonic() + PATIENCE
+        if deadline and (caught.count > 1 or time.monotonic() > deadline):
+            return
+        time.sleep(POLL)
+    for row in tail.rows():
+        watch.add(row)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End torchrun if it is still there. Its ranks end with it, by `end_with_parent`."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            process.kill()
+        process.wait()
+
+
+def _told(run: Run, status: int, screen: Screen) -> int:
+    """Say how the ranks ended; the exit status of the command."""
+    if status > 128:
+        end(run, "interrupted")
+        failure.print_interruption(run, screen.console)
+        return status
+    problems = claimed(run.output)
+    if problems:
+        end(run, "refused")
+        raise ReshardError(problems)
+    if status == 0 and (run.ranks.node_rank > 0 or (run.output / TRAINED).is_file()):
+        end(run, "trained")
+        return 0
+    end(run, "failed")
+    if status < 0:
+        screen.console.print(f"torchrun was killed by {failure.signal_name(-status)}")
+    failure.print_failure(run, run.output / of_node(run, LOG), screen.console, screen.language)
+    return FAILED
+
+
+def end(run: Run, outcome: str) -> None:
+    """Write down how a run ended: in its metrics, and in its report. The first node does."""
+    if run.ranks.node_rank == 0:
+        append(run.output, {"event": "end", "outcome": outcome})
+        report.write(run.output)
+
+
+def _take(place: Place, run: Run, record: Mapping[str, Any], screen: Screen) -> int:
+    """Be the rank that another launcher has started. Rank 0 writes and shows what the launcher else would.
+
+    What else that launcher has set stays: the engine refuses what contradicts the plan.
+    """
+    os.environ.update(place.environment())
+    run = replace(run, ranks=replace(run.ranks, nproc=place.local_world_size or 0, node_rank=0))
+    for name, value in _defaults(run, one_node=place.local_world_size == place.world_size).items():
+        os.environ.setdefault(name, value)
+    first = place.rank == 0
+    if first:
+        _prepare(run, record)
+        if not screen.quiet:
+            screen.console.print(f"in the place that {place.launcher} gave: rank 0 of {place.world_size}")
+    watch = Watch(run, screen.console, quiet=screen.quiet or not first)
+    try:
+        with watch:
+            work(run, monitor_of(run, [watch.add, *trackers.listeners(run)] if first else []))
+    except ReshardError as error:
+        if not claim(run.output, error.problems):
+            return REFUSED
+        end(run, "refused")
+        raise
+    except KeyboardInterrupt:
+        if first:
+            end(run, "interrupted")
+            failure.print_interruption(run, screen.console, place)
+        return INTERRUPTED
+    except Exception as error:
+        if failure.print_exception(run, place, error, screen.console, screen.language):
+            end(run, "failed")
+        return FAILED
+    if first:
+        end(run, "trained")
+    return 0

@@ -1,0 +1,135 @@
+"""How much memory a run takes on one GPU, whether it fits, and what would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from reshard.doctor.environment import Environment
+from reshard.errors import ReshardError
+from reshard.train.engine import Batches, Precision, engine_of
+from reshard.train.memory import megatron, trl
+from reshard.train.run import Run
+
+GIB = 1 << 30
+OVERHEAD = GIB
+"""What CUDA, cuBLAS and NCCL take for themselves, about; nothing on a CPU."""
+USABLE = 0.95
+"""The part of a GPU's memory that can be filled before fragments between tensors do not fit any more."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the fullest GPU. Generation and training follow each other, so that the larger of the two counts."""
+
+    always: Mapping[str, int]
+    step: Mapping[str, int]
+    generation: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """The most that is there at a time."""
+        return sum(self.always.values()) + max(sum(self.step.values()), sum(self.generation.values()))
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """All parts by name, for a table."""
+        return {**self.always, **self.step, **self.generation}
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {"parts": self.parts, "total": self.total}
+
+
+def estimate(
+    run: Run, batches: Batches, precision: Precision, world_size: int, *, gpu: bool = True
+) -> Memory:
+    """What a run takes on the fullest of `world_size` GPUs."""
+    of_engine = megatron.parts if run.engine == "megatron" else trl.parts
+    always, step, generation = of_engine(run, batches, precision, world_size, gpu=gpu)
+    return Memory({**always, **({"CUDA and NCCL": OVERHEAD} if gpu else {})}, step, generation)
+
+
+def by_length(
+    run: Run, batches: Batches, precision: Precision, world_size: int
+) -> dict[int, tuple[int, int]]:
+    """Bytes of activations at half, once and twice the length: if they are kept, and if layers compute them again."""
+    return {
+        length: (
+            _activations(run, replace(batches, length=length), precision, world_size, again=False),
+            _activations(run, replace(batches, length=length), precision, world_size, again=True),
+        )
+        for length in (batches.length // 2, batches.length, batches.length * 2)
+    }
+
+
+def _activations(run: Run, batches: Batches, precision: Precision, world_size: int, *, again: bool) -> int:
+    if run.engine == "megatron":
+        run = replace(run, options={**run.options, "recompute_granularity": "full" if again else None})
+    precision = replace(precision, recomputation=again)
+    return estimate(run, batches, precision, world_size).step["activations"]
+
+
+def fits(memory: Memory, available: int) -> bool:
+    """Whether it fits into so many bytes."""
+    return memory.total <= available * USABLE
+
+
+def available(environment: Environment, processes: int) -> int:
+    """Bytes for each process of this machine: of the smallest GPU, or a share of what is free where there is none."""
+    if environment.gpus:
+        return min(gpu.memory for gpu in environment.gpus)
+    import psutil
+
+    return int(psutil.virtual_memory().available) // max(processes, 1)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A plan that fits: what to type beside the command as it is, and what it takes."""
+
+    flags: tuple[str, ...]
+    memory: Memory
+
+    def __str__(self) -> str:
+        return f"{' '.join(self.flags)} ({self.memory.total / GIB:.1f} GiB)"
+
+
+def plan_that_fits(
+    run: Run, world_size: int, samples: int, room: int, *, gpu: bool = True, length: int = 0
+) -> Proposal | None:
+    """The change of plan that costs least and fits into `room` bytes; None if none of those that are tried does.
+
+    The method, the data and LoRA stay as they are: those are for the user to change. The samples of a step stay too.
+    `length` is that of the longest sequence, if it is known better than by the options.
+    """
+    for flags, other in _candidates(run, world_size):
+        memory = _tried(other, world_size, samples, length, gpu=gpu)
+        if memory is not None and fits(memory, room):
+            return Proposal(flags, memory)
+    return None
+
+
+def _tried(run: Run, world_size: int, samples: int, length: int, *, gpu: bool) -> Memory | None:
+    """What another plan takes; None where the engine refuses it."""
+    engine = engine_of(run)
+    try:
+        batches = engine.batches(run, world_size, samples)
+        batches = replace(batches, length=length or batches.length)
+        return estimate(run, batches, engine.precision(run), world_size, gpu=gpu)
+    except ReshardError:
+        return None
+
+
+def _candidates(run: Run, world_size: int) -> Iterator[tuple[tuple[str, ...], Run]]:
+    """Plans beside the one that was asked for, those that cost least first; smaller batches come last."""
+    of_engine = megatron if run.engine == "megatron" else trl
+    nothing: dict[str, object] = {}
+    for batch in (nothing, of_engine.smaller_batch(run)):
+        for flags, spread in (((), run.spread), *of_engine.spreads(run, world_size)):
+            for saving in of_engine.savings(run):
+                options = {**saving, **batch}
+                if flags or options:
+                    words = tuple(f"--{name} {value}" for name, value in options.items())
+                    yield (*flags, *words), replace(run, spread=spread, options={**run.options, **options})

@@ -1,0 +1,327 @@
+"""What a GPU holds while TRL trains: sizes from the model on the meta device, spread as DDP, FSDP2, ZeRO or TP do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from reshard.errors import ReshardError
+from reshard.formats.companions import read_object
+from reshard.train.engine import Batches, Precision, engine_of
+from reshard.train.memory import activations
+from reshard.train.memory.activations import Kept, Widths
+from reshard.train.run import Run, Spread
+from reshard.train.trl.fields import LORA
+
+HEAD_TOKENS, HEAD_COLUMNS = 4096, 32768
+"""The tile of logits that TRL 1.16 computes at a time: `trl.kernels.chunked_logprob`, `trl.trainer.utils`."""
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+BUCKET = 500_000_000
+"""Elements of DeepSpeed's reduce bucket, at most."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of parameters. Tied ones count once."""
+
+    frozen: int
+    trained: int
+    layer: int
+    """Of the largest decoder layer."""
+    layer_trained: int
+    ends: int
+    """Outside of the layers: embedding, last norm, head."""
+    ends_trained: int
+    split: int
+    """Those that tensor parallelism spreads."""
+    split_trained: int
+    experts: int
+    """Of a layer's experts, if adapters are merged into them in each forward pass."""
+
+    @property
+    def all(self) -> int:
+        """Of the model, adapters included."""
+        return self.frozen + self.trained
+
+
+def sizes_of(run: Run, options: Mapping[str, Any]) -> Sizes:
+    """The parameters of a run's model, adapters included. Takes seconds: torch and transformers are imported.
+
+    Raises ReshardError if transformers does not know the model.
+    """
+    named = ((name, options.get(name)) for name in LORA)
+    hashable = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in named)
+    trusted = bool(options.get("trust_remote_code"))
+    return _sizes(run.model, trusted, run.lora, hashable if run.lora else ())
+
+
+@lru_cache(maxsize=8)
+def _sizes(folder: Path, trusted: bool, lora: bool, options: tuple[tuple[str, Any], ...]) -> Sizes:
+    model = on_meta(folder, trusted=trusted)
+    plan = dict(getattr(model, "tp_plan", None) or {})
+    if lora:
+        model = _adapted(model, dict(options))
+    layers = max((stack for stack in _stacks(model)), key=len, default=[])
+    inside = {id(p) for layer in layers for p in layer.parameters()}
+    every = dict(model.named_parameters())
+    trained = {name for name, p in every.items() if p.requires_grad}
+    split = {name for name in every if _is_split(name, plan)}
+    ends = {name for name, p in every.items() if id(p) not in inside}
+    largest = max(layers, key=_numel, default=None)
+
+    def count(names: set[str]) -> int:
+        return sum(every[name].numel() for name in names)
+
+    return Sizes(
+        frozen=count(every.keys() - trained),
+        trained=count(trained),
+        layer=_numel(largest),
+        layer_trained=_numel(largest, trained_only=True),
+        ends=count(ends),
+        ends_trained=count(ends & trained),
+        split=count(split),
+        split_trained=count(split & trained),
+        experts=_merged_experts(largest) if lora else 0,
+    )
+
+
+def on_meta(folder: Path, *, trusted: bool) -> Any:
+    """The model of a folder without its weights. Code that the folder brings is run only if it is trusted."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trusted)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
+    except Exception as error:  # whatever a config makes transformers raise
+        raise ReshardError(
+            "transformers cannot build the model",
+            file=str(folder),
+            found=f"{type(error).__name__}: {error}".split("\n")[0],
+            remedy="update transformers; a folder with code of its own needs --trust_remote_code, if you trust it",
+        ) from None
+
+
+def _adapted(model: Any, options: Mapping[str, Any]) -> Any:
+    import torch
+    from peft import get_peft_model
+
+    from reshard.train.trl.loading import adapter_config
+
+    listed = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+    with torch.device("meta"):
+        return get_peft_model(model, adapter_config(listed))
+
+
+def _stacks(model: Any) -> Iterator[list[Any]]:
+    """Lists of modules; the longest is that of the decoder's layers."""
+    from torch.nn import ModuleList
+
+    for name, module in model.named_modules():
+        if isinstance(module, ModuleList) and name.rsplit(".", 1)[-1] != "experts":
+            yield list(module)
+
+
+def _numel(module: Any, *, trained_only: bool = False) -> int:
+    if module is None:
+        return 0
+    return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained_only)
+
+
+def _is_split(name: str, plan: Mapping[str, str]) -> bool:
+    """Whether a style of transformers' plan cuts a parameter; patterns have a star for the layer's number."""
+    plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
+    module = plain.rsplit(".", 1)[0]
+    styles = (style for key, style in plan.items() if fnmatch(module, key) or fnmatch(plain, key))
+    return any("colwise" in style or "rowwise" in style for style in styles)
+
+
+def _merged_experts(layer: Any) -> int:
+    """Stacked experts that have adapters: peft adds these to the weights before each use, in a tensor as large."""
+    names = {name for name, p in layer.named_parameters() if p.requires_grad and ".experts." in f".{name}"}
+    stacked = (p.numel() for name, p in layer.named_parameters() if ".experts." in f".{name}" and p.ndim == 3)
+    return sum(stacked) if names else 0
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A run with all that its memory depends on. `base` are the bytes of a weight that is not trained."""
+
+    run: Run
+    options: Mapping[str, Any]
+    sizes: Sizes
+    widths: Widths
+    batches: Batches
+    precision: Precision
+    world_size: int
+    gpu: bool
+    base: int
+
+    @property
+    def kind(self) -> str:
+        return self.run.spread.kind
+
+    @property
+    def tp(self) -> int:
+        return self.run.spread.tp if self.kind == "tp" else 1
+
+
+def parts(
+    run: Run, batches: Batches, precision: Precision, world_size: int, *, gpu: bool
+) -> tuple[dict[str, int], ...]:
+    """Bytes of what lies there all the time, of what a training step adds, and of what generation adds instead."""
+    options = engine_of(run).options(run)
+    case = _Case(
+        run=run,
+        options=options,
+        sizes=sizes_of(run, options),
+        widths=Widths.of(read_object(run.model / "config.json")),
+        batches=batches,
+        precision=precision,
+        world_size=world_size,
+        gpu=gpu,
+        base=BYTES.get(str(options.get("dtype")), 4) if run.lora else precision.weights,
+    )
+    found = _states(case), _step(case), _generation(case) if run.method == "grpo" else {}
+    return tuple({name: size for name, size in each.items() if size} for each in found)
+
+
+def _states(case: _Case) -> dict[str, int]:
+    sizes, precision, kind = case.sizes, case.precision, case.kind
+    all_split = case.world_size if kind in ("fsdp2", "zero3") else 1
+    states_split = case.world_size if kind in ("fsdp2", "zero3", "zero2") else 1
+    trained = sizes.trained - sizes.split_trained + sizes.split_trained // case.tp
+    split = sizes.split - sizes.split_trained
+    frozen = sizes.frozen - split + split // case.tp
+    return {
+        "weights": (frozen * case.base + trained * precision.weights) // all_split,
+        "reference model": _reference(case) // all_split,
+        "gradients": trained * precision.gradients // states_split,
+        "optimizer": trained * precision.optimizer // states_split,
+        "gathered layers": _gathered(case) if kind in ("fsdp2", "zero3") else 0,
+        "buckets": _buckets(kind, trained, precision) if case.world_size > case.tp else 0,
+    }
+
+
+def _reference(case: _Case) -> int:
+    """The model that DPO, and GRPO with a beta, compare with; with LoRA it is the base without its adapters."""
+    beta = case.run.method == "dpo" or float(case.options.get("beta") or 0)
+    before = case.options.get("precompute_ref_log_probs") and case.kind != "fsdp2"
+    if case.run.lora or case.run.method == "sft" or not beta or before:
+        return 0
+    split = case.sizes.split // case.tp
+    return (case.sizes.all - case.sizes.split + split) * case.precision.weights
+
+
+def _gathered(case: _Case) -> int:
+    """The layer that computes and the next one, fetched meanwhile; the ends; gradients of one layer and of the ends."""
+    sizes = case.sizes
+    weights = sizes.ends + 2 * sizes.layer
+    return (weights + sizes.ends_trained + sizes.layer_trained) * case.precision.activations
+
+
+def _buckets(kind: str, trained: int, precision: Precision) -> int:
+    """Gradients are reduced in buckets: with DDP copies of them all, with ZeRO-2 one that fills and one on its way."""
+    if kind == "zero2":
+        return 2 * min(trained, BUCKET) * precision.activations
+    return trained * precision.gradients if kind in ("ddp", "tp") else 0
+
+
+def _step(case: _Case) -> dict[str, int]:
+    """Activations, a tile of logits, and weights cast to 16 bits, which autocast keeps for the backward pass."""
+    batches, precision, widths = case.batches, case.precision, case.widths
+    sequences = batches.per_device * (2 if case.run.method == "dpo" else 1)
+    tokens = sequences * batches.length
+    kept = Kept(
+        computed=precision.activations,
+        residual=max(case.base, precision.activations),
+        frozen=case.run.lora,
+        repeated=sequences > 1 and not case.options.get("packing"),
+        tp=case.tp,
+        scores=precision.activations + 4 if case.options.get("attn_implementation") == "eager" else 0,
+    )
+    if precision.recomputation:
+        layers = widths.layers * activations.between_layers(widths, kept)
+        layers += activations.of_one_layer(widths, kept, batches.length)
+    else:
+        layers = activations.of_layers(widths, kept, batches.length)
+    merged = 2 if precision.recomputation else widths.sparse + 1
+    return {
+        "activations": tokens * (layers + activations.of_ends(widths, kept)),
+        "logits": _logits(case, tokens),
+        "weights in 16 bits": _casts(case),
+        "merged experts": case.sizes.experts * precision.activations * merged,
+    }
+
+
+def _casts(case: _Case) -> int:
+    """Autocast keeps a copy of each weight that has 32 bits until the backward pass has used it.
+
+    FSDP2 and ZeRO cast what they gather instead. Copies of frozen weights are not shared between uses, so that with
+    layers computed again only one layer's are there.
+    """
+    sizes, precision = case.sizes, case.precision
+    if case.base <= precision.activations or case.kind not in ("ddp", "tp"):
+        return 0
+    cast = sizes.layer if case.run.lora and precision.recomputation else sizes.all
+    return cast * precision.activations // case.tp
+
+
+def _logits(case: _Case, tokens: int) -> int:
+    """A tile of logits at a time, and the columns of the head for it; gradients of the hidden states and of the head.
+
+    Both gradients are summed in float32. On a GPU a kernel works in the tile; on a CPU six more in float32 are made.
+    """
+    widths, computed = case.widths, case.precision.activations
+    rows, columns = min(tokens, HEAD_TOKENS), min(widths.vocab, HEAD_COLUMNS)
+    tile = rows * HEAD_COLUMNS * computed + (0 if case.gpu else 6 * rows * columns * 4)
+    cast = columns * widths.hidden * computed if case.precision.weights != computed else 0
+    head = widths.vocab * widths.hidden * 4 if case.sizes.ends_trained else 0
+    return tile + cast + tokens * widths.hidden * 4 + head
+
+
+def _generation(case: _Case) -> dict[str, int]:
+    """Keys and values of all tokens of the completions that a rank samples at a time."""
+    batches, widths = case.batches, case.widths
+    rounds = int(case.options.get("steps_per_generation") or batches.accumulation)
+    tokens = batches.per_device * rounds * batches.length
+    width = widths.layers * (widths.key + widths.value)
+    return {"keys and values": tokens * width * case.precision.activations // case.tp}
+
+
+def spreads(run: Run, world_size: int) -> Iterator[tuple[tuple[str, ...], Spread]]:
+    """Other ways to spread the model over the same ranks, those that cost least first."""
+    later = {
+        "ddp": ("fsdp2", "zero2", "zero3"),
+        "zero2": ("fsdp2", "zero3"),
+        "fsdp2": (),
+        "zero3": (),
+        "tp": (),
+    }
+    for kind in later[run.spread.kind] if world_size > 1 else ():
+        if not kind.startswith("zero") or find_spec("deepspeed"):
+            yield (f"--parallel {kind}",), replace(run.spread, kind=kind, tp=1)
+    if world_size > 1 and run.spread.kind == "tp":
+        yield ("--parallel fsdp2",), replace(run.spread, kind="fsdp2", tp=1)
+
+
+def savings(run: Run) -> Iterator[dict[str, object]]:
+    """Options that take less memory for the same steps, those that cost least first."""
+    yield {}
+    if not engine_of(run).options(run).get("gradient_checkpointing"):
+        yield {"gradient_checkpointing": "true"}
+
+
+def smaller_batch(run: Run) -> dict[str, object]:
+    """One sample at a time, and as many in a step as before; the groups of GRPO stay as they are."""
+    options = engine_of(run).options(run)
+    size, steps = int(options["per_device_train_batch_size"]), int(options["gradient_accumulation_steps"])
+    if size == 1 or run.method == "grpo":
+        return {}
+    return {"per_device_train_batch_size": 1, "gradient_accumulation_steps": size * steps}

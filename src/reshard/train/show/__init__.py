@@ -1,0 +1,1 @@
+"""What is seen of a run: metrics, the progress line, the report, trackers."""

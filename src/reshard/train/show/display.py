@@ -1,0 +1,101 @@
+"""The one line that shows how a run goes: redrawn on a terminal, printed now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from reshard.train.show.monitor import History
+
+PLAIN_EVERY = 5.0
+"""Seconds between the lines that a log gets."""
+BAR, LEAST = 20, 5
+"""Columns of the bar, and with how many it is worth drawing."""
+
+
+class Display:
+    """A context in which a run is shown on `console`; nothing is, if it is `quiet`."""
+
+    def __init__(self, console: Console, *, quiet: bool = False, waiting: str = "starting") -> None:
+        self._console, self._quiet, self._waiting = console, quiet, waiting
+        self._live = Live(console=console, transient=True, refresh_per_second=4)
+        self._redraws = console.is_terminal and not quiet
+        self._begin = self._printed = time.monotonic()
+        self._shown, self._told = -1, ""
+
+    def __enter__(self) -> Display:
+        if self._redraws:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._redraws:
+            self._live.stop()
+            if self._told:
+                self._console.print(self._told, markup=False)
+
+    def show(self, history: History) -> None:
+        """Bring the line up to date. Without a terminal, print one every few seconds, and for the last step."""
+        if self._redraws:
+            self._told = words(history) if history.total else ""
+            self._live.update(self._line(history))
+            return
+        if self._quiet or not history.total or history.done == self._shown:
+            return
+        is_last = history.done == history.total
+        if is_last or self._shown < 0 or time.monotonic() - self._printed >= PLAIN_EVERY:
+            self._printed, self._shown = time.monotonic(), history.done
+            self._console.print(words(history), markup=False)
+
+    def say(self, text: str) -> None:
+        """Print a line of its own, above the one that is redrawn."""
+        if not self._quiet:
+            self._console.print(text)
+
+    def _line(self, history: History) -> Text:
+        if not history.total:
+            return Text(f"{self._waiting} … {clock(time.monotonic() - self._begin)}", no_wrap=True)
+        told = words(history)
+        columns = min(BAR, self._console.width - len(told) - 3)
+        if columns < LEAST:
+            return Text(told, no_wrap=True, overflow="ellipsis")
+        filled = round(columns * min(history.done / history.total, 1))
+        bar = Text("━" * filled, style="cyan") + Text("╌" * (columns - filled), style="dim")
+        return Text.assemble(bar, "  ", told, no_wrap=True, overflow="ellipsis")
+
+
+def words(history: History) -> str:
+    """What the line says: step 12/100  loss 1.2340  lr 1.0e-05  12.3k tok/s  4.2 GB  0:03:12 left."""
+    loss, rate = history.latest("loss"), history.latest("learning_rate")
+    speed, memory, left = history.speed, history.latest("memory"), history.left
+    parts = [
+        f"step {history.done}/{history.total}",
+        f"loss {loss:.4f}" if loss is not None else "",
+        f"lr {rate:.1e}" if rate is not None else "",
+        f"{short(speed)} tok/s" if speed is not None else "",
+        f"{memory / 1e9:.1f} GB" if memory is not None else "",
+        f"{clock(left)} left" if left is not None and history.done < history.total else "",
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def short(value: float) -> str:
+    """A count in three or four digits: 512, 12.3k, 4.1M."""
+    for unit in ("", "k", "M"):
+        if value < 1000:
+            return f"{value:.0f}" if not unit else f"{value:.1f}{unit}"
+        value /= 1000
+    return f"{value:.1f}G"
+
+
+def clock(seconds: float) -> str:
+    """A span of time as h:mm:ss, with days where there are any."""
+    days, rest = divmod(round(seconds), 86400)
+    text = f"{rest // 3600}:{rest // 60 % 60:02}:{rest % 60:02}"
+    return f"{days}d {text}" if days else text

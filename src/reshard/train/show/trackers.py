@@ -1,0 +1,103 @@
+"""TensorBoard and Weights & Biases, where `--report_to` asks for them.
+
+TRL writes to them itself. For the Megatron engine rank 0 does, from the rows of `metrics.jsonl`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+from reshard.errors import Problem, ReshardError
+from reshard.train.run import Run
+from reshard.train.show.monitor import Row, number
+
+MODULES = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",)}
+"""What has to be importable for each: one of these."""
+FOLDER = "tensorboard"
+"""Where in the output TensorBoard's events lie."""
+
+
+def asked(run: Run) -> list[str]:
+    """The names that `report_to` gives."""
+    value = run.options.get("report_to") or []
+    return [
+        word.strip() for word in (value.split(",") if isinstance(value, str) else map(str, value)) if word
+    ]
+
+
+def check(run: Run) -> None:
+    """Raise ReshardError where a tracker is asked for that is not installed, or that the engine cannot write to."""
+    names = [name for name in asked(run) if name != "none"]
+    problems = [
+        Problem(
+            f"{name} is not installed, and report_to asks for it",
+            remedy=f"pip install {name}, or leave out --report_to",
+        )
+        for name in names
+        if name in MODULES and not any(map(_is_here, MODULES[name]))
+    ]
+    if run.engine == "megatron":
+        problems += [
+            Problem(
+                "the Megatron engine does not write to this tracker",
+                expected=" or ".join(MODULES),
+                found=f"report_to {name}",
+                remedy="choose one of these; metrics.jsonl and report.html are always written",
+            )
+            for name in names
+            if name not in MODULES
+        ]
+    if problems:
+        raise ReshardError(problems)
+
+
+def _is_here(module: str) -> bool:
+    return find_spec(module) is not None
+
+
+def listeners(run: Run) -> list[Callable[[Row], None]]:
+    """What takes the rows of a run to the trackers that are asked for; none where the engine does it by itself."""
+    if run.engine != "megatron":
+        return []
+    return [_LISTENERS[name](run) for name in asked(run) if name in _LISTENERS]
+
+
+def _tensorboard(run: Run) -> Callable[[Row], None]:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(run.output / FOLDER))
+
+    def take(row: Row) -> None:
+        for name, value in values(row).items():
+            writer.add_scalar(f"train/{name}", value, row["step"])
+        writer.flush()
+
+    return take
+
+
+def _wandb(run: Run) -> Callable[[Row], None]:
+    import wandb  # type: ignore[import-not-found,unused-ignore]
+
+    session = wandb.init(name=run.output.name, config=run.as_dict(), dir=str(run.output), resume="allow")
+
+    def take(row: Row) -> None:
+        if row["event"] == "step":
+            session.log(values(row), step=row["step"])
+
+    return take
+
+
+_LISTENERS: dict[str, Callable[[Run], Callable[[Row], None]]] = {
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+}
+
+
+def values(row: Row) -> dict[str, Any]:
+    """What a step measured, as numbers; empty for other rows."""
+    if row["event"] != "step":
+        return {}
+    names = (name for name in row if name not in ("event", "step", "time"))
+    return {name: value for name in names if (value := number(row, name)) is not None}
