@@ -29,7 +29,8 @@ REPOSITORY = Path(__file__).parents[2]
 LAUNCHER = """
 import sys
 from pathlib import Path
-from reshard.train import engine, launch
+from reshard.train import engine
+from reshard.train.launching import launch
 from reshard.train.run import Run
 launch.WORKER, engine.MODULES["trl"] = "tests.train.ranks", "tests.train.ranks"
 sys.exit(launch.launch(Run.read(Path(sys.argv[1]))))
