@@ -14,7 +14,7 @@ from typing import Any
 
 from reshard.errors import Problem, ReshardError
 from reshard.train.engine import Monitor, engine_of
-from reshard.train.launching.lifetime import end_with_parent
+from reshard.train.lifetime import end_with_parent
 from reshard.train.run import Run
 from reshard.train.show import trackers
 from reshard.train.show.monitor import monitor_of

@@ -26,9 +26,9 @@ from rich.markup import escape
 
 from reshard.errors import ReshardError
 from reshard.train.launching import failure
-from reshard.train.launching.lifetime import end_with_parent
 from reshard.train.launching.places import Place, forget, place_of
 from reshard.train.launching.provenance import record_of
+from reshard.train.lifetime import end_with_parent
 from reshard.train.run import RECORD, Run
 from reshard.train.show import report, trackers
 from reshard.train.show.monitor import METRICS, Tail, append, monitor_of
