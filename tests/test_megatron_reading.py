@@ -164,6 +164,49 @@ def test_where_there_are_no_arguments_the_base_tells_all(name: str, genuine: Mak
     assert_agree(transformers_logits(tmp_path / "out", TOKENS), by_megatron(source, "torch_dist"))
 
 
+# One for each thing that names and shapes have to tell; the rest is for `make test-all`.
+TELLING = {
+    *("qwen2-tp2-pp2", "qwen2-tied-pp2", "qwen3-pp2-vpp2", "qwen3-moe-ep2", "qwen3-moe-tp2-pp2-ep4-etp1"),
+    *("qwen3-moe-grouped-legacy", "deepseek-v3-te"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in TELLING else pytest.mark.slow)
+        for name, variant in VARIANTS.items()
+        if "torch" in variant.formats
+    ],
+)
+def test_legacy_files_without_arguments_tell_the_layout_themselves(
+    name: str, genuine: Maker, tmp_path: Path
+) -> None:
+    """By the names of folders, and the names and shapes of tensors: stages, experts, and a tied head."""
+    source = genuine(name)
+    reshard.convert(source.roots["torch"], tmp_path / "base", no_tokenizer=True)
+    run = Path(shutil.copytree(source.roots["torch"], tmp_path / "run"))
+    for file in run.rglob("model_optim_rng.pt"):
+        content = torch.load(file, weights_only=False)
+        del content["args"]
+        torch.save(content, file)
+    assert reshard.open(run).layout == reshard.open(source.roots["torch"]).layout
+    reshard.convert(run, tmp_path / "out", base=tmp_path / "base", no_tokenizer=True)
+    assert reshard.verify(tmp_path / "out", tmp_path / "base").equal
+
+
+def test_files_of_ranks_without_arguments_that_are_missing(genuine: Maker, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(genuine("qwen3-moe-tp2-pp2-ep4-etp1").roots["torch"], tmp_path / "run"))
+    for file in run.rglob("model_optim_rng.pt"):
+        content = torch.load(file, weights_only=False)
+        torch.save({"model": content["model"]}, file)
+    shutil.rmtree(run / "iter_0000002" / "mp_rank_01_000_001")
+    with pytest.raises(ReshardError) as caught:
+        reshard.open(run)
+    (problem,) = caught.value.problems
+    assert problem.message == "the file of a rank is missing" and "mp_rank_01_000_001" in str(problem.file)
+
+
 # What a checkpoint's arguments cannot tell: who pads and ends, and what has another name for the same model.
 TOKEN_IDS = {"bos_token_id", "eos_token_id", "pad_token_id"}
 # InternLM3, Mistral and Llama without biases are one architecture, and so are Llama with all biases and InternLM3.

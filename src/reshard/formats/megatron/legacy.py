@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,13 @@ from reshard.formats.megatron.mcore import (
     Place,
     Split,
     join,
-    layout_of,
     name_of,
     place_of,
     split_of,
     stored_args,
     unfused,
 )
+from reshard.formats.megatron.rank_files import FILE, Facts, chunks_of, expert_shards, folder_name
 from reshard.formats.megatron.ranks import Rank, RankStates
 from reshard.formats.torchfiles.read import read_torch_file
 from reshard.formats.torchfiles.write import NewTensor, layout_torch_file
@@ -39,8 +40,6 @@ from reshard.storage import StoredTensor
 
 NAME = "megatron-legacy"
 WHAT = "Megatron legacy checkpoint, a file for each rank (mp_rank_*)"
-FILE = "model_optim_rng.pt"
-_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 
 
 def detect(path: Path) -> bool:
@@ -48,47 +47,23 @@ def detect(path: Path) -> bool:
     return any(any(folder.glob(f"mp_rank_*/{FILE}")) for folder in iterations.candidates(path))
 
 
-def folder_name(rank: Rank, layout: Layout) -> str:
-    """The folder of a rank: the stage is named if there are several, the expert rank likewise."""
-    stage = f"_{rank.pp:03d}" if layout.pp > 1 else ""
-    expert = f"_{rank.ep:03d}" if layout.ep > 1 else ""
-    return f"mp_rank_{rank.tp:02d}{stage}{expert}"
-
-
-def expert_shards(layout: Layout) -> dict[tuple[int, int], int]:
-    """For each (tp, ep) that has a file: which expert-tensor shard its rank holds.
-
-    Ranks count tp first for dense tensors and etp, then ep, for experts, so with ETP ≠ TP only some pairs exist.
-    """
-    pairs: dict[tuple[int, int], int] = {}
-    for rank in range(layout.stage_ranks):
-        pair = rank % layout.tp, rank // layout.etp % layout.ep
-        if pairs.setdefault(pair, rank % layout.etp) != rank % layout.etp:
-            raise ReshardError(
-                "legacy files cannot hold this layout",
-                rule="a (tp, ep) pair names one file, and so one expert-tensor shard",
-                found=str(layout),
-                remedy="choose --etp so that it divides --tp, or --to megatron",
-            )
-    return pairs
-
-
 def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
     """Open the latest (or the given) iteration. Raises ReshardError naming every rank that is missing."""
     folder, step = iterations.choose(path, iteration)
-    first = min(folder.glob(f"mp_rank_*/{FILE}"))
-    content = _read(first)
-    args = vars(content["args"]) if isinstance(content.get("args"), Namespace) else None
-    layout = layout_of(args) if args else _layout_of_folders(folder)
+    read = cache(partial(_read, folder))
+    names = sorted(path.parent.name for path in folder.glob(f"mp_rank_*/{FILE}"))
+    args = vars(stored) if isinstance(stored := read(names[0]).get("args"), Namespace) else None
+    facts = Facts.of_args(args) if args else Facts.of_files({name: read(name) for name in names})
+    layout = facts.layout
     shards = expert_shards(layout)
     ranks = [Rank(tp, pp, ep) for tp, ep in shards for pp in range(layout.pp)]
     _check_ranks(folder, ranks, layout)
-    reader = _Reader(layout, shards, args or {})
+    reader = _Reader(facts, shards)
     dropped: Counter[str] = Counter()
-    files = {rank: _read(folder / folder_name(rank, layout) / FILE) for rank in ranks}
+    files = {rank: read(folder_name(rank, layout)) for rank in ranks}
     for rank, content in files.items():
         dropped.update(_dropped(content))
-        reader.count_layers(rank, content)
+        reader.learn(rank, content)
     for rank, content in files.items():
         reader.add(rank, content)
     for optimizer in folder.glob("mp_rank_*/distrib_optim.pt"):
@@ -109,14 +84,8 @@ def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
     )
 
 
-def _layout_of_folders(folder: Path) -> Layout:
-    """The layout that folder names tell: a second number is a pipeline stage, a third an expert rank."""
-    names = [_FOLDER.fullmatch(path.parent.name) for path in folder.glob(f"mp_rank_*/{FILE}")]
-    tp, pp, ep = (1 + max(int(name[i] or 0) for name in names if name) for i in (1, 2, 3))
-    return Layout(tp, pp, 1, ep, tp)
-
-
-def _read(path: Path) -> dict[str, Any]:
+def _read(folder: Path, rank: str) -> dict[str, Any]:
+    path = folder / rank / FILE
     content = read_torch_file(path)
     if not isinstance(content, dict):
         raise ReshardError("not a Megatron checkpoint", file=str(path), found=type(content).__name__)
@@ -163,14 +132,6 @@ _GROUPED = re.compile(r"(.*mlp\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
 _STACKED = re.compile(r"(.*mlp\.experts)\.weight([12])")
 
 
-def _chunks(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The model of a rank, or of each of its virtual stages."""
-    names = sorted(
-        (key for key in content if re.fullmatch(r"model\d*", key)), key=lambda key: int(key[5:] or 0)
-    )
-    return [content[name] for name in names if isinstance(content[name], Mapping)]
-
-
 @dataclass
 class _Shards:
     """The shards of one tensor, by tensor-parallel rank, and how they were cut."""
@@ -182,34 +143,31 @@ class _Shards:
 class _Reader:
     """Puts the shards of all ranks together under global names."""
 
-    def __init__(
-        self, layout: Layout, shards: Mapping[tuple[int, int], int], args: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, facts: Facts, shards: Mapping[tuple[int, int], int]) -> None:
         self.copies = CopyFinder()
         self.replicas: list[Replica] = []
         self.fused = False
-        self._layout, self._etp = layout, shards
-        self._local_experts = int(args.get("num_experts") or 0) // layout.ep
-        self._tied = not args.get("untie_embeddings_and_output_weights", False)
-        self._down_rows = {
-            "linear_q_down_proj.weight": args.get("q_lora_rank") or 0,
-            "linear_kv_down_proj.weight": (args.get("kv_lora_rank") or 0)
-            + (args.get("qk_pos_emb_head_dim") or 0),
-        }
+        self._layout, self._etp = facts.layout, shards
+        self._local_experts = facts.experts // facts.layout.ep
+        self._tied = facts.tied
+        self._latent: dict[str, int] = {}
         self._counts: dict[tuple[int, int], int] = {}
         self._found: dict[str, _Shards] = {}
 
-    def count_layers(self, rank: Rank, content: Mapping[str, Any]) -> None:
-        """Learn how many layers each (chunk, stage) holds: stages may be uneven."""
-        for chunk, state in enumerate(_chunks(content)):
+    def learn(self, rank: Rank, content: Mapping[str, Any]) -> None:
+        """Learn how many layers each (chunk, stage) holds, as stages may be uneven, and how wide latents are."""
+        for chunk, state in enumerate(chunks_of(content)):
             layers = [
                 int(match[2]) for key in state if (match := _LAYER.match(key)) and match[1] == "decoder"
             ]
             self._counts[chunk, rank.pp] = max(layers, default=-1) + 1
+            for key, stored in state.items():
+                if key.endswith(("linear_q_up_proj.weight", "linear_kv_up_proj.weight")):
+                    self._latent[key.rpartition(".linear_")[2].replace("up", "down")] = stored.shape[1]
 
     def add(self, rank: Rank, content: Mapping[str, Any]) -> None:
         """Add all tensors of one rank's file."""
-        for chunk, state in enumerate(_chunks(content)):
+        for chunk, state in enumerate(chunks_of(content)):
             first = sum(count for at, count in self._counts.items() if at < (chunk, rank.pp))
             for key, stored in state.items():
                 if isinstance(stored, StoredTensor) and not key.endswith("_extra_state"):
@@ -232,8 +190,8 @@ class _Reader:
 
     def _split(self, name: str, part: Tensor) -> Split | None:
         """How a tensor was cut. Until 0.13, Transformer Engine cut the down projections of latent attention too."""
-        rows = next((rows for suffix, rows in self._down_rows.items() if name.endswith(suffix)), 0)
-        return Split(0) if part.shape[0] < rows else split_of(name)
+        latent = self._latent.get(name.rpartition(".linear_")[2], 0)
+        return Split(0) if part.shape[0] < latent else split_of(name)
 
     def _is_tied_copy(self, rank: Rank) -> bool:
         """With tied embeddings, the last of several stages holds a copy of the embedding as its head."""

@@ -1,0 +1,128 @@
+"""The files of a legacy checkpoint: which ranks have one, and what they tell of the model that their names leave open.
+
+Megatron-LM stores its arguments in each file. Training loops that are built on megatron-core alone may not, and then
+the names of folders and the names and shapes of tensors say the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from reshard.errors import ReshardError
+from reshard.formats.megatron.mcore import layout_of
+from reshard.formats.megatron.ranks import Rank
+from reshard.layout import Layout
+from reshard.storage import StoredTensor
+
+FILE = "model_optim_rng.pt"
+EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+COMPARED = 1 << 16
+"""Bytes by which two tables are told apart: some rows of each."""
+
+Content = Mapping[str, Any]
+
+
+def folder_name(rank: Rank, layout: Layout) -> str:
+    """The folder of a rank: the stage is named if there are several, the expert rank likewise."""
+    stage = f"_{rank.pp:03d}" if layout.pp > 1 else ""
+    expert = f"_{rank.ep:03d}" if layout.ep > 1 else ""
+    return f"mp_rank_{rank.tp:02d}{stage}{expert}"
+
+
+def expert_shards(layout: Layout) -> dict[tuple[int, int], int]:
+    """For each (tp, ep) that has a file: which expert-tensor shard its rank holds.
+
+    Ranks count tp first for dense tensors and etp, then ep, for experts, so with ETP ≠ TP only some pairs exist.
+    """
+    pairs: dict[tuple[int, int], int] = {}
+    for rank in range(layout.stage_ranks):
+        pair = rank % layout.tp, rank // layout.etp % layout.ep
+        if pairs.setdefault(pair, rank % layout.etp) != rank % layout.etp:
+            raise ReshardError(
+                "legacy files cannot hold this layout",
+                rule="a (tp, ep) pair names one file, and so one expert-tensor shard",
+                found=str(layout),
+                remedy="choose --etp so that it divides --tp, or --to megatron",
+            )
+    return pairs
+
+
+def chunks_of(content: Content) -> list[Mapping[str, Any]]:
+    """The model of a rank, or of each of its virtual stages."""
+    names = sorted(
+        (key for key in content if re.fullmatch(r"model\d*", key)), key=lambda key: int(key[5:] or 0)
+    )
+    return [content[name] for name in names if isinstance(content[name], Mapping)]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What has to be known to put the files together: layout, experts of a layer, and whether the head is tied."""
+
+    layout: Layout
+    experts: int
+    tied: bool
+
+    @classmethod
+    def of_args(cls, args: Mapping[str, Any]) -> Facts:
+        """What Megatron-LM's arguments say."""
+        tied = not args.get("untie_embeddings_and_output_weights", False)
+        return cls(layout_of(args), int(args.get("num_experts") or 0), tied)
+
+    @classmethod
+    def of_files(cls, files: Mapping[str, Content]) -> Facts:
+        """What the files, by the names of their folders, say themselves."""
+        numbers = {name: _numbers(name) for name in files}
+        tensors = {name: dict(_tensors(content)) for name, content in files.items()}
+        experts = {key: tensor.shape[0] for key, tensor in _all(tensors) if key.endswith("mlp.router.weight")}
+        first, last = min(files, key=numbers.__getitem__), max(files, key=lambda name: numbers[name][1])
+        # A second number is an expert rank where one rank holds all that comes before and after the layers.
+        is_expert = {EMBEDDING, "decoder.final_layernorm.weight"} <= tensors[first].keys()
+        if is_expert:
+            numbers = {name: (tp, 0, second) for name, (tp, second, _) in numbers.items()}
+        tp, pp, ep = (1 + max(at) for at in zip(*numbers.values(), strict=True))
+        vpp = max(len(chunks_of(content)) for content in files.values())
+        etp = _expert_tensor_size(tp, ep, {(tp, ep) for tp, _, ep in numbers.values()}) if experts else 1
+        table, head = tensors[first].get(EMBEDDING), tensors[last].get(HEAD)
+        tied = table is not None and head is not None and _begin_alike(table, head)
+        return cls(Layout(tp, pp, vpp, ep, etp), max(experts.values(), default=0), tied)
+
+
+def _numbers(name: str) -> tuple[int, int, int]:
+    match = _FOLDER.fullmatch(name)
+    return (int(match[1]), int(match[2] or 0), int(match[3] or 0)) if match else (0, 0, 0)
+
+
+def _tensors(content: Content) -> Iterator[tuple[str, StoredTensor]]:
+    for chunk in chunks_of(content):
+        for key, value in chunk.items():
+            if isinstance(value, StoredTensor):
+                yield key.removeprefix("module."), value
+
+
+def _all(files: Mapping[str, Mapping[str, StoredTensor]]) -> Iterator[tuple[str, StoredTensor]]:
+    return (item for tensors in files.values() for item in tensors.items())
+
+
+def _expert_tensor_size(tp: int, ep: int, found: set[tuple[int, int]]) -> int:
+    """The expert-tensor size of a layout in which `found` (tp, ep) pairs have files, and as few others as can be."""
+    sizes = [size for size in range(tp, 0, -1) if tp % size == 0]
+    pairs = {size: expert_shards(Layout(tp, 1, 1, ep, size)).keys() for size in sizes}
+    return min((size for size in sizes if found <= pairs[size]), key=lambda size: len(pairs[size]))
+
+
+def _begin_alike(first: StoredTensor, second: StoredTensor) -> bool:
+    """Whether two tensors begin with the same bytes. Checksums may be of storages that hold other tensors too."""
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    return _begin(first) == _begin(second)
+
+
+def _begin(tensor: StoredTensor) -> bytes:
+    with open(tensor.storage.path, "rb") as file:
+        file.seek(tensor.storage.offset + tensor.start * tensor.dtype.itemsize)
+        return file.read(min(COMPARED, tensor.nbytes))
