@@ -18,7 +18,7 @@ demo: $(VENV)/.ready  ## Hugging Face -> Megatron-Core, train, and back, with ev
 test: $(VENV)/.ready lint  ## lint, types and the tests that need no second framework
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
-test-all: $(VENV)/.ready lint  ## also older versions of the frameworks
+test-all: $(VENV)/.ready lint  ## also other versions and other frameworks: tests/environments.py makes them
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.ready

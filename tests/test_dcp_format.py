@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from hashlib import sha256
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,7 @@ from reshard.formats.fused import FAMILIES
 from reshard.gather import Files, Gatherer
 from reshard.oracle.transformers import transformers_logits
 from tests.commandline import reshard as command
+from tests.environments import python
 from tests.genuine import make_dcp, make_torchtitan
 from tests.genuine.live import live_and_hub
 from tests.genuine.ranks import on_ranks
@@ -187,9 +186,7 @@ def check_torchtitan(source: Path, out: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in make_torchtitan.VARIANTS if name != "llama-older"])
 def test_what_torchtitan_writes_now_is_read(name: str, tmp_path: Path) -> None:
-    if find_spec("torchtitan") is None:
-        pytest.skip("pip install --no-deps torchtitan==0.3.0, and what it asks for")
-    code = [sys.executable, "-m", "tests.genuine.make_torchtitan", str(tmp_path), name]
+    code = [python("torchtitan"), "-m", "tests.genuine.make_torchtitan", str(tmp_path), name]
     subprocess.run(code, check=True, cwd=Path(__file__).parents[1])
     check_torchtitan(tmp_path / name, tmp_path / "hf")
 

@@ -23,6 +23,7 @@ import reshard
 from reshard.errors import Problem, ReshardError
 from reshard.formats.deepspeed import files
 from tests.commandline import reshard as command
+from tests.environments import python
 from tests.genuine import make_deepspeed
 from tests.genuine.make_deepspeed import TAG, TOKENS, VARIANTS
 from tests.judges import tensors_of
@@ -409,19 +410,9 @@ def test_masters_in_16_bits_are_refused(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------ the real DeepSpeed
 
 
-def _python() -> str:
-    """A Python that has deepspeed: this one, or the one that DEEPSPEED_PYTHON names."""
-    python = os.environ.get("DEEPSPEED_PYTHON", sys.executable)
-    if subprocess.run([python, "-c", "import deepspeed"], capture_output=True).returncode:
-        pytest.skip(
-            "DS_BUILD_OPS=0 pip install deepspeed==0.19.8 peft; or name a Python with DEEPSPEED_PYTHON"
-        )
-    return python
-
-
 def _deepspeed(*words: object) -> None:
     done = subprocess.run(
-        [_python(), "-m", "tests.genuine.make_deepspeed", *map(str, words)],
+        [python("deepspeed"), "-m", "tests.genuine.make_deepspeed", *map(str, words)],
         cwd=make_deepspeed.ROOT,
         capture_output=True,
         text=True,

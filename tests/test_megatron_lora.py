@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from safetensors.torch import load_file
 import reshard
 from reshard.errors import ReshardError
 from tests import commandline
+from tests.environments import python
 from tests.genuine import make_megatron_lora as genuine
 from tests.genuine.peft import load
 from tests.judges import THRESHOLD
@@ -99,11 +99,9 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", genuine.VARIANTS)
 def test_what_is_checked_in_is_what_the_projects_write(name: str, tmp_path: Path) -> None:
-    if not genuine.importable():
-        pytest.skip("pip install --no-deps megatron-bridge==0.3.1 mcore-bridge==1.6.5")
     shutil.copytree(base_of(name), tmp_path / base_of(name).name)
     subprocess.run(
-        [sys.executable, "-m", "tests.genuine.make_megatron_lora", str(tmp_path), name],
+        [python("bridges"), "-m", "tests.genuine.make_megatron_lora", str(tmp_path), name],
         check=True,
         timeout=300,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from safetensors.torch import load_file
 import reshard
 from reshard.errors import ReshardError
 from reshard.formats.dcp.metadata import read_metadata
+from tests.environments import python
 from tests.genuine import make_megatron_lora as genuine
 from tests.genuine.huggingface import make_model
 from tests.genuine.peft import load, make_adapter
@@ -190,8 +190,6 @@ def test_optimizer_states_are_refused(tmp_path: Path) -> None:
 def test_megatron_bridge_loads_it_strictly_and_computes_what_peft_does(
     source: str, base: Path, tmp_path: Path
 ) -> None:
-    if not genuine.importable():
-        pytest.skip("pip install --no-deps megatron-bridge==0.3.1 mcore-bridge==1.6.5")
     base, adapter = (
         (base, adapter_of(base, tmp_path / "peft")) if source == "apart" else (LLAMA, tmp_path / "peft")
     )
@@ -206,6 +204,6 @@ def test_megatron_bridge_loads_it_strictly_and_computes_what_peft_does(
     for tp, pp, spec in ((2, 1, "local"), (1, 1, "local"), (2, 1, "te"), (1, 2, "te")):
         file = tmp_path / f"logits-{tp}-{pp}-{spec}.npy"
         words = [tmp_path / "ours", base, file, tp, pp, spec]
-        command = [sys.executable, "-m", "tests.genuine.load_megatron_lora", *map(str, words)]
+        command = [python("bridges"), "-m", "tests.genuine.load_megatron_lora", *map(str, words)]
         subprocess.run(command, check=True, timeout=300)
         assert np.abs(np.load(file) - wanted).max() <= 1e-5 * np.abs(wanted).max()

@@ -13,6 +13,7 @@ import pytest
 from reshard.doctor import machine
 from reshard.doctor.environment import Environment, Gpu, diagnose_environment, look_around
 from tests.commandline import reshard as command
+from tests.environments import python
 
 A100 = Gpu("A100", 8.0, 80 << 30)
 V100 = Gpu("Tesla V100-SXM2-32GB", 7.0, 32 << 30)
@@ -156,20 +157,11 @@ def test_the_environment_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     ]
 
 
-OTHERS = "RESHARD_DOCTOR_PYTHON"
-
-
 @pytest.mark.slow
 def test_an_older_environment_is_told_by_its_own_interpreter() -> None:
-    """Set RESHARD_DOCTOR_PYTHON to the Python of an environment with transformers 4.51.3 to see it."""
-    python = os.environ.get(OTHERS)
-    if not python:
-        pytest.skip(
-            f"{OTHERS} names no Python: python -m venv old && old/bin/pip install transformers==4.51.3"
-        )
     here = Path(__file__).parents[2] / "src"
     shown = subprocess.run(
-        [python, "-m", "reshard", "doctor", "--json"],
+        [python("transformers-4.51"), "-m", "reshard", "doctor", "--json"],
         env={
             **os.environ,
             "PYTHONPATH": f"{here}:{os.environ.get('PYTHONPATH', '')}",

@@ -24,7 +24,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -33,12 +32,11 @@ from packaging.requirements import Requirement
 
 import reshard
 from reshard.doctor.entries import Entry, catalogue
+from tests.environments import python_with
 
 FOLDER = Path(__file__).with_name("reproduce")
 SUPPORT = FOLDER / "support"
 ROOT = Path(__file__).parents[2]
-PYTHONS = ("RESHARD_OLD_PYTHON", "DEEPSPEED_PYTHON", "RESHARD_PYTHONS")
-"""Environment variables that name other Pythons, several separated as in PATH."""
 TIMEOUT = 200
 
 NOT_REPRODUCED = yaml.safe_load(Path(__file__).with_name("not-reproduced.yaml").read_text(encoding="utf-8"))
@@ -120,31 +118,6 @@ def environment(changes: dict[str, str]) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([str(SUPPORT), str(ROOT)]),
     }
     return {**os.environ, **usual, **changes}
-
-
-@lru_cache(maxsize=1)
-def pythons() -> tuple[tuple[str, dict[str, str]], ...]:
-    """This Python, those that the environment names, and the versions of the packages that each has."""
-    named = [path for name in PYTHONS for path in os.environ.get(name, "").split(os.pathsep) if path]
-    code = (
-        "import json; from importlib.metadata import distributions as d;"
-        "print(json.dumps({x.metadata['Name'].lower(): x.version for x in d()}))"
-    )
-    return tuple(
-        (python, json.loads(subprocess.check_output([python, "-c", code])))
-        for python in dict.fromkeys([sys.executable, *named])
-    )
-
-
-def python_with(needs: tuple[Requirement, ...]) -> str:
-    """A Python that has what a case needs. Skips the test if none is known."""
-    for python, versions in pythons():
-        if all(
-            need.specifier.contains(versions.get(need.name, "0")) for need in needs if need.specifier
-        ) and all(need.name in versions for need in needs):
-            return python
-    wanted = " ".join(f"'{need}'" for need in needs)
-    pytest.skip(f"pip install {wanted} into a Python of its own, and name that in RESHARD_PYTHONS")
 
 
 def run_apart(case: Case, folder: Path, changes: dict[str, str]) -> tuple[int, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 
 from reshard.oracle.transformers import transformers_logits
+from tests.environments import python
 from tests.families.test_config import TOKENS, folder_and_config, written_config
 from tests.genuine.huggingface import VARIANTS
 
@@ -39,36 +39,33 @@ softmax, its gpt-oss clamps at 7.0 and not at `swiglu_limit`."""
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    "RESHARD_OLD_PYTHON" not in os.environ, reason="RESHARD_OLD_PYTHON: a python with transformers 4"
-)
-def test_transformers_4_reads_the_portable_config_alike(tmp_path: Path) -> None:
-    """One or more interpreters, separated by colons; old ones lack some families."""
-    for python in os.environ["RESHARD_OLD_PYTHON"].split(os.pathsep):
-        version = subprocess.check_output(
-            [python, "-c", "import transformers as t; print(t.__version__)"], text=True
+@pytest.mark.parametrize("version", ["4.51", "4.53", "4.57"])
+def test_transformers_4_reads_the_portable_config_alike(version: str, tmp_path: Path) -> None:
+    too_new = ("deepseek_v3_noq",) if version == "4.51" else ()
+    folders = {}
+    for name in VARIANTS:
+        if not name.startswith(("internlm3", *OTHERWISE, *too_new)):
+            # Mixtral had no head_dim of its own before 4.48.
+            narrow = {"head_dim": 8} if name == "mixtral" else {}
+            folder, config = folder_and_config(name, tmp_path, **narrow)
+            (folder / "config.json").write_text(json.dumps(written_config(config, "float32")))
+            folders[folder] = transformers_logits(folder, TOKENS)
+    np.save(tmp_path / "tokens.npy", TOKENS)
+    command = [
+        python(f"transformers-{version}"),
+        "-c",
+        OLD_TRANSFORMERS,
+        str(tmp_path / "tokens.npy"),
+        *map(str, folders),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    sys.stderr.write(done.stderr)
+    assert done.returncode == 0
+    for folder, expected in folders.items():
+        np.testing.assert_allclose(
+            np.load(folder / "logits.npy"),
+            expected,
+            rtol=1e-5,
+            atol=1e-5,
+            err_msg=f"{folder.name}, {version}",
         )
-        too_new = (
-            ("qwen3", "deepseek") if version < "4.51" else ("deepseek_v3_noq",) if version < "4.53" else ()
-        )
-        folders = {}
-        for name in VARIANTS:
-            if not name.startswith(("internlm3", *OTHERWISE, *too_new)):
-                # Mixtral had no head_dim of its own before 4.48.
-                narrow = {"head_dim": 8} if name == "mixtral" else {}
-                folder, config = folder_and_config(name, tmp_path / version.strip(), **narrow)
-                (folder / "config.json").write_text(json.dumps(written_config(config, "float32")))
-                folders[folder] = transformers_logits(folder, TOKENS)
-        np.save(tmp_path / "tokens.npy", TOKENS)
-        command = [python, "-c", OLD_TRANSFORMERS, str(tmp_path / "tokens.npy"), *map(str, folders)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        sys.stderr.write(done.stderr)
-        assert done.returncode == 0
-        for folder, expected in folders.items():
-            np.testing.assert_allclose(
-                np.load(folder / "logits.npy"),
-                expected,
-                rtol=1e-5,
-                atol=1e-5,
-                err_msg=f"{folder.name}, {version}",
-            )

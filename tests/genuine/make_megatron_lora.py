@@ -71,11 +71,6 @@ VARIANTS = {
 }
 
 
-def importable() -> bool:
-    """Whether both packages are here."""
-    return all(_folder(*names) is not None for names in (("mcore_bridge",), ("megatron", "bridge")))
-
-
 def _folder(*names: str) -> Path | None:
     for place in sys.path:
         folder = Path(place, *names)

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from reshard.engines.megatron import ParallelSizes, train_and_save
 from reshard.engines.megatron.checkpoint import Format, SaveOptions
 from reshard.engines.megatron.model import Spec
+from tests.environments import CACHE
 
 REPOSITORY = Path(__file__).parents[2]
 OLDER_VERSIONS = ("0.12.3", "0.13.1", "0.14.0", "0.15.3")
@@ -259,15 +260,11 @@ def _make_elsewhere(name: str, out: Path, megatron: str | None) -> None:
 
 
 def mcore_site(megatron: str) -> Path:
-    """A folder with megatron-core of that version alone, installed on first use and kept.
-
-    It lies under `$RESHARD_TEST_CACHE`, or `~/.cache/reshard-tests`.
-    """
-    cache = Path(os.environ.get("RESHARD_TEST_CACHE", Path.home() / ".cache" / "reshard-tests"))
-    site = cache / f"mcore-{megatron}"
+    """A folder with megatron-core of that version alone, installed on first use and kept."""
+    site = CACHE / f"mcore-{megatron}"
     if not site.is_dir():
-        cache.mkdir(parents=True, exist_ok=True)
-        incomplete = cache / f"mcore-{megatron}.{os.getpid()}"
+        CACHE.mkdir(parents=True, exist_ok=True)
+        incomplete = CACHE / f"mcore-{megatron}.{os.getpid()}"
         requirement = f"megatron-core=={megatron}"
         command = [
             sys.executable,

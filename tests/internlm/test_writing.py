@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from reshard.formats import internlm
 from reshard.formats.internlm.write import stages
 from reshard.layout import Layout
 from tests.commandline import reshard as run
+from tests.environments import python
 from tests.genuine.internlm_reference import hub_logits
 from tests.internlm.checkpoints import DATA, NAMES, WRITABLE, problems_of, same_as_before
 from tests.judges import assert_agree, assert_same_tensors, tensors_of
@@ -136,11 +135,9 @@ def test_families_that_internevo_does_not_have_are_refused(
 @pytest.fixture
 def internevo() -> Callable[..., None]:
     """Run `make_internlm` in a process of its own: InternEvo keeps its groups in global variables."""
-    if importlib.util.find_spec("internlm") is None:
-        pytest.skip("InternEvo is not here: pip install --no-deps InternEvo==0.4.9 && pip install einops")
 
     def call(*words: object) -> None:
-        command = [sys.executable, "-m", "tests.genuine.make_internlm", *map(str, words)]
+        command = [python("internevo"), "-m", "tests.genuine.make_internlm", *map(str, words)]
         subprocess.run(command, check=True, capture_output=True, timeout=600)
 
     return call

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from reshard.errors import ReshardError
 from reshard.oracle.transformers import transformers_logits
 from reshard.train.final.finish import Finished, export, finish
 from reshard.train.run import Run
+from tests.environments import python
 from tests.judges import TOKENS, tensors_of
 
 Models = Callable[..., Path]
@@ -268,11 +268,7 @@ for folder in sys.argv[2:]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    "RESHARD_OLD_PYTHON" not in os.environ, reason="RESHARD_OLD_PYTHON: a python with transformers 4"
-)
 def test_transformers_4_loads_what_transformers_5_has_trained(tiny: Models, tmp_path: Path) -> None:
-    """One or more interpreters, separated by colons."""
     folders = [
         finish(trained(tiny(name), tmp_path / name)[0]).final for name in ("qwen2", "qwen3_tied", "qwen3_moe")
     ]
@@ -280,8 +276,8 @@ def test_transformers_4_loads_what_transformers_5_has_trained(tiny: Models, tmp_
     assert adapter.merged
     folders.append(adapter.merged)
     np.save(tmp_path / "tokens.npy", TOKENS)
-    for python in os.environ["RESHARD_OLD_PYTHON"].split(os.pathsep):
-        words = [python, "-c", OLD, str(tmp_path / "tokens.npy"), *map(str, folders)]
+    for name in ("transformers-4.51", "transformers-4.53", "transformers-4.57"):
+        words = [python(name), "-c", OLD, str(tmp_path / "tokens.npy"), *map(str, folders)]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         sys.stderr.write(done.stderr)
         assert done.returncode == 0

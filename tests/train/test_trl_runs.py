@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from tests.train.trl_runs import STEPS, Ran, train
 
 Trainer = Callable[..., Ran]
 PLANS = {"one": 1, "ddp": 2, "fsdp2": 2, "tp": 2, "zero2": 2, "zero3": 2}
+ENVIRONMENTS = {"zero2": "deepspeed", "zero3": "deepspeed"}
 FOUR_DIGITS = 1e-4
 WITH_HEAD = {"lora_modules_to_save": ["lm_head"], "lora_target_modules": ["q_proj", "v_proj"]}
 BESIDE = {
@@ -47,7 +47,7 @@ def ran(
             run = run_of(
                 plan, method, tiny(model), data[method], tmp_path_factory.mktemp("run"), lora, ep, options
             )
-            done[key] = train(run, PLANS[plan])
+            done[key] = train(run, PLANS[plan], environment=ENVIRONMENTS.get(plan))
             assert not done[key].failed, done[key].log
         return done[key]
 
@@ -85,7 +85,9 @@ def resumed(ran: Ran, tmp_path: Path) -> Ran:
     shutil.copytree(ran.run.output / "checkpoint-2", output / "checkpoint-2")
     (output / "checkpoint-4").mkdir()
     (output / "checkpoint-4/model.safetensors").write_bytes(b"half a fi")
-    return train(replace(ran.run, output=output, resume=True), PLANS[ran.run.spread.kind])
+    plan = ran.run.spread.kind
+    run = replace(ran.run, output=output, resume=True)
+    return train(run, PLANS[plan], environment=ENVIRONMENTS.get(plan))
 
 
 def same_as(ran: Ran, other: Ran) -> None:
@@ -290,13 +292,7 @@ def test_a_head_beside_an_adapter_is_refused_under_fsdp2(ran: Trainer, tmp_path:
     assert "does not average the gradient of a head" in refused.log
 
 
-needs_deepspeed = pytest.mark.skipif(
-    find_spec("deepspeed") is None, reason="pip install deepspeed, and DS_ACCELERATOR=cpu"
-)
-
-
 @pytest.mark.slow
-@needs_deepspeed
 @pytest.mark.parametrize("plan", ["zero2", "zero3"])
 @pytest.mark.parametrize("lora", [False, True])
 def test_zero_has_the_losses_of_ddp_and_goes_on(plan: str, lora: bool, ran: Trainer, tmp_path: Path) -> None:
@@ -310,7 +306,6 @@ def test_zero_has_the_losses_of_ddp_and_goes_on(plan: str, lora: bool, ran: Trai
 
 
 @pytest.mark.slow
-@needs_deepspeed
 @pytest.mark.parametrize("plan", ["zero2", "zero3"])
 @pytest.mark.parametrize("method", ["dpo", "grpo"])
 def test_dpo_and_grpo_under_zero_have_the_losses_of_ddp(plan: str, method: str, ran: Trainer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import Any
 
 from reshard.train.engine import Trained
 from reshard.train.run import RECORD, Run
+from tests.environments import python
 
 PRELOADED = (
     *("reshard.train.trl.training", "reshard.train.worker", "datasets", "peft", "accelerate"),
@@ -24,6 +26,7 @@ PRELOADED = (
     *("transformers.models.qwen3.modeling_qwen3", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
 )
 TIMEOUT = 400
+REPOSITORY = Path(__file__).parents[2]
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # where DeepSpeed is installed: before it is imported
 STEPS = {"max_steps": 4, "save_steps": 2, "learning_rate": 1e-3, "gradient_checkpointing": False}
 """What all runs here take; four samples a step, however many ranks there are."""
@@ -56,15 +59,26 @@ class Ran:
         return Trained(Path(content["checkpoint"]), content["step"], content["digests"])
 
 
-def train(run: Run, world_size: int, before: str = "") -> Ran:
-    """Train on so many ranks. `before` is a `module:function` that each calls first."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
+def train(run: Run, world_size: int, before: str = "", environment: str | None = None) -> Ran:
+    """Train on so many ranks. `before` is a `module:function` that each calls first.
+
+    `environment` is one of `tests/environments.py`, where the tests' own has not what is needed.
+    """
     run.output.mkdir(parents=True, exist_ok=True)
     (run.output / RECORD).write_text(json.dumps(run.as_dict()))
+    if environment:
+        words = [python(environment), "-m", "tests.train.trl_runs", str(run.output), str(world_size), before]
+        return Ran(run, failed=subprocess.run(words, cwd=REPOSITORY, timeout=TIMEOUT).returncode != 0)
+    return Ran(run, failed=_failed(run.output, world_size, before))
+
+
+def _failed(output: Path, world_size: int, before: str) -> bool:
+    """Run all ranks: whether one failed."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
     port = _free_port()
     ranks = [
-        context.Process(target=be_rank, args=(run.output, rank, world_size, port, before))
+        context.Process(target=be_rank, args=(output, rank, world_size, port, before))
         for rank in range(world_size)
     ]
     for rank in ranks:
@@ -74,7 +88,7 @@ def train(run: Run, world_size: int, before: str = "") -> Ran:
     failed = any(rank.exitcode != 0 for rank in ranks)
     for rank in ranks:
         rank.kill()
-    return Ran(run, failed)
+    return failed
 
 
 def _free_port() -> int:
@@ -125,3 +139,7 @@ def without_cpu_adaptation() -> None:
     from reshard.train.trl import cpu
 
     cpu.prepare = lambda: None
+
+
+if __name__ == "__main__":
+    sys.exit(_failed(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))

@@ -4,8 +4,7 @@
 
     python -m tests.doctor.head.runs [RUN …]
 
-Old frameworks get a virtual environment of their own under `$RESHARD_TEST_CACHE` (or `~/.cache/reshard-tests`), made on
-first use.
+Old frameworks are those of `tests/environments.py`.
 """
 
 from __future__ import annotations
@@ -21,15 +20,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests import environments
 from tests.genuine import megatron
 
 HERE = Path(__file__).parent
 INTERNLM = Path(__file__).parents[2] / "data" / "internlm" / "internlm1-tp2"
-OLD = ("torch==2.6.0", "numpy<2.3", "datasets==3.6.0", "peft==0.15.2", "setuptools<81")
-ENVIRONMENTS = {
-    "transformers-4.51.3": (*OLD, "transformers==4.51.3", "accelerate==1.6.0", "trl==0.17.0"),
-    "transformers-4.53.3": (*OLD, "transformers==4.53.3", "accelerate==1.9.0", "trl==0.19.1"),
-}
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 ACCELERATE = ("-m", "accelerate.commands.launch", "--config_file", "accelerate.yaml")
 BASE = "models/Qwen2.5-0.5B"
@@ -110,39 +105,23 @@ _CONVERT = (
     *(word for name, size in _SIZES.items() for word in (f"--{name}", str(size))),
 )
 RUNS = {
-    "export": Run("copy_mixed", _EXPORT, _QWEN2, "transformers-4.51.3"),
-    "grpo": Run("cat_mixed", (*ACCELERATE, "train_grpo.py"), _model, "transformers-4.51.3"),
+    "export": Run("copy_mixed", _EXPORT, _QWEN2, "transformers-4.51"),
+    "grpo": Run("cat_mixed", (*ACCELERATE, "train_grpo.py"), _model, "transformers-4.51"),
     "grpo-accelerate-1.9": Run(
-        "cat_mixed", (*ACCELERATE, "multi_gpu.py", "train_grpo.py"), _model, "transformers-4.53.3"
+        "cat_mixed", (*ACCELERATE, "multi_gpu.py", "train_grpo.py"), _model, "transformers-4.53"
     ),
     "finetune": Run("device_map", (*TORCHRUN, "finetune.py"), _remote_code),
     "finetune-mended": Run("device_map", (*TORCHRUN, "finetune_mended.py"), _remote_code),
     "export-sft": Run("no_tokenizer", _SFT, _QWEN3_MOE),
-    "export-sft-4.51": Run("no_tokenizer", _SFT, _QWEN3_MOE, "transformers-4.51.3"),
+    "export-sft-4.51": Run("no_tokenizer", _SFT, _QWEN3_MOE, "transformers-4.51"),
     "convert2hf": Run("internlm_tp", _CONVERT, _internlm),
 }
-
-
-def interpreter(environment: str | None) -> str:
-    """The Python that has a run's frameworks. An environment is made on first use."""
-    if environment is None:
-        return sys.executable
-    cache = Path(os.environ.get("RESHARD_TEST_CACHE", Path.home() / ".cache" / "reshard-tests"))
-    folder = cache / environment
-    python, ready = folder / "bin" / "python", folder / "ready"
-    if not ready.exists():  # an installation that was cut short has no such file
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        subprocess.run(
-            [str(python), "-m", "pip", "install", "--quiet", *ENVIRONMENTS[environment]], check=True
-        )
-        ready.touch()
-    return str(python)
 
 
 def prepared(name: str, folder: Path) -> str:
     """Lay everything that a run needs into `folder`; returns its interpreter."""
     run = RUNS[name]
-    python = interpreter(run.environment)
+    python = environments.python(run.environment) if run.environment else sys.executable
     for path in (HERE / run.case).iterdir():
         if path.suffix in (".py", ".yaml"):
             shutil.copy(path, folder)

@@ -1,0 +1,135 @@
+"""Frameworks that the tests do not stand on, each in a virtual environment of its own, made on first use and kept.
+
+They lie under `$RESHARD_TEST_CACHE`, or `~/.cache/reshard-tests`. Only slow tests ask for them.
+
+    python -m tests.environments [NAME …]     make them ahead of the tests
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+CACHE = Path(os.environ.get("RESHARD_TEST_CACHE", Path.home() / ".cache" / "reshard-tests"))
+TESTS = "tests"
+"""What an environment lies on, where it shares the packages of the tests."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """`packages` are installed with what they require, `alone` without.
+
+    Both find what lies in the environment that this one lies `on`, and hide it where they have it too.
+    """
+
+    packages: tuple[str, ...]
+    alone: tuple[str, ...] = ()
+    on: str = ""
+
+
+ENVIRONMENTS = {
+    "torch-2.6": Environment(("torch==2.6.0", "numpy==2.2.6", "setuptools<81")),
+    "transformers-4.35": Environment(
+        ("transformers==4.35.2", "accelerate==0.25.0", "tokenizers==0.15.2", "numpy==1.26.4"), on="torch-2.6"
+    ),
+    "transformers-4.51": Environment(
+        (
+            *("transformers==4.51.3", "accelerate==1.6.0", "trl==0.17.0", "peft==0.15.2", "datasets==3.6.0"),
+            *("click", "isal", "rich", "pyyaml"),  # what reshard needs, which is run in it
+        ),
+        on="torch-2.6",
+    ),
+    "transformers-4.53": Environment(
+        ("transformers==4.53.3", "accelerate==1.9.0", "trl==0.19.1", "peft==0.15.2", "datasets==3.6.0"),
+        on="torch-2.6",
+    ),
+    "transformers-4.57": Environment(("transformers==4.57.6",), on=TESTS),
+    "deepspeed": Environment(
+        ("hjson", "msgpack", "py-cpuinfo", "einops", "ninja", "setuptools", "wheel"),
+        ("deepspeed==0.19.8",),
+        on=TESTS,
+    ),
+    "torchtitan": Environment(
+        ("einops", "tyro", "typeguard", "docstring_parser"),
+        ("torchtitan==0.3.0", "spmd_types==0.3.1", "torch_checkpointing==0.1.1", "triton==3.7.0"),
+        on=TESTS,
+    ),
+    "internevo": Environment(("einops", "requests"), ("InternEvo==0.4.9",), on=TESTS),
+    "bridges": Environment(("omegaconf",), ("megatron-bridge==0.3.1", "mcore-bridge==1.6.5"), on=TESTS),
+    "verl": Environment(
+        ("ray==2.60.0", "hydra-core", "codetiming", "tensordict==0.15.3", "pyvers", "pandas", "setuptools"),
+        ("verl==0.9.1",),
+        on=TESTS,
+    ),
+}
+
+
+def python(name: str) -> str:
+    """The interpreter of an environment, which is made if it is not there. Raises what pip raises."""
+    wanted = ENVIRONMENTS[name]
+    below = python(wanted.on) if wanted.on not in ("", TESTS) else sys.executable
+    folder = CACHE / name
+    interpreter, ready = folder / "bin" / "python", folder / "ready"
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests run side by side
+        if not ready.exists():  # an installation that was cut short has no such file
+            subprocess.run([below, "-m", "venv", "--clear", folder], check=True)
+            if wanted.on:
+                _lie_on(interpreter, below)
+            pip = [interpreter, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+            subprocess.run([*pip, *wanted.packages], check=True)
+            if wanted.alone:
+                build = {**os.environ, "DS_BUILD_OPS": "0"}
+                subprocess.run(
+                    [*pip, "--no-deps", "--no-build-isolation", *wanted.alone], check=True, env=build
+                )
+            ready.touch()
+    return str(interpreter)
+
+
+def _lie_on(interpreter: Path, below: str) -> None:
+    """Let an interpreter find what another has installed, after what it has itself."""
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    sites = [subprocess.check_output([each, "-c", code], text=True).strip() for each in (below, interpreter)]
+    (Path(sites[1]) / "below.pth").write_text(f"import site; site.addsitedir({sites[0]!r})\n")
+
+
+def python_with(needs: Iterable[Requirement]) -> str:
+    """The interpreter of the tests if it has all that is needed, or that of the first environment that has."""
+    needs = list(needs)
+    for name in (TESTS, *ENVIRONMENTS):
+        if all(_has(name, need) for need in needs):
+            return sys.executable if name == TESTS else python(name)
+    raise LookupError(
+        f"no environment has {', '.join(map(str, needs))}: declare one in {Path(__file__).name}"
+    )
+
+
+def _has(name: str, need: Requirement) -> bool:
+    """Whether an environment has a package in a version that is pinned, or is installed beside the tests."""
+    if name == TESTS:
+        try:
+            return need.specifier.contains(version(need.name))
+        except PackageNotFoundError:
+            return False
+    declared = ENVIRONMENTS.get(name)
+    if declared is None:
+        return False
+    for each in map(Requirement, (*declared.packages, *declared.alone)):
+        if each.name == need.name:
+            return all(need.specifier.contains(pin.version) for pin in each.specifier if pin.operator == "==")
+    return _has(declared.on, need)
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:] or ENVIRONMENTS:
+        print(each, python(each), flush=True)
