@@ -250,12 +250,15 @@ def explained() -> Iterator[None]:
 
 def _diagnosis(error: Exception) -> str:
     from reshard.doctor.logs import diagnose_text
+    from reshard.doctor.words import locale_language
 
     words = "".join(traceback.format_exception(error))
     known = [finding for finding in diagnose_text("this exception", words) if finding.id != "unknown-failure"]
+    language = locale_language()
+    why, cure = {"en": ("why", "cure"), "zh": ("原因", "解法")}[language]
     return "\n".join(
-        f"reshard doctor: {finding.title.en} ({finding.id}, {finding.certainty})\n"
-        f"why: {finding.cause.en}\ncure: {finding.cure.en}"
+        f"reshard doctor: {finding.title.of(language)} ({finding.id}, {finding.certainty})\n"
+        f"{why}: {finding.cause.of(language)}\n{cure}: {finding.cure.of(language)}"
         for finding in known[:1]
     )
 

@@ -296,7 +296,7 @@ def test_frames_without_their_first_line_are_shown_with_the_exception() -> None:
 
 def test_an_exception_without_a_traceback_is_matched_as_the_first_failure() -> None:
     (found,) = diagnose_text("log", f"{STEPS}\n[rank2]: {FAILURE[-1]}")
-    assert found.id == "dtensor-mixed-cat" and any("the first failure" in each for each in found.evidence)
+    assert found.id == "dtensor-mixed-cat" and any("the first failure" in each.en for each in found.evidence)
 
 
 SIGNALS = {
@@ -398,8 +398,8 @@ def waiting(rank: int, number: int, elements: int) -> str:
 )
 def test_collectives_that_timed_out_are_compared(works: list[tuple[int, int, int]], told: str) -> None:
     (found,) = diagnose_text("log", "\n".join(waiting(*work) for work in works))
-    assert found.id == "hang-nccl" and any(told in each for each in found.evidence)
-    hardware = "a link or a GPU" in " ".join([found.cause.en, *found.evidence])
+    assert found.id == "hang-nccl" and any(told in each.en for each in found.evidence)
+    hardware = "a link or a GPU" in " ".join([found.cause.en, *map(str, found.evidence)])
     assert hardware == ("a link" in told)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import locale
-import os
 import sys
 
 import click
@@ -17,6 +15,7 @@ from reshard.doctor.entries import Entry, catalogue, find
 from reshard.doctor.environment import Environment, diagnose_environment, look_around
 from reshard.doctor.finding import LANGUAGES
 from reshard.doctor.machine import PACKAGES
+from reshard.doctor.words import locale_language as locale_language
 
 LABELS = {
     "en": {"why": "why", "cure": "cure", "where": "where", "mended": "mended", "because": "because"}
@@ -27,12 +26,24 @@ LABELS = {
         "none": "–",
         "total": "{errors} error(s), {warnings} warning(s); mend the first one first",
     }
-    | {"total1": "1 finding"},
+    | {
+        "total1": "1 finding",
+        "environment": "environment",
+        "id": "id",
+        "kind": "kind",
+        "title": "what happens",
+    }
+    | {"hang": "hang", "silent": "silent", "symptom": "symptom"}
+    | {"count": "{count} failures; `reshard doctor --explain ID` tells more"},
     "zh": {"why": "原因", "cure": "解法", "where": "位置", "mended": "改为", "because": "依据"}
     | {"sources": "来源", "also": "由此引起", "clean": "没有发现问题"}
     | {"sure": "确定", "likely": "很可能", "possible": "有可能", "warning": "警告", "error": "错误"}
     | {"absent": "未安装", "none": "–", "total": "共 {errors} 个错误、{warnings} 个警告;请先解决第一个"}
-    | {"total1": "共 1 个问题"},
+    | {"total1": "共 1 个问题", "environment": "环境", "id": "id", "kind": "类别", "title": "现象"}
+    | {"hang": "卡住", "silent": "无报错", "symptom": "表象"}
+    | {"count": "共 {count} 种故障;用 `reshard doctor --explain ID` 查看详情"}
+    | {"CUDA of torch": "torch 的 CUDA", "driver": "驱动", "GPUs": "GPU", "variables": "环境变量"}
+    | {"none (CPU build)": "无(CPU 版)"},
 }
 
 
@@ -93,12 +104,6 @@ def _diagnosed(targets: tuple[str, ...], json_output: bool) -> list[Finding]:
         return diagnose(*targets, on_bytes=advance)
 
 
-def locale_language() -> str:
-    """ "zh" where the environment speaks Chinese, else "en"."""
-    told = next((os.environ[name] for name in ("LC_ALL", "LC_MESSAGES", "LANG") if os.environ.get(name)), "")
-    return "zh" if (told or locale.getlocale()[0] or "").lower().startswith(("zh", "chinese")) else "en"
-
-
 def _print_environment(environment: Environment, language: str) -> None:
     """What there is, one line each."""
     console, words = stdout(), LABELS[language]
@@ -107,7 +112,7 @@ def _print_environment(environment: Environment, language: str) -> None:
             value = " ".join(f"{key}={each}" for key, each in value.items())
         for each in value if isinstance(value, list) and value else [value]:
             shown = str(each or (words["absent"] if name in PACKAGES else words["none"]))
-            console.print(f"[bold]{name:<19}[/] {escape(shown)}")
+            console.print(f"[bold]{words.get(name, name):<19}[/] {escape(words.get(shown, shown))}")
     console.print()
 
 
@@ -134,14 +139,16 @@ def _print_finding(finding: Finding, language: str) -> None:
         f"({finding.id}, {words[finding.certainty]})"
     )
     for place in finding.places:
-        console.print(f"[bold]{words['where']}[/] {escape(str(place))}  {escape(place.text)}")
+        console.print(
+            f"[bold]{words['where']}[/] {escape(words.get(str(place), str(place)))}  {escape(place.text)}"
+        )
         if place.mended:
             console.print(f"[bold]{words['mended']}[/] {escape(place.mended)}")
     console.print(f"[bold]{words['why']}[/] {escape(finding.cause.of(language))}")
     console.print(f"[bold]{words['cure']}[/]")
     _print_cure(finding.cure.of(language))
     for evidence in finding.evidence:
-        console.print(f"[bold]{words['because']}[/] {escape(evidence)}")
+        console.print(f"[bold]{words['because']}[/] {escape(evidence.of(language))}")
     if finding.also:
         console.print(f"[bold]{words['also']}[/] {', '.join(finding.also)}")
     if finding.sources:
@@ -176,11 +183,12 @@ def _list(language: str, json_output: bool) -> None:
             [{"id": entry.id, "kind": entry.kind, "title": entry.title.of(language)} for entry in entries]
         )
         return
-    table = Table("id", "kind", "what happens")
+    words = LABELS[language]
+    table = Table(words["id"], words["kind"], words["title"])
     for entry in entries:
-        table.add_row(entry.id, entry.kind, escape(entry.title.of(language)))
+        table.add_row(entry.id, words[entry.kind], escape(entry.title.of(language)))
     stdout().print(table)
-    stdout().print(f"{len(entries)} failures; `reshard doctor --explain ID` tells more")
+    stdout().print(words["count"].format(count=len(entries)))
 
 
 def _explain(entry: Entry, language: str, json_output: bool) -> None:
@@ -201,7 +209,7 @@ def _explain(entry: Entry, language: str, json_output: bool) -> None:
         print_json(content)
         return
     console, words = stdout(), LABELS[language]
-    console.print(f"[bold]{escape(entry.title.of(language))}[/] ({entry.id}, {entry.kind})")
+    console.print(f"[bold]{escape(entry.title.of(language))}[/] ({entry.id}, {words[entry.kind]})")
     for name, specifier in entry.versions.items():
         console.print(f"  {name} {escape(specifier)}")
     console.print(f"[bold]{words['why']}[/] {escape(entry.cause.of(language))}")

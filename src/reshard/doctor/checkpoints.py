@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.rules import told
 from reshard.doctor.trainable import trainability
+from reshard.doctor.words import translated, words
 from reshard.errors import Problem, ReshardError
 from reshard.formats import iterations
 from reshard.formats.companions import find_companions, read_object
@@ -72,15 +73,26 @@ def is_meant(path: Path) -> bool:
 
 def _damage(problem: Problem, path: Path) -> Finding:
     """Why a checkpoint cannot be opened."""
-    fields = ("tensor", "rule", "expected", "found")
-    told_of = [f"{key}: {value}" for key in fields if (value := getattr(problem, key))]
     values = {
-        "message": problem.message,
-        "shows": "\n".join(told_of),
-        "remedy": problem.remedy or "save or copy the checkpoint again",
+        "message": translated(problem.message),
+        "shows": _lines(_said(problem, "tensor", "rule", "expected", "found")),
+        "remedy": translated(problem.remedy or "save or copy the checkpoint again"),
         "path": path,
     }
-    return told("checkpoint-damaged", [Place(problem.file or str(path), None, problem.message)], values)
+    return told("checkpoint-damaged", [Place(problem.file or str(path), None, problem.tensor or "")], values)
+
+
+def _said(problem: Problem, *fields: str) -> Iterator[Text]:
+    """Fields of a problem that are set, one line each."""
+    for field in fields:
+        if value := getattr(problem, field):
+            yield words(f"problem-{field}", value=value if field == "tensor" else translated(value))
+
+
+def _lines(texts: Iterable[Text]) -> Text:
+    """Texts one below the other."""
+    given = list(texts)
+    return Text("\n".join(text.en for text in given), "\n".join(text.zh for text in given))
 
 
 def _lacks(problem: Problem) -> bool:
@@ -91,7 +103,7 @@ def _lacks(problem: Problem) -> bool:
 class Part(NamedTuple):
     """What should be beside the weights, and the flags that stand in for it."""
 
-    name: str
+    name: Text
     is_missing: bool
     flags: str
 
@@ -103,54 +115,43 @@ def _missing(inspection: Inspection, path: Path) -> Iterator[Finding]:
     lost = [part.name for part in parts if part.is_missing]
     if not lost:
         return
-    weights = f"weights: {len(checkpoint.tensors)} tensors ({checkpoint.format}, {checkpoint.layout})"
-    shows = {
-        language: "\n".join(
-            [
-                weights,
-                *(
-                    f"{part.name}: {missing.format(part.flags) if part.is_missing else there}"
-                    for part in parts
-                ),
-            ]
-        )
-        for language, (missing, there) in _PARTS.items()
-    }
+    held = {"count": len(checkpoint.tensors), "format": checkpoint.format, "layout": checkpoint.layout}
+    shows = [
+        words("part-missing" if part.is_missing else "part-there", name=part.name, flags=part.flags)
+        for part in parts
+    ]
     values = {
-        "missing": ", ".join(lost),
+        "missing": Text(", ".join(part.en for part in lost), "、".join(part.zh for part in lost)),
         "command": inspection.next or f"reshard inspect {path}",
-        "shows_en": shows["en"],
-        "shows_zh": shows["zh"],
+        "shows": _lines([words("part-weights", **held), *shows]),
     }
-    yield told("checkpoint-lacks", [Place(str(path), None, values["missing"])], values)
-
-
-_PARTS = {"en": ("missing; {} supplies it", "there"), "zh": ("缺失,用 {} 补上", "有")}
+    yield told("checkpoint-lacks", [Place(str(path))], values)
 
 
 def _parts(inspection: Inspection, root: Path) -> Iterator[Part]:
     lacking = {problem.message for problem in inspection.problems}
     checkpoint = inspection.checkpoint
-    yield Part("config.json", NO_CONFIG in lacking, "--base DIR")
-    yield Part("tokenizer", NO_TOKENIZER in lacking, "--base DIR (--no-tokenizer)")
+    yield Part(Text.same("config.json"), NO_CONFIG in lacking, "--base DIR")
+    yield Part(words("part-tokenizer"), NO_TOKENIZER in lacking, "--base DIR (--no-tokenizer)")
     if checkpoint.format in (torch_dist.NAME, legacy.NAME):
         tracker = root / iterations.TRACKER
-        yield Part(iterations.TRACKER, not tracker.is_file(), f"--iteration {checkpoint.iteration}")
+        yield Part(
+            Text.same(iterations.TRACKER), not tracker.is_file(), f"--iteration {checkpoint.iteration}"
+        )
 
 
 def _of_problem(problem: Problem, inspection: Inspection) -> Finding:
-    """A problem that `inspect` found, in the doctor's words: they exist in English only."""
+    """A problem that `inspect` found, in the doctor's words."""
     where = Place(problem.file or str(inspection.checkpoint.path), None, problem.tensor or "")
-    rule = problem.rule or "the checkpoint is whole and agrees with itself"
-    told_of = [f"{key}: {value}" for key in ("expected", "found") if (value := getattr(problem, key))]
-    cure = problem.remedy or "save or copy the checkpoint again"
+    rule = translated(problem.rule or "the checkpoint is whole and agrees with itself")
+    cure = [translated(problem.remedy or "save or copy the checkpoint again")]
     if inspection.next:
-        cure += f"\n```\n{inspection.next}\n```"
+        cure.append(Text.same(f"```\n{inspection.next}\n```"))
     return Finding(
         id="checkpoint-" + "-".join(problem.message.lower().replace("'", "").split()[:6]),
-        title=Text.same(problem.message),
-        cause=Text.same(f"Rule: {rule}." + "".join(f"\n{line}" for line in told_of)),
-        cure=Text.same(cure),
+        title=translated(problem.message),
+        cause=_lines([words("problem-cause", rule=rule), *_said(problem, "expected", "found")]),
+        cure=_lines(cure),
         severity=problem.severity,
         places=(where,),
     )
@@ -162,7 +163,7 @@ def _tokenizer(checkpoint: Checkpoint) -> Iterator[Finding]:
     table = next((t for name in EMBEDDINGS[checkpoint.dialect] if (t := checkpoint.tensors.get(name))), None)
     tokens = companions.vocab_size
     if table is not None and tokens is not None and tokens > table.shape[0]:
-        shows = f"{tokens} tokens, {table.shape[0]} rows"
+        shows = f"tokens: {tokens}, embedding: {table.shape[0]}"
         place = Place(str(checkpoint.root), None, shows)
         yield told("checkpoint-vocabulary", [place], {"tokens": tokens, "rows": table.shape[0]})
     path = companions.files.get("tokenizer_config.json")

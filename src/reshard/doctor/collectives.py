@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
+from reshard.doctor.finding import Text
 from reshard.doctor.log import Log
+from reshard.doctor.words import words
 
 _WORK = re.compile(
     r"Rank (?P<rank>\d+)\] Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<seq>\d+), "
@@ -12,7 +14,7 @@ _WORK = re.compile(
 )
 
 
-def compared(log: Log) -> list[str]:
+def compared(log: Log) -> list[Text]:
     """What comparing SeqNum, OpType and NumelIn over the ranks tells; nothing if fewer than two ranks show them."""
     works: dict[int, tuple[int, str, str]] = {}
     for match in _WORK.finditer(log.text):
@@ -22,16 +24,13 @@ def compared(log: Log) -> list[str]:
     numbers = sorted({seq for seq, _, _ in works.values()})
     if len(numbers) > 1:
         late = ", ".join(str(rank) for rank in sorted(works) if works[rank][0] == numbers[0])
-        return [f"SeqNum differs, from {numbers[0]} to {numbers[-1]}: look at rank {late}, which is behind"]
+        return [words("ranks-behind", first=numbers[0], last=numbers[-1], late=late)]
     kinds = sorted({work[1:] for work in works.values()})
     if len(kinds) > 1:
-        shown = "; ".join(f"{op} of {numel} on rank {_ranks(works, (op, numel))}" for op, numel in kinds)
-        what = "operations" if len({op for op, _ in kinds}) > 1 else "sizes"
-        return [f"{what} differ at the same SeqNum {numbers[0]}: the ranks diverged ({shown})"]
-    same = (
-        f"SeqNum {numbers[0]}, OpType {kinds[0][0]} and NumelIn {kinds[0][1]} are alike on {len(works)} ranks"
-    )
-    return [f"{same}: if no other rank is missing, a link or a GPU is at fault, not a branch of the script"]
+        shown = "; ".join(f"{op} × {numel}: rank {_ranks(works, (op, numel))}" for op, numel in kinds)
+        sizes = "-sizes" * (len({op for op, _ in kinds}) == 1)
+        return [words(f"ranks-diverged{sizes}", number=numbers[0], shown=shown)]
+    return [words("ranks-alike", number=numbers[0], op=kinds[0][0], numel=kinds[0][1], count=len(works))]
 
 
 def _ranks(works: dict[int, tuple[int, str, str]], kind: tuple[str, str]) -> str:

@@ -16,6 +16,7 @@ from reshard.doctor.launches import diagnose_launch
 from reshard.doctor.logs import STDIN, diagnose_log
 from reshard.doctor.rules import CAUSES
 from reshard.doctor.scripts import diagnose_script
+from reshard.doctor.words import words
 from reshard.errors import ReshardError
 
 CONFIGS = {".yaml", ".yml", ".json"}
@@ -123,7 +124,9 @@ def _merged(same: Sequence[Finding], effects: Sequence[Finding]) -> Finding:
     """One finding from those of several targets, and from those that only show its effect."""
     first, every = same[0], [*same, *effects]
     evidence = [each for finding in same for each in finding.evidence]
-    evidence += [f"{effect.places[0]} shows it: {effect.title.en}" for effect in effects if effect.places]
+    evidence += [
+        words("shown-by", place=effect.places[0], title=effect.title) for effect in effects if effect.places
+    ]
     return replace(
         first,
         certainty="sure" if effects else min((each.certainty for each in same), key=CERTAINTIES.index),

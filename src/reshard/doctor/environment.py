@@ -12,6 +12,7 @@ import yaml
 from reshard.doctor.finding import Finding, Place
 from reshard.doctor.machine import Environment, Gpu, look_around, unmet
 from reshard.doctor.rules import told
+from reshard.doctor.words import words
 
 __all__ = ["Environment", "Gpu", "diagnose_environment", "look_around"]
 
@@ -53,7 +54,7 @@ def old_gpus(env: Environment) -> Iterator[Finding]:
     if env.capability is not None and env.capability < 8:
         name = min(env.gpus, key=lambda gpu: gpu.capability).name
         flash = ", flash-attn " + env.versions["flash-attn"] if "flash-attn" in env.versions else ""
-        shows = f"{name}, compute capability {env.capability}{flash}"
+        shows = f"{name}, compute_cap {env.capability}{flash}"
         yield _found("env-no-bf16", shows, {"name": name, "capability": env.capability})
 
 
@@ -73,11 +74,18 @@ UNDECLARED = (("trl", "<0.20", "transformers", ">=5"),)
 def requirements(env: Environment) -> Iterator[Finding]:
     """What an installed package requires of another one, in its own metadata; and TRL's imports of transformers."""
     for package, needs in unmet(env):
-        shows = f"{package} {env.versions[package]} requires {needs}, installed: {env.versions[needs.name]}"
+        installed = env.versions[needs.name]
+        phrase = {
+            "package": package,
+            "version": env.versions[package],
+            "needs": needs,
+            "installed": installed,
+        }
+        shows = f"{package} {env.versions[package]}: {needs}; {needs.name} {installed}"
         kind = (
             "env-trl-transformers" if {package, needs.name} == {"trl", "transformers"} else "env-requirement"
         )
-        yield _found(kind, shows, {"shows": shows, "package": package, "needs": needs})
+        yield _found(kind, shows, {"shows": words("requires", **phrase), "package": package, "needs": needs})
     for package, ours, other, theirs in UNDECLARED:
         if env.has(package, ours) and env.has(other, theirs):
             shows = f"{package} {env.versions[package]}, {other} {env.versions[other]}"
@@ -89,7 +97,7 @@ def stale_world_size(env: Environment) -> Iterator[Finding]:
     """WORLD_SIZE without a rank comes from no launcher."""
     launched = env.variables.keys() & {"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
     if env.world_size is not None and not launched:
-        yield _found("env-stale-world-size", f"WORLD_SIZE={env.world_size}, no RANK")
+        yield _found("env-stale-world-size", f"WORLD_SIZE={env.world_size}, RANK=–")
 
 
 @rule
@@ -99,7 +107,7 @@ def more_processes_than_gpus(env: Environment) -> Iterator[Finding]:
     visible = env.variables.get("CUDA_VISIBLE_DEVICES")
     count = len(env.gpus) if visible is None else len([each for each in visible.split(",") if each.strip()])
     if env.gpus and local.isdecimal() and int(local) > count:
-        shows = f"LOCAL_WORLD_SIZE={local}, {count} GPUs visible"
+        shows = f"LOCAL_WORLD_SIZE={local}, GPU × {count}"
         yield _found("env-more-processes-than-gpus", shows, {"local": local, "count": count})
 
 
@@ -118,10 +126,10 @@ def _choices(path: Path) -> str:
     try:
         content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError):
-        return "not readable"
+        return "?"
     keys = ("distributed_type", "num_processes", "num_machines", "mixed_precision", "use_cpu")
     content = content if isinstance(content, dict) else {}
-    return ", ".join(f"{key}: {content[key]}" for key in keys if key in content) or "empty"
+    return ", ".join(f"{key}: {content[key]}" for key in keys if key in content) or "{}"
 
 
 DRIVERS = {11: 450, 12: 525, 13: 580}
@@ -141,7 +149,7 @@ def cuda_against_driver_and_gpus(env: Environment) -> Iterator[Finding]:
     least = DRIVERS.get(built[0])
     driver = re.match(r"\d+", env.driver or "")
     if least and driver and int(driver[0]) < least:
-        shows = f"driver {env.driver}, torch for CUDA {env.cuda}"
+        shows = f"driver {env.driver}, CUDA {env.cuda}"
         older = max((major for major, needed in DRIVERS.items() if needed <= int(driver[0])), default=11)
         yield _found(
             "env-old-driver", shows, {"least": least, "cuda": env.cuda, "driver": env.driver, "older": older}
@@ -161,7 +169,7 @@ def cuda_against_driver_and_gpus(env: Environment) -> Iterator[Finding]:
 def torch_without_cuda(env: Environment) -> Iterator[Finding]:
     """A CPU build of torch beside GPUs."""
     if env.gpus and (env.cuda == "" or env.versions.get("torch", "").endswith("+cpu")):
-        yield _found("env-torch-without-cuda", f"torch {env.versions.get('torch')}, {len(env.gpus)} GPUs")
+        yield _found("env-torch-without-cuda", f"torch {env.versions.get('torch')}, GPU × {len(env.gpus)}")
 
 
 LEAST_SHM = 256 << 20

@@ -20,6 +20,9 @@ class Text:
         """The words in one of `LANGUAGES`."""
         return self.zh if language == "zh" else self.en
 
+    def __str__(self) -> str:
+        return self.en
+
     @staticmethod
     def same(text: str) -> Text:
         """What reads alike in both: code, names, numbers."""
@@ -54,15 +57,16 @@ class Finding:
     certainty: str = "sure"
     severity: str = "error"
     places: tuple[Place, ...] = ()
-    evidence: tuple[str, ...] = ()
+    evidence: tuple[Text, ...] = ()
     sources: tuple[str, ...] = ()
     also: tuple[str, ...] = field(default=())
     """Ids of what is only a consequence of this."""
 
     def as_dict(self, language: str | None = None) -> dict[str, Any]:
-        """For `--json`: both languages, or the words of one."""
+        """For `--json`: both languages, or the words of one. Evidence is always lines of one: English by default."""
         content = asdict(self)
         for key in ("title", "cause", "cure"):
             text: Text = getattr(self, key)
             content[key] = text.of(language) if language else {"en": text.en, "zh": text.zh}
+        content["evidence"] = [each.of(language or "en") for each in self.evidence]
         return content

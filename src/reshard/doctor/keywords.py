@@ -6,6 +6,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
+from reshard.doctor.finding import Text
+from reshard.doctor.words import words
+
 _ARGUMENTS = {
     **dict.fromkeys(
         (
@@ -131,7 +134,7 @@ SINCE = {"transformers": "5.0", "trl": "1.0"}
 """Versions that take none of REMOVED; some are gone for longer."""
 
 
-def certainty(name: str) -> tuple[str, str]:
+def certainty(name: str) -> tuple[str, Text]:
     """How sure it is that a class does not take an old name here, and what that rests on: the installed versions."""
     package = (
         "transformers" if name in ("TrainingArguments", "Seq2SeqTrainingArguments", "Trainer") else "trl"
@@ -139,9 +142,9 @@ def certainty(name: str) -> tuple[str, str]:
     try:
         installed = version(package)
     except PackageNotFoundError:
-        return "likely", f"holds from {package} {SINCE[package]} on; {package} is not installed here"
+        return "likely", words("holds-from", name=package, version=SINCE[package])
     is_new = Version(installed) >= Version(SINCE[package])
-    return "sure" if is_new else "possible", f"{package} {installed} is installed here"
+    return "sure" if is_new else "possible", words("installed-here", name=package, version=installed)
 
 
 def wording(name: str, old: str, new: str) -> dict[str, object]:
@@ -149,8 +152,6 @@ def wording(name: str, old: str, new: str) -> dict[str, object]:
     return {
         "name": name,
         "old": old,
-        "became_en": f"{old} became {new}" if new else f"{old} is gone",
-        "became_zh": f"{old} 已改名为 {new}" if new else f"{old} 已被删除",
-        "cure_en": f"Write {new} in place of {old}" if new else f"Delete {old}",
-        "cure_zh": f"把 {old} 换成 {new}" if new else f"删除 {old}",
+        "became": words("name-became" if new else "name-gone", old=old, new=new),
+        "cure": words("write-new" if new else "delete-old", old=old, new=new),
     }

@@ -6,6 +6,7 @@ import re
 
 from reshard.doctor.finding import Text
 from reshard.doctor.log import Log, Traceback
+from reshard.doctor.words import words
 
 BY_KIND = frozenset({"module-not-found", "import-name-missing", "module-attribute-missing"})
 """They explain the first failure where no other entry does, and never surely."""
@@ -18,16 +19,16 @@ _INSTALLED = re.compile(r"(?:site|dist)-packages/(\w+)")
 
 def filled_in(cure: Text, root: Traceback, log: Log) -> Text:
     """A cure with the packages and the interpreter of the log in place of general words."""
-    words: dict[str, str] = {}
+    given: dict[str, str] = {}
     if asked := _ASKED.search(root.message.partition(" (")[0].split("import name")[-1]):
-        words |= {"NAME": asked[1], "IMPORTED": asked[1]}
+        given |= {"NAME": asked[1], "IMPORTED": asked[1]}
     importer = _INSTALLED.search(root.frames[-1]) if root.frames else None
-    other = importer is not None and importer[1] != words.get("IMPORTED")
-    words["IMPORTER|"] = f"{importer[1]}|" if importer and other else ""
+    other = importer is not None and importer[1] != given.get("IMPORTED")
+    given["IMPORTER|"] = f"{importer[1]}|" if importer and other else ""
     if interpreter := _interpreter(log.text):
-        words |= {"python -m pip": f"{interpreter} -m pip", "python -c": f"{interpreter} -c"}
-    pattern = re.compile("|".join(rf"\b{re.escape(word)}" for word in words))
-    return Text(*(pattern.sub(lambda match: words[match[0]], text) for text in (cure.en, cure.zh)))
+        given |= {"python -m pip": f"{interpreter} -m pip", "python -c": f"{interpreter} -c"}
+    pattern = re.compile("|".join(rf"\b{re.escape(word)}" for word in given))
+    return Text(*(pattern.sub(lambda match: given[match[0]], text) for text in (cure.en, cure.zh)))
 
 
 def _interpreter(text: str) -> str | None:
@@ -37,8 +38,8 @@ def _interpreter(text: str) -> str | None:
     return named[-1] if named else None
 
 
-def told_of(root: Traceback, log: Log) -> list[str]:
+def told_of(root: Traceback, log: Log) -> list[Text]:
     """Who asks for what is missing, and which versions the log names."""
-    importer = [f"{root.frames[-1]} asks for it"] if root.frames else []
-    versions = [f"{name} {version}" for name, version in log.versions.items()]
-    return [*importer, *([f"the log names {', '.join(versions)}"] if versions else [])]
+    importer = [words("asked-by", frame=root.frames[-1])] if root.frames else []
+    versions = ", ".join(f"{name} {version}" for name, version in log.versions.items())
+    return [*importer, *([words("log-names", versions=versions)] if versions else [])]

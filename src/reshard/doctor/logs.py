@@ -18,6 +18,7 @@ from reshard.doctor.kinds import BY_KIND, filled_in, told_of
 from reshard.doctor.log import Log, Traceback, read_log
 from reshard.doctor.match import Match, first_sign, match_log
 from reshard.doctor.rules import told
+from reshard.doctor.words import words
 from reshard.errors import ReshardError
 
 STDIN = "-"
@@ -90,7 +91,7 @@ def _finding(match: Match, log: Log, also: tuple[str, ...]) -> Finding:
     )
 
 
-def _told_by(match: Match, log: Log) -> list[str]:
+def _told_by(match: Match, log: Log) -> list[Text]:
     """What an entry's own look at the log adds to its evidence."""
     if match.entry.id == "hang-nccl":
         return compared(log)
@@ -114,12 +115,14 @@ def _unknown(root: Traceback, log: Log, symptoms: tuple[str, ...]) -> Finding:
     """A failure that no entry explains: said to be unknown, with its traceback and what comes nearest."""
     near = nearest(root.said, catalogue().values())
     first = root.root
-    said = "the log ends here, without the exception" if first.exception == CUT_OFF else first.said
-    shown = "\n".join([*(f"  {frame}" for frame in first.frames[-6:]), said[:LONGEST_SAID]])
+    said = words("cut-off") if first.exception == CUT_OFF else Text.same(first.said[:LONGEST_SAID])
+    frames = [f"  {frame}" for frame in first.frames[-6:]]
+    shown = Text("\n".join([*frames, said.en]), "\n".join([*frames, said.zh]))
     last = (root.message if root.exception == CUT_OFF else root.said).split("\n")[0]
     place = Place(log.name, root.last, last[:SHOWN])
     asked = asks(root.message)[:LONGEST_SAID]
-    values = {"who": root.stream or "?", "shown": shown, "near": ", ".join(near) or "–", "asked": asked}
+    values: dict[str, object] = {"who": root.stream or "?", "shown": shown, "asked": asked}
+    values["near"] = ", ".join(near) or "–"
     found = told(UNKNOWN_THAT_ASKS if asked else UNKNOWN, [place], values, certainty="possible")
     return replace(found, id=UNKNOWN, also=symptoms)
 
@@ -129,12 +132,12 @@ _WORD = re.compile(r"[A-Za-z_][A-Za-z_.]{2,}")
 
 def nearest(text: str, entries: Iterable[Entry], count: int = 3) -> list[str]:
     """The ids of entries whose excerpts share most words with a text; rare words count most."""
-    words = {entry.id: set(_WORD.findall(entry.excerpt.lower())) for entry in entries}
+    known = {entry.id: set(_WORD.findall(entry.excerpt.lower())) for entry in entries}
     asked = set(_WORD.findall(text.lower()))
-    common = {word: sum(word in each for each in words.values()) for word in asked}
+    common = {word: sum(word in each for each in known.values()) for word in asked}
 
     def score(identifier: str) -> float:
-        return sum(1 / common[word] for word in asked & words[identifier])
+        return sum(1 / common[word] for word in asked & known[identifier])
 
-    ranked = sorted(words, key=score, reverse=True)
+    ranked = sorted(known, key=score, reverse=True)
     return [identifier for identifier in ranked[:count] if score(identifier) > 0.5]

@@ -12,8 +12,10 @@ from packaging.version import InvalidVersion, Version
 
 from reshard.doctor.entries import Entry
 from reshard.doctor.failures import CUT_OFF, EXIT, is_consequence, is_launchers, loose_failure
+from reshard.doctor.finding import Text
 from reshard.doctor.kinds import BY_KIND
 from reshard.doctor.log import Line, Log, Traceback
+from reshard.doctor.words import words
 
 
 @dataclass
@@ -23,12 +25,12 @@ class Match:
     entry: Entry
     line: Line
     score: float
-    evidence: list[str] = field(default_factory=list)
+    evidence: list[Text] = field(default_factory=list)
+    at_root: bool = False
     certainty: str = "likely"
     also: tuple[str, ...] = ()
 
 
-FIRST = "the first failure is this one"
 IN_ROOT = 2.0
 """What the message of the first traceback weighs: the entry explains what the run died of."""
 
@@ -50,7 +52,7 @@ def match_log(log: Log, entries: Iterable[Entry]) -> list[Match]:
         matches.append(_weighed(entry, line, text, log, root))
     loose = [root] if root and root not in log.tracebacks else []
     kept = _folded(_ranked(matches, [*log.tracebacks, *loose]))
-    return sorted(kept, key=lambda match: _order(match, root))
+    return sorted(kept, key=_order)
 
 
 def first_failure(log: Log) -> Traceback | None:
@@ -100,20 +102,25 @@ def _weighed(entry: Entry, line: Line, text: str, log: Log, root: Traceback | No
     match = Match(entry, line, 1.0)
     if root and _explains(entry, root):
         match.score += IN_ROOT
-        who = f" of {root.stream}" if root.stream else ""
-        what = f"the first failure is {root.exception}{who}, at line {root.last}"
-        loose = root.exception in ("", EXIT, CUT_OFF)
-        match.evidence.append(f"{FIRST}{who}, at line {root.last}" if loose else what)
+        match.at_root = True
+        match.evidence.append(_first(root))
     seen = [hit[0] for pattern in entry.hints if (hit := pattern.search(text))]
     if seen:
         match.score += 1 + 0.25 * len(seen)
-        match.evidence += [f"the log shows {_short(hit)!r}" for hit in seen[:3]]
+        match.evidence += [words("log-shows", text=_short(hit)) for hit in seen[:3]]
     for name, specifier in entry.versions.items():
         if name in log.versions and _inside(log.versions[name], specifier):
             match.score += 1
-            match.evidence.append(f"{name} {log.versions[name]} is among the affected versions ({specifier})")
+            told = {"name": name, "version": log.versions[name], "affected": specifier}
+            match.evidence.append(words("version-affected", **told))
     match.score += 0.5 * len(entry.needs)
     return match
+
+
+def _first(root: Traceback) -> Text:
+    """Which failure of the log is the first."""
+    phrase = "first-failure" + "-alone" * (root.exception in ("", EXIT, CUT_OFF)) + "-of" * bool(root.stream)
+    return words(phrase, exception=root.exception, who=root.stream, line=root.last)
 
 
 def _explains(entry: Entry, root: Traceback) -> bool:
@@ -172,8 +179,7 @@ def _folded(matches: list[Match]) -> list[Match]:
     return [match for match in matches if match.entry.id not in told]
 
 
-def _order(match: Match, root: Traceback | None) -> tuple[bool, bool, int, float]:
+def _order(match: Match) -> tuple[bool, bool, int, float]:
     """Causes before symptoms, what explains the first failure before the rest, then as the log has them."""
     symptom = match.entry.kind == "symptom"
-    at_root = bool(root) and any(e.startswith("the first failure") for e in match.evidence)
-    return symptom, not at_root, match.line.number, -match.score
+    return symptom, not match.at_root, match.line.number, -match.score

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from reshard.doctor.finding import Finding, Place, Text
+from reshard.doctor.words import filled
 
 CAUSES: dict[str, tuple[str, ...]] = {
     "env-device-map-tp": (
@@ -57,13 +58,13 @@ def told(
     *,
     severity: str | None = None,
     certainty: str = "sure",
-    evidence: Iterable[str] = (),
+    evidence: Iterable[Text] = (),
 ) -> Finding:
-    """The finding of one rule; `values` fill the braces of its texts."""
-    words = rules()[identifier]
+    """The finding of one rule; `values` fill the braces of its texts, a `Text` among them in each language."""
+    rule = rules()[identifier]
 
     def text(key: str) -> Text:
-        return Text(*(words[key][language].strip().format(**(values or {})) for language in ("en", "zh")))
+        return filled(rule[key], values or {})
 
     return Finding(
         id=identifier,
@@ -71,10 +72,10 @@ def told(
         cause=text("cause"),
         cure=text("cure"),
         certainty=certainty,
-        severity=severity or words["severity"],
+        severity=severity or rule["severity"],
         places=tuple(places),
         evidence=tuple(evidence),
-        sources=tuple(words["sources"]),
+        sources=tuple(rule["sources"]),
     )
 
 

@@ -13,6 +13,7 @@ from reshard.doctor.keywords import REMOVED, certainty, wording
 from reshard.doctor.rules import told
 from reshard.doctor.source import Call, Source, rank_side, read_source
 from reshard.doctor.spread import device_map_findings
+from reshard.doctor.words import words
 
 Rule = Callable[[Source], Iterator[Finding]]
 RULES: list[Rule] = [device_map_findings, export_device_map, first_rank_only]
@@ -150,7 +151,7 @@ def rank_guard(source: Source) -> Iterator[Finding]:
                 [*(source.place(call.line) for call in calls), *guards],
                 severity="error" if sure else "warning",
                 certainty="likely" if sure else "possible",
-                evidence=() if sure else ("under plain DDP it does no harm; under FSDP and ZeRO-3 it hangs",),
+                evidence=() if sure else [words("harmless-under-ddp")],
             )
 
 

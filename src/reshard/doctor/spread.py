@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from reshard.doctor.finding import Finding, Place
 from reshard.doctor.rules import told
 from reshard.doctor.source import Call, Source
+from reshard.doctor.words import words
 
 SPREAD = {"auto", "balanced", "balanced_low_0", "sequential"}
 MAKERS = ("infer_auto_device_map", "get_balanced_memory")
@@ -36,13 +37,14 @@ def device_map_findings(source: Source) -> Iterator[Finding]:
     if not places:
         return
     launched = _LAUNCHED.search(source.text)
-    alone = "nothing in the script starts several processes: run with plain `python` it works, one GPU after another"
     yield told(
         "script-device-map",
         dict.fromkeys(sorted(places, key=lambda place: (not place.mended, place.line or 0))),
         severity="error" if launched else "warning",
         certainty="sure" if launched else "likely",
-        evidence=[f"the script is made for several processes: {launched[0]}" if launched else alone],
+        evidence=[
+            words("for-several-processes", shows=launched[0]) if launched else words("for-one-process")
+        ],
     )
 
 

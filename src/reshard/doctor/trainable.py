@@ -11,6 +11,7 @@ from typing import Any
 from reshard.checkpoint import Checkpoint
 from reshard.doctor.finding import Finding, Place
 from reshard.doctor.rules import told
+from reshard.doctor.words import words
 from reshard.formats.companions import find_companions, read_object
 from reshard.model import EMBEDDINGS
 
@@ -98,7 +99,7 @@ def _tokenizer_of_5(config: Mapping[str, Any], path: Path) -> Iterator[Finding]:
             "checkpoint-tokenizer-of-5",
             [place_of(path, "TokenizersBackend", mended)],
             severity="error",
-            evidence=[f"transformers {installed} is installed here"],
+            evidence=[words("installed-here", name="transformers", version=installed)],
         )
 
 
@@ -107,7 +108,7 @@ def _small_vocabulary(checkpoint: Checkpoint, tokens: int | None, path: Path) ->
     tables = (checkpoint.tensors.get(name) for name in EMBEDDINGS[checkpoint.dialect])
     rows = next((table.shape[0] for table in tables if table is not None), 0)
     if tokens is not None and tokens < 16 <= rows // 4:
-        yield told("checkpoint-tiny-tokenizer", [Place(str(path), None, f"{tokens} tokens")], {"rows": rows})
+        yield told("checkpoint-tiny-tokenizer", [Place(str(path), None, f"tokens: {tokens}")], {"rows": rows})
 
 
 def place_of(path: Path, word: str, mended: str = "") -> Place:
