@@ -267,6 +267,23 @@ def test_a_run_that_changed_its_format(model: Path, tmp_path: Path) -> None:
     assert reshard("inspect", tmp_path / "run", "--json").json["iteration"] == 2
 
 
+def test_a_release_is_chosen_like_a_step(model: Path, megatron: Path, tmp_path: Path) -> None:
+    """A run that began from converted weights keeps them beside its own steps; `next` names the one that was seen."""
+    run = Path(shutil.copytree(megatron, tmp_path / "run"))
+    api.convert(model, tmp_path / "later", to="megatron", dtype="bfloat16")
+    shutil.copytree(tmp_path / "later" / "release", run / "iter_0000005")
+    (run / "latest_checkpointed_iteration.txt").write_text("5")
+    assert reshard("inspect", run, "--json").json["iteration"] == 5
+    found = reshard("inspect", run, "--iteration", "release", "--json").json
+    assert (found["iteration"], found["next"].split()[2]) == ("release", f"{run}/release")
+    assert reshard("convert", run, tmp_path / "hf", "--iteration", "release").code == 0
+    assert reshard("verify", tmp_path / "hf", run / "release").code == 0
+    assert reshard("verify", tmp_path / "hf", run).code == 1
+    for wrong in ("latest", "-1", "1.5"):
+        result = reshard("inspect", run, "--iteration", wrong)
+        assert result.code == 2 and "neither the number of a step nor release" in result.err
+
+
 def test_convert_json_lists_what_was_written(model: Path, tmp_path: Path) -> None:
     result = reshard("convert", model, tmp_path / "dst", "--to", "megatron", "--tp", 2, "--json")
     assert result.err == ""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard import conversion, planning
-from reshard.checkpoint import Checkpoint
+from reshard.checkpoint import Checkpoint, Iteration
 from reshard.errors import ReshardError
 from reshard.execute import Report, worker_count
 from reshard.formats import open_checkpoint
@@ -48,12 +48,12 @@ def parse_size(size: int | str, flag: str = "size") -> int:
     return int(float(match[1]) * _UNITS[match[2] or ""])
 
 
-def open(path: StrPath, iteration: int | None = None) -> Checkpoint:
+def open(path: StrPath, iteration: Iteration | None = None) -> Checkpoint:
     """Open a checkpoint of any format, reading headers and metadata only. Raises ReshardError."""
     return open_checkpoint(Path(path), iteration)
 
 
-def inspect(path: StrPath, iteration: int | None = None) -> Inspection:
+def inspect(path: StrPath, iteration: Iteration | None = None) -> Inspection:
     """What a checkpoint is, whether it is whole, and what to type next. Raises ReshardError."""
     return inspect_checkpoint(Path(path), iteration)
 
@@ -92,7 +92,7 @@ def convert(
     ep: int = 1,
     etp: int | None = None,
     stages: tuple[int, ...] = (),
-    iteration: int | None = None,
+    iteration: Iteration | None = None,
     family: str | None = None,
     dtype: str | None = None,
     max_shard_size: int | str = "5GB",

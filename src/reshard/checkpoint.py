@@ -111,6 +111,10 @@ class States(Mapping[str, Mapping[str, Tensor]]):
         return len(self._readers)
 
 
+Iteration = int | str
+"""The step of a training run, or "release": what Megatron-LM calls weights that no run of its own wrote."""
+
+
 @dataclass(frozen=True)
 class Optimizer:
     """What an optimizer of the Adam kind knows beside the states of its tensors.
@@ -144,7 +148,7 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     root: Path
     layout: Layout = field(default_factory=Layout)
-    iteration: int | str | None = None
+    iteration: Iteration | None = None
     args: Mapping[str, Any] | None = None
     config: Mapping[str, Any] | None = None
     changes: Mapping[str, Any] = field(default_factory=dict)

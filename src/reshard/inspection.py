@@ -9,7 +9,7 @@ from typing import Any
 
 from reshard import adapters
 from reshard.adapters import description, megatron
-from reshard.checkpoint import Checkpoint
+from reshard.checkpoint import Checkpoint, Iteration
 from reshard.errors import Problem, ReshardError
 from reshard.formats import huggingface, iterations, open_checkpoint
 from reshard.formats.companions import find_companions
@@ -61,9 +61,10 @@ class Inspection:
         }
 
 
-def inspect_checkpoint(path: Path, iteration: int | None = None) -> Inspection:
+def inspect_checkpoint(path: Path, iteration: Iteration | None = None) -> Inspection:
     """Look at the checkpoint at `path`. Raises ReshardError only if nothing can be opened there."""
     checkpoint = open_checkpoint(path, iteration)
+    path = path if iteration is None else checkpoint.path  # so that what to type next names the same step
     if adapters.is_adapter(checkpoint) or megatron.holds_pairs(checkpoint):
         return _inspect_adapter(checkpoint, path)
     problems = list(checkpoint.problems)

@@ -23,6 +23,7 @@ from reshard.cli.console import (
     stderr,
     stdout,
 )
+from reshard.cli.options import iteration_option
 from reshard.execute import peak_per_worker, worker_count
 from reshard.plan import Plan
 from reshard.planning import TARGETS
@@ -51,9 +52,7 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 @click.option("--ep", type=POSITIVE, default=1, metavar="N", help="Expert-parallel size.")
 @click.option("--etp", type=POSITIVE, metavar="N", help="Expert-tensor-parallel size; --tp by default.")
 @click.option("--stages", callback=_stages, metavar="N,N,…", help="Layers of each pipeline stage, if uneven.")
-@click.option(
-    "--iteration", type=int, metavar="N", help="Which iteration of SRC; the tracked one by default."
-)
+@iteration_option("Which step of the run SRC; the one that its tracker names by default.")
 @click.option("--family", metavar="NAME", help="Read SRC as this family, whatever its config says.")
 @click.option("--dtype", metavar="DTYPE", help="Convert weights to float32, bfloat16 or float16.")
 @click.option(

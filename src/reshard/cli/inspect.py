@@ -18,15 +18,16 @@ from reshard.cli.console import (
     size,
     stdout,
 )
+from reshard.cli.options import iteration_option
 from reshard.inspection import OPTIMIZER, Inspection
 
 
 @click.command("inspect")
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option("--iteration", type=int, metavar="N", help="Which iteration; the tracked one by default.")
+@iteration_option("Which step of a run; the one that its tracker names by default.")
 @common_options
 @handles_errors
-def command(path: Path, iteration: int | None, json_output: bool) -> None:
+def command(path: Path, iteration: int | str | None, json_output: bool) -> None:
     """Say what the checkpoint at PATH is, whether it is whole, and what to type next.
 
     Reads headers and metadata only. Exit status: 0 whole, 1 problems were found, 2 nothing could be opened.

@@ -26,6 +26,7 @@ SHOWN = 40
 def command(a: Path, b: Path, base: Path | None, logits: bool, json_output: bool) -> None:
     """Compare the weights of two checkpoints bit for bit, whatever their formats and layouts.
 
+    Of a run, the step that its tracker names is taken; another is named by its own folder, as RUN/iter_0000200.
     Exit status: 0 equal, 1 different, 2 one of them cannot be read.
     """
     total = api.open(a).nbytes

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from reshard.checkpoint import Checkpoint, States, Tensor
+from reshard.checkpoint import Checkpoint, Iteration, States, Tensor
 from reshard.errors import Problem, ReshardError
 from reshard.formats import (
     companions,
@@ -52,7 +52,9 @@ def is_replaceable(path: Path) -> bool:
     return detect(path) is not None and others <= {companions.TEMPLATES}
 
 
-def open_checkpoint(path: Path, iteration: int | None = None, strip: tuple[str, ...] = ()) -> Checkpoint:
+def open_checkpoint(
+    path: Path, iteration: Iteration | None = None, strip: tuple[str, ...] = ()
+) -> Checkpoint:
     """Open a checkpoint of any format. Raises ReshardError if there is none, or if it is damaged.
 
     Where `path` holds none itself, the folder below it is taken that engines are known to put it in. `strip` lists
@@ -86,7 +88,7 @@ def _stripped(
     return names.all_stripped(states[kind], strip)
 
 
-def _nothing_here(path: Path, iteration: int | None) -> ReshardError:
+def _nothing_here(path: Path, iteration: Iteration | None) -> ReshardError:
     found = sorted(child.name for child in path.iterdir())[:8] if path.is_dir() else [path.name]
     if iteration is not None:
         return ReshardError(

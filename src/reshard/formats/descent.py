@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from reshard.checkpoint import Iteration
+
 PARTS = tuple(
     re.compile(pattern)
     for pattern in (
@@ -26,7 +28,9 @@ STEPS = tuple(
 DEPTH = 3
 
 
-def descend(path: Path, holds: Callable[[Path], bool], step: int | None = None) -> tuple[Path | None, bool]:
+def descend(
+    path: Path, holds: Callable[[Path], bool], step: Iteration | None = None
+) -> tuple[Path | None, bool]:
     """The folder at or below `path` for which `holds` is true, and whether `step` was found on the way to it.
 
     Of several steps the last one is taken, or the one that is asked for. The folder is None if there is none.

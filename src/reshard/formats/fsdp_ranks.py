@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reshard.checkpoint import Checkpoint, Replica, Tensor
+from reshard.checkpoint import Checkpoint, Iteration, Replica, Tensor
 from reshard.errors import Problem, ReshardError
 from reshard.formats import iterations
 from reshard.formats.huggingface import BUFFER
@@ -70,7 +70,7 @@ def detect(path: Path) -> bool:
     return bool(_saves(path)) and not any(path.glob("*.safetensors"))
 
 
-def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoint:
     """Open the files of all ranks. Raises ReshardError naming every rank and every shard that is missing."""
     iterations.refuse(path, iteration, "a folder of FSDP ranks")
     files = _choose(path)

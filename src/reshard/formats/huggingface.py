@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint import Checkpoint, Tensor
+from reshard.checkpoint import Checkpoint, Iteration, Tensor
 from reshard.errors import Problem, ReshardError
 from reshard.formats import iterations, safetensors
 from reshard.formats.torchfiles.read import read_torch_file
@@ -29,7 +29,7 @@ def detect(path: Path) -> bool:
     return any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin")) or _index(path) is not None
 
 
-def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoint:
     """Open a folder (or a single file). Raises ReshardError naming every shard and tensor that is missing."""
     iterations.refuse(path, iteration, "a Hugging Face folder")
     folder = path if path.is_dir() else path.parent

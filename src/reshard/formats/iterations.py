@@ -5,18 +5,19 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from reshard.checkpoint import Iteration
 from reshard.errors import Problem, ReshardError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _NAME = re.compile(r"iter_(\d{7,})")
 
 
-def name_of(iteration: int | str) -> str:
+def name_of(iteration: Iteration) -> str:
     """The folder of an iteration."""
     return "release" if iteration == "release" else f"iter_{int(iteration):07d}"
 
 
-def _step(folder: Path) -> int | str | None:
+def _step(folder: Path) -> Iteration | None:
     if folder.name == "release":
         return "release"
     match = _NAME.fullmatch(folder.name)
@@ -33,7 +34,7 @@ def is_iteration(folder: Path) -> bool:
     return _step(_real(folder)) is not None
 
 
-def found_in(root: Path) -> dict[int | str, Path]:
+def found_in(root: Path) -> dict[Iteration, Path]:
     """All iterations below `root`, the latest last."""
     if not root.is_dir():
         return {}
@@ -54,7 +55,7 @@ def root_of(folder: Path) -> Path:
     return real.parent if _step(real) is not None else folder
 
 
-def choose(path: Path, iteration: int | None = None) -> tuple[Path, int | str | None]:
+def choose(path: Path, iteration: Iteration | None = None) -> tuple[Path, Iteration | None]:
     """The folder of the asked, or else the tracked iteration. Raises ReshardError if there is none."""
     steps = found_in(path)
     if not steps:
@@ -84,12 +85,12 @@ def choose(path: Path, iteration: int | None = None) -> tuple[Path, int | str | 
             file=str(path / name_of(tracked)),
             expected=f"iteration {tracked}, as {TRACKER} says",
             found=f"iterations {listed}",
-            remedy="copy the missing folder, or choose another with --iteration",
+            remedy="copy the missing folder, or choose another with --iteration, or name its folder",
         )
     return steps[tracked], tracked
 
 
-def _tracked(tracker: Path, listed: str) -> int | str:
+def _tracked(tracker: Path, listed: str) -> Iteration:
     if not tracker.is_file():
         raise ReshardError(
             Problem(
@@ -107,12 +108,12 @@ def _tracked(tracker: Path, listed: str) -> int | str:
             file=str(tracker),
             expected='an iteration, or "release"',
             found=repr(text[:40]),
-            remedy="choose an iteration with --iteration N",
+            remedy="choose an iteration with --iteration N, or name its folder",
         )
     return "release" if text == "release" else int(text)
 
 
-def refuse(path: Path, iteration: int | None, what: str) -> None:
+def refuse(path: Path, iteration: Iteration | None, what: str) -> None:
     """Raise ReshardError if an iteration is asked of a format that keeps none below its folder."""
     if iteration is not None:
         raise ReshardError(

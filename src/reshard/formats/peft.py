@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint import Checkpoint
+from reshard.checkpoint import Checkpoint, Iteration
 from reshard.formats import huggingface, iterations, safetensors
 from reshard.plan import Block, OutputFile, Planned
 
@@ -28,7 +28,7 @@ def detect(path: Path) -> bool:
     return any((path / name).is_file() for name in FILES) and not any(file.is_file() for file in model)
 
 
-def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoint:
     """Open an adapter. Its tensors keep PEFT's names, which `adapters.find` reads. Raises ReshardError if damaged."""
     iterations.refuse(path, iteration, "an adapter")
     file = path if path.is_file() else next(path / name for name in FILES if (path / name).is_file())

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from reshard.checkpoint import Checkpoint, cells_of
+from reshard.checkpoint import Checkpoint, Iteration, cells_of
 from reshard.dtypes import DType, dtype
 from reshard.errors import Problem, ReshardError
 from reshard.families.binding import Bound, Dropped
@@ -36,7 +36,7 @@ class Options:
     to: str | None = None
     base: Path | None = None
     layout: Layout = field(default_factory=Layout)
-    iteration: int | None = None
+    iteration: Iteration | None = None
     family: str | None = None
     dtype: str | None = None
     max_shard_size: int = 5_000_000_000

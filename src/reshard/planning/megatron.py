@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from reshard.checkpoint import Checkpoint
+from reshard.checkpoint import Checkpoint, Iteration
 from reshard.dtypes import dtype
 from reshard.errors import Problem, ReshardError
 from reshard.families.binding import Bound
@@ -94,7 +94,7 @@ def _files(
     )
 
 
-def iteration_of(checkpoint: Checkpoint) -> int | str:
+def iteration_of(checkpoint: Checkpoint) -> Iteration:
     """That of the source; what no run of several iterations wrote becomes a release."""
     return checkpoint.iteration if isinstance(checkpoint.iteration, int) else "release"
 

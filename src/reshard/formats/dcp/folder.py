@@ -20,7 +20,7 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from reshard.checkpoint import Checkpoint, Replica, States, Tensor
+from reshard.checkpoint import Checkpoint, Iteration, Replica, States, Tensor
 from reshard.errors import Problem, ReshardError
 from reshard.formats.copies import CopyFinder, explained
 from reshard.formats.dcp import torchtitan
@@ -68,7 +68,7 @@ def detect(path: Path) -> bool:
     return path.is_dir() and ((path / METADATA).is_file() or any(path.glob("__*_*.distcp")))
 
 
-def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoint:
     """Open a folder. Raises ReshardError naming all that is missing, damaged, or not told apart."""
     step = _step_of(path)
     if iteration is not None and iteration != step:

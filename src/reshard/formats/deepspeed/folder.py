@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from reshard.checkpoint import Checkpoint, States, Tensor
+from reshard.checkpoint import Checkpoint, Iteration, States, Tensor
 from reshard.errors import ReshardError
 from reshard.formats.deepspeed.files import holds_step, is_universal, read_step
 from reshard.formats.deepspeed.universal import read_universal
@@ -55,7 +55,7 @@ def _number(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoint:
     """Open the tracked (or the given) step. Raises ReshardError naming all that is missing or damaged."""
     folder = _choose(path, iteration)
     files = read_step(folder) if not is_universal(folder) else None
@@ -94,7 +94,7 @@ def _root(folder: Path) -> Path:
     return beside if tracked and not inside else folder
 
 
-def _choose(path: Path, iteration: int | None) -> Path:
+def _choose(path: Path, iteration: Iteration | None) -> Path:
     """The folder of the step. Raises ReshardError if it is not there, or if it is not clear which is meant."""
     steps = _steps(path)
     listed = ", ".join(steps) or "no folder of a step"

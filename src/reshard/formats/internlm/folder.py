@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from reshard.checkpoint import Checkpoint, Tensor
+from reshard.checkpoint import Checkpoint, Iteration, Tensor
 from reshard.errors import Problem, ReshardError
 from reshard.formats.companions import CONFIG as HUB_CONFIG
 from reshard.formats.companions import read_object
@@ -47,7 +47,7 @@ def detect(path: Path) -> bool:
     )
 
 
-def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoint:
     """Open the checkpoint in a folder. Raises ReshardError naming every rank that is missing or does not fit."""
     folder = _step(path, iteration)
     files = _ranks(folder)
@@ -83,7 +83,7 @@ def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
     )
 
 
-def _step(path: Path, iteration: int | None) -> Path:
+def _step(path: Path, iteration: Iteration | None) -> Path:
     """The folder of the step that was asked for: InternEvo names folders by their steps."""
     if iteration is None or path.resolve().name == str(iteration):
         return path

@@ -15,7 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint import Checkpoint, Replica, Tensor
+from reshard.checkpoint import Checkpoint, Iteration, Replica, Tensor
 from reshard.errors import Problem, ReshardError
 from reshard.formats import iterations
 from reshard.formats.copies import CopyFinder
@@ -47,7 +47,7 @@ def detect(path: Path) -> bool:
     return any(any(folder.glob(f"mp_rank_*/{FILE}")) for folder in iterations.candidates(path))
 
 
-def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoint:
     """Open the latest (or the given) iteration. Raises ReshardError naming every rank that is missing."""
     folder, step = iterations.choose(path, iteration)
     read = cache(partial(_read, folder))
@@ -277,7 +277,7 @@ def lay_out(
     tensors: list[Planned],
     args: Mapping[str, Any],
     layout: Layout,
-    iteration: int | str,
+    iteration: Iteration,
     *,
     transformer_engine: bool,
 ) -> list[OutputFile]:

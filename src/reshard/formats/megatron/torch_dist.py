@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reshard.checkpoint import Checkpoint, States, Tensor
+from reshard.checkpoint import Checkpoint, Iteration, States, Tensor
 from reshard.dtypes import DType
 from reshard.errors import Problem, ReshardError
 from reshard.formats import iterations
@@ -75,7 +75,7 @@ def _is_megatrons(folder: Path) -> bool:
     return beside or iterations.is_iteration(folder)
 
 
-def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoint:
     """Open the latest (or the given) iteration. Raises ReshardError naming all that is missing or damaged."""
     folder, step = iterations.choose(path, iteration)
     try:
@@ -84,7 +84,7 @@ def open_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
         raise ReshardError(explained(error.problems, folder.glob("*.distcp"))) from error
 
 
-def _open(folder: Path, step: int | str | None) -> Checkpoint:
+def _open(folder: Path, step: Iteration | None) -> Checkpoint:
     metadata = read_metadata(folder / ".metadata")
     common = _common(folder)
     args = vars(common["args"]) if isinstance(common.get("args"), Namespace) else _args_of_bridge(folder)
@@ -360,7 +360,7 @@ def lay_out(
     tensors: list[Planned],
     args: Mapping[str, Any],
     layout: Layout,
-    iteration: int | str,
+    iteration: Iteration,
     *,
     transformer_engine: bool,
     optimizer: NewOptimizer | None = None,
@@ -407,7 +407,7 @@ def lay_out(
 
 
 def _common_content(
-    args: Mapping[str, Any], layout: Layout, iteration: int | str, optimizer: NewOptimizer | None
+    args: Mapping[str, Any], layout: Layout, iteration: Iteration, optimizer: NewOptimizer | None
 ) -> dict[str, Any]:
     """What `common.pt` holds: all that belongs to no tensor."""
     stored = stored_args(args, layout, "torch_dist")

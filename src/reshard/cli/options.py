@@ -1,0 +1,21 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+
+def _iteration(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
+    if value is None or value == "release":
+        return value
+    if not value.isdecimal():
+        raise click.BadParameter(f"{value} is neither the number of a step nor release")
+    return int(value)
+
+
+def iteration_option(help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`--iteration`, the number of a step or `release`."""
+    return click.option("--iteration", callback=_iteration, metavar="N|release", help=help)
