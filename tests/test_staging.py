@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -193,3 +195,16 @@ def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (problem,) = caught.value.problems
     assert (problem.expected, problem.found) == ("11 bytes free", "10 bytes free")
     assert asked == [tmp_path, tmp_path]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody who may not write")
+def test_a_folder_where_nothing_can_be_written_is_refused() -> None:
+    program = """
+import os
+from pathlib import Path
+from reshard.staging import check_target
+os.setuid(65534)
+check_target(Path("/src"), Path("/usr/dst/below"), overwrite=False, replaceable=False, needed=1)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "nothing can be written here\n  file: /usr" in done.stderr

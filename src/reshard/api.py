@@ -140,6 +140,7 @@ def convert(
     plan = planning.plan_conversion(Path(src), options)
     on_plan(plan)
     if dry_run:
+        conversion.check_destination(plan, Path(src), Path(dst), overwrite=overwrite)
         return Conversion(plan)
     report = conversion.convert(
         plan,

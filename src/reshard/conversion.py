@@ -13,6 +13,12 @@ from reshard.plan import Plan
 from reshard.staging import check_target, staged
 
 
+def check_destination(plan: Plan, source: Path, target: Path, *, overwrite: bool = False) -> None:
+    """Raise ReshardError if the result of a plan cannot appear at `target`, with every reason."""
+    replaceable = target.is_dir() and is_replaceable(target)
+    check_target(source, target, overwrite=overwrite, replaceable=replaceable, needed=plan.nbytes)
+
+
 def convert(
     plan: Plan,
     source: Path,
@@ -26,8 +32,7 @@ def convert(
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Report:
     """Carry out a plan. `target` appears whole, or stays as it was; raises ReshardError."""
-    replaceable = target.is_dir() and is_replaceable(target)
-    check_target(source, target, overwrite=overwrite, replaceable=replaceable, needed=plan.nbytes)
+    check_destination(plan, source, target, overwrite=overwrite)
     problems = unequal_replicas(plan.replicas)
     if problems:
         raise ReshardError(problems)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from reshard.errors import Problem, ReshardError
 
+BESIDE = "the result is made beside the destination, and takes its place when it is whole"
+
 
 @contextmanager
 def staged(target: Path, *, overwrite: bool) -> Iterator[Path]:
@@ -97,45 +99,63 @@ def check_target(source: Path, target: Path, *, overwrite: bool, replaceable: bo
     `replaceable` tells whether the folder is one checkpoint and nothing else, which `overwrite` may replace;
     `needed` is the size of the result in bytes. Raises ReshardError.
     """
-    problems = []
     here, there = source.resolve(), target.resolve()
+    parent = next(path for path in there.parents if path.exists())
     if here == there or there in here.parents:
-        problems.append(
-            Problem(
-                "the source lies inside the destination",
-                file=str(target),
-                rule="the destination is replaced as a whole",
-                found=f"source {source}",
-                remedy="choose a destination outside of the source",
-            )
-        )
-    elif target.is_dir() and any(target.iterdir()) and not (overwrite and replaceable):
-        problems.append(
-            Problem(
-                "the destination is not empty",
-                file=str(target),
-                rule="old shards or a stale index never remain beside new ones",
-                found=", ".join(sorted(path.name for path in target.iterdir())[:5]),
-                remedy="choose another folder"
-                if overwrite
-                else "choose another folder, or give --overwrite to replace it",
-                expected="an empty folder, or a checkpoint to replace, alone in it" if overwrite else None,
-            )
-        )
-    elif target.exists() and not target.is_dir():
-        problems.append(Problem("the destination is a file", file=str(target), remedy="name a folder"))
-    parent = next(path for path in [there, *there.parents] if path.exists())
-    free = shutil.disk_usage(parent).free
-    if free < needed:
-        problems.append(
-            Problem(
-                "the disk is too small for the result",
-                file=str(parent),
-                rule="space is checked before the first byte is written",
-                expected=f"{needed:,} bytes free",
-                found=f"{free:,} bytes free",
-                remedy="free some space, choose another disk, or a narrower --dtype",
-            )
-        )
+        problems = [_holds_the_source(source, target)]
+    elif there.is_dir() and any(there.iterdir()) and not (overwrite and replaceable):
+        problems = [_not_empty(target, overwrite=overwrite)]
+    elif there.exists() and not there.is_dir():
+        problems = [Problem("the destination is a file", file=str(target), remedy="name a folder")]
+    elif there.is_mount():
+        remedy = f"name a folder in it: {target / source.name}"
+        problems = [Problem("the destination is a mount point", file=str(target), rule=BESIDE, remedy=remedy)]
+    else:
+        problems = _unwritable(parent)
+    if parent.is_dir() and (free := shutil.disk_usage(parent).free) < needed:
+        problems.append(_too_small(parent, needed, free))
     if problems:
         raise ReshardError(problems)
+
+
+def _holds_the_source(source: Path, target: Path) -> Problem:
+    return Problem(
+        "the source lies inside the destination",
+        file=str(target),
+        rule="the destination is replaced as a whole",
+        found=f"source {source}",
+        remedy="choose a destination outside of the source",
+    )
+
+
+def _not_empty(target: Path, *, overwrite: bool) -> Problem:
+    remedy = "choose another folder"
+    return Problem(
+        "the destination is not empty",
+        file=str(target),
+        rule="old shards or a stale index never remain beside new ones",
+        found=", ".join(sorted(path.name for path in target.iterdir())[:5]),
+        remedy=remedy if overwrite else f"{remedy}, or give --overwrite to replace it",
+        expected="an empty folder, or a checkpoint to replace, alone in it" if overwrite else None,
+    )
+
+
+def _unwritable(parent: Path) -> list[Problem]:
+    """Why nothing can be made in `parent`, the folder where the destination would appear, or come to lie below."""
+    if not parent.is_dir():
+        return [Problem("the destination lies below a file", file=str(parent), remedy="name another folder")]
+    if not os.access(parent, os.W_OK | os.X_OK):
+        remedy = "choose a destination in a folder of yours, or have that one opened"
+        return [Problem("nothing can be written here", file=str(parent), rule=BESIDE, remedy=remedy)]
+    return []
+
+
+def _too_small(parent: Path, needed: int, free: int) -> Problem:
+    return Problem(
+        "the disk is too small for the result",
+        file=str(parent),
+        rule="space is checked before the first byte is written",
+        expected=f"{needed:,} bytes free",
+        found=f"{free:,} bytes free",
+        remedy="free some space, choose another disk, or a narrower --dtype",
+    )

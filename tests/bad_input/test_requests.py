@@ -208,8 +208,9 @@ def test_the_destination_is_a_file(copy: Copy) -> None:
     (src.parent / "dst").write_text("a file")
     for flags in ((), ("--overwrite",)):
         assert refusal(*convert(src, *MEGATRON, *flags))["message"] == "the destination is a file"
-    problem = refusal("convert", src, src.parent / "dst" / "below", *MEGATRON)
-    assert problem["message"] == "the system refused to read or to write"
+    problem = refusal("convert", src, src.parent / "dst" / "below" / "that", *MEGATRON)
+    assert problem["message"] == "the destination lies below a file"
+    assert problem["file"] == str(src.parent / "dst")
 
 
 @pytest.mark.parametrize("name", ["torch_dist", "qwen3"])
@@ -235,3 +236,36 @@ def test_the_disk_is_too_small(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> N
     problem = refusal(*convert(src, *MEGATRON))
     assert problem["message"] == "the disk is too small for the result"
     assert problem["found"] == "1,000 bytes free" and problem["file"] == str(src.parent)
+
+
+def test_a_dry_run_tells_what_is_in_the_way(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that the real run would refuse, and `--overwrite` counts as it would there."""
+    src = copy("qwen3")
+    (src.parent / "file").touch()
+    converted(src, src.parent / "old", *MEGATRON)
+    for dst, flags, message in (
+        (src, ("--overwrite",), "the source lies inside the destination"),
+        (src.parent / "old", (), "the destination is not empty"),
+        (src.parent / "file", (), "the destination is a file"),
+        (src.parent / "file" / "below", (), "the destination lies below a file"),
+    ):
+        problem = refusal("convert", src, dst, *MEGATRON, *flags, "--dry-run")
+        assert problem == refusal("convert", src, dst, *MEGATRON, *flags) and problem["message"] == message
+    assert reshard("convert", src, src.parent / "old", *MEGATRON, "--overwrite", "--dry-run").code == 0
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - 1000, 1000))
+    problem = refusal(*convert(src, *MEGATRON, "--dry-run"))
+    assert problem["message"] == "the disk is too small for the result"
+
+
+def test_a_mount_point_cannot_be_replaced(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A volume of a container: the system would refuse only when all is written."""
+    src = copy("qwen3")
+    volume = src.parent / "volume"
+    volume.mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: os.fspath(path) == str(volume))
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == volume)
+    for flags in ((), ("--overwrite",), ("--dry-run",)):
+        problem = refusal("convert", src, volume, *MEGATRON, *flags)
+        assert problem["message"] == "the destination is a mount point"
+    assert reshard("convert", src, volume / "src", *MEGATRON).code == 0

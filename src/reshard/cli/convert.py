@@ -71,7 +71,7 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 )
 @click.option("--memory", default="1GiB", show_default=True, metavar="SIZE", help="Bound on buffers.")
 @click.option("--workers", type=POSITIVE, metavar="N", help="Threads; two a core by default.")
-@click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
+@click.option("--dry-run", is_flag=True, help="Print the plan, or what stands in its way, and write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace the one checkpoint at DST.")
 @click.option("--no-tokenizer", is_flag=True, help="Go on without a tokenizer.")
 @click.option("--strip", multiple=True, metavar="MARK", help="Take this out of tensor names, as _orig_mod.")
@@ -103,7 +103,7 @@ def command(src: Path, dst: Path, quiet: bool, json_output: bool, **options: Any
         dry_run=options["dry_run"],
     )
     if options["dry_run"] and not quiet and not json_output:
-        _print_plan(result.plan, parse_size(options["memory"]), options["workers"])
+        _print_plan(result.plan, parse_size(options["memory"], "--memory"), options["workers"])
 
 
 def shown(
