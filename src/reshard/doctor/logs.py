@@ -18,6 +18,7 @@ from reshard.doctor.kinds import BY_KIND, filled_in, told_of
 from reshard.doctor.log import Log, Traceback, read_log
 from reshard.doctor.match import Match, first_sign, match_log
 from reshard.doctor.rules import told
+from reshard.doctor.upstream import search_of
 from reshard.doctor.words import words
 from reshard.errors import ReshardError
 
@@ -123,6 +124,9 @@ def _unknown(root: Traceback, log: Log, symptoms: tuple[str, ...]) -> Finding:
     asked = asks(root.message)[:LONGEST_SAID]
     values: dict[str, object] = {"who": root.stream or "?", "shown": shown, "asked": asked}
     values["near"] = ", ".join(near) or "–"
+    known = None if first.exception in (CUT_OFF, EXIT) else search_of(first)
+    upstream = words("search-upstream", name=known[0], url=known[1]) if known else Text.same("")
+    values["upstream"] = Text(*(f"{text}\n" if text else "" for text in (upstream.en, upstream.zh)))
     found = told(UNKNOWN_THAT_ASKS if asked else UNKNOWN, [place], values, certainty="possible")
     return replace(found, id=UNKNOWN, also=symptoms)
 

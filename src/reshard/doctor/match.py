@@ -48,7 +48,7 @@ def match_log(log: Log, entries: Iterable[Entry]) -> list[Match]:
             continue
         if entry.id in BY_KIND and not (root and _explains(entry, root)):
             continue
-        line = lines[bisect_right(ends, found.start())]
+        line = lines[bisect_right(ends, max(found.start(), found.end() - 1))]
         matches.append(_weighed(entry, line, text, log, root))
     loose = [root] if root and root not in log.tracebacks else []
     kept = _folded(_ranked(matches, [*log.tracebacks, *loose]))

@@ -18,6 +18,10 @@ HELD = 2_000
 """Lines that are held back until a frame tells whether what stands before a traceback is a prefix."""
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|\x1b[@-_]")
+_EMPHASIS = re.compile(
+    r"(?P<mark>\*\*|`)(?P<error>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): .*?)(?P=mark)$"
+)
+"""An exception that somebody made bold, or code, on a page."""
 _TIME = re.compile(
     r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?(?: (?:stdout|stderr) [FP])?\s+"
 )
@@ -69,6 +73,8 @@ def without_prefixes(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
 def _cleaned(raw: str) -> str:
     text = _ANSI.sub("", raw) if "\x1b" in raw else raw
     text = text.rstrip()
+    if text.endswith(("**", "`")):
+        text = _EMPHASIS.sub(r"\g<error>", text)
     return text.split("\r")[-1] if "\r" in text else text  # a progress bar rewrites its line
 
 

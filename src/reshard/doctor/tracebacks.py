@@ -65,7 +65,7 @@ _LINKS = (
     "The above exception was the direct cause of the following exception:",
 )
 _LOGGED = re.compile(
-    r"\[?(?:DEBUG|INFO|WARN(?:ING)?|ERROR|CRITICAL|[EWI]\d{4})\b|\[\d{4}-|={20,}|-{20,}|\s*\d+%\||\s*```|\s*\+-|\"[,}\]]"
+    r"\[?(?:DEBUG|INFO|WARN(?:ING)?|ERROR|CRITICAL|[EWI]\d{4})\b|\[\d{4}-|={20,}|-{20,}|\s*\d+%\||\s*```|\s*\+-|\"[,}\]]|[\w.-]+(?:\[\w+\])?==?v?\d+\.\d"
 )
 MESSAGE_LINES = 12
 """Lines of an exception's message that are kept: some print a whole table."""

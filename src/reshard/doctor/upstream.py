@@ -1,0 +1,63 @@
+"""Where a failure that the catalogue does not know may be known: the repository whose code raised it."""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import quote_plus
+
+from reshard.doctor.tracebacks import Traceback
+
+REPOSITORIES = {
+    "accelerate": "huggingface/accelerate",
+    "datasets": "huggingface/datasets",
+    "deepspeed": "deepspeedai/DeepSpeed",
+    "flash_attn": "Dao-AILab/flash-attention",
+    "internlm": "InternLM/InternEvo",
+    "llamafactory": "hiyouga/LLaMA-Factory",
+    "megatron": "NVIDIA/Megatron-LM",
+    "megatron/bridge": "NVIDIA-NeMo/Megatron-Bridge",
+    "peft": "huggingface/peft",
+    "ray": "ray-project/ray",
+    "safetensors": "huggingface/safetensors",
+    "swift": "modelscope/ms-swift",
+    "tokenizers": "huggingface/tokenizers",
+    "torch": "pytorch/pytorch",
+    "torchtitan": "pytorch/torchtitan",
+    "transformer_engine": "NVIDIA/TransformerEngine",
+    "transformers": "huggingface/transformers",
+    "trl": "huggingface/trl",
+    "unsloth": "unslothai/unsloth",
+    "verl": "verl-project/verl",
+    "vllm": "vllm-project/vllm",
+    "xtuner": "InternLM/xtuner",
+}
+"""Repositories by the folder of their package."""
+
+_DETAILS = re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`|\S*[/\\]\S*|\S*\d\S*|[^\w\s.]")
+"""What differs from run to run: names in quotes, paths, numbers."""
+WORDS = 10
+
+
+def search_of(root: Traceback) -> tuple[str, str] | None:
+    """The package whose code raised an exception, and where to search its issues; None if it is not known.
+
+    Wrappers of torch that only call on (`torch/nn/modules/module.py`, `torch/autograd`) count as little as a script:
+    the innermost frame of another package goes before them.
+    """
+    found = [name for frame in reversed(root.frames) if (name := package_of(frame))]
+    name = next((each for each in found if each != "torch"), None) or next(iter(found), None)
+    words = " ".join(_DETAILS.sub(" ", root.message.split("\n")[0]).split()[:WORDS])
+    words = (
+        words or root.frames[-1].rpartition(" ")[2] if root.frames else words
+    )  # a KeyError has only its key
+    if name is None or not root.exception:
+        return None
+    query = quote_plus(f"is:issue {root.exception.split('.')[-1]} {words}".strip())
+    return name, f"https://github.com/{REPOSITORIES[name]}/issues?q={query}"
+
+
+def package_of(frame: str) -> str | None:
+    """The folder of a known package that a frame's file lies in."""
+    path = frame.rsplit(":", 1)[0]
+    names = [match["name"] for match in re.finditer(r"(?<=/)(?P<name>megatron/bridge|[a-z_]\w*)(?=/)", path)]
+    return next((name for name in reversed(names) if name in REPOSITORIES), None)
