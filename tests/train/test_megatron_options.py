@@ -40,6 +40,7 @@ def test_words_of_a_command_line_become_values(tmp_path: Path) -> None:
         train_iters="1e3",
         bf16="false",
         pack=True,
+        lora=True,
         lora_target_modules=["linear_qkv", "linear_proj"],
         recompute_granularity="none",
     )
@@ -83,7 +84,26 @@ def test_what_contradicts_itself_is_refused_at_once(tmp_path: Path) -> None:
             lora_target_modules="q_proj",
         )
     )
-    assert len(found) == 6
+    assert len(found) == 7
+    assert "add --lora" in found[-1]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("lr", "nan", "a finite number"),
+        ("lr", "-1", "more than 0"),
+        ("seed", "-3", "0 or more"),
+        ("clip_grad", "inf", "a finite number"),
+        ("no_pack", True, "--pack false switches it off"),
+        ("lr", True, "no value behind it"),
+    ],
+)
+def test_values_that_nothing_can_be_trained_with_are_refused(
+    tmp_path: Path, option: str, value: Any, expected: str
+) -> None:
+    (found,) = problems(run_with(tmp_path, **{option: value}))
+    assert expected in found
 
 
 def test_every_option_has_a_type_and_a_line_of_help() -> None:

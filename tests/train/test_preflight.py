@@ -17,12 +17,13 @@ import yaml
 from bench.models import make
 from reshard import api
 from reshard.doctor.environment import Environment, Gpu
-from reshard.errors import Problem
+from reshard.errors import Problem, ReshardError
 from reshard.train import checks
 from reshard.train.checks import config_problems
 from reshard.train.memory import GIB
 from reshard.train.preflight import Preflight, preflight
 from reshard.train.run import RECORD, Ranks, Run, Spread
+from reshard.train.start import clear
 from tests.train.conftest import chats, write_lines
 from tests.train.test_memory import QWEN3_8B
 
@@ -414,3 +415,85 @@ def test_a_model_in_another_format_is_refused_with_the_command_that_converts_it(
     found = preflight(replace(run, model=tmp_path / "megatron"), environment=NOWHERE)
     problem = the("a format that training does not start from", found.problems)
     assert problem.found == "megatron" and f"reshard convert {tmp_path / 'megatron'}" in str(problem.remedy)
+
+
+def test_a_name_of_the_hub_is_no_folder_and_how_to_get_it_is_said(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = preflight(replace(run, model=tmp_path / "Qwen/Qwen3-8B"), environment=NOWHERE)
+    (problem,) = found.problems
+    assert "hf download Qwen/Qwen3-8B --local-dir Qwen3-8B" in str(problem.remedy)
+
+
+def test_what_transformers_would_not_load_is_refused(run: Run) -> None:
+    weights = run.model / "model.safetensors"
+    weights.rename(run.model / "weights.safetensors")
+    config = json.loads((run.model / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (run.model / "config.json").write_text(json.dumps(config))
+    found = messages(preflight(run, environment=NOWHERE).problems)
+    assert found == [
+        "transformers does not find the weights: they have other names, and no index names them",
+        "the model is quantized",
+    ]
+
+
+@pytest.mark.parametrize("engine", ["trl", "megatron"])
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("num_hidden_layers", 3, "disagree on layers"),
+        ("num_hidden_layers", "2", "does not describe a model"),
+        ("model_type", "nobodys", "transformers"),
+    ],
+)
+def test_a_config_that_is_wrong_is_told_once(
+    engine: str, key: str, value: Any, message: str, run: Run
+) -> None:
+    file = run.model / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+    (problem,) = preflight(replace(run, engine=engine), environment=NOWHERE).problems
+    assert message in str(problem) and "--base" not in str(problem)
+
+
+def test_a_method_that_the_engine_lacks_is_all_that_is_wrong(run: Run, data: dict[str, Path]) -> None:
+    found = preflight(replace(run, method="dpo", engine="megatron", data=data["dpo"]), environment=NOWHERE)
+    assert messages(found.problems) == ["the Megatron engine trains with SFT only"]
+
+
+def test_layers_that_do_not_divide_are_told_in_flags_that_there_are(run: Run) -> None:
+    wrong = replace(run, engine="megatron", spread=Spread(pp=3), ranks=Ranks(nproc=3))
+    problem = the("do not divide over the pipeline", preflight(wrong, environment=NOWHERE).problems)
+    assert "--stages" not in str(problem) and "add up" not in str(problem)
+
+
+def test_adapters_of_layers_that_there_are_not_are_refused(run: Run) -> None:
+    wrong = replace(run, lora=True, options={"lora_target_modules": "q_porj"})
+    problem = the("PEFT cannot adapt", preflight(wrong, environment=NOWHERE).problems)
+    assert "q_proj" in str(problem.expected)
+
+
+def test_a_tracker_that_is_not_installed_is_said_before(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from reshard.train.show import trackers
+
+    monkeypatch.setattr(trackers, "_is_here", lambda module: False)
+    found = preflight(replace(run, options={"report_to": "wandb"}), environment=NOWHERE)
+    assert messages(found.problems) == ["wandb is not installed, and report_to asks for it"]
+
+
+def test_an_output_that_cannot_be_made_or_must_not_be_removed_is_refused(run: Run) -> None:
+    below = replace(run, output=run.data / "out")
+    assert "a file lies where" in messages(preflight(below, environment=NOWHERE).problems)[0]
+    foreign = preflight(replace(run, output=run.model), overwrite=True, environment=NOWHERE)
+    assert messages(foreign.problems) == ["the output holds something that no run has left"]
+    before = run.output / "final"
+    shutil.copytree(run.model, before)
+    (run.output / RECORD).write_text(json.dumps(run.as_dict()))
+    again = replace(run, model=before)
+    assert messages(preflight(again, overwrite=True, environment=NOWHERE).problems) == [
+        "--overwrite would remove the model that the run begins with"
+    ]
+    with pytest.raises(ReshardError, match="would remove the model"):
+        clear(again)
+    assert (before / "config.json").is_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,9 @@ def refused(function: Callable[..., Any], *given: Any) -> list[Problem]:
 @pytest.fixture(autouse=True)
 def _where_rewards_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(FOLDER)
+    monkeypatch.setattr(
+        sys, "path", [*sys.path]
+    )  # a reward's folder is put there, and here lies a megatron.py
 
 
 def test_words_of_the_command_line_become_the_types_of_trl() -> None:
@@ -270,3 +274,52 @@ def test_what_a_parameter_weighs() -> None:
     assert (sharded.weights, sharded.optimizer) == (4, 8)
     zero = trl.precision(run_of(spread=Spread("zero2"), dtype="bfloat16", bf16=True))
     assert (zero.weights, zero.optimizer) == (2, 12)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("per_device_train_batch_size", "0", "more than 0"),
+        ("gradient_accumulation_steps", "-1", "more than 0"),
+        ("max_length", "0", "more than 0"),
+        ("learning_rate", "nan", "a finite number"),
+        ("learning_rate", "-1e-5", "0 or more"),
+        ("num_train_epochs", "0", "more than 0, or --max_steps"),
+        ("attn_implementation", "flash_atention_2", "did you mean flash_attention_2?"),
+        ("report_to", "tensorbord", "did you mean tensorboard?"),
+        ("no_bf16", True, "--bf16 false switches it off"),
+        ("lr", "1e-4", "did you mean --learning_rate?"),
+        ("train_iters", "5", "did you mean --max_steps?"),
+        ("max_steps", True, "no value behind it"),
+    ],
+)
+def test_what_the_frameworks_would_refuse_later_is_refused(option: str, value: Any, expected: str) -> None:
+    (problem,) = refused(trl.options, run_of(**{option: value}))
+    assert option in str(problem) and expected in str(problem)
+
+
+def test_none_and_lists_can_be_typed() -> None:
+    typed = trl.options(
+        run_of(
+            lora=True,
+            max_length="none",
+            report_to=["tensorboard", "wandb"],
+            lora_target_modules="q_proj,v_proj",
+            max_steps="3",
+            num_train_epochs="0",
+        )
+    )
+    assert (typed["max_length"], typed["report_to"]) == (None, ["tensorboard", "wandb"])
+    assert typed["lora_target_modules"] == ["q_proj", "v_proj"]
+    pattern = r".*\.(q|v){1,2}_proj"
+    assert trl.options(run_of(lora=True, lora_target_modules=pattern))["lora_target_modules"] == [pattern]
+
+
+def test_tensor_parallel_ranks_share_heads_and_experts_evenly(tiny: Callable[..., Path]) -> None:
+    run = replace(run_of(spread=Spread("tp", tp=3, ep=3)), model=tiny("qwen3_moe"))
+    assert [problem.remedy for problem in refused(trl.options, run)] == [
+        "choose --tp from 1, 2, 4, 8; or use --parallel fsdp2",
+        "choose --tp from 1, 2, 4; or use --parallel fsdp2",
+        "choose --ep from 1, 2, 4, 8; or use --parallel fsdp2",
+    ]
+    assert trl.options(replace(run, spread=Spread("tp", tp=2, ep=2)))

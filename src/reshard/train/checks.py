@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import yaml
@@ -18,8 +21,9 @@ from reshard.doctor.finding import Finding, Place
 from reshard.doctor.rules import told
 from reshard.errors import Problem, ReshardError
 from reshard.formats import iterations, open_checkpoint
+from reshard.formats.companions import CONFIG, read_object
 from reshard.inspection import inspect_checkpoint
-from reshard.train import data
+from reshard.train import data, outputs
 from reshard.train.run import RECORD, Run, read_record
 
 GIB = 1 << 30
@@ -48,6 +52,10 @@ HARMLESS = (
 """What the doctor says of a model folder that does not touch training, or that other looks ask for."""
 
 
+LONGEST = 160
+"""Characters of a line that a problem shows: a config can be one line."""
+
+
 def problem_of(finding: Finding, severity: str | None = None) -> Problem:
     """A finding of the doctor as a problem."""
     where = finding.places[0] if finding.places else Place("")
@@ -55,8 +63,8 @@ def problem_of(finding: Finding, severity: str | None = None) -> Problem:
         finding.title.en,
         file=str(where) or None,
         rule=finding.cause.en,
-        found=where.text or None,
-        remedy=finding.cure.en.strip(),
+        found=shorten(where.text, LONGEST, placeholder=" …") or None,
+        remedy=" ".join(line for line in finding.cure.en.split("\n") if line and not line.startswith("```")),
         severity=severity or finding.severity,
     )
 
@@ -205,9 +213,63 @@ def model(run: Run) -> Iterator[Problem]:
             return
         findings = diagnose(run.model)
     except ReshardError as error:
-        yield from error.problems
+        yield from map(_in_training, error.problems)
         return
-    yield from (problem_of(finding) for finding in findings if finding.id not in HARMLESS)
+    own = {problem.message: problem for problem in inspection.problems}
+    for finding in findings:
+        if finding.id not in HARMLESS:
+            said = own.get(finding.title.en)
+            yield _in_training(said) if said else problem_of(finding)
+    yield from _named(found.path)
+    yield from _quantized(run)
+
+
+def _quantized(run: Run) -> Iterator[Problem]:
+    """A base that transformers would load in fewer bits than it is trained in."""
+    config = read_object(run.model / CONFIG).get("quantization_config")
+    if run.engine == "trl" and config:
+        yield Problem(
+            "the model is quantized",
+            file=str(run.model / CONFIG),
+            rule="a quantized base cannot be bit-equal to what was trained",
+            found=f"quantization_config: {config.get('quant_method') if isinstance(config, dict) else config}",
+            remedy="take the unquantized weights of the same model, with --lora if memory is short",
+        )
+
+
+WEIGHTS = ("model.safetensors", "pytorch_model.bin", "consolidated.safetensors")
+
+
+def _named(folder: Path) -> Iterator[Problem]:
+    """Weights that reshard finds by themselves, and transformers by their usual name or an index only."""
+    names = [path for name in WEIGHTS for path in (folder / name, folder / f"{name}.index.json")]
+    if not any(path.is_file() for path in names):
+        yield Problem(
+            "transformers does not find the weights: they have other names, and no index names them",
+            file=str(folder),
+            expected=f"{WEIGHTS[0]}, or {WEIGHTS[0]}.index.json",
+            found=", ".join(sorted(path.name for path in folder.iterdir() if path.suffix in SUFFIXES)[:3]),
+            remedy=f"reshard convert {folder} {folder.name}-named --to huggingface, and train on that; or download the "
+            "index as well",
+        )
+
+
+SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+_ELSEWHERE = (
+    (r": --base DIR", ": put its config.json into the folder"),
+    (r" \(--base DIR\), or force --family NAME", ": put its config.json into the folder"),
+    (r", or name the layers of each stage: --stages \S+", ""),
+)
+"""What remedies name that `convert` takes and `train` does not, and what is to be done instead."""
+
+
+def _in_training(problem: Problem) -> Problem:
+    """A problem of a checkpoint or a layout, with a remedy that can be typed here."""
+    remedy, expected = problem.remedy, problem.expected
+    for pattern, instead in _ELSEWHERE:
+        remedy = re.sub(pattern, instead, remedy) if remedy else remedy
+    expected = re.sub(r", or \d+ numbers that add up to \d+", "", expected) if expected else expected
+    return replace(problem, remedy=remedy, expected=expected)
 
 
 def layout(run: Run) -> Iterator[Problem]:
@@ -219,8 +281,24 @@ def layout(run: Run) -> Iterator[Problem]:
 
         try:
             layout_of(run, read(run), resolve(open_checkpoint(run.model)))
+            _known(run.model)
         except ReshardError as error:
-            yield from error.problems
+            yield from map(_in_training, error.problems)
+
+
+def _known(folder: Path) -> None:
+    """Raises ReshardError for a model that transformers does not know: in the end it has to load it."""
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(str(folder))
+    except Exception as error:  # whatever a config makes transformers raise
+        raise ReshardError(
+            "transformers does not know the model, and would not load what was trained",
+            file=str(folder),
+            found=f"{type(error).__name__}: {error}".split("\n")[0],
+            remedy="update transformers, or correct config.json",
+        ) from None
 
 
 def template(folder: Path) -> Problem:
@@ -232,15 +310,9 @@ def output(run: Run, *, overwrite: bool) -> Iterator[Problem]:
     """Whether the output can be written to; with --resume, whether there is something of this run to go on from."""
     if run.resume:
         yield from _resumable(run)
-    elif run.output.is_dir() and any(run.output.iterdir()) and not overwrite:
-        yield Problem(
-            "the output is not empty",
-            file=str(run.output),
-            found=", ".join(sorted(path.name for path in run.output.iterdir())[:6]),
-            remedy="--resume to go on, --overwrite to begin again, or another folder with -o",
-        )
-    elif run.output.exists() and not run.output.is_dir():
-        yield Problem("the output is a file", file=str(run.output), remedy="name a folder with -o")
+    else:
+        yield from outputs.refused(run, overwrite=overwrite)
+    yield from outputs.unwritable(run.output)
 
 
 def _resumable(run: Run) -> Iterator[Problem]:

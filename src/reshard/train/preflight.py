@@ -19,6 +19,7 @@ from reshard.train.launching import launch
 from reshard.train.launching.places import place_of
 from reshard.train.memory import GIB, Memory, Proposal
 from reshard.train.run import RECORD, Run, check
+from reshard.train.show import trackers
 
 T = TypeVar("T")
 
@@ -154,6 +155,8 @@ class _Looking:
     run: Run
     environment: Environment
     found: list[Problem] = field(default_factory=list)
+    fits: bool = True
+    """Whether the model divides over the ranks."""
 
     def all(self, overwrite: bool) -> Preflight:
         run = self.run
@@ -168,6 +171,7 @@ class _Looking:
         if options is not None:
             self._take(checks.machine(run, options, self.environment))
             self._take(checks.attention(run, options))
+            self._try(lambda: trackers.check(run))
         is_there = (run.model / "config.json").is_file() and not missing
         tokenizer = self._model(options) if is_there else None
         records, drawn = self._records(tokenizer)
@@ -190,9 +194,23 @@ class _Looking:
     def _model(self, options: dict[str, Any] | None) -> Any:
         """Look at the folder of the model; its tokenizer, if that can be opened."""
         self._take(checks.model(self.run))
-        if options is not None:
-            self._take(checks.layout(self.run))
-        return self._try(lambda: _tokenizer(self.run, options or {}))
+        if options is not None and not self._broken():
+            misfits = list(checks.layout(self.run))
+            self._take(misfits)
+            self.fits = not misfits
+        try:
+            return _tokenizer(self.run, options or {})
+        except ReshardError as error:
+            known = self._broken()  # transformers reads the config for a tokenizer, and trips over the same
+            self.found += [each for each in error.problems if not (known and each.found)]
+            return None
+
+    def _broken(self) -> bool:
+        """Whether the folder of the model was found to be wrong, or not to fit the layout."""
+        folder = str(self.run.model)
+        return not self.fits or any(
+            (each.file or "").startswith(folder) and each.severity == "error" for each in self.found
+        )
 
     def _try(self, look: Callable[[], T]) -> T | None:
         try:
@@ -254,6 +272,8 @@ class _Looking:
     ) -> Preflight:
         """Tokens, steps, memory and disk."""
         run, engine, world_size = self.run, engine_of(self.run), result.world_size
+        if run.engine == "megatron" and (tokenizer is None or run.method != "sft"):
+            return result  # its sequences are counted in tokens
         batches = self._try(lambda: engine.batches(run, world_size, result.records))
         if batches is None:
             return result
@@ -264,7 +284,11 @@ class _Looking:
         self._take(_few(result.records, batches, options))
         precision = engine.precision(run)
         whole = replace(batches, length=_longest(run, batches, lengths, options))
-        needed = self._try(lambda: memory.estimate(run, whole, precision, world_size, gpu=not on_cpu))
+        needed = (
+            None
+            if self._broken()
+            else self._try(lambda: memory.estimate(run, whole, precision, world_size, gpu=not on_cpu))
+        )
         sized = replace(result, lengths=lengths, batches=batches, precision=precision)
         if needed is None:
             return sized

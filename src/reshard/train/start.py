@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ReshardError
-from reshard.train.run import RECORD, Run
+from reshard.train.run import Run
 
 if TYPE_CHECKING:
     from reshard.train.final.finish import Finished
@@ -51,10 +51,11 @@ def start(
     """
     from reshard.train.checks import config_problems
     from reshard.train.launching import launch
+    from reshard.train.launching.places import place_of
     from reshard.train.preflight import preflight
 
     found = None
-    if launch.leads(run):
+    if launch.leads(run) or (dry_run and not place_of(run)):  # another node can look at its own machine, too
         found = preflight(run, overwrite=overwrite)
         on_preflight(found)
         problems = [*(config_problems(config) if config else []), *found.problems]
@@ -63,7 +64,7 @@ def start(
     if dry_run:
         return Outcome(0, found)
     if found and overwrite and not run.resume:
-        clear(run.output)
+        clear(run)
     status = launch.launch(run, found.as_dict() if found else {}, quiet=quiet, language=language)
     if status or not found:
         return Outcome(status, found)
@@ -73,26 +74,13 @@ def start(
     return Outcome(0 if finished.whole else 1, found, finished)
 
 
-MADE = {
-    *("checkpoint-*", "iter_*", "latest_checkpointed_iteration.txt", "final", "merged", "*.unchecked"),
-    *(RECORD, "trained.json", "problems.json", "metrics.jsonl", "report.html", "train*.log", "logs*"),
-    "tensorboard",
-    *(".data-*", ".rows", ".failed"),
-}
-"""What a run leaves in its output. Files of the model beside Megatron's checkpoints are written over."""
+def clear(run: Run) -> None:
+    """Remove what an earlier run left in the output. Raises ReshardError if none made it, or this run reads it."""
+    from reshard.train.outputs import MADE, cleared
 
-
-def clear(output: Path) -> None:
-    """Remove what an earlier run left in its output. Raises ReshardError if no run made the folder."""
-    if not output.exists() or not any(output.iterdir()):
-        return
-    if not (output / RECORD).is_file():
-        raise ReshardError(
-            "the output holds something that no run has left",
-            file=str(output),
-            expected=f"an empty folder, or one with {RECORD}",
-            remedy="name another folder with -o, or remove this one yourself",
-        )
+    problems = list(cleared(run))
+    if problems:
+        raise ReshardError(problems)
     for pattern in MADE:
-        for path in output.glob(pattern):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path in run.output.glob(pattern):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

@@ -74,8 +74,8 @@ def check_ranks(options: Options, spread: Spread, world_size: int) -> None:
                 "the ranks do not divide over the layout",
                 rule="tp × pp × cp ranks hold the model once",
                 expected=f"a multiple of {model_ranks} processes",
-                found=f"{world_size} processes for {spread}",
-                remedy="choose another --nproc, or other sizes",
+                found=f"{world_size} process{'es' * (world_size > 1)} for {_sizes(spread)}",
+                remedy=f"give --nproc {model_ranks} or a multiple of it, or choose other sizes",
             )
         )
     etp = options.expert_tensor_parallel_size or spread.tp
@@ -92,6 +92,12 @@ def check_ranks(options: Options, spread: Spread, world_size: int) -> None:
     problems += _length_problems(options, spread)
     if problems:
         raise ReshardError(problems)
+
+
+def _sizes(spread: Spread) -> str:
+    return " ".join(
+        f"--{name} {getattr(spread, name)}" for name in ("tp", "pp", "cp") if getattr(spread, name) > 1
+    )
 
 
 def _length_problems(options: Options, spread: Spread) -> list[Problem]:
@@ -113,7 +119,7 @@ def _length_problems(options: Options, spread: Spread) -> list[Problem]:
 def batches(run: Run, world_size: int, samples: int) -> Batches:
     """The arithmetic of a run. Packed samples share sequences: how many is counted on the first of them."""
     options = read(run)
-    if run.spread.cp > 1:
+    if run.spread.cp > 1 or options.transformer_impl:
         uses_transformer_engine(options, run.spread)
     sequences = samples
     if options.pack and not options.train_iters:

@@ -7,7 +7,8 @@ command line or as they stand in a config file; both are brought to the type, or
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -146,7 +147,7 @@ def read(run: Run) -> Options:
         given.setdefault("lr", LORA_LR if run.lora else FULL_LR)
         given.setdefault("seq_length", _length(run.model))
         options = Options(**given)
-        problems = list(_contradictions(options))
+        problems = [*_contradictions(options), *_without_lora(run)]
     if problems:
         raise ReshardError(problems)
     return options
@@ -191,7 +192,20 @@ def _switch(value: Any) -> bool:
     return str(value).lower() in _TRUE
 
 
+def _without_lora(run: Run) -> Iterator[Problem]:
+    for name in run.options:
+        if name.startswith("lora_") and not run.lora:
+            yield Problem(
+                f"--{name} without --lora",
+                found=str(run.options[name]),
+                remedy="add --lora, or leave it out",
+            )
+
+
 def _unknown(name: str, known: list[str]) -> Problem:
+    if name.removeprefix("no_") in known:
+        cure = f"--{name.removeprefix('no_')} false switches it off"
+        return Problem("the Megatron engine has no such option", found=f"--{name}", remedy=cure)
     near = get_close_matches(_ELSEWHERE.get(name, name), known, 1)
     return Problem(
         "the Megatron engine has no such option",
@@ -225,7 +239,7 @@ def _mistyped(name: str, value: Any, expected: str) -> Problem:
     return Problem(
         "an option has a value of another kind",
         expected=f"--{name}: {expected}",
-        found=repr(value),
+        found="no value behind it" if value is True else repr(value),
         remedy="correct the value",
     )
 
@@ -233,7 +247,11 @@ def _mistyped(name: str, value: Any, expected: str) -> Problem:
 _POSITIVE = (
     *("train_epochs", "micro_batch_size", "seq_length", "train_iters", "global_batch_size", "save_interval"),
     *("lora_r", "lora_alpha", "make_vocab_size_divisible_by", "recompute_num_layers", "lr_decay_iters"),
-    "distributed_timeout_minutes",
+    *("distributed_timeout_minutes", "lr"),
+)
+_NOT_NEGATIVE = (
+    *("min_lr", "weight_decay", "adam_eps", "clip_grad", "seed", "lora_dropout", "lr_warmup_fraction"),
+    *("lr_warmup_iters", "moe_aux_loss_coeff", "moe_router_bias_update_rate", "mtp_loss_scaling_factor"),
 )
 
 
@@ -242,9 +260,15 @@ def _contradictions(options: Options) -> Any:
     for name in _POSITIVE:
         if values[name] is not None and values[name] <= 0:
             yield _mistyped(name, values[name], "more than 0")
+    for name in _NOT_NEGATIVE:
+        if values[name] is not None and values[name] < 0:
+            yield _mistyped(name, values[name], "0 or more")
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            yield _mistyped(name, value, "a finite number")
     if sum(bool(flag) for flag in (options.bf16, options.fp16, options.fp32)) > 1:
         yield Problem("a run has one precision", found="several of bf16, fp16, fp32", remedy="choose one")
-    if options.min_lr > options.rate:
+    if options.min_lr > options.rate > 0:
         yield Problem(
             "min_lr is higher than lr",
             found=f"min_lr {options.min_lr:g}, lr {options.rate:g}",

@@ -115,8 +115,25 @@ def _adapted(model: Any, options: Mapping[str, Any]) -> Any:
     from reshard.train.trl.loading import adapter_config
 
     listed = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
-    with torch.device("meta"):
-        return get_peft_model(model, adapter_config(listed))
+    try:
+        with torch.device("meta"):
+            return get_peft_model(model, adapter_config(listed))
+    except (ValueError, RuntimeError, AttributeError, KeyError, NotImplementedError) as error:
+        raise ReshardError(
+            "PEFT cannot adapt the model as the options say",
+            found=str(error).split("\n")[0],
+            expected="--lora_target_modules: all-linear, or names of layers, as "
+            + ", ".join(_linears(model)),
+            remedy="correct --lora_target_modules, --lora_target_parameters or --lora_modules_to_save",
+        ) from None
+
+
+def _linears(model: Any) -> list[str]:
+    """The last parts of the names of a model's linear layers."""
+    from torch.nn import Linear
+
+    names = (name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, Linear))
+    return list(dict.fromkeys(names))
 
 
 def _stacks(model: Any) -> Iterator[list[Any]]:

@@ -38,7 +38,7 @@ def _ranks(run: Run, world_size: int) -> Iterator[Problem]:
         yield Problem(
             "the ranks cannot be divided into tensor parallel groups",
             found=f"{world_size} ranks, --tp {run.spread.tp}",
-            remedy=f"let --tp be a divisor of {world_size}",
+            remedy=f"give --nproc {run.spread.tp}, or let --tp be a divisor of {world_size}",
         )
     elif run.spread.kind == "tp" and run.spread.tp != world_size:
         yield Problem(

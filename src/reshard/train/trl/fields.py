@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
@@ -12,7 +13,7 @@ from reshard.doctor.keywords import REMOVED
 from reshard.errors import Problem, ReshardError
 from reshard.train.engine import Option
 from reshard.train.run import Run
-from reshard.train.trl import defaults, refusals, reward
+from reshard.train.trl import defaults, refusals, reward, values
 
 CONFIGS = {"sft": "SFTConfig", "dpo": "DPOConfig", "grpo": "GRPOConfig"}
 LORA = (
@@ -41,9 +42,7 @@ def _fields(method: str) -> dict[str, Field[Any]]:
 
 def known(method: str) -> list[Option]:
     """Every option of a method, with its type, its default and TRL's words on it."""
-    from trl import ModelConfig
-
-    hints = get_type_hints(ModelConfig) | get_type_hints(config_class(method))
+    hints = _hints(method)
     found = {name: field for name, field in _fields(method).items() if name not in refusals.REFUSED}
     taken = {name: _default(field) for name, field in found.items()} | defaults.ALWAYS
     return [
@@ -52,6 +51,13 @@ def known(method: str) -> list[Option]:
         )
         for name, field in sorted(found.items())
     ]
+
+
+def _hints(method: str) -> dict[str, Any]:
+    """The type of every field by name."""
+    from trl import ModelConfig
+
+    return get_type_hints(ModelConfig) | get_type_hints(config_class(method))
 
 
 def _default(field: Field[Any]) -> Any:
@@ -75,13 +81,14 @@ def options_of(run: Run) -> dict[str, Any]:
     there = _fields(run.method)
     problems = [*_unknown(run, there), *refusals.refused(run)]
     typed: dict[str, Any] = {}
-    parser = _parser(run.method)
+    parser, hints = _parser(run.method), _hints(run.method)
     for name, value in run.options.items():
         if name in there and name not in refusals.REFUSED:
             try:
-                typed[name] = _typed(parser, name, value)
+                typed[name] = _typed(parser, name, value, hints[name])
             except ValueError as error:
                 problems.append(_mistyped(name, value, str(error)))
+    problems += values.wrong_values(typed, run.options)
     problems += refusals.contradictions(run, typed)
     if run.reward:
         problems += reward.problems(run.reward)
@@ -99,19 +106,41 @@ def _unknown(run: Run, there: Mapping[str, Any]) -> Iterator[Problem]:
             continue
         if name in removed:
             cure = f"it is called {removed[name]} now" if removed[name] else "leave it out: it was removed"
+        elif name.removeprefix("no_") in names:
+            cure = f"--{name.removeprefix('no_')} false switches it off"
         else:
-            near = get_close_matches(name, names, 1)
+            near = get_close_matches(_ELSEWHERE.get(name, name), names, 1)
             cure = f"did you mean --{near[0]}?" if near else "--options lists those that there are"
         yield Problem(
             f"{CONFIGS[run.method]} has no option {name}", found=f"--{name} {run.options[name]}", remedy=cure
         )
 
 
+_ELSEWHERE = {
+    "lr": "learning_rate",
+    "train_iters": "max_steps",
+    "train_epochs": "num_train_epochs",
+    "micro_batch_size": "per_device_train_batch_size",
+    "batch_size": "per_device_train_batch_size",
+    "global_batch_size": "gradient_accumulation_steps",
+    "seq_length": "max_length",
+    "clip_grad": "max_grad_norm",
+    "lr_warmup_fraction": "warmup_steps",
+    "lr_warmup_iters": "warmup_steps",
+    "lr_decay_style": "lr_scheduler_type",
+    "save_interval": "save_steps",
+    "pack": "packing",
+    "recompute_granularity": "gradient_checkpointing",
+    "epochs": "num_train_epochs",
+}
+"""What Megatron-LM, or everybody, calls the same."""
+
+
 def _mistyped(name: str, value: Any, why: str) -> Problem:
     return Problem(
         f"--{name} cannot be understood",
-        found=repr(value),
-        expected=why.split(": ", 1)[-1],
+        found="no value behind it" if value is True else repr(value),
+        expected="a value" if value is True else why.split(": ", 1)[-1],
         remedy="--options says of which type it is",
     )
 
@@ -130,16 +159,25 @@ def _parser(method: str) -> Any:
     )
 
 
-def _typed(parser: Any, name: str, value: Any) -> Any:
+def _typed(parser: Any, name: str, value: Any, hint: Any) -> Any:
     """A value of the command line or of YAML, as the field's type. Raises ValueError."""
+    optional, listed = type(None) in get_args(hint), "list[" in str(hint)
+    if isinstance(value, str) and value.lower() == "none" and optional and name != "report_to":
+        return None
     if value is None or isinstance(value, dict):
         return value
     if isinstance(value, str) and value.lstrip().startswith("{"):
         return json.loads(value)
+    if isinstance(value, str) and listed and _WORDS.fullmatch(value):
+        value = value.split(",")
     words = [str(word) for word in value] if isinstance(value, list) else [str(value)]
     known, rest = parser.parse_known_args(
         [f"--{name}={words[0]}"] if len(words) == 1 else [f"--{name}", *words]
     )
-    if rest:
+    if rest and not listed:
         raise ValueError(f"one value, not {len(words)}")
-    return getattr(known, name)
+    return words if rest else getattr(known, name)
+
+
+_WORDS = re.compile(r"[\w.-]+(,[\w.-]+)+")
+"""Words with commas between them, and no regular expression."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from reshard.errors import Problem
+from reshard.errors import Problem, ReshardError
 from reshard.formats.companions import CONFIG, read_object
 from reshard.train.run import Run
 
@@ -70,6 +70,7 @@ def refused(run: Run) -> Iterator[Problem]:
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys of config.json that say how many experts a layer has."""
+HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 def _adapted_experts(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
@@ -88,9 +89,34 @@ def _adapted_experts(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
         )
 
 
+def _divided(run: Run) -> Iterator[Problem]:
+    """Sizes of the model that tensor parallel ranks share evenly: each computes whole heads, and whole experts."""
+    file, spread = run.model / CONFIG, run.spread
+    if spread.kind != "tp" or not file.is_file():
+        return
+    try:
+        config = read_object(file)
+    except ReshardError:
+        return  # said of the model's folder
+    config = {**config, **(config.get("text_config") or {})}
+    shared = [("tp", name) for name in HEADS] + [("ep", name) for name in EXPERTS]
+    for flag, name in shared:
+        size, ranks = config.get(name), getattr(spread, flag)
+        if isinstance(size, int) and size and size % ranks:
+            fitting = ", ".join(str(each) for each in range(1, size + 1) if size % each == 0)
+            yield Problem(
+                f"{name} of the model does not divide over --{flag} {ranks}",
+                rule="each tensor parallel rank computes an equal share",
+                expected=f"a divisor of {size}",
+                found=f"--{flag} {ranks}",
+                remedy=f"choose --{flag} from {fitting}; or use --parallel fsdp2",
+            )
+
+
 def contradictions(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
     """What cannot be together with the rest of the run."""
     yield from _adapted_experts(run, typed)
+    yield from _divided(run)
     if not run.lora:
         for name in typed:
             if name.startswith("lora_") or name in ("use_rslora", "use_dora"):

@@ -1,0 +1,77 @@
+"""The folder of a run before it starts: whether it can be written to, and what --overwrite removes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from reshard.errors import Problem
+from reshard.train.run import RECORD, Run
+
+MADE = {
+    *("checkpoint-*", "iter_*", "latest_checkpointed_iteration.txt", "final", "merged", "*.unchecked"),
+    *(RECORD, "trained.json", "problems.json", "metrics.jsonl", "report.html", "train*.log", "logs*"),
+    "tensorboard",
+    *(".data-*", ".rows", ".failed"),
+}
+"""What a run leaves in its output. Files of the model beside Megatron's checkpoints are written over."""
+
+
+def refused(run: Run, *, overwrite: bool) -> Iterator[Problem]:
+    """Whether a run that begins can have its output."""
+    if run.output.is_dir() and any(run.output.iterdir()) and not overwrite:
+        is_ours = (run.output / RECORD).is_file()
+        again = "--resume to go on, --overwrite to begin again, or " if is_ours else "name "
+        yield Problem(
+            "the output is not empty",
+            file=str(run.output),
+            found=", ".join(sorted(path.name for path in run.output.iterdir())[:6]),
+            remedy=f"{again}another folder with -o",
+        )
+    elif run.output.exists() and not run.output.is_dir():
+        yield Problem("the output is a file", file=str(run.output), remedy="name a folder with -o")
+    else:
+        yield from cleared(run)
+
+
+def cleared(run: Run) -> Iterator[Problem]:
+    """Whether what lies in the output is of an earlier run, and nothing of it is what this one reads."""
+    output = run.output
+    if not output.is_dir() or not any(output.iterdir()):
+        return
+    if not (output / RECORD).is_file():
+        yield Problem(
+            "the output holds something that no run has left",
+            file=str(output),
+            expected=f"an empty folder, or one with {RECORD}",
+            remedy="name another folder with -o, or remove this one yourself",
+        )
+    going = [path.resolve() for pattern in MADE for path in output.glob(pattern)]
+    for name, source in (("model", run.model), ("data", run.data)):
+        if any(source.resolve().is_relative_to(path) for path in going):
+            yield Problem(
+                f"--overwrite would remove the {name} that the run begins with",
+                file=str(source),
+                found=f"-o {output} --overwrite",
+                remedy="name another folder with -o",
+            )
+
+
+def unwritable(output: Path) -> Iterator[Problem]:
+    """Whether the output can be made, or be written to."""
+    place = next(path for path in (output, *output.parents) if path.exists())
+    if place != output and not place.is_dir():
+        yield Problem(
+            "the output cannot be made: a file lies where its folder would be",
+            file=str(place),
+            found=f"-o {output}",
+            remedy="name another folder with -o",
+        )
+    elif not os.access(place, os.W_OK | os.X_OK):
+        yield Problem(
+            "the output cannot be written to",
+            file=str(place),
+            found="no permission to write",
+            remedy="name another folder with -o, or have its permissions changed",
+        )

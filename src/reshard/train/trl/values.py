@@ -1,0 +1,87 @@
+"""Values that have the type of their option, and that TRL, transformers or PEFT refuse when ranks have started."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from reshard.errors import Problem
+
+POSITIVE = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "logging_steps"),
+    *("max_length", "max_completion_length", "generation_batch_size", "steps_per_generation"),
+    *("num_iterations", "lora_r", "lora_alpha"),
+)
+"""Numbers that have to be greater than 0 where they are not None."""
+NOT_NEGATIVE = (
+    *("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "lora_dropout", "seed", "beta"),
+    *("temperature", "dataloader_num_workers", "save_steps", "save_total_limit"),
+)
+ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+
+
+def wrong_values(typed: Mapping[str, Any], said: Mapping[str, Any]) -> Iterator[Problem]:
+    """Problems of typed options; `said` are the same as they were given."""
+    for name, value in typed.items():
+        if why := _wrong_number(name, value, typed):
+            yield Problem(
+                f"--{name} has a value that nothing can be trained with",
+                expected=why,
+                found=str(said.get(name, value)),
+                remedy="correct the value",
+            )
+    yield from _attention(typed.get("attn_implementation"))
+    yield from _trackers(typed.get("report_to"))
+
+
+def _wrong_number(name: str, value: Any, typed: Mapping[str, Any]) -> str | None:
+    """What a number should be, or None if it is right."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    if math.isnan(value) or (math.isinf(value) and name != "max_grad_norm"):
+        return "a finite number"
+    if name in POSITIVE and value <= 0:
+        return "more than 0"
+    if name in NOT_NEGATIVE and value < 0:
+        return "0 or more"
+    if name == "num_train_epochs" and value <= 0 and typed.get("max_steps", -1) <= 0:
+        return "more than 0, or --max_steps"
+    return None
+
+
+def _attention(chosen: Any) -> Iterator[Problem]:
+    """Names that transformers does not know. Those with a slash are kernels of the hub."""
+    if not isinstance(chosen, str) or "/" in chosen:
+        return
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    known = [*ATTENTIONS, *(name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in name)]
+    if chosen not in known:
+        near = get_close_matches(chosen, known, 1)
+        yield Problem(
+            "transformers has no such attention",
+            expected=", ".join(dict.fromkeys(known)),
+            found=f"--attn_implementation {chosen}",
+            remedy=f"did you mean {near[0]}?" if near else "leave it out: sdpa is taken",
+        )
+
+
+def _trackers(named: Any) -> Iterator[Problem]:
+    """Trackers that transformers does not know; whether those that it knows are installed is asked for elsewhere."""
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    names = [named] if isinstance(named, str) else list(named or [])
+    known = [*INTEGRATION_TO_CALLBACK, "all", "none"]
+    for name in names:
+        if name not in known:
+            near = get_close_matches(str(name), known, 1)
+            yield Problem(
+                "transformers knows no such tracker",
+                expected=", ".join(known),
+                found=f"--report_to {name}",
+                remedy=f"did you mean {near[0]}?"
+                if near
+                else "leave it out: metrics.jsonl and report.html are always written",
+            )
