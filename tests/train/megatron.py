@@ -19,9 +19,9 @@ from reshard.train.engine import Trained
 from reshard.train.run import Run, Spread
 from tests.train.conftest import chats, write_lines
 
-CHATS = chats()[:16]
+CHATS, HELD_OUT = chats()[:16], chats()[40:45]
 LENGTH, ROWS = 128, 8
-"""Two chats fit into a row; a step of 8 rows sees all 16, whatever shares a row with what."""
+"""Two chats fit into a row; a step of 8 rows sees all 16, whatever shares a row with what. Three rows are held out."""
 STEPS, LR, DECAY = 4, 1e-3, 0.1
 OPTIONS: dict[str, Any] = {
     "seq_length": LENGTH,
@@ -40,6 +40,7 @@ class Seen:
 
     dies_after: int = 0
     steps: dict[int, dict[str, float]] = field(default_factory=dict)
+    evaluations: dict[int, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     checkpoints: list[Path] = field(default_factory=list)
     done: int = -1
@@ -51,6 +52,9 @@ class Seen:
         self.steps[step] = metrics
         if step == self.dies_after:
             os._exit(9)
+
+    def evaluated(self, step: int, **metrics: float) -> None:
+        self.evaluations[step] = metrics["eval_loss"]
 
     def saved(self, checkpoint: Path) -> None:
         self.checkpoints.append(checkpoint)
@@ -68,9 +72,14 @@ def write_chats(folder: Path) -> Path:
     return write_lines(folder / "chats.jsonl", CHATS)
 
 
+def write_held_out(folder: Path) -> Path:
+    """What they are evaluated on."""
+    return write_lines(folder / "held-out.jsonl", HELD_OUT)
+
+
 def run_of(model: Path, data: Path, output: Path, spread: Spread | None = None, **given: Any) -> Run:
     """A run with `OPTIONS`; `lora` and `resume` are those of `Run`, all else are options."""
-    ours = {name: given.pop(name) for name in ("lora", "resume") if name in given}
+    ours = {name: given.pop(name) for name in ("lora", "resume", "eval_data") if name in given}
     options = {**OPTIONS, **given}
     return Run("sft", model, data, output, "megatron", spread=spread or Spread(), options=options, **ours)
 
@@ -101,6 +110,8 @@ class Reference(NamedTuple):
     losses: list[float]
     norms: list[float]
     """Of the gradient."""
+    held_out: list[float]
+    """After each step, the loss on chats that are not trained on."""
 
 
 def reference(model: Path) -> Reference:
@@ -111,7 +122,7 @@ def reference(model: Path) -> Reference:
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}], eps=1e-8
     )
-    samples, shown = _tokens(model), Reference([], [])
+    samples, others, shown = _tokens(model), _tokens(model, HELD_OUT), Reference([], [], [])
     for step in range(STEPS):
         for group in optimizer.param_groups:
             group["lr"] = cosine(step)
@@ -122,6 +133,8 @@ def reference(model: Path) -> Reference:
         optimizer.zero_grad()
         shown.losses.append(loss.item())
         shown.norms.append(float(norm))
+        with torch.no_grad():
+            shown.held_out.append(mean_loss(network, others).item())
     return shown
 
 
@@ -130,7 +143,7 @@ def cosine(step: int) -> float:
     return 0.5 * LR * (1 + math.cos(math.pi * (step - 1) / (STEPS - 1))) if step else 0.0
 
 
-def _tokens(model: Path) -> list[tuple[list[int], int]]:
+def _tokens(model: Path, chats: list[dict[str, object]] = CHATS) -> list[tuple[list[int], int]]:
     """Each chat in tokens, and where the answer begins."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     render: Callable[..., list[int]] = lambda messages, **options: tokenizer(  # noqa: E731
@@ -138,7 +151,7 @@ def _tokens(model: Path) -> list[tuple[list[int], int]]:
     )["input_ids"]
     return [
         (render(chat["messages"]), len(render(chat["messages"][:1], add_generation_prompt=True)))  # type: ignore[index]
-        for chat in CHATS
+        for chat in chats
     ]
 
 

@@ -15,7 +15,7 @@ from tests.commandline import reshard
 
 METHODS = ("sft", "dpo", "grpo")
 FLAGS = (
-    "--model --data --output --engine --lora --full --parallel --tp --pp --vpp --ep --cp --nproc --nnodes "
+    "--model --data --eval-data --output --engine --lora --full --parallel --tp --pp --vpp --ep --cp --nproc --nnodes "
     "--node-rank --rendezvous --reward --merge --no-merge --resume --config --dry-run --overwrite --options --quiet "
     "--json --debug --help"
 )

@@ -38,6 +38,7 @@ from tests.train.megatron import (
     run_of,
     train,
     write_chats,
+    write_held_out,
 )
 
 Tiny = Callable[..., Path]
@@ -70,7 +71,8 @@ def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     def get(name: str) -> tuple[Run, Seen, Trained]:
         model, world_size, spread = {**CASES, **MORE_CASES}[name]
         folder = tmp_path_factory.mktemp("megatron")
-        run = run_of(tiny(model), write_chats(folder), folder / "out", spread)
+        others = {"eval_data": write_held_out(folder), "eval_interval": 2}
+        run = run_of(tiny(model), write_chats(folder), folder / "out", spread, **others)
         return run, *train(run, world_size)
 
     return get
@@ -87,7 +89,10 @@ def losses(tiny: Tiny) -> Callable[[str], Reference]:
 )
 def test_losses_are_those_of_transformers(name: str, runs: Runs, losses: Callable[[str], Reference]) -> None:
     _, seen, _ = runs(name)
-    assert_close(seen, losses(name.split()[0]))
+    expected = losses(name.split()[0])
+    assert_close(seen, expected)
+    assert list(seen.evaluations) == [2, 4]
+    assert list(seen.evaluations.values()) == pytest.approx(expected.held_out[1::2], abs=EPSILON)
 
 
 @pytest.mark.slow

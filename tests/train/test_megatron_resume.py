@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core")
 
 from reshard.engines.megatron.session import RankError
 from reshard.train.run import Spread
-from tests.train.megatron import STEPS, run_of, train, train_and_die, write_chats
+from tests.train.megatron import STEPS, run_of, train, train_and_die, write_chats, write_held_out
 
 Tiny = Callable[..., Path]
 
@@ -52,6 +52,7 @@ def test_a_killed_run_goes_on_with_the_same_losses(name: str, tiny: Tiny, tmp_pa
     case = {**CASES, **MORE_CASES}[name]
     data = write_chats(tmp_path)
     options = {"save_interval": 2, "global_batch_size": 4, **case.options}  # a step sees half of the data
+    options |= {"eval_data": write_held_out(tmp_path), "eval_interval": 2}
     whole = run_of(tiny(case.model), data, tmp_path / "whole", case.spread, **options)
     killed = replace(whole, output=tmp_path / "killed")
     unbroken, _ = train(whole, case.ranks)
@@ -62,6 +63,8 @@ def test_a_killed_run_goes_on_with_the_same_losses(name: str, tiny: Tiny, tmp_pa
     assert list(again.steps) == [3, 4]
     assert again.losses == pytest.approx(unbroken.losses[2:], abs=5e-5)
     assert len(set(unbroken.losses)) == STEPS
+    assert (list(unbroken.evaluations), list(again.evaluations)) == ([2, 4], [4])
+    assert again.evaluations[4] == pytest.approx(unbroken.evaluations[4], abs=5e-5)
     assert trained.checkpoint == killed.output / "iter_0000004"
 
 

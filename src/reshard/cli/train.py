@@ -64,6 +64,7 @@ def _options(function: Callable[..., Any]) -> Callable[..., Any]:
 _OPTIONS = [
     click.option("--model", type=PATH, help="Hugging Face folder to start from."),
     click.option("--data", type=PATH, help="JSONL or Parquet file, or a folder of them."),
+    click.option("--eval-data", type=PATH, help="The same, to evaluate the model on while it is trained."),
     click.option("-o", "--output", type=PATH, help="Where everything goes; OUT/final is the model."),
     click.option(
         "--engine", type=click.Choice(ENGINES), help="trl (default), or megatron for TP, PP and EP."

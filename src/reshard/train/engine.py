@@ -1,4 +1,4 @@
-"""What an engine is to the rest of training: three functions of a module, and what passes between them."""
+"""What an engine is to the rest of training: the functions of a module, and what passes between them."""
 
 from __future__ import annotations
 
@@ -63,6 +63,9 @@ class Monitor(Protocol):
     def step(self, step: int, **metrics: float) -> None:
         """What a step measured: loss, learning_rate, grad_norm, tokens (of all ranks in this step), memory (bytes)."""
 
+    def evaluated(self, step: int, **metrics: float) -> None:
+        """What an evaluation after a step measured: eval_loss, and eval_… of whatever else; `seconds` that it took."""
+
     def saved(self, checkpoint: Path) -> None:
         """A checkpoint is complete on disk."""
 
@@ -97,6 +100,9 @@ class Engine(Protocol):
 
     def precision(self, run: Run) -> Precision:
         """What a parameter weighs while it is trained."""
+
+    def evaluation(self, run: Run) -> str:
+        """When a run with data to evaluate on is evaluated, in words."""
 
     def train(self, run: Run, monitor: Monitor) -> Trained:
         """Load, assert the plan, train, save. Called on each rank, with the launcher's environment set."""

@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 from reshard.doctor.environment import Environment, look_around
 from reshard.errors import Problem, ReshardError
 from reshard.formats.companions import find_companions
-from reshard.train import checks, data, memory
+from reshard.train import checks, data, evaluation, memory
 from reshard.train.data import tokens
 from reshard.train.data.tokens import Lengths
 from reshard.train.engine import Batches, Precision, engine_of
+from reshard.train.evaluation import Evaluation
 from reshard.train.launching import launch
 from reshard.train.launching.places import place_of
 from reshard.train.memory import GIB, Memory, Proposal
@@ -64,6 +65,7 @@ class Preflight:
     devices: str
     records: int = 0
     lengths: Lengths | None = None
+    evaluation: Evaluation | None = None
     batches: Batches | None = None
     precision: Precision | None = None
     room: Room | None = None
@@ -80,6 +82,7 @@ class Preflight:
             "plan": plan_in_words(run, self.world_size),
             "records": self.records,
             "lengths": self.lengths.as_dict() if self.lengths else None,
+            "evaluation": self.evaluation.as_dict() if self.evaluation else None,
             "batches": {**vars(self.batches), "samples": self.batches.samples} if self.batches else None,
             "memory": self.room.as_dict() if self.room else None,
             "files": self.files,
@@ -96,8 +99,11 @@ class Preflight:
         yield "model", str(run.model)
         yield (
             "data",
-            f"{run.data}: {self.records:,} records" + (_tokens(self.lengths) if self.lengths else ""),
+            f"{run.data}: {self.records:,} records" + _tokens(self.lengths),
         )
+        if self.evaluation:
+            read = f"{self.evaluation.records:,} records" + _tokens(self.evaluation.lengths)
+            yield "evaluate", f"{run.eval_data}: {read}; {self.evaluation.when}"
         if self.batches:
             yield "step", _step(self.batches)
             yield "steps", f"{self.batches.steps:,}"
@@ -126,7 +132,9 @@ def plan_in_words(run: Run, world_size: int) -> str:
     return f"{run.method.upper()} of {what} with {engine}: {spread} on {world_size} process{'es' * (world_size > 1)}"
 
 
-def _tokens(lengths: Lengths) -> str:
+def _tokens(lengths: Lengths | None) -> str:
+    if lengths is None:
+        return ""
     about = "" if lengths.looked_at == lengths.records else "about "
     return f", {about}{lengths.tokens:,} tokens, the longest {lengths.longest:,}"
 
@@ -174,13 +182,16 @@ class _Looking:
             self._try(lambda: trackers.check(run))
         is_there = (run.model / "config.json").is_file() and not missing
         tokenizer = self._model(options) if is_there else None
-        records, drawn = self._records(tokenizer)
+        records, drawn = self._records(run.data, tokenizer)
         self._take(checks.output(run, overwrite=overwrite))
         result = Preflight(run, world_size, [], [], _devices(gpus, on_cpu), records)
+        if run.eval_data:
+            result = self._evaluated(result, options, drawn, tokenizer)
         if options is not None and records:
             room = memory.available(replace(self.environment, gpus=[] if on_cpu else gpus), processes)
             result = self._sized(result, options, drawn, tokenizer, room, on_cpu)
-        self._take(self._lengths_wrong(result.lengths))
+        self._take(_lengths_wrong(run, result.lengths))
+        self._take(self._tried(evaluation.held_out(run)))
         command = None if self._placed() else self._try(lambda: launch.command(run))
         unique = list(dict.fromkeys(self.found))
         return replace(
@@ -236,28 +247,40 @@ class _Looking:
         processes = self.run.ranks.nproc or (1 if on_cpu else len(gpus))
         return processes, processes * self.run.ranks.nnodes
 
-    def _records(self, tokenizer: Any) -> tuple[int, list[dict[str, Any]]]:
-        """Read all data once; how many records there are, and some of them."""
-        run = self.run
-        if not run.data.exists():
+    def _records(self, path: Path, tokenizer: Any) -> tuple[int, list[dict[str, Any]]]:
+        """Read all data of a file or folder once; how many records there are, and some of them."""
+        if not path.exists():
             return 0, []
         refuses = tokens.probe(tokenizer) if tokenizer is not None else data.ANY_TEMPLATE
-        found = tokens.draw(self._good(data.read_records(run.data, run.method, refuses)))
-        for file in self._try(lambda: data.held_out(run.data)) or []:
-            self.found.append(
-                Problem(
-                    "a file is named as if it were kept for evaluation, and is trained on",
-                    file=str(file),
-                    remedy="move it out of the folder, or name the other files with --data",
-                    severity="warning",
-                )
-            )
-        return found
+        return tokens.draw(self._good(data.read_records(path, self.run.method, refuses)))
+
+    def _evaluated(
+        self,
+        result: Preflight,
+        options: dict[str, Any] | None,
+        trained: list[dict[str, Any]],
+        tokenizer: Any,
+    ) -> Preflight:
+        """The data that the run is evaluated on, looked at as those that it is trained on."""
+        run = evaluation.evaluated(self.run)
+        records, drawn = self._records(run.data, tokenizer)
+        if not (records and trained and options is not None):
+            return result
+        unlike = list(evaluation.unlike(self.run, trained[0], drawn[0]))
+        self._take(unlike)
+        limit = int(options.get("max_length") or options.get("seq_length") or 0)
+        lengths = None if unlike else self._lengths(run, records, drawn, tokenizer, limit, options)
+        self._take(_lengths_wrong(run, lengths))
+        found = Evaluation(records, engine_of(run).evaluation(self.run), lengths)
+        return replace(result, evaluation=found)
 
     def _good(self, rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """The records that are right; what is wrong with the others is said when all are read."""
+        yield from self._tried(rows)
+
+    def _tried(self, found: Iterator[T]) -> Iterator[T]:
         try:
-            yield from rows
+            yield from found
         except ReshardError as error:
             self.found += error.problems
 
@@ -277,7 +300,7 @@ class _Looking:
         batches = self._try(lambda: engine.batches(run, world_size, result.records))
         if batches is None:
             return result
-        lengths = self._lengths(result.records, drawn, tokenizer, batches, options)
+        lengths = self._lengths(run, result.records, drawn, tokenizer, batches.length, options)
         if lengths and options.get("packing") and batches.length:
             rows = -(-lengths.tokens // batches.length)
             batches = self._try(lambda: engine.batches(run, world_size, rows)) or batches
@@ -304,48 +327,48 @@ class _Looking:
 
     def _lengths(
         self,
+        run: Run,
         records: int,
         drawn: list[dict[str, Any]],
         tokenizer: Any,
-        batches: Batches,
+        limit: int,
         options: dict[str, Any],
     ) -> Lengths | None:
         if tokenizer is None:
             return None
         if any(isinstance(value, list) for value in drawn[0].values()) and not tokenizer.chat_template:
-            self.found.append(checks.template(self.run.model))
+            self.found.append(checks.template(run.model))
             return None
         if "messages" in drawn[0]:
-            self._take(checks.marks(self.run, options, tokenizer))
-        only = self.run.engine == "megatron" or bool(options.get("assistant_only_loss"))
+            self._take(checks.marks(run, options, tokenizer))
+        only = run.engine == "megatron" or bool(options.get("assistant_only_loss"))
         # GRPO bounds completions alone; Megatron goes on with long text in the next sequence.
-        unbounded = self.run.method == "grpo" or (self.run.engine == "megatron" and "text" in drawn[0])
-        limit = 0 if unbounded else batches.length
-        return self._try(
-            lambda: tokens.lengths(records, drawn, tokenizer, limit or None, assistant_only=only)
-        )
+        unbounded = run.method == "grpo" or (run.engine == "megatron" and "text" in drawn[0])
+        most = None if unbounded else limit or None
+        return self._try(lambda: tokens.lengths(records, drawn, tokenizer, most, assistant_only=only))
 
-    def _lengths_wrong(self, lengths: Lengths | None) -> Iterator[Problem]:
-        if lengths is None:
-            return
-        about = "" if lengths.looked_at == lengths.records else "about "
-        longer = "--seq_length" if self.run.engine == "megatron" else "--max_length"
-        if lengths.empty:
-            yield Problem(
-                "records teach nothing: all that is learned of them lies behind the greatest length, or is masked",
-                file=str(self.run.data),
-                found=f"{about}{lengths.empty} of {lengths.records}",
-                remedy=f"raise {longer}, or leave these records out",
-                severity="error" if lengths.empty == lengths.records else "warning",
-            )
-        if lengths.cut:
-            yield Problem(
-                "records are longer than the greatest length, and their end is cut",
-                file=str(self.run.data),
-                found=f"{about}{lengths.cut} of {lengths.records}; the longest has {lengths.longest} tokens",
-                remedy=f"raise {longer}, if memory allows",
-                severity="warning",
-            )
+
+def _lengths_wrong(run: Run, lengths: Lengths | None) -> Iterator[Problem]:
+    if lengths is None:
+        return
+    about = "" if lengths.looked_at == lengths.records else "about "
+    longer = "--seq_length" if run.engine == "megatron" else "--max_length"
+    if lengths.empty:
+        yield Problem(
+            "records teach nothing: all that is learned of them lies behind the greatest length, or is masked",
+            file=str(run.data),
+            found=f"{about}{lengths.empty} of {lengths.records}",
+            remedy=f"raise {longer}, or leave these records out",
+            severity="error" if lengths.empty == lengths.records else "warning",
+        )
+    if lengths.cut:
+        yield Problem(
+            "records are longer than the greatest length, and their end is cut",
+            file=str(run.data),
+            found=f"{about}{lengths.cut} of {lengths.records}; the longest has {lengths.longest} tokens",
+            remedy=f"raise {longer}, if memory allows",
+            severity="warning",
+        )
 
 
 def _tokenizer(run: Run, options: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ from reshard.train.run import ENGINES, PARALLEL, RECORD, Ranks, Run, Spread
 SIZES = ("tp", "pp", "vpp", "ep", "cp")
 PATHS = ("model", "data", "output")
 OURS = {
-    *(*PATHS, "engine", "lora", "parallel", *SIZES),
+    *(*PATHS, "eval_data", "engine", "lora", "parallel", *SIZES),
     *("nproc", "nnodes", "node_rank", "rendezvous", "reward", "resume", "merge"),
 }
 """What reshard takes itself; every other name is an option of the engine."""
@@ -33,7 +33,10 @@ def run_of(
         raise ReshardError(mistyped)
     if flags.get("resume") and flags.get("output"):
         told = {**recorded(Path(flags["output"])), **told}
+    typed = words(rest)
     given = {name: value for name, value in told.items() if name in OURS}
+    # Flags with underscores come as words of the engine, whose options are typed so.
+    given |= {name: typed.pop(name) for name in OURS & typed.keys()}
     given |= {name: value for name, value in flags.items() if value is not None}
     missing = [name for name in PATHS if not given.get(name)]
     if missing:
@@ -43,13 +46,14 @@ def run_of(
                 for name in missing
             ]
         )
-    options = {name: value for name, value in told.items() if name not in OURS} | words(rest)
+    options = {name: value for name, value in told.items() if name not in OURS} | typed
     sizes = {name: _number(given, name, 1) for name in SIZES}
     engine = str(given.get("engine") or "trl")
     default = "tp" if engine == "trl" and sizes["tp"] > 1 else "ddp"
     return Run(
         method=method,
-        **{name: Path(given[name]).expanduser().absolute() for name in PATHS},
+        **{name: _path(given, name) for name in PATHS},
+        eval_data=_path(given, "eval_data") if given.get("eval_data") else None,
         engine=engine,
         lora=bool(given.get("lora", False)),
         spread=Spread(str(given.get("parallel") or default), **sizes),
@@ -64,6 +68,17 @@ def run_of(
         merge=bool(given.get("merge", True)),
         options=options,
     )
+
+
+def _path(given: Mapping[str, Any], name: str) -> Path:
+    try:
+        return Path(given[name]).expanduser().absolute()
+    except TypeError:
+        raise ReshardError(
+            f"--{name.replace('_', '-')} is no path",
+            found=repr(given[name]),
+            remedy="give one file or folder; several files can lie in a folder",
+        ) from None
 
 
 def read_config(path: Path) -> Options:

@@ -66,6 +66,8 @@ class Run:
     ranks: Ranks = field(default_factory=Ranks)
     reward: str | None = None
     """module:function, for GRPO."""
+    eval_data: Path | None = None
+    """What the model is evaluated on while it is trained."""
     resume: bool = False
     merge: bool = True
     """Write the merged model beside the adapter in the end."""
@@ -81,6 +83,7 @@ class Run:
         """The inverse of `as_dict`; other keys are ignored, so that a record can say more."""
         known = {each.name: content[each.name] for each in fields(Run) if each.name in content}
         paths = {name: Path(known[name]) for name in ("model", "data", "output")}
+        paths |= {"eval_data": Path(known["eval_data"])} if known.get("eval_data") else {}
         nested = {"spread": Spread(**known["spread"]), "ranks": Ranks(**known["ranks"])}
         return Run(**{**known, **paths, **nested})
 
@@ -152,6 +155,16 @@ def _data(run: Run) -> Problem | None:
     return Problem("there is no data", file=str(run.data), remedy="give a file or a folder with --data")
 
 
+def _eval_data(run: Run) -> Problem | None:
+    if run.eval_data is None or run.eval_data.exists():
+        return None
+    return Problem(
+        "there are no data to evaluate on",
+        file=str(run.eval_data),
+        remedy="give a file or a folder with --eval-data, or leave it out",
+    )
+
+
 def _engine_knows_method(run: Run) -> Problem | None:
     if run.engine == "megatron" and run.method != "sft":
         return Problem(
@@ -198,4 +211,4 @@ def _reward(run: Run) -> Problem | None:
     return None
 
 
-_RULES = (_folders, _data, _engine_knows_method, _sizes_belong_to_the_engine, _reward)
+_RULES = (_folders, _data, _eval_data, _engine_knows_method, _sizes_belong_to_the_engine, _reward)

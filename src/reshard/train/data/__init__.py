@@ -82,9 +82,7 @@ def read_records(path: Path, method: str, template: Template = ANY_TEMPLATE) -> 
         else:
             yield clean
     if first is None and not faulty.count:
-        raise ReshardError(
-            "the data is empty", file=str(path), found="no records", remedy="check the path of --data"
-        )
+        raise ReshardError("the data is empty", file=str(path), found="no records", remedy="check the path")
     faulty.end()
 
 

@@ -34,6 +34,8 @@ def record_of(run: Run, more: Mapping[str, Any]) -> dict[str, Any]:
     """The content of `run.json`. It is the same on all nodes, so that they may write it to one place."""
     told = replace(run, ranks=replace(run.ranks, node_rank=0)).as_dict()
     digest = {} if "data_digest" in more else {"data_digest": data.digest(run.data)}
+    if run.eval_data:
+        digest["eval_data_digest"] = data.digest(run.eval_data)
     more = {name: value for name, value in more.items() if name not in ("run", "problems")}
     return {**told, "versions": versions(), **digest, **more}
 
@@ -41,6 +43,7 @@ def record_of(run: Run, more: Mapping[str, Any]) -> dict[str, Any]:
 def words_of(run: Run, *, resume: bool = False) -> list[str]:
     """The command by which a run is asked for: the inverse of `request.run_of`."""
     words = ["reshard", "train", run.method, "--model", str(run.model), "--data", str(run.data)]
+    words += ["--eval-data", str(run.eval_data)] if run.eval_data else []
     words += ["-o", str(run.output)]
     words += ["--engine", run.engine] if run.engine != "trl" else []
     words += ["--lora"] if run.lora else []

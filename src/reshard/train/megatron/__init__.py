@@ -17,7 +17,7 @@ from reshard.train.megatron.batches import batches, precision
 from reshard.train.megatron.options import known_options, read
 from reshard.train.run import Run
 
-__all__ = ["batches", "check", "known_options", "options", "precision", "train"]
+__all__ = ["batches", "check", "evaluation", "known_options", "options", "precision", "train"]
 
 
 _CHATTER: tuple[dict[str, Any], ...] = (
@@ -31,6 +31,14 @@ _CHATTER: tuple[dict[str, Any], ...] = (
 def options(run: Run) -> dict[str, Any]:
     """The engine's options of a run, typed. Raises ReshardError naming all that are wrong."""
     return dict(vars(read(run)))
+
+
+def evaluation(run: Run) -> str:
+    """When a run with data to evaluate on is evaluated, in words."""
+    found = read(run)
+    often = f"every {found.eval_interval} steps" if found.eval_interval else "once an epoch"
+    part = f", at most {found.eval_iters} steps' worth of sequences" if found.eval_iters else ""
+    return f"{often} and after the last step{part}"
 
 
 def train(run: Run, monitor: Monitor) -> Trained:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from reshard.errors import ReshardError
 from reshard.formats import iterations
 from reshard.train.engine import Monitor, Trained
+from reshard.train.evaluation import evaluated
 from reshard.train.megatron import proof, rows, store
 from reshard.train.megatron.batches import steps_of, uses_transformer_engine
+from reshard.train.megatron.evaluating import Evaluations
 from reshard.train.megatron.options import Options, read
 from reshard.train.megatron.setup import Trainee, open_weights, prepare, start
 from reshard.train.megatron.step import run_step
@@ -24,7 +27,9 @@ def train(run: Run, monitor: Monitor) -> Trained:
     alone = not torch.distributed.is_initialized()
     sizes = start(run, options)
     weights = open_weights(run, options, transformer_engine)
-    data = _rows(run, options, weights.model.dims.vocab, monitor)
+    vocab = weights.model.dims.vocab
+    data = _rows(run, options, vocab, monitor)
+    held_out = _rows(evaluated(run), options, vocab, monitor, "to evaluate on: ") if run.eval_data else None
     steps = steps_of(options, run.spread, torch.distributed.get_world_size(), len(data))
     trainee = prepare(run, options, steps, sizes, weights, transformer_engine)
     monitor.note(proof.assert_plan(trainee))
@@ -36,7 +41,9 @@ def train(run: Run, monitor: Monitor) -> Trained:
     if torch.distributed.get_rank() == 0:
         store.lay_beside(trainee)
     monitor.begin(steps.total, done)
-    last = _train(trainee, data, done, monitor)
+    epoch = -(-len(data) // steps.sequences)
+    evaluations = Evaluations(trainee, held_out, epoch) if held_out is not None else None
+    last = _train(trainee, data, evaluations, done, monitor)
     found = proof.digests(trainee)
     if torch.distributed.get_rank() == 0:
         rows.remove_rows(run)
@@ -46,8 +53,8 @@ def train(run: Run, monitor: Monitor) -> Trained:
     return Trained(run.output / iterations.name_of(last), last, found)
 
 
-def _rows(run: Run, options: Options, vocab: int, monitor: Monitor) -> rows.Rows:
-    """The rows of the data: rank 0 makes them, and all others map the file."""
+def _rows(run: Run, options: Options, vocab: int, monitor: Monitor, which: str = "") -> rows.Rows:
+    """The rows of the data: rank 0 makes them, and all others map the file. `which` is said before notes on them."""
     import torch
 
     told: list[Any] = ["", [], []]
@@ -62,11 +69,13 @@ def _rows(run: Run, options: Options, vocab: int, monitor: Monitor) -> rows.Rows
     if problems:
         raise ReshardError(problems)
     for note in notes:
-        monitor.note(note)
+        monitor.note(which + note)
     return rows.open_rows(run, key)
 
 
-def _train(trainee: Trainee, data: rows.Rows, done: int, monitor: Monitor) -> int:
+def _train(
+    trainee: Trainee, data: rows.Rows, evaluations: Evaluations | None, done: int, monitor: Monitor
+) -> int:
     """The steps from `done` on; the step of the last checkpoint."""
     options, total = trainee.options, trainee.steps.total
     order = rows.Order(len(data), options.seed)
@@ -83,6 +92,10 @@ def _train(trainee: Trainee, data: rows.Rows, done: int, monitor: Monitor) -> in
             )
         shown = {name: value for name, value in measured._asdict().items() if name != "applied"}
         monitor.step(step + 1, **shown)
+        if evaluations and evaluations.due(step + 1):
+            began = time.monotonic()
+            loss = evaluations.loss()
+            monitor.evaluated(step + 1, eval_loss=loss, seconds=time.monotonic() - began)
         if step + 1 == total or (options.save_interval and (step + 1) % options.save_interval == 0):
             if not applied:
                 raise _nothing_applied(step + 1)

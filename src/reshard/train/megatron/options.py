@@ -93,6 +93,10 @@ class Options:
         128, "rows of the embedding, by tensor parallel rank; rows of no token take no part in the softmax"
     )
     save_interval: int | None = _option(None, "steps between checkpoints; one at the end is always saved")
+    eval_interval: int | None = _option(
+        None, "steps between evaluations on --eval-data; once an epoch. The last step is always evaluated"
+    )
+    eval_iters: int | None = _option(None, "steps' worth of sequences that an evaluation takes; all data")
     lora_r: int = _option(16, "rank of the adapters")
     lora_alpha: float = _option(32.0, "their strength is lora_alpha / lora_r")
     lora_dropout: float = _option(0.0, "dropout before the adapters")
@@ -147,7 +151,7 @@ def read(run: Run) -> Options:
         given.setdefault("lr", LORA_LR if run.lora else FULL_LR)
         given.setdefault("seq_length", _length(run.model))
         options = Options(**given)
-        problems = [*_contradictions(options), *_without_lora(run)]
+        problems = [*_contradictions(options), *_without_data(run), *_without_lora(run)]
     if problems:
         raise ReshardError(problems)
     return options
@@ -227,6 +231,9 @@ _ELSEWHERE = {
     "warmup_steps": "lr_warmup_iters",
     "lr_scheduler_type": "lr_decay_style",
     "save_steps": "save_interval",
+    "eval_steps": "eval_interval",
+    "eval_strategy": "eval_interval",
+    "per_device_eval_batch_size": "micro_batch_size",
     "packing": "pack",
     "gradient_accumulation_steps": "global_batch_size",
     "gradient_checkpointing": "recompute_granularity",
@@ -246,13 +253,31 @@ def _mistyped(name: str, value: Any, expected: str) -> Problem:
 
 _POSITIVE = (
     *("train_epochs", "micro_batch_size", "seq_length", "train_iters", "global_batch_size", "save_interval"),
-    *("lora_r", "lora_alpha", "make_vocab_size_divisible_by", "recompute_num_layers", "lr_decay_iters"),
+    *(
+        "eval_interval",
+        "eval_iters",
+        "lora_r",
+        "lora_alpha",
+        "make_vocab_size_divisible_by",
+        "recompute_num_layers",
+        "lr_decay_iters",
+    ),
     *("distributed_timeout_minutes", "lr"),
 )
 _NOT_NEGATIVE = (
     *("min_lr", "weight_decay", "adam_eps", "clip_grad", "seed", "lora_dropout", "lr_warmup_fraction"),
     *("lr_warmup_iters", "moe_aux_loss_coeff", "moe_router_bias_update_rate", "mtp_loss_scaling_factor"),
 )
+
+
+def _without_data(run: Run) -> Iterator[Problem]:
+    for name in ("eval_interval", "eval_iters"):
+        if run.eval_data is None and run.options.get(name) is not None:
+            yield Problem(
+                "there are no data to evaluate on",
+                found=f"--{name} {run.options[name]}",
+                remedy="give them with --eval-data, or leave it out",
+            )
 
 
 def _contradictions(options: Options) -> Any:

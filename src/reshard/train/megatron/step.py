@@ -51,17 +51,33 @@ class Microbatch(NamedTuple):
 def run_step(trainee: Trainee, rows: Rows, order: Order, step: int) -> Measured:
     """Train step `step` (from 0). Raises ReshardError if the loss or the gradient is no number."""
     from megatron.core import parallel_state as ps
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    steps, wrapped = trainee.steps, trainee.wrapped
-    for module in wrapped:
+    steps = trainee.steps
+    for module in trainee.wrapped:
         module.zero_grad_buffer()
     trainee.optimizer.zero_grad()
     mine = order.of_step(step, steps.sequences, ps.get_data_parallel_rank(), steps.replicas)
     parts = [rows[mine[at : at + steps.micro]] for at in range(0, len(mine), steps.micro)]
+    results = run_schedule(trainee, parts)
+    rate = float(trainee.optimizer.param_groups[0]["lr"])
+    succeeded, norm, _ = trainee.optimizer.step()
+    if succeeded:
+        trainee.scheduler.step(increment=steps.sequences)
+    seen = sum(_seen(part) for part in parts)
+    loss, tokens, memory = over_all_ranks(results, seen)
+    if not np.isfinite(loss) or (norm is not None and not np.isfinite(norm) and not trainee.options.fp16):
+        raise _not_a_number(step + 1, loss, norm)
+    return Measured(loss, rate, float(norm or 0.0), tokens, memory, bool(succeeded))
+
+
+def run_schedule(trainee: Trainee, parts: list[Rows], *, forward_only: bool = False) -> list[dict[str, Any]]:
+    """Megatron's schedule over the microbatches of this rank; what `_loss` shows of each, on the last stage."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    wrapped = trainee.wrapped
     batches = [partial(_microbatch, part, trainee) for part in parts]
     width, height = _shape(trainee)
-    results = get_forward_backward_func()(
+    found: list[dict[str, Any]] = get_forward_backward_func()(
         forward_step_func=_forward,
         data_iterator=[iter(batches) for _ in wrapped] if len(wrapped) > 1 else iter(batches),
         model=wrapped if len(wrapped) > 1 else wrapped[0],
@@ -69,17 +85,9 @@ def run_step(trainee: Trainee, rows: Rows, order: Order, step: int) -> Measured:
         seq_length=width,
         micro_batch_size=height,
         decoder_seq_length=width,
-        forward_only=False,
+        forward_only=forward_only,
     )
-    rate = float(trainee.optimizer.param_groups[0]["lr"])
-    succeeded, norm, _ = trainee.optimizer.step()
-    if succeeded:
-        trainee.scheduler.step(increment=steps.sequences)
-    seen = sum(_seen(part) for part in parts)
-    loss, tokens, memory = _over_all_ranks(results, seen)
-    if not np.isfinite(loss) or (norm is not None and not np.isfinite(norm) and not trainee.options.fp16):
-        raise _not_a_number(step + 1, loss, norm)
-    return Measured(loss, rate, float(norm or 0.0), tokens, memory, bool(succeeded))
+    return found
 
 
 def _shape(trainee: Trainee) -> tuple[int, int]:
@@ -190,7 +198,7 @@ def _loss(counted: Any, output: Any) -> tuple[Any, Any, dict[str, Any]]:
     return total, tokens.to(torch.int), {"loss": torch.stack([total.detach(), tokens])}
 
 
-def _over_all_ranks(results: list[dict[str, Any]], seen: int) -> tuple[float, int, int]:
+def over_all_ranks(results: list[dict[str, Any]], seen: int) -> tuple[float, int, int]:
     """The mean loss, the tokens of all data parallel ranks, and the most memory of any rank, in bytes."""
     import torch
     from megatron.core import parallel_state as ps

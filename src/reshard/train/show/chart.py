@@ -15,14 +15,15 @@ SMOOTH_FROM = 100
 """Points from which on a mean over the last fiftieth of them is drawn over the points."""
 
 
-def svg(title: str, points: Sequence[Point], *, noisy: bool = True) -> str:
+def svg(title: str, points: Sequence[Point], beside: Sequence[Point] = (), *, noisy: bool = True) -> str:
     """The chart of a series, with numbers at its axes. Points that are no numbers are marked at the top.
 
-    Over one that is `noisy` its mean is drawn.
+    Over one that is `noisy` its mean is drawn; `beside` it another series of few points, with a dot for each.
     """
     finite = [point for point in points if math.isfinite(point[1])]
-    broken = [step for step, value in points if not math.isfinite(value)]
-    scale = _Scale(points, finite)
+    few = [point for point in beside if math.isfinite(point[1])]
+    broken = [step for step, value in (*points, *beside) if not math.isfinite(value)]
+    scale = _Scale([*points, *beside], [*finite, *few])
     shown = list(decimated(points))
     smooth = list(decimated(means(points))) if noisy and len(finite) >= SMOOTH_FROM else []
     hover = [[step, round(scale.x(step), 1), value] for step, value in shown if math.isfinite(value)]
@@ -32,7 +33,9 @@ def svg(title: str, points: Sequence[Point], *, noisy: bool = True) -> str:
         *scale.grid(),
         *_lines(shown, scale, "raw faint" if smooth else "raw"),
         *_lines(smooth, scale, "mean"),
-        *(_mark(scale.x(step), step) for step in _apart(broken, scale)),
+        *(_lines(list(decimated(few)), scale, "beside") if len(few) > 1 else ()),
+        *(_dot(point, scale, "beside") for point in decimated(few)),
+        *(_mark(scale.x(step), step) for step in _apart(sorted(broken), scale)),
         '<line class="cross" y1="0" y2="0"/><text class="told"></text></svg>',
     ]
     return "".join(parts)
@@ -129,11 +132,16 @@ def _lines(points: Sequence[Point], scale: _Scale, kind: str) -> Iterator[str]:
             run.append(point)
             continue
         if len(run) == 1:
-            yield f'<circle class="{kind}" cx="{scale.x(run[0][0]):.1f}" cy="{scale.y(run[0][1]):.1f}" r="3"/>'
+            yield _dot(run[0], scale, kind)
         elif run:
             places = " ".join(f"{scale.x(step):.1f},{scale.y(value):.1f}" for step, value in run)
             yield f'<polyline class="{kind}" points="{places}"/>'
         run = []
+
+
+def _dot(point: Point, scale: _Scale, kind: str) -> str:
+    x, y = scale.x(point[0]), scale.y(point[1])
+    return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
 
 
 def _apart(steps: Sequence[int], scale: _Scale) -> Iterator[int]:

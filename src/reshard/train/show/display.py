@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from reshard.train.show.monitor import History
+from reshard.train.show.monitor import History, Row, number
 
 PLAIN_EVERY = 5.0
 """Seconds between the lines that a log gets."""
@@ -83,6 +83,14 @@ def words(history: History) -> str:
         f"{clock(left)} left" if left is not None and history.done < history.total else "",
     ]
     return "  ".join(part for part in parts if part)
+
+
+def evaluated(row: Row) -> str:
+    """What is said of an evaluation: after step 12  loss 1.2340  reward 0.5000."""
+    names = {"eval_loss": "loss", "eval_reward": "reward", "eval_rewards/accuracies": "accuracy"}
+    found = {words: number(row, name) for name, words in names.items()}
+    told = [f"{words} {value:.4f}" for words, value in found.items() if value is not None]
+    return "  ".join([f"after step {row['step']}", *told])
 
 
 def short(value: float) -> str:

@@ -1,8 +1,9 @@
 """How a run goes: what rank 0 reports, as a line of `metrics.jsonl` each, and what those lines tell.
 
 A row has an `event` and its `time` (seconds since 1970): `begin` (steps, done), `step` (step, loss, learning_rate,
-grad_norm, tokens, memory and whatever else was measured), `saved` (checkpoint), `note` (text), `end` (outcome). JSON
-has no NaN: such a number is a string, "nan" or "inf".
+grad_norm, tokens, memory and whatever else was measured), `eval` (step, eval_loss, other eval_…, and the seconds that
+it took), `saved` (checkpoint), `note` (text), `end` (outcome). JSON has no NaN: such a number is a string, "nan" or
+"inf".
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ class Metrics:
     def step(self, step: int, **metrics: float) -> None:
         """What a step measured."""
         self._write({"event": "step", "step": step, **metrics})
+
+    def evaluated(self, step: int, **metrics: float) -> None:
+        """What an evaluation after a step measured."""
+        self._write({"event": "eval", "step": step, **metrics})
 
     def saved(self, checkpoint: Path) -> None:
         """A checkpoint is complete on disk."""
@@ -111,6 +116,8 @@ class History:
     done: int = 0
     """The last step that is behind us."""
     steps: dict[int, Row] = field(default_factory=dict)
+    evaluations: dict[int, Row] = field(default_factory=dict)
+    """By the step after which they were."""
     saved: list[Path] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     began: float | None = None
@@ -127,6 +134,8 @@ class History:
             self._begin(row, when)
         elif event == "step":
             self._step(row, when)
+        elif event == "eval":
+            self._evaluated(row)
         elif event == "saved":
             path = Path(row["checkpoint"])
             self.saved = [*(each for each in self.saved if each != path), path]
@@ -138,6 +147,7 @@ class History:
     def _begin(self, row: Row, when: float) -> None:
         self.total, self.done, self.outcome = int(row["steps"]), int(row.get("done", 0)), None
         self.steps = {step: kept for step, kept in self.steps.items() if step <= self.done}
+        self.evaluations = {step: kept for step, kept in self.evaluations.items() if step <= self.done}
         self._recent.clear()
         self._recent.append((when, self.done, None))
 
@@ -146,13 +156,21 @@ class History:
         self.steps[self.done] = row
         self._recent.append((when, self.done, number(row, "tokens")))
 
+    def _evaluated(self, row: Row) -> None:
+        """An evaluation takes time in which nothing is trained: the steps before it count as if they were later."""
+        self.evaluations[int(row["step"])] = row
+        spent = number(row, "seconds") or 0.0
+        for index, (when, *rest) in enumerate(self._recent):
+            self._recent[index] = (when + spent, *rest)  # type: ignore[assignment]
+
     def latest(self, name: str) -> float | None:
         """The last value that was measured under a name."""
         return number(self.steps[self.done], name) if self.done in self.steps else None
 
     def series(self, name: str) -> list[tuple[int, float]]:
-        """All values of a name, by step."""
-        found = ((step, number(row, name)) for step, row in sorted(self.steps.items()))
+        """All values of a name, by step; of an evaluation where the name is one of its."""
+        rows = self.evaluations if name.startswith("eval_") else self.steps
+        found = ((step, number(row, name)) for step, row in sorted(rows.items()))
         return [(step, value) for step, value in found if value is not None]
 
     @property

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.train.run import RECORD
-from reshard.train.show.chart import svg
+from reshard.train.show.chart import Point, svg
 from reshard.train.show.display import clock, short
 from reshard.train.show.monitor import History, history_of
 
@@ -35,9 +35,10 @@ CHARTS = {
     "grad_norm": "gradient norm",
     "kl": "KL divergence from the reference",
     "rewards/accuracies": "how often the chosen answer is preferred",
-    "eval_loss": "loss on evaluation data",
 }
 """What is drawn where it was measured; loss and learning rate always are."""
+EVALUATED = ("loss", "reward", "rewards/accuracies")
+"""Beside these is drawn what evaluations measured."""
 ALWAYS = ("loss", "learning_rate")
 
 Check = tuple[str, str, bool]
@@ -81,13 +82,14 @@ def _body(title: str, record: Mapping[str, Any], history: History, checks: Seque
     yield _facts(history)
     for name, words in CHARTS.items():
         points = history.series(name)
-        if points or name in ALWAYS:
+        beside = history.series(f"eval_{name}") if name in EVALUATED else []
+        if points or beside or name in ALWAYS:
             drawn = (
-                svg(words, points, noisy=name != "learning_rate")
-                if points
+                svg(words, points, beside, noisy=name != "learning_rate")
+                if points or beside
                 else '<p class="none">nothing measured yet</p>'
             )
-            yield f"<section><h2>{escape(words)}</h2>{drawn}</section>"
+            yield f"<section><h2>{escape(words)}{_legend(beside)}</h2>{drawn}</section>"
     if checks:
         yield _table("The result, checked", [(what, found, right) for what, found, right in checks])
     if history.saved:
@@ -95,6 +97,13 @@ def _body(title: str, record: Mapping[str, Any], history: History, checks: Seque
     if history.notes:
         yield _table("Notes", [(str(number), note, None) for number, note in enumerate(history.notes, 1)])
     yield from _record(record)
+
+
+def _legend(beside: Sequence[Point]) -> str:
+    if not beside:
+        return ""
+    step, value = beside[-1]
+    return f'<span class="beside">● on evaluation data: {value:.4f} after step {step}</span>'
 
 
 def _facts(history: History) -> str:
@@ -160,9 +169,9 @@ def _table(title: str, rows: Sequence[tuple[str, str, bool | None]]) -> str:
 
 _STYLE = """
 :root{color-scheme:light dark;--bg:#fff;--fg:#1c2330;--dim:#667085;--line:#e4e7ec;--box:#f7f8fa;--ink:#2563eb;
---bad:#d92d20;--good:#067647}
+--bad:#d92d20;--good:#067647;--other:#c2410c}
 @media(prefers-color-scheme:dark){:root{--bg:#12161d;--fg:#e6e9ef;--dim:#98a2b3;--line:#2a313c;--box:#1a202a;
---ink:#6ea8fe;--bad:#f97066;--good:#47cd89}}
+--ink:#6ea8fe;--bad:#f97066;--good:#47cd89;--other:#fdba74}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--bg);color:var(--fg);font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
 main{max-width:980px;margin:0 auto;padding:28px 20px 60px}
@@ -183,6 +192,8 @@ svg polyline{fill:none;stroke:var(--ink);stroke-width:1.6;stroke-linejoin:round}
 svg circle{fill:var(--ink)}
 svg .faint{opacity:.35;stroke-width:1}
 svg .mean{stroke-width:2}
+svg polyline.beside{stroke:var(--other)}svg circle.beside{fill:var(--other)}
+h2 .beside{margin-left:12px;font-weight:400;color:var(--other)}
 svg .broken{fill:var(--bad)}
 svg .cross{stroke:var(--dim);stroke-dasharray:3 3}
 svg .told{fill:var(--fg);font-weight:600}

@@ -15,6 +15,8 @@ from reshard.train.show.monitor import Row, number
 
 MODULES = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",)}
 """What has to be importable for each: one of these."""
+MEASURED = ("step", "eval")
+"""Events whose rows have numbers."""
 FOLDER = "tensorboard"
 """Where in the output TensorBoard's events lie."""
 
@@ -71,7 +73,8 @@ def _tensorboard(run: Run) -> Callable[[Row], None]:
 
     def take(row: Row) -> None:
         for name, value in values(row).items():
-            writer.add_scalar(f"train/{name}", value, row["step"])
+            where = name.replace("eval_", "eval/", 1) if row["event"] == "eval" else f"train/{name}"
+            writer.add_scalar(where, value, row["step"])
         writer.flush()
 
     return take
@@ -83,7 +86,7 @@ def _wandb(run: Run) -> Callable[[Row], None]:
     session = wandb.init(name=run.output.name, config=run.as_dict(), dir=str(run.output), resume="allow")
 
     def take(row: Row) -> None:
-        if row["event"] == "step":
+        if row["event"] in MEASURED:
             session.log(values(row), step=row["step"])
 
     return take
@@ -96,8 +99,8 @@ _LISTENERS: dict[str, Callable[[Run], Callable[[Row], None]]] = {
 
 
 def values(row: Row) -> dict[str, Any]:
-    """What a step measured, as numbers; empty for other rows."""
-    if row["event"] != "step":
+    """What a step or an evaluation measured, as numbers; empty for other rows."""
+    if row["event"] not in MEASURED:
         return {}
-    names = (name for name in row if name not in ("event", "step", "time"))
+    names = (name for name in row if name not in ("event", "step", "time", "seconds"))
     return {name: value for name in names if (value := number(row, name)) is not None}

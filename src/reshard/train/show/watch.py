@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from reshard.train.run import Run
 from reshard.train.show import report
-from reshard.train.show.display import Display
+from reshard.train.show.display import Display, evaluated
 from reshard.train.show.monitor import History, Row
 
 REFRESH = 5.0
@@ -48,6 +48,8 @@ class Watch:
             return
         if row["event"] == "saved":
             self._display.say(f"saved {escape(row['checkpoint'])}")
+        elif row["event"] == "eval":
+            self._display.say(f"[bold]evaluated[/] {escape(evaluated(row))}")
         elif row["event"] == "note":
             self._display.say(f"[bold]note:[/] {escape(row['text'])}")
         self.look()

@@ -35,6 +35,13 @@ def batches(run: Run, world_size: int, samples: int) -> Batches:
     return batches_of(run, options(run), world_size, samples)
 
 
+def evaluation(run: Run) -> str:
+    """When a run with data to evaluate on is evaluated, in words."""
+    from reshard.train.trl.arithmetic import evaluation_of
+
+    return evaluation_of(options(run))
+
+
 def precision(run: Run) -> Precision:
     """What a parameter weighs while it is trained."""
     from reshard.train.trl.arithmetic import precision_of

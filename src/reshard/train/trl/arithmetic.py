@@ -23,7 +23,9 @@ def batches_of(run: Run, options: Mapping[str, Any], world_size: int, samples: i
     per_device = int(options["per_device_train_batch_size"])
     accumulation = int(options["gradient_accumulation_steps"])
     step = per_device * accumulation * replicas
-    if run.method == "grpo" and (problems := [*_groups(options, step, replicas)]):
+    if run.method == "grpo":
+        problems = [*_groups(options, step, replicas), *_evaluated_groups(run, options, replicas)]
+    if problems:
         raise ReshardError(problems)
     rows = _rows(run, options, step, samples)
     batches = ceil(rows / (per_device * replicas))
@@ -77,6 +79,33 @@ def _groups(options: Mapping[str, Any], step: int, replicas: int) -> Iterator[Pr
     else:
         return
     yield Problem(finding.title.en, rule=finding.cause.en, found=found, remedy=finding.cure.en)
+
+
+def _evaluated_groups(run: Run, options: Mapping[str, Any], replicas: int) -> Iterator[Problem]:
+    """Whether a step of an evaluation holds whole groups of completions."""
+    if run.eval_data is None or str(options["eval_strategy"]) == "no":
+        return
+    group = int(options["num_generations_eval"] or options["num_generations"])
+    per_device = int(options["per_device_eval_batch_size"])
+    if per_device * replicas % group:
+        yield Problem(
+            "the completions that are evaluated at a time are no whole groups",
+            rule="the completions of a prompt are compared with each other",
+            expected=f"a multiple of {group}",
+            found=f"--per_device_eval_batch_size {per_device} on {replicas} ranks with different data",
+            remedy=f"give --per_device_eval_batch_size {ceil(per_device / group) * group}, or leave it out",
+        )
+
+
+def evaluation_of(options: Mapping[str, Any]) -> str:
+    """When there is an evaluation, in words: `once an epoch, 8 at a time`."""
+    strategy, steps = str(options["eval_strategy"]), float(options["eval_steps"] or options["logging_steps"])
+    often = f"every {steps:g} steps" if steps >= 1 else f"every {steps:.0%} of the steps"
+    when = {"no": [], "epoch": ["once an epoch"], "steps": [often]}[strategy]
+    when += ["before the first step"] if options["eval_on_start"] else []
+    if not when:
+        return "never, by --eval_strategy no"
+    return f"{' and '.join(when)}, {options['per_device_eval_batch_size']} at a time on each rank"
 
 
 def _rows(run: Run, options: Mapping[str, Any], step: int, samples: int) -> int:

@@ -53,6 +53,13 @@ def callback_of(run: Run, monitor: Monitor) -> Any:
             told = {name: float(logs[name]) for name in (*NAMES, *MORE) if name in logs}
             monitor.step(state.global_step, **told, tokens=float(tokens), memory=float(_memory()))
 
+        def on_evaluate(
+            self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **given: Any
+        ) -> None:
+            told = {f"eval_{name}": metrics.get(f"eval_{name}") for name in ("loss", *MORE)}
+            found = {name: float(value) for name, value in told.items() if value is not None}
+            monitor.evaluated(state.global_step, **found, seconds=float(metrics["eval_runtime"]))
+
     return Watch()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import ceil
 from typing import Any
 
 from reshard.doctor.environment import look_around
@@ -20,6 +21,8 @@ ALWAYS: dict[str, Any] = {
     "lora_dropout": 0.0,
     "lora_target_modules": ["all-linear"],
 }
+EVAL_STEPS = 500
+"""Steps between evaluations where `eval_strategy steps` says no number: what lies between logs in transformers."""
 BF16_CAPABILITY = 8.0
 """The compute capability from which a GPU computes in bfloat16: Ampere."""
 
@@ -36,6 +39,22 @@ def defaults_of(run: Run, typed: Mapping[str, Any]) -> dict[str, Any]:
         "dataloader_pin_memory": gpu,
         "dtype": _dtype(run, half),
     }
+
+
+def of_evaluation(run: Run, told: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[str, Any]:
+    """When a run is evaluated, and how much at a time; `told` are all options so far, `typed` those that were said.
+
+    TRL evaluates eight samples at a time whatever fits, and with `steps` alone as often as it logs: here each step.
+    """
+    if run.eval_data is None:
+        return {}
+    strategy = str(typed.get("eval_strategy") or ("steps" if typed.get("eval_steps") else "epoch"))
+    at_a_time = int(told["per_device_train_batch_size"])
+    if run.method == "grpo":
+        group = int(told["num_generations_eval"] or told["num_generations"])
+        at_a_time = ceil(at_a_time / group) * group  # a prompt's completions on one rank
+    often = {"eval_steps": EVAL_STEPS} if strategy == "steps" and "logging_steps" not in typed else {}
+    return {"eval_strategy": strategy, "per_device_eval_batch_size": at_a_time, **often}
 
 
 def has_gpu() -> bool:

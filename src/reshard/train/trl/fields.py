@@ -95,7 +95,8 @@ def options_of(run: Run) -> dict[str, Any]:
     if problems:
         raise ReshardError(problems)
     stated = {name: _default(field) for name, field in there.items()}
-    return stated | defaults.defaults_of(run, typed) | typed
+    told = stated | defaults.defaults_of(run, typed) | typed
+    return told | defaults.of_evaluation(run, told, typed) | typed
 
 
 def _unknown(run: Run, there: Mapping[str, Any]) -> Iterator[Problem]:

@@ -68,6 +68,40 @@ def refused(run: Run) -> Iterator[Problem]:
             )
 
 
+PLATEAUS = ("reduce_lr_on_plateau", "greedy")
+"""Schedules that follow the loss of evaluations."""
+
+
+def _without_evaluation(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
+    """Options that ask for evaluations, or need them, where there are none."""
+    said = {name: str(typed[name]) for name in typed}
+    asked = [name for name in ("eval_strategy", "eval_steps", "eval_on_start") if typed.get(name)]
+    asked = [name for name in asked if said[name] != "no"]
+    needed = ["save_strategy"] if said.get("save_strategy") == "best" else []
+    needed += ["lr_scheduler_type"] if said.get("lr_scheduler_type") in PLATEAUS else []
+    if run.eval_data is None:
+        for name in (*asked, *needed):
+            yield Problem(
+                "there are no data to evaluate on",
+                found=f"--{name} {said[name]}",
+                remedy="give them with --eval-data, or leave it out",
+            )
+        return
+    if said.get("eval_strategy") == "no":
+        for name in needed:
+            yield Problem(
+                f"--{name} {said[name]} follows evaluations, and there are none",
+                found="--eval_strategy no",
+                remedy="leave out --eval_strategy, or choose epoch or steps",
+            )
+    if "save_strategy" in needed and not typed.get("metric_for_best_model"):
+        yield Problem(
+            "nothing says which checkpoint is the best",
+            found="--save_strategy best without --metric_for_best_model",
+            remedy="add --metric_for_best_model loss, or leave out --save_strategy",
+        )
+
+
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys of config.json that say how many experts a layer has."""
 HEADS = ("num_attention_heads", "num_key_value_heads")
@@ -123,12 +157,7 @@ def contradictions(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
                 yield Problem(
                     f"--{name} without --lora", found=str(typed[name]), remedy="add --lora, or leave it out"
                 )
-    if str(typed.get("eval_strategy", "no")) != "no":
-        yield Problem(
-            "there are no data to evaluate on",
-            found=f"--eval_strategy {typed['eval_strategy']}",
-            remedy="leave it out, and evaluate the checkpoints",
-        )
+    yield from _without_evaluation(run, typed)
     if typed.get("bf16") and typed.get("fp16"):
         yield Problem("bf16 and fp16 exclude each other", remedy="leave out one")
     if run.resume and typed.get("sync_ref_model"):

@@ -1,4 +1,7 @@
-"""The data of a run, read once on each node: other ranks map what the first one wrote, and what TRL makes of it."""
+"""The data of a run, read once on each node: other ranks map what the first one wrote, and what TRL makes of it.
+
+A `Data` is what the run is trained on, and what it is evaluated on.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard.train.data import load_dataset
 from reshard.train.run import Run
@@ -18,16 +21,23 @@ FOLDER = ".data"
 """Where in the output the data lie as Arrow files while ranks train, one folder for each node."""
 
 
+class Data(NamedTuple):
+    """Each a `datasets.Dataset`; None where the run is not evaluated."""
+
+    train: Any
+    evaluation: Any
+
+
 @contextmanager
-def rows_of(run: Run) -> Iterator[Any]:
-    """The data as a `datasets.Dataset`. With several ranks it lies in a file, beside which TRL caches its tokens.
+def rows_of(run: Run) -> Iterator[Data]:
+    """The data of a run. With several ranks it lies in a file, beside which TRL caches its tokens.
 
     Otherwise each rank would hold all of them, and make all of them again. Raises ReshardError for wrong records.
     """
     from datasets import Dataset
 
     if devices.world_size() == 1:
-        yield load_dataset(run.data, run.method)
+        yield Data(*(path and load_dataset(path, run.method) for path in (run.data, run.eval_data)))
         return
     folder = run.output / f"{FOLDER}-{platform.node()}"
     first = os.environ.get("LOCAL_RANK", "0") == "0"
@@ -35,7 +45,8 @@ def rows_of(run: Run) -> Iterator[Any]:
         _write(run, folder)
     devices.barrier()
     try:
-        yield Dataset.load_from_disk(str(folder))
+        parts = {part.name: Dataset.load_from_disk(str(part)) for part in folder.iterdir()}
+        yield Data(parts["train"], parts.get("eval"))
         devices.barrier()
     finally:
         if first:
@@ -44,4 +55,6 @@ def rows_of(run: Run) -> Iterator[Any]:
 
 def _write(run: Run, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
-    load_dataset(run.data, run.method).save_to_disk(str(folder))
+    for name, path in {"train": run.data, "eval": run.eval_data}.items():
+        if path:
+            load_dataset(path, run.method).save_to_disk(str(folder / name))

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from reshard.train.engine import Monitor
 from reshard.train.run import Run
 from reshard.train.trl import devices, loading, reward, saving
+from reshard.train.trl.evaluating import Evaluating
+from reshard.train.trl.rows import Data
 
 TRAINERS = {"sft": "SFTTrainer", "dpo": "DPOTrainer", "grpo": "GRPOTrainer"}
 SHARDED = ("fsdp2", "tp")
@@ -78,7 +80,7 @@ def trainer_class(run: Run, monitor: Monitor) -> Any:
     import trl
 
     base = getattr(trl, TRAINERS[run.method])
-    return type(base.__name__, (Saving, base), {"asked": run, "monitor": monitor})
+    return type(base.__name__, (Saving, Evaluating, base), {"asked": run, "monitor": monitor})
 
 
 def trainer_of(
@@ -88,7 +90,7 @@ def trainer_of(
     options: dict[str, Any],
     model: Any,
     tokenizer: Any,
-    data: Any,
+    data: Data,
     callback: Any,
 ) -> Any:
     """The trainer of a run. Nothing is wrapped or sharded yet."""
@@ -107,7 +109,8 @@ def trainer_of(
     trainer = trainer_class(run, monitor)(
         model=model,
         args=arguments,
-        train_dataset=data,
+        train_dataset=data.train,
+        eval_dataset=data.evaluation,
         processing_class=tokenizer,
         callbacks=[callback],
         **more,

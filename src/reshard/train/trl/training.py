@@ -11,7 +11,7 @@ from reshard.train.trl import arithmetic, cpu, devices, environment, loading, sa
 from reshard.train.trl.arguments import arguments_of
 from reshard.train.trl.callback import callback_of
 from reshard.train.trl.fields import options_of
-from reshard.train.trl.rows import rows_of
+from reshard.train.trl.rows import Data, rows_of
 from reshard.train.trl.trainers import trainer_of
 
 
@@ -25,7 +25,7 @@ def train_here(run: Run, monitor: Monitor) -> Trained:
     checkpoint = _checkpoint(run, monitor)
     arguments = arguments_of(run, options)  # before any model: ZeRO-3 partitions what is loaded after it
     with rows_of(run) as data:
-        arithmetic.batches_of(run, options, devices.world_size(), len(data))
+        arithmetic.batches_of(run, options, devices.world_size(), len(data.train))
         trainer = _trainer(run, monitor, arguments, options, data, checkpoint)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         return _finish(run, trainer, checkpoint)
@@ -45,11 +45,11 @@ def _checkpoint(run: Run, monitor: Monitor) -> Path | None:
 
 
 def _trainer(
-    run: Run, monitor: Monitor, arguments: Any, options: dict[str, Any], data: Any, checkpoint: Path | None
+    run: Run, monitor: Monitor, arguments: Any, options: dict[str, Any], data: Data, checkpoint: Path | None
 ) -> Any:
     from trl import is_conversational
 
-    tokenizer = loading.tokenizer_of(run, options, chats=is_conversational(data[0]))
+    tokenizer = loading.tokenizer_of(run, options, chats=is_conversational(data.train[0]))
     model = loading.model_of(run, options, checkpoint)
     callback = callback_of(run, monitor)
     trainer = trainer_of(run, monitor, arguments, options, model, tokenizer, data, callback)

@@ -1,0 +1,74 @@
+"""The data that a run is evaluated on, as they are before it starts: read like those that it is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from reshard.errors import Problem
+from reshard.train import data
+from reshard.train.data.records import is_chat, shape_of
+from reshard.train.data.tokens import Lengths
+from reshard.train.run import Run
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation reads, and when there is one."""
+
+    records: int
+    when: str
+    """As `once an epoch, 8 records at a time`."""
+    lengths: Lengths | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        lengths = self.lengths.as_dict() if self.lengths else None
+        return {"records": self.records, "when": self.when, "lengths": lengths}
+
+
+def evaluated(run: Run) -> Run:
+    """The run as if it were trained on the data that it is evaluated on: so they are read."""
+    assert run.eval_data is not None
+    return replace(run, data=run.eval_data, eval_data=None)
+
+
+def held_out(run: Run) -> Iterator[Problem]:
+    """Files that are trained on and look as if they should not be. Raises ReshardError if there are none at all."""
+    both = set(data.files_of(run.data)) & set(data.files_of(run.eval_data) if run.eval_data else [])
+    for file in sorted(both):
+        yield Problem(
+            "a file is trained on, and evaluated on",
+            file=str(file),
+            rule="what a model was trained on does not tell how it does on anything else",
+            remedy="move it out of the folder of --data",
+            severity="warning",
+        )
+    for file in data.held_out(run.data):
+        if file not in both:
+            cure = "leave it out" if run.eval_data else "give it with --eval-data"
+            yield Problem(
+                "a file is named as if it were kept for evaluation, and is trained on",
+                file=str(file),
+                remedy=f"move it out of the folder and {cure}, or name the other files with --data",
+                severity="warning",
+            )
+
+
+def unlike(run: Run, trained: Mapping[str, Any], read: Mapping[str, Any]) -> Iterator[Problem]:
+    """Records of another shape than those that are trained on: TRL looks at these only, and treats others as such."""
+    kinds = [_kind(row, run.method) for row in (trained, read)]
+    if run.engine == "trl" and kinds[0] != kinds[1]:
+        yield Problem(
+            "the data to evaluate on have another shape than those to train on",
+            file=str(run.eval_data),
+            expected=f"{kinds[0]}, as in {run.data}",
+            found=kinds[1],
+            remedy="rewrite one to the shape of the other",
+        )
+
+
+def _kind(row: Mapping[str, Any], method: str) -> str:
+    shape = str(shape_of(row, method))
+    return f"{shape} as {'messages' if is_chat(dict(row), shape) else 'strings'}"

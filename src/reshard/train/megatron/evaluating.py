@@ -1,0 +1,69 @@
+"""Evaluations between steps: the mean loss over all tokens to be learned of data that are not trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from reshard.train.megatron.rows import IGNORED, LABELS, Rows
+from reshard.train.megatron.setup import Trainee
+from reshard.train.megatron.step import over_all_ranks, run_schedule
+
+
+class Evaluations:
+    """When there is an evaluation, and of which rows: every `eval_interval` steps, or once an epoch; of the last step.
+
+    `epoch` is how many steps an epoch of the data to train on has.
+    """
+
+    def __init__(self, trainee: Trainee, rows: Rows, epoch: int) -> None:
+        options, steps = trainee.options, trainee.steps
+        self._trainee = trainee
+        self._interval = options.eval_interval or max(epoch, 1)
+        self._rows = rows[: options.eval_iters * steps.sequences] if options.eval_iters else rows
+
+    def due(self, step: int) -> bool:
+        """Whether there is an evaluation after step `step` (from 1)."""
+        return step == self._trainee.steps.total or step % self._interval == 0
+
+    def loss(self) -> float:
+        """The mean loss over the tokens of all rows, however they are spread over ranks; collective."""
+        import torch
+
+        parts = list(self._parts())
+        with torch.no_grad(), _in_evaluation(self._trainee):
+            results = run_schedule(self._trainee, parts, forward_only=True)
+        return over_all_ranks(results, 0)[0]
+
+    def _parts(self) -> Iterator[Rows]:
+        """The microbatches of this replica. What lacks in the last ones are rows of which nothing is learned."""
+        from megatron.core import parallel_state as ps
+
+        steps, spread = self._trainee.steps, self._trainee.run.spread
+        unit = steps.micro * steps.replicas * (spread.pp if spread.vpp > 1 else 1)
+        first = steps.micro * ps.get_data_parallel_rank()
+        for at in range(first, -(-len(self._rows) // unit) * unit, steps.micro * steps.replicas):
+            part = self._rows[at : at + steps.micro]
+            lacking = steps.micro - len(part)
+            if lacking:
+                filler = np.zeros((lacking, *self._rows.shape[1:]), self._rows.dtype)
+                filler[:, LABELS] = IGNORED
+                part = np.concatenate([part, filler])
+            yield part
+
+
+@contextmanager
+def _in_evaluation(trainee: Trainee) -> Iterator[None]:
+    """Without dropout and losses that balance experts, and with all weights gathered, as Megatron-LM evaluates."""
+    overlaps = trainee.options.overlap_param_gather
+    for module in trainee.wrapped:
+        module.eval()
+        if overlaps:
+            module.disable_forward_pre_hook()
+    yield
+    for module in trainee.wrapped:
+        module.train()
+        if overlaps:
+            module.enable_forward_pre_hook()
