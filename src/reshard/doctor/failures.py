@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from reshard.doctor.prefixes import START
 from reshard.doctor.tracebacks import Line, Traceback, end_of_message, frame_of
 
 _WENT_ON = re.compile(
@@ -89,11 +90,14 @@ def loose_failure(lines: Sequence[Line]) -> Traceback | None:
     another one, none counts.
     """
     after = _after_progress(lines)
+    ended = next((at for at, line in enumerate(after) if "ChildFailedError" in line.text), len(after))
     for search in (_exception, _within, _assertion, _logged, _address):
         for at, line in enumerate(after):
+            if at > ended and search in (_logged, _address):
+                break  # who started the launcher tells of its end
             if not _CONSEQUENCE.search(line.text) and (found := search(line)):
                 return _failure(after, at, *found)
-    return _cut_off(after) or _exit_status(after)
+    return _cut_off(after) or _exit_status(after) or _begun(after)
 
 
 def _after_progress(lines: Sequence[Line]) -> Sequence[Line]:
@@ -170,6 +174,17 @@ def _exit_status(lines: Sequence[Line]) -> Traceback | None:
     if line is None:
         return None
     return Traceback(line.stream, line.number, line.number, line.number, EXIT, line.text.strip())
+
+
+def _begun(lines: Sequence[Line]) -> Traceback | None:
+    """A traceback that nothing can be made of: its lines were joined, or it was cut in the middle of one."""
+    line = next(
+        (line for line in lines if START in line.text and not line.text.lstrip().startswith("#")), None
+    )
+    if line is None:
+        return None
+    message = line.text[line.text.index(START) :].strip()
+    return Traceback(line.stream, line.number, line.number, line.number, CUT_OFF, message, [message])
 
 
 def asks(message: str) -> str:

@@ -8,7 +8,9 @@ from reshard.doctor.finding import Text
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.words import words
 
-BY_KIND = frozenset({"module-not-found", "import-name-missing", "module-attribute-missing"})
+BY_KIND = frozenset(
+    {"module-not-found", "import-name-missing", "module-attribute-missing", "unexpected-keyword"}
+)
 """They explain the first failure where no other entry does, and never surely."""
 
 _INTERPRETER = re.compile(r"(?<![\w.])(?:[\w./~+-]*/bin/python[\d.]*)(?![\w/])")

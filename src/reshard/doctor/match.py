@@ -49,6 +49,8 @@ def match_log(log: Log, entries: Iterable[Entry]) -> list[Match]:
         if entry.id in BY_KIND and not (root and _explains(entry, root)):
             continue
         line = lines[bisect_right(ends, max(found.start(), found.end() - 1))]
+        if root and _explains(entry, root):
+            line = next((each for each in lines if each.number == root.last), line)
         matches.append(_weighed(entry, line, text, log, root))
     loose = [root] if root and root not in log.tracebacks else []
     kept = _folded(_ranked(matches, [*log.tracebacks, *loose]))

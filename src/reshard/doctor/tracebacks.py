@@ -45,8 +45,8 @@ class Traceback:
         return self.before.root if self.before else self
 
 
-_STARTS = re.compile(r"(?<!Exception Group )" + re.escape(START) + r":?(?: [─-]+\S?)?$")
-"""The interpreter's ends in a colon, rich's in the corner of its box, a notebook's in neither.
+_STARTS = re.compile(r"(?<!Exception Group )" + re.escape(START) + r":?(?: [─-]+\S?| \(RANK \d+\))?$")
+"""The interpreter's ends in a colon, rich's in the corner of its box, a notebook's in neither; torch's DCP adds a rank.
 
 That of an ExceptionGroup is none: the exceptions inside have their own.
 """
@@ -83,6 +83,8 @@ def tracebacks(lines: list[Line]) -> Iterator[Traceback]:
         if found is None:
             continue
         found.before = before
+        if found.exception.endswith("CheckpointException"):
+            at = _taken_in(found, lines, at)
         linked = next(
             (i for i in range(at, min(at + 3, len(lines))) if lines[i].text.strip() in _LINKS), None
         )
@@ -111,6 +113,18 @@ def _traceback(lines: list[Line], start: int) -> tuple[Traceback | None, int]:
             first, last, ended = lines[start].number, lines[at].number, lines[end - 1].number
             return Traceback(lines[start].stream, first, last, ended, raised[1], message, frames), end
     return None, len(lines)
+
+
+def _taken_in(found: Traceback, lines: list[Line], at: int) -> int:
+    """Put the tracebacks of ranks into the exception of torch's DCP that lists them; where they end."""
+    inside: list[Traceback] = []
+    while at < len(lines) and "(RANK " in lines[at].text and _STARTS.search(lines[at].text):
+        one, at = _traceback(lines, at)
+        inside += [one] if one else []
+    if inside:
+        found.before, found.message = inside[0], inside[0].said
+        found.last, found.end = inside[0].last, inside[-1].end
+    return at
 
 
 def _asserted(lines: list[Line]) -> str:

@@ -1,0 +1,127 @@
+"""Logs as people paste and encode them, failures inside of others, and what is said of a failure that nobody knows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reshard.doctor.logs import UNKNOWN, WORKER_UNSEEN, diagnose_text
+from reshard.doctor.tracebacks import Traceback
+from reshard.doctor.upstream import REPOSITORIES, package_of, search_of
+from tests.doctor.test_log import FAILURE
+
+SITE = "/home/user/venv/lib/python3.11/site-packages"
+
+
+@pytest.mark.parametrize("mark", ["**", "`"])
+def test_an_exception_that_a_page_made_bold_or_code(mark: str) -> None:
+    (found,) = diagnose_text("log", f"[rank0]: {mark}{FAILURE[-1]}{mark}")
+    assert found.id == "dtensor-mixed-cat" and found.places[0].text == FAILURE[-1].strip()
+
+
+def test_lines_of_versions_are_no_part_of_a_message() -> None:
+    (found,) = diagnose_text(
+        "log", "TypeError: 'NoneType' object is not iterable\nvllm=0.9.1\ntrl[vllm]==0.19.0"
+    )
+    assert found.id == UNKNOWN and "vllm" not in found.cause.en
+
+
+def test_a_launcher_that_ends_is_not_the_first_failure_whoever_tells_of_it() -> None:
+    told = """\
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+Root Cause (first observed failure):
+[0]:
+  rank      : 2 (local_rank: 2)
+  exitcode  : 1 (pid: 31789)
+============================================================
+10:46:04   ERROR Terminating all processes..."""
+    (found,) = diagnose_text("log", told)
+    assert found.id == WORKER_UNSEEN and "first rank to die: 2" in found.cause.en
+    before = f"10:46:01   ERROR The tokenizer has left\n{told}"
+    assert "tokenizer has left" in diagnose_text("log", before)[0].cause.en
+
+
+def test_a_traceback_whose_lines_were_joined_is_not_taken_for_a_clean_log() -> None:
+    joined = "12:00 - [rank7]: AssertionError    12:00 - [rank7]: Traceback (most recent call last): (RANK 7)     12:0"
+    (found,) = diagnose_text("log", joined)
+    assert found.id == UNKNOWN and found.certainty == "possible"
+
+
+LOAD = """
+import sys
+import torch
+from torch import distributed
+from torch.distributed import checkpoint
+
+distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=0, world_size=1)
+checkpoint.save({"a": torch.ones(4)}, checkpoint_id=f"{sys.argv[1]}/saved")
+checkpoint.load({"a": torch.ones(4), "b": torch.ones(3)}, checkpoint_id=f"{sys.argv[1]}/saved")
+"""
+
+
+def test_the_exception_of_a_rank_inside_that_of_a_distributed_checkpoint(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", LOAD, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert "CheckpointException" in ran.stderr and "(RANK 0)" in ran.stderr
+    found = diagnose_text("log", ran.stderr)[0]
+    assert (found.id, found.certainty) == ("dcp-missing-key", "sure")
+    assert found.places[0].text == "RuntimeError: Missing key in checkpoint state_dict: b."
+    assert any("first failure" in each.en for each in found.evidence)
+    unknown = diagnose_text("log", ran.stderr.replace("Missing key in checkpoint state_dict", "frob"))[0]
+    assert unknown.id == UNKNOWN and "create_default_local_load_plan" in unknown.cause.en
+
+
+def test_an_argument_that_is_not_known_is_told_by_its_kind_and_loses_to_an_entry() -> None:
+    call = (
+        'Traceback (most recent call last):\n  File "/home/user/train.py", line 1, in <module>\n    call()\n'
+    )
+    (found,) = diagnose_text(
+        "log", f"{call}TypeError: A.load_adapter() got an unexpected keyword argument 'state'"
+    )
+    assert (found.id, found.certainty) == ("unexpected-keyword", "likely")
+    (known,) = diagnose_text(
+        "log", f"{call}TypeError: SFTConfig.__init__() got an unexpected keyword argument 'max_seq_length'"
+    )
+    assert known.id == "kw-removed"
+
+
+# ------------------------------------------------------------------------------------------------- upstream
+
+
+@pytest.mark.parametrize(
+    ("frame", "package"),
+    [
+        (f"{SITE}/trl/trainer/grpo_trainer.py:754 _prepare_inputs", "trl"),
+        ("/usr/local/lib/python3.12/dist-packages/megatron/bridge/models/x.py:37 wrapper", "megatron/bridge"),
+        ("/workspace/Megatron-LM/megatron/training/checkpointing.py:5 load_checkpoint", "megatron"),
+        ("/data/InternEvo/internlm/core/trainer.py:213 execute_schedule", "internlm"),
+        ("/home/user/train.py:1 <module>", None),
+    ],
+)
+def test_the_package_of_a_frame(frame: str, package: str | None) -> None:
+    assert package_of(frame) == package
+
+
+def test_an_unknown_failure_names_where_to_search() -> None:
+    frames = [
+        f"{SITE}/transformers/trainer.py:2245 train",
+        f"{SITE}/torch/nn/modules/module.py:1736 _call_impl",
+    ]
+    root = Traceback("", 1, 2, 2, "ValueError", "the frob 'a.b' of /tmp/x has 7 grobs, not 8", frames)
+    name, url = search_of(root) or ("", "")
+    assert name == "transformers"
+    assert (
+        url
+        == f"https://github.com/{REPOSITORIES[name]}/issues?q=is%3Aissue+ValueError+the+frob+of+has+grobs+not"
+    )
+    key = Traceback("", 1, 2, 2, "KeyError", "'iteration'", frames[:1])
+    assert (search_of(key) or ("", ""))[1].endswith("q=is%3Aissue+KeyError+train")
+    assert search_of(Traceback("", 1, 2, 2, "KeyError", "'x'", ["train.py:3 main"])) is None
+    lines = "\n".join([*FAILURE[:-1], "FrobError: no grobs"])
+    (found,) = diagnose_text("log", lines)
+    assert "github.com/" in found.cure.en and "github.com/" in found.cure.zh
