@@ -24,6 +24,19 @@ def chats() -> list[dict[str, object]]:
     ]
 
 
+def held_out() -> list[dict[str, object]]:
+    """11 conversations that are not among them: no multiple of any batch."""
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"What is {a} plus {9}{', please' * (a % 3)}?"},
+                {"role": "assistant", "content": f"The answer is {a + 9}."},
+            ]
+        }
+        for a in range(11)
+    ]
+
+
 def preferences() -> list[dict[str, object]]:
     """64 pairs of answers, of which the first is preferred."""
     return [
@@ -55,6 +68,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "sft": write_lines(folder / "sft.jsonl", chats()),
         "dpo": write_lines(folder / "dpo.jsonl", preferences()),
         "grpo": write_lines(folder / "grpo.jsonl", prompts()),
+        "sft-eval": write_lines(folder / "sft-eval.jsonl", held_out()),
+        "dpo-eval": write_lines(folder / "dpo-eval.jsonl", preferences()[:12]),
+        "grpo-eval": write_lines(folder / "grpo-eval.jsonl", prompts()[:3]),
     }
 
 

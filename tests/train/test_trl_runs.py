@@ -21,6 +21,8 @@ PLANS = {"one": 1, "ddp": 2, "fsdp2": 2, "tp": 2, "zero2": 2, "zero3": 2}
 ENVIRONMENTS = {"zero2": "deepspeed", "zero3": "deepspeed"}
 FOUR_DIGITS = 1e-4
 WITH_HEAD = {"lora_modules_to_save": ["lm_head"], "lora_target_modules": ["q_proj", "v_proj"]}
+EVALUATED = {"eval_steps": 2, "eval_on_start": True, "per_device_eval_batch_size": 2}
+"""What all SFT has, and what else is to be evaluated."""
 BESIDE = {
     "config.json",
     "tokenizer.json",
@@ -47,6 +49,8 @@ def ran(
             run = run_of(
                 plan, method, tiny(model), data[method], tmp_path_factory.mktemp("run"), lora, ep, options
             )
+            if EVALUATED.keys() <= run.options.keys():
+                run = replace(run, eval_data=data[f"{method}-eval"])
             done[key] = train(run, PLANS[plan], environment=ENVIRONMENTS.get(plan))
             assert not done[key].failed, done[key].log
         return done[key]
@@ -67,6 +71,7 @@ def run_of(
     ranks = PLANS[plan]
     per_device = 4 if plan == "tp" else 4 // ranks
     grpo = {"num_generations": 2, "max_completion_length": 8} if method == "grpo" else {}
+    evaluated = EVALUATED if method == "sft" else {}
     return Run(
         method,
         model,
@@ -75,7 +80,7 @@ def run_of(
         lora=lora,
         spread=Spread("ddp" if plan == "one" else plan, tp=ranks if plan == "tp" else 1, ep=ep),
         reward="rewards:variety" if method == "grpo" else None,
-        options={**STEPS, "per_device_train_batch_size": per_device, **grpo, **options},
+        options={**STEPS, "per_device_train_batch_size": per_device, **grpo, **evaluated, **options},
     )
 
 
@@ -94,6 +99,7 @@ def same_as(ran: Ran, other: Ran) -> None:
     assert ran.losses == pytest.approx(other.losses, abs=FOUR_DIGITS)
     norms = [[row["grad_norm"] for row in each.rows] for each in (ran, other)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+    assert ran.evaluations() == pytest.approx(other.evaluations(), abs=FOUR_DIGITS)
 
 
 @pytest.mark.parametrize("plan", ["ddp", "fsdp2", "tp"])
@@ -102,6 +108,29 @@ def test_every_plan_has_the_losses_of_one_process(plan: str, ran: Trainer) -> No
     assert one.losses[0] - one.losses[-1] > 1, one.losses
     same_as(ran(plan), one)
     assert [row["tokens"] for row in ran(plan).rows] == [row["tokens"] for row in one.rows]
+    assert list(ran(plan).evaluations()) == [0, 2, 4]
+
+
+def test_an_evaluation_is_that_of_plain_trl(ran: Trainer, data: dict[str, Path], tmp_path: Path) -> None:
+    from datasets import load_dataset
+    from trl import SFTConfig, SFTTrainer
+
+    one = ran("one")
+    rows = load_dataset("json", data_files=str(data["sft-eval"]), split="train", cache_dir=str(tmp_path))
+    for step, found in one.evaluations().items():
+        folder = one.run.output / f"checkpoint-{step}" if step else one.run.model
+        settings = SFTConfig(
+            str(tmp_path), use_cpu=True, bf16=False, report_to="none", per_device_eval_batch_size=2
+        )
+        plain = SFTTrainer(str(folder), args=settings, train_dataset=rows, eval_dataset=rows)
+        assert plain.evaluate()["eval_loss"] == pytest.approx(found, abs=1e-5)
+
+
+def test_evaluations_leave_the_random_numbers_of_training_alone(ran: Trainer) -> None:
+    alone = ran("one", "grpo", max_steps=2)
+    evaluated = ran("one", "grpo", max_steps=2, **{**EVALUATED, "eval_steps": 1})
+    assert [row["reward"] for row in evaluated.rows] == [row["reward"] for row in alone.rows]
+    assert list(evaluated.evaluations("eval_reward")) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("plan", ["one", "fsdp2", "tp"])
@@ -187,6 +216,25 @@ def test_dpo_has_the_losses_of_one_process(plan: str, ran: Trainer) -> None:
         0.6931, abs=FOUR_DIGITS
     )  # ln 2: the reference is the model as it was
     same_as(ran(plan, "dpo"), one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["ddp", "fsdp2", "tp"])
+def test_preferences_are_evaluated_as_on_one_process(plan: str, ran: Trainer) -> None:
+    settings = {**EVALUATED, "per_device_eval_batch_size": 3}
+    one, spread = ran("one", "dpo", **settings), ran(plan, "dpo", **settings)
+    same_as(spread, one)
+    name = "eval_rewards/accuracies"
+    assert spread.evaluations(name) == one.evaluations(name) == {0: 0.0, 2: 1.0, 4: 1.0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "like"), [("fsdp2", "ddp"), ("tp", "one")])
+def test_rewards_are_evaluated_on_every_plan(plan: str, like: str, ran: Trainer) -> None:
+    found = [ran(each, "grpo", beta=0.1, **EVALUATED) for each in (plan, like)]
+    same_as(*found)
+    rewards = [each.evaluations("eval_reward") for each in found]
+    assert rewards[0] == rewards[1] and all(rewards[0].values())
 
 
 @pytest.mark.slow

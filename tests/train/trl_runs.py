@@ -45,9 +45,16 @@ class Ran:
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
+        return self._of("step")
+
+    def evaluations(self, name: str = "eval_loss") -> dict[int, float]:
+        """What evaluations measured, by the step after which they were."""
+        return {row["step"]: row[name] for row in self._of("eval")}
+
+    def _of(self, event: str) -> list[dict[str, Any]]:
         file = self.run.output / "metrics.jsonl"
         rows = [json.loads(line) for line in file.read_text().splitlines()]
-        return [row for row in rows if row["event"] == "step"]
+        return [row for row in rows if row["event"] == event]
 
     @property
     def losses(self) -> list[float]:

@@ -13,11 +13,13 @@ POSITIVE = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "logging_steps"),
     *("max_length", "max_completion_length", "generation_batch_size", "steps_per_generation"),
     *("num_iterations", "lora_r", "lora_alpha"),
+    *("eval_steps", "per_device_eval_batch_size", "eval_accumulation_steps", "num_generations_eval"),
 )
 """Numbers that have to be greater than 0 where they are not None."""
 NOT_NEGATIVE = (
     *("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "lora_dropout", "seed", "beta"),
     *("temperature", "dataloader_num_workers", "save_steps", "save_total_limit"),
+    "eval_delay",
 )
 ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
