@@ -7,6 +7,7 @@ same file; it keeps its save plans in it too, which nobody needs to read. Source
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -14,7 +15,8 @@ from typing import Any, NamedTuple
 
 from reshard.dtypes import DType
 from reshard.errors import Problem, ReshardError
-from reshard.formats.torchfiles.pickles import Global, Opaque, Pickler, Reduce, damaged, encode_int, loads
+from reshard.formats.torchfiles.pickles import Global, Opaque, Pickler, Reduce, encode_int, loads
+from reshard.formats.torchfiles.values import damaged, element_type, said, sizes
 
 MODULE = "torch.distributed.checkpoint.metadata"
 STORAGE_MODULE = "torch.distributed.checkpoint.filesystem"
@@ -76,7 +78,7 @@ def read_metadata(path: Path) -> DcpMetadata:
     try:
         metadata, problems = _Reader(path, loaded.state).read()
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise damaged(str(path), f"{type(error).__name__}: {error}") from None
+        raise damaged(str(path), said(error)) from None
     problems += _file_problems(path.parent, metadata)
     if problems:
         raise ReshardError(problems)
@@ -148,27 +150,27 @@ class _Reader:
 
     def _tensor(self, key: str, state: dict[str, Any]) -> DcpTensor:
         dtype, *_ = state["properties"].state
-        shape = _sizes(state["size"])
+        shape = sizes(state["size"])
         if isinstance(dtype, type) and issubclass(dtype, Opaque):
             self._problems.append(
                 Problem("an element type that reshard does not know", key, str(self._path), found=dtype.name)
             )
-        elif not isinstance(dtype, DType):
-            raise TypeError(f"{dtype!r} is not an element type")
+        else:
+            element_type(dtype)
         chunks = []
         for box in state["chunks"]:
-            offsets, sizes = _sizes(box.offsets), _sizes(box.sizes)
-            if 0 in sizes and (key, offsets) not in self._places:
+            offsets, size = sizes(box.offsets), sizes(box.sizes)
+            if 0 in size and (key, offsets) not in self._places:
                 continue
-            ends = [low + size for low, size in zip(offsets, sizes, strict=True)]
-            if any(end > size for end, size in zip(ends, shape, strict=True)):
+            ends = [low + length for low, length in zip(offsets, size, strict=True)]
+            if any(end > length for end, length in zip(ends, shape, strict=True)):
                 raise ValueError(f"a chunk of {key} at {offsets} reaches outside of its shape {shape}")
-            if chunk := self._chunk(key, offsets, offsets, sizes):
+            if chunk := self._chunk(key, offsets, offsets, size):
                 chunks.append(chunk)
         return DcpTensor(dtype, shape, chunks)
 
     def _chunk(
-        self, key: str, at: tuple[int, ...] | None, offsets: tuple[int, ...], sizes: tuple[int, ...]
+        self, key: str, at: tuple[int, ...] | None, offsets: tuple[int, ...], size: tuple[int, ...]
     ) -> DcpChunk | None:
         place = self._places.get((key, at))
         if place is None:
@@ -177,9 +179,7 @@ class _Reader:
                     "the metadata does not say where a chunk lies",
                     key,
                     str(self._path),
-                    found=f"no place for the chunk at {list(offsets)}"
-                    if sizes
-                    else "no place for the object",
+                    found=f"no place for the chunk at {list(offsets)}" if size else "no place for the object",
                     remedy=_COPY_AGAIN,
                 )
             )
@@ -195,22 +195,15 @@ class _Reader:
                     remedy="save the checkpoint without stream transforms",
                 )
             )
-        return DcpChunk(offsets, sizes, self._file(place.path), *_sizes((place.offset, place.length)))
+        return DcpChunk(offsets, size, self._file(place.path), *sizes((place.offset, place.length)))
 
     def _file(self, relative: str) -> str:
         if relative not in self._files:
             pure = PurePosixPath(relative)
             if pure.is_absolute() or ".." in pure.parts:
-                raise ValueError(f"{relative!r} is not below the folder of the checkpoint")
+                raise ValueError(f"{reprlib.repr(relative)} is not below the folder of the checkpoint")
             self._files[relative] = str(self._path.parent / pure)
         return self._files[relative]
-
-
-def _sizes(values: Any) -> tuple[int, ...]:
-    """`values` as non-negative integers, which a pickle could have made anything."""
-    if type(values) is not tuple or not all(type(value) is int and value >= 0 for value in values):
-        raise TypeError(f"{values!r} where sizes are expected")
-    return values
 
 
 def _chunks(metadata: DcpMetadata) -> Iterator[tuple[str, DcpChunk]]:

@@ -22,6 +22,7 @@ from reshard.checkpoint import Tensor
 from reshard.dtypes import DType
 from reshard.errors import Problem, ReshardError
 from reshard.formats.torchfiles.pickles import Opaque
+from reshard.formats.torchfiles.values import element_type, said, sizes
 from reshard.storage import StoredTensor
 from reshard.views import View
 
@@ -105,7 +106,7 @@ class PartReader:
                 tensor=name,
                 file=self._file,
                 expected="what torch 2.4 to 2.13 writes",
-                found=f"{type(error).__name__}: {error}",
+                found=said(error),
                 remedy=f"copy the file again; if another version of torch wrote it, {_SAVE_AGAIN}",
             ) from None
 
@@ -119,7 +120,7 @@ class PartReader:
         if len(placements) != len(mesh.shape):
             raise ValueError(f"{len(placements)} placements on a mesh of {len(mesh.shape)} axes")
         spread = f"{', '.join(map(str, placements))} on a mesh of {mesh}"
-        shape, local = _sizes(shape), state["_local_tensor"]
+        shape, local = sizes(shape), state["_local_tensor"]
         axes = _owned(shape, placements, mesh, _order(spec, placements))
         _check_local(name, local, dtype, axes, spread, self._file)
         boxes = tuple(_boxes(Tensor.stored(local).view, axes)) if local.numel else ()
@@ -161,13 +162,13 @@ def _read_mesh(state: dict[str, Any]) -> Mesh:
     coordinate = state["_coordinate_on_dim"]
     if coordinate is None:
         raise ValueError("the rank that wrote the file is not part of the mesh")
-    coordinate = _sizes(coordinate)
+    coordinate = sizes(coordinate)
     if len(coordinate) != len(shape) or any(at >= size for at, size in zip(coordinate, shape, strict=True)):
         raise ValueError(f"coordinate {coordinate} in a mesh of {shape}")
     names = state.get("mesh_dim_names", state.get("_mesh_dim_names")) or [
         f"axis{i}" for i in range(len(shape))
     ]
-    ranks = _sizes(state.get("_flatten_rank_map", state.get("_flatten_mesh_list")) or ())
+    ranks = sizes(state.get("_flatten_rank_map", state.get("_flatten_mesh_list")) or ())
     rank = state.get("_rank")
     if rank is None and len(ranks) == prod(shape):
         rank = ranks[_number(coordinate, shape)]
@@ -184,14 +185,14 @@ def _number(coordinate: Sequence[int], shape: Sequence[int]) -> int:
 def _shape_of_layout(layout: dict[str, Any]) -> tuple[int, ...]:
     """The sizes of a `_MeshLayout`; an axis that other axes were flattened into is a tuple of theirs."""
     if "axes" in layout:
-        return tuple(prod(_sizes(_attributes(axis)["shape"])) for axis in layout["axes"])
+        return tuple(prod(sizes(_attributes(axis)["shape"])) for axis in layout["axes"])
     shape = layout["shape"] if isinstance(layout["shape"], tuple) else (layout["shape"],)
-    return tuple(prod(_sizes(size)) if isinstance(size, tuple) else _sizes((size,))[0] for size in shape)
+    return tuple(prod(sizes(size)) if isinstance(size, tuple) else sizes((size,))[0] for size in shape)
 
 
 def _placement(value: Opaque) -> Placement:
     state = _attributes(value)
-    axis, factor = _sizes((state.get("dim", 0), state.get("split_factor", 1)))
+    axis, factor = sizes((state.get("dim", 0), state.get("split_factor", 1)))
     if not 0 < factor <= MAX_RANKS:
         raise ValueError(f"a split_factor of {factor}")
     if value.name in ("Shard", "_StridedShard") and "dim" not in state:
@@ -224,7 +225,7 @@ def _order(spec: dict[str, Any], placements: Sequence[Placement]) -> list[int]:
     count = len(placements)
     if any(placement.kind == "_StridedShard" for placement in placements):
         return list(range(count))
-    order = [axis for entry in spec.get("shard_order") or () for axis in _sizes(entry.args[1])]
+    order = [axis for entry in spec.get("shard_order") or () for axis in sizes(entry.args[1])]
     return [*order, *(axis for axis in range(count) if axis not in order)]
 
 
@@ -310,22 +311,20 @@ def _boxes(local: View, axes: Sequence[Intervals]) -> Iterator[Box]:
 def _sharded_tensor(value: Opaque) -> Part:
     shards, metadata, group, *_ = value.args[3]
     whole = _attributes(metadata)
-    dtype, shape = whole["tensor_properties"].state[0], _sizes(whole["size"])
-    if not isinstance(dtype, DType):
-        raise TypeError(f"{dtype!r} is not an element type")
+    dtype, shape = element_type(whole["tensor_properties"].state[0]), sizes(whole["size"])
     boxes = []
     for shard in map(_attributes, shards):
         place = _attributes(shard["metadata"])
-        offsets, sizes = _sizes(place["shard_offsets"]), _sizes(place["shard_sizes"])
+        offsets, size = sizes(place["shard_offsets"]), sizes(place["shard_sizes"])
         tensor = shard["tensor"]
-        if (tensor.dtype, tensor.shape) != (dtype, sizes) or len(offsets) != len(shape):
-            raise ValueError(f"{tensor.dtype} {list(tensor.shape)} where {dtype} {list(sizes)} is announced")
-        if any(at + size > end for at, size, end in zip(offsets, sizes, shape, strict=True)):
+        if (tensor.dtype, tensor.shape) != (dtype, size) or len(offsets) != len(shape):
+            raise ValueError(f"{tensor.dtype} {list(tensor.shape)} where {dtype} {list(size)} is announced")
+        if any(at + length > end for at, length, end in zip(offsets, size, shape, strict=True)):
             raise ValueError(f"a shard at {offsets} reaches outside of {shape}")
         if tensor.numel:
             boxes.append(Box(offsets, Tensor.stored(tensor).view))
     state = _attributes(group)
-    rank, world = _sizes((state["global_rank"], state["global_world_size"]))
+    rank, world = sizes((state["global_rank"], state["global_world_size"]))
     spread = f"{len(whole['shards_metadata'])} shards"
     return Part("ShardedTensor", dtype, shape, spread, tuple(boxes), rank, _ranks(world))
 
@@ -335,13 +334,6 @@ def _ranks(world: int) -> frozenset[int]:
     if world > MAX_RANKS:
         raise ValueError(f"a world of {world} ranks")
     return frozenset(range(world))
-
-
-def _sizes(values: Any) -> tuple[int, ...]:
-    """`values` as non-negative integers, which a pickle could have made anything."""
-    if not isinstance(values, tuple | list) or not all(type(value) is int and value >= 0 for value in values):
-        raise TypeError(f"{values!r} where sizes are expected")
-    return tuple(values)
 
 
 def disagreement(name: str, parts: Sequence[tuple[str, Part]]) -> Problem | None:

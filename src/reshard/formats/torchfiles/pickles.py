@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import io
 import pickle
+import reprlib
 import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import OrderedDict, defaultdict
@@ -22,6 +23,8 @@ from typing import Any, NamedTuple
 
 from reshard.dtypes import BY_NAME, DType
 from reshard.errors import ReshardError
+from reshard.formats.torchfiles import opcodes
+from reshard.formats.torchfiles.values import damaged, said
 
 # fmt: off
 FRAMEWORKS = frozenset((
@@ -90,7 +93,7 @@ class Opaque:
         self.items.extend(items)
 
     def __repr__(self) -> str:
-        return f"<{self.qualname}{self.args!r}>"
+        return f"<{self.qualname} of {len(self.args)}>"  # whose parts may hold others, many times over
 
 
 def opaque_class(module: str, name: str) -> type[Opaque]:
@@ -110,7 +113,7 @@ def _made_by(build: Callable[..., Any]) -> type:
 def _encode(text: str, encoding: str = "latin1") -> bytes:
     """Bytes as protocol 2 spells them. Other codecs of `_codecs.encode` would import modules."""
     if encoding not in ("latin1", "latin-1"):
-        raise pickle.UnpicklingError(f"codec {encoding!r}")
+        raise pickle.UnpicklingError(f"codec {reprlib.repr(encoding)}")
     return text.encode("latin1")
 
 
@@ -129,6 +132,15 @@ def _bytearray(content: bytes | str = b"", encoding: str = "latin1") -> bytearra
     return bytearray(_encode(content, encoding) if isinstance(content, str) else bytes(memoryview(content)))
 
 
+LONG = 1 << 16
+"""Elements of a range that a checkpoint may well hold; another stays a name with its bounds, and fills no memory."""
+
+
+def _range(*bounds: int) -> Any:
+    made = range(*bounds)
+    return opaque_class("builtins", "range")(*bounds) if made[LONG:] else made
+
+
 def _path(*parts: str) -> str:
     return str(PurePosixPath(*parts))
 
@@ -139,11 +151,11 @@ _REBUILT: dict[str, Callable[..., Any]] = {
     "builtins.bytearray": _bytearray,
     "builtins.complex": complex,
     "builtins.slice": slice,
-    "builtins.range": range,
+    "builtins.range": _range,
     "collections.OrderedDict": OrderedDict,
     "collections.defaultdict": lambda *factory: defaultdict(None),
     "argparse.Namespace": lambda *args: argparse.Namespace(),
-    "torch.Size": tuple,
+    "torch.Size": _collection(tuple),
     "_codecs.encode": _encode,
 }
 
@@ -228,26 +240,16 @@ def loads(
     """
     sealed = sealed or Sealed()
     try:
+        opcodes.check(data)
         content = _Unpickler(data, file, rebuild or {}, persistent_load, sealed).load()
         intact = sealed.intact()
     except ReshardError:
         raise
     except Exception as error:  # whatever a hostile or damaged program can provoke
-        raise damaged(file, f"{type(error).__name__}: {error}") from None
+        raise damaged(file, said(error)) from None
     if not intact:
         raise damaged(file, "it rewrites the tensors that it describes")
     return content
-
-
-def damaged(file: str, found: str) -> ReshardError:
-    """The error for a pickle that is not what a framework wrote."""
-    return ReshardError(
-        "a pickle cannot be read",
-        file=file,
-        expected="a pickle as torch writes it",
-        found=found,
-        remedy="the file is damaged: copy or download it again",
-    )
 
 
 class Global(NamedTuple):

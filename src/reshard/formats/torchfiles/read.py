@@ -7,6 +7,7 @@ in a `.distcp` file. Sources: `torch/serialization.py`, PKWARE's APPNOTE, and fi
 from __future__ import annotations
 
 import os
+import reprlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +21,7 @@ from reshard.dtypes import BY_NAME, BY_STORAGE, DType
 from reshard.errors import ReshardError
 from reshard.formats.torchfiles.archive import Archive, Window, damaged_file
 from reshard.formats.torchfiles.pickles import Opaque, Sealed, loads, opaque_class
+from reshard.formats.torchfiles.values import sizes
 from reshard.storage import Storage, StoredTensor
 
 MAX_OPEN = 64
@@ -184,9 +186,9 @@ class _Rebuilder:
         if isinstance(storage_class, type) and issubclass(storage_class, Opaque):
             raise self._unsupported(storage_class.name)
         if kind != "storage" or not isinstance(storage_class, _StorageClass) or type(key) is not str:
-            raise ValueError(f"a persistent object {reference!r}")
+            raise ValueError(f"a persistent object {reprlib.repr(reference)}")
         dtype = storage_class.dtype
-        nbytes = _size(count) * (dtype.itemsize if dtype else 1)
+        nbytes = sizes((count,))[0] * (dtype.itemsize if dtype else 1)
         if (key, nbytes) not in self._seen:
             self._seen[key, nbytes] = self._sealed.add(self._storage(key, nbytes))
         return _Typed(self._seen[key, nbytes], dtype)
@@ -212,18 +214,17 @@ class _Rebuilder:
         return self._strided(typed.storage, dtype, start, shape, strides)
 
     def _strided(self, storage: Storage, dtype: DType, start: int, shape: Any, strides: Any) -> StoredTensor:
-        sizes, steps = tuple(map(_size, shape)), tuple(map(_size, strides))
-        end = _size(start)
-        if 0 not in sizes:
-            end += 1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
+        shape, strides, (end,) = sizes(shape), sizes(strides), sizes((start,))
+        if 0 not in shape:
+            end += 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
         if end * dtype.itemsize > storage.nbytes:
             raise damaged_file(
                 self._file,
                 "a storage is shorter than its tensor",
-                expected=f"{end * dtype.itemsize} bytes for {dtype} {list(sizes)}",
+                expected=f"{end * dtype.itemsize} bytes for {dtype} {list(shape)}",
                 found=f"{storage.nbytes} bytes",
             )
-        tensor: StoredTensor = self._sealed.add(StoredTensor(storage, dtype, sizes, steps, start))
+        tensor: StoredTensor = self._sealed.add(StoredTensor(storage, dtype, shape, strides, start))
         return tensor
 
     @staticmethod
@@ -232,6 +233,8 @@ class _Rebuilder:
 
     def _from_type(self, function: Any, kind: Any, args: Any, state: Any) -> Any:
         """A tensor of a subclass, or with attributes: the tensor, or its parts if it is no plain one."""
+        if type(args) is not tuple:
+            raise ValueError(f"arguments in a {type(args).__name__}")
         tensor = function(*args)
         if isinstance(tensor, StoredTensor):
             return tensor
@@ -252,10 +255,3 @@ class _Rebuilder:
             found=name,
             remedy="convert the tensor, or remove it from the checkpoint",
         )
-
-
-def _size(value: Any) -> int:
-    """`value` as a count or stride, which a pickle could have made anything."""
-    if type(value) is not int or not 0 <= value < 1 << 62:
-        raise ValueError(f"{value!r} where a count is expected")
-    return value
