@@ -29,7 +29,7 @@ _EXCEPTION = re.compile(
 """At the beginning of a line; the carets are what is left of colours."""
 _WITHIN = re.compile(rf"\((?P<name>{_NAME}): (?P<message>[^()]*(?:\([^()]*\)[^()]*)*)\)")
 _QUIET = re.compile(
-    r"\b(?:DEBUG|INFO|WARN|WARNING|Warning|UserWarning|\w+Warning)\b|^\s*(?:except|raise|#)\b|^\[?[IW]\d{3,4}"
+    r"(?<![=\w])(?:DEBUG|INFO|WARN|WARNING|Warning|UserWarning|\w+Warning)\b|^\s*(?:except|raise|#)\b|^\[?[IW]\d{3,4}"
 )
 """Lines that only mention an exception."""
 _ASSERTION = re.compile(r"\bAssertion [`'\"].*[`'\"]? failed")
