@@ -10,3 +10,8 @@ NOT_CALLABLE = 3
 def variety(completions: list[Any], **columns: Any) -> list[float]:
     """As many points as there are different letters."""
     return [float(len(set(each[0]["content"]))) for each in completions]
+
+
+def too_few_arguments(completions: list[Any]) -> list[float]:
+    """TRL calls it with more than that."""
+    return [0.0 for _ in completions]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
@@ -20,7 +22,7 @@ from reshard.train.launching.provenance import words_of
 from reshard.train.request import run_of
 from reshard.train.run import Ranks, Run, Spread
 from reshard.train.show.monitor import append
-from tests.train.test_launch import make_run
+from tests.train.test_launch import make_run, start
 
 __all__ = ["make_run"]
 
@@ -84,8 +86,20 @@ def test_the_script_of_a_reward_is_seen_with_the_log(tmp_path: Path, monkeypatch
 
 
 def test_a_log_without_any_failure_shows_its_end() -> None:
-    failure = failure_in("log", "[default0]:loading\n[default0]:Segmentation fault\n", PLAIN)
+    noise = "Loading weights: 100%|████| 25/25 [00:00<00:00, 5504.05it/s]"
+    lines = ["loading", noise, "/x/a.py:1: FutureWarning: old", "  warnings.warn(", "Segmentation fault"]
+    failure = failure_in("log", "".join(f"[default0]:{line}\n" for line in lines), PLAIN)
     assert failure.shown == ("loading", "Segmentation fault")
+
+
+def test_a_torchrun_that_was_killed_is_no_failure_of_a_rank(make_run: Callable[..., Run]) -> None:
+    process = start(make_run(steps=1000, seconds=0.05))
+    (torchrun,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(torchrun), signal.SIGKILL)
+    shown = process.communicate(timeout=60)[1]
+    assert process.returncode == 1
+    assert "torchrun was killed by SIGKILL" in shown and "--resume" in shown
+    assert "failed first" not in shown
 
 
 @pytest.mark.parametrize(

@@ -120,13 +120,16 @@ def test_a_refusal_of_ranks_is_raised_once(make_run: Callable[..., Run]) -> None
     assert history_of(run.output).outcome == "refused"
 
 
-def test_ctrl_c_ends_all_ranks_and_names_the_checkpoint(make_run: Callable[..., Run]) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGHUP])
+def test_ctrl_c_and_a_hangup_end_all_ranks_and_name_the_checkpoint(
+    sent: signal.Signals, make_run: Callable[..., Run]
+) -> None:
     run = make_run(steps=1000, seconds=0.05)
     process = start(run)
     started = pids(run.output)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     shown = process.communicate(timeout=60)[1]
-    assert process.returncode == 130
+    assert process.returncode == 128 + sent
     assert len(started) == 4
     until(lambda: not any(is_alive(pid) for pid in started))
     history = history_of(run.output)

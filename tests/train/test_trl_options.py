@@ -256,6 +256,7 @@ def test_groups_that_do_not_come_out_are_refused_in_the_words_of_the_doctor(
         ("absent:score", "the module of --reward is not there"),
         ("rewards:absent", "the module of --reward has no such function"),
         ("rewards:NOT_CALLABLE", "the reward is no function"),
+        ("rewards:too_few_arguments", "the reward does not take what TRL gives it"),
     ],
 )
 def test_a_reward_that_cannot_be_had_is_named(name: str, message: str) -> None:

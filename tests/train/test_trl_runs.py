@@ -169,6 +169,17 @@ def test_a_run_goes_on_as_if_it_had_not_been_killed(ran: Trainer, tmp_path: Path
     assert again.trained.digests == uninterrupted.trained.digests
 
 
+def test_a_run_that_was_killed_behind_its_last_step_trains_no_further(ran: Trainer, tmp_path: Path) -> None:
+    uninterrupted = ran("one")
+    output = tmp_path / "resumed"
+    shutil.copytree(uninterrupted.trained.checkpoint, output / "checkpoint-4")
+    again = train(replace(uninterrupted.run, output=output, resume=True), 1)
+    assert not again.failed, again.log
+    assert again.rows == [] and again.trained.step == 4
+    assert again.trained.digests == uninterrupted.trained.digests
+    assert [each.name for each in output.glob("checkpoint-*")] == ["checkpoint-4"]
+
+
 def test_lora_under_fsdp2_saves_whole_adapters(ran: Trainer, tiny: Callable[..., Path]) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

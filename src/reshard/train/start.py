@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ReshardError
-from reshard.train.run import Run
+from reshard.train.run import RECORD, Run
 
 if TYPE_CHECKING:
     from reshard.train.final.finish import Finished
@@ -65,12 +65,18 @@ def start(
         return Outcome(0, found)
     if found and overwrite and not run.resume:
         clear(run)
-    status = launch.launch(run, found.as_dict() if found else {}, quiet=quiet, language=language)
-    if status or not found:
-        return Outcome(status, found)
     from reshard.train.final.finish import finish
 
-    finished = finish(run)
+    try:
+        status = launch.launch(run, found.as_dict() if found else {}, quiet=quiet, language=language)
+        if status or not found:
+            return Outcome(status, found)
+        finished = finish(run)
+    except KeyboardInterrupt:
+        if not (run.output / RECORD).is_file():
+            raise
+        launch.interrupted(run)
+        return Outcome(launch.INTERRUPTED, found)
     return Outcome(0 if finished.whole else 1, found, finished)
 
 

@@ -95,7 +95,11 @@ def _last_words(log: Log, rank: str, code: int) -> Iterator[str]:
 
 
 def _last(lines: list[Line]) -> list[str]:
-    return [line.text for line in lines if line.text.strip()][-LAST_LINES:]
+    return [line.text for line in lines if line.text.strip() and not _NOISE.search(line.text)][-LAST_LINES:]
+
+
+_NOISE = re.compile(r"\d%\|.*\|.*\[|\w+Warning: |^\s*warnings\.warn\(")
+"""Bars of progress, and warnings."""
 
 
 def signal_name(number: int) -> str:
@@ -193,6 +197,15 @@ def _print(
         if finding.id != UNKNOWN:  # its cause is the traceback above
             console.print(f"[bold]{why}[/] {escape(finding.cause.of(language))}")
         console.print(f"[bold]{cure}[/] {escape(finding.cure.of(language))}")
+
+
+def print_killed(run: Run, log: Path, number: int, console: Console) -> None:
+    """Say that torchrun was ended from outside, and all ranks with it: none of them has failed."""
+    console.print(
+        f"\n[bold red]torchrun was killed by {escape(signal_name(number))}[/]: all ranks have ended"
+    )
+    console.print(f"all that the ranks printed: {escape(str(log))}")
+    _print_way_on(run, console, None)
 
 
 def print_interruption(run: Run, console: Console, place: Place | None = None) -> None:

@@ -138,7 +138,7 @@ def launch(
 ) -> int:
     """Train, on all ranks; the exit status.
 
-    0: trained, `finish` can begin. 1: a rank failed, and why was printed. 130 or 143: a signal ended it. `record` is
+    0: trained, `finish` can begin. 1: a rank failed, and why was printed. 128 and more: a signal ended it. `record` is
     what run.json says beside the run. Raises ReshardError where ranks refused to go on.
     """
     screen = Screen(console or Console(stderr=True, soft_wrap=True, highlight=False), quiet, language)
@@ -185,7 +185,9 @@ def _caught() -> Iterator[_Signals]:
     if threading.current_thread() is not threading.main_thread():
         yield caught
         return
-    before = {number: signal.signal(number, caught) for number in (signal.SIGINT, signal.SIGTERM)}
+    # A hangup is what a terminal leaves when it is closed; under nohup it is ignored, and stays so.
+    hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    before = {number: signal.signal(number, caught) for number in [signal.SIGINT, signal.SIGTERM, *hangup]}
     try:
         yield caught
     finally:
@@ -249,7 +251,8 @@ def _told(run: Run, status: int, screen: Screen) -> int:
     """Say how the ranks ended; the exit status of the command."""
     if status > 128:
         end(run, "interrupted")
-        failure.print_interruption(run, screen.console)
+        with suppress(OSError):  # a terminal that was closed takes no words
+            failure.print_interruption(run, screen.console)
         return status
     problems = claimed(run.output)
     if problems:
@@ -260,7 +263,8 @@ def _told(run: Run, status: int, screen: Screen) -> int:
         return 0
     end(run, "failed")
     if status < 0:
-        screen.console.print(f"torchrun was killed by {failure.signal_name(-status)}")
+        failure.print_killed(run, run.output / of_node(run, LOG), -status, screen.console)
+        return FAILED
     failure.print_failure(run, run.output / of_node(run, LOG), screen.console, screen.language)
     return FAILED
 
@@ -270,6 +274,13 @@ def end(run: Run, outcome: str) -> None:
     if run.ranks.node_rank == 0:
         append(run.output, {"event": "end", "outcome": outcome})
         report.write(run.output)
+
+
+def interrupted(run: Run) -> None:
+    """Say what is left of a run that Ctrl-C has ended when no rank was there: while the final folder was made."""
+    end(run, "interrupted")
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    failure.print_interruption(run, console, place_of(run))
 
 
 def _take(place: Place, run: Run, record: Mapping[str, Any], screen: Screen) -> int:

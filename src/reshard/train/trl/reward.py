@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -41,8 +42,32 @@ def load(name: str) -> Callable[..., Any]:
             expected=f"def {function}(completions, **columns) -> list of float, in {module}",
             remedy="check the name after the colon",
         )
+    if not _takes_all(found):
+        raise ReshardError(
+            "the reward does not take what TRL gives it",
+            found=f"def {function}{inspect.signature(found)}",
+            expected=f"def {function}(completions, **columns) -> list of float",
+            rule=f"TRL calls it with {', '.join(GIVEN)} and the columns of the data, each by its name",
+            remedy="add **columns to its arguments",
+        )
     reward: Callable[..., Any] = found
     return reward
+
+
+GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""What TRL gives a reward besides the columns of the data (`GRPOTrainer._calculate_rewards`)."""
+
+
+def _takes_all(function: Callable[..., Any]) -> bool:
+    """Whether a function can be called with `GIVEN`; those whose arguments nobody knows are believed."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+        return True
+    named = {each.name for each in parameters if each.kind is not inspect.Parameter.POSITIONAL_ONLY}
+    return named.issuperset(GIVEN)
 
 
 def _import(module: str, folder: str) -> Any:

@@ -68,6 +68,13 @@ class Saving(Base):  # type: ignore[misc]
         saving.load_optimizer(self.model, self.optimizer.optimizer, Path(checkpoint))
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
 
+    def _run_epoch(self, *given: Any, **named: Any) -> None:
+        """No step behind the last one: transformers would take one more where the checkpoint is of `max_steps`."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*given, **named)
+
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """No card: nothing is published."""
 
