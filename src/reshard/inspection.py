@@ -80,7 +80,7 @@ def inspect_checkpoint(path: Path, iteration: Iteration | None = None) -> Inspec
         problems += error.problems
     notes = [*checkpoint.notes, *(model.notes if model else [])]
     try:
-        problems += _companion_problems(checkpoint, has_config)
+        problems += _companion_problems(checkpoint, has_config or checkpoint.config is not None)
     except ReshardError as error:
         problems = list(dict.fromkeys([*problems, *error.problems]))
     return Inspection(
@@ -127,6 +127,7 @@ def _declared_type(checkpoint: Checkpoint) -> str | None:
 
 
 def _companion_problems(checkpoint: Checkpoint, has_config: bool) -> list[Problem]:
+    """What is missing beside the weights, where the engine's own config does not tell all that `config.json` would."""
     there = find_companions(checkpoint.root)
     problems = []
     if not has_config:

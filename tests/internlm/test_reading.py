@@ -227,6 +227,15 @@ def test_without_a_model_config_the_config_of_the_base_is_taken(
     assert any("there is no model_config.pt" in note for note in result.plan.notes)
 
 
+def test_a_missing_config_is_told_only_where_the_engine_tells_none(copy_of: Copies) -> None:
+    folder = copy_of("internlm2-tp2pp2")
+    (warning,) = run("inspect", folder, "--json").json["problems"]
+    assert warning["message"] == "there is no tokenizer beside the weights"
+    (folder / "model_config.pt").unlink()
+    messages = [problem["message"] for problem in run("inspect", folder, "--json").json["problems"]]
+    assert messages[0] == "there is no config.json beside the weights" and len(messages) == 2
+
+
 def test_remote_code_of_the_base_travels_along(tmp_path: Path, hub: Callable[[str], Path]) -> None:
     base = Path(shutil.copytree(hub("internlm2-tp2pp2"), tmp_path / "base"))
     config = json.loads((base / "config.json").read_text())
