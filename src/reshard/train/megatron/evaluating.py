@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from reshard.train.megatron.rows import IGNORED, LABELS, Rows
-from reshard.train.megatron.setup import Trainee
+from reshard.train.megatron.setup import Trainee, gather_weights
 from reshard.train.megatron.step import over_all_ranks, run_schedule
 
 
@@ -56,14 +56,10 @@ class Evaluations:
 
 @contextmanager
 def _in_evaluation(trainee: Trainee) -> Iterator[None]:
-    """Without dropout and losses that balance experts, and with all weights gathered, as Megatron-LM evaluates."""
-    overlaps = trainee.options.overlap_param_gather
+    """Without dropout and losses that balance experts."""
+    gather_weights(trainee)
     for module in trainee.wrapped:
         module.eval()
-        if overlaps:
-            module.disable_forward_pre_hook()
     yield
     for module in trainee.wrapped:
         module.train()
-        if overlaps:
-            module.enable_forward_pre_hook()

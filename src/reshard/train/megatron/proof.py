@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from reshard.errors import Problem, ReshardError
 from reshard.train.megatron.load import checksum, live_tensors
 from reshard.train.megatron.lora import is_adapter
-from reshard.train.megatron.setup import Trainee
+from reshard.train.megatron.setup import Trainee, gather_weights
 
 SAMPLE = 4096
 """Elements of each parameter that are compared before and after the first step."""
@@ -164,6 +164,7 @@ class Change:
         if self._done or rate == 0:
             return
         self._done = True
+        gather_weights(self._trainee)
         pairs = zip(self._before, self._sample(), strict=True)
         changed = torch.tensor(
             float(any(not torch.equal(before, after) for before, after in pairs)),

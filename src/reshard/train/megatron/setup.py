@@ -129,6 +129,16 @@ def prepare(
     )
 
 
+def gather_weights(trainee: Trainee) -> None:
+    """Let each rank hold all updated weights, which the next forward pass would gather; collective.
+
+    With `overlap_param_gather` a rank has updated its own part until then.
+    """
+    if trainee.options.overlap_param_gather:
+        for module in trainee.wrapped:
+            module.start_param_sync(force_sync=True)
+
+
 def _build(args: dict[str, Any], options: Options, sizes: ParallelSizes, transformer_engine: bool) -> Any:
     import torch
 

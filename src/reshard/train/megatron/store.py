@@ -25,7 +25,7 @@ from reshard.formats.hints import RUN_CONFIG
 from reshard.formats.torchfiles.read import read_torch_file
 from reshard.planning.megatron_adapter import LORA
 from reshard.train.megatron.lora import is_adapter
-from reshard.train.megatron.setup import Trainee, dtype_of
+from reshard.train.megatron.setup import Trainee, dtype_of, gather_weights
 from reshard.train.run import RECORD
 
 PORTABLE = SaveOptions(optimizer_sharding="fully_reshardable")
@@ -63,6 +63,7 @@ def save(trainee: Trainee, step: int) -> Path:
     """Write `iter_<step>` and let the tracker name it; collective. Until then the checkpoint before is the last."""
     import torch
 
+    gather_weights(trainee)
     run, first = trainee.run, torch.distributed.get_rank() == 0
     folder = run.output / iterations.name_of(step)
     partial = folder.with_name(f".{folder.name}.partial")
