@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import reshard
 from reshard.errors import ReshardError
 from reshard.families import FAMILIES
-from reshard.families.config import flags_not_restored
+from reshard.families.flags import flags_not_restored
 from reshard.families.undeclared import BEYOND_MEGATRON
 from reshard.formats.hints import args_of_run_config
 from reshard.layout import Layout

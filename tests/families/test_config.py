@@ -27,9 +27,9 @@ from reshard.families.config import (
     MIXTRAL,
     QWEN2,
     QWEN3_MOE,
-    flags_not_restored,
     portable_config,
 )
+from reshard.families.flags import flags_not_restored
 from reshard.families.rope import rope_parameters
 from reshard.oracle.transformers import load_model, transformers_logits
 from tests.genuine.huggingface import PAD, VARIANTS, VOCAB_SIZE, make_model

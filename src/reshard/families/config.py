@@ -373,40 +373,6 @@ BAICHUAN = family(
     NO_QK_NORM,
 )
 
-# Arguments that shape the model and that `--use-checkpoint-args` of Megatron-LM core_v0.16.1 does not restore.
-NOT_RESTORED = (
-    *("layernorm_epsilon", "qk_layernorm", "use_rope_scaling", "rope_scaling_factor", "window_size"),
-    *(
-        "multi_latent_attention",
-        "q_lora_rank",
-        "kv_lora_rank",
-        "qk_head_dim",
-        "qk_pos_emb_head_dim",
-        "v_head_dim",
-    ),
-    *("rope_type", "rotary_scaling_factor", "mscale", "mscale_all_dim"),
-    *("moe_shared_expert_gate", "moe_router_num_groups", "moe_router_group_topk", "moe_router_dtype"),
-    *("mtp_num_layers", "quick_geglu", "glu_linear_offset", "activation_func_clamp_value"),
-    *("softmax_type", "window_attn_skip_freq", "yarn_original_max_position_embeddings"),
-    *("yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int"),
-)
-FLAGS = {"layernorm_epsilon": "--norm-epsilon"}
-ON_BY_DEFAULT = {"yarn_correction_range_round_to_int"}
-
-
-def flags_not_restored(args: Args) -> list[str]:
-    """What has to be typed beside `--use-checkpoint-args` so that Megatron-LM builds the model of these arguments."""
-    flags = []
-    for name in NOT_RESTORED:
-        value, flag = args.get(name), FLAGS.get(name, "--" + name.replace("_", "-"))
-        if name in ON_BY_DEFAULT:
-            flags += [flag.replace("--", "--no-", 1)] if value is False else []
-        elif value is True:
-            flags.append(flag)
-        elif value is not None and value is not False:
-            flags += [flag, str(value).replace(" ", "")]
-    return flags
-
 
 def portable_config(config: Config, dtype: str, table: ConfigMap | None = None) -> Values:
     """The `config.json` that transformers 4 and 5 and serving engines read alike, for weights of `dtype`.

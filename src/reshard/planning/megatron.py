@@ -11,7 +11,7 @@ from reshard.checkpoint import Checkpoint, Iteration
 from reshard.dtypes import dtype
 from reshard.errors import Problem, ReshardError
 from reshard.families.binding import Bound
-from reshard.families.config import flags_not_restored
+from reshard.families.flags import flags_not_restored
 from reshard.formats.megatron import legacy, torch_dist
 from reshard.formats.megatron.mcore import padded_vocabulary
 from reshard.formats.megatron.optimizer import NewOptimizer, is_distributed, new_optimizer

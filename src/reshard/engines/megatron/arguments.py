@@ -24,6 +24,8 @@ DEFAULTS: dict[str, Any] = {
     "moe_ffn_hidden_size": None,
     "moe_grouped_gemm": False,
     "moe_layer_freq": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
     "mtp_loss_scaling_factor": 0.1,
     "mtp_num_layers": None,
     "multi_latent_attention": False,
