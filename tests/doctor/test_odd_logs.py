@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from reshard.doctor.entries import catalogue
 from reshard.doctor.logs import UNKNOWN, WORKER_UNSEEN, diagnose_text
 from reshard.doctor.tracebacks import Traceback
 from reshard.doctor.upstream import REPOSITORIES, package_of, search_of
@@ -88,6 +89,19 @@ def test_an_argument_that_is_not_known_is_told_by_its_kind_and_loses_to_an_entry
         "log", f"{call}TypeError: SFTConfig.__init__() got an unexpected keyword argument 'max_seq_length'"
     )
     assert known.id == "kw-removed"
+
+
+def test_what_several_causes_have_is_never_sure() -> None:
+    entries = [entry for entry in catalogue().values() if entry.certainty == "likely"]
+    assert len(entries) > 5
+    found = [each for entry in entries for each in diagnose_text("log", entry.excerpt) if each.id == entry.id]
+    assert len(found) == len(entries) and {each.certainty for each in found} == {"likely"}
+
+
+def test_the_advice_of_nccl_is_no_level_of_a_logger() -> None:
+    told = "unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.18.1"
+    (found,) = diagnose_text("log", f"torch.distributed.DistBackendError: NCCL error in: x.cpp:1, {told}\n")
+    assert found.id == UNKNOWN and told in found.cause.en
 
 
 # ------------------------------------------------------------------------------------------------- upstream

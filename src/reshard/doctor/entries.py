@@ -26,7 +26,7 @@ class Entry:
     """One failure. `patterns`, `needs`, `unless` and `hints` are searched in a log without colours and prefixes.
 
     Any of `patterns` makes the entry a candidate; all of `needs` and none of `unless` have to show as well; each of
-    `hints` makes it surer. `versions` are the affected ones, as PEP 440 specifiers by package.
+    `hints` makes it surer, up to `certainty`. `versions` are the affected ones, as PEP 440 specifiers by package.
     """
 
     id: str
@@ -44,6 +44,7 @@ class Entry:
     sources: tuple[str, ...]
     excerpt: str
     excerpt_from: str
+    certainty: str = "sure"
 
 
 @lru_cache(maxsize=1)
@@ -90,6 +91,7 @@ def _entry(path: Path) -> Entry:
             sources=tuple(raw["sources"]),
             excerpt=raw["excerpt"],
             excerpt_from=raw["excerpt_from"],
+            certainty=raw.get("certainty", "sure"),
         )
     except (KeyError, TypeError, AttributeError, re.error, yaml.YAMLError) as error:
         raise ReshardError(

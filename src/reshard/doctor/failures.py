@@ -195,7 +195,7 @@ def asks(message: str) -> str:
 
 _ASKS = re.compile(
     r"\b(?:[Pp]lease \w|[Yy]ou (?:can|could|should|may|must|need to|might want)\b)"
-    r"|^\s*(?:Try|Set|Use|Run|Install|Upgrade|Consider|Make sure|Ensure|Check)\b"
+    r"|^\s*(?:To fix|Try|Set|Use|Run|Install|Upgrade|Consider|Make sure|Ensure|Check)\b"
 )
 _REPORT = re.compile(
     r"(?:file|open|submit|raise) an? (?:issue|bug)|report (?:this|it|the)|attribution|for more information"

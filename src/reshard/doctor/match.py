@@ -12,7 +12,7 @@ from packaging.version import InvalidVersion, Version
 
 from reshard.doctor.entries import Entry
 from reshard.doctor.failures import CUT_OFF, EXIT, is_consequence, is_launchers, loose_failure
-from reshard.doctor.finding import Text
+from reshard.doctor.finding import CERTAINTIES, Text
 from reshard.doctor.kinds import BY_KIND
 from reshard.doctor.log import Line, Log, Traceback
 from reshard.doctor.words import words
@@ -149,11 +149,11 @@ def _ranked(matches: list[Match], tracebacks: list[Traceback]) -> list[Match]:
         best = same[0]
         ahead = best.score - same[1].score if len(same) > 1 else best.score
         distinct = not best.entry.hints or len(best.evidence) > 0
-        distinct = distinct and best.entry.id not in BY_KIND
         best.certainty = "sure" if ahead >= CLEAR and distinct else "likely"
         for other in same[1:]:
             other.certainty = "possible"
         kept += same if best.certainty != "sure" else [best, *_elsewhere(same[1:], best)]
+        best.certainty = max(best.certainty, best.entry.certainty, key=CERTAINTIES.index)
     return kept
 
 
