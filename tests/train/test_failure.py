@@ -115,6 +115,7 @@ def test_a_torchrun_that_was_killed_is_no_failure_of_a_rank(make_run: Callable[.
             spread=Spread("fsdp2"),
             ranks=Ranks(8, 2, 1, "gpu07:29500"),
             reward="rewards:score",
+            eval_data=Path("/e.jsonl"),
             merge=False,
             options={"learning_rate": "1e-5", "lora_target_modules": ["q_proj", "v_proj"], "packing": True},
         ),
@@ -138,7 +139,7 @@ def test_the_command_that_goes_on_asks_for_the_same_run(run: Run) -> None:
 
 
 FLAGS = {
-    *("model", "data", "output", "engine", "lora", "parallel", "tp", "pp", "vpp", "ep", "cp"),
+    *("model", "data", "eval_data", "output", "engine", "lora", "parallel", "tp", "pp", "vpp", "ep", "cp"),
     *("nproc", "nnodes", "node_rank", "rendezvous", "reward", "merge", "resume"),
 }
 

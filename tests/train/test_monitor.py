@@ -204,6 +204,8 @@ def test_tensorboard_gets_every_number_of_a_step(tmp_path: Path) -> None:
     monitor.begin(2)
     monitor.step(1, loss=2.0, learning_rate=0.5)
     monitor.step(2, loss=1.0)
+    monitor.evaluated(2, eval_loss=1.5, seconds=3.0)
     found = events.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in found.Scalars("train/loss")] == [(1, 2.0), (2, 1.0)]
     assert len(found.Scalars("train/learning_rate")) == 1
+    assert [(event.step, event.value) for event in found.Scalars("eval/loss")] == [(2, 1.5)]

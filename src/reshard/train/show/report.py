@@ -137,6 +137,7 @@ _INLINE = ("spread", "ranks")
 _TITLES = {
     "options": "Options of the engine",
     "lengths": "The data, in records and tokens",
+    "evaluation": "What it is evaluated on",
     "batches": "One step",
     "memory": "Memory of a rank, estimated in bytes",
     "versions": "Versions",
