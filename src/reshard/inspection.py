@@ -158,7 +158,7 @@ def _next_command(
     if any(problem.severity == "error" for problem in problems):
         return ""
     words = ["reshard", "convert", path.as_posix().rstrip("/") or "/"]
-    root = iterations.root_of(path)
+    root = iterations.root_of(path.with_suffix("") if path.is_file() else path)
     target = (root.resolve() if root.name in ("", "..") else root).as_posix().rstrip("/")
     if checkpoint.format == huggingface.NAME:
         if model is None:

@@ -69,9 +69,22 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     return read_object(path)
 
 
+def read_base(base: Path) -> dict[str, Any]:
+    """The config of the folder that `--base` names. Raises ReshardError if it has none."""
+    config = read_config(base)
+    if config is None:
+        raise ReshardError(
+            "the base folder has no config.json" if base.is_dir() else "there is no such base folder",
+            file=str(base),
+            expected="the Hugging Face folder that training started from",
+            remedy="name another folder with --base",
+        )
+    return config
+
+
 def config_of(checkpoint: Checkpoint, base: Path | None = None) -> dict[str, Any] | None:
     """The config of a checkpoint: that of `base`, else the one beside it, else what its reader derived; or None."""
-    config = read_config(base or checkpoint.root) or checkpoint.config
+    config = read_base(base) if base else read_config(checkpoint.root) or checkpoint.config
     return {**config, **checkpoint.changes} if config else None
 
 
@@ -82,13 +95,6 @@ def resolve(checkpoint: Checkpoint, base: Path | None = None, family: str | None
     arguments. Raises ReshardError naming every size on which they disagree.
     """
     config: Mapping[str, Any] | None = config_of(checkpoint, base)
-    if config is None and base:
-        raise ReshardError(
-            "the base folder has no config.json" if base.is_dir() else "there is no such base folder",
-            file=str(base),
-            expected="the Hugging Face folder that training started from",
-            remedy="name another folder with --base",
-        )
     _refuse_quantized(checkpoint)
     if checkpoint.flat:
         _give_shapes(checkpoint, config or {}, family, base or checkpoint.root)

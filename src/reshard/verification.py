@@ -15,7 +15,7 @@ from reshard.errors import ReshardError
 from reshard.formats import open_checkpoint
 from reshard.gather import Files, Ledger, crc_problem
 from reshard.logical import Logical, LogicalTensors, logical_tensors
-from reshard.model import Model, resolve
+from reshard.model import Model, read_base, resolve
 from reshard.threads import together
 
 
@@ -67,6 +67,8 @@ class Side(NamedTuple):
 
 def open_sides(a: Path, b: Path, base: Path | None = None) -> tuple[Side, Side]:
     """Open both checkpoints under logical names. A side without a config takes that of the other."""
+    if base:
+        read_base(base)  # also where no side asks for it
     first, second = open_checkpoint(a), open_checkpoint(b)
     return _side(first, second, base), _side(second, first, base)
 

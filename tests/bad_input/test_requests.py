@@ -156,6 +156,33 @@ def test_a_source_without_a_checkpoint(tmp_path: Path) -> None:
     assert refusal("verify", tmp_path / "empty", tmp_path / "empty")["file"] == str(tmp_path / "empty")
 
 
+def test_what_is_near_a_path_without_a_checkpoint_is_told(
+    copy: Copy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of one, a folder of several, a name that was mistyped, and the name of a model of the hub."""
+    src = copy("legacy")
+    rank = src / "release" / "mp_rank_00_000"
+    for part in (rank, rank / "model_optim_rng.pt"):
+        problem = refusal("inspect", part)
+        assert problem["remedy"] == f"this is a part of a checkpoint: name {src / 'release'}"
+    shutil.copytree(src, src.parent / "other")
+    assert refusal("inspect", src.parent)["remedy"] == (
+        f"name one of those below it: {src.parent / 'other'}, {src}"
+    )
+    assert refusal("inspect", src.parent / "scr")["found"] == f"{src.parent} holds other, src"
+    monkeypatch.chdir(src.parent)
+    for name in ("Qwen/Qwen3-8B", "https://huggingface.co/Qwen/Qwen3-8B"):
+        assert "hf download Qwen/Qwen3-8B" in reshard("inspect", name).err
+    assert "error: no checkpoint found here" in reshard("inspect", "/dev/null").err
+
+
+def test_a_base_that_is_none_is_refused_where_it_is_not_needed_either(copy: Copy) -> None:
+    src = copy("qwen3")
+    assert refusal("verify", src, src, "--base", src.parent / "nothing")["file"] == str(
+        src.parent / "nothing"
+    )
+
+
 def test_the_destination_is_not_empty(copy: Copy) -> None:
     src = copy("qwen3")
     dst = src.parent / "dst"

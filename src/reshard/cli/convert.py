@@ -46,7 +46,13 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 @click.option(
     "--base", type=click.Path(path_type=Path), help="Hugging Face folder with config and tokenizer."
 )
-@click.option("--tp", type=POSITIVE, default=1, metavar="N", help="Tensor-parallel size.")
+@click.option(
+    "--tp",
+    type=POSITIVE,
+    default=1,
+    metavar="N",
+    help="Tensor-parallel size of DST; 1 by default, as the next three.",
+)
 @click.option("--pp", type=POSITIVE, default=1, metavar="N", help="Pipeline-parallel size.")
 @click.option("--vpp", type=POSITIVE, default=1, metavar="N", help="Virtual pipeline chunks of a stage.")
 @click.option("--ep", type=POSITIVE, default=1, metavar="N", help="Expert-parallel size.")
@@ -56,7 +62,7 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 @click.option("--family", metavar="NAME", help="Read SRC as this family, whatever its config says.")
 @click.option("--dtype", metavar="DTYPE", help="Convert weights to float32, bfloat16 or float16.")
 @click.option(
-    "--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest safetensors file."
+    "--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest file of weights."
 )
 @click.option(
     "--vocab-divisible-by",

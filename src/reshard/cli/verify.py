@@ -19,8 +19,16 @@ SHOWN = 40
 @click.command("verify")
 @click.argument("a", type=click.Path(path_type=Path))
 @click.argument("b", type=click.Path(path_type=Path))
-@click.option("--base", type=click.Path(path_type=Path), help="Hugging Face folder with the config.")
-@click.option("--logits", is_flag=True, help="Also run the same tokens through both models.")
+@click.option(
+    "--base",
+    type=click.Path(path_type=Path),
+    help="Hugging Face folder with the config, for a side that has none.",
+)
+@click.option(
+    "--logits",
+    is_flag=True,
+    help="Also run the same tokens through both, with transformers or megatron-core.",
+)
 @common_options
 @handles_errors
 def command(a: Path, b: Path, base: Path | None, logits: bool, json_output: bool) -> None:

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 from reshard.checkpoint import Checkpoint, Iteration, States, Tensor
-from reshard.errors import Problem, ReshardError
 from reshard.formats import (
     companions,
     dcp,
@@ -17,6 +16,7 @@ from reshard.formats import (
     huggingface,
     internlm,
     iterations,
+    missing,
     names,
     peft,
 )
@@ -61,12 +61,14 @@ def open_checkpoint(
     marks of wrappers that are to be taken out of the names of tensors.
     """
     if not path.exists():
-        raise ReshardError("there is nothing at this path", file=str(path), remedy="check the path")
+        raise missing.nothing_there(path)
     folder, was_step = descent.descend(path, lambda place: detect(place) is not None, iteration)
     iteration = None if was_step else iteration
     name = detect(folder) if folder else None
     if folder is None or name is None:
-        raise _nothing_here(path, iteration)
+        if iteration is not None:
+            raise missing.no_iteration(path, iteration)
+        raise missing.no_checkpoint(path, FORMATS, lambda place: detect(place) is not None)
     if name == torch_dist.NAME:  # a run may have changed its format on the way
         step, _ = iterations.choose(folder, iteration)
         name = name if torch_dist.detect(step) or not legacy.detect(step) else legacy.NAME
@@ -86,24 +88,3 @@ def _stripped(
     states: Mapping[str, Mapping[str, Tensor]], kind: str, strip: tuple[str, ...]
 ) -> dict[str, Tensor]:
     return names.all_stripped(states[kind], strip)
-
-
-def _nothing_here(path: Path, iteration: Iteration | None) -> ReshardError:
-    found = sorted(child.name for child in path.iterdir())[:8] if path.is_dir() else [path.name]
-    if iteration is not None:
-        return ReshardError(
-            "there is no folder of that iteration",
-            file=str(path),
-            expected=f"--iteration {iteration}",
-            found=", ".join(found),
-            remedy="choose one that is there, or leave out --iteration for the latest",
-        )
-    return ReshardError(
-        Problem(
-            "no checkpoint found here",
-            file=str(path),
-            expected="; ".join(module.WHAT for module in FORMATS.values()),
-            found=", ".join(found) or "an empty folder",
-            remedy="name the folder that holds the weights, or an iteration folder",
-        )
-    )

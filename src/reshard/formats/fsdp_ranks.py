@@ -67,7 +67,7 @@ def detect(path: Path) -> bool:
     """Whether `path` is a folder with such files, or one of them."""
     if path.is_file():
         return bool(_RANK.fullmatch(path.name) or _WHOLE.fullmatch(path.name))
-    return bool(_saves(path)) and not any(path.glob("*.safetensors"))
+    return path.is_dir() and bool(_saves(path)) and not any(path.glob("*.safetensors"))
 
 
 def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoint:

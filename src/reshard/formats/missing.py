@@ -1,0 +1,74 @@
+"""What to say where there is no checkpoint: what is near it that may be meant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from reshard.checkpoint import Iteration
+from reshard.errors import Problem, ReshardError
+
+ABOVE, BELOW = 3, 64
+"""How many folders above and below are looked at."""
+
+
+def nothing_there(path: Path) -> ReshardError:
+    """The error for a path that does not exist, which may be the name of a model of the hub."""
+    hub = _hub_name(path)
+    near = next(parent for parent in path.absolute().parents if parent.exists())
+    return ReshardError(
+        "there is nothing at this path",
+        file=str(path),
+        found=f"{near} holds {_listed(child.name for child in near.iterdir())}" if near.is_dir() else None,
+        remedy=f"if it is a model of the hub: hf download {hub} --local-dir {path.name}, and then name "
+        f"{path.name}; else check the path"
+        if hub
+        else "check the path",
+    )
+
+
+def _hub_name(path: Path) -> str | None:
+    """`owner/name`, if what was typed may have been a name or an address on the hub."""
+    is_address = path.parts[0].endswith(":") and len(path.parts) > 3
+    is_name = len(path.parts) == 2 and not path.is_absolute() and not path.parent.exists()
+    return "/".join(path.parts[2:4] if is_address else path.parts) if is_address or is_name else None
+
+
+def no_checkpoint(path: Path, formats: Iterable[str], holds: Callable[[Path], bool]) -> ReshardError:
+    """The error for a path that is there and holds no checkpoint itself; `holds` tells of another whether it does."""
+    whole = next((parent for parent in [*path.absolute().parents][:ABOVE] if holds(parent)), None)
+    children = sorted(path.iterdir()) if path.is_dir() else []
+    below = [child for child in children if child.is_dir()][:BELOW]
+    several = [str(child) for child in below if holds(child)]
+    if whole:
+        remedy = f"this is a part of a checkpoint: name {whole}"
+    elif several:
+        remedy = f"name one of those below it: {_listed(several)}"
+    else:
+        remedy = "name the folder that holds the weights, or an iteration folder"
+    return ReshardError(
+        Problem(
+            "no checkpoint found here",
+            file=str(path),
+            expected=f"one of the formats that `reshard support` explains: {', '.join(formats)}",
+            found=_listed(child.name for child in children) if path.is_dir() else path.name,
+            remedy=remedy,
+        )
+    )
+
+
+def no_iteration(path: Path, iteration: Iteration) -> ReshardError:
+    """The error for a path that holds no folder of the step that was asked for."""
+    return ReshardError(
+        "there is no folder of that iteration",
+        file=str(path),
+        expected=f"--iteration {iteration}",
+        found=_listed(child.name for child in path.iterdir()) if path.is_dir() else path.name,
+        remedy="choose one that is there, or leave out --iteration for the latest",
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    every = sorted(names)
+    more = [f"and {len(every) - 8} more"] if len(every) > 8 else []
+    return ", ".join([*every[:8], *more]) or "an empty folder"
