@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import reshard
 from reshard.errors import ReshardError
 from reshard.oracle.transformers import transformers_logits
+from reshard.train.final.checks import checked
 from reshard.train.final.finish import Finished, export, finish
 from reshard.train.run import Run
 from tests.environments import python
@@ -296,3 +297,10 @@ def test_nothing_of_a_checkpoint_is_changed(tiny: Models, tmp_path: Path) -> Non
     finish(run)
     for file in checkpoint.iterdir():
         assert file.read_bytes() == (tmp_path / "before" / file.name).read_bytes()
+
+
+def test_what_the_system_refuses_is_a_check_that_failed(tmp_path: Path) -> None:
+    """A full disk, say. Here it is a file that lies where a folder should be."""
+    (tmp_path / "file").touch()
+    check = checked("written", lambda: str((tmp_path / "file/below").write_text("a")))
+    assert not check.right and check.problems[0].found == "Not a directory"

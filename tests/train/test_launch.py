@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -373,3 +374,8 @@ def test_the_first_host_of_a_list_of_slurm(nodes: str, host: str) -> None:
 def test_importing_the_launcher_imports_no_torch() -> None:
     code = "import sys, reshard.train.launching.launch; sys.exit(not {'torch', 'transformers'}.isdisjoint(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_an_end_that_cannot_be_written_down_hides_no_failure(make_run: Callable[..., Run]) -> None:
+    run = make_run()
+    launch.end(replace(run, output=run.data / "below a file"), "failed")

@@ -324,3 +324,16 @@ def test_tensor_parallel_ranks_share_heads_and_experts_evenly(tiny: Callable[...
         "choose --ep from 1, 2, 4, 8; or use --parallel fsdp2",
     ]
     assert trl.options(replace(run, spread=Spread("tp", tp=2, ep=2)))
+
+
+def test_the_new_name_of_recomputation_goes_before_the_old_one_and_nothing_warns(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    from reshard.train.trl.arguments import arguments_of
+
+    for run, expected in ((run_of(activation_checkpointing="false"), False), (run_of(), True)):
+        options = trl.options(run)
+        arguments = arguments_of(run, options)
+        assert trl.precision(run).recomputation is expected
+        assert arguments.gradient_checkpointing is arguments.activation_checkpointing is expected
+    assert not [each for each in recwarn if "checkpointing" in str(each.message)]

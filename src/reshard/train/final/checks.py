@@ -46,11 +46,19 @@ class Check:
 
 
 def checked(name: str, look: Callable[[], str]) -> Check:
-    """The check that `look` makes: it says what it found, or raises ReshardError."""
+    """The check that `look` makes: it says what it found, or raises ReshardError; or the system refuses."""
     try:
         return Check(name, look())
     except ReshardError as error:
         return Check(name, error.problems[0].message, tuple(error.problems))
+    except OSError as error:
+        problem = Problem(
+            "the system refused to read or to write",
+            file=str(error.filename) if error.filename else None,
+            found=error.strerror or str(error),
+            remedy="see to what the system reports; --resume makes the final folder of the last checkpoint",
+        )
+        return Check(name, problem.message, (problem,))
 
 
 def of_model(folder: Path, run: Run, *, of: str = "") -> Iterator[Check]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,8 +81,9 @@ def finish(run: Run, *, on_bytes: OnBytes = lambda count: None) -> Finished:
         draft.rename(place)
     named = (final, merged) if whole else (drafts[final], drafts[merged] if merged else None)
     finished = Finished(*named, tuple(checks))
-    append(run.output, {"event": "end", "outcome": "done" if whole else "failed"})
-    report.write(run.output, checks=[(check.name, check.found, check.right) for check in checks])
+    with suppress(OSError):  # a full disk is what the checks tell of
+        append(run.output, {"event": "end", "outcome": "done" if whole else "failed"})
+        report.write(run.output, checks=[(check.name, check.found, check.right) for check in checks])
     return finished
 
 

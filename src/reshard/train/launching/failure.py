@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import signal
 import time
 import traceback
@@ -188,6 +189,7 @@ def _print(
         console.print(f"  {escape(line)}")
     if where:
         console.print(escape(where))
+    _print_full(run, console)
     _print_way_on(run, console, place)
     for finding in failure.findings[:1]:
         title = escape(finding.title.of(language))
@@ -197,6 +199,16 @@ def _print(
         if finding.id != UNKNOWN:  # its cause is the traceback above
             console.print(f"[bold]{why}[/] {escape(finding.cause.of(language))}")
         console.print(f"[bold]{cure}[/] {escape(finding.cure.of(language))}")
+
+
+FULL = 1 << 20
+"""Bytes on a disk that are too few for any checkpoint."""
+
+
+def _print_full(run: Run, console: Console) -> None:
+    """A full disk keeps ranks from telling why they fail."""
+    if shutil.disk_usage(run.output).free < FULL:
+        console.print(f"[bold]the disk is full:[/] {escape(str(run.output))}; make room before you go on")
 
 
 def print_killed(run: Run, log: Path, number: int, console: Console) -> None:

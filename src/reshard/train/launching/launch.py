@@ -272,8 +272,9 @@ def _told(run: Run, status: int, screen: Screen) -> int:
 def end(run: Run, outcome: str) -> None:
     """Write down how a run ended: in its metrics, and in its report. The first node does."""
     if run.ranks.node_rank == 0:
-        append(run.output, {"event": "end", "outcome": outcome})
-        report.write(run.output)
+        with suppress(OSError):  # a full disk is told as why ranks failed
+            append(run.output, {"event": "end", "outcome": outcome})
+            report.write(run.output)
 
 
 def interrupted(run: Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -116,7 +117,8 @@ def _adapted(model: Any, options: Mapping[str, Any]) -> Any:
 
     listed = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT's reading of names that transformers has changed
             return get_peft_model(model, adapter_config(listed))
     except (ValueError, RuntimeError, AttributeError, KeyError, NotImplementedError) as error:
         raise ReshardError(

@@ -96,7 +96,17 @@ def options_of(run: Run) -> dict[str, Any]:
         raise ReshardError(problems)
     stated = {name: _default(field) for name, field in there.items()}
     told = stated | defaults.defaults_of(run, typed) | typed
-    return told | defaults.of_evaluation(run, told, typed) | typed
+    return _renamed(told | defaults.of_evaluation(run, told, typed) | typed)
+
+
+def _renamed(options: dict[str, Any]) -> dict[str, Any]:
+    """Options that transformers has given a new name, under both: the new one goes before, and the old one warns."""
+    for suffix in ("", "_kwargs"):
+        old, new = f"gradient_checkpointing{suffix}", f"activation_checkpointing{suffix}"
+        if new in options:
+            chosen = options[old] if options[new] is None else options[new]
+            options |= {old: chosen, new: chosen}
+    return options
 
 
 def _unknown(run: Run, there: Mapping[str, Any]) -> Iterator[Problem]:
