@@ -98,6 +98,42 @@ def test_the_old_folder_comes_back_if_the_new_one_cannot_take_its_place(
     assert names(tmp_path) == {"dst"} and names(tmp_path / "dst") == {"old"}
 
 
+def test_ctrl_c_between_the_renames_brings_the_old_folder_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "dst", "old")
+    rename = Path.rename
+
+    def interrupted(self: Path, target: Path) -> Path:
+        moved = rename(self, target)
+        if ".replaced-" in target.name:
+            raise KeyboardInterrupt
+        return moved
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "dst", "new", overwrite=True)
+    assert names(tmp_path) == {"dst"} and names(tmp_path / "dst") == {"old"}
+
+
+def test_ctrl_c_while_the_old_folder_is_removed_does_not_tell_of_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "dst", "old")
+
+    def interrupted(folder: Path, **options: bool) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", interrupted)
+        write(tmp_path / "dst", "new", overwrite=True)
+    assert names(tmp_path / "dst") == {"new"} and len(names(tmp_path)) == 2
+    (aside,) = tmp_path.glob(".dst.replaced-*")
+    aside.rename(tmp_path / f".dst.replaced-{NOBODY}")  # as it is once this process has ended
+    write(tmp_path / "dst", "newer", overwrite=True)
+    assert names(tmp_path) == {"dst"} and names(tmp_path / "dst") == {"newer"}
+
+
 def test_everything_is_durable_before_it_is_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -50,6 +51,30 @@ def test_ctrl_c_stops_all() -> None:
     finally:
         signal.signal(signal.SIGINT, ignored)
     assert sorted(ended) == [0, 1]
+
+
+def test_a_second_ctrl_c_waits_for_all_too() -> None:
+    """Of somebody impatient, while the threads end."""
+    ended, begun = [], threading.Barrier(2)
+
+    def work(index: int, stopped: Event) -> None:
+        begun.wait(30)
+        if index == 0:
+            signal.raise_signal(signal.SIGINT)
+        assert stopped.wait(30)
+        time.sleep(0.1)
+        if index == 0:
+            os.kill(os.getpid(), signal.SIGINT)  # which the main thread hears wherever it waits
+        time.sleep(0.2)
+        ended.append(index)
+
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            together(work, 2)
+        assert sorted(ended) == [0, 1]
+    finally:
+        signal.signal(signal.SIGINT, ignored)
 
 
 def test_ctrl_c_while_threads_start(monkeypatch: pytest.MonkeyPatch) -> None:

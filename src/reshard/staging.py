@@ -46,18 +46,19 @@ def _publish(folder: Path, target: Path, overwrite: bool) -> None:
     for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
         _sync(path)
     aside = target.with_name(f".{target.name}.replaced-{os.getpid()}")
-    if target.exists() and overwrite:
-        target.rename(aside)
-    elif target.exists():
-        target.rmdir()  # empty: `check_target` saw to that
     try:
-        folder.rename(target)
+        if overwrite and target.exists():
+            target.rename(aside)
+        folder.rename(target)  # which takes the place of an empty folder, too
     except BaseException:
-        if aside.exists():
+        if aside.exists() and not target.exists():
             aside.rename(target)
         raise
-    _sync(target.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    with suppress(
+        KeyboardInterrupt
+    ):  # the new one is in place; what stays of the old is swept by the next run
+        _sync(target.parent)
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _refused(error: OSError, target: Path) -> ReshardError:

@@ -26,17 +26,31 @@ def together(work: Callable[[int, Event], T], threads: int) -> list[T]:
             raise CancelledError
         return work(index, stopped)
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="reshard") as pool:
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="reshard")
+    try:
+        futures = [pool.submit(run, index) for index in range(threads)]
+        begin.set()
+        pending = set(futures)
+        while pending:
+            # Only a wait that ends by itself lets Ctrl-C through on every system.
+            done, pending = wait(pending, timeout=0.2, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+    finally:
+        _end(pool, begin, stopped)
+    return [future.result() for future in futures]
+
+
+def _end(pool: ThreadPoolExecutor, begin: Event, stopped: Event) -> None:
+    """Wait for all threads, whoever presses Ctrl-C meanwhile: they end soon, and what they write to is cleared next."""
+    again: KeyboardInterrupt | None = None
+    while True:
         try:
-            futures = [pool.submit(run, index) for index in range(threads)]
-            begin.set()
-            pending = set(futures)
-            while pending:
-                # Only a wait that ends by itself lets Ctrl-C through on every system.
-                done, pending = wait(pending, timeout=0.2, return_when=FIRST_EXCEPTION)
-                for future in done:
-                    future.result()
-        finally:
             stopped.set()
             begin.set()
-    return [future.result() for future in futures]
+            pool.shutdown()
+            break
+        except KeyboardInterrupt as error:
+            again = error
+    if again:
+        raise again
