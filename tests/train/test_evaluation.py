@@ -27,6 +27,7 @@ from reshard.train.run import RECORD, Run, check
 from reshard.train.show import report, trackers
 from reshard.train.show.monitor import History, Metrics, Row
 from reshard.train.show.watch import Watch
+from reshard.train.trl import saving
 from tests.train.conftest import chats, write_lines
 
 NOWHERE = Environment({}, [], None, {})
@@ -202,6 +203,15 @@ def test_options_that_need_data_are_refused_without(engine: str, said: dict[str,
 )
 def test_what_evaluations_cannot_give_is_refused(said: dict[str, Any], cure: str, run: Run) -> None:
     assert cure in str(refused(trl.options, replace(run, options=said)).remedy)
+
+
+def test_the_best_checkpoint_stays_when_others_go(tmp_path: Path) -> None:
+    for step in (2, 4, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    saving.rotate(tmp_path, 1, best=2)
+    assert {folder.name for folder in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-10"}
+    saving.rotate(tmp_path, 1)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["checkpoint-10"]
 
 
 def test_completions_are_evaluated_in_whole_groups(run: Run) -> None:

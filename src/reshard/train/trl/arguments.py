@@ -22,6 +22,8 @@ def arguments_of(run: Run, options: Mapping[str, Any]) -> Any:
         model_init_kwargs=_of_reference(run, options),
         **parallelism.arguments(run, options),
     )
+    if policy := parallelism.precision(run, options):
+        arguments.fsdp_plugin_args["mixed_precision_policy"] = policy
     if run.method == "grpo":
         # TRL counts tensor parallel ranks as if each saw other prompts, and would skip some and repeat others.
         arguments.generation_batch_size //= run.spread.tp

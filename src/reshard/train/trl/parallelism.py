@@ -33,6 +33,21 @@ def fsdp(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def precision(run: Run, options: Mapping[str, Any]) -> Any:
+    """FSDP2's policy for computing in 16 bits; None where nothing does.
+
+    accelerate 1.15 has the model's outputs rounded to 16 bits as well: log-probabilities, of which losses are sums.
+    """
+    half = "bfloat16" if options["bf16"] else "float16" if options["fp16"] else None
+    if run.spread.kind != "fsdp2" or half is None:
+        return None
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    dtype = getattr(torch, half)
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+
+
 def has_reference(run: Run, options: Mapping[str, Any]) -> bool:
     """Whether TRL holds a second model: with LoRA the base is the reference."""
     if run.lora or run.method == "sft":

@@ -141,10 +141,11 @@ def last_complete(output: Path) -> Path | None:
     return complete[-1] if complete else None
 
 
-def rotate(output: Path, limit: int | None) -> None:
-    """Remove all checkpoints but the latest `limit`."""
+def rotate(output: Path, limit: int | None, best: int | None = None) -> None:
+    """Remove all checkpoints but the latest `limit`, and that of step `best`."""
     for old in _checkpoints(output)[:-limit] if limit else []:
-        shutil.rmtree(old)
+        if old.name != f"checkpoint-{best}":
+            shutil.rmtree(old)
 
 
 def _checkpoints(output: Path) -> list[Path]:

@@ -45,7 +45,7 @@ class Saving(Base):  # type: ignore[misc]
         devices.barrier()
         if devices.rank() == 0:
             saving.complete(self.asked, self.last_saved)
-            saving.rotate(self.asked.output, limit)
+            saving.rotate(self.asked.output, limit, self.state.best_global_step)
             self.monitor.saved(self.last_saved)
         devices.barrier()
 
