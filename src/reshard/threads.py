@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
 from threading import Event
 from typing import TypeVar
 
@@ -27,8 +27,10 @@ def together(work: Callable[[int, Event], T], threads: int) -> list[T]:
         return work(index, stopped)
 
     pool = ThreadPoolExecutor(threads, thread_name_prefix="reshard")
+    futures: list[Future[T]] = []
     try:
-        futures = [pool.submit(run, index) for index in range(threads)]
+        for index in range(threads):
+            futures.append(pool.submit(run, index))
         begin.set()
         pending = set(futures)
         while pending:
@@ -37,17 +39,18 @@ def together(work: Callable[[int, Event], T], threads: int) -> list[T]:
             for future in done:
                 future.result()
     finally:
-        _end(pool, begin, stopped)
+        _end(pool, futures, begin, stopped)
     return [future.result() for future in futures]
 
 
-def _end(pool: ThreadPoolExecutor, begin: Event, stopped: Event) -> None:
+def _end(pool: ThreadPoolExecutor, futures: list[Future[T]], begin: Event, stopped: Event) -> None:
     """Wait for all threads, whoever presses Ctrl-C meanwhile: they end soon, and what they write to is cleared next."""
     again: KeyboardInterrupt | None = None
     while True:
         try:
             stopped.set()
             begin.set()
+            wait(futures)  # until Python 3.12, a join that Ctrl-C interrupts takes the thread for ended
             pool.shutdown()
             break
         except KeyboardInterrupt as error:
