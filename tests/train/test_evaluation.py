@@ -28,7 +28,7 @@ from reshard.train.show import report, trackers
 from reshard.train.show.monitor import History, Metrics, Row
 from reshard.train.show.watch import Watch
 from reshard.train.trl import saving
-from tests.train.conftest import chats, write_lines
+from tests.train.conftest import chats, prompts, write_lines
 
 NOWHERE = Environment({}, [], None, {})
 
@@ -99,8 +99,9 @@ def test_wrong_records_are_named_by_line(run: Run, tmp_path: Path) -> None:
     wrong = write_lines(tmp_path / "wrong.jsonl", [*chats()[:2], {"messages": [{"role": "user"}]}])
     found = preflight(replace(run, eval_data=wrong), environment=NOWHERE)
     assert [problem.file for problem in found.problems] == [f"{wrong}:3"]
-    missing = refused(check, replace(run, eval_data=tmp_path / "nowhere.jsonl"))
-    assert "--eval-data" in str(missing.remedy)
+    nowhere = replace(run, eval_data=tmp_path / "nowhere.jsonl")
+    (missing,) = preflight(nowhere, environment=NOWHERE).problems
+    assert missing == refused(check, nowhere) and "--eval-data" in str(missing.remedy)
 
 
 def test_trl_takes_records_of_one_shape_and_megatron_of_any(run: Run, tmp_path: Path) -> None:
@@ -109,6 +110,21 @@ def test_trl_takes_records_of_one_shape_and_megatron_of_any(run: Run, tmp_path: 
     assert problem.found == "plain text as strings" and "chat as messages" in str(problem.expected)
     other = replace(run, eval_data=texts, engine="megatron", options={"seq_length": 64})
     assert preflight(other, environment=NOWHERE).problems == []
+
+
+def test_columns_that_a_reward_may_miss_are_told(run: Run, tmp_path: Path) -> None:
+    asked = write_lines(tmp_path / "asked.jsonl", [{**row, "answer": 4} for row in prompts()])
+    told = preflight(
+        replace(
+            run,
+            method="grpo",
+            data=asked,
+            eval_data=write_lines(tmp_path / "e.jsonl", prompts()[:3]),
+            reward="tests.train.rewards:variety",
+        ),
+        environment=NOWHERE,
+    )
+    assert told.problems == [] and the("lack columns", told.warnings).found == "no answer"
 
 
 def test_records_that_are_cut_or_teach_nothing_are_told(run: Run) -> None:

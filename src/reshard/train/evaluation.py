@@ -35,8 +35,11 @@ def evaluated(run: Run) -> Run:
 
 
 def held_out(run: Run) -> Iterator[Problem]:
-    """Files that are trained on and look as if they should not be. Raises ReshardError if there are none at all."""
-    both = set(data.files_of(run.data)) & set(data.files_of(run.eval_data) if run.eval_data else [])
+    """Files that are trained on and look as if they should not be. Raises ReshardError if a folder has no data."""
+    if not run.data.exists():
+        return
+    apart = data.files_of(run.eval_data) if run.eval_data and run.eval_data.exists() else []
+    both = set(data.files_of(run.data)) & set(apart)
     for file in sorted(both):
         yield Problem(
             "a file is trained on, and evaluated on",
@@ -66,6 +69,17 @@ def unlike(run: Run, trained: Mapping[str, Any], read: Mapping[str, Any]) -> Ite
             expected=f"{kinds[0]}, as in {run.data}",
             found=kinds[1],
             remedy="rewrite one to the shape of the other",
+        )
+
+    lacking = trained.keys() - read.keys() if run.method == "grpo" else set()
+    if lacking:
+        yield Problem(
+            "the data to evaluate on lack columns of those to train on",
+            file=str(run.eval_data),
+            rule="the reward gets all columns by their names",
+            found=f"no {', '.join(sorted(lacking))}",
+            remedy="add them, unless the reward does without",
+            severity="warning",
         )
 
 
