@@ -7,7 +7,9 @@ import json
 import os
 import pty
 import re
+import shlex
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -408,3 +410,45 @@ def test_a_reader_that_goes_away_is_no_error(model: Path, other: Path) -> None:
     script = f"{sys.executable} -m reshard inspect {model} --json | true; {sys.executable} -m reshard support | head -1"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
+def test_output_that_goes_nowhere_hinders_no_command(model: Path, tmp_path: Path) -> None:
+    """Closed by whoever started it, as daemons and `>&-` do."""
+    line = (
+        f"{shlex.quote(sys.executable)} -m reshard convert {model} {tmp_path / 'dst'} --to megatron >&- 2>&-"
+    )
+    assert subprocess.run(line, shell=True, check=False).returncode == 0
+    assert (tmp_path / "dst" / "config.json").exists()
+
+
+def test_a_reader_that_goes_away_is_no_failure_to_complain_about(model: Path, other: Path) -> None:
+    """As `| head` does."""
+    for words in (["inspect", model], ["inspect", model, "--json"], ["verify", model, other], ["support"]):
+        ours, theirs = os.pipe()
+        os.close(ours)
+        command = [sys.executable, "-m", "reshard", *words]
+        done = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, check=False)
+        os.close(theirs)
+        assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a device that is full")
+def test_output_that_cannot_be_written_is_told_without_a_traceback(model: Path, tmp_path: Path) -> None:
+    full = tmp_path / "full"
+    os.mknod(full, 0o600 | stat.S_IFCHR, os.makedev(1, 7))
+    for words in (
+        ["inspect", model],
+        ["inspect", model, "--json"],
+        ["--help"],
+        ["verify", model, model, "--json"],
+    ):
+        with full.open("w") as out:
+            done = subprocess.run(
+                [sys.executable, "-m", "reshard", *words],
+                stdout=out,
+                stderr=subprocess.PIPE,
+                text=True,
+                check=False,
+            )
+        assert done.returncode == 2 and "No space left on device" in done.stderr
+        assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr

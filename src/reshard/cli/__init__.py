@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -66,6 +67,9 @@ def cli() -> None:
 def main(argv: list[str] | None = None) -> Any:
     """Run the command line; the entry point of the `reshard` script."""
     words = sys.argv[1:] if argv is None else argv
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started us, as `>&-` does
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     try:
         return cli.main(args=words, prog_name="reshard", standalone_mode=False)
     except click.ClickException as error:
@@ -78,3 +82,13 @@ def main(argv: list[str] | None = None) -> Any:
     except BrokenPipeError:  # the reader of a pipe went away, as `| head` does
         sys.stderr.close()
         sys.exit(1)
+    except OSError as error:  # all others have been told by the command
+        _silence(sys.stdout)
+        click.echo(f"error: the output cannot be written\n  found: {error.strerror}", err=True)
+        sys.exit(2)
+
+
+def _silence(stream: Any) -> None:
+    """Let what is left in the buffer of `stream` go nowhere, or Python complains about it when it ends."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
