@@ -11,22 +11,40 @@ from reshard.train.run import RECORD, Run
 
 MADE = {
     *("checkpoint-*", "iter_*", "latest_checkpointed_iteration.txt", "final", "merged", "*.unchecked"),
-    *(RECORD, "trained.json", "problems.json", "metrics.jsonl", "report.html", "train*.log", "logs*"),
+    *(
+        RECORD,
+        "run-node*.json",
+        "trained.json",
+        "problems.json",
+        "metrics.jsonl",
+        "report.html",
+        "train*.log",
+        "logs*",
+    ),
     "tensorboard",
     *(".data-*", ".rows", ".failed"),
 }
 """What a run leaves in its output. Files of the model beside Megatron's checkpoints are written over."""
 
 
+def there(run: Run) -> list[Path]:
+    """What lies in the output, but for what other nodes have laid there: they start before the first has looked."""
+    if not run.output.is_dir():
+        return []
+    several = run.ranks.nnodes > 1
+    return [path for path in run.output.iterdir() if not (several and "-node" in path.name)]
+
+
 def refused(run: Run, *, overwrite: bool) -> Iterator[Problem]:
     """Whether a run that begins can have its output."""
-    if run.output.is_dir() and any(run.output.iterdir()) and not overwrite:
+    found = there(run)
+    if found and not overwrite:
         is_ours = (run.output / RECORD).is_file()
         again = "--resume to go on, --overwrite to begin again, or " if is_ours else "name "
         yield Problem(
             "the output is not empty",
             file=str(run.output),
-            found=", ".join(sorted(path.name for path in run.output.iterdir())[:6]),
+            found=", ".join(sorted(path.name for path in found)[:6]),
             remedy=f"{again}another folder with -o",
         )
     elif run.output.exists() and not run.output.is_dir():
@@ -35,10 +53,16 @@ def refused(run: Run, *, overwrite: bool) -> Iterator[Problem]:
         yield from cleared(run)
 
 
+def made(run: Run) -> list[Path]:
+    """What an earlier run has left in the output."""
+    mine = set(there(run))
+    return [path for pattern in MADE for path in run.output.glob(pattern) if path in mine]
+
+
 def cleared(run: Run) -> Iterator[Problem]:
     """Whether what lies in the output is of an earlier run, and nothing of it is what this one reads."""
     output = run.output
-    if not output.is_dir() or not any(output.iterdir()):
+    if not there(run):
         return
     if not (output / RECORD).is_file():
         yield Problem(
@@ -47,7 +71,7 @@ def cleared(run: Run) -> Iterator[Problem]:
             expected=f"an empty folder, or one with {RECORD}",
             remedy="name another folder with -o, or remove this one yourself",
         )
-    going = [path.resolve() for pattern in MADE for path in output.glob(pattern)]
+    going = [path.resolve() for path in made(run)]
     for name, source in (("model", run.model), ("data", run.data)):
         if any(source.resolve().is_relative_to(path) for path in going):
             yield Problem(

@@ -82,11 +82,10 @@ def start(
 
 def clear(run: Run) -> None:
     """Remove what an earlier run left in the output. Raises ReshardError if none made it, or this run reads it."""
-    from reshard.train.outputs import MADE, cleared
+    from reshard.train.outputs import cleared, made
 
     problems = list(cleared(run))
     if problems:
         raise ReshardError(problems)
-    for pattern in MADE:
-        for path in run.output.glob(pattern):
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    for path in made(run):
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

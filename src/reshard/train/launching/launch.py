@@ -77,7 +77,7 @@ def command(run: Run) -> list[str]:
         words += [f"--nnodes={ranks.nnodes}", f"--node-rank={ranks.node_rank}"]
         words += [f"--master-addr={host}", f"--master-port={port}"]
     words += ["--tee=3", f"--log-dir={run.output / of_node(run, 'logs')}"]
-    return [*words, "-m", WORKER, str(run.output / RECORD)]
+    return [*words, "-m", WORKER, str(run.output / of_node(run, RECORD))]
 
 
 def _rendezvous(run: Run) -> tuple[str, int]:
@@ -163,7 +163,7 @@ def _prepare(run: Run, record: Mapping[str, Any]) -> None:
     if run.ranks.node_rank == 0:
         for name in (PROBLEMS, TRAINED, failure.CLAIM, *(() if run.resume else (METRICS,))):
             (run.output / name).unlink(missing_ok=True)
-    put(run.output / RECORD, record_of(run, record))
+    put(run.output / of_node(run, RECORD), record_of(run, record))
 
 
 @dataclass

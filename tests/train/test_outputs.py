@@ -1,0 +1,43 @@
+"""The folder of a run before it starts, where other nodes may have begun to write."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from reshard.train import outputs
+from reshard.train.launching import launch
+from reshard.train.run import Ranks, Run
+from reshard.train.start import clear
+
+
+def two_nodes(tmp_path: Path) -> list[Run]:
+    (tmp_path / "data.jsonl").write_text("{}\n")
+    run = Run("sft", tmp_path / "model", tmp_path / "data.jsonl", tmp_path / "out")
+    return [replace(run, ranks=Ranks(1, 2, node, "127.0.0.1:29500")) for node in (0, 1)]
+
+
+def test_a_node_that_starts_before_the_first_is_not_in_its_way(tmp_path: Path) -> None:
+    first, second = two_nodes(tmp_path)
+    launch._prepare(second, {})
+    (second.output / "train-node1.log").touch()
+    assert list(outputs.refused(first, overwrite=False)) == []
+    assert list(outputs.refused(replace(first, ranks=Ranks()), overwrite=False)), "nobody else starts here"
+    (first.output / "final").mkdir()
+    assert list(outputs.refused(first, overwrite=False))
+
+
+def test_what_is_overwritten_is_not_what_another_node_begins_with(tmp_path: Path) -> None:
+    first, second = two_nodes(tmp_path)
+    launch._prepare(first, {})
+    launch._prepare(second, {})
+    (first.output / "checkpoint-3").mkdir()
+    clear(first)
+    assert [path.name for path in first.output.iterdir()] == ["run-node1.json"]
+    assert json.loads((first.output / "run-node1.json").read_text())["ranks"]["nnodes"] == 2
+    assert launch.command(second)[-1] == str(first.output / "run-node1.json")
+    alone = replace(first, ranks=Ranks())
+    launch._prepare(alone, {})
+    clear(alone)
+    assert not list(alone.output.iterdir())
