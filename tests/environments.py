@@ -81,7 +81,8 @@ def python(name: str) -> str:
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tests run side by side
-        if not ready.exists():  # an installation that was cut short has no such file
+        # An installation that was cut short has no such file, and one that is out of date says so.
+        if not ready.exists() or ready.read_text() != str(wanted):
             subprocess.run([below, "-m", "venv", "--clear", folder], check=True)
             if wanted.on:
                 _lie_on(interpreter, below)
@@ -92,7 +93,7 @@ def python(name: str) -> str:
                 subprocess.run(
                     [*pip, "--no-deps", "--no-build-isolation", *wanted.alone], check=True, env=build
                 )
-            ready.touch()
+            ready.write_text(str(wanted))
     return str(interpreter)
 
 
