@@ -157,7 +157,7 @@ SOUND = {
     "FSDP2": f"{FSDP}  fsdp_version: 2\n  fsdp_reshard_after_forward: true\n  fsdp_cpu_ram_efficient_loading: true\n",
     "FSDP1": f"{FSDP}  fsdp_sharding_strategy: FULL_SHARD\n  fsdp_use_orig_params: true\n",
     "a number": "learning_rate: 1.0e-5\n",
-    "a list": "[]",
+    "an alias": "base: &b\n  learning_rate: 1.0e-5\n<<: *b\noutput_dir: o\n",
     "tags of another program": "output_dir: o\ntask: !function utils.run\n",
     "LLaMA-Factory": f"{SFT}finetuning_type: lora\nquantization_bit: 4\nwarmup_ratio: 0.1\n",
     "LLaMA-Factory's merge": "model_name_or_path: m\ntemplate: qwen3\nadapter_name_or_path: a\nexport_dir: o\n",
@@ -189,7 +189,7 @@ def test_what_the_gpus_of_this_machine_lack(
 
 @pytest.mark.parametrize(("name", "line"), [("run.yaml", 3), ("run.json", 2)])
 def test_a_config_with_a_mistake_is_one_error_with_its_line(tmp_path: Path, name: str, line: int) -> None:
-    content = "a: 1\nb: [2,\n" if name.endswith("yaml") else '{"a": 1,\n"b": 2,}'
+    content = "a: 1\nb: [2,\n" if name.endswith("yaml") else '{"a": 1,\n"b": 2 3}'
     (tmp_path / name).write_text(content)
     shown = command("doctor", tmp_path / name)
     assert shown.code == 2 and shown.err.count("error:") == 1 and f"{name}:{line}" in shown.err

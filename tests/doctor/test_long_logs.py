@@ -96,11 +96,14 @@ def test_two_hundred_megabytes_take_less_than_a_minute_and_a_gigabyte(tmp_path: 
         for line in long_log(steps=3600):
             file.write(line + "\n")
     assert path.stat().st_size > 200e6
-    before = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-m", "reshard", "doctor", str(path), "--lang", "en"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    seconds = time.monotonic() - before
-    memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = (
+        used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
+    )  # whoever else works here, too
+    memory = used.ru_maxrss << 10
     assert done.returncode == 1 and "device-map-distributed, sure" in done.stdout
     assert seconds < 60 and memory < 1 << 30, (seconds, memory)
     print(f"{path.stat().st_size / 1e6:.0f} MB in {seconds:.0f} s and {memory / 2**20:.0f} MiB")

@@ -15,6 +15,7 @@ from reshard.doctor.entries import Entry, catalogue, find
 from reshard.doctor.environment import Environment, diagnose_environment, look_around
 from reshard.doctor.finding import LANGUAGES
 from reshard.doctor.machine import PACKAGES
+from reshard.doctor.rules import rules
 from reshard.doctor.words import locale_language as locale_language
 
 LABELS = {
@@ -51,18 +52,24 @@ LABELS = {
 @click.argument("targets", nargs=-1, metavar="[TARGET …]")
 @click.option("--lang", type=click.Choice(LANGUAGES), help="Language of causes and cures; by the locale.")
 @click.option("--list", "list_all", is_flag=True, help="List the catalogue of failures.")
-@click.option("--explain", metavar="ID", help="Explain one entry of the catalogue.")
+@click.option("--explain", metavar="ID", help="Explain a failure: an entry of the catalogue, or a rule.")
+@click.option("--quiet", is_flag=True, help="Print one line for each finding.")
 @common_options
 @handles_errors
 def command(
-    targets: tuple[str, ...], lang: str | None, list_all: bool, explain: str | None, json_output: bool
+    targets: tuple[str, ...],
+    lang: str | None,
+    list_all: bool,
+    explain: str | None,
+    quiet: bool,
+    json_output: bool,
 ) -> None:
     """Say what is wrong, why, and what to do.
 
-    A TARGET is a log (or - for standard input), a training script (.py), a launch script (.sh), a config of accelerate,
-    DeepSpeed, TRL or LLaMA-Factory (.yaml, .json), or a checkpoint. Nothing in it is run. Several are seen together:
-    what one shows and another explains is one finding. Without a target, the environment is looked at: versions, GPUs,
-    driver, and the variables of launchers.
+    A TARGET is a log (or - for standard input), a training script (.py), a notebook (.ipynb), a launch script (.sh), a
+    config of accelerate, DeepSpeed, TRL or LLaMA-Factory (.yaml, .json), or a checkpoint. Nothing in it is run. Several
+    are seen together: what one shows and another explains is one finding. Without a target, the environment is looked
+    at: versions, GPUs, driver, and the variables of launchers.
 
     \b
       reshard doctor                              the environment
@@ -76,17 +83,24 @@ def command(
     Exit status: 0 nothing wrong, 1 findings, 2 a target cannot be read.
     """
     language = lang or locale_language()
+    if targets and (list_all or explain):
+        raise click.UsageError("--list and --explain take no target")
     if list_all:
         _list(language, json_output)
         return
     if explain:
-        _explain(find(explain), language, json_output)
+        if explain in rules():
+            _explain_rule(explain, language, json_output)
+        else:
+            _explain(find(explain), language, json_output)
         return
     environment = None if targets else look_around()
     findings = _diagnosed(targets, json_output) if environment is None else diagnose_environment(environment)
     if json_output:
         shown = {} if environment is None else {"environment": environment.as_dict()}
         print_json({**shown, "findings": [finding.as_dict(lang) for finding in findings]})
+    elif quiet:
+        _print_lines(findings, language)
     else:
         if environment is not None:
             _print_environment(environment, language)
@@ -114,6 +128,15 @@ def _print_environment(environment: Environment, language: str) -> None:
             shown = str(each or (words["absent"] if name in PACKAGES else words["none"]))
             console.print(f"[bold]{words.get(name, name):<19}[/] {escape(words.get(shown, shown))}")
     console.print()
+
+
+def _print_lines(findings: list[Finding], language: str) -> None:
+    """One line for each finding, as compilers print them."""
+    words = LABELS[language]
+    for finding in findings:
+        where = f"{finding.places[0]}: " if finding.places else ""
+        said = f"{finding.title.of(language)} ({finding.id}, {words[finding.certainty]})"
+        stdout().print(escape(f"{where}{words[finding.severity]}: {said}"))
 
 
 def _print(findings: list[Finding], language: str) -> None:
@@ -189,6 +212,27 @@ def _list(language: str, json_output: bool) -> None:
         table.add_row(entry.id, words[entry.kind], escape(entry.title.of(language)))
     stdout().print(table)
     stdout().print(words["count"].format(count=len(entries)))
+
+
+def _explain_rule(identifier: str, language: str, json_output: bool) -> None:
+    """What a rule says; its braces stand for what a target shows."""
+    rule = rules()[identifier]
+    content = {
+        "id": identifier,
+        "kind": rule["severity"],
+        **{key: rule[key][language].strip() for key in ("title", "cause", "cure")},
+        "sources": [link(source) for source in rule["sources"]],
+    }
+    if json_output:
+        print_json(content)
+        return
+    console, words = stdout(), LABELS[language]
+    console.print(f"[bold]{escape(content['title'])}[/] ({identifier}, {words[content['kind']]})")
+    console.print(f"[bold]{words['why']}[/] {escape(content['cause'])}")
+    console.print(f"[bold]{words['cure']}[/]")
+    _print_cure(content["cure"])
+    if content["sources"]:
+        console.print(f"[bold]{words['sources']}[/] {escape(', '.join(content['sources']))}")
 
 
 def _explain(entry: Entry, language: str, json_output: bool) -> None:

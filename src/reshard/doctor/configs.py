@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.doctor.configtext import ConfigText, read_config
-from reshard.doctor.finding import Finding
+from reshard.doctor.finding import Finding, Place
 from reshard.doctor.grpo import KEYS, grpo_arithmetic
 from reshard.doctor.keywords import REMOVED, certainty, wording
 from reshard.doctor.machine import find_gpus
@@ -25,10 +25,17 @@ FOREIGN = {"base_model", "model", "rlhf_type", "train_type", "tuner_type", "teac
 def diagnose_config(path: str) -> list[Finding]:
     """What will go wrong with a config. Raises ReshardError if it cannot be read."""
     config = read_config(path)
-    if not isinstance(config.content, Mapping):
-        return []
-    rules = (_accelerate, _deepspeed, _llamafactory, _trl)
+    rules = (_text, _accelerate, _deepspeed, _llamafactory, _trl)
     return [finding for rule in rules for finding in rule(config)]
+
+
+def _text(config: ConfigText) -> Iterator[Finding]:
+    """What readers of YAML and JSON do not agree about."""
+    if config.repeated:
+        places = [config.place(key) for key in config.repeated]
+        yield told("config-repeated-key", places, {"keys": ", ".join(config.repeated)})
+    if config.is_lenient:
+        yield told("config-json-comments", [Place(config.path)])
 
 
 # ------------------------------------------------------------------------------------------------- accelerate

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from reshard.doctor.finding import Place
+from reshard.doctor.reading import decoded
 from reshard.errors import ReshardError
 
 
@@ -42,6 +45,9 @@ class ConfigText:
     lines: list[str]
     content: Any
     spots: dict[str, _Spot]
+    repeated: list[str] = field(default_factory=list)
+    is_lenient: bool = False
+    """Whether it is JSON with comments or trailing commas."""
 
     def get(self, key: str) -> Any:
         """The value of a key, None if it is not there."""
@@ -99,9 +105,13 @@ class ConfigText:
 
 def read_config(path: str) -> ConfigText:
     """Parse a config: JSON by its suffix, else YAML. Raises ReshardError with the line of the mistake."""
+    lenient = False
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-        content = json.loads(text) if path.endswith(".json") else yaml.load(text, Loader=_Loader)
+        text = decoded(Path(path).read_bytes()).removeprefix("\ufeff")
+        if path.endswith(".json"):
+            content, lenient = _json(text)
+        else:
+            content = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else getattr(error, "lineno", None)
@@ -110,19 +120,65 @@ def read_config(path: str) -> ConfigText:
             f"the config cannot be read as {kind}",
             file=f"{path}:{line}" if line else path,
             found=getattr(error, "problem", None) or getattr(error, "msg", None) or str(error),
-            remedy="mend its syntax first",
+            remedy="indent by spaces: YAML takes no tabs"
+            if "'\\t'" in str(error)
+            else "mend its syntax first",
         ) from None
+    if not isinstance(content, Mapping):
+        raise ReshardError(
+            "the config holds no keys",
+            file=path,
+            expected="keys and values, as accelerate, DeepSpeed, TRL and LLaMA-Factory read them",
+            found=f"a {type(content).__name__}" if content is not None else "nothing",
+            remedy="name the config of the run; data need no diagnosis",
+        )
+    plain = _COMMENT.sub(_blank, text) if lenient else text
     try:
-        root = yaml.compose(text.replace("\t", " "), Loader=_Loader)
+        root = yaml.compose(plain.replace("\t", " "), Loader=_Loader)
     except yaml.YAMLError:
         root = None  # JSON that is no YAML
-    return ConfigText(path, text.splitlines(), content, dict(_spots(root, "")))
+    every = list(_spots(root, ""))
+    repeated = [name for name, count in Counter(name for name, _ in every).items() if count > 1]
+    spots = {**dict(_merged(root, "")), **dict(every)}
+    return ConfigText(path, text.splitlines(), content, spots, repeated, lenient)
+
+
+_COMMENT = re.compile(r'"(?:[^"\\\n]|\\.)*"|(?P<comment>//[^\n]*|/\*.*?\*/|#[^\n]*)', re.DOTALL)
+_TRAILING = re.compile(r'"(?:[^"\\\n]|\\.)*"|(?P<comma>,)(?=\s*[}\]])')
+
+
+def _json(text: str) -> tuple[Any, bool]:
+    """The content of JSON, and whether only a reader that forgives takes it: with comments or trailing commas."""
+    try:
+        return json.loads(text), False
+    except ValueError:
+        plain = _TRAILING.sub(lambda match: "" if match["comma"] else match[0], _COMMENT.sub(_blank, text))
+        with suppress(ValueError):
+            return json.loads(plain), True
+        raise
+
+
+def _blank(match: re.Match[str]) -> str:
+    """Spaces in place of a comment, so that all else stays where it stands."""
+    return re.sub(r"[^\n]", " ", match[0]) if match["comment"] else match[0]
+
+
+def _merged(node: Any, prefix: str) -> Iterator[tuple[str, _Spot]]:
+    """Keys that an alias brings (`<<: *base`), where the anchor has them."""
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        if key.value == "<<":
+            for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                yield from _spots(each, prefix)
+        else:
+            yield from _merged(value, f"{prefix}{key.value}.")
 
 
 def _spots(node: Any, prefix: str) -> Iterator[tuple[str, _Spot]]:
     if not isinstance(node, yaml.MappingNode):
         return
     for key, value in node.value:
+        if key.value == "<<":
+            continue
         name = f"{prefix}{key.value}"
         begin, end = value.start_mark, value.end_mark
         one_line = isinstance(value, yaml.ScalarNode) and begin.line == end.line == key.start_mark.line

@@ -13,11 +13,13 @@ from reshard.doctor.configs import diagnose_config
 from reshard.doctor.environment import diagnose_environment
 from reshard.doctor.finding import CERTAINTIES, Finding, Text
 from reshard.doctor.launches import diagnose_launch
-from reshard.doctor.logs import STDIN, diagnose_log
+from reshard.doctor.logs import BEGIN, STDIN, diagnose_log
+from reshard.doctor.notebooks import diagnose_notebook
+from reshard.doctor.reading import encoding_of
 from reshard.doctor.rules import CAUSES
 from reshard.doctor.scripts import diagnose_script
 from reshard.doctor.words import words
-from reshard.errors import ReshardError
+from reshard.errors import Problem, ReshardError
 
 CONFIGS = {".yaml", ".yml", ".json"}
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".distcp"}
@@ -33,22 +35,38 @@ def diagnose(*targets: str | PathLike[str], on_bytes: Callable[[int], None] | No
     if not targets:
         return diagnose_environment()
     found: list[Finding] = []
-    commands = []
-    for target in map(str, targets):
+    commands: list[str] = []
+    problems: list[Problem] = []
+    for target in dict.fromkeys(map(str, targets)):
+        found += _of_target(target, commands, problems, on_bytes)
+    if problems:
+        raise ReshardError(problems)
+    return [typed(finding, commands) for finding in combined(found)]
+
+
+def _of_target(
+    target: str,
+    commands: list[str],
+    problems: list[Problem],
+    on_bytes: Callable[[int], None] | None,
+) -> Sequence[Finding]:
+    """The findings of one target. The command that converts a checkpoint and what is unreadable are collected."""
+    try:
         if is_checkpoint(target):
             findings, command = diagnose_checkpoint(Path(target))
             commands.append(command)
-        else:
-            kind = kind_of(target)
-            findings = diagnose_log(target, on_bytes) if kind is diagnose_log else kind(target)
-        found += findings
-    return [typed(finding, commands) for finding in combined(found)]
+            return findings
+        kind = kind_of(target)
+        return diagnose_log(target, on_bytes) if kind is diagnose_log else kind(target)
+    except ReshardError as error:
+        problems += error.problems
+        return []
 
 
 def bytes_of_logs(*targets: str) -> int:
     """How much `on_bytes` will be told of; what comes on standard input is not known before."""
     files = (target for target in targets if target != STDIN and Path(target).is_file())
-    return sum(Path(target).stat().st_size for target in files if kind_of(target) is diagnose_log)
+    return sum(Path(target).stat().st_size for target in files if _kind(Path(target)) is diagnose_log)
 
 
 def is_checkpoint(target: str) -> bool:
@@ -70,8 +88,15 @@ def kind_of(target: str) -> Callable[[str], list[Finding]]:
             remedy="check the path",
         )
     _readable(path)
+    return _kind(path)
+
+
+def _kind(path: Path) -> Callable[[str], list[Finding]]:
+    """What diagnoses a file, by its suffix."""
     if path.suffix == ".py":
         return diagnose_script
+    if path.suffix == ".ipynb":
+        return diagnose_notebook
     if path.suffix in (".sh", ".bash", ".slurm", ".sbatch"):
         return diagnose_launch
     return diagnose_config if path.suffix in CONFIGS else diagnose_log
@@ -80,8 +105,8 @@ def kind_of(target: str) -> Callable[[str], list[Finding]]:
 def _readable(path: Path) -> None:
     """Refuse what nothing can be said of: an empty file, and one that is no text."""
     with path.open("rb") as file:
-        begin = file.read(4096)
-    if not begin or b"\0" in begin:
+        begin = file.read(BEGIN)
+    if not begin or encoding_of(begin) is None:
         raise ReshardError(
             "this file is no text" if begin else "this file is empty",
             file=str(path),

@@ -57,9 +57,7 @@ def find(identifier: str) -> Entry:
     """One entry. Raises ReshardError naming the nearest ids if there is none."""
     entries = catalogue()
     if identifier not in entries:
-        from difflib import get_close_matches
-
-        near = get_close_matches(identifier, entries, n=4, cutoff=0.3)
+        near = _near(identifier, entries)
         raise ReshardError(
             "there is no such entry in the catalogue",
             found=identifier,
@@ -67,6 +65,17 @@ def find(identifier: str) -> Entry:
             remedy="list all entries with `reshard doctor --list`",
         )
     return entries[identifier]
+
+
+def _near(identifier: str, entries: dict[str, Entry]) -> list[str]:
+    """Ids of rules and entries like this one; of entries, too, whose text has these words."""
+    from difflib import get_close_matches
+
+    from reshard.doctor.rules import rules
+
+    asked = identifier.lower().replace("_", "-")
+    said = [entry.id for entry in entries.values() if " " in asked and asked in entry.excerpt.lower()]
+    return (said or get_close_matches(asked, [*entries, *rules()], n=4, cutoff=0.3))[:4]
 
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a hundred files: ten times faster in C

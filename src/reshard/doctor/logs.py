@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
 
 from reshard.doctor.collectives import compared
 from reshard.doctor.entries import Entry, catalogue
@@ -17,6 +16,7 @@ from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.kinds import BY_KIND, filled_in, told_of
 from reshard.doctor.log import Log, Traceback, read_log
 from reshard.doctor.match import Match, first_sign, match_log
+from reshard.doctor.reading import encoding_of, lines_of
 from reshard.doctor.rules import told
 from reshard.doctor.upstream import search_of
 from reshard.doctor.words import words
@@ -28,8 +28,8 @@ UNKNOWN_THAT_ASKS = "unknown-failure-that-asks"
 WORKER_UNSEEN = "worker-traceback-missing"
 LARGEST = 64 << 20
 """Bytes that are reasonable to hold as one text; a file is read line by line, however long it is."""
-LONGEST = 1 << 20
-"""Bytes of a line that are taken at once: progress bars can fill a file without ending a line."""
+BEGIN = 4096
+"""Bytes that show what a file is."""
 
 
 def diagnose_log(target: str, on_bytes: Callable[[int], None] | None = None) -> list[Finding]:
@@ -39,15 +39,16 @@ def diagnose_log(target: str, on_bytes: Callable[[int], None] | None = None) -> 
     """
     try:
         with nullcontext(sys.stdin.buffer) if target == STDIN else Path(target).open("rb") as file:
-            return diagnose_text(target, _lines(file, on_bytes or (lambda count: None)))
+            begin = file.read(BEGIN)
+            if target == STDIN and (not begin or encoding_of(begin) is None):
+                raise ReshardError(
+                    "standard input is no text" if begin else "standard input is empty",
+                    expected="the log of a run",
+                    remedy="pipe both streams of the run: COMMAND 2>&1 | reshard doctor -",
+                )
+            return diagnose_text(target, lines_of(file, begin, on_bytes or (lambda count: None)))
     except OSError as error:
         raise ReshardError("a log cannot be read", file=target, found=error.strerror) from None
-
-
-def _lines(file: IO[bytes], on_bytes: Callable[[int], None]) -> Iterator[str]:
-    while raw := file.readline(LONGEST):
-        on_bytes(len(raw))
-        yield raw.decode("utf-8", "replace")
 
 
 def diagnose_text(name: str, content: str | Iterable[str]) -> list[Finding]:

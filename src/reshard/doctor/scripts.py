@@ -28,7 +28,11 @@ def rule(function: Rule) -> Rule:
 
 def diagnose_script(path: str) -> list[Finding]:
     """What will go wrong in a script. Raises ReshardError if it is no Python."""
-    source = read_source(path)
+    return diagnose_source(read_source(path))
+
+
+def diagnose_source(source: Source) -> list[Finding]:
+    """What will go wrong in a script that was read."""
     return [finding for each in RULES for finding in each(source)]
 
 

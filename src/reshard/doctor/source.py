@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
+import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -201,17 +203,32 @@ def _option(call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
 def read_source(path: str) -> Source:
     """Parse a script. Raises ReshardError if it is no Python."""
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-        source = Source(path, text, ast.parse(text))
+        raw = Path(path).read_bytes()
+        tree = ast.parse(raw)  # of bytes: by the encoding that the script declares, as Python does
+        encoding, _ = tokenize.detect_encoding(BytesIO(raw).readline)
+        return parsed(path, "\n".join(raw.decode(encoding).splitlines()), tree)
     except (SyntaxError, ValueError, OSError, RecursionError) as error:
-        line = getattr(error, "lineno", None)
-        raise ReshardError(
-            "the script cannot be read as Python",
-            file=f"{path}:{line}" if line else path,
-            found=getattr(error, "msg", None) or str(error),
-            remedy="mend its syntax first; if it is no Python 3 script, give it as what it is: a log may have any "
-            "other suffix",
-        ) from None
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: str, error: Exception) -> ReshardError:
+    line, said = getattr(error, "lineno", None), getattr(error, "msg", None) or str(error)
+    remedy = "mend its syntax first"
+    if "codec" in said or "encoding" in said or "Non-UTF-8" in said:
+        remedy = "save it as UTF-8, or name its encoding in its first line: # -*- coding: gbk -*-"
+    elif "Missing parentheses" in said or "except" in said:
+        remedy = "it is a script of Python 2: translate it (2to3)"
+    return ReshardError(
+        "the script cannot be read as Python",
+        file=f"{path}:{line}" if line else path,
+        found=said,
+        remedy=f"{remedy}; if it is no script, rename it: a log may have any other suffix",
+    )
+
+
+def parsed(path: str, text: str, tree: ast.Module) -> Source:
+    """A script that was parsed, with its calls."""
+    source = Source(path, text, tree)
     source.calls = sorted(_calls(source.tree, _Where()), key=lambda call: (call.line, call.node.col_offset))
     return source
 

@@ -1,0 +1,63 @@
+"""Files as text, as shells and editors write it: UTF-8, UTF-16 (PowerShell), GBK (Windows in Chinese)."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import IO
+
+LONGEST = 1 << 20
+"""Bytes of a line that are taken at once: progress bars can fill a file without ending a line."""
+_MARKS = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
+
+
+def encoding_of(begin: bytes) -> str | None:
+    """UTF-8 or UTF-16, by the first bytes of a file; None if these are no text."""
+    if begin[:2] in _MARKS:
+        return _MARKS[begin[:2]]
+    if b"\0" not in begin:
+        return "utf-8"
+    for name, high in (("utf-16-le", begin[1::2]), ("utf-16-be", begin[::2])):
+        if len(begin) > 1 and high.count(0) > 0.7 * len(high) and b"\0\0" not in begin:
+            return name
+    return None
+
+
+def decoded(raw: bytes) -> str:
+    """UTF-8, or GB18030 (of which GBK is a part) where it is none; what is neither has marks in place of characters."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        with suppress(UnicodeDecodeError):
+            return raw.decode("gb18030")
+    return raw.decode("utf-8", "replace")
+
+
+def lines_of(file: IO[bytes], begin: bytes, on_bytes: Callable[[int], None]) -> Iterator[str]:
+    """The lines of a file of which the first bytes were read already. `on_bytes` is told of bytes as they are read."""
+    encoding = encoding_of(begin) or "utf-8"
+    if encoding == "utf-8":
+        yield from _of_utf8(file, begin, on_bytes)
+        return
+    decoder = codecs.getincrementaldecoder(encoding)("replace")
+    rest, chunk = "", begin
+    while chunk:
+        on_bytes(len(chunk))
+        *whole, rest = (rest + decoder.decode(chunk).lstrip("\ufeff")).split("\n")
+        yield from whole
+        chunk = file.read(LONGEST)
+    if rest:
+        yield rest
+
+
+def _of_utf8(file: IO[bytes], begin: bytes, on_bytes: Callable[[int], None]) -> Iterator[str]:
+    on_bytes(len(begin))
+    *whole, rest = begin.removeprefix(codecs.BOM_UTF8).splitlines(keepends=True) or [b""]
+    yield from map(decoded, whole)
+    while raw := file.readline(LONGEST):
+        on_bytes(len(raw))
+        yield decoded(rest + raw)
+        rest = b""
+    if rest:
+        yield decoded(rest)

@@ -1,0 +1,192 @@
+"""What users give by mistake, or as their machines write it: encodings, notebooks, empty pipes, wrong targets."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import reshard
+from reshard.doctor.entries import catalogue
+from reshard.doctor.reading import decoded, encoding_of
+from reshard.doctor.rules import rules
+from tests.commandline import reshard as command
+
+EXCERPT = catalogue()["dtensor-mixed-cat"].excerpt
+SPREAD = 'model = AutoModelForCausalLM.from_pretrained("m", device_map="auto")'
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-8-sig", "gbk", "gb18030"])
+def test_a_log_in_any_encoding_has_the_same_finding_at_the_same_line(tmp_path: Path, encoding: str) -> None:
+    log = tmp_path / "run.log"
+    beginning = "" if encoding.startswith("utf-16-") else "训练开始"  # without a mark it is told by ASCII
+    log.write_bytes(f"{beginning}\n{EXCERPT}".replace("\n", "\r\n").encode(encoding))
+    plain = tmp_path / "plain.log"
+    plain.write_text(f"{beginning}\n{EXCERPT}", encoding="utf-8")
+    (found,), (wanted,) = reshard.diagnose(log), reshard.diagnose(plain)
+    assert found.id == wanted.id and found.places[0].line == wanted.places[0].line
+    assert found.places[0].text == wanted.places[0].text
+
+
+def test_words_in_gbk_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_bytes("ValueError: 找不到分词器文件\n".encode("gbk"))
+    assert "找不到分词器文件" in reshard.diagnose(tmp_path / "a.log")[0].cause.en
+    assert decoded(b"\xff\xff\xff") and encoding_of(bytes(range(256)) * 4) is None
+
+
+@pytest.mark.parametrize("content", [b"", bytes(range(256)) * 8])
+def test_a_pipe_that_brings_no_log_is_an_error(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+    shown = command("doctor", "-")
+    assert shown.code == 2 and "2>&1 | reshard doctor -" in shown.err
+
+
+def test_a_pipe_in_the_encoding_of_powershell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(EXCERPT.encode("utf-16"))))
+    assert "dtensor-mixed-cat" in command("doctor", "-").out
+
+
+def test_all_targets_that_cannot_be_read_are_named_at_once(tmp_path: Path) -> None:
+    (tmp_path / "good.log").write_text(EXCERPT)
+    (tmp_path / "bad.py").write_text("def f(:\n")
+    shown = command("doctor", tmp_path / "good.log", tmp_path / "none.log", tmp_path / "bad.py", "--json")
+    assert shown.code == 2
+    assert [Path(each["file"]).name for each in shown.json["problems"]] == ["none.log", "bad.py:1"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (f"# 训练\n{SPREAD}\n".encode("gbk"), "coding: gbk"),
+        (b'print "hello"\n', "Python 2"),
+        (b"def f(:\n", "mend its syntax"),
+    ],
+)
+def test_a_script_that_cannot_be_read_says_why(tmp_path: Path, content: bytes, words: str) -> None:
+    (tmp_path / "run.py").write_bytes(content)
+    shown = command("doctor", tmp_path / "run.py")
+    assert shown.code == 2 and words in shown.err and shown.err.count("error:") == 1
+
+
+def test_a_script_is_read_by_the_encoding_that_it_declares(tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_bytes(f"# -*- coding: gbk -*-\n# 训练\n{SPREAD}  # 模型\nTrainer(model)\n".encode("gbk"))
+    (found,) = reshard.diagnose(script)
+    assert found.id == "script-device-map" and "device_map=None)  # 模型" in found.places[0].mended
+
+
+# ------------------------------------------------------------------------------------------------ notebooks
+
+
+def notebook(folder: Path, *cells: tuple[str, list[dict[str, object]]]) -> Path:
+    content = [{"cell_type": "markdown", "source": ["# Training\n"], "metadata": {}}]
+    content += [
+        {"cell_type": "code", "source": source.splitlines(keepends=True), "outputs": outputs, "metadata": {}}
+        for source, outputs in cells
+    ]
+    path = folder / "train.ipynb"
+    path.write_text(json.dumps({"cells": content, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
+    return path
+
+
+def test_the_code_of_a_notebook_is_a_script_and_its_outputs_are_logs(tmp_path: Path) -> None:
+    error = {"output_type": "error", "ename": "RuntimeError", "evalue": "", "traceback": EXCERPT.splitlines()}
+    path = notebook(
+        tmp_path,
+        ("!pip install trl\n%matplotlib inline\nimport torch\n", []),
+        ("%%bash\nls\n", []),
+        (f"{SPREAD}\n", [{"output_type": "stream", "name": "stdout", "text": ["Loading\n"]}]),
+        ("Trainer(model).train()\n", [error]),
+    )
+    found = {finding.id: finding for finding in reshard.diagnose(path)}
+    places = [(Path(place.target).name, place.line) for place in found["script-device-map"].places[:2]]
+    assert places == [("train.ipynb[4]", 1), ("train.ipynb[5]", 1)]
+    assert Path(found["dtensor-mixed-cat"].places[0].target).name == "train.ipynb[5]"
+    assert reshard.diagnose(notebook(tmp_path, ("x = 1\n", []))) == []
+
+
+def test_what_is_no_notebook_is_one_error(tmp_path: Path) -> None:
+    for content in ("{}", "[1]", "not json"):
+        (tmp_path / "a.ipynb").write_text(content)
+        shown = command("doctor", tmp_path / "a.ipynb")
+        assert shown.code == 2 and shown.err.count("error:") == 1 and "notebook" in shown.err
+
+
+# -------------------------------------------------------------------------------------------------- configs
+
+
+def test_a_key_that_stands_twice(tmp_path: Path) -> None:
+    for name, content in (
+        ("a.yaml", "learning_rate: 1.0e-5\nbf16: true\noutput_dir: o\nbf16: false\n"),
+        ("a.json", '{"learning_rate": 1.0,\n "bf16": true,\n "output_dir": "o",\n "bf16": false}'),
+    ):
+        (tmp_path / name).write_text(content)
+        (found,) = reshard.diagnose(tmp_path / name)
+        assert found.id == "config-repeated-key" and "bf16" in found.cause.en and found.places[0].line == 4
+
+
+def test_json_with_comments_is_diagnosed_and_told_of(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(
+        '{\n  // "//" here\n  "zero_optimization": {"stage": 3}, /* last */\n  "url": "http://x"  # end\n,}\n'
+    )
+    found = {finding.id: finding for finding in reshard.diagnose(path)}
+    assert found.keys() == {"config-json-comments", "config-zero3-gather"}
+    assert found["config-zero3-gather"].places[0].line == 3
+
+
+def test_what_is_merged_from_an_anchor_has_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("base: &b\n  learning_rate: 1.0e-5\n  output_dir: o\n  device_map: auto\n<<: *b\n")
+    (found,) = reshard.diagnose(path)
+    assert found.id == "script-device-map" and found.places[0].line == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [("a:\n\tb: 1\n", "no tabs"), ("- 1\n", "a list"), ("# nothing\n", "nothing")]
+)
+def test_a_config_that_says_nothing_is_an_error(tmp_path: Path, content: str, words: str) -> None:
+    (tmp_path / "a.yaml").write_text(content)
+    shown = command("doctor", tmp_path / "a.yaml")
+    assert shown.code == 2 and words in shown.err
+
+
+# --------------------------------------------------------------------------------------------- command line
+
+
+def test_rules_are_explained_as_entries_are() -> None:
+    for identifier in ("script-device-map", "env-no-bf16"):
+        shown = command("doctor", "--explain", identifier, "--lang", "zh")
+        assert shown.code == 0 and rules()[identifier]["title"]["zh"] in shown.out
+        assert command("doctor", "--explain", identifier, "--json", "--lang", "en").json["id"] == identifier
+
+
+@pytest.mark.parametrize(
+    ("asked", "near"),
+    [
+        ("Dtensor_Mixed_Cat", "dtensor-mixed-cat"),
+        ("script-device-mapp", "script-device-map"),
+        ("got mixed torch.Tensor and DTensor", "dtensor-"),
+    ],
+)
+def test_an_id_that_is_not_known_names_near_ones(asked: str, near: str) -> None:
+    shown = command("doctor", "--explain", asked)
+    assert shown.code == 2 and near in shown.err
+
+
+def test_quiet_prints_a_line_for_each_finding(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text(EXCERPT)
+    shown = command("doctor", tmp_path / "a.log", "--quiet", "--lang", "en")
+    assert shown.code == 1 and len(shown.out.splitlines()) == 1
+    assert "a.log:" in shown.out and "error:" in shown.out and "(dtensor-mixed-cat, sure)" in shown.out
+    (tmp_path / "b.log").write_text("all is well\n")
+    assert command("doctor", tmp_path / "b.log", "--quiet") == (0, "", "")
+
+
+def test_list_and_explain_take_no_target(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text(EXCERPT)
+    for flags in (("--list",), ("--explain", "pad")):
+        assert command("doctor", tmp_path / "a.log", *flags).code == 2
