@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from reshard.errors import ReshardError
 from reshard.train import outputs
 from reshard.train.launching import launch
+from reshard.train.launching.lock import held
 from reshard.train.run import Ranks, Run
 from reshard.train.start import clear
 
@@ -41,3 +47,22 @@ def test_what_is_overwritten_is_not_what_another_node_begins_with(tmp_path: Path
     launch._prepare(alone, {})
     clear(alone)
     assert not list(alone.output.iterdir())
+
+
+def test_two_runs_do_not_write_into_one_output(tmp_path: Path) -> None:
+    run, _ = two_nodes(tmp_path)
+    code = (
+        "import sys; from pathlib import Path; from reshard.train.launching.lock import held\n"
+        "from reshard.train.run import Run\n"
+        "path = Path(sys.argv[1])\n"
+        "with held(Run('sft', path, path, path)): print('held', flush=True); sys.stdin.read()"
+    )
+    words = [sys.executable, "-c", code, str(run.output)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout and other.stdout.readline() == "held\n"
+        with pytest.raises(ReshardError, match="another run writes"), held(run):
+            pass
+        other.kill()
+    with held(run):
+        assert list(outputs.refused(run, overwrite=False)) == []
+    assert not list(run.output.iterdir())

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from reshard.errors import Problem
+from reshard.train.launching.lock import LOCK
 from reshard.train.run import RECORD, Run
 
 MADE = {
@@ -32,7 +33,8 @@ def there(run: Run) -> list[Path]:
     if not run.output.is_dir():
         return []
     several = run.ranks.nnodes > 1
-    return [path for path in run.output.iterdir() if not (several and "-node" in path.name)]
+    others = [LOCK, *(path.name for path in run.output.glob("*-node*") if several)]
+    return [path for path in run.output.iterdir() if path.name not in others]
 
 
 def refused(run: Run, *, overwrite: bool) -> Iterator[Problem]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,7 @@ def start(
     """
     from reshard.train.checks import config_problems
     from reshard.train.launching import launch
+    from reshard.train.launching.lock import held
     from reshard.train.launching.places import place_of
     from reshard.train.preflight import preflight
 
@@ -63,9 +65,16 @@ def start(
             raise ReshardError(problems)
     if dry_run:
         return Outcome(0, found)
-    if found and overwrite and not run.resume:
-        clear(run)
+    with held(run) if found else nullcontext():
+        if found and overwrite and not run.resume:
+            clear(run)
+        return _through(run, found, quiet=quiet, language=language)
+
+
+def _through(run: Run, found: Preflight | None, *, quiet: bool, language: str) -> Outcome:
+    """Launch and finish; or be a rank that neither looked before nor finishes."""
     from reshard.train.final.finish import finish
+    from reshard.train.launching import launch
 
     try:
         status = launch.launch(run, found.as_dict() if found else {}, quiet=quiet, language=language)

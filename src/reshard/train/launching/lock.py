@@ -1,0 +1,44 @@
+"""One run at a time writes into an output."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from reshard.errors import ReshardError
+from reshard.train.run import Run
+
+LOCK = ".lock"
+
+
+@contextmanager
+def held(run: Run) -> Iterator[None]:
+    """Hold the output of a run while it goes. Raises ReshardError if another run does.
+
+    The lock ends with the process that holds it, however that ends. Where a file system has no locks, none is held.
+    """
+    path = run.output / LOCK
+    run.output.mkdir(parents=True, exist_ok=True)
+    try:
+        file = path.open("w")
+    except OSError:
+        yield
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ReshardError(
+                "another run writes into the output",
+                file=str(run.output),
+                found=f"{path} is held by a process that lives",
+                remedy="wait for it, or end it; or name another folder with -o",
+            ) from None
+        except OSError:
+            pass
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                path.unlink()
