@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import subprocess
+import sys
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -46,3 +50,33 @@ def listing(folder: Path) -> dict[str, tuple[int, int]]:
         path.relative_to(folder).as_posix(): (path.lstat().st_size, path.lstat().st_mtime_ns)
         for path in folder.rglob("*")
     }
+
+
+def apart(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The installed command in a process of its own, its output in pipes."""
+    return subprocess.run(
+        [sys.executable, "-m", "reshard", *map(str, words)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TERM": "xterm-256color", **environment},
+        check=False,
+    )
+
+
+def in_terminal(*words: object, **environment: str) -> str:
+    """The same with its output on a terminal; what the terminal was sent."""
+    ours, theirs = pty.openpty()
+    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", **environment}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "reshard", *map(str, words)], stdout=theirs, stderr=theirs, env=env
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while block := os.read(ours, 1 << 16):
+            shown += block
+    except OSError:  # what Linux says when the last writer is gone
+        pass
+    os.close(ours)
+    process.wait()
+    return shown.decode()

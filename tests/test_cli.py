@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import json
-import os
-import pty
 import re
-import shlex
 import shutil
-import stat
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -26,7 +21,7 @@ from reshard.cli import cli
 from reshard.families import FAMILIES
 from reshard.formats import FORMATS
 from reshard.planning import TARGETS
-from tests.commandline import reshard
+from tests.commandline import in_terminal, reshard
 
 CONTRACT = {
     "inspect": "--json",
@@ -87,36 +82,6 @@ def command(name: str) -> click.Command:
     found = cli.get_command(click.Context(cli), name)
     assert found is not None
     return found
-
-
-def run(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The installed command in a process of its own, its output in pipes."""
-    return subprocess.run(
-        [sys.executable, "-m", "reshard", *map(str, words)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TERM": "xterm-256color", **environment},
-        check=False,
-    )
-
-
-def run_in_terminal(*words: object, **environment: str) -> str:
-    """The same with its output on a terminal; what the terminal was sent."""
-    ours, theirs = pty.openpty()
-    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", **environment}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "reshard", *map(str, words)], stdout=theirs, stderr=theirs, env=env
-    )
-    os.close(theirs)
-    shown = b""
-    try:
-        while block := os.read(ours, 1 << 16):
-            shown += block
-    except OSError:  # what Linux says when the last writer is gone
-        pass
-    os.close(ours)
-    process.wait()
-    return shown.decode()
 
 
 # ------------------------------------------------------------------------------------------- what there is
@@ -374,7 +339,7 @@ def test_verify_of_what_cannot_be_read(model: Path, tmp_path: Path) -> None:
 
 
 def test_names_of_tensors_are_whole_on_a_narrow_terminal(model: Path, other: Path) -> None:
-    shown = run_in_terminal("verify", model, other, COLUMNS="60", NO_COLOR="1")
+    shown = in_terminal("verify", model, other, COLUMNS="60", NO_COLOR="1")
     letters = re.sub(rf"[^a-z0-9_.]|{ESCAPE}\[[0-9;]*m", "", "".join(re.findall(r"(?m)^│ ?(\S*)", shown)))
     assert "model.layers.1.self_attn.q_proj.weight" in letters
 
@@ -387,68 +352,3 @@ def test_support(model: Path) -> None:
     assert {row["name"]: row["architecture"] for row in found["families"]} == {
         name: family.architecture for name, family in FAMILIES.items()
     }
-
-
-# --------------------------------------------------------------------------------------------- pipes and colour
-
-
-def test_pipes_get_no_escape_codes(model: Path, other: Path) -> None:
-    for words in (("verify", model, other), ("inspect", "nowhere"), ("support",)):
-        done = run(*words)
-        assert done.stdout + done.stderr and ESCAPE not in done.stdout + done.stderr
-    assert json.loads(run("inspect", model, "--json").stdout)["family"] == "qwen3"
-
-
-def test_terminals_get_colour_unless_told_otherwise(model: Path, other: Path) -> None:
-    colour = re.compile(rf"{ESCAPE}\[(?:\d+;)*(?:3|4|9|10)\d(?:;\d+)*m")
-    assert colour.search(run_in_terminal("verify", model, other))
-    plain = run_in_terminal("verify", model, other, NO_COLOR="1")
-    assert "different:" in plain and not colour.search(plain)
-
-
-def test_a_reader_that_goes_away_is_no_error(model: Path, other: Path) -> None:
-    script = f"{sys.executable} -m reshard inspect {model} --json | true; {sys.executable} -m reshard support | head -1"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
-    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
-
-
-def test_output_that_goes_nowhere_hinders_no_command(model: Path, tmp_path: Path) -> None:
-    """Closed by whoever started it, as daemons and `>&-` do."""
-    line = (
-        f"{shlex.quote(sys.executable)} -m reshard convert {model} {tmp_path / 'dst'} --to megatron >&- 2>&-"
-    )
-    assert subprocess.run(line, shell=True, check=False).returncode == 0
-    assert (tmp_path / "dst" / "config.json").exists()
-
-
-def test_a_reader_that_goes_away_is_no_failure_to_complain_about(model: Path, other: Path) -> None:
-    """As `| head` does."""
-    for words in (["inspect", model], ["inspect", model, "--json"], ["verify", model, other], ["support"]):
-        ours, theirs = os.pipe()
-        os.close(ours)
-        command = [sys.executable, "-m", "reshard", *words]
-        done = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, check=False)
-        os.close(theirs)
-        assert (done.returncode, done.stderr) == (1, "")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a device that is full")
-def test_output_that_cannot_be_written_is_told_without_a_traceback(model: Path, tmp_path: Path) -> None:
-    full = tmp_path / "full"
-    os.mknod(full, 0o600 | stat.S_IFCHR, os.makedev(1, 7))
-    for words in (
-        ["inspect", model],
-        ["inspect", model, "--json"],
-        ["--help"],
-        ["verify", model, model, "--json"],
-    ):
-        with full.open("w") as out:
-            done = subprocess.run(
-                [sys.executable, "-m", "reshard", *words],
-                stdout=out,
-                stderr=subprocess.PIPE,
-                text=True,
-                check=False,
-            )
-        assert done.returncode == 2 and "No space left on device" in done.stderr
-        assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -67,9 +68,7 @@ def cli() -> None:
 def main(argv: list[str] | None = None) -> Any:
     """Run the command line; the entry point of the `reshard` script."""
     words = sys.argv[1:] if argv is None else argv
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by whoever started us, as `>&-` does
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+    _open_streams()
     try:
         return cli.main(args=words, prog_name="reshard", standalone_mode=False)
     except click.ClickException as error:
@@ -86,6 +85,16 @@ def main(argv: list[str] | None = None) -> Any:
         _silence(sys.stdout)
         click.echo(f"error: the output cannot be written\n  found: {error.strerror}", err=True)
         sys.exit(2)
+
+
+def _open_streams() -> None:
+    """Let anything be printed: on streams that whoever started us closed (`>&-`), and in an encoding that lacks it."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _silence(stream: Any) -> None:

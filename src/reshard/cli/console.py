@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import sys
@@ -39,7 +40,8 @@ def stderr() -> Console:
 
 def print_json(content: Any) -> None:
     """The one thing that `--json` prints."""
-    click.echo(json.dumps(_strict(content), indent=2, ensure_ascii=False, default=str, allow_nan=False))
+    plain = codecs.lookup(sys.stdout.encoding or "ascii").name != "utf-8"
+    click.echo(json.dumps(_strict(content), indent=2, ensure_ascii=plain, default=str, allow_nan=False))
 
 
 def _strict(content: Any) -> Any:

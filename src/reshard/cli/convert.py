@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -166,7 +167,8 @@ def _print_plan(plan: Plan, memory: int, workers: int | None) -> None:
 def _print_result(result: Conversion, dst: Path, seconds: float) -> None:
     plan, console = result.plan, stdout()
     if plan.load_with:
-        stderr().print(f"[bold]load with:[/] --load {escape(str(dst))} {escape(' '.join(plan.load_with))}")
+        flags = shlex.join(["--load", str(dst), *plan.load_with])
+        stderr().print(f"[bold]load with:[/] {escape(flags)}")
     for rule, nbytes in plan.dropped.items():
         console.print(f"dropped: {escape(rule)}, {size(nbytes)}")
     console.print(
