@@ -170,6 +170,8 @@ def test_what_is_near_a_path_without_a_checkpoint_is_told(
         f"name one of those below it: {src.parent / 'other'}, {src}"
     )
     assert refusal("inspect", src.parent / "scr")["found"] == f"{src.parent} holds other, src"
+    (src / "latest").symlink_to("iter_0000100")
+    assert refusal("inspect", src / "latest")["found"] == "a link to iter_0000100"
     monkeypatch.chdir(src.parent)
     for name in ("Qwen/Qwen3-8B", "https://huggingface.co/Qwen/Qwen3-8B"):
         assert "hf download Qwen/Qwen3-8B" in reshard("inspect", name).err

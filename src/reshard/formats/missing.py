@@ -16,10 +16,11 @@ def nothing_there(path: Path) -> ReshardError:
     """The error for a path that does not exist, which may be the name of a model of the hub."""
     hub = _hub_name(path)
     near = next(parent for parent in path.absolute().parents if parent.exists())
+    found = f"{near} holds {_listed(child.name for child in near.iterdir())}" if near.is_dir() else None
     return ReshardError(
         "there is nothing at this path",
         file=str(path),
-        found=f"{near} holds {_listed(child.name for child in near.iterdir())}" if near.is_dir() else None,
+        found=f"a link to {path.readlink()}" if path.is_symlink() else found,
         remedy=f"if it is a model of the hub: hf download {hub} --local-dir {path.name}, and then name "
         f"{path.name}; else check the path"
         if hub
