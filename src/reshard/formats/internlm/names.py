@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from reshard.checkpoint import Tensor
-from reshard.formats.megatron.mcore import Split
+from reshard.formats.sharding import Split
 from reshard.views import concat
 
 EMBEDDINGS = ("embedding.weight", "tok_embeddings.weight")

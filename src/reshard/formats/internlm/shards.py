@@ -11,7 +11,7 @@ from reshard.checkpoint import Replica, Tensor, cells_of
 from reshard.errors import Problem, ReshardError
 from reshard.formats.copies import CopyFinder
 from reshard.formats.internlm.names import EMBEDDINGS, HEADS, PROJECTIONS, place_of, split_of
-from reshard.formats.megatron.mcore import Split, join
+from reshard.formats.sharding import Split, join
 from reshard.storage import StoredTensor
 from reshard.views import concat
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from reshard.errors import ReshardError
 from reshard.formats.internlm.config import CONFIG
 from reshard.formats.internlm.names import EMBEDDINGS, HEADS, place_of, split_of
-from reshard.formats.megatron.mcore import Split, shard
+from reshard.formats.sharding import Split, shard
 from reshard.formats.torchfiles.write import NewTensor, image_bytes, layout_torch_file
 from reshard.layout import Layout
 from reshard.plan import Block, OutputFile, Planned

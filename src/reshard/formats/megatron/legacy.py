@@ -22,8 +22,6 @@ from reshard.formats.copies import CopyFinder
 from reshard.formats.megatron.mcore import (
     PARALLEL_LINEARS,
     Place,
-    Split,
-    join,
     name_of,
     place_of,
     split_of,
@@ -32,6 +30,7 @@ from reshard.formats.megatron.mcore import (
 )
 from reshard.formats.megatron.rank_files import FILE, Facts, chunks_of, expert_shards, folder_name
 from reshard.formats.megatron.ranks import Rank, RankStates
+from reshard.formats.sharding import Split, join
 from reshard.formats.torchfiles.read import read_torch_file
 from reshard.formats.torchfiles.write import NewTensor, layout_torch_file
 from reshard.layout import Layout

@@ -11,11 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
+from reshard.formats.sharding import Split
 from reshard.layout import Layout
-from reshard.views import View, concat
 
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -24,13 +23,6 @@ FUSED_NORMS = {
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
 }
 """What a Transformer Engine layer spells differently, below a layer."""
-
-
-class Split(NamedTuple):
-    """Tensor parallelism cuts `axis`, inside each of `parts` equal parts (gate and up are two)."""
-
-    axis: int
-    parts: int = 1
 
 
 SPLITS = {
@@ -84,40 +76,6 @@ def split_of(name: str) -> Split | None:
     """How tensor parallelism cuts the tensor called `name`; None if all ranks hold it whole."""
     whole = SPLITS.get(".".join(name.rsplit(".", 2)[-2:]))
     return whole or ADAPTER_SPLITS.get(".".join(name.rsplit(".", 4)[-4:]))
-
-
-class Box(NamedTuple):
-    """A part of a tensor: where it begins on each axis, and how far it reaches."""
-
-    low: tuple[int, ...]
-    size: tuple[int, ...]
-
-
-@lru_cache(maxsize=4096)
-def shard_boxes(shape: tuple[int, ...], split: Split | None, rank: int, ranks: int) -> tuple[Box, ...]:
-    """The boxes of a tensor of `shape` that make up the shard of one of `ranks`; one for each part."""
-    if split is None:
-        return (Box((0,) * len(shape), shape),)
-    axis, part = split.axis, shape[split.axis] // split.parts
-    step = part // ranks
-    return tuple(
-        Box(
-            tuple(index * part + rank * step if i == axis else 0 for i in range(len(shape))),
-            (*shape[:axis], step, *shape[axis + 1 :]),
-        )
-        for index in range(split.parts)
-    )
-
-
-def shard(view: View, split: Split, rank: int, ranks: int) -> View:
-    """The shard of one rank, as that rank holds it."""
-    return concat([view.box(*box) for box in shard_boxes(view.shape, split, rank, ranks)], split.axis)
-
-
-def join(shards: list[View], split: Split) -> View:
-    """The whole tensor from the shards of all ranks: the inverse of `shard`."""
-    parts = [view.split(split.axis, split.parts, view.shape[split.axis] // split.parts) for view in shards]
-    return concat(parts, split.axis + 1).merge(split.axis)
 
 
 class Place(NamedTuple):

@@ -10,7 +10,8 @@ from math import prod
 from typing import Any, NamedTuple
 
 from reshard.dtypes import DType
-from reshard.formats.megatron.mcore import Place, Spelling, Split, Stages, place_of, shard, split_of
+from reshard.formats.megatron.mcore import Place, Spelling, Stages, place_of, split_of
+from reshard.formats.sharding import Split, shard
 from reshard.layout import Layout
 from reshard.plan import Planned
 from reshard.views import View

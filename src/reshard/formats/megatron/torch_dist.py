@@ -32,7 +32,6 @@ from reshard.formats.megatron.mcore import (
     layout_of,
     name_of,
     place_of,
-    shard_boxes,
     split_of,
     stored_args,
     unfused,
@@ -44,6 +43,7 @@ from reshard.formats.megatron.optimizer import (
     read_optimizer,
     torch_file,
 )
+from reshard.formats.sharding import shard_boxes
 from reshard.formats.torchfiles.read import ChunkReader, read_torch_file
 from reshard.formats.torchfiles.write import image_bytes, layout_torch_file
 from reshard.layout import Layout

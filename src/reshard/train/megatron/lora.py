@@ -25,7 +25,8 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
 from reshard.errors import Problem, ReshardError
-from reshard.formats.megatron.mcore import shard_boxes, split_of
+from reshard.formats.megatron.mcore import split_of
+from reshard.formats.sharding import shard_boxes
 from reshard.train.megatron.options import Options
 from reshard.train.megatron.weights import Coordinates, Weights, layer_of
 

@@ -23,8 +23,9 @@ from reshard.compare import unequal_replicas
 from reshard.errors import ReshardError
 from reshard.families.binding import Dropped
 from reshard.formats import open_checkpoint
-from reshard.formats.megatron.mcore import Split, padded_vocabulary, place_of, split_of
+from reshard.formats.megatron.mcore import padded_vocabulary, place_of, split_of
 from reshard.formats.megatron.ranks import Rank, RankStates, Shard
+from reshard.formats.sharding import Split
 from reshard.gather import Files, Gatherer
 from reshard.layout import Layout
 from reshard.logical import logical_tensors
