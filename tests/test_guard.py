@@ -224,3 +224,180 @@ def test_an_exception_that_nobody_described_stays_as_it_is() -> None:
 def test_the_callback_checks_when_training_begins() -> None:
     with pytest.raises(ReshardError, match="nothing is trainable"):
         guard.callback().on_train_begin(None, None, None, model=model().requires_grad_(False))
+
+
+# ------------------------------------------------------------------------------------ what else it may be given
+
+
+def test_a_thousand_parameters_take_milliseconds(mesh: object) -> None:
+    many = nn.ModuleList(nn.Linear(2, 2) for _ in range(500))
+    optimizer = torch.optim.AdamW([nn.Parameter(each.detach().clone()) for each in many.parameters()])
+    taken = []
+    for _ in range(5):
+        begin = time.process_time()
+        assert refused(many, optimizer) == ["the optimizer holds other tensors than the model"]
+        taken.append(time.process_time() - begin)
+    assert min(taken) < 0.1
+
+
+def test_several_optimizers_and_parts_of_a_model() -> None:
+    parts = [model(), model()]
+    own = [each for part in parts for each in part.parameters()]
+    guard.check(parts, [torch.optim.AdamW(own[:5]), torch.optim.SGD(own[5:])])
+    older = torch.optim.SGD(model().parameters())
+    assert refused(parts, [torch.optim.AdamW(own[:5]), older]) == [
+        "the optimizer holds other tensors than the model"
+    ]
+    assert refused([model(), model().requires_grad_(False)][1:]) == ["nothing is trainable"]
+
+
+def test_what_is_no_model_and_no_optimizer() -> None:
+    optimizer = torch.optim.AdamW(model().parameters())
+    assert refused(optimizer, model()) == ["this is not a model", "this is not an optimizer"]
+    assert refused([]) == refused(None) == ["this is not a model"]
+    assert refused(model(), "AdamW") == ["this is not an optimizer"]
+
+
+def test_names_of_one_device_are_no_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    whole = model()
+    whole.hf_device_map = {"model": 0, "lm_head": "cuda:0"}
+    guard.check(whole)
+    whole.hf_device_map = {"model": 0, "lm_head": "cpu"}
+    assert len(refused(whole)) == 1
+
+
+def test_a_head_that_peft_copies() -> None:
+    copied = get_peft_model(
+        model(tied=True), LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    )
+    with pytest.raises(ReshardError) as caught:
+        guard.check(copied)
+    assert "ensure_weight_tying" in (caught.value.problems[0].remedy or "")
+    both = LoraConfig(
+        target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"], ensure_weight_tying=True
+    )
+    guard.check(get_peft_model(model(tied=True), both))
+
+
+def test_a_class_that_ties_nothing() -> None:
+    class Untied(LlamaForCausalLM):
+        _tied_weights_keys = {}  # noqa: RUF012
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    guard.check(Untied(LlamaConfig(vocab_size=32, tie_word_embeddings=True, **sizes)))
+
+
+def test_what_the_guard_refuses_is_not_diagnosed_again(mesh: object) -> None:
+    mixed = model()
+    fully_shard(mixed.model.layers[0], mesh=mesh)
+    with pytest.raises(ReshardError) as caught, guard.explained():
+        guard.check(mixed)
+    assert "got mixed" in str(caught.value) and not getattr(caught.value, "__notes__", [])
+
+
+def test_a_diagnosis_that_fails_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(error: Exception) -> str:
+        raise KeyError("catalogue")
+
+    monkeypatch.setattr(guard, "_diagnosis", broken)
+    with pytest.raises(ValueError, match=r"^just so$"), guard.explained():
+        raise ValueError("just so")
+
+
+def test_explained_speaks_the_language_of_the_machine(mesh: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LC_ALL", "zh_CN.UTF-8")
+    parameter = next(fully_shard(model(), mesh=mesh).parameters())
+    with pytest.raises(RuntimeError) as caught, guard.explained():
+        torch.add(parameter, torch.ones(parameter.shape))
+    assert "原因:" in "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+
+
+TWO = """
+import sys, torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+from reshard import guard
+from reshard.errors import ReshardError
+
+distributed.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2,))
+sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+def model(tied=False):
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, tie_word_embeddings=tied, **sizes))
+
+def sharded(model, root=True):
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh) if root else model
+
+def refused(*given):
+    try:
+        guard.check(*given)
+    except ReshardError as error:
+        return [problem.message.split()[0] for problem in error.problems]
+    return []
+
+whole = sharded(model(tied=True))
+optimizer = torch.optim.AdamW(whole.parameters())
+assert refused(whole, optimizer) == []
+whole(torch.zeros(1, 2, dtype=torch.long)).logits.sum().backward()
+optimizer.step()
+assert refused(whole, optimizer) == []
+plain = DistributedDataParallel(model())
+assert refused(plain, torch.optim.AdamW(plain.parameters())) == []
+assert refused(sharded(model(), root=False)) == ["plain"]
+plain.module = sharded(model())
+assert refused(plain) == ["a"]
+late = model()
+optimizer = torch.optim.AdamW(late.parameters())
+assert refused(sharded(late), optimizer) == ["the"]
+spread = model()
+spread.hf_device_map = {"model.embed_tokens": 0, "lm_head": 1}
+assert refused(spread) == ["a"]
+broken = model(tied=True)
+broken.lm_head.weight = nn.Parameter(broken.lm_head.weight.detach().clone())
+assert refused(sharded(broken)) == ["the"]
+with torch.device("meta"):
+    empty = model()
+assert refused(sharded(empty)) == ["parameters"]
+assert refused(sharded(model()).requires_grad_(False)) == ["nothing"]
+distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_each_case_over_two_processes(tmp_path: Path) -> None:
+    (tmp_path / "run.py").write_text(TWO)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ran = subprocess.run(
+        [*command, str(tmp_path / "run.py")],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+
+
+def test_the_callback_in_a_trainer(tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    given = {
+        "use_cpu": True,
+        "max_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    tokens = torch.arange(5, 9)
+    data = [{"input_ids": tokens, "labels": tokens}] * 2
+    arguments = TrainingArguments(output_dir=str(tmp_path), **given)
+    Trainer(model(), arguments, train_dataset=data, callbacks=[guard.callback()]).train()
+    frozen = Trainer(model(), arguments, train_dataset=data, callbacks=[guard.callback()])
+    frozen.optimizer = torch.optim.SGD(model().parameters())
+    with pytest.raises(ReshardError, match="the optimizer holds other tensors"):
+        frozen.train()

@@ -13,8 +13,8 @@ from __future__ import annotations
 import os
 import re
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,17 +28,50 @@ SHOWN = 5
 """Parameters that a message names; the rest are counted."""
 
 
-def check(model: nn.Module, optimizer: Optimizer | None = None) -> None:
+def check(
+    model: nn.Module | Iterable[nn.Module], optimizer: Optimizer | Iterable[Optimizer] | None = None
+) -> None:
     """Raise one ReshardError with everything that is wrong with a model that is about to be trained.
 
-    Looks at types, devices and identities only, never at values: its cost grows with the number of parameters alone.
+    `model` may be several parts of one, as pipeline stages hold them, and `optimizer` several that share its
+    parameters. Looks at types, devices and identities only, never at values: its cost grows with the number of
+    parameters alone, and is milliseconds for a thousand.
     """
-    parameters = _parameters(model)
-    problems = [problem for rule in _RULES for problem in rule(model, parameters)]
-    if optimizer is not None:
-        problems += _optimizer(parameters, optimizer)
+    whole, optimizers = _given(model, optimizer)
+    parameters = _parameters(whole)
+    problems = [problem for rule in _RULES for problem in rule(whole, parameters)]
+    problems += _optimizer(parameters, optimizers)
     if problems:
         raise ReshardError(problems)
+
+
+def _given(model: object, optimizer: object) -> tuple[nn.Module, list[Any]]:
+    """The model as one module, and the optimizers as a list. Raises ReshardError if they are something else."""
+    from torch import nn
+
+    whole = nn.ModuleList(model) if isinstance(model, list | tuple) and _all_are(model, nn.Module) else model
+    several = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    optimizers = [each for each in several if each is not None]
+    wrong = (
+        [] if isinstance(whole, nn.Module) else [("a model", "a torch.nn.Module, or a list of some", model)]
+    )
+    if not all(hasattr(each, "param_groups") for each in optimizers):
+        wrong.append(("an optimizer", "a torch.optim.Optimizer, or a list of some", optimizer))
+    if wrong or not isinstance(whole, nn.Module):
+        raise ReshardError(
+            Problem(
+                f"this is not {what}",
+                expected=expected,
+                found=type(given).__name__,
+                remedy="call guard.check(model, optimizer)",
+            )
+            for what, expected, given in wrong
+        )
+    return whole, optimizers
+
+
+def _all_are(parts: Sequence[object], kind: type) -> bool:
+    return bool(parts) and all(isinstance(part, kind) for part in parts)
 
 
 @dataclass(frozen=True)
@@ -139,7 +172,7 @@ def _sharded_in_ddp(model: nn.Module, parameters: list[_Parameter]) -> Iterator[
 def _device_map(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Problem]:
     world = _world_size()
     for name, module in model.named_modules() if world > 1 else ():
-        devices = set(map(str, (vars(module).get("hf_device_map") or {}).values()))
+        devices = set(map(_device_name, (vars(module).get("hf_device_map") or {}).values()))
         if len(devices) > 1:
             yield Problem(
                 "a device map spreads the model over devices in a run of several processes",
@@ -147,6 +180,12 @@ def _device_map(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Prob
                 found=f"hf_device_map over {', '.join(sorted(devices))}, {world} processes",
                 remedy="load with device_map=None, and shard with FSDP2 or ZeRO-3 what does not fit",
             )
+
+
+def _device_name(device: object) -> str:
+    """0, "cuda" and "cuda:0" are one."""
+    name = f"cuda:{device}" if isinstance(device, int) else str(device)
+    return f"{name}:0" if name == "cuda" else name
 
 
 def _world_size() -> int:
@@ -173,6 +212,8 @@ def _meta(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Problem]:
 def _ties(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Problem]:
     while (inner := model._modules.get("module")) is not None:
         model = inner  # DDP, DeepSpeed
+    if getattr(model, "all_tied_weights_keys", None) == {}:
+        return  # a class that ties nothing, whatever its config has by default
     config = getattr(model, "config", None)
     if not getattr(config, "tie_word_embeddings", False) or not hasattr(model, "get_input_embeddings"):
         return
@@ -182,11 +223,15 @@ def _ties(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Problem]:
     ]
     own = {id(each.value) for each in parameters}
     if all(id(each) in own for each in both) and both[0] is not both[1]:
+        copied = any(_ADAPTER.search(each.name) and id(each.value) in map(id, both) for each in parameters)
         yield Problem(
             "the head and the embedding are tied in the config, and two tensors in the model",
             tensor="lm_head.weight",
             rule="tie_word_embeddings is true",
-            remedy="call model.tie_weights() after loading, and put both into one FSDP group",
+            remedy="LoraConfig(ensure_weight_tying=True) keeps what modules_to_save copies tied; or untie them in the "
+            "config: tie_word_embeddings=False"
+            if copied
+            else "call model.tie_weights() after loading, and put both into one FSDP group",
         )
 
 
@@ -204,18 +249,20 @@ _OWN_COPIES = ("deepspeed", "megatron", "apex", "fairscale", "transformer_engine
 """Packages whose optimizers hold copies of the parameters, and bring them back themselves."""
 
 
-def _optimizer(parameters: list[_Parameter], optimizer: Optimizer) -> Iterator[Problem]:
-    """Tensors that the optimizer holds in place of the model's: all of its own, or some of the same shape."""
-    chain = [optimizer]
-    while (inner := getattr(chain[-1], "optimizer", None)) is not None:
-        chain.append(inner)  # accelerate wraps it
-    if any(type(each).__module__.split(".")[0] in _OWN_COPIES for each in chain):
-        return
-    held = {id(value): value for group in chain[-1].param_groups for value in group["params"]}
+def _optimizer(parameters: list[_Parameter], optimizers: list[Any]) -> Iterator[Problem]:
+    """Tensors that the optimizers hold in place of the model's: all of their own, or some of the same shape."""
+    held: dict[int, Any] = {}
+    for optimizer in optimizers:
+        chain = [optimizer]
+        while (inner := getattr(chain[-1], "optimizer", None)) is not None:
+            chain.append(inner)  # accelerate wraps it
+        if any(type(each).__module__.split(".")[0] in _OWN_COPIES for each in chain):
+            return
+        held.update((id(value), value) for group in chain[-1].param_groups for value in group["params"])
     own = {id(each.value): each for each in parameters if each.value.requires_grad}
     foreign = [tuple(value.shape) for key, value in held.items() if key not in own and value.requires_grad]
-    known = {id(each.value) for each in parameters}
-    missing = [each for key, each in own.items() if key not in held and tuple(each.value.shape) in foreign]
+    known, shapes = {id(each.value) for each in parameters}, set(foreign)
+    missing = [each for key, each in own.items() if key not in held and tuple(each.value.shape) in shapes]
     if held and own and not held.keys() & known:
         missing = list(own.values())
     if missing:
@@ -239,8 +286,12 @@ def explained() -> Iterator[None]:
     """Attach the doctor's diagnosis to any exception that is raised inside. The exception stays the same."""
     try:
         yield
+    except ReshardError:
+        raise  # it is explained
     except Exception as error:
-        note = _diagnosis(error)
+        note = ""
+        with suppress(Exception):  # whatever goes wrong here, the exception of the run is what counts
+            note = _diagnosis(error)
         if note and hasattr(error, "add_note"):
             error.add_note(note)
         elif note:  # Python 3.10

@@ -6,7 +6,6 @@ import random
 import resource
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
