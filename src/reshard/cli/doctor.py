@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import click
+from rich.cells import set_cell_size
 from rich.markup import escape
 from rich.table import Table
 
@@ -126,7 +127,8 @@ def _print_environment(environment: Environment, language: str) -> None:
             value = " ".join(f"{key}={each}" for key, each in value.items())
         for each in value if isinstance(value, list) and value else [value]:
             shown = str(each or (words["absent"] if name in PACKAGES else words["none"]))
-            console.print(f"[bold]{words.get(name, name):<19}[/] {escape(words.get(shown, shown))}")
+            label = set_cell_size(words.get(name, name), 19)
+            console.print(f"[bold]{label}[/] {escape(words.get(shown, shown))}")
     console.print()
 
 
@@ -214,13 +216,20 @@ def _list(language: str, json_output: bool) -> None:
     stdout().print(words["count"].format(count=len(entries)))
 
 
+class _Names(dict[str, str]):
+    """Fills each brace of a text with its own name."""
+
+    def __missing__(self, key: str) -> str:
+        return f"<{key}>"
+
+
 def _explain_rule(identifier: str, language: str, json_output: bool) -> None:
-    """What a rule says; its braces stand for what a target shows."""
+    """What a rule says, with names in place of what a target shows."""
     rule = rules()[identifier]
     content = {
         "id": identifier,
         "kind": rule["severity"],
-        **{key: rule[key][language].strip() for key in ("title", "cause", "cure")},
+        **{key: rule[key][language].strip().format_map(_Names()) for key in ("title", "cause", "cure")},
         "sources": [link(source) for source in rule["sources"]],
     }
     if json_output:

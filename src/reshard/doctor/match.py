@@ -122,7 +122,8 @@ def _weighed(entry: Entry, line: Line, text: str, log: Log, root: Traceback | No
 def _first(root: Traceback) -> Text:
     """Which failure of the log is the first."""
     phrase = "first-failure" + "-alone" * (root.exception in ("", EXIT, CUT_OFF)) + "-of" * bool(root.stream)
-    return words(phrase, exception=root.exception, who=root.stream, line=root.last)
+    who = f"rank {root.stream}" if root.stream.isdecimal() else root.stream
+    return words(phrase, exception=root.exception, who=who, line=root.last)
 
 
 def _explains(entry: Entry, root: Traceback) -> bool:
