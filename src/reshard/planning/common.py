@@ -186,7 +186,35 @@ def finished(
 ) -> Plan:
     """The plan with its facts, after the audit. `states` are those of the optimizer, by state and tensor."""
     checkpoint, model = source.checkpoint, source.model
-    facts = {
+    facts = _facts(source, target, tensors, dropped, layout, states)
+    files.append(OutputFile.of_bytes("reshard.json", to_json(facts)))
+    parameters = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in tensors)
+    plan = Plan(
+        source=checkpoint.format,
+        target=target,
+        files=files,
+        tensors=len(tensors),
+        parameters=parameters,
+        dropped=dropped,
+        replicas=logical.replicas,
+        notes=[*checkpoint.notes, *(model.notes if model else [])],
+        facts=facts,
+    )
+    plan.audit([*tensors, *(state for planned in states.values() for state in planned.values())])
+    return plan
+
+
+def _facts(
+    source: Source,
+    target: str,
+    tensors: list[Planned],
+    dropped: Mapping[str, int],
+    layout: Layout,
+    states: Mapping[str, Mapping[str, Planned]],
+) -> dict[str, Any]:
+    """What `reshard.json` records: what the output was made of, and what it is."""
+    checkpoint, model = source.checkpoint, source.model
+    facts: dict[str, Any] = {
         "reshard": __version__,
         "source": {
             "format": checkpoint.format,
@@ -205,21 +233,7 @@ def finished(
     }
     if states:
         facts["optimizer"] = {state: len(planned) for state, planned in states.items()}
-    files.append(OutputFile.of_bytes("reshard.json", to_json(facts)))
-    parameters = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in tensors)
-    plan = Plan(
-        source=checkpoint.format,
-        target=target,
-        files=files,
-        tensors=len(tensors),
-        parameters=parameters,
-        dropped=dropped,
-        replicas=logical.replicas,
-        notes=[*checkpoint.notes, *(model.notes if model else [])],
-        facts=facts,
-    )
-    plan.audit([*tensors, *(state for planned in states.values() for state in planned.values())])
-    return plan
+    return facts
 
 
 def _fingerprint(checkpoint: Checkpoint) -> str:

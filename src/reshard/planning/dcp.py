@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from reshard.formats import dcp, fused
-from reshard.formats.dcp.folder import Alias
+from reshard.formats.dcp import Alias
 from reshard.formats.dcp.optimizer import NewOptimizer
 from reshard.layout import Layout
 from reshard.logical import logical_tensors

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from reshard.dtypes import dtype
 from reshard.errors import Problem, ReshardError
 from reshard.families.binding import Bound
 from reshard.families.flags import flags_not_restored
+from reshard.families.rules import Dims
 from reshard.formats.megatron import legacy, torch_dist
 from reshard.formats.megatron.mcore import padded_vocabulary
 from reshard.formats.megatron.optimizer import NewOptimizer, is_distributed, new_optimizer
@@ -171,30 +172,9 @@ def load_flags(
 
 
 def check_layout(model: Model, layout: Layout) -> None:
-    """Refuse a layout that the sizes of the model do not divide into; all that does not fit at once."""
+    """Refuse a layout that the model cannot have; all that does not fit at once. Raises ReshardError."""
     d = model.dims
-    groups = d.heads if d.kv_lora else d.groups
-    rules = [
-        ("attention heads", d.heads, "--tp", layout.tp),
-        ("query groups", groups, "--tp", layout.tp),
-        ("the MLP's width", d.ffn if len(d.sparse) < d.layers else 0, "--tp", layout.tp),
-        ("the shared experts' width", d.shared_ffn, "--tp", layout.tp),
-        ("experts", d.experts, "--ep", layout.ep),
-        ("an expert's width", d.expert_ffn if d.experts else 0, "--etp", layout.etp),
-    ]
-    problems = [
-        Problem(
-            f"{what} do not divide over {flag} {by}"
-            if what[-1] == "s"
-            else f"{what} does not divide over {flag} {by}",
-            rule="every rank holds an equal share",
-            expected=f"a divisor of {size}",
-            found=f"{flag} {by}",
-            remedy=f"choose {flag} from {', '.join(str(n) for n in range(1, min(size, 64) + 1) if size % n == 0)}",
-        )
-        for what, size, flag, by in rules
-        if size and size % by
-    ]
+    problems = list(_undivided(d, layout))
     if layout.vpp > 1 and layout.pp == 1:
         problems.append(
             Problem(
@@ -220,3 +200,24 @@ def check_layout(model: Model, layout: Layout) -> None:
     if problems:
         raise ReshardError(problems)
     layout.chunks(d.layers)
+
+
+def _undivided(d: Dims, layout: Layout) -> Iterator[Problem]:
+    """The sizes of a model of which not every rank would hold an equal share."""
+    for what, size, flag, by in (
+        ("attention heads", d.heads, "--tp", layout.tp),
+        ("query groups", d.heads if d.kv_lora else d.groups, "--tp", layout.tp),
+        ("the MLP's width", d.ffn if len(d.sparse) < d.layers else 0, "--tp", layout.tp),
+        ("the shared experts' width", d.shared_ffn, "--tp", layout.tp),
+        ("experts", d.experts, "--ep", layout.ep),
+        ("an expert's width", d.expert_ffn if d.experts else 0, "--etp", layout.etp),
+    ):
+        if size and size % by:
+            divisors = ", ".join(str(n) for n in range(1, min(size, 64) + 1) if size % n == 0)
+            yield Problem(
+                f"{what} {'do' if what[-1] == 's' else 'does'} not divide over {flag} {by}",
+                rule="every rank holds an equal share",
+                expected=f"a divisor of {size}",
+                found=f"{flag} {by}",
+                remedy=f"choose {flag} from {divisors}",
+            )
