@@ -290,6 +290,8 @@ def test_resuming_goes_on_with_the_same_data(run: Run, tmp_path: Path) -> None:
     found = preflight(replace(run, resume=True), environment=NOWHERE)
     assert found.problems == []
     assert messages(found.warnings) == ["the data are not those that the run began with"]
+    wider = preflight(replace(run, resume=True, spread=Spread("fsdp2")), environment=NOWHERE)
+    assert the("of another run", wider.problems).expected == "parallel: ddp"
 
 
 def test_processes_are_those_of_the_launcher_that_is_there(run: Run) -> None:
@@ -421,8 +423,7 @@ def test_a_name_of_the_hub_is_no_folder_and_how_to_get_it_is_said(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    found = preflight(replace(run, model=tmp_path / "Qwen/Qwen3-8B"), environment=NOWHERE)
-    (problem,) = found.problems
+    (problem,) = preflight(replace(run, model=tmp_path / "Qwen/Qwen3-8B"), environment=NOWHERE).problems
     assert "hf download Qwen/Qwen3-8B --local-dir Qwen3-8B" in str(problem.remedy)
 
 
@@ -453,8 +454,8 @@ def test_a_config_that_is_wrong_is_told_once(
 ) -> None:
     file = run.model / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
-    (problem,) = preflight(replace(run, engine=engine), environment=NOWHERE).problems
-    assert message in str(problem) and "--base" not in str(problem)
+    (problem,) = map(str, preflight(replace(run, engine=engine), environment=NOWHERE).problems)
+    assert message in problem and "--base" not in problem
 
 
 def test_a_method_that_the_engine_lacks_is_all_that_is_wrong(run: Run, data: dict[str, Path]) -> None:

@@ -340,13 +340,18 @@ def _resumable(run: Run) -> Iterator[Problem]:
         )
         return
     before = Run.of_dict(record)
-    for name in ("engine", "method", "model", "lora"):
-        if getattr(before, name) != getattr(run, name):
+    pairs = {
+        name: (getattr(before, name), getattr(run, name)) for name in ("engine", "method", "model", "lora")
+    }
+    if run.engine == "trl":  # Megatron's checkpoints are of any layout
+        pairs |= {"parallel": (before.spread.kind, run.spread.kind), "tp": (before.spread.tp, run.spread.tp)}
+    for name, (old, new) in pairs.items():
+        if old != new:
             yield Problem(
                 "the checkpoint is of another run",
                 file=str(checkpoint),
-                expected=f"{name}: {getattr(before, name)}",
-                found=str(getattr(run, name)),
+                expected=f"{name}: {old}",
+                found=str(new),
                 remedy="resume with what the run was started with, or start another in another folder",
             )
     yield from _same_data(run, record)
