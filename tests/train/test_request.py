@@ -98,3 +98,8 @@ def test_a_config_names_the_nearest_choice(tmp_path: Path) -> None:
         "did you mean megatron?",
         "did you mean fsdp2?",
     ]
+
+
+def test_a_run_that_is_not_there_cannot_be_resumed(tmp_path: Path) -> None:
+    with pytest.raises(ReshardError, match="there is no run to resume"):
+        run_of("sft", {"output": tmp_path / "nowhere", "resume": True})

@@ -39,6 +39,13 @@ def run_of(
     given |= {name: typed.pop(name) for name in OURS & typed.keys()}
     given |= {name: value for name, value in flags.items() if value is not None}
     missing = [name for name in PATHS if not given.get(name)]
+    if missing and flags.get("resume") and "output" not in missing:
+        raise ReshardError(
+            "there is no run to resume",
+            file=str(given["output"]),
+            expected=f"the {RECORD} that a run leaves in its output",
+            remedy="check -o; a run that has left none needs --model and --data again",
+        )
     if missing:
         raise ReshardError(
             [
