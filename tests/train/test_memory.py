@@ -296,22 +296,23 @@ def held_by_fsdp2(run: Run) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("name", ["qwen2_tied", "qwen3_moe"])
+@pytest.mark.parametrize(("name", "ranks"), [("qwen2_tied", 2), ("qwen3_moe", 2), ("qwen2_tied", 4)])
 def test_tensor_parallel_ranks_hold_what_the_plan_of_transformers_cuts(
-    name: str, tiny: Callable[..., Path]
+    name: str, ranks: int, tiny: Callable[..., Path]
 ) -> None:
     run = run_on(tiny(name), spread=Spread("tp", tp=2))
-    found = memory.estimate(run, Batches(1, 1, 1, 1, 64), Precision(4, 4, 8, 4), 2, gpu=False)
-    for weights in run_ranks(2, weights_under_tp, run):
+    found = memory.estimate(run, Batches(1, 1, 1, 1, 64), Precision(4, 4, 8, 4), ranks, gpu=False)
+    for weights in run_ranks(ranks, weights_under_tp, run):
         assert found.always["weights"] == pytest.approx(weights, rel=0.02)
 
 
 def weights_under_tp(run: Run) -> int:
+    import torch.distributed
     from torch.distributed.tensor import DTensor
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    config = DistributedConfig(tp_size=2, tp_plan="auto")
+    config = DistributedConfig(tp_size=2, tp_plan="auto", fsdp_size=torch.distributed.get_world_size() // 2)
     model = AutoModelForCausalLM.from_pretrained(str(run.model), dtype="float32", distributed_config=config)
     return nbytes(p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
 

@@ -215,8 +215,19 @@ def test_the_arithmetic_of_batches() -> None:
 def test_ranks_of_tensor_parallelism_see_the_same_data() -> None:
     spread = trl.batches(run_of(spread=Spread("tp", tp=4)), world_size=4, samples=64)
     assert spread.replicas == 1
-    (problem,) = refused(trl.batches, run_of(spread=Spread("tp", tp=2)), 4, 64)
-    assert "fsdp2" in str(problem.remedy)
+    assert trl.batches(run_of(spread=Spread("tp", tp=2)), 4, 64).replicas == 2
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"lora": True}, {"method": "grpo"}, {"spread": Spread("tp", tp=2, ep=2)}, {"eval": True}]
+)
+def test_what_is_not_known_to_be_right_beside_tensor_parallelism_is_refused(wrong: dict[str, Any]) -> None:
+    evaluated = wrong.pop("eval", False)
+    run = run_of(**{"spread": Spread("tp", tp=2), **wrong})
+    run = replace(run, eval_data=Path("held-out.jsonl")) if evaluated else run
+    assert trl.batches(run, 2, 64)
+    (problem,) = refused(trl.batches, run, 4, 64)
+    assert problem.remedy == "give --nproc 2 or --tp 4; or use --parallel fsdp2"
 
 
 def test_experts_are_spread_over_the_tensor_parallel_ranks_or_not_at_all() -> None:

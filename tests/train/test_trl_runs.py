@@ -17,8 +17,9 @@ from reshard.train.run import Run, Spread
 from tests.train.trl_runs import STEPS, Ran, train
 
 Trainer = Callable[..., Ran]
-PLANS = {"one": 1, "ddp": 2, "fsdp2": 2, "tp": 2, "zero2": 2, "zero3": 2}
+PLANS = {"one": 1, "ddp": 2, "fsdp2": 2, "tp": 2, "tp+fsdp2": 4, "zero2": 2, "zero3": 2}
 ENVIRONMENTS = {"zero2": "deepspeed", "zero3": "deepspeed"}
+KINDS = {"one": "ddp", "tp+fsdp2": "tp"}
 FOUR_DIGITS = 1e-4
 WITH_HEAD = {"lora_modules_to_save": ["lm_head"], "lora_target_modules": ["q_proj", "v_proj"]}
 EVALUATED = {"eval_steps": 2, "eval_on_start": True, "per_device_eval_batch_size": 2}
@@ -69,30 +70,30 @@ def run_of(
     options: dict[str, Any],
 ) -> Run:
     ranks = PLANS[plan]
-    per_device = 4 if plan == "tp" else 4 // ranks
+    per_device = 8 // ranks if plan.startswith("tp") else 4 // ranks
     grpo = {"num_generations": 2, "max_completion_length": 8} if method == "grpo" else {}
-    evaluated = EVALUATED if method == "sft" else {}
+    evaluated = EVALUATED if method == "sft" and plan != "tp+fsdp2" else {}
     return Run(
         method,
         model,
         data,
         output,
         lora=lora,
-        spread=Spread("ddp" if plan == "one" else plan, tp=ranks if plan == "tp" else 1, ep=ep),
+        spread=Spread(KINDS.get(plan, plan), tp=2 if plan.startswith("tp") else 1, ep=ep),
         reward="rewards:variety" if method == "grpo" else None,
         options={**STEPS, "per_device_train_batch_size": per_device, **grpo, **evaluated, **options},
     )
 
 
-def resumed(ran: Ran, tmp_path: Path) -> Ran:
+def resumed(ran: Ran, tmp_path: Path, ranks: int = 0) -> Ran:
     """The same run, killed after its first checkpoint while it wrote the second, and resumed."""
     output = tmp_path / "resumed"
     shutil.copytree(ran.run.output / "checkpoint-2", output / "checkpoint-2")
     (output / "checkpoint-4").mkdir()
     (output / "checkpoint-4/model.safetensors").write_bytes(b"half a fi")
-    plan = ran.run.spread.kind
+    kind = ran.run.spread.kind
     run = replace(ran.run, output=output, resume=True)
-    return train(run, PLANS[plan], environment=ENVIRONMENTS.get(plan))
+    return train(run, ranks or PLANS[kind], environment=ENVIRONMENTS.get(kind))
 
 
 def same_as(ran: Ran, other: Ran) -> None:
@@ -393,3 +394,23 @@ def test_bfloat16_keeps_float32_weights_and_a_16_bit_base(ran: Trainer) -> None:
     whole = ran("ddp", lora=True, bf16=True, gradient_checkpointing=True)
     assert lora.losses[:2] == pytest.approx(whole.losses[:2], abs=FOUR_DIGITS)
     assert lora.evaluations()[0] == pytest.approx(whole.evaluations()[0], abs=FOUR_DIGITS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_groups_of_tensor_parallel_ranks_share_a_model(name: str, ran: Trainer, tmp_path: Path) -> None:
+    both, one = ran("tp+fsdp2", model=name), ran("one", model=name)
+    assert both.losses == pytest.approx(one.losses, abs=FOUR_DIGITS)
+    assert [row["tokens"] for row in both.rows] == [row["tokens"] for row in one.rows]
+    assert trl.check(both.run, both.trained, both.trained.checkpoint) == []
+    again = resumed(both, tmp_path, ranks=4)
+    assert not again.failed, again.log
+    assert again.losses == both.losses[2:]
+    assert again.trained.digests == both.trained.digests
+
+
+@pytest.mark.slow
+def test_groups_of_tensor_parallel_ranks_accumulate_and_compare(ran: Trainer) -> None:
+    halves = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    assert ran("tp+fsdp2", **halves).losses == pytest.approx(ran("one").losses, abs=FOUR_DIGITS)
+    same_as(ran("tp+fsdp2", "dpo"), ran("one", "dpo"))

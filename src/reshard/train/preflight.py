@@ -129,6 +129,8 @@ def plan_in_words(run: Run, world_size: int) -> str:
     spread = str(run.spread)
     if run.engine == "megatron":
         spread = " · ".join([*spread.split(" · ")[1:], f"DP{max(run.spread.replicas(world_size), 1)}"])
+    elif run.spread.kind == "tp" and world_size > run.spread.tp:
+        spread += f" · FSDP2 over {run.spread.replicas(world_size)}"
     return f"{run.method.upper()} of {what} with {engine}: {spread} on {world_size} process{'es' * (world_size > 1)}"
 
 
@@ -457,7 +459,7 @@ def _on_disk(run: Run, options: dict[str, Any], needed: Memory, world_size: int,
         spread = run.spread.tp * run.spread.pp
         states = world_size
     elif run.spread.kind == "tp":
-        spread = states = run.spread.tp
+        spread = states = world_size
     weights = parts.get("weights", 0) * spread
     optimizer = 0 if options.get("save_only_model") else parts.get("optimizer", 0) * states
     each = (parts.get("gradients", 0) * states if run.lora else weights) + optimizer

@@ -190,6 +190,11 @@ class _Case:
     def tp(self) -> int:
         return self.run.spread.tp if self.kind == "tp" else 1
 
+    @property
+    def shared(self) -> int:
+        """How many ranks share each parameter by FSDP2 or ZeRO-3; beside tensor parallelism FSDP2 does."""
+        return self.world_size // self.tp if self.kind in ("fsdp2", "zero3", "tp") else 1
+
 
 def parts(
     run: Run, batches: Batches, precision: Precision, world_size: int, *, gpu: bool
@@ -213,8 +218,8 @@ def parts(
 
 def _states(case: _Case) -> dict[str, int]:
     sizes, precision, kind = case.sizes, case.precision, case.kind
-    all_split = case.world_size if kind in ("fsdp2", "zero3") else 1
-    states_split = case.world_size if kind in ("fsdp2", "zero3", "zero2") else 1
+    all_split = case.shared
+    states_split = case.world_size if kind == "zero2" else all_split
     trained = sizes.trained - sizes.split_trained + sizes.split_trained // case.tp
     split = sizes.split - sizes.split_trained
     frozen = sizes.frozen - split + split // case.tp
@@ -223,8 +228,8 @@ def _states(case: _Case) -> dict[str, int]:
         "reference model": _reference(case) // all_split,
         "gradients": trained * precision.gradients // states_split,
         "optimizer": trained * precision.optimizer // states_split,
-        "gathered layers": _gathered(case) if kind in ("fsdp2", "zero3") else 0,
-        "buckets": _buckets(kind, trained, precision) if case.world_size > case.tp else 0,
+        "gathered layers": _gathered(case) // case.tp if all_split > 1 or kind in ("fsdp2", "zero3") else 0,
+        "buckets": _buckets(kind, trained, precision) if case.world_size > 1 else 0,
     }
 
 
@@ -249,7 +254,7 @@ def _buckets(kind: str, trained: int, precision: Precision) -> int:
     """Gradients are reduced in buckets: with DDP copies of them all, with ZeRO-2 one that fills and one on its way."""
     if kind == "zero2":
         return 2 * min(trained, BUCKET) * precision.activations
-    return trained * precision.gradients if kind in ("ddp", "tp") else 0
+    return trained * precision.gradients if kind == "ddp" else 0
 
 
 def _step(case: _Case) -> dict[str, int]:

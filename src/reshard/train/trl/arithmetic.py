@@ -43,16 +43,28 @@ def _ranks(run: Run, world_size: int) -> Iterator[Problem]:
             remedy=f"give --nproc {run.spread.tp}, or let --tp be a divisor of {world_size}",
         )
     elif run.spread.kind == "tp" and run.spread.tp != world_size:
-        yield Problem(
-            "TRL's tensor parallelism takes all ranks here",
-            found=f"{world_size} ranks, --tp {run.spread.tp}",
-            remedy=f"give --tp {world_size}; or use --parallel fsdp2, or --engine megatron for both at once",
-        )
+        yield from _beside_tensor_parallelism(run, world_size)
     if run.spread.ep not in (1, run.spread.tp):
         yield Problem(
             "TRL spreads experts over the tensor parallel ranks",
             found=f"--ep {run.spread.ep} with --tp {run.spread.tp}",
             remedy="give --parallel tp with --tp and --ep alike, or use --engine megatron",
+        )
+
+
+def _beside_tensor_parallelism(run: Run, world_size: int) -> Iterator[Problem]:
+    """What transformers' FSDP2, by which groups of tensor parallel ranks share the model, is not known to do right."""
+    wrong = {
+        "--lora": run.lora,  # adapters are made when the model is sharded: nobody averages their gradients
+        "grpo": run.method == "grpo",
+        f"--ep {run.spread.ep}": run.spread.ep > 1,
+        "--eval-data": run.eval_data is not None,  # accelerate counts some of the records twice
+    }
+    for what in (name for name, asked in wrong.items() if asked):
+        yield Problem(
+            f"{what} is not tensor parallel and data parallel at once here",
+            found=f"{world_size} ranks, --tp {run.spread.tp}",
+            remedy=f"give --nproc {run.spread.tp} or --tp {world_size}; or use --parallel fsdp2",
         )
 
 

@@ -55,9 +55,14 @@ def _world(trainer: Any) -> Iterator[Problem]:
         )
 
 
+def _is_shared(run: Run) -> bool:
+    """Whether groups of tensor parallel ranks share the model by FSDP2."""
+    return run.spread.kind == "tp" and world_size() > run.spread.tp
+
+
 def _wrapper(run: Run, trainer: Any) -> Iterator[Problem]:
     kind = run.spread.kind
-    asked = WRAPPERS.get(kind)
+    asked = "FSDPModule" if _is_shared(run) else WRAPPERS.get(kind)
     found = [name for name in dict.fromkeys(WRAPPERS.values()) if _is(trainer.model_wrapped, name)]
     if found == ([asked] if asked else []) or (kind == "ddp" and world_size() == 1 and not found):
         return
@@ -96,6 +101,8 @@ def _spread(run: Run, model: Any, whose: str) -> Iterator[Problem]:
         wrong, words = sharded, "whole parameters, none sharded"
     elif kind in ("fsdp2", "zero3"):
         wrong, words = plain, "sharded parameters only"
+    elif _is_shared(run):
+        wrong, words = plain, "parameters sharded over the tensor parallel ranks, and over their groups"
     else:
         wrong, words = [] if sharded else plain, "parameters sharded over the tensor parallel ranks"
     if wrong:

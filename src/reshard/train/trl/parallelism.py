@@ -8,6 +8,7 @@ from typing import Any
 
 from reshard.errors import ReshardError
 from reshard.train.run import Run
+from reshard.train.trl import devices
 
 
 def arguments(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,4 +94,9 @@ def loading(run: Run) -> Mapping[str, Any]:
             found="--parallel tp",
             remedy="pip install -U transformers (5.23 is known to work), or use --parallel fsdp2",
         ) from None
-    return {"distributed_config": DistributedConfig(tp_size=run.spread.tp, ep_size=max(run.spread.ep, 1))}
+    config = DistributedConfig(
+        tp_size=run.spread.tp,
+        fsdp_size=max(run.spread.replicas(devices.world_size()), 1),
+        ep_size=max(run.spread.ep, 1),
+    )
+    return {"distributed_config": config}

@@ -54,9 +54,19 @@ def _full(model: Any, only: set[str] | None = None) -> Iterator[tuple[str, Any]]
 
 def _live(model: Any) -> Iterator[tuple[str, Any]]:
     """Parameters, each once where they are tied, and the buffers that are saved."""
+    _reshard(model)
     yield from model.named_parameters()
     saved = model.state_dict().keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+
+
+def _reshard(model: Any) -> None:
+    """Give back what FSDP2 has gathered: after an evaluation some layers are still whole, in memory that it reuses."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _adapter(model: Any) -> Iterator[tuple[str, Any]]:
