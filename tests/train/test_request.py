@@ -103,3 +103,18 @@ def test_a_config_names_the_nearest_choice(tmp_path: Path) -> None:
 def test_a_run_that_is_not_there_cannot_be_resumed(tmp_path: Path) -> None:
     with pytest.raises(ReshardError, match="there is no run to resume"):
         run_of("sft", {"output": tmp_path / "nowhere", "resume": True})
+
+
+def test_switches_of_a_config_are_true_or_false_in_every_spelling(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    for text, expected in (
+        ("lora: 'no'", False),
+        ("lora: off", False),
+        ("lora: yes", True),
+        ("lora: 1", True),
+    ):
+        config.write_text(text)
+        assert run_of("sft", given(tmp_path), config=config).lora is expected
+    config.write_text("lora: maybe")
+    with pytest.raises(ReshardError, match="neither true nor false"):
+        run_of("sft", given(tmp_path), config=config)

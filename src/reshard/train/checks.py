@@ -405,8 +405,8 @@ def disk(run: Run, needed: int) -> Iterator[Problem]:
         yield Problem(
             "the disk is too small for the checkpoints",
             file=str(folder),
-            expected=f"{needed / GIB:.1f} GiB",
-            found=f"{free / GIB:.1f} GiB free",
+            expected=_size(needed),
+            found=f"{_size(free)} free",
             remedy=(
                 "save less often with --save_interval"
                 if run.engine == "megatron"
@@ -414,6 +414,10 @@ def disk(run: Run, needed: int) -> Iterator[Problem]:
             )
             + "; or write to another disk with -o",
         )
+
+
+def _size(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB // 10 else f"{size / (1 << 20):.1f} MiB"
 
 
 def config_problems(path: Path) -> list[Problem]:

@@ -62,7 +62,7 @@ def run_of(
         **{name: _path(given, name) for name in PATHS},
         eval_data=_path(given, "eval_data") if given.get("eval_data") else None,
         engine=engine,
-        lora=bool(given.get("lora", False)),
+        lora=_switch(given, "lora", False),
         spread=Spread(str(given.get("parallel") or default), **sizes),
         ranks=Ranks(
             nproc=0 if given.get("nproc") == "auto" else _number(given, "nproc", 0),
@@ -71,8 +71,8 @@ def run_of(
             rendezvous=given.get("rendezvous"),
         ),
         reward=given.get("reward"),
-        resume=bool(given.get("resume", False)),
-        merge=bool(given.get("merge", True)),
+        resume=_switch(given, "resume", False),
+        merge=_switch(given, "merge", True),
         options=options,
     )
 
@@ -162,6 +162,29 @@ def _mistyped(told: Options) -> list[Problem]:
         for name, choices in _CHOICES.items()
         if told.get(name) not in (None, *choices)
     ]
+
+
+def _switch(given: Mapping[str, Any], name: str, default: bool) -> bool:
+    """A switch of a config file, which may be a word in quotes."""
+    value = given.get(name)
+    words = {
+        "true": True,
+        "yes": True,
+        "on": True,
+        "1": True,
+        "false": False,
+        "no": False,
+        "off": False,
+        "0": False,
+    }
+    found = default if value is None else words.get(str(value).lower())
+    if found is None:
+        raise ReshardError(
+            f"{name} is neither true nor false",
+            found=repr(value),
+            remedy=f"write `{name}: true` or leave it out",
+        )
+    return found
 
 
 def _number(given: Mapping[str, Any], name: str, default: int) -> int:
