@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from threading import Event
 
 import pytest
@@ -32,6 +33,15 @@ def test_an_exception_stops_the_others() -> None:
     assert sorted(ended) == [0, 2]
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C as a shell's foreground job hears it; a background job begins with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_stops_all() -> None:
     ended, begun = [], threading.Barrier(2)
 
@@ -42,17 +52,12 @@ def test_ctrl_c_stops_all() -> None:
         assert stopped.wait(30)
         ended.append(index)
 
-    ignored = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # as a background job of a shell begins
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            together(work, 2)
-    finally:
-        signal.signal(signal.SIGINT, ignored)
+    with pytest.raises(KeyboardInterrupt):
+        together(work, 2)
     assert sorted(ended) == [0, 1]
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_second_ctrl_c_waits_for_all_too() -> None:
     """Of somebody impatient, while the threads end."""
     ended, begun = [], threading.Barrier(2)
@@ -68,13 +73,9 @@ def test_a_second_ctrl_c_waits_for_all_too() -> None:
         time.sleep(0.2)
         ended.append(index)
 
-    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            together(work, 2)
-        assert sorted(ended) == [0, 1]
-    finally:
-        signal.signal(signal.SIGINT, ignored)
+    with pytest.raises(KeyboardInterrupt):
+        together(work, 2)
+    assert sorted(ended) == [0, 1]
 
 
 def test_ctrl_c_while_threads_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 from reshard.checkpoint import Checkpoint, Iteration, Replica, Tensor
 from reshard.errors import Problem, ReshardError
 from reshard.formats import iterations
-from reshard.formats.huggingface import BUFFER
+from reshard.formats.names import without_buffers
 from reshard.formats.torchfiles import flat
 from reshard.formats.torchfiles.dtensor import Part, PartReader, disagreement, is_sharded, plain_part
 from reshard.formats.torchfiles.pickles import Opaque
-from reshard.formats.torchfiles.read import read_torch_file
+from reshard.formats.torchfiles.read import read_dict
 from reshard.storage import StoredTensor
 from reshard.views import assemble, covered, overlaps
 
@@ -94,9 +94,8 @@ def _checkpoint(path: Path, files: Files, parts: Mapping[str, Parts], entries: C
     if problems:
         raise ReshardError(_merged(problems))
     flats = [tensors.pop(name) for name in list(tensors) if name.endswith(FLAT)]
-    buffers = [tensors.pop(name) for name in list(tensors) if name.endswith(BUFFER)]
     dropped = _left_behind(files.folder)
-    dropped["rotary buffers"] = sum(buffer.nbytes for buffer in buffers)
+    dropped["rotary buffers"] = without_buffers(tensors)
     return Checkpoint(
         path=path,
         format=NAME,
@@ -181,19 +180,11 @@ def _missing(files: Files, rank: int, rule: str) -> Problem:
 
 def _state_dict(file: Path, others: Counter[str]) -> dict[Any, Any]:
     """The model's state dict, which may stand inside of another dict, whose other entries go to `others`."""
-    content = read_torch_file(file)
+    content = read_dict(file, "not a state dict", "save the model's state_dict() on every rank")
     for key in _NESTED:
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
+        if isinstance(content.get(key), dict):
             others.update(str(other) for other in content if other != key)
             content = content[key]
-    if not isinstance(content, dict):
-        raise ReshardError(
-            "not a state dict",
-            file=str(file),
-            expected="a dict of tensors",
-            found=type(content).__name__,
-            remedy="save the model's state_dict() on every rank",
-        )
     return content
 
 

@@ -11,15 +11,14 @@ from typing import Any
 from reshard.checkpoint import Checkpoint, Iteration, Tensor
 from reshard.errors import Problem, ReshardError
 from reshard.formats import iterations, safetensors
-from reshard.formats.torchfiles.read import read_torch_file
+from reshard.formats.names import without_buffers
+from reshard.formats.torchfiles.read import read_dict
 from reshard.plan import Block, OutputFile, Planned
 from reshard.storage import StoredTensor
 
 NAME = "huggingface"
 WHAT = "safetensors in one file or in shards; pytorch_model*.bin is read"
 KINDS = (("model", "safetensors"), ("pytorch_model", "bin"))
-BUFFER = ".rotary_emb.inv_freq"
-"""Frequencies that older versions of transformers saved with the weights. They follow from the config."""
 
 
 def detect(path: Path) -> bool:
@@ -59,14 +58,14 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
         problems += _index_mismatches(index, tensors)
     if problems:
         raise ReshardError(problems)
-    buffers = [tensors.pop(name) for name in list(tensors) if name.endswith(BUFFER)]
+    dropped = Counter({"rotary buffers": without_buffers(tensors)})
     return Checkpoint(
         path=path,
         format=NAME,
         dialect="hf",
         tensors=tensors,
         root=folder,
-        dropped=+Counter({"rotary buffers": sum(buffer.nbytes for buffer in buffers)}),
+        dropped=+dropped,
         variant=", ".join(sorted({file.suffix.lstrip(".") for file in files})),
     )
 
@@ -123,16 +122,9 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     """The tensors of one file, safetensors or torch.save. Raises ReshardError if it holds something else."""
     if file.suffix == ".safetensors":
         return safetensors.read_tensors(file)
-    content = read_torch_file(file)
-    content = content.get("state_dict", content) if isinstance(content, dict) else content
-    if not isinstance(content, dict):
-        raise ReshardError(
-            "not a state dict",
-            file=str(file),
-            expected="a dict of tensors",
-            found=type(content).__name__,
-            remedy="save the model's state_dict()",
-        )
+    content = read_dict(file, "not a state dict", "save the model's state_dict()")
+    nested = content.get("state_dict")
+    content = nested if isinstance(nested, dict) else content
     return {
         str(name): Tensor.stored(item) for name, item in content.items() if isinstance(item, StoredTensor)
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
+from reshard.checkpoint import Tensor
 from reshard.errors import Problem
 
 T = TypeVar("T")
@@ -18,6 +19,15 @@ ANCHORS = (
     *("model.language_model.embed_tokens.weight", "base_model.model.", "tok_embeddings.weight"),
 )
 """How a name begins in the model's own state dict: embeddings, and PEFT's wrapper."""
+
+
+BUFFER = "rotary_emb.inv_freq"
+"""Frequencies that older versions of transformers saved with the weights. They follow from the config."""
+
+
+def without_buffers(tensors: dict[str, Tensor]) -> int:
+    """Take rotary buffers out of the tensors of a model; returns their bytes."""
+    return sum(tensors.pop(name).nbytes for name in list(tensors) if name.endswith(BUFFER))
 
 
 def prefix_of(names: Iterable[str]) -> str:

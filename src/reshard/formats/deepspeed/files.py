@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from reshard.errors import Problem, ReshardError
 from reshard.formats.copies import copy_problem
 from reshard.formats.torchfiles.pickles import Opaque
-from reshard.formats.torchfiles.read import read_torch_file
+from reshard.formats.torchfiles.read import read_dict
 from reshard.storage import StoredTensor
 
 MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<model_rank>\d+)(?:_\d+)?_model_states\.pt")
@@ -138,16 +138,7 @@ def _models(
 
 
 def _read(path: Path) -> RankFile:
-    content = read_torch_file(path)
-    if not isinstance(content, Mapping):
-        raise ReshardError(
-            "not what DeepSpeed saves",
-            file=str(path),
-            expected="a dict",
-            found=type(content).__name__,
-            remedy=COPY_AGAIN,
-        )
-    return RankFile(path, content)
+    return RankFile(path, read_dict(path, "not what DeepSpeed saves", COPY_AGAIN, "a dict"))
 
 
 def _by_rank(found: Sequence[Path], pattern: re.Pattern[str], problems: list[Problem]) -> dict[int, RankFile]:

@@ -18,8 +18,7 @@ from reshard.errors import ReshardError
 from reshard.formats.deepspeed.files import holds_step, is_universal, read_step
 from reshard.formats.deepspeed.universal import read_universal
 from reshard.formats.deepspeed.zero import Weights, read_weights
-from reshard.formats.huggingface import BUFFER
-from reshard.formats.names import prefix_of
+from reshard.formats.names import prefix_of, without_buffers
 
 NAME = "deepspeed"
 WHAT = "DeepSpeed checkpoint: ZeRO 0 to 3, or universal"
@@ -61,8 +60,7 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
     files = read_step(folder) if not is_universal(folder) else None
     weights = read_weights(files) if files else read_universal(folder)
     prefix = prefix_of(weights.tensors)
-    buffers = [weights.tensors.pop(name) for name in list(weights.tensors) if name.endswith(BUFFER)]
-    weights.dropped["rotary buffers"] += sum(buffer.nbytes for buffer in buffers)
+    weights.dropped["rotary buffers"] += without_buffers(weights.tensors)
     return Checkpoint(
         path=folder,
         format=NAME,

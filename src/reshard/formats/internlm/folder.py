@@ -28,6 +28,7 @@ from reshard.formats.internlm.config import (
 )
 from reshard.formats.internlm.names import in_new_order, is_old_order, mlp_shapes, with_fused_attention
 from reshard.formats.internlm.shards import COPY, Rank, Shards
+from reshard.formats.names import without_buffers
 from reshard.formats.torchfiles.read import read_torch_file
 from reshard.layout import Layout
 from reshard.storage import StoredTensor
@@ -161,8 +162,7 @@ def _read(files: Mapping[Rank, Path]) -> tuple[dict[Rank, dict[str, Tensor]], Co
     contents = {}
     for rank, path in files.items():
         contents[rank] = _tensors(path)
-        for key in [key for key in contents[rank] if key.endswith("rotary_emb.inv_freq")]:
-            dropped["rotary buffers"] += contents[rank].pop(key).nbytes
+        dropped["rotary buffers"] += without_buffers(contents[rank])
     return contents, dropped
 
 

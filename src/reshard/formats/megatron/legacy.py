@@ -31,7 +31,7 @@ from reshard.formats.megatron.mcore import (
 from reshard.formats.megatron.rank_files import FILE, Facts, chunks_of, expert_shards, folder_name
 from reshard.formats.megatron.ranks import Rank, RankStates
 from reshard.formats.sharding import Split, join
-from reshard.formats.torchfiles.read import read_torch_file
+from reshard.formats.torchfiles.read import read_dict
 from reshard.formats.torchfiles.write import NewTensor, layout_torch_file
 from reshard.layout import Layout
 from reshard.plan import Block, OutputFile, Planned
@@ -84,11 +84,8 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
 
 
 def _read(folder: Path, rank: str) -> dict[str, Any]:
-    path = folder / rank / FILE
-    content = read_torch_file(path)
-    if not isinstance(content, dict):
-        raise ReshardError("not a Megatron checkpoint", file=str(path), found=type(content).__name__)
-    return content
+    remedy = "copy the file again from the node that saved it"
+    return read_dict(folder / rank / FILE, "not a Megatron checkpoint", remedy, "a dict with `model`")
 
 
 def _check_ranks(folder: Path, ranks: list[Rank], layout: Layout) -> None:

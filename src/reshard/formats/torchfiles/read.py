@@ -52,6 +52,15 @@ def read_torch_file(
     return _load(archive.read("data.pkl"), archive.window.name, archive.storage)
 
 
+def read_dict(path: Path, message: str, remedy: str, expected: str = "a dict of tensors") -> dict[Any, Any]:
+    """The dict that a file of `torch.save` holds. Raises ReshardError with `message` if it holds something else."""
+    content = read_torch_file(path)
+    if not isinstance(content, dict):
+        found = type(content).__name__
+        raise ReshardError(message, file=str(path), expected=expected, found=found, remedy=remedy)
+    return content
+
+
 def scalar(tensor: StoredTensor) -> float:
     """The value of a tensor of one element, such as the step of an optimizer. Raises ValueError for any other."""
     if tensor.numel != 1:
