@@ -348,3 +348,10 @@ def test_the_new_name_of_recomputation_goes_before_the_old_one_and_nothing_warns
         assert trl.precision(run).recomputation is expected
         assert arguments.gradient_checkpointing is arguments.activation_checkpointing is expected
     assert not [each for each in recwarn if "checkpointing" in str(each.message)]
+
+
+def test_a_tied_head_is_not_shared_by_groups_of_tensor_parallel_ranks(tiny: Callable[..., Path]) -> None:
+    run = replace(run_of(spread=Spread("tp", tp=2)), model=tiny("qwen3_tied"))
+    (problem,) = refused(trl.batches, run, 4, 64)
+    assert "tied" in problem.message
+    assert trl.batches(run, 2, 64) and trl.batches(replace(run, model=tiny("qwen3")), 4, 64)

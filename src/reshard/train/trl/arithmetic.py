@@ -8,6 +8,7 @@ from typing import Any
 
 from reshard.doctor.rules import told
 from reshard.errors import Problem, ReshardError
+from reshard.formats.companions import CONFIG
 from reshard.train.engine import Batches, Precision
 from reshard.train.run import Run
 
@@ -59,6 +60,7 @@ def _beside_tensor_parallelism(run: Run, world_size: int) -> Iterator[Problem]:
         "grpo": run.method == "grpo",
         f"--ep {run.spread.ep}": run.spread.ep > 1,
         "--eval-data": run.eval_data is not None,  # accelerate counts some of the records twice
+        "a head that is tied to the embedding": _is_tied(run),  # its second step has another loss
     }
     for what in (name for name, asked in wrong.items() if asked):
         yield Problem(
@@ -66,6 +68,17 @@ def _beside_tensor_parallelism(run: Run, world_size: int) -> Iterator[Problem]:
             found=f"{world_size} ranks, --tp {run.spread.tp}",
             remedy=f"give --nproc {run.spread.tp} or --tp {world_size}; or use --parallel fsdp2",
         )
+
+
+def _is_tied(run: Run) -> bool:
+    """Whether the head is the embedding, as transformers reads the config: some families say so by saying nothing."""
+    if not (run.model / CONFIG).is_file():
+        return False
+    from transformers import AutoConfig
+
+    trusted = bool(run.options.get("trust_remote_code"))
+    config = AutoConfig.from_pretrained(str(run.model), trust_remote_code=trusted)
+    return bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
 
 
 def _generated(options: Mapping[str, Any], step: int) -> int:
