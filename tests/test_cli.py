@@ -40,7 +40,7 @@ BESIDES = {
     "verify": "--debug",
     "train": "",  # its methods have the flags: tests/train/test_cli.py
     "export": "--merge --dtype --overwrite --quiet --json --debug",
-    "doctor": "--debug",
+    "doctor": "--quiet --debug",
     "support": "--debug",
 }
 INSPECT_KEYS = {
