@@ -287,6 +287,8 @@ def test_without_the_flag_states_are_dropped_by_name(runs: Runs, tmp_path: Path)
     assert "--no-load-optim" not in with_states.load_with
     folder = case.convert(source, tmp_path / "ours", with_optimizer=False)
     assert not [key for key in values(folder) if "optimizer" in key]
-    weights_only = reshard.convert(source, tmp_path, to="megatron", no_tokenizer=True, dry_run=True).plan
+    weights_only = reshard.convert(
+        source, tmp_path / "none", to="megatron", no_tokenizer=True, dry_run=True
+    ).plan
     assert weights_only.dropped["optimizer states"] > 0
     assert "--no-load-optim" in weights_only.load_with

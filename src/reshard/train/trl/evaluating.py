@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from reshard.train.run import Run
+from reshard.train.trl.weights import reshard
 
 if TYPE_CHECKING:
     Base = Any
@@ -45,18 +46,6 @@ class Evaluating(Base):  # type: ignore[misc]
         """The losses of a batch, which tensor parallel ranks compute together; of the last one those that it has."""
         state = self.accelerator.gradient_state
         return losses[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else losses
-
-
-def reshard(model: Any) -> None:
-    """Give each rank its part of the weights again: torch leaves the outermost group gathered until a backward pass.
-
-    What is saved right after an evaluation would be whole tensors, which no longer are those of the optimizer.
-    """
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def take_whole_batches(sampler: Any) -> None:

@@ -54,14 +54,18 @@ def _full(model: Any, only: set[str] | None = None) -> Iterator[tuple[str, Any]]
 
 def _live(model: Any) -> Iterator[tuple[str, Any]]:
     """Parameters, each once where they are tied, and the buffers that are saved."""
-    _reshard(model)
+    reshard(model)
     yield from model.named_parameters()
     saved = model.state_dict().keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
-def _reshard(model: Any) -> None:
-    """Give back what FSDP2 has gathered: after an evaluation some layers are still whole, in memory that it reuses."""
+def reshard(model: Any) -> None:
+    """Give each rank its part of the weights again: FSDP2 leaves the outermost group gathered until a backward pass.
+
+    What is saved right after an evaluation would be whole tensors, in memory that is used again, and no longer those of
+    the optimizer.
+    """
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
