@@ -29,6 +29,9 @@ class Evaluating(Base):  # type: ignore[misc]
             measured = super().evaluate(*args, **kwargs)
         if self.asked.spread.kind == "fsdp2":
             reshard(self.model)
+        elif self.asked.spread.kind == "zero3":
+            # An evaluation ends with weights fetched ahead for a next one, which cannot be gathered to be saved.
+            self.model_wrapped.empty_partition_cache()
         return measured
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
