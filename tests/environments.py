@@ -65,7 +65,10 @@ ENVIRONMENTS = {
     "internevo": Environment(("einops", "requests"), ("InternEvo==0.4.9",), on=TESTS),
     "bridges": Environment(("omegaconf",), ("megatron-bridge==0.3.1", "mcore-bridge==1.6.5"), on=TESTS),
     "verl": Environment(
-        ("ray==2.60.0", "hydra-core", "codetiming", "tensordict==0.15.3", "pyvers", "pandas", "setuptools"),
+        (
+            *("ray==2.60.0", "hydra-core", "codetiming", "tensordict==0.15.3", "pyvers"),
+            *("pandas", "pillow", "orjson", "setuptools"),
+        ),
         ("verl==0.9.1",),
         on=TESTS,
     ),

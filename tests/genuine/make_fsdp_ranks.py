@@ -1,7 +1,7 @@
 """FSDP checkpoints with a file for each rank, as torch, accelerate and verl write them, on a CPU.
 
 Run it to make what is kept in `tests/data`: `python -m tests.genuine.make_fsdp_ranks verl` where verl is installed,
-`… torch` with an old version of torch, which need not have transformers.
+`… verl KIND OUT` makes one of them elsewhere, `… torch` with an old version of torch, which need not have transformers.
 """
 
 from __future__ import annotations
@@ -327,4 +327,7 @@ def main(what: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if len(sys.argv) == 4:
+        verl(sys.argv[2], Path(sys.argv[3]))
+    else:
+        main(sys.argv[1])
