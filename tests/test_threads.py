@@ -42,24 +42,9 @@ def ctrl_c() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_stops_all() -> None:
-    ended, begun = [], threading.Barrier(2)
-
-    def work(index: int, stopped: Event) -> None:
-        begun.wait(30)
-        if index == 0:
-            signal.raise_signal(signal.SIGINT)
-        assert stopped.wait(30)
-        ended.append(index)
-
-    with pytest.raises(KeyboardInterrupt):
-        together(work, 2)
-    assert sorted(ended) == [0, 1]
-
-
-@pytest.mark.usefixtures("ctrl_c")
-def test_a_second_ctrl_c_waits_for_all_too() -> None:
-    """Of somebody impatient, while the threads end."""
+@pytest.mark.parametrize("impatient", [False, True])
+def test_ctrl_c_stops_all_and_waits_for_them(impatient: bool) -> None:
+    """Also if it comes again while the threads end."""
     ended, begun = [], threading.Barrier(2)
 
     def work(index: int, stopped: Event) -> None:
@@ -68,7 +53,7 @@ def test_a_second_ctrl_c_waits_for_all_too() -> None:
             signal.raise_signal(signal.SIGINT)
         assert stopped.wait(30)
         time.sleep(0.1)
-        if index == 0:
+        if index == 0 and impatient:
             os.kill(os.getpid(), signal.SIGINT)  # which the main thread hears wherever it waits
         time.sleep(0.2)
         ended.append(index)

@@ -291,7 +291,7 @@ def _known(folder: Path) -> None:
     from transformers import AutoConfig
 
     try:
-        AutoConfig.from_pretrained(str(folder))
+        AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # whatever a config makes transformers raise
         raise ReshardError(
             "transformers does not know the model, and would not load what was trained",
