@@ -64,11 +64,14 @@ class Block:
 
 @dataclass
 class OutputFile:
-    """A file to write, relative to the destination. `literals` gives (offset, bytes) when asked."""
+    """A file to write, relative to the destination. `literals` gives (offset, bytes) when asked.
+
+    `blocks` may be iterated over more than once, and may make them anew each time.
+    """
 
     path: str
     size: int
-    blocks: list[Block] = field(default_factory=list)
+    blocks: Iterable[Block] = ()
     literals: Callable[[], Iterator[tuple[int, bytes]]] = field(default=lambda: iter(()))
 
     @staticmethod

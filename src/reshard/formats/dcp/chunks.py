@@ -15,12 +15,17 @@ from reshard.plan import Block, OutputFile, Planned
 
 @dataclass
 class ChunkFile:
-    """One file, to which a layout assigns chunks of tensors. `path` is relative to the folder of `.metadata`."""
+    """One file, to which a layout assigns chunks of tensors. `path` is relative to the folder of `.metadata`.
+
+    It iterates over its blocks. Of each chunk it keeps the tensor and the place that `.metadata` names, and makes the
+    rest when asked: Kimi-K2 on 2048 ranks has 556,000 chunks.
+    """
 
     path: str
     size: int = 0
-    blocks: list[Block] = field(default_factory=list)
-    images: list[tuple[int, Image]] = field(default_factory=list)
+    _tensors: list[Planned] = field(default_factory=list)
+    _places: list[DcpChunk] = field(default_factory=list)
+    _objects: list[tuple[int, bytes]] = field(default_factory=list)
 
     def add(
         self, tensor: Planned, low: tuple[int, ...], size: tuple[int, ...], at: tuple[int, ...] = ()
@@ -29,38 +34,51 @@ class ChunkFile:
 
         A tensor that is one of several which are stacked stands at `at` on the leading axes.
         """
-        stacked = (*(1 for _ in at), *size)
-        image = _image(tensor.dtype, stacked)
-        (slot,) = image.slots
-        begin = self.size
-        offset, crc_at = begin + slot.offset, tuple(begin + crc for crc in slot.crc_at)
-        source = _boxed(tensor, low, size)
-        self.blocks.append(Block(tensor.name, tensor.dtype, size, source, offset, crc_at))
-        self.images.append((begin, image))
+        image = _image(tensor.dtype, len(at), size)
+        chunk = DcpChunk(at + low, image.slots[0].shape, self.path, self.size, image.size)
+        self._tensors.append(tensor)
+        self._places.append(chunk)
         self.size += image.size
-        return DcpChunk((*at, *low), stacked, self.path, begin, image.size)
+        return chunk
 
     def append(self, content: bytes) -> DcpChunk:
         """Put a whole file of torch.save at the end, whose content is known, and return where."""
         chunk = DcpChunk((), (), self.path, self.size, len(content))
-        self.images.append((self.size, Image(len(content), ((0, content),), ())))
+        self._objects.append((self.size, content))
         self.size += len(content)
         return chunk
 
     def finished(self, folder: str = "") -> OutputFile:
         """The file, below `folder` of the output."""
+        path = f"{folder}/{self.path}" if folder else self.path
+        return OutputFile(path, self.size, self, self._literals)
 
-        def literals() -> Iterator[tuple[int, bytes]]:
-            for begin, image in self.images:
-                for offset, content in image.literals:
-                    yield begin + offset, content
+    def __iter__(self) -> Iterator[Block]:
+        for tensor, low, size, begin, image in self._laid_out():
+            (slot,) = image.slots
+            crc_at = tuple(begin + place for place in slot.crc_at)
+            yield Block(
+                tensor.name, tensor.dtype, size, _boxed(tensor, low, size), begin + slot.offset, crc_at
+            )
 
-        return OutputFile(f"{folder}/{self.path}" if folder else self.path, self.size, self.blocks, literals)
+    def _literals(self) -> Iterator[tuple[int, bytes]]:
+        for *_, begin, image in self._laid_out():
+            for offset, content in image.literals:
+                yield begin + offset, content
+        yield from self._objects
+
+    def _laid_out(self) -> Iterator[tuple[Planned, tuple[int, ...], tuple[int, ...], int, Image]]:
+        """Each chunk: its tensor, its box there (low, size), and its image with the place where that begins."""
+        for tensor, chunk in zip(self._tensors, self._places, strict=True):
+            lead = len(chunk.offsets) - len(tensor.shape)
+            low, size = chunk.offsets[lead:], chunk.sizes[lead:]
+            yield tensor, low, size, chunk.offset, _image(tensor.dtype, lead, size)
 
 
 @lru_cache(maxsize=4096)
-def _image(dtype: DType, shape: tuple[int, ...]) -> Image:
-    return layout_torch_file(NewTensor("data", dtype, shape))
+def _image(dtype: DType, lead: int, size: tuple[int, ...]) -> Image:
+    """The file of a chunk of `size` in a tensor that stacks several on `lead` axes."""
+    return layout_torch_file(NewTensor("data", dtype, (1,) * lead + size))
 
 
 def _boxed(tensor: Planned, low: tuple[int, ...], size: tuple[int, ...]) -> Callable[[], Any]:

@@ -368,7 +368,7 @@ class _Writer:
         entry = DcpTensor(tensor.dtype, tensor.shape, [])
         for low, size in _boxes(tensor, min(CHUNK, self._max_file_size)):
             nbytes = prod(size) * tensor.dtype.itemsize
-            if self._files[-1].blocks and self._files[-1].size + nbytes > self._max_file_size:
+            if self._files[-1].size and self._files[-1].size + nbytes > self._max_file_size:
                 self._files.append(ChunkFile(f"__{len(self._files)}_0.distcp"))
             entry.chunks.append(self._files[-1].add(tensor, low, size))
         return entry

@@ -285,7 +285,8 @@ class Pickler:
     """
 
     def __init__(self) -> None:
-        self._out = bytearray(b"\x80\x02")
+        self._out = io.BytesIO()  # gives what was written without a copy of it
+        self.raw(b"\x80\x02")
         self._memo: dict[Any, bytes] = {}
         self._writers: dict[type, Callable[[Any], None]] = {
             type(None): lambda value: self.raw(b"N"),
@@ -310,22 +311,22 @@ class Pickler:
 
     def finish(self) -> bytes:
         """The pickle of what was written: one object."""
-        self._out += b"."
-        return bytes(self._out)
+        self.raw(b".")
+        return self._out.getvalue()
 
     def raw(self, opcodes: bytes) -> None:
         """Append opcodes as they are."""
-        self._out += opcodes
+        self._out.write(opcodes)
 
     def memoize(self, key: Any) -> bytes:
         """Remember the object on top of the stack under `key`; returns the opcode that fetches it again."""
         index = len(self._memo)
         if index < 256:
-            self._out += b"q%c" % index
+            self.raw(b"q%c" % index)
             self._memo[key] = b"h%c" % index
         else:
             number = struct.pack("<I", index)
-            self._out += b"r" + number
+            self.raw(b"r" + number)
             self._memo[key] = b"j" + number
         return self._memo[key]
 
@@ -334,7 +335,7 @@ class Pickler:
         opcode = self._memo.get(key)
         if opcode is None:
             return False
-        self._out += opcode
+        self.raw(opcode)
         return True
 
     def prepare(self, value: Any) -> bytes:
@@ -343,7 +344,7 @@ class Pickler:
             self.write(value)
             if value not in self._memo:
                 self.memoize(value)
-            self._out += b"0"
+            self.raw(b"0")
         return self._memo[value]
 
     def write(self, value: Any) -> None:
@@ -361,34 +362,34 @@ class Pickler:
     def _string(self, value: str) -> None:
         if not self.recall(value):
             encoded = value.encode("utf-8", "surrogatepass")
-            self._out += b"X" + struct.pack("<I", len(encoded)) + encoded
+            self.raw(b"X" + struct.pack("<I", len(encoded)) + encoded)
             self.memoize(value)
 
     def _bytes(self, value: bytes) -> None:
         self.write(Reduce(Global("_codecs", "encode"), (value.decode("latin1"), "latin1")))
 
     def _list(self, value: list[Any]) -> None:
-        self._out += b"]"
+        self.raw(b"]")
         self._batch(value, b"e")
 
     def _batch(self, values: Any, opcode: bytes) -> None:
-        self._out += b"("
+        self.raw(b"(")
         for item in values:
             self.write(item)
-        self._out += opcode
+        self.raw(opcode)
 
     def _tuple(self, value: tuple[Any, ...]) -> None:
         if 1 <= len(value) <= 3:
             for item in value:
                 self.write(item)
-            self._out += b"\x85\x86\x87"[len(value) - 1 : len(value)]
+            self.raw(b"\x85\x86\x87"[len(value) - 1 : len(value)])
         elif value:
             self._batch(value, b"t")
         else:
-            self._out += b")"
+            self.raw(b")")
 
     def _dict(self, value: Mapping[Any, Any]) -> None:
-        self._out += b"}"
+        self.raw(b"}")
         if value:
             self._batch(chain.from_iterable(value.items()), b"u")
 
@@ -402,20 +403,20 @@ class Pickler:
             return
         if "." in value.name:
             raise TypeError(f"protocol 2 cannot name the nested class {value.module}.{value.name}")
-        self._out += f"c{value.module}\n{value.name}\n".encode()
+        self.raw(f"c{value.module}\n{value.name}\n".encode())
         self.memoize(value)
 
     def _reduce(self, value: Reduce) -> None:
         self.write(value.function)
         self._tuple(value.args)
-        self._out += b"\x81" if value.new else b"R"
+        self.raw(b"\x81" if value.new else b"R")
         if value.state is not None:
             self.write(value.state)
-            self._out += b"b"
+            self.raw(b"b")
 
     def _persistent(self, value: Persistent) -> None:
         self._tuple(value.key)
-        self._out += b"Q"
+        self.raw(b"Q")
 
     def _opaque(self, value: Opaque) -> None:
         function = Global(value.module, value.name)
