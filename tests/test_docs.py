@@ -45,6 +45,7 @@ FOREIGN_FLAGS = {
     "--override-opt_param-scheduler",
     "--save",
     "--use-checkpoint-args",
+    "--use-tp-pp-dp-mapping",
 }
 FOREIGN_FUNCTIONS = {"sharded_state_dict"}
 FOREIGN_FILES = {

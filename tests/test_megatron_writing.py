@@ -185,6 +185,10 @@ LAYOUT_ARGUMENTS = (
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
     "expert_model_parallel_size",
+    "context_parallel_size",
+    "data_parallel_size",
+    "world_size",
+    "rank",
     "decoder_first_pipeline_num_layers",
 )
 

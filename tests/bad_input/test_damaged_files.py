@@ -164,6 +164,29 @@ def test_the_same_legacy_rank_twice(copy: Copy, name: str, wrong: str, right: st
 
 
 @pytest.mark.parametrize(
+    ("name", "one", "other"),
+    [
+        ("legacy", "mp_rank_00_000", "mp_rank_01_000"),
+        ("legacy", "mp_rank_01_000", "mp_rank_01_001"),
+        ("legacy moe", "mp_rank_00_000", "mp_rank_00_001"),
+    ],
+)
+def test_two_legacy_ranks_exchanged(copy: Copy, name: str, one: str, other: str) -> None:
+    """Of a checkpoint that reshard wrote, which notes its ranks as a run of Megatron-LM does."""
+    src = copy(name)
+    first, second = (src / "release" / rank for rank in (one, other))
+    first.rename(src / "spare")
+    second.rename(first)
+    (src / "spare").rename(second)
+    problems = refused(*convert(src))
+    assert {problem["message"] for problem in problems} == {"a file is that of another rank"}
+    assert [problem["file"] for problem in problems] == [
+        str(path / "model_optim_rng.pt") for path in sorted((first, second))
+    ]
+    assert reshard("verify", src, src).code == 2
+
+
+@pytest.mark.parametrize(
     ("name", "wrong", "right"),
     [
         ("torch_dist", 1, 0),  # other chunks at other places

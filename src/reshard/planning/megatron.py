@@ -157,7 +157,11 @@ def layout_arguments(layout: Layout) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
+        "context_parallel_size": 1,
+        "data_parallel_size": layout.stage_ranks // layout.tp,
+        "use_tp_pp_dp_mapping": False,
         "world_size": layout.world_size,
+        "rank": 0,
     }
 
 

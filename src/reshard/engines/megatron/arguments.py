@@ -220,7 +220,7 @@ def to_store(
         "num_layers_per_virtual_pipeline_stage": layers_per_chunk if sizes.virtual else None,
         "expert_model_parallel_size": sizes.ep,
         "expert_tensor_parallel_size": sizes.expert_tp,
-        "context_parallel_size": 1,
+        "context_parallel_size": sizes.cp,
     }
     if sizes.stages:
         layout["pipeline_model_parallel_layout"] = pipeline_layout(complete(args), sizes)

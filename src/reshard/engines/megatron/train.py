@@ -149,7 +149,7 @@ def _run_arguments(recipe: _Recipe, dtype: Any) -> dict[str, Any]:
         "params_dtype": dtype,
         "transformer_impl": "transformer_engine" if recipe.spec == "te" else "local",
         "use_distributed_optimizer": recipe.distributed_optimizer,
-        "data_parallel_size": world_size // recipe.sizes.tp // recipe.sizes.pp,
+        "data_parallel_size": world_size // recipe.sizes.tp // recipe.sizes.pp // recipe.sizes.cp,
         "world_size": world_size,
         "rank": torch.distributed.get_rank(),
         "optimizer": "adam",

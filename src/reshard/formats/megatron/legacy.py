@@ -28,7 +28,16 @@ from reshard.formats.megatron.mcore import (
     stored_args,
     unfused,
 )
-from reshard.formats.megatron.rank_files import FILE, Facts, chunks_of, expert_shards, folder_name
+from reshard.formats.megatron.rank_files import (
+    FILE,
+    Facts,
+    args_of,
+    chunks_of,
+    folder_name,
+    misplaced,
+    other_runs,
+    stage_ranks,
+)
 from reshard.formats.megatron.ranks import Rank, RankStates
 from reshard.formats.sharding import Split, join
 from reshard.formats.torchfiles.read import read_dict
@@ -51,13 +60,13 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
     folder, step = iterations.choose(path, iteration)
     read = cache(partial(_read, folder))
     names = sorted(path.parent.name for path in folder.glob(f"mp_rank_*/{FILE}"))
-    args = vars(stored) if isinstance(stored := read(names[0]).get("args"), Namespace) else None
+    args = args_of(read(names[0])) or None
     facts = Facts.of_args(args) if args else Facts.of_files({name: read(name) for name in names})
     layout = facts.layout
-    shards = expert_shards(layout)
-    ranks = [Rank(tp, pp, ep) for tp, ep in shards for pp in range(layout.pp)]
+    pairs = stage_ranks(layout)
+    ranks = [Rank(tp, pp, ep) for tp, ep in pairs for pp in range(layout.pp)]
     _check_ranks(folder, ranks, layout)
-    reader = _Reader(facts, shards)
+    reader = _Reader(facts, {pair: rank % layout.etp for pair, rank in pairs.items()})
     dropped: Counter[str] = Counter()
     files = {rank: read(folder_name(rank, layout)) for rank in ranks}
     for rank, content in files.items():
@@ -67,6 +76,10 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
         reader.add(rank, content)
     for optimizer in folder.glob("mp_rank_*/distrib_optim.pt"):
         dropped["optimizer states"] += optimizer.stat().st_size
+    by_path = {str(folder / folder_name(rank, layout) / FILE): content for rank, content in files.items()}
+    problems = reader.copies.problems() or [*other_runs(by_path)] or [*misplaced(by_path, layout)]
+    if misfits := reader.misfits():
+        raise ReshardError(problems or misfits)
     return Checkpoint(
         path=folder,
         format=NAME,
@@ -78,7 +91,7 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
         args=args,
         dropped=dropped,
         replicas=reader.replicas,
-        problems=reader.copies.problems(),
+        problems=problems,
         variant="Transformer Engine" if reader.fused else "local",
     )
 
@@ -224,11 +237,12 @@ class _Reader:
         else:
             yield None, module, tensor
 
+    def misfits(self) -> list[Problem]:
+        """Shards that are missing, or not as large as the others of their tensor."""
+        return [problem for name in self._found for problem in self._misfits(name)]
+
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors, joined over the ranks that share them. Raises ReshardError listing those that do not fit."""
-        problems = [problem for name in self._found for problem in self._misfits(name)]
-        if problems:
-            raise ReshardError(self.copies.problems() or problems)
+        """All tensors, joined over the ranks that share them. There are no `misfits`."""
         result = {}
         for name, shards in self._found.items():
             split = shards.split
@@ -238,7 +252,6 @@ class _Reader:
         return result
 
     def _misfits(self, name: str) -> Iterator[Problem]:
-        """Shards of a tensor that are missing, or not as large as the others."""
         if not self._found[name].split:
             return
         shards = self._found[name].by_rank
@@ -282,14 +295,15 @@ def lay_out(
         args = {**args, "moe_grouped_gemm": True}
     writer = _Writer(tensors, args, layout, transformer_engine)
     files = []
-    for (tp, ep), etp in sorted(expert_shards(layout).items()):
+    for (tp, ep), first in sorted(stage_ranks(layout).items()):
         for pp in range(layout.pp):
             rank = Rank(tp, pp, ep)
+            own = {"rank": pp * layout.stage_ranks + first}
             content = {
-                "args": Namespace(**stored_args(args, layout, "torch")),
+                "args": Namespace(**stored_args({**args, **own}, layout, "torch")),
                 "checkpoint_version": 3.0,
                 "iteration": 0 if iteration == "release" else iteration,
-                **writer.models(rank, etp),
+                **writer.models(rank, first % layout.etp),
             }
             path = f"{iterations.name_of(iteration)}/{folder_name(rank, layout)}/{FILE}"
             files.append(_rank_file(path, content))

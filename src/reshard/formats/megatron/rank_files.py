@@ -1,17 +1,22 @@
-"""The files of a legacy checkpoint: which ranks have one, and what they tell of the model that their names leave open.
+"""The files of a legacy checkpoint: which ranks have one, and what they tell that their names leave open or belie.
 
 Megatron-LM stores its arguments in each file. Training loops that are built on megatron-core alone may not, and then
-the names of folders and the names and shapes of tensors say the same.
+the names of folders and the names and shapes of tensors say the same. Source: megatron-core's `parallel_state.py`
+(`RankGenerator` and the orders that it is given) from 0.6 to 0.19; Megatron-LM's `training/initialize.py`, where
+`args.rank` is set.
 """
 
 from __future__ import annotations
 
 import re
+from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from reshard.errors import ReshardError
+from reshard.errors import Problem, ReshardError
 from reshard.formats.megatron.mcore import layout_of
 from reshard.formats.megatron.ranks import Rank
 from reshard.layout import Layout
@@ -23,6 +28,19 @@ _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 COMPARED = 1 << 16
 """Bytes by which two tables are told apart: some rows of each."""
 
+RUN = (
+    "iteration",
+    "world_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "context_parallel_size",
+    "num_layers",
+    "num_experts",
+    "hidden_size",
+)
+"""What all files of one iteration say alike."""
+
 Content = Mapping[str, Any]
 
 
@@ -33,15 +51,15 @@ def folder_name(rank: Rank, layout: Layout) -> str:
     return f"mp_rank_{rank.tp:02d}{stage}{expert}"
 
 
-def expert_shards(layout: Layout) -> dict[tuple[int, int], int]:
-    """For each (tp, ep) that has a file: which expert-tensor shard its rank holds.
+def stage_ranks(layout: Layout) -> dict[tuple[int, int], int]:
+    """For each (tp, ep) that has a file: the first rank of a stage with these coordinates, which saves it.
 
     Ranks count tp first for dense tensors and etp, then ep, for experts, so with ETP ≠ TP only some pairs exist.
     """
     pairs: dict[tuple[int, int], int] = {}
     for rank in range(layout.stage_ranks):
         pair = rank % layout.tp, rank // layout.etp % layout.ep
-        if pairs.setdefault(pair, rank % layout.etp) != rank % layout.etp:
+        if pairs.setdefault(pair, rank) % layout.etp != rank % layout.etp:
             raise ReshardError(
                 "legacy files cannot hold this layout",
                 rule="a (tp, ep) pair names one file, and so one expert-tensor shard",
@@ -49,6 +67,74 @@ def expert_shards(layout: Layout) -> dict[tuple[int, int], int]:
                 remedy="choose --etp so that it divides --tp, or --to megatron",
             )
     return pairs
+
+
+def args_of(content: Content) -> dict[str, Any]:
+    """Megatron-LM's arguments, as far as the file has them."""
+    args = content.get("args")
+    return vars(args) if isinstance(args, Namespace) else {}
+
+
+def other_runs(files: Mapping[str, Content]) -> Iterator[Problem]:
+    """The files, by path, that say they are of another run or iteration than most of the others."""
+    said = {
+        path: {"iteration": content.get("iteration"), **args_of(content)} for path, content in files.items()
+    }
+    known = [key for key in RUN if all(each.get(key) is not None for each in said.values())]
+    runs = {path: tuple(f"{key} {each[key]}" for key in known) for path, each in said.items()}
+    ((usual, _),) = Counter(runs.values()).most_common(1)
+    example = next(path for path, run in runs.items() if run == usual)
+    for path, run in runs.items():
+        if run != usual:
+            yield Problem(
+                "the file of a rank is of another run or iteration",
+                file=path,
+                rule="one iteration of one run saved the files of all ranks",
+                expected=f"{', '.join(a for a, b in zip(usual, run, strict=True) if a != b)}, as in {example}",
+                found=", ".join(b for a, b in zip(usual, run, strict=True) if a != b),
+                remedy="copy the files of all ranks again, from one iteration",
+            )
+
+
+def misplaced(files: Mapping[str, Content], layout: Layout) -> Iterator[Problem]:
+    """The files, by path, whose folders have the names of other ranks than those that saved them.
+
+    A converter is one process and leaves its own rank in every file, which then says nothing.
+    """
+    args = {path: args_of(content) for path, content in files.items()}
+    if min(Counter(str(each.get("rank")) for each in args.values()).values()) > 1:
+        return
+    for path, each in args.items():
+        saved_by = coordinates(each)
+        folder = Path(path).parent.name
+        if saved_by and folder_name(saved_by, layout) != folder:
+            yield Problem(
+                "a file is that of another rank",
+                file=path,
+                rule="args.rank in the file says which rank saved it",
+                expected=f"a rank that saves {folder}",
+                found=f"rank {each['rank']} of {each['world_size']}, which saves {folder_name(saved_by, layout)}",
+                remedy="its name was changed: copy each rank's own file from where it was saved",
+            )
+
+
+def coordinates(args: Mapping[str, Any]) -> Rank | None:
+    """Where `args.rank` stands in the layout; None where the arguments do not say.
+
+    Which replica of data or context parallelism saves a file differs between versions, and does not matter: ranks
+    count tp first, inside of experts etp and ep, and stages last, or before data parallelism if that is asked for.
+    """
+    rank, world = args.get("rank"), args.get("world_size")
+    layout = layout_of(args)
+    if not isinstance(rank, int) or not isinstance(world, int) or not 0 <= rank < world or world % layout.pp:
+        return None
+    stage_size = world // layout.pp
+    replicas = args.get("context_parallel_size") or 1
+    if args.get("use_tp_pp_dp_mapping"):
+        stage_size = layout.tp * replicas
+    # Until 0.9, which had no expert tensor parallelism, context parallelism cut the ranks of experts too.
+    inside = layout.etp if args.get("expert_tensor_parallel_size") else layout.tp * replicas
+    return Rank(rank % layout.tp, rank // stage_size % layout.pp, rank // inside % layout.ep)
 
 
 def chunks_of(content: Content) -> list[Mapping[str, Any]]:
@@ -111,7 +197,7 @@ def _all(files: Mapping[str, Mapping[str, StoredTensor]]) -> Iterator[tuple[str,
 def _expert_tensor_size(tp: int, ep: int, found: set[tuple[int, int]]) -> int:
     """The expert-tensor size of a layout in which `found` (tp, ep) pairs have files, and as few others as can be."""
     sizes = [size for size in range(tp, 0, -1) if tp % size == 0]
-    pairs = {size: expert_shards(Layout(tp, 1, 1, ep, size)).keys() for size in sizes}
+    pairs = {size: stage_ranks(Layout(tp, 1, 1, ep, size)).keys() for size in sizes}
     return min((size for size in sizes if found <= pairs[size]), key=lambda size: len(pairs[size]))
 
 
