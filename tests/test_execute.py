@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import zlib
 from itertools import pairwise
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 
 from reshard import batch as batch_module
 from reshard import execute as execute_module
+from reshard import gather as gather_module
 from reshard.batch import has_nonfinite
 from reshard.checkpoint import Cells
 from reshard.dtypes import BY_NAME, dtype
@@ -52,11 +55,15 @@ def test_any_view_is_gathered_as_numpy_sees_it(tmp_path_factory: pytest.TempPath
     order = data.draw(st.permutations(range(len(shape))))
     box = tuple(slice(data.draw(st.integers(0, n - 1)), None) for n in shape)
     view, expected = View.of(cells, *shape)[box].permute(*order), values[box].transpose(order)
-    files, ledger = Files(), Ledger()
+    files, ledger = Files(), data.draw(st.sampled_from([None, Ledger()]))
     out = np.zeros(view.numel, np.uint16)
-    Gatherer(files, ledger, limit=data.draw(st.sampled_from([64, 4096, 1 << 16]))).fill(view.pieces, U16, out)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gather_module, "RUN", data.draw(st.sampled_from([16, 32 << 10])))
+        patch.setattr(gather_module, "GAP", data.draw(st.sampled_from([0, 16, 300, 32 << 10])))
+        limit = data.draw(st.sampled_from([64, 4096, 1 << 16]))
+        Gatherer(files, ledger, limit=limit).fill(view.pieces, U16, out)
     assert np.array_equal(out.reshape(view.shape), expected)
-    assert ledger.settle(files) == []
+    assert ledger is None or ledger.settle(files) == []
     files.close()
 
 
@@ -161,6 +168,53 @@ def test_a_source_that_shrank_is_an_error(tmp_path: Path) -> None:
     view = View.of(cells, 10_000)
     with pytest.raises(ReshardError, match="ends before"):
         execute(plan([OutputFile("f", 20_000, [Block("t", U16, (10_000,), lambda: view, 0)])]), target)
+
+
+SHRINKING = """
+import os, sys, threading
+import numpy as np
+from reshard.checkpoint import Cells
+from reshard.dtypes import dtype
+from reshard.errors import ReshardError
+from reshard.gather import Files, Gatherer
+from reshard.storage import Storage
+from reshard.views import View
+
+path, size = sys.argv[1], 4 << 20
+def shrink():
+    for _ in range(3000):
+        os.truncate(path, 0)
+        os.truncate(path, size)
+shrinking = threading.Thread(target=shrink)
+shrinking.start()
+view = View.of(Cells(Storage(path, 0, size), dtype("uint8")), 1 << 10, 1 << 12).permute(1, 0)
+out, seen, files = np.empty(size, np.uint8), set(), Files()
+while shrinking.is_alive():
+    try:
+        Gatherer(files, None).fill(view.pieces, dtype("uint8"), out)
+    except ReshardError as error:
+        seen.add(error.problems[0].message)
+print(*seen)
+"""
+
+
+def test_a_source_that_is_cut_while_it_is_read_does_not_kill_the_process(tmp_path: Path) -> None:
+    """A page of a mapping that is no longer there would: by SIGBUS."""
+    command = [sys.executable, "-c", SHRINKING, str(tmp_path / "s")]
+    (tmp_path / "s").touch()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "a file ends before its tensors do\n"
+
+
+def test_a_read_that_the_system_refuses_names_the_file() -> None:
+    """Bytes that the system cannot read (EIO), which here are the first of the own memory."""
+    view = View.of(Cells(Storage("/proc/self/mem", 0, 4096), U16), 2048)
+    with pytest.raises(ReshardError) as caught:
+        Gatherer(Files(), None).fill(view.pieces, U16, np.empty(2048, np.uint16))
+    (problem,) = caught.value.problems
+    assert (problem.message, problem.found) == ("a file cannot be read", "Input/output error")
+    assert problem.file == "/proc/self/mem"
 
 
 def test_many_files_and_more_blocks_than_threads(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Run a plan: each file is put together window by window, and each window is written once, at its place.
 
 Work is handed out in batches, each thread on the file that fewest others are writing. Memory is bounded by the window
-of each thread and what it maps of its sources, whatever the size of the model.
+of each thread and what it reads of its sources to pick from, whatever the size of the model.
 """
 
 from __future__ import annotations

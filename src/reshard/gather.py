@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Iterable, Iterator, Sequence
 from threading import Lock
 from typing import Any
 
@@ -18,16 +16,19 @@ from reshard.checkpoint import Cells, Computed, Tensor
 from reshard.dtypes import DType
 from reshard.errors import Problem, ReshardError
 from reshard.storage import Storage
-from reshard.views import Piece
+from reshard.views import Axis, Piece
 
 RAW: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """Elements are moved as integers of their width, whatever they mean."""
 
 RUN = 32 << 10
-"""Bytes side by side from which a read of their own is cheaper than mapping them: measured, docs/performance.md."""
+"""Bytes side by side from which they are read straight to their place: measured, docs/performance.md."""
 
-MAP_LIMIT = 32 << 20
-"""Bytes mapped at a time, at most: mapped pages count as memory of the process."""
+GAP = 32 << 10
+"""Unused bytes between two runs from which two reads are cheaper than one across: measured, docs/performance.md."""
+
+SPAN = 2 << 20
+"""Bytes that are read at a time to pick elements from: they stay in the cache of the processor."""
 
 
 class Files:
@@ -48,28 +49,23 @@ class Files:
         opened = self._open[path] = os.open(path, os.O_RDONLY)
         return opened
 
-    def mapped(self, path: str, offset: int, nbytes: int) -> np.ndarray[Any, Any]:
-        """`nbytes` bytes of `path` from `offset` as an array that shows the page cache, without a copy.
+    def read(self, path: str, parts: Iterable[tuple[int, memoryview]]) -> None:
+        """Fill memory with the bytes of `path` from the offset beside it.
 
-        The mapping lives as long as the array. Raises ReshardError if the file ends before: it is truncated.
+        Files are read and not mapped: a page of a mapping that cannot be read kills the process. Raises ReshardError if
+        the file ends before, or if the system cannot read it.
         """
-        start = offset % mmap.ALLOCATIONGRANULARITY
         try:
-            pages = mmap.mmap(
-                self.descriptor(path), start + nbytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=offset - start
-            )
-        except ValueError:
-            raise self._short(path, offset + nbytes) from None
-        return np.frombuffer(pages, np.uint8, nbytes, start)
-
-    def read(self, path: str, offset: int, out: memoryview) -> None:
-        """Fill `out` with the bytes of `path` from `offset`. Raises ReshardError as `mapped` does."""
-        descriptor, end = self.descriptor(path), offset + len(out)
-        while out:
-            count = os.preadv(descriptor, [out], offset)
-            if not count:
-                raise self._short(path, end)
-            out, offset = out[count:], offset + count
+            descriptor = self.descriptor(path)
+            for offset, out in parts:
+                count = os.preadv(descriptor, (out,), offset)
+                while count < len(out):
+                    more = os.preadv(descriptor, (out[count:],), offset + count)
+                    if not more:
+                        raise self._short(path, offset + len(out))
+                    count += more
+        except OSError as error:
+            raise _unreadable(path, error) from error
 
     def _short(self, path: str, end: int) -> ReshardError:
         return ReshardError(
@@ -83,6 +79,15 @@ class Files:
     def close(self) -> None:
         while self._open:
             os.close(self._open.popitem()[1])
+
+
+def _unreadable(path: str, error: OSError) -> ReshardError:
+    return ReshardError(
+        "a file cannot be read",
+        file=path,
+        found=error.strerror or str(error),
+        remedy="check the disk or the file server that holds it, then run the same command again",
+    )
 
 
 class Ledger:
@@ -119,14 +124,15 @@ class Ledger:
     def settle(self, files: Files) -> list[Storage]:
         """Read what did not pass of each storage that was touched, and return those whose CRC32 is wrong."""
         wrong = []
+        room = np.empty(SPAN, np.uint8)
         for storage, ranges in self._seen.items():
             total, position = 0, 0
             for begin, end, value in [*ranges, (storage.nbytes, storage.nbytes, 0)]:
                 while position < begin:
-                    count = min(MAP_LIMIT, begin - position)
-                    part = files.mapped(storage.path, storage.offset + position, count)
-                    total = crc32(part.data, total)
-                    position += count
+                    part = room[: begin - position].data
+                    files.read(storage.path, [(storage.offset + position, part)])
+                    total = crc32(part, total)
+                    position += len(part)
                 total = crc32_combine(total, value, end - begin)
                 position = end
             if total != storage.crc32:
@@ -135,12 +141,13 @@ class Ledger:
 
 
 class Gatherer:
-    """Reads pieces for one thread. `limit` bounds what is mapped at a time, in bytes."""
+    """Reads pieces for one thread. `limit` bounds what it holds at a time beside the result, in bytes."""
 
-    def __init__(self, files: Files, ledger: Ledger | None, limit: int = MAP_LIMIT) -> None:
+    def __init__(self, files: Files, ledger: Ledger | None, limit: int = 32 << 20) -> None:
         self._files = files
         self._ledger = ledger
         self._limit = limit
+        self._room = np.empty(0, np.uint8)
 
     def fill(self, pieces: tuple[Piece, ...], dtype: DType, out: np.ndarray[Any, Any]) -> None:
         """Put the elements of `pieces` at their places in `out`, whose items are as wide as `dtype`."""
@@ -169,19 +176,27 @@ class Gatherer:
         self._pick(span, source.dtype, piece, dtype, out)
 
     def _place(self, cells: Cells, piece: Piece, dtype: DType, out: np.ndarray[Any, Any]) -> None:
-        """Read a run of elements where they belong; map others with all that lies between them, and pick."""
+        """Read long runs of elements where they belong; read others with what lies between them, and pick."""
         size = cells.dtype.itemsize
         if cells.dtype == dtype and (run := _run(piece)) * size >= RUN:
-            for start, at in _runs(piece, run):
-                target = out[at : at + run].view(np.uint8).data
-                self._files.read(cells.storage.path, cells.storage.offset + start * size, target)
-                self._note(cells, start * size, target)
+            self._read(cells, _starts(piece.start, piece.at, piece.axes[:-1]), run, out)
             return
-        if (piece.source_end - piece.start) * size > self._limit:
+        # A checksum is of all bytes: where there is one, a gap that is read now need not be read at the end.
+        is_summed = self._ledger is not None and cells.storage.crc32 is not None
+        packed, length, repeats = _packed(piece, cells.storage.nbytes if is_summed else GAP // size)
+        if packed.source_end * size > min(self._limit, SPAN):
             for part in _halves(piece):
                 self._place(cells, part, dtype, out)
             return
-        self._pick(self._span(cells, piece).view(RAW[size]), cells.dtype, piece, dtype, out)
+        room = self._room_of(packed.source_end * size).view(RAW[size])
+        self._read(cells, _starts(piece.start, 0, repeats), length, room)
+        self._pick(room, cells.dtype, packed, dtype, out)
+
+    def _room_of(self, nbytes: int) -> np.ndarray[Any, Any]:
+        """`nbytes` bytes that the next call gives again."""
+        if self._room.nbytes < nbytes:
+            self._room = np.empty(nbytes, np.uint8)
+        return self._room[:nbytes]
 
     @staticmethod
     def _pick(
@@ -193,17 +208,19 @@ class Gatherer:
             values = cast(values, stored, dtype)
         _strided(out, piece.at, [(n, t) for n, _, t in piece.axes])[...] = values
 
-    def _span(self, cells: Cells, piece: Piece) -> np.ndarray[Any, Any]:
-        """The bytes from the first to the last element of a piece, which are noted in the ledger."""
-        size = cells.dtype.itemsize
-        begin, count = piece.start * size, (piece.source_end - piece.start) * size
-        span = self._files.mapped(cells.storage.path, cells.storage.offset + begin, count)
-        self._note(cells, begin, span.data)
-        return span
-
-    def _note(self, cells: Cells, begin: int, data: memoryview) -> None:
-        if self._ledger is not None:
-            self._ledger.record(cells.storage, begin, data)
+    def _read(
+        self, cells: Cells, starts: Iterable[tuple[int, int]], length: int, out: np.ndarray[Any, Any]
+    ) -> None:
+        """Read `length` elements from each start to their place in `out`, and note them in the ledger."""
+        size, offset, memory = cells.dtype.itemsize, cells.storage.offset, out.view(np.uint8).data
+        nbytes = length * size
+        places = ((start * size, memory[at * size : at * size + nbytes]) for start, at in starts)
+        if self._ledger is None or cells.storage.crc32 is None:
+            self._files.read(cells.storage.path, ((offset + begin, part) for begin, part in places))
+            return
+        for begin, part in places:
+            self._files.read(cells.storage.path, [(offset + begin, part)])
+            self._ledger.record(cells.storage, begin, part)
 
 
 def _run(piece: Piece) -> int:
@@ -211,15 +228,39 @@ def _run(piece: Piece) -> int:
     return piece.axes[-1][0] if piece.axes and piece.axes[-1][1:] == (1, 1) else 1
 
 
-def _runs(piece: Piece, run: int) -> Iterator[tuple[int, int]]:
-    """Where each of them starts: in the source, and in the target."""
-    outer = piece.axes[:-1] if run > 1 else piece.axes
-    for place in product(*(range(count) for count, _, _ in outer)):
-        steps = list(zip(place, outer, strict=True))
-        yield (
-            piece.start + sum(i * source for i, (_, source, _) in steps),
-            piece.at + sum(i * target for i, (_, _, target) in steps),
-        )
+def _starts(first: int, second: int, axes: Sequence[Axis]) -> Iterable[tuple[int, int]]:
+    """Where something that repeats along `axes` starts on both sides, from `first` and `second` on."""
+    starts: Iterable[tuple[int, int]] = [(first, second)]
+    for axis in axes:
+        starts = _repeated(starts, *axis)
+    return starts
+
+
+def _repeated(
+    starts: Iterable[tuple[int, int]], count: int, first: int, second: int
+) -> Iterator[tuple[int, int]]:
+    for a, b in starts:
+        for i in range(count):
+            yield a + i * first, b + i * second
+
+
+def _packed(piece: Piece, gap: int) -> tuple[Piece, int, list[Axis]]:
+    """A piece as it lies in memory, from 0 on, when gaps of more than `gap` elements of its source are left out.
+
+    Also how many elements are read at a time, and the axes along which such reads repeat: (count, step in the source,
+    step in memory).
+    """
+    axes, repeats = list(piece.axes), list[Axis]()
+    end = length = 1
+    for i in sorted(range(len(axes)), key=lambda i: axes[i][1]):  # from the innermost of the source
+        count, source, target = axes[i]
+        if repeats or source - length > gap:
+            repeats.append((count, source, end))
+            axes[i] = (count, end, target)
+            end *= count
+        else:
+            end = length = length + (count - 1) * source
+    return Piece(piece.source, 0, piece.at, tuple(axes)), length, repeats
 
 
 def _halves(piece: Piece) -> tuple[Piece, Piece]:

@@ -54,6 +54,6 @@ def _crc32(files: Files, tensor: Tensor, buffer: bytearray) -> int:
     value = 0
     for begin in range(0, tensor.nbytes, WINDOW):
         window = memoryview(buffer)[: min(WINDOW, tensor.nbytes - begin)]
-        files.read(storage.path, storage.offset + begin, window)
+        files.read(storage.path, [(storage.offset + begin, window)])
         value = crc32(window, value)
     return value
