@@ -33,10 +33,10 @@ def convert(
 ) -> Report:
     """Carry out a plan. `target` appears whole, or stays as it was; raises ReshardError."""
     check_destination(plan, source, target, overwrite=overwrite)
-    problems = unequal_replicas(plan.replicas)
-    if problems:
-        raise ReshardError(problems)
-    with staged(target, overwrite=overwrite) as folder:
+    with staged(target, overwrite=overwrite) as folder, plan.sources.unchanged():
+        problems = unequal_replicas(plan.replicas)
+        if problems:
+            raise ReshardError(problems)
         report = execute(plan, folder, memory=memory, workers=workers, checksum=checksum, on_bytes=on_bytes)
         if strict and report.nonfinite:
             raise ReshardError([_nonfinite(name) for name in report.nonfinite])

@@ -17,6 +17,7 @@ from typing import Any
 from reshard.checkpoint import Replica
 from reshard.dtypes import DType
 from reshard.errors import Problem, ReshardError
+from reshard.sources import Sources
 from reshard.storage import Storage
 from reshard.views import View
 
@@ -85,7 +86,8 @@ class Plan:
     """All that a conversion will do.
 
     `dropped` maps the name of a rule to what it leaves behind, in bytes; `facts` become `reshard.json`;
-    `load_with` are flags with which Megatron-LM loads the result.
+    `load_with` are flags with which Megatron-LM loads the result; `sources` are all files that were read for the plan,
+    those of the tensors among them.
     """
 
     source: str
@@ -98,6 +100,7 @@ class Plan:
     notes: list[str]
     facts: dict[str, Any] = field(default_factory=dict)
     load_with: list[str] = field(default_factory=list)
+    sources: Sources = field(default_factory=Sources)
 
     @cached_property
     def nbytes(self) -> int:

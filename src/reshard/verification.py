@@ -16,6 +16,7 @@ from reshard.formats import open_checkpoint
 from reshard.gather import Files, Ledger, crc_problem
 from reshard.logical import Logical, LogicalTensors, logical_tensors
 from reshard.model import Model, read_base, resolve
+from reshard.sources import Sources, noted
 from reshard.threads import together
 
 
@@ -63,35 +64,42 @@ class Side(NamedTuple):
     checkpoint: Checkpoint
     model: Model | None
     tensors: LogicalTensors
+    sources: Sources
 
 
 def open_sides(a: Path, b: Path, base: Path | None = None) -> tuple[Side, Side]:
     """Open both checkpoints under logical names. A side without a config takes that of the other."""
     if base:
         read_base(base)  # also where no side asks for it
-    first, second = open_checkpoint(a), open_checkpoint(b)
-    return _side(first, second, base), _side(second, first, base)
+    with noted() as sources:
+        first, second = open_checkpoint(a), open_checkpoint(b)
+        return _side(first, second, base, sources), _side(second, first, base, sources)
 
 
-def _side(checkpoint: Checkpoint, other: Checkpoint, base: Path | None) -> Side:
+def _side(checkpoint: Checkpoint, other: Checkpoint, base: Path | None, sources: Sources) -> Side:
     if checkpoint.problems:
         raise ReshardError(checkpoint.problems)
     if base is None and not (checkpoint.root / "config.json").is_file():
         base = other.root if (other.root / "config.json").is_file() else None
     try:
         model = resolve(checkpoint, base)
-        return Side(checkpoint, model, logical_tensors(checkpoint, model))
+        return Side(checkpoint, model, logical_tensors(checkpoint, model), sources)
     except ReshardError:
         if checkpoint.dialect != "hf":
             raise
         # The names are the hub's already: what is missing, left over or misshapen is what differs.
-        return Side(checkpoint, None, logical_tensors(checkpoint, None))
+        return Side(checkpoint, None, logical_tensors(checkpoint, None), sources)
 
 
 def compare_weights(
     first: Side, second: Side, *, workers: int = 2, on_bytes: Callable[[int], None] = lambda count: None
 ) -> Comparison:
-    """Compare all logical tensors. Raises ReshardError if a checksum says that a file is damaged."""
+    """Compare all logical tensors. Raises ReshardError if a file is damaged, or changes meanwhile."""
+    with (first.sources | second.sources).unchanged():
+        return _compared(first, second, workers, on_bytes)
+
+
+def _compared(first: Side, second: Side, workers: int, on_bytes: Callable[[int], None]) -> Comparison:
     problems = unequal_replicas([*first.tensors.replicas, *second.tensors.replicas])
     if problems:
         raise ReshardError(problems)

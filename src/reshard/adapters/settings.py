@@ -19,6 +19,7 @@ from reshard.errors import Problem, ReshardError
 from reshard.formats.companions import read_object
 from reshard.formats.hints import read_run_config
 from reshard.formats.peft import CONFIG
+from reshard.sources import read_source
 
 ABOVE = 3
 """How many folders above the weights are looked through: `checkpoint-N/pytorch_model_fsdp_0` is two below its run."""
@@ -144,7 +145,7 @@ def _known(content: Any, keys: Mapping[str, str]) -> dict[str, Any]:
 
 def _object(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_source(path).decode("utf-8"))
     except ValueError:
         return None  # a hint that cannot be read is none
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import ReshardError
+from reshard.sources import read_source
 
 CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -94,11 +95,11 @@ def find_companions(*folders: str | Path) -> Companions:
 def content_of(name: str, file: Path) -> bytes:
     """The bytes of a companion as they travel: as they are, but for what transformers 4 refuses in one."""
     if name != TOKENIZER_CONFIG:
-        return file.read_bytes()
+        return read_source(file)
     config = read_object(file)
     portable = portable_tokenizer_config(config)
     if portable == config:
-        return file.read_bytes()
+        return read_source(file)
     return (json.dumps(portable, indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -141,7 +142,7 @@ def _vocab_size_of_tokenizer(tokenizer: Mapping[str, Any]) -> int | None:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object that a file holds. Raises ReshardError if it holds none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_source(path).decode("utf-8"))
     except ValueError as error:
         raise _unreadable(path, str(error)) from error
     if not isinstance(content, dict):

@@ -20,6 +20,8 @@ from typing import Any
 
 import yaml
 
+from reshard.sources import read_source
+
 ARGS_JSON = "args.json"
 RUN_CONFIG = "run_config.yaml"
 ARGS = "args in the checkpoint"
@@ -159,7 +161,7 @@ def _exists(value: str, folder: Path | None) -> bool:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_source(path).decode("utf-8")
         content = json.loads(text) if path.suffix == ".json" else yaml.load(text, _PlainData)
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(str(error)) from error

@@ -14,6 +14,7 @@ from reshard.formats import iterations, safetensors
 from reshard.formats.names import without_buffers
 from reshard.formats.torchfiles.read import read_dict
 from reshard.plan import Block, OutputFile, Planned
+from reshard.sources import read_source
 from reshard.storage import StoredTensor
 
 NAME = "huggingface"
@@ -77,7 +78,7 @@ def _index(path: Path) -> Path | None:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        content = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        content = json.loads(read_source(index).decode("utf-8"))["weight_map"]
         return {str(name): str(file) for name, file in content.items()}
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ReshardError(

@@ -101,6 +101,7 @@ def _tracked(tracker: Path, listed: str) -> Iteration:
                 remedy="choose one with --iteration N, or name its folder",
             )
         )
+    # Not by `sources`: a run that goes on writes it again, and the iteration is chosen by then.
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
     if text != "release" and not text.isdigit():
         raise ReshardError(

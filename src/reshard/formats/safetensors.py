@@ -7,6 +7,7 @@ leave gaps or end beyond the file; there is no checksum, so sizes are all that c
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from reshard.checkpoint import Cells, Tensor
 from reshard.dtypes import BY_SAFETENSORS, DType
 from reshard.errors import Problem, ReshardError
+from reshard.sources import open_source
 from reshard.storage import Storage
 from reshard.views import View
 
@@ -27,8 +29,8 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 
     Raises ReshardError if the file is cut short or is no safetensors file.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with os.fdopen(open_source(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
         first = file.read(8)
         length = int.from_bytes(first, "little") if size >= 8 else 0
         if first == b"version ":

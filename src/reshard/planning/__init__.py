@@ -22,6 +22,7 @@ from reshard.plan import Plan
 from reshard.planning import dcp, deepspeed, hub, internlm, megatron, megatron_adapter, merge, peft
 from reshard.planning.common import Options, Source
 from reshard.planning.optimizer import refuse_unable
+from reshard.sources import noted
 
 __all__ = ["TARGETS", "Options", "plan_conversion"]
 
@@ -62,6 +63,13 @@ def plan_conversion(source: Path, options: Options) -> Plan:
 
     Reads headers and metadata only, and the lora_A of projections that may share one.
     """
+    with noted() as sources:
+        plan = _planned(source, options)
+    plan.sources = sources
+    return plan
+
+
+def _planned(source: Path, options: Options) -> Plan:
     checkpoint = open_checkpoint(source, options.iteration, options.strip)
     if checkpoint.problems:
         raise ReshardError(checkpoint.problems)

@@ -17,6 +17,7 @@ from reshard.dtypes import DType
 from reshard.errors import Problem, ReshardError
 from reshard.formats.torchfiles.pickles import Global, Opaque, Pickler, Reduce, encode_int, loads
 from reshard.formats.torchfiles.values import damaged, element_type, said, sizes
+from reshard.sources import read_source
 
 MODULE = "torch.distributed.checkpoint.metadata"
 STORAGE_MODULE = "torch.distributed.checkpoint.filesystem"
@@ -65,7 +66,7 @@ def read_metadata(path: Path) -> DcpMetadata:
     Raises ReshardError for a missing or damaged `.metadata`; for missing or short files, listing all.
     """
     try:
-        content = path.read_bytes()
+        content = read_source(path)
     except OSError as error:
         raise ReshardError(
             "the metadata of a distributed checkpoint cannot be read",

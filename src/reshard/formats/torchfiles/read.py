@@ -22,6 +22,7 @@ from reshard.errors import ReshardError
 from reshard.formats.torchfiles.archive import Archive, Window, damaged_file
 from reshard.formats.torchfiles.pickles import Opaque, Sealed, loads, opaque_class
 from reshard.formats.torchfiles.values import sizes
+from reshard.sources import open_source
 from reshard.storage import Storage, StoredTensor
 
 MAX_OPEN = 64
@@ -132,7 +133,7 @@ def _single_tensor(pickled: bytes, name: str = "") -> tuple[str, StoredTensor]:
 
 def _open(path: str | Path) -> int:
     try:
-        return os.open(path, os.O_RDONLY)
+        return open_source(path)
     except OSError as error:
         raise ReshardError("a file cannot be opened", file=str(path), found=error.strerror) from None
 

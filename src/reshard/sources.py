@@ -1,0 +1,154 @@
+"""What is read: files are noted when they are opened, so that a change before the end is seen.
+
+Headers are read long before the tensors that they describe. A file that is written again meanwhile, cut short or zeroed
+may still be read to its end, into a model that never was.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+from reshard.errors import Problem, ReshardError
+
+
+class Stamp(NamedTuple):
+    """What tells one state of a file from another, as far as the system keeps it."""
+
+    size: int
+    modified: int
+    inode: int
+
+    @staticmethod
+    def of(descriptor: int) -> Stamp:
+        """The stamp of an open file: opening it is what makes a file server look."""
+        status = os.fstat(descriptor)
+        return Stamp(status.st_size, status.st_mtime_ns, status.st_ino)
+
+    def __str__(self) -> str:
+        modified = datetime.fromtimestamp(self.modified / 1e9).isoformat(" ", "milliseconds")
+        return f"{self.size:,} bytes, modified {modified}, inode {self.inode}"
+
+
+class _Note(NamedTuple):
+    """A file as it was when it was first opened; of one that was read whole, what it said."""
+
+    stamp: Stamp
+    digest: bytes | None
+
+
+class Sources:
+    """The files that something is made of."""
+
+    def __init__(self) -> None:
+        self._notes: dict[str, _Note] = {}
+
+    @property
+    def paths(self) -> list[str]:
+        """All files, under the names by which they were opened."""
+        return list(self._notes)
+
+    def __or__(self, other: Sources) -> Sources:
+        both = Sources()
+        both._notes = {**self._notes, **other._notes}
+        return both
+
+    def note(self, path: str, stamp: Stamp, content: bytes | None = None) -> None:
+        """Keep the first stamp of a file. What counts of one that is only ever read whole is its `content`."""
+        first = self._notes.get(path)
+        digest = None if content is None or (first and first.digest is None) else _digest(content)
+        self._notes[path] = _Note(first.stamp if first else stamp, digest)
+
+    def changed(self) -> list[Problem]:
+        """A problem for each file that is not what it was."""
+        return [
+            Problem(
+                "a source changed while it was read",
+                file=path,
+                rule="all bytes are of one state of the source",
+                expected=str(note.stamp),
+                found=found,
+                remedy="wait until nothing writes to the source any more, then run the same command again",
+            )
+            for path, note in self._notes.items()
+            if (found := _otherwise(path, note))
+        ]
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Raise ReshardError with every file that changed until the block ends, whatever else it led to."""
+        try:
+            yield
+        except (ReshardError, OSError) as error:
+            if problems := self.changed():
+                raise ReshardError(problems) from error
+            raise
+        if problems := self.changed():
+            raise ReshardError(problems)
+
+
+def _otherwise(path: str, note: _Note) -> str | None:
+    """What a file is now, if it is not what it was."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        return error.strerror
+    try:
+        stamp = Stamp.of(descriptor)
+        if stamp == note.stamp or (note.digest and note.digest == _digest(_whole(descriptor))):
+            return None  # a run that goes on may write its config again with every step
+        return str(stamp)
+    finally:
+        os.close(descriptor)
+
+
+def _digest(content: bytes) -> bytes:
+    return sha256(content).digest()
+
+
+_noting: ContextVar[Sources | None] = ContextVar("noting", default=None)
+
+
+@contextmanager
+def noted() -> Iterator[Sources]:
+    """Note all sources that are opened in the block."""
+    sources = Sources()
+    token = _noting.set(sources)
+    try:
+        yield sources
+    finally:
+        _noting.reset(token)
+
+
+def open_source(path: str | Path) -> int:
+    """A descriptor for reading a source of which more will be read later. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    if sources := _noting.get():
+        sources.note(str(path), Stamp.of(descriptor))
+    return descriptor
+
+
+def read_source(path: str | Path) -> bytes:
+    """All bytes of a source, which is not read again. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        stamp = Stamp.of(descriptor)
+        content = _whole(descriptor)
+        if sources := _noting.get():
+            sources.note(str(path), stamp, content)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    finally:
+        os.close(descriptor)
+    return content
+
+
+def _whole(descriptor: int) -> bytes:
+    with os.fdopen(descriptor, "rb", closefd=False) as file:
+        return file.read()

@@ -1,0 +1,149 @@
+"""A source that changes while it is read is an error, in whatever way it changes and whoever reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import reshard as api
+from reshard.checkpoint import cells_of
+from reshard.errors import ReshardError
+from reshard.formats import open_checkpoint
+from reshard.sources import noted
+
+CHANGED = "a source changed while it was read"
+Change = Callable[[Path], object]
+
+
+@pytest.fixture
+def model(hf_model: Callable[..., Path], tmp_path: Path) -> Path:
+    """A copy of a model in several shards that a test may change."""
+    return Path(shutil.copytree(hf_model("qwen3", max_shard_size="200KB"), tmp_path / "model"))
+
+
+def shards(model: Path) -> list[Path]:
+    return sorted(model.glob("*.safetensors"))
+
+
+def once(change: Callable[[], object]) -> Callable[[int], None]:
+    """A callback that changes something when the first bytes have passed."""
+    waiting = [change]
+
+    def on_bytes(count: int) -> None:
+        if waiting:
+            waiting.pop()()
+
+    return on_bytes
+
+
+def zero(path: Path) -> None:
+    """Zero the tensors in place, and leave header, size and inode as they are."""
+    with path.open("r+b") as file:
+        begin = 8 + int.from_bytes(file.read(8), "little")
+        file.seek(begin)
+        file.write(b"\0" * (path.stat().st_size - begin))
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def exchange(path: Path) -> None:
+    """Put another file of the same size and time in its place."""
+    before, other = path.stat(), path.with_name("other")
+    other.write_bytes(path.read_bytes())
+    zero(other)
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    other.rename(path)
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+@pytest.mark.parametrize("change", [zero, cut, exchange, Path.unlink])
+def test_a_change_while_it_is_converted(model: Path, change: Change) -> None:
+    """Files of which nothing is left to read count, too: nobody knows what had been read by then."""
+    files = shards(model)
+
+    def all_of_them() -> None:
+        for shard in files:
+            change(shard)
+
+    with pytest.raises(ReshardError) as caught:
+        api.convert(model, model.parent / "out", to="megatron", tp=2, workers=1, on_bytes=once(all_of_them))
+    found = [(problem.message, problem.file) for problem in caught.value.problems]
+    assert sorted(found) == [(CHANGED, str(shard)) for shard in files]
+    assert not (model.parent / "out").exists() and not list(model.parent.glob(".*"))
+
+
+@pytest.mark.parametrize("change", [zero, cut])
+def test_a_change_while_it_is_compared(model: Path, hf_model: Callable[..., Path], change: Change) -> None:
+    last = shards(model)[-1]
+    with pytest.raises(ReshardError) as caught:
+        api.verify(hf_model("qwen3"), model, on_bytes=once(lambda: change(last)))
+    assert [(problem.message, problem.file) for problem in caught.value.problems] == [(CHANGED, str(last))]
+
+
+def test_a_change_between_plan_and_conversion(model: Path) -> None:
+    with pytest.raises(ReshardError, match=CHANGED):
+        api.convert(
+            model, model.parent / "out", to="megatron", on_plan=lambda plan: exchange(shards(model)[0])
+        )
+
+
+def test_a_config_that_is_written_again_as_it_was_is_no_change(model: Path) -> None:
+    """As a run does that saves its next step."""
+
+    def rewrite() -> None:
+        for path in model.glob("*.json"):
+            path.write_bytes(path.read_bytes())
+
+    api.convert(model, model.parent / "out", to="megatron", on_bytes=once(rewrite))
+
+    def edit() -> None:
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({**config, "rope_theta": 7.0}))
+
+    with pytest.raises(ReshardError) as caught:
+        api.convert(model, model.parent / "other", to="megatron", on_bytes=once(edit))
+    assert [problem.file for problem in caught.value.problems] == [str(model / "config.json")]
+
+
+def test_a_run_may_go_on(model: Path) -> None:
+    """The next step and its name in the tracker file are nothing that was read."""
+    run = model.parent / "run"
+    api.convert(model, run, to="megatron")
+
+    def save_the_next_step() -> None:
+        shutil.copytree(run / "release", run / "iter_0000008")
+        (run / "latest_checkpointed_iteration.txt").write_text("8")
+
+    api.convert(run, model.parent / "out", on_bytes=once(save_the_next_step))
+
+
+@pytest.mark.parametrize("name", ["megatron", "megatron-legacy", "dcp", "deepspeed", "huggingface"])
+def test_all_files_with_weights_are_noted(model: Path, name: str) -> None:
+    folder = model.parent / name
+    api.convert(model, folder, to=name, max_shard_size="300KB")
+    assert_noted(folder)
+
+
+def assert_noted(folder: Path) -> None:
+    with noted() as sources:
+        checkpoint = open_checkpoint(folder)
+    files = {cells.storage.path for tensor in checkpoint.tensors.values() for cells in cells_of(tensor.view)}
+    assert files and files <= set(sources.paths)
+    assert sources.changed() == []
+
+
+DATA = Path(__file__).parent / "data"
+
+
+@pytest.mark.parametrize(
+    "name", ["internlm/internlm2-tp2pp2", "deepspeed/z2", "deepspeed/z3", "torchtitan/llama", "verl/fsdp1"]
+)
+def test_all_files_that_engines_wrote_are_noted(name: str) -> None:
+    assert_noted(DATA / name)
