@@ -92,6 +92,10 @@ class Dims:
             value = args.get(name)
             return default if value is None else value
 
+        def latent(name: str) -> int:
+            """A size of latent attention. Megatron-LM stores its defaults for those with every model."""
+            return int(get(name)) if get("multi_latent_attention") else 0
+
         heads, hidden, layers = args["num_attention_heads"], args["hidden_size"], args["num_layers"]
         grouped = get("group_query_attention", True)
         experts = get("num_experts")
@@ -115,11 +119,11 @@ class Dims:
             shared_gate=bool(get("moe_shared_expert_gate", False)),
             router_bias=bool(get("moe_router_enable_expert_bias", False)),
             sparse=sparse_layers(get("moe_layer_freq", 1), layers) if experts else (),
-            q_lora=get("q_lora_rank"),
-            kv_lora=get("kv_lora_rank"),
-            qk_nope=get("qk_head_dim"),
-            qk_rope=get("qk_pos_emb_head_dim"),
-            v_head=get("v_head_dim"),
+            q_lora=latent("q_lora_rank"),
+            kv_lora=latent("kv_lora_rank"),
+            qk_nope=latent("qk_head_dim"),
+            qk_rope=latent("qk_pos_emb_head_dim"),
+            v_head=latent("v_head_dim"),
             mtp=get("mtp_num_layers"),
         )
 
