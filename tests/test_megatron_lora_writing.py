@@ -83,7 +83,7 @@ def test_keys_shapes_and_chunks_are_those_of_megatron_bridge(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["bridge-tp2", "swift-tp2", "swift-pp2"])
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 1, "pp": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 1, "pp": 2}, {"tp": 4}], ids=str)
 def test_a_shared_lora_a_comes_back_bit_for_bit(name: str, layout: dict[str, int], tmp_path: Path) -> None:
     before = peft_tensors(DATA / name, tmp_path / "peft", LLAMA)
     for source in (tmp_path / "peft", DATA / name):
@@ -186,9 +186,10 @@ def test_optimizer_states_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tp", [2, 4], ids=["", "ranks that share query groups"])
 @pytest.mark.parametrize("source", ["shared", "apart"])
 def test_megatron_bridge_loads_it_strictly_and_computes_what_peft_does(
-    source: str, base: Path, tmp_path: Path
+    source: str, tp: int, base: Path, tmp_path: Path
 ) -> None:
     base, adapter = (
         (base, adapter_of(base, tmp_path / "peft")) if source == "apart" else (LLAMA, tmp_path / "peft")
@@ -200,10 +201,10 @@ def test_megatron_bridge_loads_it_strictly_and_computes_what_peft_does(
         before = load(base).eval()(tokens).logits.numpy()
         wanted = PeftModel.from_pretrained(load(base), adapter).eval()(tokens).logits.numpy()
     assert np.abs(before - wanted).max() > 0.1 * np.abs(wanted).max()
-    written(adapter, tmp_path / "ours", base, tp=2)
-    for tp, pp, spec in ((2, 1, "local"), (1, 1, "local"), (2, 1, "te"), (1, 2, "te")):
-        file = tmp_path / f"logits-{tp}-{pp}-{spec}.npy"
-        words = [tmp_path / "ours", base, file, tp, pp, spec]
+    written(adapter, tmp_path / "ours", base, tp=tp)
+    for ranks, pp, spec in ((tp, 1, "local"), (1, 1, "local"), (tp, 1, "te"), (1, 2, "te")):
+        file = tmp_path / f"logits-{ranks}-{pp}-{spec}.npy"
+        words = [tmp_path / "ours", base, file, ranks, pp, spec]
         command = [python("bridges"), "-m", "tests.genuine.load_megatron_lora", *map(str, words)]
         subprocess.run(command, check=True, timeout=300)
         assert np.abs(np.load(file) - wanted).max() <= 1e-5 * np.abs(wanted).max()

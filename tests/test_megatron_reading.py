@@ -169,7 +169,7 @@ def test_where_there_are_no_arguments_the_base_tells_all(name: str, genuine: Mak
 # One for each thing that names and shapes have to tell; the rest is for `make test-all`.
 TELLING = {
     *("qwen2-tp2-pp2", "qwen2-tied-pp2", "qwen3-pp2-vpp2", "qwen3-moe-ep2", "qwen3-moe-tp2-pp2-ep4-etp1"),
-    *("qwen3-moe-grouped-legacy", "deepseek-v3-te"),
+    *("qwen3-moe-grouped-legacy", "deepseek-v3-te", "qwen2-shared-group-tp4"),
 }
 
 

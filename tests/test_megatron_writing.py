@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import reshard
-from reshard.engines.megatron import megatron_logits, train_and_save
+from reshard.engines.megatron import RankError, megatron_logits, train_and_save
 from reshard.engines.megatron.checkpoint import Format, SaveOptions
 from reshard.engines.megatron.model import Spec
 from reshard.errors import ReshardError
@@ -73,6 +73,16 @@ CASES = {
     "dense": Case("qwen2", Layout(2, 2, 1, 1, 2)),
     "dense, local": Case("qwen2", Layout(2, 2, 1, 1, 2), "local"),
     "all biases": Case("internlm3_bias", Layout(2, 1, 1, 1, 2)),
+    "ranks that share a query group": Case("qwen2", Layout(4, 1, 1, 1, 4), config={"num_key_value_heads": 1}),
+    "ranks that share a query group, local": Case(
+        "qwen3", Layout(4, 2, 2, 1, 4), "local", config={"num_key_value_heads": 2}
+    ),
+    "ranks that share a query group, experts": Case(
+        "qwen3_moe", Layout(4, 2, 1, 2, 2), config={"num_key_value_heads": 2}
+    ),
+    "ranks that share a query group, softmax offsets": Case(
+        "gpt_oss", Layout(4, 1, 1, 4, 1), config={"num_key_value_heads": 2}
+    ),
     "one rank": Case("qwen3_tied", Layout()),
     "tied over stages": Case("qwen2_tied", Layout(pp=2), vocab_divisible_by=1),
     "virtual stages": Case("qwen3", Layout(2, 2, 2, 1, 2), vocab_divisible_by=64),
@@ -208,6 +218,39 @@ def test_layouts_that_megatron_cannot_have_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize(
+    ("groups", "theirs"),
+    [
+        (4, "must be a multiple or divisor of tensor_model_parallel_size"),
+        (1, "112 is not divisible by 6"),  # twelve query heads, a key and a value, of 8 rows each
+    ],
+)
+def test_query_groups_that_no_ranks_of_megatron_can_share_are_refused(
+    groups: int, theirs: str, to: str, hf_model: Models, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": groups}
+    source = hf_model("qwen2", **sizes)
+    with pytest.raises(ReshardError, match="query groups do not divide over --tp 6") as refused:
+        reshard.convert(source, tmp_path / "out", to=to, tp=6)
+    assert [problem.remedy for problem in refused.value.problems] == ["choose --tp from 1, 2, 4"]
+    assert not (tmp_path / "out").exists()
+    reshard.convert(source, tmp_path / "one", to="megatron")
+    with pytest.raises(RankError, match=theirs):
+        judged_by_megatron(tmp_path / "one", Layout(6, 1, 1, 1, 6))
+
+
+def test_a_model_of_megatron_has_query_groups_though_it_stores_sizes_of_latent_attention(
+    genuine: Callable[[str], Genuine], tmp_path: Path
+) -> None:
+    source = genuine("qwen2-tp2-pp2").roots["torch_dist"]
+    assert (reshard.open(source).args or {})["kv_lora_rank"] == 32  # the default of Megatron-LM
+    with pytest.raises(ReshardError, match="query groups do not divide over --tp 3"):
+        reshard.convert(source, tmp_path / "out", to="megatron", tp=3, no_tokenizer=True)
+    plan = reshard.convert(source, tmp_path / "out", to="megatron", tp=4, no_tokenizer=True).plan
+    assert any("larger than the 2 query groups" in note for note in plan.notes)
+
+
 # ------------------------------------------------------------------------- arguments in the checkpoint
 
 # `load_args_from_checkpoint` of Megatron-LM core_v0.16.1, megatron/training/checkpointing.py.
@@ -323,6 +366,8 @@ def by_megatron(checkpoint: Genuine, format: Format) -> Any:
         ("qwen2-pipeline-layout", {"pp": 2, "stages": (1, 3)}),
         ("qwen3-pp2-vpp2", {"tp": 2, "pp": 4}),
         ("qwen3-moe-ep2", {"tp": 2, "pp": 2, "ep": 4, "etp": 1}),
+        ("qwen3-moe-ep2", {"tp": 4, "ep": 2, "etp": 2}),
+        ("qwen2-shared-group-tp4", {"tp": 2, "pp": 2}),
         ("deepseek-v3-te", {"tp": 1, "pp": 2, "ep": 4}),
     ],
 )

@@ -156,6 +156,12 @@ VARIANTS: dict[str, Variant] = {
         formats=("torch_dist",),
         save={"optimizer_sharding": "fully_reshardable"},
     ),
+    # More tensor parallel ranks than query groups. With one group of four heads, a rank's rows end inside a head.
+    "qwen2-shared-group-tp4": Variant({**QWEN2, "num_query_groups": 1}, ParallelSizes(tp=4)),
+    "qwen3-shared-groups-tp4-vpp2": Variant(QWEN3, ParallelSizes(tp=4, pp=2, vpp=2)),
+    "qwen3-moe-te-shared-groups-tp4-ep2": Variant(
+        {**QWEN3_MOE, **_GROUPED}, ParallelSizes(tp=4, ep=2, etp=2), spec="te"
+    ),
     "qwen3-pp2-vpp2": Variant(QWEN3, ParallelSizes(pp=2, vpp=2)),
     "qwen3-moe-ep2": Variant(QWEN3_MOE, ParallelSizes(ep=2)),
     "qwen3-moe-tp2-pp2-ep2-etp2": Variant(QWEN3_MOE, ParallelSizes(tp=2, pp=2, ep=2, etp=2)),

@@ -314,5 +314,14 @@ def test_older_versions_write_what_this_one_reads(genuine: Maker, name: str, meg
     assert_same(logits(older), logits(older, older.layout, "torch"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("megatron", OLDER_VERSIONS)
+def test_older_versions_refuse_more_tensor_parallel_ranks_than_query_groups(
+    megatron: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RuntimeError, match=r"num_query_groups \(1\) must be a multiple of tensor_model"):
+        make("qwen2-shared-group-tp4", tmp_path, megatron)
+
+
 def boxes(entry: TensorStorageMetadata) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
     return {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks}

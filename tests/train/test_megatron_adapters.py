@@ -31,6 +31,8 @@ CASES = {
     "qwen3 on one rank": ("qwen3", 1, Spread()),
     "qwen2 at TP2": ("qwen2", 2, Spread(tp=2)),
     "qwen3_moe at EP2": ("qwen3_moe", 2, Spread(ep=2)),
+    "qwen3 of one query group at TP4": ("qwen3", 4, Spread(tp=4)),
+    "qwen3 of one query group on one rank": ("qwen3", 1, Spread()),
 }
 
 
@@ -43,14 +45,22 @@ def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         model, world_size, spread = CASES[name]
         folder = tmp_path_factory.mktemp("lora")
         data = write_chats(folder)
-        run = run_of(tiny(model), data, folder / "out", spread, **LORA)
+        sizes = {"num_key_value_heads": 1} if "one query group" in name else {}
+        run = run_of(tiny(model, **sizes), data, folder / "out", spread, **LORA)
         return run, *train(run, world_size)
 
     return get
 
 
-def test_losses_do_not_depend_on_the_layout(runs: Runs) -> None:
-    (_, spread, _), (_, alone, _) = runs("qwen3 at TP2·PP2"), runs("qwen3 on one rank")
+@pytest.mark.parametrize(
+    ("wide", "narrow"),
+    [
+        ("qwen3 at TP2·PP2", "qwen3 on one rank"),
+        ("qwen3 of one query group at TP4", "qwen3 of one query group on one rank"),
+    ],
+)
+def test_losses_do_not_depend_on_the_layout(wide: str, narrow: str, runs: Runs) -> None:
+    (_, spread, _), (_, alone, _) = runs(wide), runs(narrow)
     assert spread.losses == pytest.approx(alone.losses, abs=EPSILON)
     assert alone.losses[-1] < alone.losses[0] - 0.1
 
@@ -59,6 +69,7 @@ def test_losses_do_not_depend_on_the_layout(runs: Runs) -> None:
     "name",
     [
         "qwen3 at TP2·PP2",
+        pytest.param("qwen3 of one query group at TP4", marks=pytest.mark.slow),
         pytest.param("qwen2 at TP2", marks=pytest.mark.slow),
         pytest.param("qwen3_moe at EP2", marks=pytest.mark.slow),
     ],

@@ -158,6 +158,26 @@ def test_interleaved_stages_have_the_same_losses(tiny: Tiny, tmp_path: Path) -> 
     assert_close(train(run, 2)[0], reference(model))
 
 
+@pytest.mark.parametrize(
+    ("name", "groups", "ep"),
+    [
+        ("qwen3", 2, 1),
+        pytest.param("qwen2", 1, 1, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", 2, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_share_a_query_group_have_the_same_losses(
+    name: str, groups: int, ep: int, tiny: Tiny, tmp_path: Path
+) -> None:
+    model = tiny(name, num_key_value_heads=groups)
+    options = {"expert_tensor_parallel_size": 2} if ep > 1 else {}
+    run = run_of(model, write_chats(tmp_path), tmp_path / "out", Spread(tp=4, ep=ep), **options)
+    seen, trained = train(run, 4)
+    assert_close(seen, reference(model))
+    reshard.convert(run.output, tmp_path / "final")
+    assert megatron.check(run, trained, tmp_path / "final") == []
+
+
 @pytest.mark.slow
 def test_layers_that_do_not_divide_are_spread_unevenly(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny("qwen3", num_hidden_layers=3)

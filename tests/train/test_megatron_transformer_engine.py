@@ -52,6 +52,15 @@ def test_losses_are_those_of_transformers(
 
 
 @pytest.mark.slow
+def test_ranks_that_share_a_query_group_have_the_same_losses(
+    tiny: Tiny, tmp_path: Path, transformer_engine: Executor
+) -> None:
+    model = tiny("qwen3", num_key_value_heads=2)
+    run = run_of(model, write_chats(tmp_path), tmp_path / "out", Spread(tp=4), **TE)
+    assert_close(_checked(run, transformer_engine, 4, tmp_path / "final"), reference(model))
+
+
+@pytest.mark.slow
 def test_adapters_see_what_the_fused_norm_gives(
     tiny: Tiny, tmp_path: Path, transformer_engine: Executor
 ) -> None:

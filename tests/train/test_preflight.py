@@ -348,6 +348,17 @@ def test_packages_that_are_missing_or_old_come_with_the_command(run: Run) -> Non
     ]
 
 
+def test_an_old_megatron_core_cannot_share_query_groups(tiny: Callable[..., Path], run: Run) -> None:
+    groups = replace(run, model=tiny("qwen3", num_key_value_heads=2), engine="megatron")
+    shared = replace(groups, spread=Spread(tp=4))
+    old = {"megatron-core": "0.15.3"}
+    (problem,) = checks.layout(shared, old)
+    assert (problem.message, problem.found) == ("this megatron-core is too old", "0.15.3")
+    assert problem.rule == "--tp 4 is larger than the 2 query groups"
+    assert problem.remedy == "pip install --no-deps 'megatron-core>=0.16'"
+    assert list(checks.layout(shared)) == list(checks.layout(replace(groups, spread=Spread(tp=2)), old)) == []
+
+
 @pytest.fixture(scope="module")
 def qwen3_8b(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Qwen3-8B, with a tokenizer and without a byte of weights on the disk."""

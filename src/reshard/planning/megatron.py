@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard.checkpoint import Checkpoint, Iteration
 from reshard.dtypes import dtype
@@ -40,6 +40,9 @@ from reshard.planning.optimizer import (
     with_step,
 )
 
+SHARED_GROUPS = ">=0.16"
+"""Versions of megatron-core that take more tensor parallel ranks than query groups; 0.15.3 refuses them."""
+
 
 def plan(source: Source, target: str) -> Plan:
     """Logical tensors fused and sharded as Megatron-Core holds them."""
@@ -73,6 +76,7 @@ def plan(source: Source, target: str) -> Plan:
     result = finished(replace(source, model=model), target, files, tensors, dropped, logical, layout, states)
     result.load_with = load_flags(args, is_release=iteration_of(checkpoint) == "release", optimizer=optimizer)
     result.notes += [problem.message for problem in model.family.config.notices(model.config)]
+    result.notes += layout_notes(model, layout)
     result.notes += frozen_notes(source) if optimizer else []
     if layout.stages and not options.layout.stages:
         result.notes.append(f"layers of the stages: {', '.join(map(str, layout.stages))}")
@@ -206,22 +210,67 @@ def check_layout(model: Model, layout: Layout) -> None:
     layout.chunks(d.layers)
 
 
+class _Share(NamedTuple):
+    """A size that parallel ranks share, the numbers of ranks that can, and how to say it."""
+
+    what: str
+    fits: Callable[[int], bool]
+    expected: str
+
+
 def _undivided(d: Dims, layout: Layout) -> Iterator[Problem]:
     """The sizes of a model of which not every rank would hold an equal share."""
-    for what, size, flag, by in (
-        ("attention heads", d.heads, "--tp", layout.tp),
-        ("query groups", d.heads if d.kv_lora else d.groups, "--tp", layout.tp),
-        ("the MLP's width", d.ffn if len(d.sparse) < d.layers else 0, "--tp", layout.tp),
-        ("the shared experts' width", d.shared_ffn, "--tp", layout.tp),
-        ("experts", d.experts, "--ep", layout.ep),
-        ("an expert's width", d.expert_ffn if d.experts else 0, "--etp", layout.etp),
-    ):
-        if size and size % by:
-            divisors = ", ".join(str(n) for n in range(1, min(size, 64) + 1) if size % n == 0)
+    tensor_parallel = [
+        _divided("attention heads", d.heads),
+        *([] if d.kv_lora else [_query_groups(d)]),
+        _divided("the MLP's width", d.ffn if len(d.sparse) < d.layers else 0),
+        _divided("the shared experts' width", d.shared_ffn),
+    ]
+    yield from _misfits("--tp", layout.tp, tensor_parallel)
+    yield from _misfits("--ep", layout.ep, [_divided("experts", d.experts)])
+    expert_ffn = d.expert_ffn if d.experts else 0
+    yield from _misfits("--etp", layout.etp, [_divided("an expert's width", expert_ffn)])
+
+
+def _divided(what: str, size: int) -> _Share:
+    return _Share(what, lambda ranks: size % ranks == 0, f"a divisor of {size}")
+
+
+def _query_groups(d: Dims) -> _Share:
+    """Ranks hold whole groups, or several ranks share one.
+
+    Each rank then holds an equal share of the rows of `linear_qkv`, wherever the cuts fall, and the ranks gather their
+    outputs. Source: `TransformerConfig.__post_init__` and `SelfAttention` of megatron-core 0.16.1.
+    """
+    rows = (d.heads + 2 * d.groups) * d.head_dim
+    return _Share(
+        "query groups",
+        lambda ranks: d.groups % ranks == 0 or (ranks % d.groups == 0 and rows % ranks == 0),
+        f"a divisor of {d.groups}, or a multiple that divides the {rows} rows of linear_qkv",
+    )
+
+
+def _misfits(flag: str, ranks: int, shares: list[_Share]) -> Iterator[Problem]:
+    choices = [n for n in range(1, 65) if all(share.fits(n) for share in shares)]
+    for what, fits, expected in shares:
+        if not fits(ranks):
             yield Problem(
-                f"{what} {'do' if what[-1] == 's' else 'does'} not divide over {flag} {by}",
+                f"{what} {'do' if what[-1] == 's' else 'does'} not divide over {flag} {ranks}",
                 rule="every rank holds an equal share",
-                expected=f"a divisor of {size}",
-                found=f"{flag} {by}",
-                remedy=f"choose {flag} from {divisors}",
+                expected=expected,
+                found=f"{flag} {ranks}",
+                remedy=f"choose {flag} from {', '.join(map(str, choices))}",
             )
+
+
+def shares_groups(model: Model, layout: Layout) -> bool:
+    """Whether several tensor parallel ranks share a query group, which needs a megatron-core of `SHARED_GROUPS`."""
+    return not model.dims.kv_lora and layout.tp > model.dims.groups
+
+
+def layout_notes(model: Model, layout: Layout) -> list[str]:
+    """What else a layout asks of Megatron-Core."""
+    if not shares_groups(model, layout):
+        return []
+    groups = f"--tp {layout.tp} is larger than the {model.dims.groups} query groups"
+    return [f"{groups}: this needs megatron-core{SHARED_GROUPS}"]

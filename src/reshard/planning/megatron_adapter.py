@@ -27,7 +27,7 @@ from reshard.logical import LogicalTensors
 from reshard.model import Model, resolve
 from reshard.plan import OutputFile, Plan, Planned
 from reshard.planning.common import Source, Types, finished
-from reshard.planning.megatron import arguments, check_layout, iteration_of
+from reshard.planning.megatron import arguments, check_layout, iteration_of, layout_notes
 from reshard.planning.peft import companion_files
 from reshard.views import View
 
@@ -60,7 +60,7 @@ def plan(source: Source) -> Plan:
     result = finished(
         replace(source, model=model), torch_dist.NAME, files, tensors, +dropped, logical, layout
     )
-    result.notes += _notes(found, settings)
+    result.notes += [*layout_notes(model, layout), *_notes(found, settings)]
     return result
 
 

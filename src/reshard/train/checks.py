@@ -74,11 +74,18 @@ def packages(run: Run, installed: Mapping[str, str] | None = None) -> Iterator[P
     floors = dict(FLOORS[run.engine])
     if run.spread.kind.startswith("zero") and run.engine == "trl":
         floors["deepspeed"] = ">=0.16"
+    return _lacking(floors, installed)
+
+
+def _lacking(
+    floors: Mapping[str, str], installed: Mapping[str, str] | None, rule: str | None = None
+) -> Iterator[Problem]:
     for package, floor in floors.items():
         found = _version(package) if installed is None else installed.get(package)
         if found is None or not SpecifierSet(floor).contains(found, prereleases=True):
             yield Problem(
                 f"{package} is not installed" if found is None else f"this {package} is too old",
+                rule=rule,
                 expected=f"{package}{floor}",
                 found=found,
                 remedy=_install(package, floor),
@@ -94,9 +101,8 @@ def _version(package: str) -> str | None:
 
 def _install(package: str, floor: str) -> str:
     if package == "megatron-core":
-        return (
-            "pip install --no-deps megatron-core"  # its requirements pull in CUDA packages that nothing uses
-        )
+        # Its requirements pull in CUDA packages that nothing uses.
+        return f"pip install --no-deps '{package}{floor}'"
     return f"pip install '{package}{floor}'"
 
 
@@ -272,15 +278,19 @@ def _in_training(problem: Problem) -> Problem:
     return replace(problem, remedy=remedy, expected=expected)
 
 
-def layout(run: Run) -> Iterator[Problem]:
-    """Whether the sizes of the model divide over the ranks of Megatron-Core."""
+def layout(run: Run, installed: Mapping[str, str] | None = None) -> Iterator[Problem]:
+    """Whether the sizes of the model divide over the ranks of Megatron-Core, and the installed one can do it."""
     if run.engine == "megatron":
         from reshard.model import resolve
+        from reshard.planning.megatron import SHARED_GROUPS, shares_groups
         from reshard.train.megatron.options import read
         from reshard.train.megatron.weights import layout_of
 
         try:
-            layout_of(run, read(run), resolve(open_checkpoint(run.model)))
+            model = resolve(open_checkpoint(run.model))
+            if shares_groups(model, layout_of(run, read(run), model)):
+                rule = f"--tp {run.spread.tp} is larger than the {model.dims.groups} query groups"
+                yield from _lacking({"megatron-core": SHARED_GROUPS}, installed, rule)
             _known(run.model)
         except ReshardError as error:
             yield from map(_in_training, error.problems)
