@@ -406,6 +406,20 @@ def test_megatrons_activations_are_those_that_autograd_keeps(
     assert sum(found.step.values()) == pytest.approx(real["kept"] + one_layer_again, rel=0.2)
 
 
+def test_ranks_that_share_a_query_group_keep_the_projections_of_all(tiny: Callable[..., Path]) -> None:
+    """Each gathers the output of `linear_qkv`, and keeps views of it."""
+    estimated, real = [], []
+    for groups in (4, 2):
+        model = tiny("qwen3", num_key_value_heads=groups)
+        options = {**MEGATRON, "global_batch_size": 1}
+        run = run_on(model, engine="megatron", spread=Spread(tp=4), options=options)
+        real.append(run_ranks(4, held_by_rank, run, 4)[0]["kept"])
+        found = memory.estimate(run, Batches(1, 1, 1, 1, 64), engine_of(run).precision(run), 4, gpu=False)
+        estimated.append(sum(found.step.values()))
+    assert real[1] > 1.1 * real[0]
+    assert estimated[1] - estimated[0] == pytest.approx(real[1] - real[0], rel=0.01)
+
+
 def test_a_first_stage_holds_the_micro_batches_that_it_has_begun(tiny: Callable[..., Path]) -> None:
     """Of eight layers the first stage has four, of two micro-batches; the last has one of them, and the logits."""
     options = {**MEGATRON, "global_batch_size": 2}

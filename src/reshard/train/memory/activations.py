@@ -37,6 +37,11 @@ class Widths:
     sparse: int = 0
     """How many layers have experts."""
 
+    @property
+    def groups(self) -> int:
+        """Heads of keys and values."""
+        return self.heads * self.key // self.query
+
     @staticmethod
     def of(config: Mapping[str, Any]) -> Widths:
         """Those of a config.json, of its text model if it has several. Raises ReshardError where it lacks a size."""
@@ -161,18 +166,20 @@ def _linears(width: int, count: int, kept: Kept) -> int:
 
 def _attention(widths: Widths, kept: Kept, length: int) -> int:
     w, c = widths, kept.computed
-    key, value = (w.query, w.query) if kept.repeated else (w.key, w.value)
+    copies = max(kept.tp // w.groups, 1)  # of each key and value: ranks that share a group all have them
+    own_key, own_value = w.key * copies, w.value * copies
+    key, value = (w.query, w.query) if kept.repeated else (own_key, own_value)
     inner = c * (w.query + key + value + w.query)  # into attention, and out of it
     inner += w.heads * (
         4 + kept.scores * length
     )  # the sum of each row; the matrix, if it is not computed again
     if w.qk_norm:
-        inner += _norm(w.query, kept) + _norm(w.key, kept)
+        inner += _norm(w.query, kept) + _norm(own_key, kept)
     if kept.joined and (
         w.qk_norm or not kept.repeated
     ):  # parts keep the whole: the norm's keys, or the values
-        inner += c * (w.query + w.key + w.value)
-        inner -= c * (w.key * w.qk_norm + w.value * (not kept.repeated))
+        inner += c * (w.query + w.key + w.value) * (kept.tp if copies > 1 else 1)  # sharers gather all of it
+        inner -= c * (own_key * w.qk_norm + own_value * (not kept.repeated))
     return (_norm(w.hidden, kept) + _linears(w.hidden, 3, kept)) // kept.sp + inner // kept.tp
 
 
