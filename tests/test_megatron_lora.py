@@ -24,7 +24,16 @@ DATA = Path(__file__).parent / "data" / "megatron_lora"
 
 
 def base_of(name: str) -> Path:
-    return DATA / f"base-{genuine.VARIANTS[name].base}"
+    variant = {**genuine.VARIANTS, **genuine.SHARED_GROUPS}[name]
+    return DATA / f"base-{variant.base}"
+
+
+def made(name: str, out: Path) -> Path:
+    """Let the projects write a variant now."""
+    shutil.copytree(base_of(name), out / base_of(name).name)
+    command = [python("bridges"), "-m", "tests.genuine.make_megatron_lora", str(out), name]
+    subprocess.run(command, check=True, timeout=300)
+    return out / name
 
 
 def assert_computes_what_megatron_did(model: torch.nn.Module, name: str, data: Path = DATA) -> None:
@@ -99,11 +108,31 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", genuine.VARIANTS)
 def test_what_is_checked_in_is_what_the_projects_write(name: str, tmp_path: Path) -> None:
-    shutil.copytree(base_of(name), tmp_path / base_of(name).name)
-    subprocess.run(
-        [python("bridges"), "-m", "tests.genuine.make_megatron_lora", str(tmp_path), name],
-        check=True,
-        timeout=300,
+    reshard.convert(
+        made(name, tmp_path), tmp_path / "ours", base=base_of(name), merge=True, no_tokenizer=True
     )
-    reshard.convert(tmp_path / name, tmp_path / "ours", base=base_of(name), merge=True, no_tokenizer=True)
     assert_computes_what_megatron_did(load(tmp_path / "ours"), name, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bridge-tp4", "swift-tp4"])
+def test_an_adapter_of_ranks_that_share_query_groups(name: str, tmp_path: Path) -> None:
+    adapter, base = made(name, tmp_path), base_of(name)
+    reshard.convert(adapter, tmp_path / "merged", base=base, merge=True, no_tokenizer=True)
+    assert_computes_what_megatron_did(load(tmp_path / "merged"), name, tmp_path)
+    reshard.convert(adapter, tmp_path / "peft", base=base)
+    assert_computes_what_megatron_did(
+        PeftModel.from_pretrained(load(base), tmp_path / "peft"), name, tmp_path
+    )
+
+
+@pytest.mark.slow
+def test_an_adapter_that_mixed_its_tokens_is_refused(tmp_path: Path) -> None:
+    """Megatron-Bridge trains canonical adapters of ranks that share query groups, and computes no product of them."""
+    name = "bridge-canonical-tp4"
+    adapter = made(name, tmp_path)
+    for options in ({"merge": True}, {"to": "peft"}, {"to": "megatron"}):
+        with pytest.raises(ReshardError, match="this adapter mixed its tokens") as refused:
+            reshard.convert(adapter, tmp_path / "ours", base=base_of(name), **options)  # type: ignore[arg-type]
+        assert len(refused.value.problems) == 2 * 2 * 3  # both halves of three pairs in two layers
+        assert not (tmp_path / "ours").exists()

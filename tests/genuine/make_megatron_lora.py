@@ -70,6 +70,13 @@ VARIANTS = {
     "swift-experts-ep2": Variant("swift", "qwen3_moe", {"ep": 2}, spec="te"),
 }
 
+SHARED_GROUPS = {
+    "bridge-tp4": Variant("bridge", layout={"tp": 4}),
+    "bridge-canonical-tp4": Variant("bridge", layout={"tp": 4}, canonical=True),
+    "swift-tp4": Variant("swift", layout={"tp": 4}, spec="te"),
+}
+"""More tensor parallel ranks than query groups. They are not checked in."""
+
 
 def _folder(*names: str) -> Path | None:
     for place in sys.path:
@@ -103,7 +110,7 @@ def make(name: str, out: Path) -> None:
     from reshard.engines.megatron.parallel import ParallelSizes
     from reshard.engines.megatron.session import run_ranks
 
-    variant = VARIANTS[name]
+    variant = {**VARIANTS, **SHARED_GROUPS}[name]
     base = out / f"base-{variant.base}"
     if not base.is_dir():
         make_base(variant.base, base)

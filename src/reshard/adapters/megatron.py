@@ -57,13 +57,13 @@ def under_hub_names(checkpoint: Checkpoint, config: Mapping[str, Any] | None) ->
 
     Raises ReshardError without a config, and for tensors that no module of the family has.
     """
-    binding = _binding(checkpoint, config)
+    dims, binding = _base(checkpoint, config)
     owners: dict[str, list[tuple[str, Bound]]] = {}
     for hub, bound in binding.hf.items():
         for native in dict.fromkeys(str(piece.source) for piece in bound.view.pieces):
             owners.setdefault(native, []).append((hub, bound))
     tensors: dict[str, Tensor] = {}
-    problems = []
+    problems = list(_mixed(checkpoint, dims))
     for name, tensor in checkpoint.tensors.items():
         found = dict(_under_hub_names(name, tensor, owners, checkpoint.layout.tp))
         if not found:
@@ -96,6 +96,27 @@ def _under_hub_names(
                 view = rows_like(bound.view, view.shape[1]).through(_only(view))
         module = hub.removesuffix(".weight")
         yield f"{module}.lora_{columns}.{part.name}.weight", Tensor(tensor.dtype, view)
+
+
+def _mixed(checkpoint: Checkpoint, dims: Dims) -> Iterator[Problem]:
+    """Canonical pairs of query, key and value that were trained on more tensor parallel ranks than query groups.
+
+    There `LoRALinearSplitQKV` of Megatron-Bridge 0.3.1 takes parts of a head for a head, and those of the next tokens
+    for the rest of it, so that what it computed is no change of a weight.
+    """
+    tp = checkpoint.layout.tp
+    for name in checkpoint.tensors if tp > dims.groups else ():
+        part = _parse(name)
+        if part and part.part in _PARTS["linear_qkv"]:
+            yield Problem(
+                "this adapter mixed its tokens while it was trained",
+                tensor=name,
+                file=str(checkpoint.path),
+                rule="canonical adapters of linear_qkv in Megatron-Bridge need a query group for each rank",
+                expected=f"at most {dims.groups} tensor parallel ranks, for {dims.groups} query groups",
+                found=f"{tp} tensor parallel ranks",
+                remedy="train it again with a smaller tensor parallel size, or with LoRA of linear_qkv",
+            )
 
 
 def _parse(name: str) -> _Part | None:
@@ -156,7 +177,8 @@ def _first_row(bound: Bound) -> int:
     return min(piece.start for piece in bound.view.pieces)
 
 
-def _binding(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Binding:
+def _base(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> tuple[Dims, Binding]:
+    """The sizes of the adapter's base, and how its tensors lie in those of Megatron-Core."""
     family = FAMILIES.get(str((config or {}).get("model_type")))
     if config is None or family is None:
         raise ReshardError(
@@ -170,7 +192,8 @@ def _binding(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Bindin
         )
     args = family.config.to_args(config)
     rows = next((t.shape[0] for name, t in checkpoint.tensors.items() if "word_embeddings" in name), None)
-    return Binding(family.rules(Dims.from_args(args, int(config["vocab_size"]), rows)))
+    dims = Dims.from_args(args, int(config["vocab_size"]), rows)
+    return dims, Binding(family.rules(dims))
 
 
 def _unknown(name: str, tensor: Tensor) -> Problem:
