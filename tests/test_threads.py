@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from threading import Event
 
 import pytest
 
+import reshard as api
 from reshard.threads import together
 
 
@@ -81,3 +86,54 @@ def test_ctrl_c_while_threads_start(monkeypatch: pytest.MonkeyPatch) -> None:
         thread.join(timeout=30)
         assert not thread.is_alive()
     assert worked == []
+
+
+def limit(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    """Let the system give so many threads and no more, as the limits of users and containers do."""
+    start, left = threading.Thread.start, [None] * threads
+
+    def limited(thread: threading.Thread) -> None:
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left.pop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+
+
+@pytest.mark.parametrize("given", [0, 1, 3])
+def test_fewer_threads_share_the_work(monkeypatch: pytest.MonkeyPatch, given: int) -> None:
+    limit(monkeypatch, given)
+    waiting, taken = deque(range(100)), []
+
+    def work(index: int, stopped: Event) -> int:
+        taken.extend(iter(lambda: waiting.popleft() if waiting else None, None))
+        return index
+
+    assert together(work, 8) == list(range(max(1, given)))
+    assert sorted(taken) == list(range(100))
+
+
+@pytest.mark.parametrize("given", [0, 1])
+def test_whole_commands_with_fewer_threads(
+    monkeypatch: pytest.MonkeyPatch, hf_model: Callable[..., Path], tmp_path: Path, given: int
+) -> None:
+    source = hf_model("qwen3", max_shard_size="200KB")
+    limit(monkeypatch, given)
+    api.convert(source, tmp_path / "out", to="megatron", workers=4)
+    limit(monkeypatch, given)
+    found = api.verify(source, tmp_path / "out")
+    assert found.equal and found.tensors == len(api.open(source).tensors)
+
+
+def test_a_user_who_may_start_no_threads() -> None:
+    program = """
+import os, resource
+from reshard.threads import together
+if os.geteuid() == 0:
+    os.setuid(65534)  # limits do not hold for root
+resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+print(together(lambda index, stopped: index, 4))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("[0]\n", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from threading import Event
 from typing import TypeVar
 
@@ -11,7 +12,9 @@ T = TypeVar("T")
 
 
 def together(work: Callable[[int, Event], T], threads: int) -> list[T]:
-    """What `work(index, stopped)` returned on each of `threads` threads.
+    """What `work(index, stopped)` returned on each of `threads` threads, or of as many as the system gives.
+
+    So the threads share what there is to do; where the system gives none, this one does it alone.
 
     The first exception, and Ctrl-C, set `stopped`: work that looks at it often ends soon, and nothing is still at
     work when the exception comes out of here.
@@ -29,9 +32,12 @@ def together(work: Callable[[int, Event], T], threads: int) -> list[T]:
     pool = ThreadPoolExecutor(threads, thread_name_prefix="reshard")
     futures: list[Future[T]] = []
     try:
-        for index in range(threads):
-            futures.append(pool.submit(run, index))
+        with suppress(RuntimeError):  # "can't start new thread": a limit of the user or of the container
+            for index in range(threads):
+                futures.append(pool.submit(run, index))
         begin.set()
+        if not futures:
+            return [work(0, stopped)]
         pending = set(futures)
         while pending:
             # Only a wait that ends by itself lets Ctrl-C through on every system.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -119,8 +121,10 @@ def _compared(first: Side, second: Side, workers: int, on_bytes: Callable[[int],
             same.append(name)
     ledger = Ledger()
 
+    waiting = deque(same)
+
     def work(index: int, stopped: Event) -> list[Row]:
-        names = takewhile(lambda _: not stopped.is_set(), same[index::workers])
+        names = takewhile(lambda _: not stopped.is_set(), _taken(waiting))
         return _differing(first, second, names, ledger, on_bytes)
 
     rows += [row for part in together(work, workers) for row in part]
@@ -130,6 +134,13 @@ def _compared(first: Side, second: Side, workers: int, on_bytes: Callable[[int],
     sides = (("A", first), ("B", second))
     notes = [f"{name}: {note}" for name, side in sides if side.model for note in side.model.notes]
     return Comparison(len(same), nbytes, sorted(rows), model.family.name if model else None, notes=notes)
+
+
+def _taken(waiting: deque[str]) -> Iterator[str]:
+    """Names that no other thread has taken."""
+    with suppress(IndexError):  # none is left
+        while True:
+            yield waiting.popleft()
 
 
 def _words(logical: Logical) -> str:

@@ -104,6 +104,14 @@ def problems_of(error: Exception) -> list[Problem]:
         ]
     if isinstance(error, MemoryError):
         return [Problem("there is not enough memory", remedy="choose a smaller --memory or fewer --workers")]
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return [
+            Problem(
+                "the system gives no more threads",
+                found=str(error),
+                remedy="end other programs, or raise the limit: `ulimit -u`, or the process limit of the container",
+            )
+        ]
     if isinstance(error, ImportError):
         return [
             Problem(
