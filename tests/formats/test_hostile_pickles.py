@@ -1,4 +1,4 @@
-"""Pickles that ask for more memory than they hold: refused before it is taken.
+"""Pickles that ask for more memory than they hold, or for more time than it takes to read them: refused at once.
 
 Each set is loaded in a process of its own that may not grow by more than `ALLOWED`.
 
@@ -63,6 +63,23 @@ CRAFTED = {
     + b"NtR.",
     "a storage called by a nest": b"\x80\x02(X\x05\x00\x00\x00other" + _NESTED + b"NNNtQ.",
     "a codec called by a nest": b"\x80\x02c_codecs\nencode\n(X\x01\x00\x00\x00x" + _NESTED + b"tR.",
+    "a nest as a key": b"\x80\x02}" + _NESTED + b"Ns.",
+    "a nest among keys": b"\x80\x02}(K\x05N" + _NESTED + b"Nu.",
+    "a nest from the memo": b"\x80\x02}" + _NESTED + b"q\x05" + b"0" + b"N0h\x05Ns.",
+    "a nest from a line of the memo": b"\x80\x02}" + _NESTED + b"p5\n0N0g5\nNs.",
+    "a nest that was memoized late": b"\x80\x04}" + _NESTED + b"N0\x94" + b"0h\x00Ns.",
+    "a nest in a dict of a mark": b"\x80\x02(" + _NESTED + b"Nd.",
+    "a nest in a set": b"\x80\x04\x8f(" + _NESTED + b"\x90.",
+    "a nest in a frozen set": b"\x80\x04(" + _NESTED + b"\x91.",
+    "a nest in a set of a list": b"\x80\x02cbuiltins\nset\n(]" + _NESTED + b"atR.",
+    "a nest in an ordered dict": b"\x80\x02ccollections\nOrderedDict\n(]" + _NESTED + b"N\x86atR.",
+    "a nest in a shape": b"\x80\x02}ctorch\nSize\n" + _NESTED + b"\x85RNs.",
+    "a nest of slices": b"\x80\x02cbuiltins\nslice\n" + _NESTED + b"\x85R.",
+    "a nest for a parameter": b"\x80\x02}ctorch._utils\n_rebuild_parameter\n" + _NESTED + b"\x89N\x87RNs.",
+    "a key too deep for the stack": b"\x80\x02}K\x01" + b"\x85" * 300_000 + b"Ns.",
+    "a broad nest as a key": b"\x80\x02}K\x01q\x01"
+    + b"".join(b"(" + b"h\x01" * 999 + b"tq\x01" for _ in range(6))
+    + b"Ns.",
     "a nest that is no key": b"\x80\x02}(]" + _NESTED + b"\x86Nu.",
 }
 
@@ -110,9 +127,31 @@ def test_what_is_honest_is_read() -> None:
         for count in (10, 300, 70_000):
             content = [str(index) for index in range(count)]
             assert pickles.loads(pickle.dumps(content, protocol), "x.pt") == content
+        content = [
+            True,
+            1.5,
+            1 << 3000,
+            "é" * 300,
+            b"x",
+            bytearray(b"x" * 300),
+            {("a", (1,)): ()},
+            {2, (3, 4)},
+        ]
+        assert pickles.loads(pickle.dumps([content, (content, content)], protocol), "x.pt")[1][1] == content
     assert pickles.loads(pickle.dumps(range(5), 2), "x.pt") == range(5)
     endless = pickles.loads(_BUILD_RANGE + b".", "x.pt")
     assert (endless.qualname, endless.args) == ("builtins.range", (1 << 33,))
+
+
+def test_an_object_stays_what_it_is() -> None:
+    """No state of a pickle changes the class of an object, or puts something in the place of its methods."""
+    other = b"X\x09\x00\x00\x00__class__ctorch\nOther\ns"
+    assert "a pickle cannot be read" in load(b"\x80\x02cargparse\nNamespace\n)\x81N}" + other + b"\x86b.")
+    items = b"X\x05\x00\x00\x00itemsN"
+    found = pickles.loads(b"\x80\x02ccollections\nOrderedDict\n)R(K\x01K\x02u}" + items + b"sb.", "x.pt")
+    assert list(found.items()) == [(1, 2)]
+    found = pickles.loads(b"\x80\x02cargparse\nNamespace\n)\x81}(" + items + b"K\x01K\x02ub.", "x.pt")
+    assert vars(found) == {"items": None}
 
 
 def test_mutated_pickles_of_frameworks(genuine: Callable[..., Genuine]) -> None:

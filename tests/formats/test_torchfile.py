@@ -121,7 +121,7 @@ def test_plain_values_are_rebuilt(tmp_path: Path) -> None:
     }
     found = read_torch_file(saved(tmp_path / "x.pt", content))
     args = found.pop("args")
-    assert type(args) is argparse.Namespace
+    assert isinstance(args, argparse.Namespace)
     assert vars(args) == {**vars(content.pop("args")), "dtype": dtypes.dtype("bfloat16")}
     assert found.pop("path") == "/a/b"
     content.pop("path")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from reshard.dtypes import DType
 from reshard.errors import Problem, ReshardError
 from reshard.formats.torchfiles.pickles import Global, Opaque, Pickler, Reduce, encode_int, loads
-from reshard.formats.torchfiles.values import damaged, element_type, said, sizes
+from reshard.formats.torchfiles.values import damaged, element_type, said, shape_of, sizes
 from reshard.sources import read_source
 
 MODULE = "torch.distributed.checkpoint.metadata"
@@ -151,7 +151,7 @@ class _Reader:
 
     def _tensor(self, key: str, state: dict[str, Any]) -> DcpTensor:
         dtype, *_ = state["properties"].state
-        shape = sizes(state["size"])
+        shape = shape_of(state["size"])
         if isinstance(dtype, type) and issubclass(dtype, Opaque):
             self._problems.append(
                 Problem("an element type that reshard does not know", key, str(self._path), found=dtype.name)
@@ -160,7 +160,7 @@ class _Reader:
             element_type(dtype)
         chunks = []
         for box in state["chunks"]:
-            offsets, size = sizes(box.offsets), sizes(box.sizes)
+            offsets, size = shape_of(box.offsets), shape_of(box.sizes)
             if 0 in size and (key, offsets) not in self._places:
                 continue
             ends = [low + length for low, length in zip(offsets, size, strict=True)]

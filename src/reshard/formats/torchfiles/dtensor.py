@@ -22,7 +22,7 @@ from reshard.checkpoint import Tensor
 from reshard.dtypes import DType
 from reshard.errors import Problem, ReshardError
 from reshard.formats.torchfiles.pickles import Opaque
-from reshard.formats.torchfiles.values import element_type, said, sizes
+from reshard.formats.torchfiles.values import element_type, said, shape_of, sizes
 from reshard.storage import StoredTensor
 from reshard.views import View
 
@@ -120,7 +120,7 @@ class PartReader:
         if len(placements) != len(mesh.shape):
             raise ValueError(f"{len(placements)} placements on a mesh of {len(mesh.shape)} axes")
         spread = f"{', '.join(map(str, placements))} on a mesh of {mesh}"
-        shape, local = sizes(shape), state["_local_tensor"]
+        shape, local = shape_of(shape), state["_local_tensor"]
         axes = _owned(shape, placements, mesh, _order(spec, placements))
         _check_local(name, local, dtype, axes, spread, self._file)
         boxes = tuple(_boxes(Tensor.stored(local).view, axes)) if local.numel else ()
@@ -311,11 +311,11 @@ def _boxes(local: View, axes: Sequence[Intervals]) -> Iterator[Box]:
 def _sharded_tensor(value: Opaque) -> Part:
     shards, metadata, group, *_ = value.args[3]
     whole = _attributes(metadata)
-    dtype, shape = element_type(whole["tensor_properties"].state[0]), sizes(whole["size"])
+    dtype, shape = element_type(whole["tensor_properties"].state[0]), shape_of(whole["size"])
     boxes = []
     for shard in map(_attributes, shards):
         place = _attributes(shard["metadata"])
-        offsets, size = sizes(place["shard_offsets"]), sizes(place["shard_sizes"])
+        offsets, size = shape_of(place["shard_offsets"]), shape_of(place["shard_sizes"])
         tensor = shard["tensor"]
         if (tensor.dtype, tensor.shape) != (dtype, size) or len(offsets) != len(shape):
             raise ValueError(f"{tensor.dtype} {list(tensor.shape)} where {dtype} {list(size)} is announced")

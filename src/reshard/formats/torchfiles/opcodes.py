@@ -1,75 +1,177 @@
-"""What a pickle asks for, looked at before it is loaded: memory for more than it holds is refused.
+"""What a pickle asks for, looked at before it is loaded: more memory than it holds, or more time, is refused.
 
 The unpickler of the standard library believes the numbers in a pickle. A place in its memo (LONG_BINPUT, PUT) makes the
 memo that long, and a count of bytes (BYTEARRAY8) makes a buffer of that size, before anything of it was read. Ten bytes
 could ask for gigabytes.
+
+It also hashes whatever is set as a key. A tuple is hashed element by element, so that a pair of a pair of a pair … of
+which each holds the same one twice takes years, and a tuple nested a hundred thousand times overflows the stack of the
+interpreter. So the stack of the unpickler is followed here, with nothing on it but the weight of each object: the
+values that a tuple holds on all its levels, one for anything else.
 """
 
 from __future__ import annotations
 
 import pickletools
-import re
-from collections import defaultdict
-from functools import lru_cache
 
-_LINES, _PAIR = -1, "stringnl_noescape_pair"
+HEAVIEST = 255
+"""Weights are counted to here. A key that heavy is refused: honest ones are names, numbers and pairs of them."""
+
 _COUNTS = {-2: 1, -3: 4, -4: 4, -5: 8}
 """Bytes of a count, by how `pickletools` says that an argument begins with one."""
+_LINE, _PAIR = -1, "stringnl_noescape_pair"
+_TAKES = {ord("a"): 1, ord("s"): 2}
+"""How many objects an opcode takes off the stack for the one below them."""
+_MAKES = {ord("Q"): 1, 0x92: 3, 0x93: 2}
+"""How many objects an opcode makes a new one of."""
+_TO_MARK = b"dleuot1i\x90\x91"
+_KEYS = {ord("u"): 2, ord("d"): 2, 0x90: 1, 0x91: 1}
+"""Opcodes that hash what lies above the mark: every second of it, or all."""
 
-_PUT, _LONG_PUT, _STOP = b"p", b"r", b"."
-_BLOCK = 1 << 16
-_AT_ONCE = 1000
-"""Opcodes that one match passes: the engine of regular expressions remembers each."""
 
-
-def _grammar() -> tuple[list[bytes], dict[bytes, int]]:
-    """Patterns of opcodes that ask for no more than they are; those that count bytes, with the width of the count."""
-    fixed: dict[int, list[bytes]] = defaultdict(list)
-    lines, counted = [], {}
+def _widths() -> tuple[list[int], dict[int, int], dict[int, int]]:
+    """Sizes of opcodes that push one plain object; widths of counts of bytes; numbers of lines; by opcode."""
+    pushes, counts, lines = [0] * 256, {}, {}
     for opcode in pickletools.opcodes:
-        code, argument = opcode.code.encode("latin1"), opcode.arg
-        size = argument.n if argument else 0
-        if code in (_PUT, _LONG_PUT, _STOP):
-            continue
-        if size >= 0:
-            fixed[size].append(re.escape(code))
-        elif argument and size == _LINES:
-            lines.append(re.escape(code) + rb"[^\n]*\n" * (2 if argument.name == _PAIR else 1))
-        else:
-            counted[code] = _COUNTS[size]
-    return [*(b"[" + b"".join(codes) + b"]" + b"." * size for size, codes in fixed.items()), *lines], counted
+        code, size = ord(opcode.code), opcode.arg.n if opcode.arg else 0
+        if size == _LINE:
+            lines[code] = 2 if opcode.arg and opcode.arg.name == _PAIR else 1
+        elif size < 0:
+            counts[code] = _COUNTS[size]
+        elif not opcode.stack_before and len(opcode.stack_after) == 1 and opcode.code not in "(hj":
+            pushes[code] = 1 + size
+    return pushes, counts, lines
 
 
-_PATTERNS, _COUNTED = _grammar()
-
-
-@lru_cache
-def _plain(blocks: int) -> re.Pattern[bytes]:
-    """Opcodes that ask for nothing beyond a pickle of so many blocks, and less than one more."""
-    near = rb"..[\0-%b]\0" if blocks < 256 else rb"...[\0-%b]"
-    put = _LONG_PUT + near % re.escape(bytes([blocks if blocks < 256 else blocks >> 8]))
-    return re.compile(b"(?:" + b"|".join([*_PATTERNS, put]) + b"){0,%d}" % _AT_ONCE, re.DOTALL)
+_PUSHES, _COUNTED, _LINES = _widths()
 
 
 def check(data: bytes) -> None:
-    """Raise ValueError if the pickle `data` counts more bytes, or numbers more objects, than it can hold.
+    """Raise ValueError if the pickle `data` asks for more memory than it can fill, or sets a key that is too heavy.
 
     Where it ends early or has an unknown opcode, the unpickler says so.
     """
-    plain, at = _plain(len(data) // _BLOCK), 0
-    while True:
-        begin, at = at, plain.match(data, at).end()  # type: ignore[union-attr]
-        code = data[at : at + 1]
+    _Machine(data).run()
+
+
+class _Machine:
+    """The unpickler's stack, marks and memo, as weights."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._stack: list[int] = []
+        self._marks: list[int] = []
+        self._memo = bytearray()  # weights by place; 0 where nothing was put
+        self._put = 0  # places that something was put in
+
+    def run(self) -> None:
+        """Follow the pickle to its end. The opcodes that large ones are made of come first: there are millions."""
+        data, stack, memo, pushes, end = self._data, self._stack, self._memo, _PUSHES, len(self._data)
+        at = 0
+        while at < end:
+            code = data[at]
+            if width := pushes[code]:
+                stack.append(1)
+                at += width
+            elif code == 0x94 and self._put == len(memo):  # MEMOIZE
+                memo.append(stack[-1])
+                self._put += 1
+                at += 1
+            elif code == 0x68 or code == 0x6A:  # BINGET, LONG_BINGET
+                width = 2 if code == 0x68 else 5
+                place = data[at + 1] if code == 0x68 else int.from_bytes(data[at + 1 : at + 5], "little")
+                stack.append(memo[place] if place < len(memo) else 1)
+                at += width
+            elif code == 0x52 or code == 0x81:  # REDUCE, NEWOBJ
+                stack.pop()
+                stack[-1] = 1
+                at += 1
+            elif 0x85 <= code <= 0x87:  # TUPLE1 to TUPLE3
+                weight = 1 + sum(stack[0x84 - code :])
+                del stack[0x84 - code :]
+                stack.append(weight if weight < HEAVIEST else HEAVIEST)
+                at += 1
+            elif code == 0x62:  # BUILD
+                stack.pop()
+                at += 1
+            elif code == 0x28:  # MARK
+                self._marks.append(len(stack))
+                at += 1
+            elif code == 0x2E:  # STOP
+                return
+            else:
+                at = self._to_mark(code, at) if code in _TO_MARK else self._rare(code, at)
+
+    def _hash(self, weight: int) -> None:
+        if weight >= HEAVIEST:
+            raise ValueError(f"a key of {HEAVIEST} values or more, which honest pickles do not have")
+
+    def _to_mark(self, code: int, at: int) -> int:
+        """Take all that lies above the last mark; returns where the next opcode is."""
+        begin = self._marks.pop()
+        if step := _KEYS.get(code):
+            self._hash(max(self._stack[begin::step], default=1))
+        weight = min(HEAVIEST, 1 + sum(self._stack[begin:])) if code == ord("t") else 1
+        del self._stack[begin:]
+        if code in b"dlot\x91i":
+            self._stack.append(weight)
+        return self._lines(code, at) if code in _LINES else at + 1
+
+    def _rare(self, code: int, at: int) -> int:
+        """An opcode of few, or with an argument that has to be looked at; returns where the next one is."""
+        stack = self._stack
         if width := _COUNTED.get(code):
-            count = int.from_bytes(data[at + 1 : at + 1 + width], "little")
-            at += 1 + width + count
-            if at > len(data):
+            count = int.from_bytes(self._data[at + 1 : at + 1 + width], "little")
+            if at + 1 + width + count > len(self._data):
                 raise ValueError(f"it counts {count} bytes where there are fewer")
-        elif code == _PUT and (end := data.find(b"\n", at)) > 0:
-            if int(data[at + 1 : end]) > len(data):
-                raise ValueError("it numbers more objects than it can hold")
-            at = end + 1
-        elif at == begin:
-            if code == _LONG_PUT and at + 5 <= len(data):
-                raise ValueError("it numbers more objects than it can hold")
-            return
+            is_number = code == 0x8B  # LONG4: hashed by its length, each time
+            stack.append(min(HEAVIEST, 1 + count // 256) if is_number else 1)
+            return at + 1 + width + count
+        if code in _LINES:
+            end = self._lines(code, at)
+            if code == ord("p"):
+                self._memoize(int(self._data[at + 1 : end - 1]))
+            elif code == ord("g"):
+                place = int(self._data[at + 1 : end - 1])
+                stack.append(self._memo[place] if 0 <= place < len(self._memo) else 1)
+            else:
+                stack.append(1)
+            return end
+        if code in _TAKES:
+            self._hash(stack[-2] if code == ord("s") else 1)
+            del stack[-_TAKES[code] :]
+            return at + 1
+        if code in _MAKES:
+            stack[-_MAKES[code] :] = [1]
+            return at + 1
+        if code == 0x71:  # BINPUT
+            self._memoize(self._data[at + 1])
+            return at + 2
+        if code == 0x72:  # LONG_BINPUT
+            self._memoize(int.from_bytes(self._data[at + 1 : at + 5], "little"))
+            return at + 5
+        if code == 0x94:  # MEMOIZE, after a PUT that left places out
+            self._memoize(self._put)
+        elif code == 0x32:  # DUP
+            stack.append(stack[-1])
+        elif code == 0x30:  # POP, which takes the mark where that is on top
+            (self._marks if self._marks and self._marks[-1] == len(stack) else stack).pop()
+        elif code not in (0x80, 0x95, 0x98):  # PROTO, FRAME, READONLY_BUFFER
+            return len(self._data)
+        return at + {0x80: 2, 0x95: 9}.get(code, 1)
+
+    def _lines(self, code: int, at: int) -> int:
+        """The end of the lines that an opcode has for an argument; that of the pickle, if they do not end."""
+        for _ in range(_LINES[code]):
+            at = self._data.find(b"\n", at) + 1
+            if not at:
+                return len(self._data)
+        return at
+
+    def _memoize(self, place: int) -> None:
+        if place > len(self._data):
+            raise ValueError("it numbers more objects than it can hold")
+        if place >= len(self._memo):
+            self._memo.extend(bytes(place + 1 - len(self._memo)))
+        self._put += not self._memo[place]
+        self._memo[place] = self._stack[-1]

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from reshard.dtypes import BY_NAME, DType
 from reshard.errors import ReshardError
 from reshard.formats.torchfiles import opcodes
-from reshard.formats.torchfiles.values import damaged, said
+from reshard.formats.torchfiles.values import damaged, said, sizes
 
 # fmt: off
 FRAMEWORKS = frozenset((
@@ -57,17 +57,15 @@ class Opaque:
     module = ""
     name = ""
     args: tuple[Any, ...]
-    state: Any
+    state: Any = None
     items: list[Any]
-    called: bool
+    called: bool = False
     """Whether the class was called, rather than made by its `__new__` alone."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Opaque:
         self: Opaque = super().__new__(cls)
         self.args = (*args, kwargs) if kwargs else args
-        self.state = None
         self.items = []
-        self.called = False
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -117,15 +115,51 @@ def _encode(text: str, encoding: str = "latin1") -> bytes:
     return text.encode("latin1")
 
 
-def _collection(kind: type) -> Callable[..., Any]:
-    """`kind` of a list of items only: a range of a billion would fill the memory."""
+class Namespace(argparse.Namespace):
+    """A namespace whose attributes are what a pickle has for its state, and whose class stays what it is."""
+
+    def __setstate__(self, state: Any) -> None:
+        vars(self).update({key: value for key, value in state.items() if isinstance(key, str)})
+
+
+class Ordered(OrderedDict[Any, Any]):
+    """A dict without the attributes that a pickle would restore: they could stand in the way of its methods."""
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def _collection(kind: type, weigh: Callable[[Any], Any]) -> Callable[..., Any]:
+    """`kind` of a list of items only: a range of a billion would fill the memory. `weigh` looks at each first."""
 
     def build(items: list[Any] | tuple[Any, ...] = ()) -> Any:
         if not isinstance(items, list | tuple):
             raise pickle.UnpicklingError(f"{kind.__name__} of {type(items).__name__}")
+        for item in items:
+            weigh(item)
         return kind(items)
 
     return build
+
+
+def _light(item: Any) -> None:
+    """Raise ValueError for what would take long to hash; see `opcodes`."""
+    waiting, seen = [item], 0
+    while waiting:
+        each, seen = waiting.pop(), seen + 1
+        if seen == opcodes.HEAVIEST:
+            raise ValueError("a key of too many values")
+        waiting += each if isinstance(each, tuple) else ()
+
+
+def _size(value: Any) -> None:
+    sizes((value,))
+
+
+def _slice(*bounds: Any) -> slice:
+    if not all(bound is None or isinstance(bound, int) for bound in bounds):
+        raise pickle.UnpicklingError("a slice of something else than numbers")
+    return slice(*bounds)
 
 
 def _bytearray(content: bytes | str = b"", encoding: str = "latin1") -> bytearray:
@@ -146,16 +180,16 @@ def _path(*parts: str) -> str:
 
 
 _REBUILT: dict[str, Callable[..., Any]] = {
-    "builtins.set": _collection(set),
-    "builtins.frozenset": _collection(frozenset),
+    "builtins.set": _collection(set, _light),
+    "builtins.frozenset": _collection(frozenset, _light),
     "builtins.bytearray": _bytearray,
     "builtins.complex": complex,
-    "builtins.slice": slice,
+    "builtins.slice": _slice,
     "builtins.range": _range,
-    "collections.OrderedDict": OrderedDict,
+    "collections.OrderedDict": _collection(Ordered, lambda item: _light(item[0])),
     "collections.defaultdict": lambda *factory: defaultdict(None),
-    "argparse.Namespace": lambda *args: argparse.Namespace(),
-    "torch.Size": _collection(tuple),
+    "argparse.Namespace": lambda *args: Namespace(),
+    "torch.Size": _collection(tuple, _size),
     "_codecs.encode": _encode,
 }
 
@@ -300,13 +334,13 @@ class Pickler:
             dict: self._dict,
             set: lambda value: self.write(Reduce(Global("builtins", "set"), (sorted(value),))),
             OrderedDict: self._ordered,
+            Ordered: self._ordered,
             Global: self._global,
             Reduce: self._reduce,
             Persistent: self._persistent,
             DType: lambda value: self.write(Global("torch", value.name)),
-            argparse.Namespace: lambda value: self.write(
-                Reduce(Global("argparse", "Namespace"), (), vars(value), new=True)
-            ),
+            argparse.Namespace: self._namespace,
+            Namespace: self._namespace,
         }
 
     def finish(self) -> bytes:
@@ -397,6 +431,9 @@ class Pickler:
         self.write(Reduce(Global("collections", "OrderedDict")))
         if value:
             self._batch(chain.from_iterable(value.items()), b"u")
+
+    def _namespace(self, value: argparse.Namespace) -> None:
+        self.write(Reduce(Global("argparse", "Namespace"), (), vars(value), new=True))
 
     def _global(self, value: Global) -> None:
         if self.recall(value):

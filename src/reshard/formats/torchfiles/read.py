@@ -21,7 +21,7 @@ from reshard.dtypes import BY_NAME, BY_STORAGE, DType
 from reshard.errors import ReshardError
 from reshard.formats.torchfiles.archive import Archive, Window, damaged_file
 from reshard.formats.torchfiles.pickles import Opaque, Sealed, loads, opaque_class
-from reshard.formats.torchfiles.values import sizes
+from reshard.formats.torchfiles.values import shape_of, sizes
 from reshard.sources import open_source
 from reshard.storage import Storage, StoredTensor
 
@@ -224,7 +224,7 @@ class _Rebuilder:
         return self._strided(typed.storage, dtype, start, shape, strides)
 
     def _strided(self, storage: Storage, dtype: DType, start: int, shape: Any, strides: Any) -> StoredTensor:
-        shape, strides, (end,) = sizes(shape), sizes(strides), sizes((start,))
+        shape, strides, (end,) = shape_of(shape), shape_of(strides), sizes((start,))
         if 0 not in shape:
             end += 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
         if end * dtype.itemsize > storage.nbytes:
@@ -239,6 +239,8 @@ class _Rebuilder:
 
     @staticmethod
     def _parameter(tensor: Any, *rest: Any) -> Any:
+        if not isinstance(tensor, StoredTensor | Opaque):
+            raise ValueError(f"a parameter of a {type(tensor).__name__}")
         return tensor
 
     def _from_type(self, function: Any, kind: Any, args: Any, state: Any) -> Any:

@@ -18,6 +18,17 @@ def sizes(values: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
+DIMENSIONS = 64
+"""More axes than any tensor of torch has."""
+
+
+def shape_of(values: Any) -> tuple[int, ...]:
+    """`values` as the sizes or strides of a tensor. Raises TypeError if they are something else."""
+    if isinstance(values, tuple | list) and len(values) > DIMENSIONS:
+        raise TypeError(f"{len(values)} axes where a tensor has at most {DIMENSIONS}")
+    return sizes(values)
+
+
 def element_type(value: Any) -> DType:
     """`value` as an element type. Raises TypeError if it is something else."""
     if not isinstance(value, DType):
