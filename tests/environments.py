@@ -64,6 +64,41 @@ ENVIRONMENTS = {
     ),
     "internevo": Environment(("einops", "requests"), ("InternEvo==0.4.9",), on=TESTS),
     "bridges": Environment(("omegaconf",), ("megatron-bridge==0.3.1", "mcore-bridge==1.6.5"), on=TESTS),
+    "megatron-bridge": Environment(
+        (
+            *(
+                "transformers==4.57.6",
+                "omegaconf",
+                "einops",
+                "six",
+                "sentencepiece",
+                "tiktoken",
+                "tensorboard",
+            ),
+            "datasets==4.8.4",
+        ),
+        ("megatron-bridge==0.3.1",),
+        on=TESTS,
+    ),
+    "ms-swift": Environment(
+        (
+            *("transformers==5.19.0", "peft==0.20.0", "trl==0.29.1", "datasets==4.8.4", "modelscope"),
+            *("addict", "binpacking", "dacite", "einops", "json-repair", "matplotlib", "nltk", "openai"),
+            *(
+                "pandas",
+                "pillow",
+                "rouge",
+                "scipy",
+                "sentencepiece",
+                "sortedcontainers",
+                "tensorboard",
+                "tiktoken",
+            ),
+            *("aiohttp", "fastapi", "uvicorn", "zstandard", "simplejson", "requests"),
+        ),
+        ("ms-swift==4.6.0", "mcore-bridge==1.6.5", "triton==3.7.0"),
+        on=TESTS,
+    ),
     "verl": Environment(
         (
             *("ray==2.60.0", "hydra-core", "codetiming", "tensordict==0.15.3", "pyvers"),
