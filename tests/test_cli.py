@@ -25,7 +25,7 @@ from tests.commandline import in_terminal, reshard
 
 CONTRACT = {
     "inspect": "--json",
-    "convert": "--to --base --tp --pp --vpp --ep --etp --iteration --family --dtype --max-shard-size "
+    "convert": "--to --base --tp --pp --vpp --ep --etp --iteration --family --trust --dtype --max-shard-size "
     "--vocab-divisible-by --memory --workers --dry-run --overwrite --no-tokenizer --json --quiet --debug",
     "verify": "--base --logits --json",
     "train": "",

@@ -27,7 +27,6 @@ from reshard.errors import ReshardError
 from reshard.families import FAMILIES
 from reshard.families.flags import flags_not_restored
 from reshard.families.undeclared import BEYOND_MEGATRON
-from reshard.formats.hints import args_of_run_config
 from reshard.layout import Layout
 from reshard.oracle.transformers import transformers_logits
 from tests.judges import (
@@ -140,33 +139,6 @@ def test_megatron_is_told_what_only_gpt_oss_has(hf_model: Models) -> None:
         *("--yarn-beta-fast 16.0", "--no-yarn-correction-range-round-to-int", "--rotary-scaling-factor 4.0"),
     ):
         assert flag in flags
-
-
-def test_what_megatron_bridge_says_of_gpt_oss_is_its_config() -> None:
-    """The fields of its model provider, as `gpt_oss_bridge.py` of Megatron-Bridge sets them."""
-    quick_gelu = {"_target_": "megatron.core.activations.quick_gelu", "_call_": False}
-    model = {
-        "num_layers": 4,
-        "gated_linear_unit": True,
-        "activation_func": quick_gelu,
-        "window_size": [127, 0],
-    }
-    model |= {
-        "window_attn_skip_freq": 2,
-        "activation_func_clamp_value": 7.0,
-        "yarn_rotary_scaling_factor": 32.0,
-    }
-    model |= {"position_embedding_type": "yarn", "yarn_correction_range_round_to_int": False}
-    args = args_of_run_config({"model": model})
-    assert (args["swiglu"], args["quick_geglu"]) == (False, True)
-    table = FAMILIES["gpt_oss"].config
-    config = table.to_config(args)
-    assert config["layer_types"] == ["sliding_attention", "full_attention"] * 2
-    assert (config["sliding_window"], config["swiglu_limit"]) == (128, 7.0)
-    transformers_assume = AutoConfig.for_model("gpt_oss").rope_parameters
-    assert config["rope_parameters"] == {"rope_theta": 150000.0, **transformers_assume}
-    full = table.to_args({**config, "hidden_size": 32})
-    assert table.disagreements(config, {**full, **args}) == []
 
 
 SIZES: dict[str, Any] = {

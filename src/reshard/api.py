@@ -75,6 +75,7 @@ class Conversion:
             "parameters": plan.parameters,
             "bytes": plan.nbytes,
             "notes": plan.notes,
+            "warnings": [problem.as_dict() for problem in plan.warnings],
             "written": self.report.nbytes if self.report else 0,
             "nonfinite": self.report.nonfinite if self.report else [],
         }
@@ -94,6 +95,7 @@ def convert(
     stages: tuple[int, ...] = (),
     iteration: Iteration | None = None,
     family: str | None = None,
+    trust: str = "checkpoint",
     dtype: str | None = None,
     max_shard_size: int | str = "5GB",
     vocab_divisible_by: int | None = None,
@@ -125,6 +127,7 @@ def convert(
         layout=layout,
         iteration=iteration,
         family=family,
+        trust=trust,
         dtype=dtype,
         max_shard_size=parse_size(max_shard_size, "--max-shard-size"),
         vocab_divisible_by=vocab_divisible_by,

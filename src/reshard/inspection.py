@@ -13,9 +13,9 @@ from reshard.checkpoint import Checkpoint, Iteration
 from reshard.errors import Problem, ReshardError
 from reshard.formats import huggingface, iterations, open_checkpoint
 from reshard.formats.companions import find_companions
-from reshard.formats.hints import find_hints
+from reshard.formats.hints import BASE, find_hints
 from reshard.logical import logical_tensors
-from reshard.model import Model, read_config, resolve_if_declared
+from reshard.model import Model, describes_model, read_config, resolve_if_declared
 
 OPTIMIZER = "optimizer states"
 NO_CONFIG = "there is no config.json beside the weights"
@@ -69,18 +69,22 @@ def inspect_checkpoint(path: Path, iteration: Iteration | None = None) -> Inspec
         return _inspect_adapter(checkpoint, path)
     problems = list(checkpoint.problems)
     hints = find_hints([checkpoint.path, checkpoint.root], checkpoint.args)
-    base = next((Path(hint.value) for hint in hints if hint.exists and Path(hint.value).is_dir()), None)
+    bases = {hint.kind: Path(hint.value) for hint in hints if (Path(hint.value) / "config.json").is_file()}
     has_config = (checkpoint.root / "config.json").is_file()
     model: Model | None = None
     try:
-        if has_config or checkpoint.config or checkpoint.args:
-            model = resolve_if_declared(checkpoint)
+        told = has_config or checkpoint.config or describes_model(checkpoint.args)
+        if told or BASE in bases:
+            model = resolve_if_declared(checkpoint, None if told else bases[BASE])
             logical_tensors(checkpoint, model, checkpoint.config)
+            problems += model.warnings if model else []
     except ReshardError as error:
         problems += error.problems
     notes = [*checkpoint.notes, *(model.notes if model else [])]
+    absent: list[Problem] = []
     try:
-        problems += _companion_problems(checkpoint, has_config or checkpoint.config is not None)
+        absent = _companion_problems(checkpoint, has_config or checkpoint.config is not None)
+        problems += absent
     except ReshardError as error:
         problems = list(dict.fromkeys([*problems, *error.problems]))
     return Inspection(
@@ -88,7 +92,7 @@ def inspect_checkpoint(path: Path, iteration: Iteration | None = None) -> Inspec
         family=model.family.name if model else _declared_type(checkpoint),
         problems=problems,
         notes=notes,
-        next=_next_command(checkpoint, path, model, problems, base),
+        next=_next_command(checkpoint, path, model, problems, list(bases.values()) if absent else None),
         hints=[str(hint) for hint in hints],
     )
 
@@ -152,9 +156,12 @@ def _companion_problems(checkpoint: Checkpoint, has_config: bool) -> list[Proble
 
 
 def _next_command(
-    checkpoint: Checkpoint, path: Path, model: Model | None, problems: list[Problem], base: Path | None
+    checkpoint: Checkpoint, path: Path, model: Model | None, problems: list[Problem], bases: list[Path] | None
 ) -> str:
-    """The command to type next; none while something stands in its way."""
+    """The command to type next; none while something stands in its way.
+
+    `bases` are folders for `--base`, or None where it is not needed.
+    """
     if any(problem.severity == "error" for problem in problems):
         return ""
     words = ["reshard", "convert", path.as_posix().rstrip("/") or "/"]
@@ -166,8 +173,8 @@ def _next_command(
         words += [f"{target}-megatron", "--to", "megatron", *_fitting_layout(model)]
     else:
         words.append(f"{target}-hf")
-    if problems:  # config or tokenizer is missing
-        words += ["--base", str(base) if base else "HF_FOLDER"]
+    if bases is not None:
+        words += ["--base", str(bases[0]) if bases else "HF_FOLDER"]
     return shlex.join(words)
 
 

@@ -12,6 +12,7 @@ from reshard.checkpoint import Checkpoint, Tensor
 from reshard.errors import Problem, ReshardError, one_for_all
 from reshard.families import FAMILIES, Family
 from reshard.families.binding import Binding
+from reshard.families.disagreements import agreed, foreign
 from reshard.families.rules import Dims
 from reshard.families.undeclared import BEYOND_MEGATRON
 from reshard.formats import fused
@@ -33,13 +34,17 @@ EMBEDDINGS = {
 
 @dataclass(frozen=True)
 class Model:
-    """A family at given sizes. `config` is the Hugging Face config, `args` Megatron-LM's arguments."""
+    """A family at given sizes. `config` is the Hugging Face config.
+
+    `args` are Megatron-LM's arguments: those that say what the config says, and those of the checkpoint's own run.
+    """
 
     family: Family
     config: Mapping[str, Any]
     args: Mapping[str, Any]
     dims: Dims
     notes: tuple[str, ...] = ()
+    warnings: tuple[Problem, ...] = ()
 
     def padded(self, rows: int) -> Model:
         """The same model with an embedding of `rows` rows on Megatron's side."""
@@ -88,11 +93,14 @@ def config_of(checkpoint: Checkpoint, base: Path | None = None) -> dict[str, Any
     return {**config, **checkpoint.changes} if config else None
 
 
-def resolve(checkpoint: Checkpoint, base: Path | None = None, family: str | None = None) -> Model:
+def resolve(
+    checkpoint: Checkpoint, base: Path | None = None, family: str | None = None, trust: str = "checkpoint"
+) -> Model:
     """Find the family and the sizes of `checkpoint`, and check that config and checkpoint agree.
 
     The config comes from `base`, else from beside the weights, else (Megatron) from the checkpoint's own
-    arguments. Raises ReshardError naming every size on which they disagree.
+    arguments. Where these arguments and the config disagree on what changes no weight, `trust` ("config" or
+    "checkpoint") decides. Raises ReshardError naming everything else on which they disagree.
     """
     config: Mapping[str, Any] | None = config_of(checkpoint, base)
     _refuse_quantized(checkpoint)
@@ -121,24 +129,26 @@ def resolve(checkpoint: Checkpoint, base: Path | None = None, family: str | None
         config.update(model_type=found.name, architectures=[found.architecture])
         config["vocab_size"] = _true_vocabulary(checkpoint, args)
         notes = [*notes, f"config.json is derived from the checkpoint's arguments, as family {found.name}"]
-    args, dims = _sizes(found, config, args, checkpoint, base or checkpoint.root)
-    problems = _disagreements(checkpoint, dims)
-    if checkpoint.args and not problems:
-        file = str((base or checkpoint.root) / "config.json")
-        problems += [replace(each, file=file) for each in found.config.disagreements(config, checkpoint.args)]
-    if problems:
+    folder = base or checkpoint.root
+    args, dims = _sizes(found, config, args, checkpoint, folder)
+    if problems := _disagreements(checkpoint, dims):
         raise ReshardError(problems)
-    return Model(found, config, args, dims, tuple(notes))
+    if not checkpoint.args:
+        return Model(found, config, args, dims, tuple(notes))
+    config, args, warnings = agreed(found.config, config, checkpoint.args, trust, str(folder / "config.json"))
+    return Model(found, config, args, dims, tuple(notes), tuple(warnings))
 
 
-def resolve_if_declared(checkpoint: Checkpoint, base: Path | None = None) -> Model | None:
+def resolve_if_declared(
+    checkpoint: Checkpoint, base: Path | None = None, trust: str = "checkpoint"
+) -> Model | None:
     """The same, or None with a note for a family that nobody declared, whose names are the hub's already."""
     config = config_of(checkpoint, base) or {}
     if checkpoint.dialect != "hf" or checkpoint.flat or config.get("model_type") in FAMILIES:
-        return resolve(checkpoint, base)
+        return resolve(checkpoint, base, trust=trust)
     fused.normalize(checkpoint, config.get("model_type"))
     try:
-        return resolve(checkpoint, base)
+        return resolve(checkpoint, base, trust=trust)
     except ReshardError:
         undeclared = f'model_type "{config.get("model_type")}" is not known; names are taken as they are'
         checkpoint.notes.append(undeclared)
@@ -277,30 +287,30 @@ def _family_by_args(checkpoint: Checkpoint, forced: str | None) -> tuple[Family,
 
     Those that compute something else than the arguments say come in question only if no other does.
     """
-    if checkpoint.args is None:
+    if not describes_model(checkpoint.args):
         raise ReshardError(
             "nothing says which model this is",
             file=str(checkpoint.path),
-            expected="config.json beside the checkpoint, or `args` inside it",
+            expected="config.json beside the checkpoint, or Megatron-LM's `args` inside it",
             found="; ".join(checkpoint.notes) or None,
             remedy="give the Hugging Face folder that training started from: --base DIR",
         )
     if forced:
         return _named(forced), []
-    rows = embedding_rows(checkpoint)
+    rows, given = embedding_rows(checkpoint), checkpoint.args or {}
     fitting: list[Family] = []
-    foreign: list[Family] = []
+    others: list[Family] = []
     for family in FAMILIES.values():
         try:
-            derived = family.config.to_config(checkpoint.args)
+            derived = family.config.to_config(given)
             args = family.config.to_args({**derived, "vocab_size": rows})
             binding = Binding(family.rules(Dims.from_args(args, rows)))
         except (*UNUSABLE, ReshardError):
             continue
         want = {name: bound.shape for name, bound in binding.native.items()}
         if want == {name: tensor.shape for name, tensor in checkpoint.tensors.items()}:
-            (foreign if family.config.disagreements(derived, checkpoint.args) else fitting).append(family)
-    fitting = fitting or foreign
+            (others if any(foreign(family.config, derived, given)) else fitting).append(family)
+    fitting = fitting or others
     if not fitting:
         raise ReshardError(
             "the tensors of the checkpoint fit no family",
@@ -308,11 +318,14 @@ def _family_by_args(checkpoint: Checkpoint, forced: str | None) -> tuple[Family,
             expected=", ".join(FAMILIES),
             remedy="give the Hugging Face folder that training started from (--base DIR), or force --family NAME",
         )
-    others = [family.name for family in fitting[1:]]
-    notes = (
-        [f"{fitting[0].name} is assumed; {', '.join(others)} would fit as well (--family)"] if others else []
-    )
+    more = ", ".join(family.name for family in fitting[1:])
+    notes = [f"{fitting[0].name} is assumed; {more} would fit as well (--family)"] if more else []
     return fitting[0], notes
+
+
+def describes_model(args: Mapping[str, Any] | None) -> bool:
+    """Whether arguments give the sizes of a model, and not only the layout that it was saved at."""
+    return bool(args and args.get("num_layers"))
 
 
 def embedding_rows(checkpoint: Checkpoint) -> int:

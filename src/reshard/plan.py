@@ -85,9 +85,9 @@ class OutputFile:
 class Plan:
     """All that a conversion will do.
 
-    `dropped` maps the name of a rule to what it leaves behind, in bytes; `facts` become `reshard.json`;
-    `load_with` are flags with which Megatron-LM loads the result; `sources` are all files that were read for the plan,
-    those of the tensors among them.
+    `dropped` maps the name of a rule to what it leaves behind, in bytes; `warnings` tell what a user has to know though
+    nothing stands in the way; `facts` become `reshard.json`; `load_with` are flags with which Megatron-LM loads the
+    result; `sources` are all files that were read for the plan, those of the tensors among them.
     """
 
     source: str
@@ -98,6 +98,7 @@ class Plan:
     dropped: Mapping[str, int]
     replicas: list[Replica]
     notes: list[str]
+    warnings: list[Problem] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     load_with: list[str] = field(default_factory=list)
     sources: Sources = field(default_factory=Sources)

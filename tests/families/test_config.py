@@ -29,6 +29,7 @@ from reshard.families.config import (
     QWEN3_MOE,
     portable_config,
 )
+from reshard.families.disagreements import REARRANGED, agreed, differences, foreign
 from reshard.families.flags import flags_not_restored
 from reshard.families.rope import rope_parameters
 from reshard.oracle.transformers import load_model, transformers_logits
@@ -378,13 +379,38 @@ def test_notices_name_what_megatron_computes_otherwise(tmp_path: Path) -> None:
 def test_a_config_of_another_model_disagrees_with_the_arguments(tmp_path: Path) -> None:
     config = config_of("qwen2", tmp_path)
     args = {**QWEN2.to_args(config), "padded_vocab_size": 384, "vocab_size": None, "seq_length": 4096}
-    assert QWEN2.disagreements(config, args) == []
+    assert differences(QWEN2, config, args) == []
     other = {**config, "num_hidden_layers": 5, "num_key_value_heads": 2, "vocab_size": 99}
-    found = [(problem.expected, problem.found) for problem in QWEN2.disagreements(other, args)]
-    assert found == [
-        ("num_hidden_layers=5 (config.json)", "num_hidden_layers=4 (arguments in the checkpoint)"),
-        ("num_key_value_heads=2 (config.json)", "num_key_value_heads=4 (arguments in the checkpoint)"),
+    found = [(each.key, each.config, each.args) for each in differences(QWEN2, other, args)]
+    assert found == [("num_hidden_layers", 5, 4), ("num_key_value_heads", 2, 4)]
+    with pytest.raises(ReshardError) as caught:
+        agreed(QWEN2, other, args, "config", "config.json")
+    assert [problem.found for problem in caught.value.problems] == [
+        "num_hidden_layers=4 (arguments in the checkpoint)",
+        "num_key_value_heads=4 (arguments in the checkpoint)",
     ]
+
+
+def test_arguments_that_are_not_there_say_nothing(tmp_path: Path) -> None:
+    config = config_of("deepseek_v3", tmp_path)
+    table = CONFIG_MAPS["deepseek_v3"]
+    assert differences(table, config, {"tensor_model_parallel_size": 2}) == []
+    [one] = differences(table, config, {"q_lora_rank": None})
+    assert (one.key, one.args) == ("q_lora_rank", None)
+
+
+def test_a_difference_that_changes_no_weight_is_decided_by_the_user(tmp_path: Path) -> None:
+    config = {**config_of("qwen2", tmp_path), "rope_theta": 50000.0}
+    args = {**QWEN2.to_args(config), "rotary_base": 1000000, "norm_epsilon": 1e-5, "layernorm_epsilon": 1e-5}
+    for trust, theta, epsilon in (("config", 50000.0, 1e-6), ("checkpoint", 1000000.0, 1e-5)):
+        told, given, warnings = agreed(QWEN2, config, args, trust, "config.json")
+        assert [problem.severity for problem in warnings] == ["warning", "warning"]
+        assert all(
+            f"--trust {'config' if trust == 'checkpoint' else 'checkpoint'}" in str(p) for p in warnings
+        )
+        assert rope_parameters(told)["rope_theta"] == theta == given["rotary_base"]
+        assert told["rms_norm_eps"] == epsilon == given["norm_epsilon"] == given["layernorm_epsilon"]
+        assert differences(QWEN2, told, given) == []
 
 
 @pytest.mark.parametrize(
@@ -404,10 +430,19 @@ def test_a_model_of_another_mechanism_disagrees_though_its_tensors_look_alike(
     config = config_of(name, tmp_path)
     table = CONFIG_MAPS[config["model_type"]]
     args = table.to_args(config)
-    assert table.disagreements(config, args) == []
-    [problem] = table.disagreements(config, {**args, argument: value})
+    assert not list(foreign(table, config, args))
+    other = {**args, argument: value}
+    with pytest.raises(ReshardError) as caught:
+        agreed(table, config, other, "checkpoint", "config.json")
+    [problem] = caught.value.problems
     assert problem.found == f"{argument}={value} (arguments in the checkpoint)"
-    assert table.disagreements(config, {**args, argument: None}) == []
+    assert not list(foreign(table, config, {**args, argument: None}))
+    if argument in REARRANGED:
+        with pytest.raises(ReshardError):
+            agreed(table, config, other, "config", "config.json")
+    else:
+        _, given, [warning] = agreed(table, config, other, "config", "config.json")
+        assert warning.severity == "warning" and given[argument] == args[argument]
 
 
 @pytest.mark.parametrize("name", VARIANTS)

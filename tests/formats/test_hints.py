@@ -7,7 +7,8 @@ import pytest
 
 from reshard.families.config import QWEN3_MOE
 from reshard.formats import hints
-from reshard.formats.hints import args_of_run_config, find_hints, read_run_config
+from reshard.formats.hints import find_hints, read_run_config
+from reshard.formats.megatron.writers import args_of_run_config
 
 # Some lines of what Megatron-Bridge 0.3.1 wrote for a small Qwen3-MoE.
 RUN_CONFIG = """\

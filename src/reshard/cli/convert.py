@@ -19,6 +19,7 @@ from reshard.cli.console import (
     count,
     handles_errors,
     print_json,
+    print_problems,
     progress,
     size,
     stderr,
@@ -61,6 +62,13 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 @click.option("--stages", callback=_stages, metavar="N,N,…", help="Layers of each pipeline stage, if uneven.")
 @iteration_option("Which step of the run SRC; the one that its tracker names by default.")
 @click.option("--family", metavar="NAME", help="Read SRC as this family, whatever its config says.")
+@click.option(
+    "--trust",
+    type=click.Choice(["checkpoint", "config"]),
+    default="checkpoint",
+    show_default=True,
+    help="Which one to use where config.json and a Megatron checkpoint's arguments disagree.",
+)
 @click.option("--dtype", metavar="DTYPE", help="Convert weights to float32, bfloat16 or float16.")
 @click.option(
     "--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest file of weights."
@@ -125,6 +133,7 @@ def shown(
         def on_plan(plan: Plan) -> None:
             if not silent:
                 _print_notes(plan)
+            print_problems(plan.warnings, stderr())
             if not dry_run:
                 bars.append(stack.enter_context(progress("convert", plan.nbytes, quiet=silent)))
 

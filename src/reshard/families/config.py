@@ -11,7 +11,6 @@ same model. What is a choice of the run and not of the model is left out, so tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from reshard.errors import Problem
@@ -66,54 +65,6 @@ class ConfigMap:
         texts = (text for entry in self.entries for text in entry.notices(config))
         return [Problem(text, file="config.json", rule=RULE, severity="warning") for text in texts]
 
-    def disagreements(self, config: Config, args: Args) -> list[Problem]:
-        """Where a config and the arguments of a checkpoint describe different models.
-
-        Both are brought into the same form first. The vocabulary is not compared, because Megatron-LM pads it,
-        nor is what a training run may change: context length, dropout, dtype, multi-token prediction.
-        """
-        wanted = self.to_args(config)
-        expected, found = self.to_config(wanted), self.to_config(args)
-        return [*self._foreign(wanted, args)] + [
-            Problem(
-                "config.json and the checkpoint describe different models",
-                rule=RULE,
-                expected=f"{key}={expected[key]} (config.json)",
-                found=f"{key}={found[key]} (arguments in the checkpoint)",
-                remedy="give the config that belongs to this checkpoint",
-            )
-            for key in expected
-            if key in found and key not in RUN_CHOICES and expected[key] != found[key]
-        ]
-
-    def _foreign(self, wanted: Args, args: Args) -> Iterator[Problem]:
-        """Arguments of a model that no config of this family can describe, though its tensors look alike."""
-        fixed = {name for entry in self.entries if isinstance(entry, Const) for name in entry.args}
-        for name in MECHANISMS:
-            if name in fixed and args.get(name) not in (None, wanted[name]):
-                yield Problem(
-                    f"the checkpoint is of a model that {self.model_type} cannot describe",
-                    rule=RULE,
-                    expected=f"{name}={wanted[name]}, as all models of this family have",
-                    found=f"{name}={args[name]} (arguments in the checkpoint)",
-                    remedy="if no family fits, declare it: see docs/add-a-family.md",
-                )
-
-
-RUN_CHOICES = {
-    "vocab_size",
-    "max_position_embeddings",
-    "attention_dropout",
-    "initializer_range",
-    "dtype",
-    "num_nextn_predict_layers",
-}
-
-# What leaves no trace in names and shapes, and decides what the weights mean.
-MECHANISMS = (
-    *("swiglu", "normalization", "apply_layernorm_1p"),
-    *("position_embedding_type", "rotary_percent", "rotary_interleaved", "moe_router_score_function"),
-)
 
 COMMON: tuple[Entry, ...] = (
     Key("num_hidden_layers", "num_layers"),
@@ -156,6 +107,7 @@ NO_QK_NORM = Const(args={"qk_layernorm": False})
 GROUPED_HEADS: tuple[Entry, ...] = (HeadDim(), Const(args={"multi_latent_attention": False}))
 DERIVED_HEADS: tuple[Entry, ...] = (HeadDim(written=False), Const(args={"multi_latent_attention": False}))
 FULL_ATTENTION = Const(config={"use_sliding_window": False})
+NO_WINDOW = Const(args={"window_size": None})
 
 ROUTER: tuple[Entry, ...] = (
     Key("num_experts_per_tok", "moe_router_topk"),
@@ -177,7 +129,8 @@ QWEN_EXPERTS: tuple[Entry, ...] = (
 def family(model_type: str, architecture: str, *entries: Entry) -> ConfigMap:
     """The map of a family whose config.json says `model_type` and `architectures: [architecture]`."""
     says = Const(config={"model_type": model_type, "architectures": [architecture]})
-    return ConfigMap(model_type, (says, *COMMON, *entries))
+    windowed = any(isinstance(entry, SlidingWindow) for entry in entries)
+    return ConfigMap(model_type, (says, *COMMON, *entries, *([] if windowed else [NO_WINDOW])))
 
 
 LLAMA = family(

@@ -35,6 +35,14 @@ class Entry(ABC):
     def to_config(self, args: Args) -> Values:
         """The config that says what `args` say."""
 
+    def told(self, wanted: Args, args: Args) -> Values:
+        """The config that `args` say, where an argument that is not among them is as in `wanted`."""
+        return self.to_config({**wanted, **args})
+
+    def spellings(self) -> tuple[str, ...]:
+        """Further keys of a config that say the same."""
+        return ()
+
     def notices(self, config: Config) -> Iterator[str]:
         """What the config asks for and Megatron-LM has no argument for."""
         yield from ()
@@ -73,6 +81,12 @@ class Key(Entry):
             return {} if self.none is UNSET else {self.key: self.none}
         inverse = self.values and {new: old for old, new in self.values.items()}
         return {self.key: _translate(self.arg, value, inverse)}
+
+    def told(self, wanted: Args, args: Args) -> Values:
+        return self.to_config(args if any(name in args for name in (self.arg, *self.also)) else wanted)
+
+    def spellings(self) -> tuple[str, ...]:
+        return self.aliases
 
 
 def _translate(name: str, value: Any, values: Mapping[Any, Any] | None) -> Any:

@@ -41,8 +41,15 @@ def _rotary_base(rope: Config, default: float) -> int | float:
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
+class RotaryEmbedding(Entry):
+    """What all rotary embeddings share: keys of transformers 4 say what `rope_parameters` says."""
+
+    def spellings(self) -> tuple[str, ...]:
+        return ("rope_theta", "rope_scaling", PARTIAL)
+
+
 @dataclass(frozen=True)
-class Rope(Entry):
+class Rope(RotaryEmbedding):
     """The rotary embedding of all families but DeepSeek's: plain, or scaled as in Llama 3.
 
     `fraction` is the `partial_rotary_factor` of a family that has one, where the config does not say it.
@@ -82,7 +89,7 @@ class Rope(Entry):
             yield f"rope_type is {kind!r}; Megatron-LM has no argument for it and computes an unscaled rope"
 
 
-class Rotary(Entry):
+class Rotary(RotaryEmbedding):
     """InternLM's `rotary`, which its own code reads in place of `rope_theta`: plain ("origin") or dynamic."""
 
     def to_args(self, config: Config) -> Values:
@@ -115,7 +122,7 @@ YARN = (
 
 
 @dataclass(frozen=True)
-class LatentRope(Entry):
+class LatentRope(RotaryEmbedding):
     """The rotary embedding of latent attention: plain or YaRN, whose parameters are fields of MLATransformerConfig.
 
     For a plain one, the YaRN parameters are set to those that change nothing, because Megatron-Core scales the
@@ -164,7 +171,7 @@ class LatentRope(Entry):
 
 
 @dataclass(frozen=True)
-class YarnRope(Entry):
+class YarnRope(RotaryEmbedding):
     """YaRN without latent attention (gpt-oss): `--position-embedding-type yarn` and its parameters.
 
     Source: GPTModel of megatron-core 0.15 to 0.16, which looks for `yarn_*` on its config; Megatron-LM core_v0.19.0,
@@ -189,7 +196,7 @@ class YarnRope(Entry):
 
     def to_config(self, args: Args) -> Values:
         rope = {key: first(args, (f"yarn_{key}",), GPT_OSS_YARN[key]) for key in YARN_KEYS}
-        rope["factor"] = first(args, ("rotary_scaling_factor", "yarn_rotary_scaling_factor"), 32.0)
+        rope["factor"] = first(args, ("rotary_scaling_factor",), 32.0)
         rope["truncate"] = first(args, ("yarn_correction_range_round_to_int",), True)
         rope["rope_theta"] = float(first(args, ("rotary_base",), self.default_theta))
         return {"rope_parameters": {"rope_type": "yarn", **rope}}

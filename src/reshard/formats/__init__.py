@@ -57,8 +57,9 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a checkpoint of any format. Raises ReshardError if there is none, or if it is damaged.
 
-    Where `path` holds none itself, the folder below it is taken that engines are known to put it in. `strip` lists
-    marks of wrappers that are to be taken out of the names of tensors.
+    Where `path` holds none itself, the folder below it is taken that engines are known to put it in. Where it has the
+    engine's own weights and Hugging Face's, as ms-swift leaves them, the engine's are taken: the others have a file to
+    name. `strip` lists marks of wrappers that are to be taken out of the names of tensors.
     """
     if not path.exists():
         raise missing.nothing_there(path)
@@ -81,6 +82,10 @@ def open_checkpoint(
     checkpoint.problems += names.wrapper_problems(checkpoint.tensors, str(folder))
     if folder != path:
         checkpoint.notes.insert(0, f"the weights are in {folder.relative_to(path)}")
+    if name not in (huggingface.NAME, peft.NAME) and (other := huggingface.weights_in(folder)):
+        checkpoint.notes.append(
+            f"the folder has Hugging Face weights too: the {name} weights are used; for the others, pass {other}"
+        )
     return checkpoint
 
 

@@ -76,7 +76,7 @@ def find_hints(folders: Sequence[str | Path], args: Mapping[str, Any] | None = N
     hint of kind `UNREADABLE`.
     """
     hints: list[Hint] = []
-    for folder in map(Path, folders):
+    for folder in dict.fromkeys(map(Path, folders)):
         hints += _hints_of_file(folder / ARGS_JSON, _SWIFT)
         hints += _hints_of_file(folder / RUN_CONFIG, _BRIDGE)
     return [*hints, *_hints_of(args or {}, _MEGATRON_LM, ARGS, None)]
@@ -86,38 +86,6 @@ def read_run_config(folder: str | Path) -> dict[str, Any] | None:
     """`run_config.yaml` in `folder` as plain data; None if there is none. Raises ValueError if it is broken."""
     path = Path(folder) / RUN_CONFIG
     return _read(path) if path.is_file() else None
-
-
-def args_of_run_config(run_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron-LM arguments from the `model` section of a `run_config.yaml`.
-
-    The section holds Megatron-Core's config classes and the arguments of GPTModel, whose names are Megatron-LM's
-    but for these few. Values that are no plain data (functions, dtypes) are left out.
-    """
-    model = dict(run_config.get("model") or {})
-    fields = {**model, **(model.get("transformer") or {})}
-    args = {name: value for name, value in fields.items() if not isinstance(value, Mapping)}
-    for field, arg in (
-        ("num_moe_experts", "num_experts"),
-        ("gated_linear_unit", "swiglu"),
-        ("layernorm_zero_centered_gamma", "apply_layernorm_1p"),
-        ("rope_scaling", "use_rope_scaling"),
-    ):
-        if field in args:
-            args[arg] = args.pop(field)
-    if _called(fields.get("activation_func")) == "quick_gelu":
-        args.update(swiglu=False, quick_geglu=args.get("swiglu"))
-    if "share_embeddings_and_output_weights" in args:
-        args["untie_embeddings_and_output_weights"] = not args.pop("share_embeddings_and_output_weights")
-    if "num_query_groups" in args:
-        args["group_query_attention"] = args["num_query_groups"] is not None
-    return args
-
-
-def _called(function: Any) -> str | None:
-    """The name of a function, which stands as `{_target_: package.module.name, _call_: false}`."""
-    target = function.get("_target_") if isinstance(function, Mapping) else None
-    return str(target).rpartition(".")[2] if target else None
 
 
 def _hints_of_file(path: Path, places: Sequence[tuple[str, tuple[str, ...]]]) -> Iterator[Hint]:

@@ -23,9 +23,9 @@ KINDS = (("model", "safetensors"), ("pytorch_model", "bin"))
 
 
 def detect(path: Path) -> bool:
-    """Whether `path` is a folder with Hugging Face weights, or one such file."""
+    """Whether `path` is a folder with Hugging Face weights, or one such file, or the index of its shards."""
     if path.is_file():
-        return path.suffix == ".safetensors" or path.name.startswith("pytorch_model")
+        return path.suffix == ".safetensors" or path.name.startswith(("pytorch_model", "model.safetensors"))
     return any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin")) or _index(path) is not None
 
 
@@ -35,7 +35,7 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
     folder = path if path.is_dir() else path.parent
     problems: list[Problem] = []
     tensors: dict[str, Tensor] = {}
-    index = _index(path) if path.is_dir() else None
+    index = _index(path)
     files = _indexed_files(index, problems) if index else _plain_files(path)
     for file in files:
         try:
@@ -71,7 +71,16 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
     )
 
 
+def weights_in(folder: Path) -> Path | None:
+    """The file in `folder` that names a model's weights, and may be given in place of the folder; or None."""
+    singles = (folder / f"{stem}.{suffix}" for stem, suffix in KINDS)
+    return _index(folder) or next((single for single in singles if single.is_file()), None)
+
+
 def _index(path: Path) -> Path | None:
+    """The index that `path` is, or that lies in it."""
+    if path.is_file():
+        return path if path.name.endswith(".index.json") else None
     names = [path / f"{stem}.{suffix}.index.json" for stem, suffix in KINDS]
     return next((name for name in names if name.is_file()), None)
 

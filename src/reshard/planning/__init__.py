@@ -112,8 +112,8 @@ def _model(checkpoint: Checkpoint, target: str, options: Options) -> Model | Non
     if target in WITHOUT_MODEL:
         return None
     if target in NAMED_AS_THE_HUB and not options.family:
-        return resolve_if_declared(checkpoint, options.base)
-    return resolve(checkpoint, options.base, options.family)
+        return resolve_if_declared(checkpoint, options.base, options.trust)
+    return resolve(checkpoint, options.base, options.family, options.trust)
 
 
 def _with_hinted_base(checkpoint: Checkpoint, options: Options) -> Options:

@@ -38,6 +38,7 @@ class Options:
     layout: Layout = field(default_factory=Layout)
     iteration: Iteration | None = None
     family: str | None = None
+    trust: str = "checkpoint"
     dtype: str | None = None
     max_shard_size: int = 5_000_000_000
     vocab_divisible_by: int | None = None
@@ -198,6 +199,7 @@ def finished(
         dropped=dropped,
         replicas=logical.replicas,
         notes=[*checkpoint.notes, *(model.notes if model else [])],
+        warnings=[*(model.warnings if model else [])],
         facts=facts,
     )
     plan.audit([*tensors, *(state for planned in states.values() for state in planned.values())])

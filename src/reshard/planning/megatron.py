@@ -64,7 +64,7 @@ def plan(source: Source, target: str) -> Plan:
     natives = model.padded(rows).binding().native
     tensors = list(native_tensors(logical, natives, Types(options.dtype)))
     optimizer = _optimizer(logical, natives, tensors, layout) if options.with_optimizer else None
-    args = arguments(checkpoint, model, layout, options, tensors)
+    args = arguments(model, layout, options, tensors)
     args |= {"padded_vocab_size": rows, "make_vocab_size_divisible_by": unit}
     if optimizer:
         args["use_distributed_optimizer"] = optimizer.is_distributed
@@ -135,18 +135,16 @@ def lost_padding(
     return Counter({"vocabulary padding": lost * width * model.dims.hidden})
 
 
-def arguments(
-    checkpoint: Checkpoint, model: Model, layout: Layout, options: Options, tensors: list[Planned]
-) -> dict[str, Any]:
+def arguments(model: Model, layout: Layout, options: Options, tensors: list[Planned]) -> dict[str, Any]:
     """The `args` of a Megatron checkpoint: the model's, those that its own run was given, and the layout's."""
-    given = checkpoint.args or {}
     main = main_dtype(tensors)
     return {
         **model.args,
-        **given,
         **layout_arguments(layout),
         "sequence_parallel": layout.tp > 1 and model.dims.experts > 0,  # experts need it
-        "transformer_impl": options.transformer_impl or given.get("transformer_impl") or "transformer_engine",
+        "transformer_impl": options.transformer_impl
+        or model.args.get("transformer_impl")
+        or "transformer_engine",
         "params_dtype": dtype(main),
         "bf16": main == "bfloat16",
         "fp16": main == "float16",

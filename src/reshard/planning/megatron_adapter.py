@@ -47,7 +47,7 @@ def plan(source: Source) -> Plan:
     rank = _rank(found, layout)
     tensors = _planned(found, rank, Types(options.dtype))
     settings = _settings(adapter, found, rank)
-    args = arguments(checkpoint, model, layout, options, tensors)
+    args = arguments(model, layout, options, tensors)
     iteration = iteration_of(checkpoint)
     files = torch_dist.lay_out(
         tensors, args, layout, iteration, transformer_engine=args["transformer_impl"] != "local"

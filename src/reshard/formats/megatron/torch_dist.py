@@ -23,7 +23,6 @@ from reshard.formats import iterations
 from reshard.formats.copies import CopyFinder, explained
 from reshard.formats.dcp.chunks import ChunkFile
 from reshard.formats.dcp.metadata import DcpMetadata, DcpTensor, read_metadata, write_metadata
-from reshard.formats.hints import args_of_run_config, read_run_config
 from reshard.formats.megatron.mcore import (
     PARALLEL_LINEARS,
     Place,
@@ -43,6 +42,7 @@ from reshard.formats.megatron.optimizer import (
     read_optimizer,
     torch_file,
 )
+from reshard.formats.megatron.writers import recorded_args
 from reshard.formats.sharding import shard_boxes
 from reshard.formats.torchfiles.read import ChunkReader, read_torch_file
 from reshard.formats.torchfiles.write import image_bytes, layout_torch_file
@@ -87,7 +87,7 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
 def _open(folder: Path, step: Iteration | None) -> Checkpoint:
     metadata = read_metadata(folder / ".metadata")
     common = _common(folder)
-    args = vars(common["args"]) if isinstance(common.get("args"), Namespace) else _args_of_bridge(folder)
+    args = recorded_args(folder, common)
     reader = _Reader()
     dropped: Counter[str] = Counter()
     for key, tensor in metadata.tensors.items():
@@ -126,15 +126,6 @@ def _read_state(found: Mapping[str, DcpTensor]) -> dict[str, Tensor]:
         reader.add(key, tensor)
     reader.close()
     return reader.tensors()
-
-
-def _args_of_bridge(folder: Path) -> dict[str, Any] | None:
-    """Megatron-Bridge and NeMo save no `args`: their `run_config.yaml` has the same facts."""
-    try:
-        run_config = read_run_config(folder)
-    except ValueError:
-        return None  # `inspect` says that the file cannot be read
-    return args_of_run_config(run_config) if run_config else None
 
 
 def _not_a_weight(key: str) -> str | None:

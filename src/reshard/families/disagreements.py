@@ -1,0 +1,146 @@
+"""Where a `config.json` and the arguments in a Megatron checkpoint describe different models, and which one counts.
+
+A difference that the weights depend on is an error: one of the two belongs to another checkpoint. One that only decides
+how the model computes is a warning, and the user says which side is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from reshard.errors import Problem, ReshardError
+from reshard.families.config import ConfigMap
+from reshard.families.entries import RULE, Args, Config, Const, Values
+
+RUN_CHOICES = {
+    "vocab_size",
+    "max_position_embeddings",
+    "attention_dropout",
+    "initializer_range",
+    "dtype",
+    "num_nextn_predict_layers",
+}
+
+# What decides how the model computes, and neither which weights there are nor how they are arranged.
+COMPUTED = {
+    *("rope_parameters", "rotary", "rms_norm_eps", "sliding_window", "layer_types", "swiglu_limit"),
+    *("num_experts_per_tok", "num_experts_per_token", "norm_topk_prob", "routed_scaling_factor"),
+    *("scoring_func", "n_group", "topk_group"),
+}
+
+# What leaves no trace in names and shapes, and decides what the weights mean.
+MECHANISMS = (
+    *("swiglu", "normalization", "apply_layernorm_1p", "window_size"),
+    *("position_embedding_type", "rotary_percent", "rotary_interleaved", "moe_router_score_function"),
+)
+# Those of them by which the same numbers stand in another order, or for other numbers.
+REARRANGED = {"swiglu", "apply_layernorm_1p", "rotary_interleaved"}
+
+
+def agreed(
+    table: ConfigMap, config: Mapping[str, Any], args: Mapping[str, Any], trust: str, file: str
+) -> tuple[Mapping[str, Any], Mapping[str, Any], list[Problem]]:
+    """Config and arguments that say the same, and warnings of where they did not: `trust` says which one is right.
+
+    Raises ReshardError where the weights are those of one of them only.
+    """
+    found = differences(table, config, args)
+    problems = [each.problem() for each in found if not each.is_computed]
+    warnings = [each.warning(trust) for each in found if each.is_computed]
+    for name, problem in foreign(table, config, args):
+        if trust == "config" and name not in REARRANGED:
+            args = {key: value for key, value in args.items() if key != name}
+            warnings.append(replace(problem, severity="warning", remedy=None))
+        else:
+            problems.append(problem)
+    if problems:
+        raise ReshardError([replace(each, file=file) for each in problems])
+    if trust == "config":
+        for each in found:
+            args = {**args, **each.wanted}
+    else:
+        config = changed(table, config, found)
+    return config, {**table.to_args(config), **args}, [replace(each, file=file) for each in warnings]
+
+
+class Difference(NamedTuple):
+    """A key of the config and its two values. `wanted` are the arguments that would say what the config says."""
+
+    key: str
+    config: Any
+    args: Any
+    wanted: Values
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether it decides only how the model computes: the same weights fit both values."""
+        return self.key in COMPUTED
+
+    def problem(self) -> Problem:
+        """The error for a value that the weights depend on."""
+        return Problem(
+            "config.json and the checkpoint describe different models",
+            rule=RULE,
+            expected=f"{self.key}={self.config} (config.json)",
+            found=f"{self.key}={self.args} (arguments in the checkpoint)",
+            remedy="pass the config that belongs to this checkpoint: --base DIR",
+        )
+
+    def warning(self, trusted: str) -> Problem:
+        """What to tell where the weights are the same either way, and the value is that of `trusted`."""
+        other = "config" if trusted == "checkpoint" else "checkpoint"
+        return Problem(
+            f"config.json and the checkpoint's arguments disagree on {self.key}, which changes no weight",
+            rule=RULE,
+            found=f"{self.config} (config.json), {self.args} (arguments in the checkpoint)",
+            remedy=f"the value of the {trusted} is used; pass --trust {other} for the other one",
+            severity="warning",
+        )
+
+
+def differences(table: ConfigMap, config: Config, args: Args) -> list[Difference]:
+    """Where a config and the arguments of a checkpoint describe different models.
+
+    An argument that is not there says nothing. The vocabulary is not compared, because Megatron-LM pads it, nor is
+    what a training run may change: context length, dropout, dtype, multi-token prediction.
+    """
+    wanted = table.to_args(config)
+    expected = table.to_config(wanted)
+    said = {key: (value, entry) for entry in table.entries for key, value in entry.told(wanted, args).items()}
+    return [
+        Difference(key, expected[key], value, entry.to_args(config))
+        for key, (value, entry) in said.items()
+        if key in expected and key not in RUN_CHOICES and expected[key] != value
+    ]
+
+
+def changed(table: ConfigMap, config: Config, differences: Iterable[Difference]) -> Values:
+    """`config` with the values of the arguments, and without other spellings of the same facts."""
+    values, args = {each.key: each.args for each in differences}, table.to_args(config)
+    told = (entry for entry in table.entries if values.keys() & entry.to_config(args).keys())
+    gone = {spelling for entry in told for spelling in entry.spellings()}
+    return {**{key: value for key, value in config.items() if key not in gone}, **values}
+
+
+def foreign(table: ConfigMap, config: Config, args: Args) -> Iterator[tuple[str, Problem]]:
+    """Arguments of a model that no config of this family can describe, though its tensors look alike.
+
+    Each with its name.
+    """
+    wanted = table.to_args(config)
+    fixed = {name for entry in table.entries if isinstance(entry, Const) for name in entry.args}
+    for name in MECHANISMS:
+        if name in fixed and args.get(name) not in (None, wanted[name]):
+            insist = "" if name in REARRANGED else "pass --trust config if the argument is wrong; "
+            yield (
+                name,
+                Problem(
+                    f"the checkpoint is of a model that {table.model_type} cannot describe",
+                    rule=RULE,
+                    expected=f"{name}={wanted[name]}, as all models of this family have",
+                    found=f"{name}={args[name]} (arguments in the checkpoint)",
+                    remedy=f"{insist}if no family fits, declare it: see docs/add-a-family.md",
+                ),
+            )

@@ -1,0 +1,84 @@
+"""Who wrote a Megatron-Core checkpoint, and what it records of its model and its run in Megatron-LM's words.
+
+- Megatron-LM keeps all its arguments in `common.pt['args']`.
+- ms-swift 4 keeps its own there: the fields of its `MegatronArguments`, which describe the run, the layout included,
+  and leave the model to config.json. Source: `save_mcore_checkpoint` in ms-swift 4.6, `megatron/utils`.
+- Megatron-Bridge, and NeMo on top of it, keep none: `run_config.yaml` has the fields of the model provider.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from reshard.formats.hints import read_run_config
+
+LAYOUT = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size", "context_parallel_size", "world_size"),
+    *(
+        "decoder_first_pipeline_num_layers",
+        "decoder_last_pipeline_num_layers",
+        "pipeline_model_parallel_layout",
+    ),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+)
+"""What ms-swift's arguments and Megatron-LM's say in the same words."""
+
+
+def recorded_args(folder: Path, common: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Megatron-LM's arguments as far as an iteration folder and its `common.pt` record them; None if not at all."""
+    if isinstance(common.get("args"), Namespace):
+        args: dict[str, Any] = vars(common["args"])
+        if "num_layers" in args:
+            return args
+        return {name: args[name] for name in LAYOUT if name in args}
+    try:
+        run_config = read_run_config(folder)
+    except ValueError:
+        return None  # `inspect` says that the file cannot be read
+    return args_of_run_config(run_config) if run_config else None
+
+
+def args_of_run_config(run_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron-LM arguments from the `model` section of a `run_config.yaml`.
+
+    The section holds Megatron-Core's config classes and the arguments of GPTModel, whose names are Megatron-LM's
+    but for these few. Values that are no plain data (functions, dtypes) are left out, and so is what is no field of the
+    provider's class: of YaRN, nothing is saved. Source: `gpt_oss_bridge.py`, `mistral_bridge.py` and
+    `gpt_provider.py` of Megatron-Bridge 0.3.1.
+    """
+    model = dict(run_config.get("model") or {})
+    fields = {**model, **(model.get("transformer") or {})}
+    args = {name: value for name, value in fields.items() if not isinstance(value, Mapping)}
+    for field, arg in (
+        ("num_moe_experts", "num_experts"),
+        ("gated_linear_unit", "swiglu"),
+        ("layernorm_zero_centered_gamma", "apply_layernorm_1p"),
+        ("rope_scaling", "use_rope_scaling"),
+    ):
+        if field in args:
+            args[arg] = args.pop(field)
+    if _called(fields.get("activation_func")) == "quick_gelu":
+        args.update(swiglu=False, quick_geglu=args.get("swiglu"))
+    if "share_embeddings_and_output_weights" in args:
+        args["untie_embeddings_and_output_weights"] = not args.pop("share_embeddings_and_output_weights")
+    if "num_query_groups" in args:
+        args["group_query_attention"] = args["num_query_groups"] is not None
+    match args.get("window_size"):
+        case [int(left), int(right)] if left > 0:  # the hub's number, which counts the token itself
+            args["window_size"] = (left - 1, right)
+    if (
+        args.get("position_embedding_type") == "yarn"
+    ):  # gpt-oss: what is not saved is as Megatron-Bridge sets it
+        args = {name: value for name, value in args.items() if name != "rotary_scaling_factor" or value}
+        args.setdefault("yarn_correction_range_round_to_int", False)
+    return args
+
+
+def _called(function: Any) -> str | None:
+    """The name of a function, which stands as `{_target_: package.module.name, _call_: false}`."""
+    target = function.get("_target_") if isinstance(function, Mapping) else None
+    return str(target).rpartition(".")[2] if target else None

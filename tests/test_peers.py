@@ -1,0 +1,164 @@
+"""What ms-swift and Megatron-Bridge leave converts, bit for bit. Their own savers made what is in tests/data/peers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import yaml
+
+import reshard
+from reshard.errors import ReshardError
+from reshard.formats.hints import RUN_CONFIG
+from tests import commandline
+from tests.environments import python
+from tests.genuine import make_bridge, make_swift
+from tests.genuine.peers import make_base
+
+DATA = Path(__file__).parent / "data" / "peers"
+SWIFT = ("qwen3", "deepseek_v3")
+BRIDGE = ("gpt_oss", "mistral")
+
+
+def assert_equal(a: Path, b: Path, base: Path | None = None) -> None:
+    found = reshard.verify(a, b, base=base)
+    assert found.equal, found.rows[:3]
+
+
+@pytest.mark.parametrize("name", SWIFT)
+def test_the_checkpoint_of_a_swift_run_converts(name: str, tmp_path: Path) -> None:
+    """mcore-bridge wrote the Hugging Face weights beside from the same model: it is the judge."""
+    checkpoint = DATA / "swift" / name / "checkpoint-3"
+    result = reshard.convert(checkpoint, tmp_path / "ours")
+    assert result.plan.source == "megatron" and not result.plan.warnings
+    assert_equal(tmp_path / "ours", checkpoint / "model.safetensors")
+    assert_equal(checkpoint, checkpoint / "model.safetensors")
+
+
+def test_the_weights_of_the_engine_go_before_those_of_the_hub_beside() -> None:
+    checkpoint = DATA / "swift" / "qwen3" / "checkpoint-3"
+    found = reshard.inspect(checkpoint)
+    assert found.whole and found.checkpoint.format == "megatron" and found.family == "qwen3"
+    named = str(checkpoint / "model.safetensors")
+    assert any(named in note for note in found.notes)
+    assert reshard.inspect(named).checkpoint.format == "huggingface"
+    assert reshard.inspect(DATA / "swift" / "qwen3").checkpoint.path == checkpoint / "iter_0000003"
+
+
+def test_the_index_of_shards_may_be_named_too(tmp_path: Path) -> None:
+    checkpoint = DATA / "swift" / "qwen3" / "checkpoint-3"
+    reshard.convert(checkpoint / "model.safetensors", tmp_path / "c", to="huggingface", max_shard_size="20kB")
+    shutil.copytree(checkpoint / "iter_0000003", tmp_path / "c" / "iter_0000003")
+    (tmp_path / "c" / "latest_checkpointed_iteration.txt").write_text("3")
+    index = tmp_path / "c" / "model.safetensors.index.json"
+    assert any(str(index) in note for note in reshard.inspect(tmp_path / "c").notes)
+    assert_equal(index, checkpoint)
+
+
+def test_a_run_that_saves_weights_of_the_hub_alone(tmp_path: Path) -> None:
+    """With `--no_save_optim`, ms-swift leaves nothing but common.pt in iter_*."""
+    found = reshard.inspect(DATA / "swift" / "qwen3-hub-only" / "checkpoint-3")
+    assert found.whole and found.checkpoint.format == "huggingface"
+
+
+def test_without_a_config_the_base_that_swift_notes_is_taken(tmp_path: Path) -> None:
+    source, base = tmp_path / "checkpoint-3", tmp_path / "base"
+    shutil.copytree(DATA / "swift" / "qwen3" / "checkpoint-3", source)
+    reshard.convert(source / "model.safetensors", base, to="huggingface")
+    for path in source.glob("*.json"):
+        path.unlink()
+    (source / "model.safetensors").unlink()
+    with pytest.raises(ReshardError, match="--base DIR"):
+        reshard.convert(source, tmp_path / "refused")
+    assert "HF_FOLDER" in reshard.inspect(source).next
+    (source / "args.json").write_text(json.dumps({"model_dir": str(base)}))
+    found = reshard.inspect(source)
+    assert found.family == "qwen3" and found.next.endswith(f"--base {base}")
+    reshard.convert(source, tmp_path / "ours")
+    assert_equal(tmp_path / "ours", base)
+
+
+def test_a_swift_checkpoint_keeps_its_layout_and_becomes_one_of_megatron_lm(tmp_path: Path) -> None:
+    checkpoint = DATA / "swift" / "deepseek_v3" / "checkpoint-3"
+    assert reshard.inspect(checkpoint).as_dict()["layout"]["pp"] == 2
+    reshard.convert(checkpoint, tmp_path / "ours", to="megatron", tp=2)
+    args = reshard.open(tmp_path / "ours").args or {}
+    assert (args["num_layers"], args["tensor_model_parallel_size"], args["q_lora_rank"]) == (2, 2, 24)
+    assert "tuner_type" not in args
+    assert_equal(tmp_path / "ours", checkpoint / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", BRIDGE)
+def test_what_megatron_bridge_imported_converts_back(name: str, tmp_path: Path) -> None:
+    base = DATA / "bridge" / f"base-{name}"
+    result = reshard.convert(DATA / "bridge" / name, tmp_path / "ours", base=base)
+    assert not result.plan.warnings
+    assert_equal(tmp_path / "ours", base)
+    ours, theirs = (json.loads((each / "config.json").read_text()) for each in (tmp_path / "ours", base))
+    assert ours["sliding_window"] == theirs["sliding_window"]
+    assert ours["rope_parameters"] == theirs["rope_parameters"]
+
+
+@pytest.mark.parametrize("name", BRIDGE)
+def test_the_config_is_told_by_run_config_alone(name: str, tmp_path: Path) -> None:
+    reshard.convert(DATA / "bridge" / name, tmp_path / "ours", no_tokenizer=True)
+    theirs = json.loads((DATA / "bridge" / f"base-{name}" / "config.json").read_text())
+    ours = json.loads((tmp_path / "ours" / "config.json").read_text())
+    for key in ("model_type", "sliding_window", "rope_parameters", "rms_norm_eps", "num_key_value_heads"):
+        assert ours[key] == theirs[key], key
+
+
+def test_a_real_disagreement_is_a_warning_that_the_user_decides(tmp_path: Path) -> None:
+    source, base = tmp_path / "mistral", DATA / "bridge" / "base-mistral"
+    shutil.copytree(DATA / "bridge" / "mistral", source)
+    file = source / "iter_0000000" / RUN_CONFIG
+    noted = yaml.safe_load(file.read_text())
+    noted["model"] |= {"window_size": [64, 0], "layernorm_epsilon": 1e-5}
+    file.write_text(yaml.safe_dump(noted))
+    for options, window in (([], 64), (["--trust", "config"], 4096), (["--trust", "checkpoint"], 64)):
+        words = ("--base", base, "--overwrite", *options)
+        done = commandline.reshard("convert", source, tmp_path / "ours", *words)
+        assert done.code == 0, done.err
+        assert "sliding_window" in done.err and "4096 (config.json), 64 (arguments" in done.err
+        assert "1e-06 (config.json), 1e-05 (arguments" in done.err
+        config = json.loads((tmp_path / "ours" / "config.json").read_text())
+        assert (config["sliding_window"], config["rms_norm_eps"]) == (window, 1e-5 if window == 64 else 1e-6)
+        assert_equal(tmp_path / "ours", base)
+
+
+def test_a_disagreement_on_what_the_weights_are_is_refused_whatever_is_trusted(tmp_path: Path) -> None:
+    source, base = tmp_path / "mistral", DATA / "bridge" / "base-mistral"
+    shutil.copytree(DATA / "bridge" / "mistral", source)
+    file = source / "iter_0000000" / RUN_CONFIG
+    noted = yaml.safe_load(file.read_text())
+    noted["model"] |= {"num_query_groups": 4, "kv_channels": 8}
+    file.write_text(yaml.safe_dump(noted))
+    for trust in ("config", "checkpoint"):
+        with pytest.raises(ReshardError, match="num_key_value_heads=4"):
+            reshard.convert(source, tmp_path / "ours", base=base, trust=trust)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "maker, environment, name",
+    [
+        *(("make_swift", "ms-swift", name) for name in make_swift.RUNS),
+        *(("make_bridge", "megatron-bridge", name) for name in make_bridge.RUNS),
+    ],
+)
+def test_every_run_of_the_peers(maker: str, environment: str, name: str, tmp_path: Path) -> None:
+    base = make_base(import_module(f"tests.genuine.{maker}").RUNS[name], tmp_path / "base")
+    command = [python(environment), "-m", f"tests.genuine.{maker}", name, str(base), str(tmp_path / "run")]
+    subprocess.run(command, check=True, timeout=300)
+    judge, merge = base, name.endswith("-lora")
+    if merge:
+        judge = tmp_path / "run" / f"checkpoint-{make_swift.STEP}-merged"  # by ms-swift
+    else:
+        assert_equal(tmp_path / "run", base, base)
+    result = reshard.convert(tmp_path / "run", tmp_path / "ours", to="huggingface", base=base, merge=merge)
+    assert not result.plan.warnings
+    assert_equal(tmp_path / "ours", judge)
