@@ -59,7 +59,12 @@ class Tensor(NamedTuple):
     @property
     def file(self) -> str:
         """The file that holds its first elements, for messages."""
-        return next((cells.storage.path for cells in cells_of(self.view)), "?")
+        return self.file_of(0)
+
+    def file_of(self, element: int) -> str:
+        """The file that holds an element, in row-major order."""
+        view = View((1,), self.view.window(element, element + 1))
+        return next((cells.storage.path for cells in cells_of(view)), "?")
 
     @staticmethod
     def stored(stored: StoredTensor) -> Tensor:
@@ -83,7 +88,10 @@ Read = Callable[[Tensor, int, int], "np.ndarray[Any, Any]"]
 
 
 class Replica(NamedTuple):
-    """Two places that hold the same elements by some rule, and so must be equal; `remedy` if they are not."""
+    """Two places that hold the same elements by some rule, and so must be equal; `remedy` if they are not.
+
+    Both have one dtype. What a place stores in another one, such as fp32 masters, is rounded to it.
+    """
 
     tensor: str
     first: Tensor

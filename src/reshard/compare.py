@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import takewhile
+from operator import itemgetter
+from threading import Event
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from reshard.checkpoint import Cells, Replica, Tensor
 from reshard.dtypes import DType
-from reshard.errors import Problem
+from reshard.errors import Problem, one_for_each_file
 from reshard.gather import RAW, Files, Gatherer, Ledger, as_float, castable
 from reshard.storage import Storage
-from reshard.views import View
+from reshard.threads import together
 
-WINDOW = 4 << 20
+WINDOW = 1 << 20
+"""Bytes that are compared at a time, few enough for the cache of a core, with what they are cast from."""
 
 
 class Difference(NamedTuple):
-    """How many elements differ, and by how much at most (NaN where one side is NaN)."""
+    """How many elements differ, by how much at most (NaN where one side is NaN), and which is the first."""
 
     elements: int
     largest: float
+    first: int
 
 
 class Comparer:
@@ -33,22 +39,29 @@ class Comparer:
     def close(self) -> None:
         self._files.close()
 
-    def difference(self, first: Tensor, second: Tensor) -> Difference | None:
-        """What differs between two tensors of one dtype and shape, bit for bit; None if nothing does."""
-        size = first.dtype.itemsize
-        step = WINDOW // size
-        elements, largest = 0, 0.0
+    def difference(self, first: Tensor, second: Tensor, *, any_nan: bool = False) -> Difference | None:
+        """What differs between two tensors of one dtype and shape, bit for bit; None if nothing does.
+
+        With `any_nan`, one NaN is as good as another: processors round it to different ones.
+        """
+        step = WINDOW // first.dtype.itemsize
+        elements, largest, at = 0, 0.0, 0
         for begin in range(0, first.view.numel, step):
             count = min(step, first.view.numel - begin)
             a, b = (
                 self._window(side, tensor, begin, count)
                 for side, tensor in zip(self._sides, (first, second), strict=True)
             )
-            if not np.array_equal(a, b):
-                unequal = a != b
-                elements += int(unequal.sum())
+            if np.array_equal(a, b):
+                continue
+            unequal = a != b
+            if any_nan and castable(first.dtype):
+                unequal &= ~(np.isnan(as_float(a, first.dtype)) & np.isnan(as_float(b, first.dtype)))
+            if found := int(unequal.sum()):
+                at = at if elements else begin + int(unequal.argmax())
+                elements += found
                 largest = max(largest, _gap(a[unequal], b[unequal], first.dtype), key=_nan_last)
-        return Difference(elements, largest) if elements else None
+        return Difference(elements, largest, at) if elements else None
 
     def _window(self, side: Gatherer, tensor: Tensor, begin: int, count: int) -> np.ndarray[Any, Any]:
         out = np.empty(count, RAW[tensor.dtype.itemsize])
@@ -68,41 +81,55 @@ def _gap(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], dtype: DType) -> floa
     return float(gap.max())
 
 
-def unequal_replicas(replicas: list[Replica]) -> list[Problem]:
-    """Problems of tensors that are stored more than once with different values."""
-    comparer = Comparer()
-    try:
-        return [_problem(replica) for replica in replicas if not _equal(comparer, replica)]
-    finally:
-        comparer.close()
+def unequal_replicas(replicas: Sequence[Replica], workers: int = 2) -> list[Problem]:
+    """Problems of tensors that are stored more than once with different values, one for each file."""
+
+    def work(worker: int, stopped: Event) -> list[tuple[int, Problem]]:
+        comparer, found = Comparer(), []
+        try:
+            for index in takewhile(lambda _: not stopped.is_set(), range(worker, len(replicas), workers)):
+                at = _first_difference(comparer, replicas[index])
+                if at is not None:
+                    found.append((index, _problem(replicas[index], at)))
+        finally:
+            comparer.close()
+        return found
+
+    if not replicas:
+        return []
+    problems = sorted((each for part in together(work, workers) for each in part), key=itemgetter(0))
+    return one_for_each_file(problem for _, problem in problems)
 
 
-def _equal(comparer: Comparer, replica: Replica) -> bool:
+def _first_difference(comparer: Comparer, replica: Replica) -> int | None:
+    """The first element that differs; the very first, where shapes or checksums do."""
     first, second = replica.first, replica.second
     if (first.dtype, first.shape) != (second.dtype, second.shape):
-        return False
-    ours, theirs = _storage(first.view), _storage(second.view)
+        return 0
+    ours, theirs = _storage(first), _storage(second)
     if ours and theirs and (ours == theirs or None not in (ours.crc32, theirs.crc32)):
-        return ours.crc32 == theirs.crc32
-    return comparer.difference(first, second) is None
+        return None if ours.crc32 == theirs.crc32 else 0
+    found = comparer.difference(first, second, any_nan=True)
+    return found.first if found else None
 
 
-def _storage(view: View) -> Storage | None:
-    """The storage that a view shows from end to end, if it is just one."""
+def _storage(tensor: Tensor) -> Storage | None:
+    """The storage whose bytes are those of a tensor from end to end, if it is just one."""
+    view = tensor.view
     if len(view.pieces) != 1 or not isinstance(view.pieces[0].source, Cells):
         return None
     piece, cells = view.pieces[0], view.pieces[0].source
     whole = piece.start == 0 and view.numel * cells.dtype.itemsize == cells.storage.nbytes
     in_order = all(source == target for _, source, target in piece.axes)
-    return cells.storage if whole and in_order else None
+    return cells.storage if whole and in_order and cells.dtype == tensor.dtype else None
 
 
-def _problem(replica: Replica) -> Problem:
+def _problem(replica: Replica, element: int) -> Problem:
     return Problem(
         "a tensor is stored twice, with different values",
         tensor=replica.tensor,
-        file=replica.second.file,
+        file=replica.second.file_of(element),
         rule=replica.rule,
-        expected=f"the values in {replica.first.file}",
+        expected=f"the values in {replica.first.file_of(element)}",
         remedy=replica.remedy,
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from reshard.compare import unequal_replicas
 from reshard.errors import Problem, ReshardError
-from reshard.execute import Report, execute
+from reshard.execute import Report, execute, worker_count
 from reshard.formats import is_replaceable
 from reshard.plan import Plan
 from reshard.staging import check_target, staged
@@ -34,7 +34,7 @@ def convert(
     """Carry out a plan. `target` appears whole, or stays as it was; raises ReshardError."""
     check_destination(plan, source, target, overwrite=overwrite)
     with staged(target, overwrite=overwrite) as folder, plan.sources.unchanged():
-        problems = unequal_replicas(plan.replicas)
+        problems = unequal_replicas(plan.replicas, worker_count(workers, memory))
         if problems:
             raise ReshardError(problems)
         report = execute(plan, folder, memory=memory, workers=workers, checksum=checksum, on_bytes=on_bytes)

@@ -65,3 +65,14 @@ def one_for_all(problems: Iterable[Problem], names: Iterable[str], file: str) ->
             members = [replace(alike, tensor=f"{alike.tensor} (all {len(members)})")]
         merged += members
     return merged
+
+
+def one_for_each_file(problems: Iterable[Problem]) -> list[Problem]:
+    """`problems`, with one in place of those that one file has for many tensors."""
+    groups: dict[tuple[str, str | None], list[Problem]] = {}
+    for problem in problems:
+        groups.setdefault((problem.message, problem.file), []).append(problem)
+    return [
+        replace(alike[0], tensor=f"{alike[0].tensor} and {len(alike) - 1} more") if alike[1:] else alike[0]
+        for alike in groups.values()
+    ]

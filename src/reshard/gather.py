@@ -304,10 +304,17 @@ def _from_float(values: np.ndarray[Any, Any], target: DType) -> np.ndarray[Any, 
             narrowed: np.ndarray[Any, Any] = values.astype(FLOATS[target.name])
             raw: np.ndarray[Any, Any] = narrowed.view(RAW[target.itemsize])
             return raw
-        bits = values.astype(np.float32).view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16
-    is_nan = (bits & np.uint32(0x7FFF_FFFF)) > np.uint32(0x7F80_0000)
-    halves: np.ndarray[Any, Any] = np.where(is_nan, (bits >> 16) | np.uint32(0x40), rounded).astype(np.uint16)
+        narrow: np.ndarray[Any, Any] = np.asarray(values, np.float32)
+    bits = narrow.view(np.uint32)
+    rounded = bits >> 16  # one array, changed in place: several would not fit in the cache of a core
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded >>= 16
+    halves: np.ndarray[Any, Any] = rounded.astype(np.uint16)
+    is_nan = np.isnan(narrow)
+    if is_nan.any():
+        halves[is_nan] = (bits[is_nan] >> 16) | 0x40
     return halves
 
 

@@ -102,7 +102,7 @@ def compare_weights(
 
 
 def _compared(first: Side, second: Side, workers: int, on_bytes: Callable[[int], None]) -> Comparison:
-    problems = unequal_replicas([*first.tensors.replicas, *second.tensors.replicas])
+    problems = unequal_replicas([*first.tensors.replicas, *second.tensors.replicas], workers)
     if problems:
         raise ReshardError(problems)
     ours, theirs = first.tensors.tensors, second.tensors.tensors

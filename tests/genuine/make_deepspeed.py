@@ -40,7 +40,10 @@ SIZES: dict[str, Any] = {
 
 
 class Variant(NamedTuple):
-    """One checkpoint. `stage` is ZeRO's, `universal` makes it universal, `extra` goes into `zero_optimization`."""
+    """One checkpoint. `stage` is ZeRO's, `universal` makes it universal, `extra` goes into `zero_optimization`.
+
+    With `later` the next step is there too, which `latest` does not name.
+    """
 
     stage: int
     dtype: str
@@ -52,6 +55,7 @@ class Variant(NamedTuple):
     groups: bool = False
     universal: bool = False
     extra: tuple[tuple[str, Any], ...] = ()
+    later: bool = False
 
 
 VARIANTS = {
@@ -59,17 +63,20 @@ VARIANTS = {
     "z0_bf16": Variant(0, "bfloat16", family="qwen2"),
     "z1": Variant(1, "bfloat16", tied=True, frozen="norm"),
     "z1_fp32": Variant(1, "float32"),
+    "z1_fp16": Variant(1, "float16"),
     "z2": Variant(2, "bfloat16", family="qwen2", groups=True, ranks=3),
+    "z2_round_robin": Variant(2, "bfloat16", ranks=3, extra=(("round_robin_gradients", True),), later=True),
     "z2_fp32": Variant(2, "float32", frozen="embed", tied=True),
     "z3": Variant(3, "bfloat16", ranks=3, frozen="mlp"),
     "z3_fp32": Variant(3, "float32", family="qwen2", tied=True, extra=(("sub_group_size", 2000),)),
+    "z3_later": Variant(3, "float32", later=True),
     "z2_lora": Variant(2, "float32", lora=True),
     "z3_lora": Variant(3, "float32", lora=True),
     "z2_moe": Variant(2, "bfloat16", family="moe", ranks=4),
     "universal_z2": Variant(2, "bfloat16", groups=True, universal=True),
     "universal_z3": Variant(3, "bfloat16", ranks=3, frozen="embed", universal=True),
 }
-TAG = "global_step2"
+TAG, LATER = "global_step2", "global_step3"
 
 
 def make(out: Path, names: list[str]) -> None:
@@ -226,7 +233,11 @@ def engine_of(model: Any, variant: Variant, universal: bool = False) -> Any:
     """DeepSpeed's engine around `model`. With `universal` it loads universal checkpoints."""
     import deepspeed
     import torch
+    from deepspeed.accelerator import get_accelerator
 
+    if variant.dtype == "float16":  # which DeepSpeed allows only where a CPU has instructions for it
+        get_accelerator().is_fp16_supported = lambda: True
+        get_accelerator().supported_dtypes = lambda: [torch.float, torch.bfloat16, torch.float16]
     trained = [p for p in model.parameters() if p.requires_grad]
     groups: list[Any] = trained
     if variant.family == "moe":
@@ -249,6 +260,8 @@ def engine_of(model: Any, variant: Variant, universal: bool = False) -> Any:
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**6,
         "bf16": {"enabled": variant.dtype == "bfloat16"},
+        # A scale with which the first step overflows, and is skipped.
+        "fp16": {"enabled": variant.dtype == "float16", "initial_scale_power": 16, "hysteresis": 1},
     }
     schedule = None
     if universal:
@@ -285,6 +298,9 @@ def _make_one(variant: Variant, out: Path) -> None:
         config.architectures = ["LlamaForCausalLM" if variant.family == "llama" else "Qwen2ForCausalLM"]
         config.dtype = variant.dtype
         (out / "config.json").write_text(json.dumps(config.to_dict(), indent=2, default=str))
+    if variant.later:
+        _train(engine, 1)
+        engine.save_checkpoint(str(out), tag=LATER, save_latest=False)
 
 
 def module_weights(engine: Any) -> dict[str, Any]:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.checkpoint import Checkpoint, Iteration, Replica, Tensor
-from reshard.errors import Problem, ReshardError
+from reshard.errors import Problem, ReshardError, one_for_each_file
 from reshard.formats import iterations
 from reshard.formats.names import without_buffers
 from reshard.formats.torchfiles import flat
@@ -92,7 +91,7 @@ def _checkpoint(path: Path, files: Files, parts: Mapping[str, Parts], entries: C
             problem = _gap(name, tensors[name], pairs)
         problems += [problem] if problem else []
     if problems:
-        raise ReshardError(_merged(problems))
+        raise ReshardError(one_for_each_file(problems))
     flats = [tensors.pop(name) for name in list(tensors) if name.endswith(FLAT)]
     dropped = _left_behind(files.folder)
     dropped["rotary buffers"] = without_buffers(tensors)
@@ -227,7 +226,7 @@ def _parts(files: Files) -> tuple[dict[str, Parts], Counter[str], list[Problem]]
                 problems += error.problems
         _add_plain(parts, file, plain)
     problems += _flat_problems(parts, files)
-    return {name: flat.joined(pairs) for name, pairs in parts.items()}, others, _merged(problems)
+    return {name: flat.joined(pairs) for name, pairs in parts.items()}, others, one_for_each_file(problems)
 
 
 def _add_plain(parts: dict[str, Parts], file: str, plain: Mapping[str, StoredTensor]) -> None:
@@ -348,17 +347,6 @@ def _gap(name: str, tensor: Tensor, pairs: Parts) -> Problem | None:
         found=f"{there} elements in the files of {len(pairs)} ranks",
         remedy=_COPY_ALL,
     )
-
-
-def _merged(problems: Iterable[Problem]) -> list[Problem]:
-    """`problems`, with one in place of those that one file has for many tensors."""
-    groups: dict[tuple[str, str | None], list[Problem]] = defaultdict(list)
-    for problem in problems:
-        groups[problem.message, problem.file].append(problem)
-    return [
-        replace(alike[0], tensor=f"{alike[0].tensor} and {len(alike) - 1} more") if alike[1:] else alike[0]
-        for alike in groups.values()
-    ]
 
 
 def _notes(files: Files, parts: Mapping[str, Parts], entries: Counter[str]) -> list[str]:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 from reshard.errors import Problem, ReshardError
 from reshard.formats.copies import copy_problem
 from reshard.formats.torchfiles.pickles import Opaque
-from reshard.formats.torchfiles.read import read_dict
+from reshard.formats.torchfiles.read import read_dict, scalar
 from reshard.storage import StoredTensor
 
 MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<model_rank>\d+)(?:_\d+)?_model_states\.pt")
@@ -121,6 +122,8 @@ def read_step(folder: Path) -> StepFiles:
     problems += _rank_problems(files)
     problems += _copies(files.optimizers, lambda file: file.content)
     problems += _copies(files.models, _frozen_matrices)
+    problems += _other_steps(files.models, _global_steps)
+    problems += _other_steps(files.optimizers, _optimizer_steps)
     if problems:
         raise ReshardError(problems)
     return files
@@ -207,10 +210,15 @@ def _stage(files: StepFiles) -> int:
         return _stage_of(files.optimizers[min(files.optimizers)])
     if files.model.path.name.startswith("zero_"):
         return 3
-    config = files.model.content.get("ds_config")
-    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
-    stage = zero.get("stage") if isinstance(zero, Mapping) else None
+    stage = zero_config(files.model).get("stage")
     return stage if isinstance(stage, int) and files.model.content.get("param_shapes") else 0
+
+
+def zero_config(file: RankFile) -> Mapping[str, Any]:
+    """`zero_optimization` of the config of DeepSpeed with which a file was saved."""
+    config = file.content.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    return zero if isinstance(zero, Mapping) else {}
 
 
 def _missing(path: Path, rule: str, found: str | None = None) -> Problem:
@@ -251,6 +259,40 @@ def _rank_problems(files: StepFiles) -> Iterator[Problem]:
     for rank in sorted(set(range(wanted)) - files.optimizers.keys()):
         yield _missing(_sibling(first, rank), f"each of {wanted} ranks has a part of every weight")
     yield from _missing_models(files)
+
+
+def _other_steps(
+    files: Mapping[int, RankFile], step_of: Callable[[RankFile], int | None]
+) -> Iterator[Problem]:
+    """Files that have counted other steps than most."""
+    steps = {rank: step for rank, file in files.items() if (step := step_of(file)) is not None}
+    if len(set(steps.values())) < 2:
+        return
+    ((usual, _),) = Counter(steps.values()).most_common(1)
+    example = next(files[rank].path.name for rank, step in steps.items() if step == usual)
+    for rank, step in steps.items():
+        if step != usual:
+            yield Problem(
+                "the file of a rank is of another run or iteration",
+                file=str(files[rank].path),
+                rule="one iteration of one run saved the files of all ranks",
+                expected=f"step {usual}, as in {example}",
+                found=f"step {step}",
+                remedy=COPY_AGAIN,
+            )
+
+
+def _global_steps(file: RankFile) -> int | None:
+    steps = file.content.get("global_steps")
+    return steps if isinstance(steps, int) else None
+
+
+def _optimizer_steps(file: RankFile) -> int | None:
+    """How often an optimizer has updated the partition of a rank: a number, or a tensor of one."""
+    found = [
+        scalar(each) if isinstance(each, StoredTensor) else each for each in values_of(file.content, "step")
+    ]
+    return max((int(each) for each in found if isinstance(each, int | float)), default=None)
 
 
 def _missing_experts(files: StepFiles) -> Iterator[Problem]:
@@ -321,3 +363,12 @@ def stored_in(content: Any) -> Iterator[StoredTensor]:
     elif isinstance(content, list | tuple):
         for value in content:
             yield from stored_in(value)
+
+
+def values_of(content: Any, key: str) -> Iterator[Any]:
+    """All that stands under a key in nested dicts."""
+    if isinstance(content, Mapping):
+        if key in content:
+            yield content[key]
+        for value in content.values():
+            yield from values_of(value, key)

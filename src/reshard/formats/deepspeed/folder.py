@@ -71,6 +71,7 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
         states=States({kind: partial(_state, prefix, weights, kind) for kind in weights.states}),
         optimizer=weights.optimizer,
         dropped=+weights.dropped,
+        replicas=[each._replace(tensor=each.tensor.removeprefix(prefix)) for each in weights.replicas],
         notes=weights.notes,
         variant=weights.variant,
     )

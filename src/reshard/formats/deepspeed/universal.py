@@ -30,6 +30,7 @@ from reshard.formats.deepspeed.zero import (
     frozen_weights,
     master_notes,
     optimizer_of,
+    roundings,
     shapes_of,
     share,
 )
@@ -40,6 +41,10 @@ from reshard.plan import Block, OutputFile, Planned
 from reshard.storage import StoredTensor
 
 OPTIMIZER_STATE = "optimizer_state.pt"
+MIXED_UP = (
+    "ds_to_universal of DeepSpeed mixes parameters up that were trained with round_robin_gradients, or a file is of "
+    "another step or damaged: convert the step that it was made from"
+)
 
 
 def read_universal(folder: Path) -> Weights:
@@ -58,6 +63,7 @@ def read_universal(folder: Path) -> Weights:
     return Weights(
         tensors,
         States({kind: partial(_tensors, folder, kind, shapes, found) for kind, found in states.items()}),
+        roundings(beside, {name: tensors[name] for name in shapes}, models[0], MIXED_UP) if models else [],
         _optimizer(folder, models) if states and models else None,
         +Counter({"optimizer states": left, COPIES: copies}),
         master_notes(beside, tensors) if beside else [],

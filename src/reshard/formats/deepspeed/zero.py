@@ -20,16 +20,30 @@ from itertools import accumulate
 from math import prod
 from typing import Any, TypeGuard
 
-from reshard.checkpoint import Cells, Optimizer, States, Tensor
+from reshard.checkpoint import Cells, Optimizer, Replica, States, Tensor
 from reshard.dtypes import BY_NAME
 from reshard.errors import Problem, ReshardError
-from reshard.formats.deepspeed.files import COPY_AGAIN, UNIVERSAL_FIRST, RankFile, StepFiles, stored_in
+from reshard.formats.deepspeed.files import (
+    COPY_AGAIN,
+    UNIVERSAL_FIRST,
+    RankFile,
+    StepFiles,
+    stored_in,
+    values_of,
+    zero_config,
+)
+from reshard.gather import castable
 from reshard.storage import StoredTensor
 from reshard.views import Piece, View
 
 FP32 = "fp32"
 STATES = ("exp_avg", "exp_avg_sq")
 COPIES = "copies of fp32 masters"
+ROUNDED = "the weights of the module are the fp32 masters, rounded"
+OUT_OF_STEP = (
+    "the files are of other ranks or steps than their names say, or one is damaged: copy the step again; or move the "
+    "optim_states files away to convert the weights of the module, without the masters"
+)
 SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -41,6 +55,7 @@ class Weights:
 
     tensors: dict[str, Tensor]
     states: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    replicas: list[Replica] = field(default_factory=list)
     optimizer: Optimizer | None = None
     dropped: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
@@ -85,6 +100,7 @@ def read_weights(files: StepFiles) -> Weights:
     return Weights(
         tensors,
         States({kind: partial(gather, files, kind) for kind in kinds}),
+        roundings(module, masters, files.model),
         optimizer_of(files.optimizers[min(files.optimizers)], files.model) if kinds else None,
         _left_behind(files, module, masters),
         master_notes(module, masters),
@@ -139,6 +155,26 @@ def _from_module(files: StepFiles, module: dict[str, Tensor]) -> Weights:
     )
 
 
+def roundings(
+    module: Mapping[str, Tensor], masters: Mapping[str, Tensor], model: RankFile, remedy: str = OUT_OF_STEP
+) -> list[Replica]:
+    """What the module holds of the masters: they are rounded into it by every step, and by none that is skipped.
+
+    So the partitions of ranks that changed places are noticed, and those of another step. ZenFlow updates masters
+    while the model goes on, and its module lags behind.
+    """
+    if zero_config(model).get("zenflow"):
+        return []
+    return [
+        Replica(name, module[name], Tensor(module[name].dtype, master.view), ROUNDED, remedy)
+        for name, master in masters.items()
+        if name in module
+        and module[name].view.numel
+        and castable(module[name].dtype)
+        and castable(master.dtype)
+    ]
+
+
 def main_dtype(tensors: Mapping[str, Tensor]) -> str:
     """The dtype of most elements."""
     counted: Counter[str] = Counter()
@@ -160,20 +196,12 @@ def master_notes(module: Mapping[str, Tensor], masters: Mapping[str, Tensor]) ->
 
 def optimizer_of(file: RankFile, model: RankFile) -> Optimizer:
     """Steps and settings of Adam, as the first group of parameters has them."""
-    groups = next(_values(file.content, "param_groups"), None)
+    groups = next(values_of(file.content, "param_groups"), None)
     first = groups[0] if isinstance(groups, list) and groups else {}
     settings = {key: first[key] for key in SETTINGS if isinstance(first, Mapping) and key in first}
     steps, skipped = (model.content.get(key) for key in ("global_steps", "skipped_steps"))
     taken = steps - (skipped if isinstance(skipped, int) else 0) if isinstance(steps, int) else None
     return Optimizer(taken, settings)
-
-
-def _values(content: Any, key: str) -> Iterator[Any]:
-    if isinstance(content, Mapping):
-        if key in content:
-            yield content[key]
-        for value in content.values():
-            yield from _values(value, key)
 
 
 def _left_behind(
@@ -358,7 +386,12 @@ def _global_name(name: str, shapes: Shapes, place: int) -> str:
 def _misplaced(
     members: Sequence[RankFile], starts: Mapping[str, int], shapes: Shapes, group: int
 ) -> Iterator[Problem]:
-    """Files whose own list of parameters does not begin with the one that their place in the vector tells."""
+    """Files whose own list of parameters does not begin with the one that their place in the vector tells.
+
+    With `round_robin_gradients` the list is of another order than the vector, and says nothing.
+    """
+    if zero_config(members[0]).get("round_robin_gradients"):
+        return
     begin = 0
     for file in members:
         size = _partitions(file, FP32)[group].numel
