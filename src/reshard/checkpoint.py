@@ -145,9 +145,10 @@ class Checkpoint:
     config tells it. `states` holds optimizer states under the names of their tensors ("exp_avg", "exp_avg_sq",
     "fp32": the masters), which `--with-optimizer` carries together with `optimizer`. `dropped` counts bytes of what is
     there and not model weights, by rule ("random number states" …); the states count as "optimizer states", too. Of a
-    merged model, `changes` are what its config says otherwise than the one in `root`, and `beside` are folders whose
-    tokenizer goes before the one there. Where `flat` is true, the format keeps no shapes: tensors of one axis stand for
-    those of as many elements that the family declares, until `model.resolve` reshapes them.
+    merged model, `changes` are what its config says otherwise than the one in `root`. `beside` are folders whose
+    tokenizer goes before the one there: that of an adapter, or of a Megatron-Bridge iteration. Where `flat` is true, the
+    format keeps no shapes: tensors of one axis stand for those of as many elements that the family declares, until
+    `model.resolve` reshapes them.
     """
 
     path: Path
@@ -169,6 +170,11 @@ class Checkpoint:
     notes: list[str] = field(default_factory=list)
     variant: str = ""
     flat: bool = False
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Where its companions are; where two have a file of one name, the first counts."""
+        return (*self.beside, self.root)
 
     @property
     def parameters(self) -> int:

@@ -132,7 +132,7 @@ def _declared_type(checkpoint: Checkpoint) -> str | None:
 
 def _companion_problems(checkpoint: Checkpoint, has_config: bool) -> list[Problem]:
     """What is missing beside the weights, where the engine's own config does not tell all that `config.json` would."""
-    there = find_companions(checkpoint.root)
+    there = find_companions(*checkpoint.folders)
     problems = []
     if not has_config:
         problems.append(

@@ -352,7 +352,7 @@ def _true_vocabulary(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int:
     The greater of the two: Megatron-LM's `--vocab-size` may leave out tokens that were added later.
     """
     rows = embedding_rows(checkpoint)
-    counted = args.get("vocab_size"), find_companions(checkpoint.root).vocab_size
+    counted = args.get("vocab_size"), find_companions(*checkpoint.folders).vocab_size
     return min(max((int(count) for count in counted if count), default=rows), rows)
 
 
@@ -385,7 +385,7 @@ def _fewer_tokens(checkpoint: Checkpoint, config: Mapping[str, Any], base: Path)
     if checkpoint.dialect != "mcore" or not isinstance(declared, int):
         return None
     rows = embedding_rows(checkpoint)
-    tokens = find_companions(base, checkpoint.root).vocab_size
+    tokens = find_companions(base, *checkpoint.folders).vocab_size
     if tokens is None or not tokens <= rows < declared <= rows + SPARE_ROWS:
         return None
     return tokens

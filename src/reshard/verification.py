@@ -133,6 +133,12 @@ def _compared(first: Side, second: Side, workers: int, on_bytes: Callable[[int],
     model = first.model or second.model
     sides = (("A", first), ("B", second))
     notes = [f"{name}: {note}" for name, side in sides if side.model for note in side.model.notes]
+    notes += [
+        f"{name}: {warning.message}: {warning.found}"
+        for name, side in sides
+        if side.model
+        for warning in side.model.warnings
+    ]
     return Comparison(len(same), nbytes, sorted(rows), model.family.name if model else None, notes=notes)
 
 

@@ -159,7 +159,7 @@ def _of_problem(problem: Problem, inspection: Inspection) -> Finding:
 
 def _tokenizer(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Whether the tokenizer fits the embedding, chats, and opens in transformers 4."""
-    companions = find_companions(checkpoint.root)
+    companions = find_companions(*checkpoint.folders)
     table = next((t for name in EMBEDDINGS[checkpoint.dialect] if (t := checkpoint.tensors.get(name))), None)
     tokens = companions.vocab_size
     if table is not None and tokens is not None and tokens > table.shape[0]:

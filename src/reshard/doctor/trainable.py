@@ -18,7 +18,7 @@ from reshard.model import EMBEDDINGS
 
 def trainability(checkpoint: Checkpoint) -> Iterator[Finding]:
     """What loads otherwise than it was saved, or cannot be saved again. Raises ReshardError if a config is no JSON."""
-    companions = find_companions(checkpoint.root)
+    companions = find_companions(*checkpoint.folders)
     config_path = companions.files.get("config.json")
     if config_path is not None:
         config = read_object(config_path)

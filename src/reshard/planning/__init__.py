@@ -121,7 +121,7 @@ def _with_hinted_base(checkpoint: Checkpoint, options: Options) -> Options:
 
     `resolve` then checks that its config belongs to these weights.
     """
-    beside = companions.find_companions(checkpoint.root)
+    beside = companions.find_companions(*checkpoint.folders)
     if options.base or (beside.config and (beside.has_tokenizer or not options.tokenizer)):
         return options
     for hint in find_hints([checkpoint.path, checkpoint.root], checkpoint.args):

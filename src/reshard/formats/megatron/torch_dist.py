@@ -107,6 +107,7 @@ def _open(folder: Path, step: Iteration | None) -> Checkpoint:
         dialect="mcore",
         tensors=reader.tensors(),
         root=iterations.root_of(folder),
+        beside=tuple(each for each in [folder / "tokenizer"] if each.is_dir()),
         layout=layout_of(args or {}),
         iteration=step,
         args=args,
