@@ -146,7 +146,7 @@ class Checkpoint:
     "fp32": the masters), which `--with-optimizer` carries together with `optimizer`. `dropped` counts bytes of what is
     there and not model weights, by rule ("random number states" …); the states count as "optimizer states", too. Of a
     merged model, `changes` are what its config says otherwise than the one in `root`. `beside` are folders whose
-    tokenizer goes before the one there: that of an adapter, or of a Megatron-Bridge iteration. Where `flat` is true, the
+    tokenizer goes before the one there: that of an adapter, or of a Megatron-Bridge iteration. Where `flat` is true, a
     format keeps no shapes: tensors of one axis stand for those of as many elements that the family declares, until
     `model.resolve` reshapes them.
     """
