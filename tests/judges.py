@@ -32,7 +32,9 @@ def judged_by_megatron(path: Path, layout: Layout | None = None, spec: Spec = "l
     """
     checkpoint = reshard.open(path)
     args = {**(checkpoint.args or {}), "moe_grouped_gemm": spec == "te"}
-    return megatron_logits(checkpoint.path, TOKENS, args=args, layout=layout or checkpoint.layout, spec=spec)
+    return megatron_logits(
+        checkpoint.path, TOKENS, args=args, layout=layout or checkpoint.layout.complete(), spec=spec
+    )
 
 
 def assert_agree(ours: Array, reference: Array) -> None:

@@ -201,6 +201,29 @@ def test_inspect_json_has_the_keys_of_the_contract(megatron: Path, model: Path) 
     assert reshard("inspect", model, "--json").json["tensors"] == len(load_file(model / "model.safetensors"))
 
 
+@pytest.mark.parametrize(
+    ("folder", "layout"),
+    [
+        ("peers/swift/deepseek_v3", {"tp": 1, "pp": 2, "vpp": 1, "ep": 1, "etp": 1}),  # in common.pt
+        ("peers/bridge/gpt_oss", {"tp": 2, "pp": 1, "vpp": 1, "ep": 1, "etp": 1}),  # in run_config.yaml
+        ("torchtitan/llama", None),
+        ("deepspeed/z1_fp32", None),
+        ("fsdp_ranks/torch-2.10.0/fsdp1", None),
+        ("internlm/internlm2-tp2pp2", {"tp": 2, "pp": 2, "vpp": 1, "ep": 1, "etp": 1}),  # by names of files
+    ],
+)
+def test_the_layout_of_other_formats(folder: str, layout: dict[str, int] | None) -> None:
+    result = reshard("inspect", Path(__file__).parent / "data" / folder, "--json")
+    assert result.json["layout"] == layout
+
+
+def test_a_hugging_face_folder_has_no_layout(model: Path, tmp_path: Path) -> None:
+    assert reshard("inspect", model, "--json").json["layout"] is None
+    assert "layout" not in reshard("inspect", model).out
+    shutil.copyfile(model / "model.safetensors", tmp_path / "model.safetensors")
+    assert "tensors (huggingface)" in reshard("doctor", tmp_path).out
+
+
 def test_inspect_tells_what_to_type_next_and_that_works(megatron: Path, model: Path) -> None:
     result = reshard("inspect", megatron)
     assert result.code == 0 and "TP2 · PP2" in result.out

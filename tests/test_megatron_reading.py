@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from argparse import Namespace
 from collections.abc import Callable
 from itertools import combinations, product
 from pathlib import Path
@@ -26,6 +27,7 @@ from reshard.engines.megatron.checkpoint import Format, SaveOptions
 from reshard.errors import ReshardError
 from reshard.formats.megatron.rank_files import coordinates
 from reshard.oracle.transformers import Logits, transformers_logits
+from tests import commandline
 from tests.genuine.huggingface import VARIANTS as FAMILIES
 from tests.genuine.huggingface import make_tokenizer
 from tests.genuine.megatron import OLDER_VERSIONS, QWEN2, VARIANTS, Genuine, tokens
@@ -195,6 +197,64 @@ def test_legacy_files_without_arguments_tell_the_layout_themselves(
     assert reshard.open(run).layout == reshard.open(source.roots["torch"]).layout
     reshard.convert(run, tmp_path / "out", base=tmp_path / "base", no_tokenizer=True)
     assert reshard.verify(tmp_path / "out", tmp_path / "base").equal
+
+
+@pytest.mark.parametrize(
+    "gone",
+    [
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "num_experts",
+        "untie_embeddings_and_output_weights",
+    ],
+)
+def test_an_argument_that_legacy_files_lack_says_nothing(gone: str, genuine: Maker, tmp_path: Path) -> None:
+    """The files tell what it would: it is not taken for Megatron-LM's default."""
+    source = genuine("qwen3-moe-tp2-pp2-ep4-etp1").roots["torch"]
+    run = Path(shutil.copytree(source, tmp_path / "run"))
+    for file in run.rglob("model_optim_rng.pt"):
+        content = torch.load(file, weights_only=False)
+        delattr(content["args"], gone)
+        torch.save(content, file)
+    ours, whole = reshard.open(run), reshard.open(source)
+    assert ours.layout == whole.layout and ours.problems == []
+    assert {name: tensor.shape for name, tensor in ours.tensors.items()} == {
+        name: tensor.shape for name, tensor in whole.tensors.items()
+    }
+
+
+NOT_RECORDED = {
+    "no arguments": ((), None, "not recorded"),
+    "some of them": (
+        (
+            "pipeline_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+            "expert_model_parallel_size",
+        ),
+        {"tp": 2, "pp": None, "vpp": None, "ep": None, "etp": 1},
+        "TP2 (PP, VPP, EP not recorded)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_RECORDED)
+def test_what_is_not_recorded_of_a_layout_is_said(case: str, genuine: Maker, tmp_path: Path) -> None:
+    gone, layout, shown = NOT_RECORDED[case]
+    source = genuine("qwen2-fp32")
+    reshard.convert(source.roots["torch_dist"], tmp_path / "base", no_tokenizer=True)
+    run = Path(shutil.copytree(source.roots["torch_dist"], tmp_path / "run"))
+    common = run / source.iteration().name / "common.pt"
+    content = torch.load(common, weights_only=False)
+    if gone:
+        content["args"] = Namespace(**{k: v for k, v in vars(content["args"]).items() if k not in gone})
+    else:
+        del content["args"]
+    torch.save(content, common)
+    assert commandline.reshard("inspect", run, "--json").json["layout"] == layout
+    assert f"layout     {shown}\n" in commandline.reshard("inspect", run).out
+    reshard.convert(run, tmp_path / "hf", base=tmp_path / "base", no_tokenizer=True)
+    facts = json.loads((tmp_path / "hf" / "reshard.json").read_text())
+    assert facts["source"]["layout"] == layout and facts["layout"] is None
 
 
 def test_files_of_ranks_without_arguments_that_are_missing(genuine: Maker, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from reshard.dtypes import DType
 from reshard.errors import Problem
-from reshard.layout import Layout
+from reshard.layout import SavedLayout
 from reshard.storage import Storage, StoredTensor
 from reshard.views import View
 
@@ -156,7 +156,7 @@ class Checkpoint:
     dialect: str
     tensors: dict[str, Tensor]
     root: Path
-    layout: Layout = field(default_factory=Layout)
+    layout: SavedLayout = field(default_factory=SavedLayout)
     iteration: Iteration | None = None
     args: Mapping[str, Any] | None = None
     config: Mapping[str, Any] | None = None

@@ -30,10 +30,7 @@ class Layout:
         return sizes
 
     def __str__(self) -> str:
-        words = [f"TP{self.tp}", f"PP{self.pp}"]
-        words += [f"VPP{self.vpp}"] * (self.vpp > 1) + [f"EP{self.ep}"] * (self.ep > 1)
-        words += [f"ETP{self.etp}"] * (self.ep > 1 or self.etp not in (1, self.tp))
-        return " · ".join(words)
+        return str(SavedLayout.of(self))
 
     @property
     def stage_ranks(self) -> int:
@@ -92,3 +89,44 @@ class Layout:
             result.append((index % self.pp, index // self.pp, range(first, first + count)))
             first += count
         return result
+
+
+@dataclass(frozen=True, slots=True)
+class SavedLayout:
+    """The layout that a checkpoint was saved at. A size that the checkpoint does not record is None."""
+
+    tp: int | None = None
+    pp: int | None = None
+    vpp: int | None = None
+    ep: int | None = None
+    etp: int | None = None
+
+    @classmethod
+    def of(cls, layout: Layout) -> SavedLayout:
+        """A layout that is known in full."""
+        return cls(**layout.as_dict())
+
+    def as_dict(self) -> dict[str, int | None] | None:
+        """The five sizes, for `--json`; None where none is recorded."""
+        sizes = asdict(self)
+        return sizes if any(sizes.values()) else None
+
+    @property
+    def unrecorded(self) -> list[str]:
+        """The sizes that are not recorded: "TP", "PP" …"""
+        return [axis.upper() for axis, size in asdict(self).items() if size is None]
+
+    def complete(self) -> Layout:
+        """The layout with one rank for every size that is not recorded."""
+        return Layout(self.tp or 1, self.pp or 1, self.vpp or 1, self.ep or 1, self.etp or 1)
+
+    def __str__(self) -> str:
+        """What is recorded and worth a word; empty where nothing is."""
+        shown = {
+            "TP": self.tp,
+            "PP": self.pp,
+            "VPP": self.vpp if self.vpp != 1 else None,
+            "EP": self.ep if self.ep != 1 else None,
+            "ETP": self.etp if (self.ep or 1) > 1 or self.etp not in (1, self.tp) else None,
+        }
+        return " · ".join(f"{axis}{size}" for axis, size in shown.items() if size is not None)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from reshard.checkpoint import Checkpoint, Tensor
+from reshard.checkpoint import Checkpoint, Tensor, cells_of
 from reshard.errors import Problem, ReshardError
 from reshard.families import FAMILIES
 from reshard.families.binding import Binding, Bound
@@ -65,7 +65,7 @@ def under_hub_names(checkpoint: Checkpoint, config: Mapping[str, Any] | None) ->
     tensors: dict[str, Tensor] = {}
     problems = list(_mixed(checkpoint, dims))
     for name, tensor in checkpoint.tensors.items():
-        found = dict(_under_hub_names(name, tensor, owners, checkpoint.layout.tp))
+        found = dict(_under_hub_names(name, tensor, owners))
         if not found:
             problems.append(_unknown(name, tensor))
         tensors.update(found)
@@ -75,7 +75,7 @@ def under_hub_names(checkpoint: Checkpoint, config: Mapping[str, Any] | None) ->
 
 
 def _under_hub_names(
-    name: str, tensor: Tensor, owners: Mapping[str, list[tuple[str, Bound]]], tp: int
+    name: str, tensor: Tensor, owners: Mapping[str, list[tuple[str, Bound]]]
 ) -> Iterator[tuple[str, Tensor]]:
     """What one tensor is under the hub's names; a fused one is several."""
     part = _parse(name)
@@ -91,7 +91,7 @@ def _under_hub_names(
     for hub, bound in hubs:
         view = tensor.view
         if part.side == "B":
-            view = _in_order(view, part, linear, tp)
+            view = _in_order(tensor, part, linear)
             if not part.part:
                 view = rows_like(bound.view, view.shape[1]).through(_only(view))
         module = hub.removesuffix(".weight")
@@ -104,10 +104,10 @@ def _mixed(checkpoint: Checkpoint, dims: Dims) -> Iterator[Problem]:
     There `LoRALinearSplitQKV` of Megatron-Bridge 0.3.1 takes parts of a head for a head, and those of the next tokens
     for the rest of it, so that what it computed is no change of a weight.
     """
-    tp = checkpoint.layout.tp
-    for name in checkpoint.tensors if tp > dims.groups else ():
+    for name, tensor in checkpoint.tensors.items():
         part = _parse(name)
-        if part and part.part in _PARTS["linear_qkv"]:
+        tp = _shards(tensor)
+        if part and part.part in _PARTS["linear_qkv"] and part.side == "B" and tp > dims.groups:
             yield Problem(
                 "this adapter mixed its tokens while it was trained",
                 tensor=name,
@@ -128,16 +128,22 @@ def _parse(name: str) -> _Part | None:
     return _Part(match["module"], side, match["part"] or "", match["name"] or "default", bool(bridge))
 
 
-def _in_order(view: View, part: _Part, linear: str, tp: int) -> View:
+def _shards(tensor: Tensor) -> int:
+    """How many shards make up a tensor. Each has its own storage, whatever the checkpoint records of its layout."""
+    return len({cells.storage for cells in cells_of(tensor.view)})
+
+
+def _in_order(tensor: Tensor, part: _Part, linear: str) -> View:
     """The rows of lora_B in the order of the linear, where they lie in that of the ranks that saved them.
 
     ms-swift cuts gate and up of `linear_fc1` together, so each rank's gate stands before its up. Megatron-Bridge
-    takes the pair of one projection for that of both, and cuts each rank's rows in two halves.
+    takes the pair of one projection for that of both, and cuts each rank's rows in two halves, each saved by itself.
     """
+    view, shards = tensor.view, _shards(tensor)
     rows, rank = view.shape
-    if tp == 1 or linear != "linear_fc1" or ".experts." in part.module or (part.bridge and not part.part):
+    if shards == 1 or linear != "linear_fc1" or ".experts." in part.module or (part.bridge and not part.part):
         return view
-    outer = (2, tp) if part.bridge else (tp, 2)
+    outer, tp = ((2, shards // 2), shards // 2) if part.bridge else ((shards, 2), shards)
     return view.reshape(*outer, rows // (2 * tp), rank).permute(1, 0, 2, 3).reshape(rows, rank)
 
 

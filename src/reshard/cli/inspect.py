@@ -46,7 +46,7 @@ def _print(found: Inspection) -> None:
         "path": str(c.path),
         "format": f"{c.format} ({c.variant})" if c.variant else c.format,
         "family": found.family or "not known",
-        "layout": "" if c.dialect == "hf" else str(c.layout),
+        "layout": _layout(found),
         "iteration": "" if c.iteration is None else str(c.iteration),
         "weights": f"{count(c.parameters)} parameters in {len(c.tensors)} tensors, {size(c.nbytes)}",
         "dtypes": ", ".join(f"{name} × {number}" for name, number in sorted(c.dtypes.items())),
@@ -60,3 +60,14 @@ def _print(found: Inspection) -> None:
     print_problems(found.problems, console)
     if found.next:
         console.print(f"[bold]{'next':<10}[/] {escape(found.next)}")
+
+
+def _layout(found: Inspection) -> str:
+    """What is recorded, and what is not; names of the hub belong to no ranks."""
+    checkpoint = found.checkpoint
+    if checkpoint.dialect == "hf":
+        return ""
+    recorded, unrecorded = str(checkpoint.layout), checkpoint.layout.unrecorded
+    if not recorded:
+        return "not recorded"
+    return f"{recorded} ({', '.join(unrecorded)} not recorded)" if unrecorded else recorded

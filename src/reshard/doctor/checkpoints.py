@@ -115,7 +115,8 @@ def _missing(inspection: Inspection, path: Path) -> Iterator[Finding]:
     lost = [part.name for part in parts if part.is_missing]
     if not lost:
         return
-    held = {"count": len(checkpoint.tensors), "format": checkpoint.format, "layout": checkpoint.layout}
+    what = ", ".join(filter(None, (checkpoint.format, str(checkpoint.layout))))
+    held = {"count": len(checkpoint.tensors), "what": what}
     shows = [
         words("part-missing" if part.is_missing else "part-there", name=part.name, flags=part.flags)
         for part in parts

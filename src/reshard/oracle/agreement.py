@@ -60,7 +60,7 @@ def _logits(side: Side, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32
 
     args = side.model.args if side.model else checkpoint.args or {}
     # torch_dist loads at one rank whatever it was saved at; legacy files only at their own layout.
-    layout = checkpoint.layout if checkpoint.format == "megatron-legacy" else None
+    layout = checkpoint.layout.complete() if checkpoint.format == "megatron-legacy" else None
     return megatron_logits(checkpoint.path, tokens, args=args, layout=layout).logits
 
 

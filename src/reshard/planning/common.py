@@ -182,10 +182,13 @@ def finished(
     tensors: list[Planned],
     dropped: Mapping[str, int],
     logical: LogicalTensors,
-    layout: Layout,
+    layout: Layout | None = None,
     states: Mapping[str, Mapping[str, Planned]] = MappingProxyType({}),
 ) -> Plan:
-    """The plan with its facts, after the audit. `states` are those of the optimizer, by state and tensor."""
+    """The plan with its facts, after the audit. `states` are those of the optimizer, by state and tensor.
+
+    `layout` is None for a target that no ranks share.
+    """
     checkpoint, model = source.checkpoint, source.model
     facts = _facts(source, target, tensors, dropped, layout, states)
     files.append(OutputFile.of_bytes("reshard.json", to_json(facts)))
@@ -211,7 +214,7 @@ def _facts(
     target: str,
     tensors: list[Planned],
     dropped: Mapping[str, int],
-    layout: Layout,
+    layout: Layout | None,
     states: Mapping[str, Mapping[str, Planned]],
 ) -> dict[str, Any]:
     """What `reshard.json` records: what the output was made of, and what it is."""
@@ -228,7 +231,7 @@ def _facts(
         },
         "format": target,
         "family": model.family.name if model else None,
-        "layout": layout.as_dict(),
+        "layout": layout.as_dict() if layout else None,
         "vocabulary": model.config["vocab_size"] if model else None,
         "dtypes": dict(Counter(tensor.dtype.name for tensor in tensors)),
         "dropped": dict(dropped),

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from reshard.formats import dcp, fused
 from reshard.formats.dcp import Alias
 from reshard.formats.dcp.optimizer import NewOptimizer
-from reshard.layout import Layout
 from reshard.logical import logical_tensors
 from reshard.plan import Plan
 from reshard.planning.common import Source, Types, companion_files, finished, hub_tensors
@@ -48,7 +47,7 @@ def plan(source: Source) -> Plan:
     if source.model:
         vocab = source.model.dims.vocab
         dropped += lost_padding(checkpoint, source.model, vocab, with_states=options.with_optimizer)
-    result = finished(source, dcp.NAME, files, tensors, dropped, logical, Layout(), states)
+    result = finished(source, dcp.NAME, files, tensors, dropped, logical, states=states)
     result.notes.append('load it with dcp.load({"model": model.state_dict()}, checkpoint_id=FOLDER)')
     if states:
         result.notes += [LOADS_STATES, *frozen_notes(source)]

@@ -6,7 +6,6 @@ from collections import Counter
 
 from reshard.errors import ReshardError
 from reshard.formats import deepspeed, fused
-from reshard.layout import Layout
 from reshard.logical import logical_tensors
 from reshard.plan import Plan
 from reshard.planning.common import KEEPS_ITS_DTYPE, Source, Types, companion_files, finished, hub_tensors
@@ -35,7 +34,7 @@ def plan(source: Source) -> Plan:
     dropped = still_dropped(checkpoint, MOMENTS) if states else Counter(checkpoint.dropped)
     if model:
         dropped += lost_padding(checkpoint, model, model.dims.vocab, with_states=options.with_optimizer)
-    result = finished(source, deepspeed.NAME, files, tensors, dropped, logical, Layout(), states)
+    result = finished(source, deepspeed.NAME, files, tensors, dropped, logical, states=states)
     result.notes.append('load it with {"checkpoint": {"load_universal": true}} in the config of DeepSpeed')
     buffers = [tensor.name for tensor in tensors if tensor.name.endswith(KEEPS_ITS_DTYPE)]
     if buffers:

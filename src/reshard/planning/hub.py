@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 from reshard.formats import huggingface
-from reshard.layout import Layout
 from reshard.logical import logical_tensors
 from reshard.plan import Plan
 from reshard.planning.common import Source, companion_files, finished, hub_tensors
@@ -21,4 +20,4 @@ def plan(source: Source) -> Plan:
     dropped = Counter(source.checkpoint.dropped)
     if source.model:
         dropped += lost_padding(source.checkpoint, source.model, source.model.dims.vocab)
-    return finished(source, huggingface.NAME, files, tensors, dropped, logical, Layout())
+    return finished(source, huggingface.NAME, files, tensors, dropped, logical)

@@ -11,7 +11,6 @@ from reshard.adapters.names import PREFIX
 from reshard.checkpoint import Tensor
 from reshard.errors import ReshardError
 from reshard.formats import companions, peft
-from reshard.layout import Layout
 from reshard.logical import LogicalTensors
 from reshard.plan import OutputFile, Plan, Planned
 from reshard.planning.common import Source, Types, finished
@@ -40,7 +39,7 @@ def plan(source: Source) -> Plan:
     dropped: Counter[str] = Counter(checkpoint.dropped)
     if checkpoint.format != peft.NAME:
         dropped["base weights"] += sum(tensor.nbytes for tensor in adapter.base.values())
-    return finished(source, peft.NAME, files, tensors, +dropped, LogicalTensors(checkpoint, {}), Layout())
+    return finished(source, peft.NAME, files, tensors, +dropped, LogicalTensors(checkpoint, {}))
 
 
 def _named(adapter: adapters.Adapter, *, with_base: bool) -> Iterator[tuple[str, Tensor]]:

@@ -30,7 +30,7 @@ from reshard.formats.internlm.names import in_new_order, is_old_order, mlp_shape
 from reshard.formats.internlm.shards import COPY, Rank, Shards
 from reshard.formats.names import without_buffers
 from reshard.formats.torchfiles.read import read_torch_file
-from reshard.layout import Layout
+from reshard.layout import Layout, SavedLayout
 from reshard.storage import StoredTensor
 
 NAME = "internlm"
@@ -73,7 +73,7 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
         + (INTERLEAVED if interleaved else ""),
         tensors=tensors,
         root=folder,
-        layout=Layout(shards.tensor_ranks, shards.stages, shards.chunks),
+        layout=SavedLayout.of(Layout(shards.tensor_ranks, shards.stages, shards.chunks)),
         iteration=int(step) if (step := folder.resolve().name).isdigit() else None,
         config=hub_config(kind, config, tensors, shards.layers) if config else None,
         dropped=+dropped,

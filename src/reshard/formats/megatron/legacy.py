@@ -30,6 +30,7 @@ from reshard.formats.megatron.mcore import (
 )
 from reshard.formats.megatron.rank_files import (
     FILE,
+    TELLING,
     Facts,
     args_of,
     chunks_of,
@@ -42,7 +43,7 @@ from reshard.formats.megatron.ranks import Rank, RankStates
 from reshard.formats.sharding import Split, join
 from reshard.formats.torchfiles.read import read_dict
 from reshard.formats.torchfiles.write import NewTensor, layout_torch_file
-from reshard.layout import Layout
+from reshard.layout import Layout, SavedLayout
 from reshard.plan import Block, OutputFile, Planned
 from reshard.storage import StoredTensor
 
@@ -61,7 +62,10 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
     read = cache(partial(_read, folder))
     names = sorted(path.parent.name for path in folder.glob(f"mp_rank_*/{FILE}"))
     args = args_of(read(names[0])) or None
-    facts = Facts.of_args(args) if args else Facts.of_files({name: read(name) for name in names})
+    if args and args.keys() >= set(TELLING):
+        facts = Facts.of_args(args)
+    else:
+        facts = Facts.of_files({name: read(name) for name in names})
     layout = facts.layout
     pairs = stage_ranks(layout)
     ranks = [Rank(tp, pp, ep) for tp, ep in pairs for pp in range(layout.pp)]
@@ -86,7 +90,7 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
         dialect="mcore",
         tensors=reader.tensors(),
         root=iterations.root_of(folder),
-        layout=layout,
+        layout=SavedLayout.of(layout),
         iteration=step,
         args=args,
         dropped=dropped,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from reshard.formats.sharding import Split
-from reshard.layout import Layout
+from reshard.layout import Layout, SavedLayout
 
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -171,17 +171,25 @@ class Stages:
         return self.layout.pp - 1, self.layout.vpp - 1
 
 
-def layout_of(args: Mapping[str, Any]) -> Layout:
-    """The layout that Megatron-LM's arguments describe."""
+def layout_of(args: Mapping[str, Any]) -> SavedLayout:
+    """The layout that Megatron-LM's arguments describe, as far as they do: what is not there says nothing.
 
-    def get(name: str) -> int:
+    Without an expert-tensor size of its own, that of all tensors counts for experts too. A dense model has none.
+    """
+
+    def size(name: str) -> int | None:
         value = args.get(name)
-        return value if isinstance(value, int) else 1
+        return value if isinstance(value, int) and value > 0 else None
 
-    tp, pp = get("tensor_model_parallel_size"), get("pipeline_model_parallel_size")
-    vpp, ep = get("virtual_pipeline_model_parallel_size"), get("expert_model_parallel_size")
-    etp = args.get("expert_tensor_parallel_size") or tp
-    return Layout(tp, pp, vpp, ep, etp if args.get("num_experts") else 1)
+    tp, vpp = size("tensor_model_parallel_size"), "virtual_pipeline_model_parallel_size"
+    is_dense = "num_experts" in args and not args["num_experts"]
+    return SavedLayout(
+        tp=tp,
+        pp=size("pipeline_model_parallel_size"),
+        vpp=1 if vpp in args and args[vpp] is None else size(vpp),
+        ep=size("expert_model_parallel_size"),
+        etp=1 if is_dense and tp else size("expert_tensor_parallel_size") or tp,
+    )
 
 
 def padded_vocabulary(vocab: int, divisible_by: int, tp: int) -> int:

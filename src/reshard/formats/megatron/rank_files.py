@@ -41,6 +41,14 @@ RUN = (
 )
 """What all files of one iteration say alike."""
 
+TELLING = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "num_experts",
+    "untie_embeddings_and_output_weights",
+)
+"""Arguments that tell how files are put together."""
+
 Content = Mapping[str, Any]
 
 
@@ -124,9 +132,11 @@ def coordinates(args: Mapping[str, Any]) -> Rank | None:
     Which replica of data or context parallelism saves a file differs between versions, and does not matter: ranks
     count tp first, inside of experts etp and ep, and stages last, or before data parallelism if that is asked for.
     """
-    rank, world = args.get("rank"), args.get("world_size")
-    layout = layout_of(args)
-    if not isinstance(rank, int) or not isinstance(world, int) or not 0 <= rank < world or world % layout.pp:
+    rank, world, saved = args.get("rank"), args.get("world_size"), layout_of(args)
+    if not isinstance(rank, int) or not isinstance(world, int) or not 0 <= rank < world:
+        return None
+    layout = saved.complete()
+    if saved.tp is None or saved.pp is None or world % layout.pp:
         return None
     stage_size = world // layout.pp
     replicas = args.get("context_parallel_size") or 1
@@ -155,9 +165,9 @@ class Facts:
 
     @classmethod
     def of_args(cls, args: Mapping[str, Any]) -> Facts:
-        """What Megatron-LM's arguments say."""
+        """What Megatron-LM's arguments say, if they say all of it (`TELLING`)."""
         tied = not args.get("untie_embeddings_and_output_weights", False)
-        return cls(layout_of(args), int(args.get("num_experts") or 0), tied)
+        return cls(layout_of(args).complete(), int(args.get("num_experts") or 0), tied)
 
     @classmethod
     def of_files(cls, files: Mapping[str, Content]) -> Facts:
