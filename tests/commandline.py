@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,3 +82,23 @@ def in_terminal(*words: object, **environment: str) -> str:
     os.close(ours)
     process.wait()
     return shown.decode()
+
+
+class Late(BaseException):
+    """Something took too long. No handler of exceptions takes this for one of its own."""
+
+
+@contextmanager
+def within(seconds: int) -> Iterator[None]:
+    """Fail where the block takes longer: what hangs would hang the tests."""
+
+    def late(*_: object) -> None:
+        raise Late(f"it took more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,12 +1,14 @@
-"""What is read: files are noted when they are opened, so that a change before the end is seen.
+"""What is read: regular files alone, noted when they are opened, so that a change before the end is seen.
 
 Headers are read long before the tensors that they describe. A file that is written again meanwhile, cut short or zeroed
-may still be read to its end, into a model that never was.
+may still be read to its end, into a model that never was. A FIFO or a device, which a link may lead to, is not opened:
+reading one can wait for ever, have no end, or do something.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,6 +18,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard.errors import Problem, ReshardError
+
+MOST = 2 << 30
+"""Bytes of a file that is read whole, at most: ten times the metadata of the largest models."""
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
 
 
 class Stamp(NamedTuple):
@@ -96,9 +109,11 @@ class Sources:
 def _otherwise(path: str, note: _Note) -> str | None:
     """What a file is now, if it is not what it was."""
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = _opened(path)
     except OSError as error:
         return error.strerror
+    except ReshardError as error:
+        return error.problems[0].found
     try:
         stamp = Stamp.of(descriptor)
         if stamp == note.stamp or (note.digest and note.digest == _digest(_whole(descriptor))):
@@ -127,19 +142,33 @@ def noted() -> Iterator[Sources]:
 
 
 def open_source(path: str | Path) -> int:
-    """A descriptor for reading a source of which more will be read later. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """A descriptor for reading a source of which more will be read later.
+
+    Raises OSError, and ReshardError for what is not a regular file.
+    """
+    descriptor = _opened(path)
     if sources := _noting.get():
         sources.note(str(path), Stamp.of(descriptor))
     return descriptor
 
 
-def read_source(path: str | Path) -> bytes:
-    """All bytes of a source, which is not read again. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
+def read_source(path: str | Path, most: int = MOST) -> bytes:
+    """All bytes of a source, which is not read again.
+
+    Raises OSError, and ReshardError for what is not a regular file, or has more than `most` bytes.
+    """
+    descriptor = _opened(path)
     try:
         stamp = Stamp.of(descriptor)
-        content = _whole(descriptor)
+        content = _whole(descriptor, most) if stamp.size <= most else b""
+        if max(stamp.size, len(content)) > most:
+            raise ReshardError(
+                "a file is larger than any of its kind",
+                file=str(path),
+                expected=f"at most {most:,} bytes",
+                found=f"{stamp.size:,} bytes",
+                remedy="the file is damaged, or is not what its name says: copy or download it again",
+            )
         if sources := _noting.get():
             sources.note(str(path), stamp, content)
     except OSError as error:
@@ -149,6 +178,20 @@ def read_source(path: str | Path) -> bytes:
     return content
 
 
-def _whole(descriptor: int) -> bytes:
+def _opened(path: str | Path) -> int:
+    """A descriptor for reading a regular file. Anything else is not even opened, and never waited for."""
+    kind = stat.S_IFMT(Path(path).stat().st_mode)
+    if kind != stat.S_IFREG:
+        raise ReshardError(
+            "not a regular file",
+            file=str(path),
+            expected="a file with content of its own, or a link to one",
+            found=_KINDS.get(kind, "something else"),
+            remedy="copy the checkpoint again, and check what put this in its place",
+        )
+    return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+
+
+def _whole(descriptor: int, most: int = MOST) -> bytes:
     with os.fdopen(descriptor, "rb", closefd=False) as file:
-        return file.read()
+        return file.read(most + 1)

@@ -6,7 +6,6 @@ has to come from what the engine noted elsewhere, or from the user: nothing in t
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,6 +18,8 @@ from reshard.errors import Problem, ReshardError
 from reshard.formats.companions import read_object
 from reshard.formats.hints import read_run_config
 from reshard.formats.peft import CONFIG
+from reshard.formats.places import belongs
+from reshard.plain import JSON_MOST, json_of
 from reshard.sources import read_source
 
 ABOVE = 3
@@ -109,7 +110,7 @@ def _folders(checkpoint: Checkpoint) -> Iterator[Path]:
 
 def _in(folder: Path) -> Iterator[Settings]:
     """The files of one folder that tell about an adapter, the most telling first."""
-    if (folder / CONFIG).is_file():
+    if (folder / CONFIG).is_file() and belongs(folder / CONFIG, folder):
         yield Settings(read_object(folder / CONFIG), str(folder / CONFIG), written=True)
     for name, keys in NOTED.items():
         if (folder / name).is_file() and (content := _known(_object(folder / name), keys)):
@@ -145,7 +146,7 @@ def _known(content: Any, keys: Mapping[str, str]) -> dict[str, Any]:
 
 def _object(path: Path) -> Any:
     try:
-        return json.loads(read_source(path).decode("utf-8"))
+        return json_of(read_source(path, JSON_MOST))
     except ValueError:
         return None  # a hint that cannot be read is none
 

@@ -16,9 +16,10 @@ import yaml
 from reshard.doctor.finding import Place
 from reshard.doctor.reading import decoded
 from reshard.errors import ReshardError
+from reshard.plain import Yaml
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(Yaml):
     """Reads tags that programs define for themselves (`!function`) as nothing."""
 
 

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from reshard.doctor.finding import Finding, Place
 from reshard.doctor.machine import Environment, Gpu, look_around, unmet
 from reshard.doctor.rules import told
 from reshard.doctor.words import words
+from reshard.plain import yaml_of
 
 __all__ = ["Environment", "Gpu", "diagnose_environment", "look_around"]
 
@@ -124,8 +123,8 @@ def stray_accelerate_config(env: Environment) -> Iterator[Finding]:
 def _choices(path: Path) -> str:
     """What a config of accelerate switches on."""
     try:
-        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError):
+        content: Any = yaml_of(path.read_bytes())
+    except ValueError:
         return "?"
     keys = ("distributed_type", "num_processes", "num_machines", "mixed_precision", "use_cpu")
     content = content if isinstance(content, dict) else {}

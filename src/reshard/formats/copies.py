@@ -54,7 +54,7 @@ def explained(problems: Sequence[Problem], files: Iterable[Path]) -> Sequence[Pr
     broken = tuple(problem.file or "" for problem in problems)
     seen: dict[tuple[int, bytes, bytes], Path] = {}
     copies = []
-    for path in sorted(files):
+    for path in filter(Path.is_file, sorted(files)):
         size = path.stat().st_size
         with path.open("rb") as file:
             head = file.read(EDGE)

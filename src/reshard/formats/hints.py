@@ -12,7 +12,6 @@ a tag that would build a Python object builds nothing.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from reshard.plain import JSON_MOST, Yaml, json_of, yaml_of
 from reshard.sources import read_source
 
 ARGS_JSON = "args.json"
@@ -128,21 +128,18 @@ def _exists(value: str, folder: Path | None) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        text = read_source(path).decode("utf-8")
-        content = json.loads(text) if path.suffix == ".json" else yaml.load(text, _PlainData)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(str(error)) from error
+    raw = read_source(path, JSON_MOST)
+    content = json_of(raw) if path.suffix == ".json" else yaml_of(raw, _PlainData)
     if not isinstance(content, dict):
         raise ValueError("not a mapping")
     return content
 
 
-class _PlainData(yaml.SafeLoader):
+class _PlainData(Yaml):
     """Reads YAML of any tags; what a tag asks for is not built, its mapping, sequence or text is kept."""
 
 
-def _without_its_tag(loader: yaml.SafeLoader, _: str, node: yaml.Node) -> Any:
+def _without_its_tag(loader: Yaml, _: str, node: yaml.Node) -> Any:
     if isinstance(node, yaml.MappingNode):
         return loader.construct_mapping(node, deep=True)
     if isinstance(node, yaml.SequenceNode):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from reshard.checkpoint import Checkpoint, Iteration, Tensor
 from reshard.errors import Problem, ReshardError
 from reshard.formats import iterations, safetensors
 from reshard.formats.names import without_buffers
+from reshard.formats.places import below
 from reshard.formats.torchfiles.read import read_dict
+from reshard.formats.torchfiles.values import said
+from reshard.plain import JSON_MOST, json_of, to_json
 from reshard.plan import Block, OutputFile, Planned
 from reshard.sources import read_source
 from reshard.storage import StoredTensor
@@ -86,17 +87,19 @@ def _index(path: Path) -> Path | None:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor."""
     try:
-        content = json.loads(read_source(index).decode("utf-8"))["weight_map"]
-        return {str(name): str(file) for name, file in content.items()}
+        content = json_of(read_source(index, JSON_MOST))["weight_map"]
+        files = {file: str(below(index.parent, file)) for file in set(content.values())}
+        return {name: files[file] for name, file in content.items()}
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ReshardError(
-            "the index cannot be read", file=str(index), found=repr(error), remedy="copy or download it again"
+            "the index cannot be read", file=str(index), found=said(error), remedy="copy or download it again"
         ) from None
 
 
 def _indexed_files(index: Path, problems: list[Problem]) -> list[Path]:
-    shards = [index.parent / name for name in sorted(set(_weight_map(index).values()))]
+    shards = [Path(file) for file in sorted(set(_weight_map(index).values()))]
     problems += [
         Problem(
             "a shard is missing",
@@ -146,7 +149,7 @@ def _index_mismatches(index: Path, tensors: Mapping[str, Tensor]) -> Iterator[Pr
         yield Problem(
             "a tensor is missing",
             tensor=name,
-            file=str(index.parent / named[name]),
+            file=named[name],
             rule=f"every tensor that {index.name} names is in its file",
             remedy="the index and the shards are of different models: copy both again",
         )
@@ -190,8 +193,3 @@ def _shard(name: str, tensors: list[Planned]) -> OutputFile:
     blocks = [Block.whole(tensor, offsets[tensor.name]) for tensor in tensors]
     size = len(header) + sum(tensor.nbytes for tensor in tensors)
     return OutputFile(name, size, blocks, lambda: iter([(0, header)]))
-
-
-def to_json(content: Any) -> bytes:
-    """JSON as Hugging Face folders have it: two spaces, a newline at the end."""
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()

@@ -9,6 +9,8 @@ from reshard.checkpoint import Iteration
 from reshard.errors import Problem, ReshardError
 
 TRACKER = "latest_checkpointed_iteration.txt"
+LONGEST = 20
+"""Characters of a tracker file, fewer than that."""
 _NAME = re.compile(r"iter_(\d{7,})")
 
 
@@ -102,8 +104,9 @@ def _tracked(tracker: Path, listed: str) -> Iteration:
             )
         )
     # Not by `sources`: a run that goes on writes it again, and the iteration is chosen by then.
-    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-    if text != "release" and not text.isdigit():
+    with tracker.open("rb") as file:
+        text = file.read(LONGEST + 1).decode("utf-8", "replace").strip()
+    if text != "release" and not (text.isascii() and text.isdigit() and len(text) < LONGEST):
         raise ReshardError(
             "the tracker file cannot be read",
             file=str(tracker),

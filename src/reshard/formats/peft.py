@@ -11,6 +11,7 @@ from typing import Any
 
 from reshard.checkpoint import Checkpoint, Iteration
 from reshard.formats import huggingface, iterations, safetensors
+from reshard.plain import to_json
 from reshard.plan import Block, OutputFile, Planned
 
 NAME = "peft"
@@ -49,5 +50,5 @@ def lay_out(tensors: Sequence[Planned], config: Mapping[str, Any]) -> list[Outpu
     size = len(header) + sum(tensor.nbytes for tensor in tensors)
     return [
         OutputFile(FILES[0], size, blocks, lambda: iter([(0, header)])),
-        OutputFile.of_bytes(CONFIG, huggingface.to_json(dict(config))),
+        OutputFile.of_bytes(CONFIG, to_json(dict(config))),
     ]

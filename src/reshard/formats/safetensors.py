@@ -16,6 +16,8 @@ from typing import Any
 from reshard.checkpoint import Cells, Tensor
 from reshard.dtypes import BY_SAFETENSORS, DType
 from reshard.errors import Problem, ReshardError
+from reshard.formats.torchfiles.values import said, shape_of, sizes
+from reshard.plain import json_of
 from reshard.sources import open_source
 from reshard.storage import Storage
 from reshard.views import View
@@ -41,7 +43,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
             )
         raw = file.read(length)
     try:
-        header = json.loads(raw)
+        header = json_of(raw)
     except ValueError as error:
         raise _broken(path, "a JSON header", str(error)) from None
     if not isinstance(header, dict):
@@ -60,10 +62,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     for name, entry in header.items():
         try:
             dtype = BY_SAFETENSORS[entry["dtype"]]
-            shape = _in_items(dtype, [int(size) for size in entry["shape"]])
-            first, last = (int(at) for at in entry["data_offsets"])
+            shape = shape_of(entry["shape"])
+            first, last = sizes(entry["data_offsets"])
         except (KeyError, TypeError, ValueError) as error:
-            problems.append(_entry(path, name, "dtype, shape and data_offsets that are known", repr(error)))
+            problems.append(_entry(path, name, "dtype, shape and data_offsets that are known", said(error)))
             continue
         spans.append((first, last, name))
         if last - first != prod(shape) * dtype.itemsize:
@@ -99,22 +101,12 @@ def header_bytes(tensors: Iterable[tuple[str, DType, tuple[int, ...]]]) -> tuple
     end = 0
     for name, dtype, shape in tensors:
         size = prod(shape) * dtype.itemsize
-        entry = {"dtype": dtype.safetensors, "shape": _in_elements(dtype, shape)}
-        header[name] = {**entry, "data_offsets": [end, end + size]}
+        header[name] = {"dtype": dtype.safetensors, "shape": list(shape), "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # data is aligned to eight bytes
     offsets = _offsets(header, 8 + len(text))
     return len(text).to_bytes(8, "little") + text, offsets
-
-
-def _in_items(dtype: DType, shape: list[int]) -> tuple[int, ...]:
-    """The shape in items of a tensor that the header says has `shape`. Raises ValueError if rows end inside a byte."""
-    return tuple(shape) if dtype.bits is None or not shape else (*shape[:-1], dtype.items(shape[-1]))
-
-
-def _in_elements(dtype: DType, shape: tuple[int, ...]) -> list[int]:
-    return list(shape) if dtype.bits is None or not shape else [*shape[:-1], dtype.elements(shape[-1])]
 
 
 def _offsets(header: Mapping[str, Any], begin: int) -> dict[str, int]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-import yaml
 from packaging.specifiers import SpecifierSet
 
 from reshard.doctor import diagnose
@@ -23,6 +22,7 @@ from reshard.errors import Problem, ReshardError
 from reshard.formats import iterations, open_checkpoint
 from reshard.formats.companions import CONFIG, read_object
 from reshard.inspection import inspect_checkpoint
+from reshard.plain import yaml_of
 from reshard.train import data, outputs
 from reshard.train.run import RECORD, Run, read_record
 
@@ -439,7 +439,7 @@ def config_problems(path: Path) -> list[Problem]:
         each.id == "script-device-map" for each in findings
     ):
         text = path.read_text(encoding="utf-8")
-        if _spreads(yaml.safe_load(text)):
+        if _spreads(yaml_of(text.encode())):
             lines = enumerate(text.splitlines(), 1)
             number = next((number for number, line in lines if "device_map" in line), None)
             shows = text.splitlines()[number - 1].strip() if number else "device_map"

@@ -7,9 +7,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from reshard.errors import Problem, ReshardError
+from reshard.plain import yaml_of
 from reshard.train.run import ENGINES, PARALLEL, RECORD, Ranks, Run, Spread
 
 SIZES = ("tp", "pp", "vpp", "ep", "cp")
@@ -91,8 +90,8 @@ def _path(given: Mapping[str, Any], name: str) -> Path:
 def read_config(path: Path) -> Options:
     """The content of a YAML or JSON file; dashes in its keys mean underscores. Raises ReshardError."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        content = yaml_of(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise ReshardError(
             "the config cannot be read",
             file=str(path),

@@ -7,14 +7,14 @@ same file; it keeps its save plans in it too, which nobody needs to read. Source
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.dtypes import DType
 from reshard.errors import Problem, ReshardError
+from reshard.formats.places import below
 from reshard.formats.torchfiles.pickles import Global, Opaque, Pickler, Reduce, encode_int, loads
 from reshard.formats.torchfiles.values import damaged, element_type, said, shape_of, sizes
 from reshard.sources import read_source
@@ -200,10 +200,7 @@ class _Reader:
 
     def _file(self, relative: str) -> str:
         if relative not in self._files:
-            pure = PurePosixPath(relative)
-            if pure.is_absolute() or ".." in pure.parts:
-                raise ValueError(f"{reprlib.repr(relative)} is not below the folder of the checkpoint")
-            self._files[relative] = str(self._path.parent / pure)
+            self._files[relative] = str(below(self._path.parent, relative))
         return self._files[relative]
 
 

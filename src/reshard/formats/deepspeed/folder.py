@@ -23,6 +23,7 @@ from reshard.formats.names import prefix_of, without_buffers
 NAME = "deepspeed"
 WHAT = "DeepSpeed checkpoint: ZeRO 0 to 3, or universal"
 TRACKERS = ("latest", "latest_universal")
+_TAG = re.compile(r"global_step\d+\w*")
 _NUMBER = re.compile(r"(\d+)(?:[-_]?universal)?$")
 
 
@@ -44,7 +45,10 @@ def _tracked(path: Path) -> str | None:
         tracker = path / name
         if tracker.is_file() and tracker.stat().st_size < 256:
             tag = tracker.read_text(encoding="utf-8", errors="replace").strip()
-            if re.fullmatch(r"global_step\d+\w*", tag) or (path / tag).is_dir():
+            *above, name = re.split(
+                r"[/\\]", tag
+            )  # a tag is a name; what leads elsewhere is named, and not followed
+            if _TAG.fullmatch(name) or (not above and name not in ("", ".", "..") and (path / name).is_dir()):
                 return tag
     return None
 
