@@ -43,9 +43,10 @@ def test_every_element_is_read_once_and_written_once(tmp_path: Path, name: str, 
             assert view.shape == block.shape
             assert covered(view) == view.numel
             assert overlaps(view) is None
+            is_companion = block.name == file.path
             for piece in view.pieces:
                 assert isinstance(piece.source, Cells)
-                if piece.source.storage is not ZERO:
+                if piece.source.storage is not ZERO and not is_companion:
                     used[piece.source].append(piece)
     read = Counter[str]()
     for cells, pieces in used.items():

@@ -12,11 +12,10 @@ from reshard.adapters import description, megatron
 from reshard.checkpoint import Checkpoint, Iteration
 from reshard.errors import Problem, ReshardError
 from reshard.formats import huggingface, iterations, open_checkpoint
-from reshard.formats.companions import find_companions
+from reshard.formats.companions import check, find_companions
 from reshard.formats.hints import BASE, find_hints
 from reshard.logical import logical_tensors
 from reshard.model import Model, describes_model, read_config, resolve_if_declared
-from reshard.quantization import UNTOLD
 
 OPTIMIZER = "optimizer states"
 NO_CONFIG = "there is no config.json beside the weights"
@@ -53,7 +52,6 @@ class Inspection:
             "parameters": c.parameters,
             "bytes": c.nbytes,
             "dtypes": c.dtypes,
-            "quantization": c.quantization.as_dict() if c.quantization else None,
             "optimizer": OPTIMIZER in c.dropped,
             "dropped": dict(c.dropped),
             "problems": [problem.as_dict() for problem in self.problems],
@@ -83,8 +81,6 @@ def inspect_checkpoint(path: Path, iteration: Iteration | None = None) -> Inspec
     except ReshardError as error:
         problems += error.problems
     notes = [*checkpoint.notes, *(model.notes if model else [])]
-    if checkpoint.quantization and not checkpoint.quantization.settings:
-        notes.append(UNTOLD)
     absent: list[Problem] = []
     try:
         absent = _companion_problems(checkpoint, has_config or checkpoint.config is not None)
@@ -137,6 +133,7 @@ def _declared_type(checkpoint: Checkpoint) -> str | None:
 def _companion_problems(checkpoint: Checkpoint, has_config: bool) -> list[Problem]:
     """What is missing beside the weights, where the engine's own config does not tell all that `config.json` would."""
     there = find_companions(*checkpoint.folders)
+    check(there)
     problems = []
     if not has_config:
         problems.append(
@@ -172,8 +169,8 @@ def _next_command(
     root = iterations.root_of(path.with_suffix("") if path.is_file() else path)
     target = (root.resolve() if root.name in ("", "..") else root).as_posix().rstrip("/")
     if checkpoint.format == huggingface.NAME:
-        if model is None or checkpoint.quantization:
-            return ""  # it can only stay what it is
+        if model is None:
+            return ""  # what is not declared can only stay what it is
         words += [f"{target}-megatron", "--to", "megatron", *_fitting_layout(model)]
     else:
         words.append(f"{target}-hf")

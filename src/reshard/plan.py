@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint import Replica
-from reshard.dtypes import DType
+from reshard.checkpoint import Cells, Replica
+from reshard.dtypes import BY_NAME, DType
 from reshard.errors import Problem, ReshardError
 from reshard.sources import Sources
 from reshard.storage import Storage
@@ -79,6 +80,13 @@ class OutputFile:
     def of_bytes(path: str, content: bytes) -> OutputFile:
         """A small file whose content is known."""
         return OutputFile(path, len(content), literals=lambda: iter([(0, content)]))
+
+    @staticmethod
+    def copy_of(path: str, source: Path) -> OutputFile:
+        """A file with the bytes of `source`, which are read when they are written."""
+        size = source.stat().st_size
+        cells = Cells(Storage(str(source), 0, size), BY_NAME["uint8"])
+        return OutputFile(path, size, [Block(path, cells.dtype, (size,), lambda: View.of(cells, size), 0)])
 
 
 @dataclass

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
+from huggingface_hub import file_download
 from tokenizers import Tokenizer, models
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, dynamic_module_utils
 
 from reshard.errors import ReshardError
-from reshard.formats.companions import content_of, find_companions
+from reshard.formats.companions import Companions, check, find_companions, output_file
 from tests.genuine.huggingface import make_model
 
 
@@ -91,13 +93,37 @@ def test_templates_processors_and_nothing_that_describes_the_folder(tmp_path: Pa
     assert find_companions(tmp_path).files.keys() == set(names)
 
 
-def test_python_files_travel_if_the_config_or_the_tokenizer_names_code(tmp_path: Path) -> None:
-    for where in ("config", "tokenizer_config", "neither"):
-        folder = write(tmp_path / where, modeling_x__py="", helpers__py="", config__json={})
-        if where != "neither":
-            write(folder, **{f"{where}__json": {"auto_map": {"AutoModel": "modeling_x.X"}}})
-        python = {name for name in find_companions(folder).files if name.endswith(".py")}
-        assert python == (set() if where == "neither" else {"modeling_x.py", "helpers.py"})
+CODE = {
+    "modeling_x__py": "import os\nfrom .helpers import f\nfrom . import unseen\n",
+    "helpers__py": "import .deeper\nfrom .modeling_x import X\n",
+    "deeper__py": "def broken(:",
+    "setup__py": "raise SystemExit",
+}
+
+
+@pytest.mark.parametrize("where", ["config", "tokenizer_config", "preprocessor_config"])
+@pytest.mark.parametrize("classes", ["modeling_x.X", [None, "modeling_x.X"]])
+def test_python_files_travel_where_auto_map_names_them(where: str, classes: object, tmp_path: Path) -> None:
+    """And what they import, as transformers loads it; nothing else, and not without a note."""
+    folder = write(tmp_path, config__json={}, **CODE)
+    assert not find_companions(folder).code
+    write(
+        folder, **{f"{where}__json": {"auto_map": {"AutoModel": classes, "AutoConfig": "owner/x--setup.C"}}}
+    )
+    found = find_companions(folder)
+    imported = dynamic_module_utils.get_relative_import_files(folder / "modeling_x.py")
+    wanted = {"modeling_x.py", *(Path(path).name for path in imported)}
+    assert set(found.code) == {name for name in found.files if name.endswith(".py")} == wanted
+    assert found.notes == [
+        "Python code is copied too, because auto_map names it: modeling_x.py, helpers.py, deeper.py"
+    ]
+
+
+@pytest.mark.parametrize(
+    "auto_map", [3, ["modeling_x.X"], {"AutoModel": 3}, {"AutoModel": "../setup.X"}, {"A": [[]]}]
+)
+def test_an_auto_map_that_names_nothing(auto_map: object, tmp_path: Path) -> None:
+    assert not find_companions(write(tmp_path, config__json={"auto_map": auto_map}, **CODE)).code
 
 
 def test_the_first_folder_counts(tmp_path: Path) -> None:
@@ -119,6 +145,10 @@ def test_a_broken_config_is_named(tmp_path: Path) -> None:
         find_companions(tmp_path)
 
 
+def content_of(file: Path) -> bytes:
+    return b"".join(content for _, content in output_file(file.name, file).literals())
+
+
 def test_the_config_of_a_tokenizer_is_spelled_for_both_generations_of_transformers(tmp_path: Path) -> None:
     of_5 = {
         "tokenizer_class": "TokenizersBackend",
@@ -127,7 +157,7 @@ def test_the_config_of_a_tokenizer_is_spelled_for_both_generations_of_transforme
     }
     file = tmp_path / "tokenizer_config.json"
     file.write_text(json.dumps(of_5))
-    assert json.loads(content_of(file.name, file)) == {
+    assert json.loads(content_of(file)) == {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "additional_special_tokens": ["<|im_start|>"],
         "pad_token": "x",
@@ -137,4 +167,95 @@ def test_the_config_of_a_tokenizer_is_spelled_for_both_generations_of_transforme
 def test_the_config_of_another_tokenizer_stays_as_it_is(tmp_path: Path) -> None:
     file = tmp_path / "tokenizer_config.json"
     file.write_text('{"tokenizer_class":"Qwen2Tokenizer","extra_special_tokens":{"image_token":"<i>"}}')
-    assert content_of(file.name, file) == file.read_bytes()
+    assert content_of(file) == file.read_bytes()
+
+
+# --------------------------------------------------------------------------------------------- links
+
+
+def test_links_out_of_a_folder_are_not_followed(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("key")
+    folder = write(tmp_path / "model", config__json={"model_type": "x"}, inner__json="{}")
+    names = ["x.model", "tokenizer.json", "additional_chat_templates/tool.jinja", "modeling_x.py"]
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).symlink_to(secret)
+    (folder / "vocab.json").symlink_to("inner.json")
+    (folder / "merges.txt").symlink_to(folder / "merges.txt")
+    write(folder, config__json={"auto_map": {"AutoModel": "modeling_x.X"}})
+    found = find_companions(folder)
+    assert found.files.keys() == {"config.json", "vocab.json"}
+    assert {path.relative_to(folder).as_posix() for path in found.left_out} == set(names)
+    assert all(f"to {secret}" in note for note in found.notes) and len(found.notes) == len(names)
+    linked = tmp_path / "link"
+    linked.symlink_to(folder)
+    assert find_companions(linked).files.keys() == found.files.keys()
+
+
+def test_the_cache_of_the_hub_is_one_folder(tmp_path: Path) -> None:
+    """Its snapshots are links to blobs."""
+    repository = tmp_path / "models--owner--x"
+    snapshot = repository / "snapshots" / "0123"
+    for number, name in enumerate(["config.json", "tokenizer.json", "additional_chat_templates/tool.jinja"]):
+        blob = repository / "blobs" / f"{number}"
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        blob.write_text("{}")
+        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+        file_download._create_symlink(str(blob), str(snapshot / name), new_blob=True)
+        assert (snapshot / name).is_symlink()
+    assert len(find_companions(snapshot).files) == 3 and not find_companions(snapshot).left_out
+    (snapshot / "x.model").symlink_to(tmp_path / "secret")
+    (tmp_path / "secret").write_text("key")
+    assert find_companions(snapshot).left_out == (snapshot / "x.model",)
+
+
+def test_a_folder_of_links_to_a_model(tmp_path: Path) -> None:
+    """With a config of its own, which is why people make it: what lies beside the weights belongs to them."""
+    model = make_model("qwen3", tmp_path / "model")
+    folder = write(tmp_path / "mine", config__json={})
+    for path in model.iterdir():
+        if path.name != "config.json":
+            (folder / path.name).symlink_to(path)
+    assert find_companions(folder).files.keys() == find_companions(model).files.keys()
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to(model / "tokenizer.json")  # which is not weights
+    assert find_companions(folder).files.keys() == {"config.json"}
+
+
+# -------------------------------------------------------------------------------------------- damage
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\0" * 99, b"[1]", b'{"a": ', b"[" * 99999, b"\xff{}", b'{"a": ' + b"9" * 5000]
+)
+def test_json_that_could_not_be_loaded_is_named(content: bytes, tmp_path: Path) -> None:
+    names = ["tokenizer.json", "special_tokens_map.json", "generation_config.json", "processor_config.json"]
+    for name in names:
+        (tmp_path / name).write_bytes(content)
+    write(
+        tmp_path,
+        tokenizer__model="version https://git-lfs.github.com/spec/v1\n",
+        chat_template__jinja="{{ }}",
+    )
+    files = {path.name: path for path in tmp_path.iterdir()}
+    with pytest.raises(ReshardError) as caught:
+        check(Companions(files))
+    damaged = [problem.file for problem in caught.value.problems]
+    assert sorted(map(str, damaged)) == sorted(str(tmp_path / name) for name in [*names, "tokenizer.model"])
+
+
+def test_a_large_companion_is_copied_and_not_loaded(tmp_path: Path) -> None:
+    huge = tmp_path / "tokenizer.model"
+    with huge.open("wb") as file:
+        file.truncate(3 << 30)
+    tracemalloc.start()
+    try:
+        found = find_companions(tmp_path)
+        check(found)
+        planned = [output_file(name, path) for name, path in found.files.items()]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [file.size for file in planned] == [3 << 30]
+    assert peak < 1 << 20

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from reshard import quantization
 from reshard.checkpoint import Checkpoint, Iteration, States, Tensor
-from reshard.errors import ReshardError
 from reshard.formats import (
     companions,
     dcp,
@@ -78,15 +75,12 @@ def open_checkpoint(
         name = name if torch_dist.detect(step) or not legacy.detect(step) else legacy.NAME
     checkpoint: Checkpoint = FORMATS[name].open_checkpoint(folder, iteration)
     checkpoint.root = descent.find_root(checkpoint.root, path)
+    _leave_links(checkpoint)
     checkpoint.tensors = names.all_stripped(checkpoint.tensors, strip)
     if strip:
         states = checkpoint.states
         checkpoint.states = States({kind: partial(_stripped, states, kind, strip) for kind in states})
     checkpoint.problems += names.wrapper_problems(checkpoint.tensors, str(folder))
-    if checkpoint.dialect == "hf":
-        config = _config_beside(checkpoint)
-        checkpoint.quantization, lacking = quantization.find(checkpoint.tensors, config, str(folder))
-        checkpoint.problems += lacking
     if folder != path:
         checkpoint.notes.insert(0, f"the weights are in {folder.relative_to(path)}")
     if name not in (huggingface.NAME, peft.NAME) and (other := huggingface.weights_in(folder)):
@@ -96,13 +90,13 @@ def open_checkpoint(
     return checkpoint
 
 
-def _config_beside(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """The config of a checkpoint, where one can be read; what is wrong with it is told by who needs it."""
-    try:
-        path = checkpoint.root / companions.CONFIG
-        return companions.read_object(path) if path.is_file() else checkpoint.config
-    except ReshardError:
-        return checkpoint.config
+def _leave_links(checkpoint: Checkpoint) -> None:
+    """Note the companions that are links out of their folder, and follow no link to a folder of them."""
+    linked = [folder for folder in checkpoint.beside if folder.is_symlink()]
+    checkpoint.beside = tuple(folder for folder in checkpoint.beside if folder not in linked)
+    checkpoint.notes += companions.told(linked)
+    for folder in checkpoint.folders:
+        checkpoint.notes += companions.links_out_of(folder)
 
 
 def _stripped(

@@ -1,19 +1,23 @@
 """Files that travel with weights: the config, the tokenizer, the chat template, code that the model needs.
 
 A Hugging Face folder has them, and reshard lays them beside every checkpoint that it writes, so that each output is
-complete. They are copied as bytes; nothing in them is run.
+complete. They are copied as bytes; nothing in them is run, and none is a link to something outside of its folder.
 """
 
 from __future__ import annotations
 
-import json
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import ReshardError
-from reshard.sources import read_source
+from reshard.errors import Problem, ReshardError
+from reshard.formats.places import belongs
+from reshard.plain import JSON_MOST, json_of, to_json
+from reshard.plan import OutputFile
+from reshard.sources import open_source, read_source
 
 CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -31,12 +35,8 @@ TOKENIZER = (
     "*.model",  # SentencePiece: tokenizer.model, spiece.model …
     "*.tiktoken",
 )
-QUANTIZATION = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-"""What AutoGPTQ, AutoAWQ and ModelOpt say of quantized weights outside of the config; TensorRT-LLM reads the last."""
-
 BESIDES = (
     CONFIG,
-    *QUANTIZATION,
     "generation_config.json",
     "chat_template.json",
     "*.jinja",
@@ -50,9 +50,20 @@ BPE = ("vocab.json", "merges.txt")
 
 @dataclass(frozen=True)
 class Companions:
-    """The companions of a checkpoint: `files` maps each name, relative to its folder, to the path it was found at."""
+    """The companions of a checkpoint: `files` maps each name, relative to its folder, to the path it was found at.
+
+    `code` are the names of those that are Python. `left_out` are links that were not followed.
+    """
 
     files: Mapping[str, Path]
+    code: tuple[str, ...] = ()
+    left_out: tuple[Path, ...] = ()
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know about what is copied, and what is not."""
+        code = [f"Python code is copied too, because auto_map names it: {', '.join(self.code)}"]
+        return [*(code if self.code else []), *told(self.left_out)]
 
     @property
     def config(self) -> dict[str, Any] | None:
@@ -84,27 +95,65 @@ class Companions:
 def find_companions(*folders: str | Path) -> Companions:
     """The companions in `folders`; where two folders have a file of one name, the first folder's counts.
 
-    Python files are companions where a config's `auto_map` tells transformers to load them. README, LICENSE and
-    the like are not: they describe the folder that they lie in.
+    Python files are companions where an `auto_map` tells transformers to load them, together with what they import
+    from their folder. README, LICENSE and the like are not: they describe the folder that they lie in.
     """
     files: dict[str, Path] = {}
+    code: dict[str, None] = {}
+    left_out: list[Path] = []
     for folder in map(Path, folders):
-        patterns = [*BESIDES, *TOKENIZER, *(["*.py"] if _names_code(folder) else [])]
-        found = (path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file())
-        for path in found:
-            files.setdefault(path.relative_to(folder).as_posix(), path)
-    return Companions(files)
+        for path in [*_plain_of(folder), *_code_of(folder)]:
+            name = path.relative_to(folder).as_posix()
+            if name in files or not path.is_file():
+                continue
+            if not belongs(path, folder):
+                left_out.append(path)
+                continue
+            files[name] = path
+            if path.suffix == ".py":
+                code[name] = None
+    return Companions(files, tuple(code), tuple(left_out))
 
 
-def content_of(name: str, file: Path) -> bytes:
-    """The bytes of a companion as they travel: as they are, but for what transformers 4 refuses in one."""
-    if name != TOKENIZER_CONFIG:
-        return read_source(file)
-    config = read_object(file)
-    portable = portable_tokenizer_config(config)
-    if portable == config:
-        return read_source(file)
-    return (json.dumps(portable, indent=2, ensure_ascii=False) + "\n").encode()
+def links_out_of(folder: Path) -> list[str]:
+    """A note for each companion in `folder` that is a link to something else, which is not followed."""
+    return told(path for path in _plain_of(folder) if path.is_file() and not belongs(path, folder))
+
+
+def told(links: Iterable[Path]) -> list[str]:
+    """A note for each link that is not followed."""
+    return [f"left out: {path} is a link out of its folder, to {path.resolve()}" for path in links]
+
+
+def check(companions: Companions) -> None:
+    """Raise ReshardError naming every companion that whoever loads it could not read."""
+    problems = [problem for _, path in sorted(companions.files.items()) for problem in _damage(path)]
+    if problems:
+        raise ReshardError(problems)
+
+
+def _damage(path: Path) -> list[Problem]:
+    try:
+        if path.suffix == ".json":
+            read_object(path)
+        elif _head(path).startswith(_POINTER):
+            raise _pointer(path)
+    except ReshardError as error:
+        return error.problems
+    return []
+
+
+def output_file(name: str, file: Path) -> OutputFile:
+    """A companion as it travels: as it is, but for what transformers 4 refuses in one."""
+    if name == TOKENIZER_CONFIG:
+        config = read_object(file)
+        portable = portable_tokenizer_config(config)
+        if portable != config:
+            return OutputFile.of_bytes(name, to_json(portable))
+    if file.suffix == ".json":
+        return OutputFile.of_bytes(name, read_source(file, JSON_MOST))
+    os.close(open_source(file))  # noted now, and read when it is written, however long it is
+    return OutputFile.copy_of(name, file)
 
 
 def portable_tokenizer_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,10 +172,55 @@ def portable_tokenizer_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return portable
 
 
-def _names_code(folder: Path) -> bool:
-    """Whether the config or the tokenizer of `folder` is implemented by Python files beside it."""
-    candidates = (folder / CONFIG, folder / TOKENIZER_CONFIG)
-    return any("auto_map" in read_object(path) for path in candidates if path.is_file())
+def _plain_of(folder: Path) -> Iterator[Path]:
+    return (path for pattern in (*BESIDES, *TOKENIZER) for path in sorted(folder.glob(pattern)))
+
+
+_CLASS = re.compile(r"([^\W\d]\w*)\.\w+")
+"""A class as `auto_map` names it, in a file beside the config: those of another repository begin with its name."""
+_IMPORT = re.compile(r"^[ \t]*(?:import[ \t]+\.(\w+)[ \t]*$|from[ \t]+\.(\w+)[ \t]+import\b)", re.MULTILINE)
+"""What `get_relative_imports` in dynamic_module_utils.py of transformers 5.23 looks for."""
+_SOURCE_MOST = 4 << 20
+
+
+def _code_of(folder: Path) -> Iterator[Path]:
+    """The Python files that transformers loads for what lies in `folder`: those of `auto_map`, and their imports."""
+    maps = [read_object(file).get("auto_map") for file in _code_configs(folder)]
+    waiting = [module for auto_map in maps for module in _modules(auto_map)]
+    seen: set[str] = set()
+    while waiting:
+        module = waiting.pop(0)
+        path = folder / f"{module}.py"
+        if module not in seen and path.is_file():
+            yield path
+            if belongs(path, folder):
+                text = read_source(path, _SOURCE_MOST).decode(errors="replace")
+                waiting += [first or second for first, second in _IMPORT.findall(text)]
+        seen.add(module)
+
+
+def _code_configs(folder: Path) -> list[Path]:
+    candidates = [folder / CONFIG, folder / TOKENIZER_CONFIG, *sorted(folder.glob("*processor_config.json"))]
+    return [path for path in candidates if path.is_file() and belongs(path, folder)]
+
+
+def _modules(auto_map: Any) -> Iterator[str]:
+    """The modules that an `auto_map` names: a class for each task, or for tokenizers a slow and a fast one."""
+    for classes in auto_map.values() if isinstance(auto_map, Mapping) else ():
+        for each in classes if isinstance(classes, list) else [classes]:
+            if isinstance(each, str) and (match := _CLASS.fullmatch(each)):
+                yield match[1]
+
+
+_POINTER = b"version https://git-lfs"
+
+
+def _head(path: Path) -> bytes:
+    descriptor = open_source(path)
+    try:
+        return os.read(descriptor, 64)
+    finally:
+        os.close(descriptor)
 
 
 def _matches(names: Iterable[str], patterns: Iterable[str]) -> Iterator[str]:
@@ -145,13 +239,26 @@ def _vocab_size_of_tokenizer(tokenizer: Mapping[str, Any]) -> int | None:
 
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object that a file holds. Raises ReshardError if it holds none."""
+    content: Any = read_source(path, JSON_MOST)
+    if content.startswith(_POINTER):
+        raise _pointer(path)
     try:
-        content = json.loads(read_source(path).decode("utf-8"))
+        content = json_of(content)
     except ValueError as error:
         raise _unreadable(path, str(error)) from error
     if not isinstance(content, dict):
         raise _unreadable(path, f"a {type(content).__name__}")
     return content
+
+
+def _pointer(path: Path) -> ReshardError:
+    return ReshardError(
+        f"{path.name} cannot be read",
+        file=str(path),
+        expected="the content of the file",
+        found="a Git LFS pointer",
+        remedy="fetch the content with `git lfs pull`",
+    )
 
 
 def _unreadable(path: Path, found: str) -> ReshardError:

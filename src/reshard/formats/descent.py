@@ -65,7 +65,9 @@ def find_root(root: Path, given: Path) -> Path:
     """The folder with config.json: `root` itself, one inside it, or one above it up to the path that was named."""
     folder = given if given.is_dir() else given.parent
     above = [place for place in root.parents if place == folder or folder in place.parents]
-    for place in [root, root / "huggingface", *above, *(place / "huggingface" for place in above)]:
-        if (place / "config.json").is_file():
+    inner = [place / "huggingface" for place in (root, *above)]
+    linked = [place for place in inner if place.is_symlink()]  # to what is no part of the checkpoint
+    for place in [root, inner[0], *above, *inner[1:]]:
+        if (place / "config.json").is_file() and place not in linked:
             return place
     return root

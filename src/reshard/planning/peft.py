@@ -13,7 +13,7 @@ from reshard.errors import ReshardError
 from reshard.formats import companions, peft
 from reshard.logical import LogicalTensors
 from reshard.plan import OutputFile, Plan, Planned
-from reshard.planning.common import Source, Types, finished
+from reshard.planning.common import Source, Types, copied, finished
 from reshard.views import View
 
 
@@ -60,6 +60,5 @@ def _view_of(tensor: Tensor) -> Callable[[], View]:
 def companion_files(source: Source) -> Iterator[OutputFile]:
     """Tokenizer and chat template, where they lie beside the adapter; PEFT needs none."""
     if source.options.tokenizer:
-        for name, file in sorted(companions.find_companions(source.checkpoint.root).files.items()):
-            if name not in (companions.CONFIG, "generation_config.json"):
-                yield OutputFile.of_bytes(name, companions.content_of(name, file))
+        found = companions.find_companions(source.checkpoint.root)
+        yield from copied(source.checkpoint, found, {companions.CONFIG, "generation_config.json"})

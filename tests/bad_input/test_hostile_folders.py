@@ -1,0 +1,279 @@
+"""Folders that somebody made to harm whoever converts them: each is one clear error, in little time and memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import reshard as api
+from reshard.errors import ReshardError
+from tests.bad_input.damage import (
+    MEGATRON,
+    Copy,
+    convert,
+    converted,
+    edit_config,
+    edit_index,
+    find,
+    refusal,
+    refused,
+)
+from tests.commandline import reshard, within
+
+SECRET = "the key of whoever converts"
+
+
+@pytest.fixture(autouse=True)
+def in_time() -> Iterator[None]:
+    with within(60):
+        yield
+
+
+# ------------------------------------------------------------------------------- what is not a file
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def zeros(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+
+
+def loop(path: Path) -> None:
+    path.symlink_to(path)
+
+
+@pytest.mark.parametrize("put", [fifo, zeros, folder, loop])
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("qwen3", "model.safetensors"),
+        ("sharded", "model-00002-of-*"),
+        ("torch_dist", ".metadata"),
+        ("torch_dist", "__0_0.distcp"),
+        ("torch_dist", "common.pt"),
+        ("torch_dist", "latest_checkpointed_iteration.txt"),
+        ("legacy", "mp_rank_00_000/model_optim_rng.pt"),
+    ],
+)
+def test_what_is_not_a_file(copy: Copy, name: str, file: str, put: Callable[[Path], None]) -> None:
+    src = copy(name)
+    path = next(src.rglob(file))
+    path.unlink()
+    put(path)
+    problems = refused(*convert(src, *(() if name == "torch_dist" or name == "legacy" else MEGATRON)))
+    assert any(path.name in json.dumps(problem) for problem in problems)
+
+
+@pytest.mark.parametrize("put", [fifo, zeros, folder, loop])
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "args.json", "x.model", "x.jinja"])
+def test_companions_that_are_not_files(copy: Copy, file: str, put: Callable[[Path], None]) -> None:
+    """They are not there: what is missing is said, or nothing."""
+    src = copy("qwen3")
+    (src / file).unlink(missing_ok=True)
+    put(src / file)
+    result = reshard(*convert(src, *MEGATRON))
+    assert result.code == (2 if file in ("config.json", "tokenizer.json") else 0), result.err
+    assert "Traceback" not in result.err and "mistake in reshard" not in result.err
+    assert reshard("inspect", src).code == 0
+
+
+def test_links_that_lead_in_circles(copy: Copy) -> None:
+    src = copy("qwen3")
+    (src / "checkpoint-1").symlink_to(src)
+    (src / "huggingface").symlink_to(src)
+    converted(src, src.parent / "dst", *MEGATRON)
+    circle = src.parent / "circle"
+    circle.symlink_to(circle)
+    for words in (
+        ("inspect", circle),
+        convert(circle, *MEGATRON),
+        ("verify", circle, circle),
+        ("doctor", circle),
+    ):
+        result = reshard(*words)
+        assert result.code == 2 and "Traceback" not in result.err and "mistake" not in result.err, result
+
+
+# -------------------------------------------------------------------------- what lies outside of the folder
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    path = tmp_path / "outside"
+    path.mkdir()
+    (path / "secret").write_text(SECRET)
+    return path
+
+
+def assert_no_secret(folder: Path) -> None:
+    assert not any(SECRET.encode() in path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+def test_links_of_companions_are_left_out_with_a_note(copy: Copy, outside: Path) -> None:
+    src, dst = copy("qwen3"), outside.parent / "dst"
+    (src / "x.model").symlink_to(outside / "secret")
+    (src / "template.jinja").symlink_to("../outside/secret")
+    result = converted(src, dst, *MEGATRON)
+    assert (
+        f"note: left out: {src / 'x.model'} is a link out of its folder, to {outside / 'secret'}"
+        in result.err
+    )
+    assert not list(dst.rglob("*.model")) and not list(dst.rglob("template.jinja"))
+    assert_no_secret(dst)
+    assert "left out" in reshard("inspect", src).out
+
+
+def test_a_tokenizer_or_config_that_is_a_link_is_missing(copy: Copy, outside: Path) -> None:
+    src = copy("qwen3")
+    for name, message in (
+        ("tokenizer.json", "there is no tokenizer"),
+        ("config.json", "nothing says which model"),
+    ):
+        (src / name).rename(outside / name)
+        (src / name).symlink_to(outside / name)
+        assert message in refusal(*convert(src, *MEGATRON))["message"]
+    assert f"left out: {src / 'config.json'} is a link" in refusal(*convert(src, *MEGATRON))["found"]
+    converted(src, src.parent / "dst", *MEGATRON, "--base", outside)
+
+
+def test_a_folder_of_companions_that_is_a_link(copy: Copy, outside: Path) -> None:
+    src = copy("torch_dist")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (src / name).rename(outside / name)
+    (src / "huggingface").symlink_to(outside)
+    assert "no tokenizer" in refusal(*convert(src))["message"]
+    (src / "huggingface").unlink()
+    outside.rename(src / "huggingface")
+    converted(src, src.parent / "dst")
+
+
+def test_weights_may_be_links(copy: Copy, outside: Path) -> None:
+    """Where shards lie is up to whoever owns them; the folder as a whole may be a link as well."""
+    src = copy("sharded")
+    for shard in src.glob("model-*.safetensors"):
+        shard.rename(outside / shard.name)
+        shard.symlink_to(outside / shard.name)
+    (src.parent / "link").symlink_to(src)
+    converted(src.parent / "link", src.parent / "dst", *MEGATRON)
+    assert reshard("verify", src, src.parent / "dst").code == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside/model.safetensors", "/etc/passwd", "..", "", "x\0y", "x" * 300, 3, ["a"]]
+)
+def test_an_index_that_names_something_outside(copy: Copy, outside: Path, name: object) -> None:
+    src = copy("sharded")
+    (outside / "model.safetensors").write_bytes(next(src.glob("model-*")).read_bytes())
+    edit_index(src, lambda weights: weights.update(dict.fromkeys(weights, name)))
+    problem = refusal(*convert(src, *MEGATRON))
+    assert problem["message"] == "the index cannot be read"
+    assert problem["file"] == str(src / "model.safetensors.index.json")
+
+
+@pytest.mark.parametrize("tag", ["../outside/global_step5", "/outside/global_step5", "..", "global_step5/.."])
+def test_a_tracker_of_deepspeed_that_names_something_outside(tmp_path: Path, outside: Path, tag: str) -> None:
+    step = outside / "global_step5"
+    step.mkdir()
+    content = {"module": {"model.embed_tokens.weight": torch.ones(4, 4)}, "dp_world_size": 1}
+    torch.save(content, step / "mp_rank_00_model_states.pt")
+    assert api.open(outside).tensors
+    src = tmp_path / "src"
+    src.mkdir()
+    (src / "latest").write_text(tag.replace("/outside", str(outside)))
+    with pytest.raises(
+        ReshardError, match=r"the step that `latest` names is missing|no checkpoint found here"
+    ):
+        api.open(src)
+
+
+# ------------------------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize(
+    "content", ["²", "9" * 5000, "9" * 21, "-1", "1e3", "", "\0", "release2", "\N{ARABIC-INDIC DIGIT TWO}"]
+)
+def test_a_tracker_with_another_number(copy: Copy, content: str) -> None:
+    src = copy("torch_dist")
+    (src / "latest_checkpointed_iteration.txt").write_text(content)
+    assert refusal(*convert(src))["message"] == "the tracker file cannot be read"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a0: &a0 {k: 1}\n"
+        + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 10)),
+        "a0: &a0 [k]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10)),
+        "a: &a [*a]",
+        "a: 1" + ":0" * 400_000,
+        "a: 1" + ":0" * 400_000 + ".5",
+        "a: " + "9" * 5000,
+        "[" * 100_000,
+        "- " * 100_000,
+        "x" * (2 << 20),
+        "a: 2021-99-99",
+        "? [1, 2]\n: 3",
+    ],
+)
+def test_yaml_that_grows(copy: Copy, text: str) -> None:
+    """The arguments of a checkpoint are in it: without it, the weights are those of the config beside them."""
+    src = copy("torch_dist")
+    (find(src, ".metadata").parent / "run_config.yaml").write_text(text)
+    with within(30):
+        result = reshard("inspect", src, "--json")
+    assert any("unreadable" in hint for hint in result.json["hints"]), result.json["hints"]
+    with within(30):
+        assert reshard("doctor", find(src, "run_config.yaml")).code in (1, 2)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "text", ["[" * 500_000, '{"a":' * 200_000, '{"a": ' + "9" * 5000 + "}", "[1]", "\\", ""]
+)
+def test_json_that_is_no_config(copy: Copy, name: str, text: str) -> None:
+    src = copy("sharded")
+    (src / name).write_text(text)
+    assert any(problem["file"] == str(src / name) for problem in refused(*convert(src, *MEGATRON)))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "[1e400, 2]",
+        "[-1, -2]",
+        "[[2], 2]",
+        "3",
+        '"ab"',
+        "null",
+        "[true, 2]",
+        f"[{'9' * 4000}]",
+        f"[{'1,' * 99}1]",
+    ],
+)
+@pytest.mark.parametrize("key", ["shape", "data_offsets", "dtype"])
+def test_entries_of_a_safetensors_header(tmp_path: Path, key: str, entry: str) -> None:
+    good = {"dtype": '"F32"', "shape": "[1, 2]", "data_offsets": "[0, 8]"} | {key: entry}
+    header = '{"a": {' + ", ".join(f'"{name}": {value}' for name, value in good.items()) + "}}"
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + b"\0" * 8)
+    with pytest.raises(ReshardError, match="an entry of a safetensors header does not add up"):
+        api.open(path)
+
+
+def test_a_config_with_half_a_character(copy: Copy) -> None:
+    """JSON can name half of a pair; it is copied as it is."""
+    src = copy("qwen3")
+    edit_config(src, _name_or_path="\ud800")
+    converted(src, src.parent / "dst", *MEGATRON)
+    assert json.loads((src.parent / "dst" / "config.json").read_text())["_name_or_path"] == "\ud800"
