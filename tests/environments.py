@@ -62,6 +62,11 @@ ENVIRONMENTS = {
         ("torchtitan==0.3.0", "spmd_types==0.3.1", "torch_checkpointing==0.1.1", "triton==3.7.0"),
         on=TESTS,
     ),
+    "quantizers": Environment(
+        ("compressed-tensors==0.20.0", "bitsandbytes==0.50.2", "py-cpuinfo", "requests"),
+        ("autoawq==0.2.9", "auto-round==0.16.1"),
+        on=TESTS,
+    ),
     "internevo": Environment(("einops", "requests"), ("InternEvo==0.4.9",), on=TESTS),
     "bridges": Environment(("omegaconf",), ("megatron-bridge==0.3.1", "mcore-bridge==1.6.5"), on=TESTS),
     "megatron-bridge": Environment(

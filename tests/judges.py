@@ -45,6 +45,12 @@ def assert_agree(ours: Array, reference: Array) -> None:
     assert np.abs(ours - reference).max() <= THRESHOLD * np.abs(reference).max()
 
 
+def of_type(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """`tensor` in another type; its numbers as bytes of a type that torch converts nothing to."""
+    dtype: torch.dtype = getattr(torch, name)
+    return tensor.to(torch.uint8).view(dtype) if name == "float4_e2m1fn_x2" else tensor.to(dtype)
+
+
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a Hugging Face folder, read by the safetensors library."""
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}

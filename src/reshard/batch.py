@@ -116,13 +116,13 @@ def _with_literals(batch: Batch, literals: list[tuple[int, bytes]]) -> Batch:
 
 
 def has_nonfinite(raw: np.ndarray[Any, Any], dtype: DType) -> bool:
-    """Whether an element is NaN or Inf, that is, whether an exponent is all ones.
+    """Whether an element is NaN or Inf.
 
     Read as integers, such elements are the largest: the positive ones if the bits are signed, the negative
     ones if they are not. Two maxima run at cache speed, where masks and comparisons would not.
     """
-    if not dtype.exponent or not raw.size:
+    if not dtype.nonfinite or not raw.size:
         return False
     bits, sign = raw.view(RAW[dtype.itemsize]), 1 << (8 * dtype.itemsize - 1)
     signed = bits.view(f"i{dtype.itemsize}")
-    return bool(signed.max() >= dtype.exponent or bits.max() >= sign | dtype.exponent)
+    return bool(signed.max() >= dtype.nonfinite or bits.max() >= sign | dtype.nonfinite)

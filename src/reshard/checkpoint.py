@@ -14,6 +14,7 @@ import numpy as np
 from reshard.dtypes import DType
 from reshard.errors import Problem
 from reshard.layout import SavedLayout
+from reshard.quantization import Quantization
 from reshard.storage import Storage, StoredTensor
 from reshard.views import View
 
@@ -55,6 +56,11 @@ class Tensor(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.view.numel * self.dtype.itemsize
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it holds: more than its items where these are packed."""
+        return self.dtype.elements(self.view.numel)
 
     @property
     def file(self) -> str:
@@ -148,7 +154,7 @@ class Checkpoint:
     merged model, `changes` are what its config says otherwise than the one in `root`. `beside` are folders whose
     tokenizer goes before the one there: that of an adapter, or of a Megatron-Bridge iteration. Where `flat` is true, a
     format keeps no shapes: tensors of one axis stand for those of as many elements that the family declares, until
-    `model.resolve` reshapes them.
+    `model.resolve` reshapes them. `quantization` says which tensors are quantized weights; None if none are.
     """
 
     path: Path
@@ -170,6 +176,7 @@ class Checkpoint:
     notes: list[str] = field(default_factory=list)
     variant: str = ""
     flat: bool = False
+    quantization: Quantization | None = None
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -178,7 +185,17 @@ class Checkpoint:
 
     @property
     def parameters(self) -> int:
-        return sum(tensor.view.numel for tensor in self.tensors.values())
+        """The elements of all weights. Of quantized ones, neither packed items nor scales are counted."""
+        if self.quantization:
+            return self.quantization.parameters(self.tensors)
+        return sum(tensor.elements for tensor in self.tensors.values())
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of the weight called `name`; None if there is none, or it is quantized and its shape not known."""
+        weight = self.quantization.weights.get(name) if self.quantization else None
+        if weight:
+            return weight.shape(self.tensors[weight.values])
+        return self.tensors[name].shape if name in self.tensors else None
 
     @property
     def nbytes(self) -> int:

@@ -7,34 +7,57 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """`name` is torch's, `safetensors` the header tag, `storage` the legacy torch storage class."""
+    """`name` is torch's (which has none of six bits), `safetensors` the header tag, `storage` torch's legacy class."""
 
     name: str
     itemsize: int
     safetensors: str
     storage: str | None
-    exponent: int = 0
-    """For floats: the mask of the exponent bits. An element whose exponent is all ones is NaN or Inf."""
+    nonfinite: int = 0
+    """For floats: the least bits, without the sign, of an element that is NaN or Inf; 0 where nobody asks."""
+    bits: int | None = None
+    """Of an element that is smaller than a byte. An item is a byte then, as in torch; safetensors counts elements."""
 
     def __str__(self) -> str:
         return self.name
 
+    def elements(self, items: int) -> int:
+        """How many elements so many items hold."""
+        return items * 8 // self.bits if self.bits else items
+
+    def items(self, elements: int) -> int:
+        """How many items hold so many elements. Raises ValueError if they do not fill their bytes."""
+        count, rest = divmod(elements * self.bits, 8) if self.bits else (elements, 0)
+        if rest:
+            raise ValueError(f"{elements} elements of {self.bits} bits do not fill their bytes")
+        return count
+
 
 _ALL = (
+    DType("complex64", 8, "C64", "ComplexFloatStorage"),
     DType("float64", 8, "F64", "DoubleStorage", 0x7FF0_0000_0000_0000),
     DType("float32", 4, "F32", "FloatStorage", 0x7F80_0000),
     DType("bfloat16", 2, "BF16", "BFloat16Storage", 0x7F80),
     DType("float16", 2, "F16", "HalfStorage", 0x7C00),
-    DType("float8_e4m3fn", 1, "F8_E4M3", None),
-    DType("float8_e5m2", 1, "F8_E5M2", None),
+    DType("float8_e4m3fn", 1, "F8_E4M3", None, 0x7F),
+    DType("float8_e5m2", 1, "F8_E5M2", None, 0x7C),
+    DType("float8_e4m3fnuz", 1, "F8_E4M3FNUZ", None),
+    DType("float8_e5m2fnuz", 1, "F8_E5M2FNUZ", None),
+    DType("float8_e8m0fnu", 1, "F8_E8M0", None),
+    DType("float6_e2m3fn", 1, "F6_E2M3", None, bits=6),
+    DType("float6_e3m2fn", 1, "F6_E3M2", None, bits=6),
+    DType("float4_e2m1fn_x2", 1, "F4", None, bits=4),
     DType("int64", 8, "I64", "LongStorage"),
     DType("int32", 4, "I32", "IntStorage"),
     DType("int16", 2, "I16", "ShortStorage"),
     DType("int8", 1, "I8", "CharStorage"),
+    DType("uint64", 8, "U64", None),
+    DType("uint32", 4, "U32", None),
+    DType("uint16", 2, "U16", None),
     DType("uint8", 1, "U8", "ByteStorage"),
     DType("bool", 1, "BOOL", "BoolStorage"),
 )
-BY_NAME = {dtype.name: dtype for dtype in _ALL}
+BY_NAME = {dtype.name: dtype for dtype in _ALL if dtype.bits != 6}
 BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in _ALL}
 BY_STORAGE = {dtype.storage: dtype for dtype in _ALL if dtype.storage}
 ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}

@@ -16,6 +16,7 @@ from reshard.formats.companions import check, find_companions
 from reshard.formats.hints import BASE, find_hints
 from reshard.logical import logical_tensors
 from reshard.model import Model, describes_model, read_config, resolve_if_declared
+from reshard.quantization import UNTOLD
 
 OPTIMIZER = "optimizer states"
 NO_CONFIG = "there is no config.json beside the weights"
@@ -52,6 +53,7 @@ class Inspection:
             "parameters": c.parameters,
             "bytes": c.nbytes,
             "dtypes": c.dtypes,
+            "quantization": c.quantization.as_dict() if c.quantization else None,
             "optimizer": OPTIMIZER in c.dropped,
             "dropped": dict(c.dropped),
             "problems": [problem.as_dict() for problem in self.problems],
@@ -81,6 +83,8 @@ def inspect_checkpoint(path: Path, iteration: Iteration | None = None) -> Inspec
     except ReshardError as error:
         problems += error.problems
     notes = [*checkpoint.notes, *(model.notes if model else [])]
+    if checkpoint.quantization and not checkpoint.quantization.settings:
+        notes.append(UNTOLD)
     absent: list[Problem] = []
     try:
         absent = _companion_problems(checkpoint, has_config or checkpoint.config is not None)
@@ -169,8 +173,8 @@ def _next_command(
     root = iterations.root_of(path.with_suffix("") if path.is_file() else path)
     target = (root.resolve() if root.name in ("", "..") else root).as_posix().rstrip("/")
     if checkpoint.format == huggingface.NAME:
-        if model is None:
-            return ""  # what is not declared can only stay what it is
+        if model is None or checkpoint.quantization:
+            return ""  # it can only stay what it is
         words += [f"{target}-megatron", "--to", "megatron", *_fitting_layout(model)]
     else:
         words.append(f"{target}-hf")

@@ -55,11 +55,12 @@ def logical_tensors(
     every tensor that is missing, left over, or of another shape.
     """
     if model is None:
-        found = {name: Logical(t.dtype, t.shape, None) for name, t in checkpoint.tensors.items()}
-        return LogicalTensors(checkpoint, found, _tied(checkpoint, config or {}))
+        return LogicalTensors(checkpoint, _as_stored(checkpoint), _tied(checkpoint, config or {}))
     binding = model.binding("mcore" if checkpoint.dialect == "hf" else checkpoint.dialect)
     if checkpoint.dialect == "hf":
         _check(checkpoint, binding.hf, binding.copies)
+        if checkpoint.quantization:  # its parts are carried under the names that they have
+            return LogicalTensors(checkpoint, _as_stored(checkpoint), _copies(checkpoint, binding))
         found = {
             name: Logical(checkpoint.tensors[name].dtype, bound.shape, None)
             for name, bound in binding.written()
@@ -72,6 +73,10 @@ def logical_tensors(
         native = next(piece.source for piece in bound.view.pieces)
         found[name] = Logical(checkpoint.tensors[str(native)].dtype, bound.shape, bound)
     return LogicalTensors(checkpoint, found, _zeros(checkpoint, binding))
+
+
+def _as_stored(checkpoint: Checkpoint) -> dict[str, Logical]:
+    return {name: Logical(tensor.dtype, tensor.shape, None) for name, tensor in checkpoint.tensors.items()}
 
 
 def _zeros(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
@@ -106,9 +111,12 @@ def _tied_head(name: str, embedding: Tensor, head: Tensor) -> Replica:
 def _copies(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
     """The tensors of a Hugging Face checkpoint that store again what another one holds."""
     result = []
+    quantized = checkpoint.quantization.weights.keys() if checkpoint.quantization else set()
     for name in sorted(checkpoint.tensors.keys() & binding.copies.keys()):
         native = next(piece.source for piece in binding.copies[name].view.pieces)
         original = next(piece.source for piece in binding.native[str(native)].view.pieces)
+        if not quantized.isdisjoint((name, str(original))):
+            continue  # rounded, each in its own way
         first, second = checkpoint.tensors[str(original)], checkpoint.tensors[name]
         if name == "lm_head.weight":
             result.append(_tied_head(str(original), first, second))
@@ -118,9 +126,13 @@ def _copies(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
 
 
 def _check(checkpoint: Checkpoint, wanted: Mapping[str, Bound], optional: Mapping[str, Bound]) -> None:
-    have = checkpoint.tensors
+    quantization = checkpoint.quantization
+    if quantization and not quantization.weights:
+        return  # nobody here knows which of its tensors are which weight
+    have = quantization.whole(checkpoint.tensors) if quantization else checkpoint.tensors
     problems = []
-    for name in sorted(wanted.keys() - have.keys()):
+    told = quantization.incomplete if quantization else frozenset()
+    for name in sorted(wanted.keys() - have.keys() - told):
         problems.append(
             Problem(
                 "a tensor is missing",
@@ -131,7 +143,8 @@ def _check(checkpoint: Checkpoint, wanted: Mapping[str, Bound], optional: Mappin
                 remedy="the checkpoint is incomplete, or of another family (--family)",
             )
         )
-    for name in sorted(have.keys() - wanted.keys() - optional.keys()):
+    added = () if quantization else have.keys() - wanted.keys() - optional.keys()  # tools add biases, for one
+    for name in sorted(added):
         problems.append(
             Problem(
                 "a tensor is not known",
@@ -144,7 +157,8 @@ def _check(checkpoint: Checkpoint, wanted: Mapping[str, Bound], optional: Mappin
         )
     for name in sorted(have.keys() & (wanted.keys() | optional.keys())):
         shape = (wanted.get(name) or optional[name]).shape
-        if have[name].shape != shape:
+        weight = quantization.weights.get(name) if quantization else None
+        if not (weight.fits(have[name], shape) if weight else have[name].shape == shape):
             transposed = have[name].shape == shape[::-1]
             problems.append(
                 Problem(

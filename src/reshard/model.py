@@ -20,6 +20,7 @@ from reshard.formats.companions import find_companions, read_object
 from reshard.formats.megatron.mcore import padded_vocabulary
 from reshard.formats.places import belongs
 from reshard.formats.torchfiles import flat
+from reshard.quantization import refusal
 
 EMBEDDINGS = {
     "hf": ("model.embed_tokens.weight", "model.tok_embeddings.weight"),
@@ -99,10 +100,15 @@ def resolve(
 
     The config comes from `base`, else from beside the weights, else (Megatron) from the checkpoint's own
     arguments. Where these arguments and the config disagree on what changes no weight, `trust` ("config" or
-    "checkpoint") decides. Raises ReshardError naming everything else on which they disagree.
+    "checkpoint") decides. Raises ReshardError naming everything else on which they disagree, and for quantized weights.
     """
+    if checkpoint.quantization:
+        raise refusal(checkpoint.quantization, checkpoint.path)
+    return _resolve(checkpoint, base, family, trust)
+
+
+def _resolve(checkpoint: Checkpoint, base: Path | None, family: str | None, trust: str) -> Model:
     config: Mapping[str, Any] | None = config_of(checkpoint, base)
-    _refuse_quantized(checkpoint)
     if checkpoint.flat:
         _give_shapes(checkpoint, config or {}, family, base or checkpoint.root)
     fused.normalize(checkpoint, family or (config or {}).get("model_type"))
@@ -141,13 +147,16 @@ def resolve(
 def resolve_if_declared(
     checkpoint: Checkpoint, base: Path | None = None, trust: str = "checkpoint"
 ) -> Model | None:
-    """The same, or None with a note for a family that nobody declared, whose names are the hub's already."""
+    """The same for weights that are only copied, which may be quantized.
+
+    None with a note for a family that nobody declared, whose names are the hub's already.
+    """
     config = config_of(checkpoint, base) or {}
     if checkpoint.dialect != "hf" or checkpoint.flat or config.get("model_type") in FAMILIES:
-        return resolve(checkpoint, base, trust=trust)
+        return _resolve(checkpoint, base, None, trust)
     fused.normalize(checkpoint, config.get("model_type"))
     try:
-        return resolve(checkpoint, base, trust=trust)
+        return _resolve(checkpoint, base, None, trust)
     except ReshardError:
         undeclared = f'model_type "{config.get("model_type")}" is not known; names are taken as they are'
         checkpoint.notes.append(undeclared)
@@ -355,23 +364,6 @@ def _true_vocabulary(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int:
     return min(max((int(count) for count in counted if count), default=rows), rows)
 
 
-QUANTIZED = ("weight_scale_inv", "weight_scale", "_proj_scales")
-"""How the names of scales end: of fp8 and of gpt-oss's MXFP4."""
-
-
-def _refuse_quantized(checkpoint: Checkpoint) -> None:
-    """Weights with scales beside them are no numbers by themselves; carrying them over would lose the scales."""
-    scaled = [name for name in checkpoint.tensors if name.endswith(QUANTIZED)]
-    if scaled:
-        raise ReshardError(
-            "the weights are quantized",
-            tensor=f"{scaled[0]} and {len(scaled) - 1} more",
-            file=str(checkpoint.path),
-            rule="a tensor is carried as it is, and its scale has no place on the other side",
-            remedy="dequantize the model to bfloat16 first, as its publisher describes",
-        )
-
-
 _FEWER = "Megatron-LM pads what the tokenizer has, and config.json counts spare rows that it never made"
 
 
@@ -455,9 +447,9 @@ def _heads(checkpoint: Checkpoint, dims: Dims) -> Iterator[tuple[str, str, int, 
         ("attention heads", "num_attention_heads", dims.heads, "q_proj"),
         ("key-value heads", "num_key_value_heads", dims.groups, "k_proj"),
     ):
-        first = checkpoint.tensors.get(f"model.layers.0.self_attn.{projection}.weight")
-        if first and not dims.kv_lora and not first.shape[0] % dims.head_dim:
-            yield what, key, wanted, first.shape[0] // dims.head_dim
+        first = checkpoint.shape(f"model.layers.0.self_attn.{projection}.weight")
+        if first and not dims.kv_lora and not first[0] % dims.head_dim:
+            yield what, key, wanted, first[0] // dims.head_dim
 
 
 def _plausible_padding(checkpoint: Checkpoint, vocab: int, rows: int) -> bool:
@@ -474,8 +466,10 @@ _EXPERT = re.compile(r".*\.experts\.(\d+)\.")
 
 def _experts(checkpoint: Checkpoint) -> int:
     """How many experts a layer has, by the names of tensors, or where the hub itself stacks them (gpt-oss)."""
-    stacked = (t.shape[0] for name, t in checkpoint.tensors.items() if name.endswith(".experts.down_proj"))
-    return _count(checkpoint, _EXPERT) or next(stacked, 0)
+    quantized = checkpoint.quantization.weights if checkpoint.quantization else {}
+    stacked = (name for name in (*checkpoint.tensors, *quantized) if name.endswith(".experts.down_proj"))
+    shape = checkpoint.shape(next(stacked, ""))
+    return _count(checkpoint, _EXPERT) or (shape[0] if shape else 0)
 
 
 def _count(checkpoint: Checkpoint, pattern: re.Pattern[str]) -> int:

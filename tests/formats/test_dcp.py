@@ -26,6 +26,7 @@ from reshard.formats.dcp.metadata import DcpChunk, DcpMetadata, DcpTensor, read_
 from reshard.formats.torchfiles.read import ChunkReader, read_torch_file
 from reshard.formats.torchfiles.write import NewTensor, image_bytes, layout_torch_file
 from reshard.storage import StoredTensor
+from tests.judges import of_type
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -46,7 +47,7 @@ def raw(stored: StoredTensor) -> bytes:
 def genuine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A folder that `dcp.save` wrote, and what it saved, by flattened key."""
     folder = tmp_path_factory.mktemp("dcp")
-    tensors = {name: torch.arange(6).reshape(2, 3).to(getattr(torch, name)) for name in dtypes.BY_NAME}
+    tensors = {name: of_type(torch.arange(6).reshape(2, 3), name) for name in dtypes.BY_NAME}
     state = {"model": tensors, "scalar": torch.tensor(1.5), "step": 3, "options": {"lr": 0.1}}
     dcp.save(state, checkpoint_id=folder, no_dist=True)
     flat = {f"model.{name}": tensor for name, tensor in tensors.items()}

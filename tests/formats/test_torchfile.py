@@ -24,6 +24,7 @@ from reshard.errors import ReshardError
 from reshard.formats.torchfiles import pickles
 from reshard.formats.torchfiles.read import ChunkReader, read_torch_file
 from reshard.storage import StoredTensor
+from tests.judges import of_type
 
 QUICK = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -57,7 +58,7 @@ def assert_same(stored: Any, tensor: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("name", dtypes.BY_NAME)
 def test_every_dtype(tmp_path: Path, name: str) -> None:
-    tensor = torch.arange(24).reshape(2, 3, 4).to(getattr(torch, name))
+    tensor = of_type(torch.arange(24).reshape(2, 3, 4), name)
     assert_same(read_torch_file(saved(tmp_path / "x.pt", tensor)), tensor)
 
 

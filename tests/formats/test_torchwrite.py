@@ -24,6 +24,7 @@ from reshard.formats.torchfiles import write
 from reshard.formats.torchfiles.pickles import Global, Opaque, Reduce, dumps, loads
 from reshard.formats.torchfiles.read import read_torch_file
 from reshard.formats.torchfiles.write import Image, NewTensor, image_bytes, layout_torch_file
+from tests.judges import of_type
 
 
 def filled(image: Image, content: Mapping[Any, bytes]) -> bytes:
@@ -45,7 +46,7 @@ def filled(image: Image, content: Mapping[Any, bytes]) -> bytes:
 
 
 def example(name: str, *shape: int) -> torch.Tensor:
-    return torch.arange(int(np.prod(shape))).reshape(shape).to(getattr(torch, name))
+    return of_type(torch.arange(int(np.prod(shape))).reshape(shape), name)
 
 
 def elements(tensor: torch.Tensor) -> bytes:

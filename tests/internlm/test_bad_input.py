@@ -79,6 +79,33 @@ def test_a_rank_that_was_copied_over_another_is_named(
     assert "is a copy of another rank's" in found and first in found and second in found
 
 
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("internlm2-tp2pp2", "model_tp0_pp0.pt", "model_tp0_pp1.pt"),
+        ("internlm2-tp2pp2", "model_tp0_pp0.pt", "model_tp1_pp1.pt"),
+        ("internlm2-chunks", "model_tp0_pp0.pt", "model_tp0_pp1.pt"),
+        ("internlm2-isp-tp2wp2pp2", "model_tp1_wp1_pp0.pt", "model_tp0_wp0_pp1.pt"),
+        ("internlm1-tp2", "model_tp0_pp0.pt", "model_tp1_pp0.pt"),
+        ("internlm2-biases", "model_tp0_pp0.pt", "model_tp1_pp0.pt"),
+        ("moe-tp2", "model_tp0_pp0.pt", "model_tp1_pp0.pt"),
+        ("moe-tp2", "model_moe_layer0_expert1_tp0.pt", "model_moe_layer0_expert2_tp0.pt"),
+        ("moe-tp2", "model_moe_layer0_expert1_tp1.pt", "model_moe_layer1_expert1_tp1.pt"),
+    ],
+)
+def test_files_of_two_ranks_that_were_exchanged(
+    name: str, first: str, second: str, copy_of: Copies, tmp_path: Path
+) -> None:
+    """By what only one of the two saves: embedding, head, the bias that one rank adds, the number of an expert."""
+    folder = copy_of(name)
+    assert reshard.open(folder).problems == []
+    (folder / first).rename(folder / "spare")
+    (folder / second).rename(folder / first)
+    (folder / "spare").rename(folder / second)
+    found = problems_of(folder, tmp_path / "out")
+    assert found.startswith("a file is that of another rank") and (first in found or second in found)
+
+
 def test_shards_that_are_not_equal_are_refused(copy_of: Copies, tmp_path: Path) -> None:
     folder, key = copy_of("llama-tp2"), "model.layers.0.feed_forward.w1.weight"
     edit(folder / "model_tp1_pp0.pt", lambda content: content | {key: content[key][:10].clone()})

@@ -19,7 +19,7 @@ from reshard.layout import Layout
 from tests.commandline import reshard as run
 from tests.genuine.internlm_reference import hub_logits
 from tests.internlm.checkpoints import DATA, NAMES, Copies, config_with, edit, problems_of, same_as_before
-from tests.judges import assert_agree, assert_same_tensors, tensors_of
+from tests.judges import assert_agree, tensors_of
 
 # --------------------------------------------------------------------------------------------- reading
 
@@ -120,7 +120,8 @@ def _swapped(key: str) -> str:
     return key.replace(".w2.", ".x.").replace(".w3.", ".w2.").replace(".x.", ".w3.")
 
 
-def test_where_shapes_do_not_tell_w2_from_w3_a_note_says_what_was_taken(tmp_path: Path) -> None:
+def test_where_shapes_do_not_tell_w2_from_w3_the_version_does(tmp_path: Path) -> None:
+    """By what it adds to the config; and InternLM2 came with the new order."""
     assert is_old_order({"w1": (8, 8), "w2": (8, 8), "w3": (8, 8)}) is None
     folder = tmp_path / "square"
     folder.mkdir()
@@ -143,9 +144,21 @@ def test_where_shapes_do_not_tell_w2_from_w3_a_note_says_what_was_taken(tmp_path
     torch.save(whole, folder / "model_tp0_pp0.pt")
     shutil.copy(DATA / "internlm2-interleaved" / "model_config.pt", folder)
     result = reshard.convert(folder, tmp_path / "out", no_tokenizer=True)
-    assert any("w2 and w3 are both [32, 32]" in note and "0.3.0" in note for note in result.plan.notes)
+    assert result.plan.notes == []
     down = tensors_of(tmp_path / "out")["model.layers.0.feed_forward.w2.weight"]
     assert torch.equal(down, whole["model.layers.0.feed_forward.w2.weight"])
+
+
+def test_nothing_is_assumed_where_neither_shapes_nor_version_tell_w2_from_w3(copy_of: Copies) -> None:
+    folder = copy_of("internlm1-tp2")
+    alike = {f"model.blocks.{i}.mlp.w{n}.weight": torch.randn(24, 24) for i in range(2) for n in (1, 2, 3)}
+    for file in folder.glob("model_tp*.pt"):
+        edit(file, lambda content: content | alike)
+    assert reshard.open(folder).problems == []
+    config_with(folder, mlp_layer_fusion=None)  # as before InternEvo 0.4
+    (problem,) = reshard.open(folder).problems
+    assert "which of them is the down projection" in problem.message
+    assert "add mlp_layer_fusion=False" in str(problem.remedy)
 
 
 @pytest.mark.parametrize("told_by", ["config_file.pt", "config.json"])
@@ -216,15 +229,41 @@ def test_a_note_says_which_order_of_rotary_rows_was_assumed(
     assert any("says nothing of adapt_hf" in note and order in note for note in notes)
 
 
-def test_without_a_model_config_the_config_of_the_base_is_taken(
-    copy_of: Copies, tmp_path: Path, hub: Callable[[str], Path]
+@pytest.mark.parametrize("name", ["internlm2-tp2pp2", "llama-tp2", "internlm1-tp2", "moe-tp2"])
+def test_without_a_model_config_nothing_is_assumed(
+    name: str, copy_of: Copies, tmp_path: Path, hub: Callable[[str], Path]
 ) -> None:
-    folder = copy_of("internlm2-tp2pp2")
+    """The order of rows is in no config of the hub. What the remedy says settles it."""
+    folder = copy_of(name)
+    config = reshard.formats.internlm.config.read_model_config(folder)
     (folder / "model_config.pt").unlink()
-    assert "--base" in problems_of(folder, tmp_path / "refused")
-    result = reshard.convert(folder, tmp_path / "out", base=hub("internlm2-tp2pp2"), no_tokenizer=True)
-    assert_same_tensors(tensors_of(tmp_path / "out"), tensors_of(hub("internlm2-tp2pp2")))
-    assert any("there is no model_config.pt" in note for note in result.plan.notes)
+    for base in (None, hub(name)):
+        found = problems_of(folder, tmp_path / "refused", base=base)
+        assert "there is no model_config.pt" in found and "another step of the same run" in found
+    assert run("verify", folder, DATA / name).code == 2
+    torch.save({**config, "dtype": torch.bfloat16}, folder / "model_config.pt")
+    same_as_before(folder, tmp_path / "out", hub(name))
+
+
+def test_rows_in_pairs_are_not_taken_for_halves(copy_of: Copies, tmp_path: Path) -> None:
+    """Four tensors of this one were wrong, behind a note."""
+    folder = copy_of("internlm2-interleaved")
+    reshard.convert(folder, tmp_path / "right", no_tokenizer=True)
+    (folder / "model_config.pt").unlink()
+    problems_of(folder, tmp_path / "out", base=tmp_path / "right")
+
+
+def test_slices_of_wqkv_are_not_taken_for_llama(copy_of: Copies, tmp_path: Path) -> None:
+    """Versions that save them add qk_interleaved to every config; without it, they are Llama's."""
+    folder = copy_of("internlm2-tp2pp2")
+    for file in folder.glob("model_tp*_pp*.pt"):
+        edit(file, _sliced)
+    config_with(folder, adapt_hf=None, qk_interleaved=False)
+    found = problems_of(folder, tmp_path / "out")
+    assert "slices of InternLM2's wqkv" in found and "config_file.pt" in found
+    torch.save('model_type = "LLAMA2"\n', folder / "config_file.pt")
+    assert reshard.open(folder).problems == []
+    assert reshard.open(DATA / "llama-tp2").problems == []
 
 
 def test_a_missing_config_is_told_only_where_the_engine_tells_none(copy_of: Copies) -> None:
@@ -233,7 +272,7 @@ def test_a_missing_config_is_told_only_where_the_engine_tells_none(copy_of: Copi
     assert warning["message"] == "there is no tokenizer beside the weights"
     (folder / "model_config.pt").unlink()
     messages = [problem["message"] for problem in run("inspect", folder, "--json").json["problems"]]
-    assert messages[0] == "there is no config.json beside the weights" and len(messages) == 2
+    assert messages[:2] == ["there is no model_config.pt", "there is no config.json beside the weights"]
 
 
 def test_remote_code_of_the_base_travels_along(tmp_path: Path, hub: Callable[[str], Path]) -> None:

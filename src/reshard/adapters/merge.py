@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
+from reshard import quantization
 from reshard.adapters.adapter import Adapter, Pair
 from reshard.adapters.computed import Delta, Merged, Shifted
 from reshard.adapters.experts import is_stacked, stacked_pairs
@@ -22,7 +23,6 @@ HEAD = "lm_head.weight"
 ENDS = {*EMBEDDINGS["hf"], HEAD}
 """Weights of one row for each token, of which a model may have two or one."""
 
-QUANTIZED = ("qweight", "absmax", "quant_map", "weight_scale", "weight_scale_inv", "SCB")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -64,12 +64,12 @@ def merged(adapter: Adapter, base: Mapping[str, Tensor], types: Types) -> dict[s
 
 def _refuse(adapter: Adapter, base: Mapping[str, Tensor]) -> None:
     problems = list(merge_problems(adapter.settings))
-    scaled = sorted(name for name in base if name.endswith(QUANTIZED))
-    if scaled:
+    quantized, _ = quantization.find(base, None, "the base")
+    if quantized:
         problems.append(
             Problem(
                 "the base is quantized",
-                tensor=scaled[0],
+                tensor=next(iter(quantized.weights), None),
                 rule="a merged weight is the sum of two numbers, and a quantized one is an index into a scale",
                 remedy="give the base that it was quantized from, in bfloat16 or float32: --base DIR",
             )

@@ -9,6 +9,7 @@ import click
 from rich.markup import escape
 
 from reshard import api
+from reshard.checkpoint import Checkpoint
 from reshard.cli.console import (
     common_options,
     count,
@@ -40,6 +41,13 @@ def command(path: Path, iteration: int | str | None, json_output: bool) -> None:
     sys.exit(0 if found.whole else 1)
 
 
+def _quantized(checkpoint: Checkpoint) -> str:
+    found = checkpoint.quantization
+    if found is None:
+        return ""
+    return f"{found}: {len(found.weights)} weights" if found.weights else str(found)
+
+
 def _print(found: Inspection) -> None:
     console, c = stdout(), found.checkpoint
     rows = {
@@ -50,6 +58,7 @@ def _print(found: Inspection) -> None:
         "iteration": "" if c.iteration is None else str(c.iteration),
         "weights": f"{count(c.parameters)} parameters in {len(c.tensors)} tensors, {size(c.nbytes)}",
         "dtypes": ", ".join(f"{name} × {number}" for name, number in sorted(c.dtypes.items())),
+        "quantized": _quantized(c),
         "optimizer": f"yes, {size(c.dropped[OPTIMIZER])}" if c.dropped[OPTIMIZER] else "",
     }
     for name, value in rows.items():

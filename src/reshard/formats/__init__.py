@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from reshard import quantization
 from reshard.checkpoint import Checkpoint, Iteration, States, Tensor
+from reshard.errors import ReshardError
 from reshard.formats import (
     companions,
     dcp,
@@ -21,6 +24,7 @@ from reshard.formats import (
     peft,
 )
 from reshard.formats.megatron import legacy, torch_dist
+from reshard.formats.places import belongs
 
 FORMATS = {
     module.NAME: module
@@ -81,6 +85,10 @@ def open_checkpoint(
         states = checkpoint.states
         checkpoint.states = States({kind: partial(_stripped, states, kind, strip) for kind in states})
     checkpoint.problems += names.wrapper_problems(checkpoint.tensors, str(folder))
+    if checkpoint.dialect == "hf":
+        config = _config_beside(checkpoint)
+        checkpoint.quantization, lacking = quantization.find(checkpoint.tensors, config, str(folder))
+        checkpoint.problems += lacking
     if folder != path:
         checkpoint.notes.insert(0, f"the weights are in {folder.relative_to(path)}")
     if name not in (huggingface.NAME, peft.NAME) and (other := huggingface.weights_in(folder)):
@@ -88,6 +96,16 @@ def open_checkpoint(
             f"the folder has Hugging Face weights too: the {name} weights are used; for the others, pass {other}"
         )
     return checkpoint
+
+
+def _config_beside(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    """The config of a checkpoint, where one can be read; what is wrong with it is told by who needs it."""
+    try:
+        path = checkpoint.root / companions.CONFIG
+        there = path.is_file() and belongs(path, checkpoint.root)
+        return companions.read_object(path) if there else checkpoint.config
+    except ReshardError:
+        return checkpoint.config
 
 
 def _leave_links(checkpoint: Checkpoint) -> None:

@@ -35,8 +35,12 @@ TOKENIZER = (
     "*.model",  # SentencePiece: tokenizer.model, spiece.model …
     "*.tiktoken",
 )
+QUANTIZATION = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+"""What AutoGPTQ, AutoAWQ and ModelOpt say of quantized weights outside of the config; TensorRT-LLM reads the last."""
+
 BESIDES = (
     CONFIG,
+    *QUANTIZATION,
     "generation_config.json",
     "chat_template.json",
     "*.jinja",

@@ -136,9 +136,10 @@ FAMILIES: dict[str, Live] = {
 def normalize(checkpoint: Checkpoint, model_type: Any) -> None:
     """Give the tensors and optimizer states of a checkpoint in the hub's dialect the hub's names, if they have others.
 
-    What has them already stays as it is. Raises ReshardError where a tensor is there fused and by itself.
+    What has them already stays as it is, and so do quantized weights. Raises ReshardError where a tensor is there fused
+    and by itself.
     """
-    if checkpoint.dialect != "hf" or model_type not in FAMILIES:
+    if checkpoint.dialect != "hf" or checkpoint.quantization or model_type not in FAMILIES:
         return
     checkpoint.tensors = hub_tensors(checkpoint.tensors, model_type)
     checkpoint.states = States(

@@ -62,7 +62,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     for name, entry in header.items():
         try:
             dtype = BY_SAFETENSORS[entry["dtype"]]
-            shape = shape_of(entry["shape"])
+            shape = _in_items(dtype, list(shape_of(entry["shape"])))
             first, last = sizes(entry["data_offsets"])
         except (KeyError, TypeError, ValueError) as error:
             problems.append(_entry(path, name, "dtype, shape and data_offsets that are known", said(error)))
@@ -101,12 +101,22 @@ def header_bytes(tensors: Iterable[tuple[str, DType, tuple[int, ...]]]) -> tuple
     end = 0
     for name, dtype, shape in tensors:
         size = prod(shape) * dtype.itemsize
-        header[name] = {"dtype": dtype.safetensors, "shape": list(shape), "data_offsets": [end, end + size]}
+        entry = {"dtype": dtype.safetensors, "shape": _in_elements(dtype, shape)}
+        header[name] = {**entry, "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # data is aligned to eight bytes
     offsets = _offsets(header, 8 + len(text))
     return len(text).to_bytes(8, "little") + text, offsets
+
+
+def _in_items(dtype: DType, shape: list[int]) -> tuple[int, ...]:
+    """The shape in items of a tensor that the header says has `shape`. Raises ValueError if rows end inside a byte."""
+    return tuple(shape) if dtype.bits is None or not shape else (*shape[:-1], dtype.items(shape[-1]))
+
+
+def _in_elements(dtype: DType, shape: tuple[int, ...]) -> list[int]:
+    return list(shape) if dtype.bits is None or not shape else [*shape[:-1], dtype.elements(shape[-1])]
 
 
 def _offsets(header: Mapping[str, Any], begin: int) -> dict[str, int]:

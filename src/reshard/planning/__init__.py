@@ -22,6 +22,7 @@ from reshard.plan import Plan
 from reshard.planning import dcp, deepspeed, hub, internlm, megatron, megatron_adapter, merge, peft
 from reshard.planning.common import Options, Source
 from reshard.planning.optimizer import refuse_unable
+from reshard.quantization import refusal
 from reshard.sources import noted
 
 __all__ = ["TARGETS", "Options", "plan_conversion"]
@@ -50,6 +51,9 @@ WITHOUT_LAYOUT = {
 
 WITHOUT_MODEL = {"peft"}
 """Targets that hold something else than a model."""
+
+KEEPS_QUANTIZED = {"huggingface"}
+"""Targets that quantized weights are copied to. What loads the others has them under other names, or computes."""
 
 OF_ADAPTERS = {"peft": peft.plan, "megatron": megatron_adapter.plan}
 """What an adapter can be written as, without its base."""
@@ -92,6 +96,9 @@ def _planned(source: Path, options: Options) -> Plan:
             found=str(options.layout),
             remedy="leave out the layout (that of the source is detected), or add --to megatron",
         )
+    if checkpoint.quantization and (target not in KEEPS_QUANTIZED or options.dtype):
+        wanted = f"--dtype {options.dtype}" if options.dtype else f"--to {target}"
+        raise refusal(checkpoint.quantization, checkpoint.path, wanted)
     if options.with_optimizer:
         refuse_unable(checkpoint, target, WITH_OPTIMIZER)
     options = _with_hinted_base(checkpoint, options)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +23,7 @@ from reshard.logical import LogicalTensors
 from reshard.model import Model, config_of
 from reshard.plain import to_json
 from reshard.plan import OutputFile, Plan, Planned
+from reshard.quantization import settings_of
 from reshard.version import __version__
 from reshard.views import View
 
@@ -144,6 +146,16 @@ def main_dtype(tensors: list[Planned]) -> str:
     return counted.most_common(1)[0][0]
 
 
+def _computing_dtype(source: Source, tensors: list[Planned]) -> str:
+    """What config.json calls the model's dtype: of a quantized one that of its other weights, in which it computes."""
+    quantization = source.checkpoint.quantization
+    if quantization is None:
+        return main_dtype(tensors)
+    told = source.config.get("dtype") or source.config.get("torch_dtype")
+    others = [each for each in tensors if castable(each.dtype) and each.name not in quantization.beside]
+    return str(told) if told else main_dtype(others or tensors)
+
+
 def companion_files(source: Source, tensors: list[Planned]) -> Iterator[OutputFile]:
     """config.json, true to the weights; tokenizer, chat template, generation config as they are."""
     checkpoint, model, options, config = source.checkpoint, source.model, source.options, source.config
@@ -159,9 +171,9 @@ def companion_files(source: Source, tensors: list[Planned]) -> Iterator[OutputFi
             remedy="give the Hugging Face folder that training started from: --base DIR",
         )
     table = model.family.config if model else None
-    if model:  # a family declares plain weights, whatever the base folder was quantized to
-        config = {key: value for key, value in config.items() if key != "quantization_config"}
-    yield OutputFile.of_bytes("config.json", to_json(portable_config(config, main_dtype(tensors), table)))
+    config = _config_of_weights(source)
+    main = _computing_dtype(source, tensors)
+    yield OutputFile.of_bytes("config.json", to_json(portable_config(config, main, table)))
     if options.tokenizer and not found.has_tokenizer:
         raise ReshardError(
             "there is no tokenizer beside the checkpoint",
@@ -170,7 +182,8 @@ def companion_files(source: Source, tensors: list[Planned]) -> Iterator[OutputFi
             expected="tokenizer.json, tokenizer.model or vocab.json",
             remedy="give the Hugging Face folder that training started from (--base DIR), or --no-tokenizer",
         )
-    yield from copied(checkpoint, found, {companions.CONFIG})
+    foreign = () if checkpoint.quantization else companions.QUANTIZATION  # that of a base
+    yield from copied(checkpoint, found, {companions.CONFIG, *foreign})
 
 
 def copied(
@@ -182,6 +195,16 @@ def copied(
     for name, file in sorted(found.files.items()):
         if name not in but:
             yield companions.output_file(name, file)
+
+
+def _config_of_weights(source: Source) -> Mapping[str, Any]:
+    """The config, which says that the weights are quantized where they are, whatever the base folder says."""
+    quantization = source.checkpoint.quantization
+    if quantization and not settings_of(source.config) and quantization.settings:
+        return {**source.config, "quantization_config": quantization.settings}
+    if quantization or not source.model:
+        return source.config
+    return {key: value for key, value in source.config.items() if key != "quantization_config"}
 
 
 def finished(
@@ -201,7 +224,7 @@ def finished(
     checkpoint, model = source.checkpoint, source.model
     facts = _facts(source, target, tensors, dropped, layout, states)
     files.append(OutputFile.of_bytes("reshard.json", to_json(facts)))
-    parameters = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in tensors)
+    parameters = checkpoint.parameters if checkpoint.quantization else _elements(tensors)
     plan = Plan(
         source=checkpoint.format,
         target=target,
@@ -216,6 +239,10 @@ def finished(
     )
     plan.audit([*tensors, *(state for planned in states.values() for state in planned.values())])
     return plan
+
+
+def _elements(tensors: Iterable[Planned]) -> int:
+    return sum(tensor.dtype.elements(prod(tensor.shape)) for tensor in tensors)
 
 
 def _facts(

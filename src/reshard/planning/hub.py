@@ -9,6 +9,7 @@ from reshard.logical import logical_tensors
 from reshard.plan import Plan
 from reshard.planning.common import Source, companion_files, finished, hub_tensors
 from reshard.planning.megatron import lost_padding
+from reshard.quantization import UNTOLD, settings_of
 
 
 def plan(source: Source) -> Plan:
@@ -20,4 +21,8 @@ def plan(source: Source) -> Plan:
     dropped = Counter(source.checkpoint.dropped)
     if source.model:
         dropped += lost_padding(source.checkpoint, source.model, source.model.dims.vocab)
-    return finished(source, huggingface.NAME, files, tensors, dropped, logical)
+    result = finished(source, huggingface.NAME, files, tensors, dropped, logical)
+    quantization = source.checkpoint.quantization
+    if quantization and not (quantization.settings or settings_of(source.config)):
+        result.notes.append(UNTOLD)
+    return result

@@ -40,6 +40,12 @@ MODEL_TYPES = {
 INTERLEAVED = "-interleaved"
 """What the name of a dialect ends in whose query and key rows go in pairs; see `families.internlm`."""
 
+QK_INTERLEAVED = "qk_interleaved"
+"""What InternEvo 0.5 and later write into every config: whether query and key rows go in pairs."""
+
+SINCE_0_4 = "mlp_layer_fusion"
+"""What InternEvo 0.4 and later write into every config."""
+
 EXPERTS_PER_TOKEN = 2
 """What is assumed of a mixture of experts: InternEvo keeps `top_k` in another section of its training config."""
 
@@ -96,24 +102,24 @@ def unlike_the_hub(config: Mapping[str, Any], folder: Path) -> Iterator[Problem]
             )
 
 
-def rows_are_interleaved(kind: str, config: Mapping[str, Any] | None) -> tuple[bool, str | None]:
+def rows_are_interleaved(kind: str, config: Mapping[str, Any]) -> tuple[bool, str | None]:
     """Whether query and key rows go in pairs that are rotated together, and a note where that is not said.
 
     InternEvo's forward moves the even rows of each head before the odd ones where `adapt_hf` is off, and then rotates
-    halves. Without the key, its default counts: on for InternLM2, off for Llama. InternLM has no such switch.
+    halves. Without the key, the default of the versions that have it counts: on for InternLM2, off for Llama. InternLM
+    has no such switch there.
     """
-    if config and "qk_interleaved" in config:
-        return bool(config["qk_interleaved"]), None
-    if config and "adapt_hf" in config:
+    if QK_INTERLEAVED in config:
+        return bool(config[QK_INTERLEAVED]), None
+    if "adapt_hf" in config:
         return not config["adapt_hf"], None
     if kind not in ("llama", "internlm2"):
         return False, None
     interleaved = kind == "llama"
-    where = f"{CONFIG} says nothing of adapt_hf" if config else f"there is no {CONFIG}"
     order = "in pairs (adapt_hf off)" if interleaved else "in halves (adapt_hf on)"
     return (
         interleaved,
-        f"{where}: the rotary rows of query and key are taken to lie {order}, InternEvo's default",
+        f"{CONFIG} says nothing of adapt_hf: the rotary rows of query and key lie {order}, InternEvo's default",
     )
 
 
@@ -186,6 +192,7 @@ def engine_config(kind: str, config: Mapping[str, Any], chunks: int, dtype: Any)
         "checkpoint": False,
         "dtype": dtype,
         "use_flash_attn": True,
+        SINCE_0_4: False,
     }
     if kind != "internlm":
         biased = bool(config.get("attention_bias" if kind == "llama" else "bias"))

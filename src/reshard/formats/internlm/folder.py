@@ -9,25 +9,35 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from reshard.checkpoint import Checkpoint, Iteration, Tensor
-from reshard.errors import Problem, ReshardError
+from reshard.errors import Problem, ReshardError, one_for_each_file
 from reshard.formats.companions import CONFIG as HUB_CONFIG
 from reshard.formats.companions import read_object
 from reshard.formats.internlm.config import (
     CONFIG,
     EXPERTS_PER_TOKEN,
     INTERLEAVED,
+    QK_INTERLEAVED,
+    SINCE_0_4,
+    TRAINING_CONFIG,
     hub_config,
     read_model_config,
     rows_are_interleaved,
     stated_type,
     unlike_the_hub,
 )
-from reshard.formats.internlm.names import in_new_order, is_old_order, mlp_shapes, with_fused_attention
-from reshard.formats.internlm.shards import COPY, Rank, Shards
+from reshard.formats.internlm.names import (
+    in_new_order,
+    is_old_order,
+    mlp_shapes,
+    place_of,
+    with_fused_attention,
+)
+from reshard.formats.internlm.shards import COPY, Rank, Shards, another_rank
 from reshard.formats.names import without_buffers
 from reshard.formats.torchfiles.read import read_torch_file
 from reshard.layout import Layout, SavedLayout
@@ -54,15 +64,14 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
     files = _ranks(folder)
     config = read_model_config(folder)
     contents, dropped = _read(files)
-    kind, notes = _kind(folder, contents)
+    kind = _kind(folder, contents)
+    unsettled = [*_unsettled(folder, config, contents)]
     if kind == "internlm2":
         contents = {rank: with_fused_attention(content) for rank, content in contents.items()}
-    old, unknown = _order(contents)
-    notes += unknown
-    shards = _collected(folder, contents, old)
+    shards = _collected(folder, contents, _is_old(contents))
     tensors = shards.tensors(folder, config)
-    interleaved, note = rows_are_interleaved(kind, config)
-    notes += [note] if note else []
+    interleaved, note = rows_are_interleaved(kind, config or {})
+    notes = [note] if note and config else []
     if kind == "internlm_moe":
         notes.append(f"{CONFIG} does not say how many experts see a token: {EXPERTS_PER_TOKEN} are assumed")
     dropped["optimizer states"] = sum(file.stat().st_size for file in folder.glob("optimizer_*.pt"))
@@ -78,7 +87,11 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
         config=hub_config(kind, config, tensors, shards.layers) if config else None,
         dropped=+dropped,
         replicas=shards.replicas,
-        problems=[*shards.copies.problems(), *unlike_the_hub(config or {}, folder)],
+        problems=[
+            *(shards.copies.problems() or one_for_each_file(shards.misplaced)),
+            *unsettled,
+            *unlike_the_hub(config or {}, folder),
+        ],
         notes=notes,
         variant=kind + (f", weight-parallel over {shards.weight_ranks}" if shards.weight_ranks > 1 else ""),
     )
@@ -179,40 +192,65 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     return {key: Tensor.stored(stored) for key, stored in content.items()}
 
 
-def _kind(folder: Path, contents: Mapping[Rank, Mapping[str, Tensor]]) -> tuple[str, list[str]]:
-    """The hub's model type, and what was assumed to find it.
-
-    Llama and InternLM2 as newer versions save it have the same names, and only a config tells them apart.
-    """
+def _kind(folder: Path, contents: Mapping[Rank, Mapping[str, Tensor]]) -> str:
+    """The hub's model type. Llama, and InternLM2 as newer versions save it, have the same names (see `_unsettled`)."""
     names = [name for content in contents.values() for name in content]
     if any(".blocks." in f".{name}" for name in names):
-        return ("internlm_moe" if any(".moe_layer." in name for name in names) else "internlm"), []
+        return "internlm_moe" if any(".moe_layer." in name for name in names) else "internlm"
     if any(name.endswith("attention.wqkv.weight") for name in names):
-        return "internlm2", []
+        return "internlm2"
+    return _stated(folder) or "llama"
+
+
+def _stated(folder: Path) -> str | None:
+    """Which of the two it is, by the training config or a config.json beside the files."""
     stated = stated_type(folder)
     if stated is None and (folder / HUB_CONFIG).is_file():
         stated = read_object(folder / HUB_CONFIG).get("model_type")
-    if stated in ("llama", "internlm2"):
-        return stated, []
-    note = (
-        "wq, wk and wv are taken for Llama's; if the model is InternLM2, put its config.json beside the files"
-    )
-    return "llama", [note]
+    return stated if stated in ("llama", "internlm2") else None
 
 
-def _order(contents: Mapping[Rank, Mapping[str, Tensor]]) -> tuple[bool, list[str]]:
-    """Whether w2 and w3 are swapped, as before InternEvo 0.3.0, and a note if that cannot be seen."""
-    groups = [shapes for content in contents.values() for shapes in mlp_shapes(content)]
-    orders = {order for shapes in groups if (order := is_old_order(shapes)) is not None}
-    if orders or not groups:
-        return True in orders, []
-    shape = list(groups[0]["w2"])
-    return False, [
-        f"w2 and w3 are both {shape}: taken in the order of InternEvo 0.3.0 and later (w3 is up, w2 down)"
-    ]
+def _is_old(contents: Mapping[Rank, Mapping[str, Tensor]]) -> bool | None:
+    """Whether w2 and w3 are swapped, as before InternEvo 0.3.0; None if shapes do not tell."""
+    orders = {is_old_order(shapes) for content in contents.values() for shapes in mlp_shapes(content)}
+    return None if orders == {None} else True in orders
 
 
-def _collected(folder: Path, contents: Mapping[Rank, Mapping[str, Tensor]], old: bool) -> Shards:
+def _unsettled(
+    folder: Path, config: Mapping[str, Any] | None, contents: Mapping[Rank, Mapping[str, Tensor]]
+) -> Iterator[Problem]:
+    """What nothing tells, although the weights depend on it. Keys that newer versions always save tell their age."""
+    if config is None:
+        yield Problem(
+            f"there is no {CONFIG}",
+            file=str(folder / CONFIG),
+            rule="it says how the rows of query and key are ordered, and what the model computes",
+            remedy="copy it from where the step was saved, or from another step of the same run; or save the `model` "
+            f"section of the training config: torch.save(model, '{CONFIG}')",
+        )
+        return
+    names = [name for content in contents.values() for name in content]
+    sliced = any(name.endswith("attention.wq.weight") for name in names)
+    if sliced and QK_INTERLEAVED in config and _stated(folder) is None:
+        yield Problem(
+            "wq, wk and wv may be Llama's, or slices of InternLM2's wqkv",
+            file=str(folder),
+            rule=f"versions of InternEvo with {QK_INTERLEAVED} save both alike",
+            expected=f"{TRAINING_CONFIG} with model_type, or a config.json",
+            remedy=f"copy {TRAINING_CONFIG} from where the step was saved, or put the model's config.json there",
+        )
+    is_new = QK_INTERLEAVED in config or SINCE_0_4 in config or any(".wqkv." in name for name in names)
+    if _is_old(contents) is None and not is_new:
+        yield Problem(
+            "w2 and w3 have the same shape, and nothing says which of them is the down projection",
+            file=str(folder),
+            rule="w2 since InternEvo 0.3.0, w3 before",
+            found=f"a {CONFIG} without {SINCE_0_4}, which InternEvo 0.4 and later add",
+            remedy=f"if w2 is the down projection, add {SINCE_0_4}=False to {CONFIG}; else swap their names first",
+        )
+
+
+def _collected(folder: Path, contents: Mapping[Rank, Mapping[str, Tensor]], old: bool | None) -> Shards:
     """The tensors of all ranks and experts, under the names of the whole model."""
     shards = Shards()
     for rank, content in contents.items():
@@ -223,7 +261,7 @@ def _collected(folder: Path, contents: Mapping[Rank, Mapping[str, Tensor]], old:
     return shards
 
 
-def _add_experts(folder: Path, shards: Shards, old: bool) -> None:
+def _add_experts(folder: Path, shards: Shards, old: bool | None) -> None:
     """Add the files of experts, each of which is one shard of one expert of one layer."""
     for path in sorted(folder.glob("model_moe_layer*.pt")):
         match = _EXPERT.fullmatch(path.name)
@@ -232,7 +270,12 @@ def _add_experts(folder: Path, shards: Shards, old: bool) -> None:
         tensors = _tensors(path)
         if old or any(is_old_order(shapes) for shapes in mlp_shapes(tensors)):
             tensors = {in_new_order(key): tensor for key, tensor in tensors.items()}
-        stage = shards.stage_of_experts(int(match[1]), path)
-        index = int(match[4])
+        layer, expert, index = int(match[1]), int(match[2]), int(match[4])
+        stage = shards.stage_of_experts(layer, path)
+        own = layer - stage * (shards.layers // shards.stages), f".experts.{expert}."
+        for key in tensors:
+            place = place_of(key)
+            if shards.chunks == 1 and (place.layer != own[0] or own[1] not in place.module):
+                shards.misplaced.append(another_rank(key, str(path), f"expert {expert} of layer {layer}"))
         rank = Rank(None, index, stage) if match[3] == "wp" else Rank(index, None, stage)
         shards.add(rank, tensors)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from reshard.checkpoint import Replica, Tensor, cells_of
 from reshard.errors import Problem, ReshardError
 from reshard.formats.copies import CopyFinder
-from reshard.formats.internlm.names import EMBEDDINGS, HEADS, PROJECTIONS, place_of, split_of
+from reshard.formats.internlm.names import EMBEDDINGS, HEADS, PROJECTIONS, ROW, place_of, split_of
 from reshard.formats.sharding import Split, join
 from reshard.storage import StoredTensor
 from reshard.views import concat
@@ -41,6 +41,7 @@ class Shards:
     def __init__(self) -> None:
         self.copies = CopyFinder()
         self.replicas: list[Replica] = []
+        self.misplaced: list[Problem] = []
         self.stages = self.chunks = self.tensor_ranks = self.weight_ranks = 1
         self._counts: dict[tuple[int, int], int] = {}
         self._hidden = self._vocab = 0
@@ -88,6 +89,7 @@ class Shards:
         """Add all tensors of one file. Every rank has been counted by then."""
         for key, part in content.items():
             place = place_of(key)
+            self._check(rank, key, part)
             at = place.chunk, rank.pp
             layer = None if place.layer is None else self._first(at) + place.layer
             name = place.name(layer)
@@ -100,6 +102,20 @@ class Shards:
                 for cells in cells_of(part.view):
                     stored = StoredTensor(cells.storage, cells.dtype, part.shape, ())
                     self.copies.add(cells.storage.path, key, (name, index), stored)
+
+    def _check(self, rank: Rank, key: str, part: Tensor) -> None:
+        """Note a file that holds what only another rank saves: no more tells whose it is."""
+        module = place_of(key).module
+        linear, _, kind = module.rpartition(".")
+        expected = None
+        if module in EMBEDDINGS and rank.pp > 0:
+            expected = "no embedding, which the first stage has"
+        elif module in HEADS and rank.pp < self.stages - 1:
+            expected = "no head, which the last stage has"
+        elif kind == "bias" and linear.rpartition(".")[2] in ROW and rank.wp is None and rank.tp:
+            expected = "no bias behind a sum over ranks, which the first tensor-parallel rank adds"
+        if expected:
+            self.misplaced.append(another_rank(key, part.file, expected))
 
     def _first(self, at: tuple[int, int]) -> int:
         """The first layer of a chunk of a stage: the chunks of all stages take turns."""
@@ -123,10 +139,10 @@ class Shards:
         """All tensors, joined. Raises ReshardError listing those whose shards are missing or do not fit."""
         problems = [problem for name, parts in self._found.items() for problem in _misfits(name, parts)]
         if problems:
-            raise ReshardError(self.copies.problems() or problems)
+            raise ReshardError(self.copies.problems() or self.misplaced or problems)
         result = {name: _joined(parts) for name, parts in self._found.items()}
         if problems := [*self._torsos(result, folder, config)]:
-            raise ReshardError(self.copies.problems() or problems)
+            raise ReshardError(self.copies.problems() or self.misplaced or problems)
         return result
 
     def _torsos(
@@ -159,6 +175,18 @@ class Shards:
                     remedy=COPY,
                 )
                 return
+
+
+def another_rank(tensor: str, file: str, expected: str) -> Problem:
+    """The problem of a file with a tensor that only another rank saves."""
+    return Problem(
+        "a file is that of another rank",
+        tensor=tensor,
+        file=file,
+        rule="the name of a file says which rank saved it, and so what it holds",
+        expected=expected,
+        remedy="its name was changed: copy each rank's own file from where it was saved",
+    )
 
 
 def _misfits(name: str, parts: _Parts) -> Iterator[Problem]:

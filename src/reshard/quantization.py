@@ -1,0 +1,331 @@
+"""Quantized weights: how each tool stores them, and which tensors of a checkpoint make up one weight.
+
+A quantized weight is a tensor of small numbers, often several in an item, with scales beside it. Nothing here reads or
+changes them. Sources: transformers 5.23 (`quantizers/`, `integrations/`), compressed-tensors 0.20, AutoAWQ 0.2.9,
+auto-round 0.16, bitsandbytes 0.50, ModelOpt and Quark as vLLM reads them, and what the first five wrote in the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reshard.errors import Problem, ReshardError, one_for_all
+
+if TYPE_CHECKING:
+    from reshard.checkpoint import Tensor
+
+Shape = tuple[int, ...]
+Wide = Callable[[int], int]
+"""How many elements so many items hold."""
+
+FP8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+BYTES = ("int8", "uint8")
+FP4 = ("float4_e2m1fn_x2", *BYTES)
+PLAIN = ("float64", "float32", "bfloat16", "float16", "int64", "bool")
+
+
+def _rows(shape: Shape, wide: Wide) -> Shape:
+    """Packed along the last axis."""
+    return (*shape[:-1], wide(shape[-1])) if shape else shape
+
+
+def _experts(shape: Shape, wide: Wide) -> Shape:
+    """Stacked experts: [expert, out, block, items of a block] holds a weight [expert, in, out]."""
+    return (shape[0], shape[2] * wide(shape[3]), shape[1]) if len(shape) == 4 else shape
+
+
+class Scheme(NamedTuple):
+    """How a weight is stored. Names are those in its module; {} is the name of the weight itself (`weight`).
+
+    `values` are its elements of `bits` bits (None: as the settings say), in items of one of `dtypes` (none: any), which
+    mean nothing without what is `beside`; `more` may be there. `shape` makes the weight's shape of that of `values`;
+    None where only the number of elements is known.
+    """
+
+    name: str
+    values: str
+    beside: tuple[str, ...]
+    dtypes: tuple[str, ...] = ()
+    bits: int | None = None
+    shape: Callable[[Shape, Wide], Shape] | None = _rows
+    more: tuple[str, ...] = ()
+
+
+_OFFSETS = ("{}_zero_point", "{}_g_idx")
+_NESTED = ("{}.nested_absmax", "{}.nested_quant_map")
+_STATES = ("{}.quant_state.bitsandbytes__nf4", "{}.quant_state.bitsandbytes__fp4")
+SCHEMES = (
+    # DeepSeek and transformers; experts may be packed FP4
+    Scheme("FP8", "{}", ("{}_scale_inv",), FP8, 8),
+    Scheme("FP4", "{}", ("{}_scale_inv",), FP4, 4),
+    # compressed-tensors, FBGEMM, ModelOpt, Quark
+    Scheme("NVFP4", "{}", ("{}_scale", "{}_scale_2"), FP4, 4),
+    Scheme("FP8", "{}", ("{}_scale",), FP8, 8, more=_OFFSETS),
+    Scheme("int8", "{}", ("{}_scale",), ("int8",), 8, more=_OFFSETS),
+    Scheme("FP4", "{}", ("{}_scale",), FP4, 4),
+    Scheme("packed int", "{}_packed", ("{}_scale", "{}_shape"), ("int32",), more=_OFFSETS),
+    Scheme("NVFP4", "{}_packed", ("{}_scale", "{}_global_scale"), BYTES, 4, more=_OFFSETS),
+    Scheme("MX", "{}_packed", ("{}_scale",), BYTES, more=_OFFSETS),
+    # gpt-oss
+    Scheme("MXFP4", "{}_blocks", ("{}_scales",), ("uint8",), 4, _experts),
+    # AutoGPTQ, AutoAWQ, auto-round: packed along either axis
+    Scheme("GPTQ", "qweight", ("qzeros", "scales", "g_idx"), ("int32",), None, None),
+    Scheme("AWQ", "qweight", ("qzeros", "scales"), ("int32",), None, None),
+    # bitsandbytes; four bits are flat, in items of any type
+    Scheme("4 bits", "{}", ("{}.absmax", "{}.quant_map"), (), 4, None, (*_NESTED, *_STATES)),
+    Scheme("int8", "{}", ("SCB",), ("int8",), 8, more=("weight_format",)),
+)
+"""All that is known of how quantized weights are stored. The first that fits counts."""
+
+METHODS = (
+    *("fp8", "mxfp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "quark", "mxfp4", "nvfp4"),
+    *("awq", "gptq", "auto-round", "bitsandbytes"),
+)
+"""The `quant_method`s that store weights so."""
+
+WEIGHTS = ("weight", "gate_up_proj", "down_proj")
+"""The names of quantized weights: that of a linear layer, and those of stacked experts."""
+
+OF_ACTIVATIONS = (
+    *("input_scale", "input_scale_ub", "input_global_scale", "input_zero_point", "activation_scale"),
+    *("output_scale", "output_zero_point", "q_scale", "k_scale", "v_scale"),
+)
+"""Scales that belong to no weight."""
+
+ALONE = ({"scales"}, {"g_idx"}, {"{}_shape"})
+"""Names that plain models may have, too: by themselves they show no quantized weight."""
+
+
+UNTOLD = "the weights are quantized, and config.json has no quantization_config: they load as plain numbers"
+
+
+class _Part(NamedTuple):
+    """The tensor `local` of a module is the part `role` of its parameter `weight`."""
+
+    local: str
+    role: str
+    weight: str
+
+
+_PARTS = {
+    part.local.rpartition(".")[2]: part
+    for scheme in SCHEMES
+    for role in (scheme.values, *scheme.beside, *scheme.more)
+    for weight in WEIGHTS
+    if role != "{}" and (weight == "weight" or ("{}" in role and "." not in role))
+    for part in (_Part(role.format(weight), role, weight),)
+}
+"""By the last component of its name."""
+
+_VALUES = {scheme.values for scheme in SCHEMES}
+
+
+class Weight(NamedTuple):
+    """A quantized weight: the tensor with its elements, and the bits of each."""
+
+    scheme: Scheme
+    values: str
+    bits: int
+
+    def wide(self, tensor: Tensor) -> Wide:
+        return lambda items: items * 8 * tensor.dtype.itemsize // self.bits
+
+    def shape(self, tensor: Tensor) -> Shape | None:
+        """The shape of the weight whose values `tensor` has, if it tells."""
+        return self.scheme.shape and self.scheme.shape(tensor.shape, self.wide(tensor))
+
+    def fits(self, tensor: Tensor, wanted: Shape) -> bool:
+        """Whether `tensor` can hold a weight of the shape `wanted`; the last item of a row may be padded."""
+        shape, wide = self.shape(tensor), self.wide(tensor)
+        if shape is None:
+            shape, wanted = (wide(tensor.view.numel),), (prod(wanted),)
+        near = (size <= there < size + wide(1) for there, size in zip(shape, wanted, strict=False))
+        return len(shape) == len(wanted) and all(near)
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How a checkpoint is quantized: `settings` are `quantization_config` of config.json, if it has one.
+
+    `weights` are those that follow a scheme, by their names in the plain model; none where the method is not known.
+    `beside` are the tensors that are no parameters, `incomplete` the weights that lack a part.
+    """
+
+    settings: Mapping[str, Any]
+    weights: Mapping[str, Weight]
+    beside: frozenset[str] = frozenset()
+    incomplete: frozenset[str] = frozenset()
+
+    @property
+    def method(self) -> str:
+        """What config.json calls it, or else what the names of tensors tell."""
+        schemes = dict.fromkeys(weight.scheme.name for weight in self.weights.values())
+        return str(self.settings.get("quant_method") or ", ".join(schemes))
+
+    def __str__(self) -> str:
+        return ", ".join([self.method, *_details(self.settings)])
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `inspect --json`; null counts no weights where the method is not known."""
+        return {"method": self.method, "how": str(self), "weights": len(self.weights) or None}
+
+    def parameters(self, tensors: Mapping[str, Tensor]) -> int:
+        """The elements of all weights, quantized or not."""
+        packed = {weight.values: weight for weight in self.weights.values()}
+        return sum(
+            packed[name].wide(tensor)(tensor.view.numel) if name in packed else tensor.elements
+            for name, tensor in tensors.items()
+            if name not in self.beside
+        )
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """All weights under their names in the plain model; a quantized one is the tensor with its values."""
+        quantized = {name: tensors[weight.values] for name, weight in self.weights.items()}
+        parts = self.beside | {weight.values for weight in self.weights.values()}
+        return {name: tensor for name, tensor in tensors.items() if name not in parts} | quantized
+
+
+def _details(settings: Mapping[str, Any]) -> Iterator[str]:
+    """What the settings of the usual tools say, in words."""
+    yield from (str(settings[key]) for key in ("format", "fmt") if settings.get(key))
+    blocks = settings.get("weight_block_size")
+    if isinstance(blocks, list):
+        yield f"blocks of {' × '.join(map(str, blocks))}"
+    if bits := _told_bits(settings):
+        yield f"{bits} bits"
+    group = (
+        settings.get("group_size") or settings.get("q_group_size") or _of_first_group(settings, "group_size")
+    )
+    if isinstance(group, int) and group > 0:
+        yield f"groups of {group}"
+
+
+def _told_bits(settings: Mapping[str, Any]) -> int | None:
+    told = settings.get("bits") or settings.get("w_bit") or _of_first_group(settings, "num_bits")
+    if isinstance(told, int) and 0 < told <= 8:
+        return told
+    return next((bits for bits in (4, 8) if settings.get(f"load_in_{bits}bit") is True), None)
+
+
+def _of_first_group(settings: Mapping[str, Any], key: str) -> Any:
+    """What compressed-tensors says of the weights in its first group."""
+    groups = settings.get("config_groups")
+    group = next(iter(groups.values()), None) if isinstance(groups, dict) else None
+    weights = group.get("weights") if isinstance(group, dict) else None
+    return weights.get(key) if isinstance(weights, dict) else None
+
+
+def settings_of(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """What config.json says of the quantization; of a model of several kinds of input, under its text model."""
+    config = config or {}
+    for part in (config, config.get("text_config")):
+        for key in ("quantization_config", "compression_config"):
+            if isinstance(part, Mapping) and isinstance(part.get(key), Mapping):
+                return dict(part[key])
+    return {}
+
+
+def find(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None, file: str
+) -> tuple[Quantization | None, list[Problem]]:
+    """How tensors with names of the hub are quantized, and which weights lack a part; None if all are plain.
+
+    `config` may say that plain weights are quantized: that of a base often does.
+    """
+    settings = settings_of(config)
+    if str(settings.get("quant_method") or METHODS[0]) not in METHODS:
+        plain = all(tensor.dtype.name in PLAIN for tensor in tensors.values())
+        return (None if plain else Quantization(settings, {})), []
+    groups, beside = _grouped(tensors, told=bool(settings))
+    if not groups:
+        return None, []
+    weights, problems = {}, {}
+    for name, parts in groups.items():
+        scheme = next((scheme for scheme in SCHEMES if _fits(scheme, parts, tensors)), None)
+        if scheme:
+            weights[name] = Weight(scheme, parts[scheme.values], _bits(scheme, parts, tensors, settings))
+        else:
+            problems[name] = _incomplete(name, parts, tensors)
+    found = Quantization(settings, weights, frozenset(beside), frozenset(problems))
+    return found, one_for_all(problems.values(), groups, file)
+
+
+def _grouped(tensors: Mapping[str, Tensor], *, told: bool) -> tuple[dict[str, dict[str, str]], set[str]]:
+    """The parts of each quantized weight, by role, and the names of all that are no parameters."""
+    groups: dict[str, dict[str, str]] = {}
+    for name, tensor in tensors.items():
+        last = name.rpartition(".")[2]
+        part = _PARTS.get(last)
+        if part and name.endswith(f".{part.local}"):
+            groups.setdefault(name[: -len(part.local)] + part.weight, {})[part.role] = name
+        elif told and last in WEIGHTS and tensor.dtype.name in (*FP8, *FP4):
+            groups.setdefault(name, {})
+    groups = {name: parts for name, parts in groups.items() if parts.keys() not in ALONE}
+    beside = {name for parts in groups.values() for role, name in parts.items() if role not in _VALUES}
+    if groups:
+        beside |= {name for name in tensors if name.rpartition(".")[2] in OF_ACTIVATIONS}
+    for name in groups.keys() & tensors.keys():
+        groups[name]["{}"] = name
+    return groups, beside
+
+
+def _fits(scheme: Scheme, parts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> bool:
+    needed = {scheme.values, *scheme.beside}
+    if not needed <= parts.keys() <= {*needed, *scheme.more}:
+        return False
+    return not scheme.dtypes or tensors[parts[scheme.values]].dtype.name in scheme.dtypes
+
+
+def _bits(
+    scheme: Scheme, parts: Mapping[str, str], tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
+) -> int:
+    if scheme.bits:
+        return scheme.bits
+    if "qzeros" in parts:  # packed as the values are, and as many as there are scales
+        zeros, scales = (tensors[parts[role]].view.numel for role in ("qzeros", "scales"))
+        return max(1, 32 * zeros // max(1, scales))
+    return _told_bits(settings) or 4
+
+
+def _incomplete(name: str, parts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Problem:
+    """What a weight lacks, by the scheme that it comes closest to."""
+
+    def distance(scheme: Scheme) -> tuple[int, int]:
+        needed = {scheme.values, *scheme.beside}
+        return len(parts.keys() - needed - {*scheme.more}), len(needed - parts.keys())
+
+    def names(roles: Iterable[str]) -> str:
+        return ", ".join(role.format(name.rpartition(".")[2]) for role in roles)
+
+    scheme = min(SCHEMES, key=distance)
+    needed = (scheme.values, *scheme.beside)
+    lacking = names(role for role in needed if role not in parts)
+    there = sorted(parts.values())
+    return Problem(
+        "a quantized weight is incomplete",
+        tensor=name,
+        file=tensors[there[0]].file,
+        rule=f"{scheme.name} stores a weight as {names(needed)}",
+        expected=lacking or f"elements of {' or '.join(scheme.dtypes)}",
+        found=", ".join(f"{part.rpartition('.')[2]} ({tensors[part].dtype})" for part in there),
+        remedy="copy or download the files again: the values mean nothing without their scales",
+    )
+
+
+def refusal(found: Quantization, path: Path, wanted: str | None = None) -> ReshardError:
+    """The error where plain weights are needed; `wanted` says for what."""
+    names = list(found.weights)
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return ReshardError(
+        "the weights are quantized",
+        tensor=f"{names[0]}{more}" if names else None,
+        file=str(path),
+        rule="reshard copies quantized weights to another Hugging Face folder as they are, and dequantizes none",
+        found=f"{found}; {wanted}" if wanted else str(found),
+        remedy="dequantize the model to bfloat16 first, as its publisher describes; to copy it, "
+        "pass --to huggingface without --dtype",
+    )

@@ -1,0 +1,144 @@
+"""Quantized folders by the tools that make them; runs in the environment "quantizers".
+
+python -m tests.genuine.make_quantized KIND PLAIN OUT      quantize the folder PLAIN
+python -m tests.genuine.make_quantized logits FOLDER FILE  what transformers computes from a folder
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.quantization import (
+    QuantizationConfig,
+    QuantizationStatus,
+    apply_quantization_config,
+    preset_name_to_scheme,
+)
+from compressed_tensors.quantization.utils import calculate_qparams, compute_dynamic_scales_and_zp
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+GROUP = 16
+SKIPPED = ["lm_head", "re:.*mlp.gate$"]
+
+
+def compressed(preset: str) -> Callable[[Path, Path], None]:
+    """A scheme of compressed-tensors, by its name there. Each weight is calibrated on itself."""
+
+    def make(plain: Path, out: Path) -> None:
+        model = _load(plain)
+        scheme = preset_name_to_scheme(preset, targets=["Linear"])
+        if scheme.weights.group_size:
+            scheme.weights.group_size = GROUP
+        apply_quantization_config(
+            model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=SKIPPED)
+        )
+        for module in model.modules():
+            if hasattr(module, "weight_scale"):
+                _calibrate(module)
+        compressor = ModelCompressor.from_pretrained_model(model)
+        compressor.compress_model(model)
+        model.save_pretrained(out)
+        compressor.update_config(out)
+
+    return make
+
+
+def _calibrate(module: Any) -> None:
+    settings = module.quantization_scheme.weights
+    if hasattr(module, "weight_global_scale"):
+        module.weight_global_scale.data.fill_(1.0)
+    if settings.group_size:
+        scale, zero = compute_dynamic_scales_and_zp(module.weight, settings, module)
+    else:
+        low, high = module.weight.amin(1, keepdim=True), module.weight.amax(1, keepdim=True)
+        scale, zero = calculate_qparams(low, high, settings)
+    for name, values in (("weight_scale", scale), ("weight_zero_point", zero)):
+        if hasattr(module, name):
+            there = getattr(module, name)
+            there.data = values.to(there.dtype).reshape(there.shape)
+    module.quantization_status = QuantizationStatus.FROZEN
+
+
+def bitsandbytes(**settings: Any) -> Callable[[Path, Path], None]:
+    """What transformers saves of a model that bitsandbytes quantized while it was loaded."""
+
+    def make(plain: Path, out: Path) -> None:
+        _load(plain, quantization_config=BitsAndBytesConfig(**settings), device_map="cpu").save_pretrained(
+            out
+        )
+
+    return make
+
+
+def awq(plain: Path, out: Path) -> None:
+    """AutoAWQ's packed linear layers. Its search for scales needs a GPU; here they are those of each group."""
+    from awq.modules.linear.gemm import WQLinear_GEMM
+
+    def pack(linear: torch.nn.Linear, scales: torch.Tensor, zeros: torch.Tensor) -> torch.nn.Module:
+        return WQLinear_GEMM.from_linear(linear, 4, GROUP, scales=scales.T, zeros=zeros.T)
+
+    settings = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
+    _packed(plain, out, pack, settings)
+
+
+def gptq(plain: Path, out: Path) -> None:
+    """auto-round's packed linear layers in the format of AutoGPTQ."""
+    from auto_round_extension.torch.qlinear_torch_zp import QuantLinear
+
+    def pack(linear: torch.nn.Linear, scales: torch.Tensor, zeros: torch.Tensor) -> torch.nn.Module:
+        # Like AutoGPTQ, with a bias of zeros where the model has none.
+        packed = QuantLinear(4, GROUP, linear.in_features, linear.out_features, True, g_idx=True)
+        packed.pack(linear, scales, zeros)
+        return packed
+
+    _packed(plain, out, pack, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False})
+
+
+def _packed(plain: Path, out: Path, pack: Callable[..., torch.nn.Module], settings: dict[str, Any]) -> None:
+    model = _load(plain).to(torch.float16)
+    for name, linear in list(model.named_modules()):
+        if name.endswith("_proj"):
+            groups = linear.weight.data.view(linear.out_features, -1, GROUP)
+            scales = ((groups.amax(2) - groups.amin(2)) / 15).clamp(min=1e-4)
+            zeros = (-groups.amin(2) / scales).round().clamp(0, 15)
+            model.set_submodule(name, pack(linear, scales, zeros))
+    model.save_pretrained(out)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+
+
+def _load(folder: Path, **settings: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **settings)
+
+
+def logits(folder: Path, file: Path) -> None:
+    """Of the first tokens of the vocabulary. With gradients: without, bitsandbytes needs rows of whole blocks."""
+    found = _load(folder, device_map="cpu")(torch.arange(24).view(2, 12)).logits
+    np.save(file, found.detach().float().numpy())
+
+
+KINDS: dict[str, Callable[[Path, Path], None]] = {
+    **{
+        name: compressed(name) for name in ("W4A16", "W4A16_ASYM", "W3A16", "W8A8", "FP8_DYNAMIC", "NVFP4A16")
+    },
+    "nf4": bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
+    "int8": bitsandbytes(load_in_8bit=True),
+    "awq": awq,
+    "gptq": gptq,
+    "logits": logits,
+}
+
+if __name__ == "__main__":
+    kind, source, target = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    KINDS[kind](source, target)
+    if kind != "logits":
+        for file in source.glob("*token*"):
+            shutil.copy(file, target)

@@ -1,0 +1,67 @@
+"""Quantized Hugging Face folders, made of plain ones in bfloat16.
+
+FP8 by the operation with which transformers quantizes. MXFP4 is what gpt-oss has on the hub: the kernels that make it
+need a GPU, but any bits are values of it, so they are drawn.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import FineGrainedFP8Config
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+GPT_OSS = {
+    "modules_to_not_convert": [
+        *("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
+    ],
+    "quant_method": "mxfp4",
+}
+
+
+def fp8(plain: Path, out: Path, *, block: int = 16) -> Path:
+    """Each projection in FP8 with a scale for each block, as DeepSeek publishes its models."""
+    settings = FineGrainedFP8Config(weight_block_size=(block, block))
+    quantize = Fp8Quantize(SimpleNamespace(quantization_config=settings))
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        projection = name.endswith("_proj.weight") and "eh_proj" not in name
+        tensors |= quantize.convert({name: tensor}) if projection else {name: tensor}
+    return with_tensors(plain, out, tensors, settings.to_dict())
+
+
+def mxfp4(plain: Path, out: Path) -> Path:
+    """The experts of gpt-oss: blocks of 32 values in 16 bytes, and a power of two for each."""
+    generator = torch.Generator().manual_seed(0)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[name] = tensor
+            continue
+        experts, rows, columns = tensor.shape
+        for part, inner, low, high in (("blocks", (16,), 0, 256), ("scales", (), 118, 123)):
+            shape = (experts, columns, rows // 32, *inner)
+            tensors[f"{name}_{part}"] = torch.randint(low, high, shape, generator=generator).to(torch.uint8)
+    return with_tensors(plain, out, tensors, GPT_OSS)
+
+
+def with_tensors(
+    plain: Path, out: Path, tensors: Mapping[str, torch.Tensor], settings: Mapping[str, Any] | None
+) -> Path:
+    """The folder `plain` with other tensors; `settings` become its `quantization_config`."""
+    shutil.copytree(plain, out)
+    for file in out.glob("model*"):
+        file.unlink()
+    save_file(dict(tensors), out / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((out / "config.json").read_text())
+    config.pop("quantization_config", None)
+    config |= {"quantization_config": dict(settings)} if settings else {}
+    (out / "config.json").write_text(json.dumps(config))
+    return out
