@@ -71,10 +71,14 @@ class Merged(Computed):
         return out
 
     def _blocks(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Ranges of rows that hold rows `first` to `last`, each of `ROWS` or more where there are so many."""
+        """Ranges of rows that hold rows `first` to `last`, each of `ROWS` or more where there are so many.
+
+        They do not depend on the range: BLAS may add up the edges of a product in another order than the rest, so an
+        element has to come from the same product each time.
+        """
         rows, columns = self._base.shape
         step = max(BLOCK // columns // ROWS, 1) * ROWS
-        starts = range(first - first % ROWS, last, step)
+        starts = range(first - first % step, last, step)
         return [(start, min(start + step, rows)) for start in starts]
 
     def _rows(self, first: int, last: int, right: Floats, read: Read) -> Floats:
