@@ -285,10 +285,11 @@ class _Writer:
         pickler.write("storage_data")
         self._raw(b"}(")
         for key, tensor in metadata.tensors.items():
+            index = self._index_of(key)
             for chunk in tensor.chunks:
-                self._write_place(key, self._size(chunk.offsets), chunk)
+                self._write_place(index, self._size(chunk.offsets), chunk)
         for key, chunk in metadata.objects.items():
-            self._write_place(key, b"N", chunk)
+            self._write_place(self._index_of(key), b"N", chunk)
         self._raw(b"u")
         pickler.write("storage_meta")
         pickler.write(None)
@@ -325,10 +326,14 @@ class _Writer:
             self._raw(b"".join((self._box, offsets, low, sizes, extent, CLOSE)))
         self._raw(b"e" + CLOSE)
 
-    def _write_place(self, key: str, offsets: bytes, chunk: DcpChunk) -> None:
+    def _index_of(self, key: str) -> bytes:
+        """The index of a chunk of `key`, up to its offsets."""
         prepare = self._prepare
-        index = (prepare("fqn"), prepare(key), prepare("index"), b"N", prepare("offset"), offsets)
-        file = (prepare("relative_path"), prepare(chunk.file))
-        extent = (prepare("offset"), encode_int(chunk.offset), prepare("length"), encode_int(chunk.length))
-        self._raw(b"".join((self._index, *index, CLOSE, self._place)))
-        self._raw(b"".join((*file, *extent, CLOSE)))
+        fields = prepare("fqn") + prepare(key) + prepare("index") + b"N" + prepare("offset")
+        return self._index + fields
+
+    def _write_place(self, index: bytes, offsets: bytes, chunk: DcpChunk) -> None:
+        begin, length = encode_int(chunk.offset), encode_int(chunk.length)
+        path, at, extent = map(self._prepare, ("relative_path", "offset", "length"))
+        file = (path, self._prepare(chunk.file), at, begin, extent, length)
+        self._raw(b"".join((index, offsets, CLOSE, self._place, *file, CLOSE)))

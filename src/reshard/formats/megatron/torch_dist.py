@@ -345,7 +345,9 @@ class _Writer:
         else:
             ep = place.expert * self.layout.ep // self.experts
             number = self.layout.expert_rank(stage, ep, rank)
-        return self.files.setdefault(number, ChunkFile(f"__{number}_0.distcp"))
+        if number not in self.files:
+            self.files[number] = ChunkFile(f"__{number}_0.distcp")
+        return self.files[number]
 
 
 def lay_out(
