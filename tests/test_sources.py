@@ -135,7 +135,7 @@ def assert_noted(folder: Path) -> None:
     with noted() as sources:
         checkpoint = open_checkpoint(folder)
     files = {cells.storage.path for tensor in checkpoint.tensors.values() for cells in cells_of(tensor.view)}
-    assert files and files <= set(sources.paths)
+    assert files and files <= set(map(str, sources.paths))
     assert sources.changed() == []
 
 

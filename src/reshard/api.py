@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 from reshard import conversion, planning
 from reshard.checkpoint import Checkpoint, Iteration
+from reshard.conversion import Conversion
 from reshard.errors import ReshardError
-from reshard.execute import Report, worker_count
+from reshard.execute import worker_count
 from reshard.formats import open_checkpoint
 from reshard.inspection import Inspection, inspect_checkpoint
 from reshard.layout import Layout
@@ -56,29 +55,6 @@ def open(path: StrPath, iteration: Iteration | None = None) -> Checkpoint:
 def inspect(path: StrPath, iteration: Iteration | None = None) -> Inspection:
     """What a checkpoint is, whether it is whole, and what to type next. Raises ReshardError."""
     return inspect_checkpoint(Path(path), iteration)
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """A plan, and what passed when it was carried out (None after a dry run)."""
-
-    plan: Plan
-    report: Report | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """The content of `convert --json`."""
-        plan = self.plan
-        return {
-            **plan.facts,
-            "files": [{"path": file.path, "bytes": file.size} for file in plan.files],
-            "tensors": plan.tensors,
-            "parameters": plan.parameters,
-            "bytes": plan.nbytes,
-            "notes": plan.notes,
-            "warnings": [problem.as_dict() for problem in plan.warnings],
-            "written": self.report.nbytes if self.report else 0,
-            "nonfinite": self.report.nonfinite if self.report else [],
-        }
 
 
 def convert(
@@ -139,24 +115,19 @@ def convert(
         lora_alpha=lora_alpha,
         with_optimizer=with_optimizer,
     )
-    budget = parse_size(memory, "--memory")
-    plan = planning.plan_conversion(Path(src), options)
-    on_plan(plan)
-    if dry_run:
-        conversion.check_destination(plan, Path(src), Path(dst), overwrite=overwrite)
-        return Conversion(plan)
-    report = conversion.convert(
-        plan,
+    return conversion.convert(
         Path(src),
         Path(dst),
+        options,
+        dry_run=dry_run,
         overwrite=overwrite,
-        memory=budget,
+        memory=parse_size(memory, "--memory"),
         workers=workers,
         strict=strict,
         checksum=not no_checksum,
+        on_plan=on_plan,
         on_bytes=on_bytes,
     )
-    return Conversion(plan, report)
 
 
 def verify(

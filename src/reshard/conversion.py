@@ -1,46 +1,113 @@
-"""Carry out a plan: check the destination, check what must be equal, execute, publish."""
+"""Convert: plan, check the destination, check what must be equal, execute, publish."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from reshard.compare import unequal_replicas
+from reshard.destination import space_problems, target_problems
 from reshard.errors import Problem, ReshardError
 from reshard.execute import Report, execute, worker_count
-from reshard.formats import is_replaceable
+from reshard.formats.contents import foreign_in
 from reshard.plan import Plan
-from reshard.staging import check_target, staged
+from reshard.planning import Options, plan_conversion
+from reshard.staging import put_aside, recover, staged
 
 
-def check_destination(plan: Plan, source: Path, target: Path, *, overwrite: bool = False) -> None:
-    """Raise ReshardError if the result of a plan cannot appear at `target`, with every reason."""
-    replaceable = target.is_dir() and is_replaceable(target)
-    check_target(source, target, overwrite=overwrite, replaceable=replaceable, needed=plan.nbytes)
+@dataclass(frozen=True)
+class Conversion:
+    """A plan, and what passed when it was carried out (None after a dry run). `warnings` are about the destination."""
+
+    plan: Plan
+    report: Report | None = None
+    warnings: list[Problem] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content of `convert --json`."""
+        plan = self.plan
+        return {
+            **plan.facts,
+            "files": [{"path": file.path, "bytes": file.size} for file in plan.files],
+            "tensors": plan.tensors,
+            "parameters": plan.parameters,
+            "bytes": plan.nbytes,
+            "notes": plan.notes,
+            "warnings": [warning.as_dict() for warning in (*plan.warnings, *self.warnings)],
+            "written": self.report.nbytes if self.report else 0,
+            "nonfinite": self.report.nonfinite if self.report else [],
+        }
 
 
 def convert(
-    plan: Plan,
     source: Path,
     target: Path,
+    options: Options,
     *,
+    dry_run: bool = False,
     overwrite: bool = False,
     memory: int = 1 << 30,
     workers: int | None = None,
     strict: bool = False,
     checksum: bool = True,
+    on_plan: Callable[[Plan], None] = lambda plan: None,
     on_bytes: Callable[[int], None] = lambda count: None,
-) -> Report:
-    """Carry out a plan. `target` appears whole, or stays as it was; raises ReshardError."""
-    check_destination(plan, source, target, overwrite=overwrite)
-    with staged(target, overwrite=overwrite) as folder, plan.sources.unchanged():
+) -> Conversion:
+    """Plan, check and convert. `target` appears whole, or stays as it was; raises ReshardError."""
+    plan = plan_conversion(source, options)
+    on_plan(plan)
+    warnings = check_destination(plan, target, overwrite=overwrite, dry_run=dry_run)
+    if dry_run:
+        return Conversion(plan, warnings=warnings)
+    sizes = {file.path: file.size for file in plan.files}
+    with staged(target, sizes, overwrite=overwrite) as folder, plan.sources.unchanged():
         problems = unequal_replicas(plan.replicas, worker_count(workers, memory))
         if problems:
             raise ReshardError(problems)
         report = execute(plan, folder, memory=memory, workers=workers, checksum=checksum, on_bytes=on_bytes)
         if strict and report.nonfinite:
             raise ReshardError([_nonfinite(name) for name in report.nonfinite])
-    return report
+        if overwrite and (problems := _in_the_way(plan, target, overwrite)):
+            raise ReshardError(problems)  # hours may have passed
+    return Conversion(plan, report, warnings)
+
+
+def check_destination(
+    plan: Plan, target: Path, *, overwrite: bool = False, dry_run: bool = False
+) -> list[Problem]:
+    """Raise ReshardError if the result of a plan cannot appear at `target`, with every reason; return warnings.
+
+    In a dry run, a disk that is too small is one of them: space may be found until it counts. Any other run first puts
+    right what runs that were killed left beside `target`.
+    """
+    if not dry_run:
+        recover(target)
+    problems = _in_the_way(plan, target, overwrite)
+    too_small = space_problems(target, plan.nbytes)
+    problems += [] if dry_run else too_small
+    if problems:
+        raise ReshardError(problems)
+    return [replace(problem, severity="warning") for problem in too_small] + _kept(target)
+
+
+def _in_the_way(plan: Plan, target: Path, overwrite: bool) -> list[Problem]:
+    foreign = foreign_in(target) if overwrite and target.is_dir() else None
+    return target_problems(plan.sources.paths, target, foreign=foreign)
+
+
+def _kept(target: Path) -> list[Problem]:
+    """What a run that was killed had moved aside, and something else has taken the place of since."""
+    return [
+        Problem(
+            "an earlier run was killed and has left what stood at the destination before it",
+            file=str(path),
+            remedy="look whether you need it, and remove it if not",
+            severity="warning",
+        )
+        for path in (put_aside(target) if target.exists() else [])
+    ]
 
 
 def _nonfinite(name: str) -> Problem:

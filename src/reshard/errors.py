@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 
@@ -43,6 +43,11 @@ class ReshardError(Exception):
             problems = Problem(problems, **fields)  # type: ignore[arg-type]
         self.problems = [problems] if isinstance(problems, Problem) else list(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+def listed(names: Sequence[str], most: int = 20) -> str:
+    """Names for people: all of them, unless there are very many."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")

@@ -10,7 +10,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from threading import Event, Lock
 from typing import Any
 
@@ -63,6 +63,9 @@ def execute(
     recorded for them, which `checksum` turns off. What was written until then stays in `folder`, for the caller to
     remove.
     """
+    parents = {parent for file in plan.files for parent in PurePosixPath(file.path).parents}
+    for parent in sorted(parents - {PurePosixPath()}):
+        (folder / parent).mkdir()  # never `folder` itself: whoever removes it shall not get a part of it back
     run = _Run(plan, folder, memory, Ledger() if checksum else None, on_bytes)
     together(run.work, worker_count(workers, memory))
     run.settle()

@@ -28,7 +28,7 @@ WRITEBACK = 16 << 20
 
 
 class Sink:
-    """A file of a known size, open for writing. Threads may write different parts of it.
+    """A new file of a known size, open for writing, in a folder that is there. Threads may write different parts of it.
 
     What is written has to be on the disk before the file is published, so the page cache would only be a detour:
     twice the memory traffic, and pages that displace the source's. Whole pages go to the disk directly where the
@@ -36,7 +36,6 @@ class Sink:
     """
 
     def __init__(self, path: Path, size: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._cached = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         os.ftruncate(self._cached, size)
         self._direct = _open_direct(path) if size >= DIRECT else None

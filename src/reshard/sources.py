@@ -57,18 +57,19 @@ class _Note(NamedTuple):
 
 
 class Sources:
-    """The files that something is made of."""
+    """The files that something is made of. `named` are the paths that led to them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *named: Path) -> None:
+        self.named = named
         self._notes: dict[str, _Note] = {}
 
     @property
-    def paths(self) -> list[str]:
-        """All files, under the names by which they were opened."""
-        return list(self._notes)
+    def paths(self) -> list[Path]:
+        """All that is read, `named` first and then each file, as it was opened."""
+        return [*self.named, *map(Path, self._notes)]
 
     def __or__(self, other: Sources) -> Sources:
-        both = Sources()
+        both = Sources(*self.named, *other.named)
         both._notes = {**self._notes, **other._notes}
         return both
 
@@ -131,9 +132,9 @@ _noting: ContextVar[Sources | None] = ContextVar("noting", default=None)
 
 
 @contextmanager
-def noted() -> Iterator[Sources]:
-    """Note all sources that are opened in the block."""
-    sources = Sources()
+def noted(*named: Path) -> Iterator[Sources]:
+    """Note all sources that are opened in the block, which begins with the paths `named`."""
+    sources = Sources(*named)
     token = _noting.set(sources)
     try:
         yield sources

@@ -1,64 +1,230 @@
-"""Output appears whole or not at all: written under a temporary name, made durable, renamed last."""
+"""Output appears whole or not at all: written under a name of its own, made durable, renamed last.
+
+Beside a destination `dst` there may lie, while a run lives or after it was killed:
+
+- `.dst.lock-reshard`, locked by the run that writes to `dst` until it ends, however it ends. A lock is seen from other
+  containers and, over NFS, from other machines, where a process number says nothing.
+- `.dst.partial-1f0c9e2a`, what a run has written so far, or the old folder that its output has replaced. Whoever can
+  take the lock may remove it.
+- `.dst.replaced-1f0c9e2a`, the old folder while the new one takes its place. It may be the only copy of it, so it is
+  put back or left alone, never removed.
+
+Not all file systems have locks. There the rename decides: one of two runs has its output at `dst`, the other an error.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import glob
 import os
+import re
+import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from reshard.errors import Problem, ReshardError
+from reshard.errors import ReshardError, listed
 
-BESIDE = "the result is made beside the destination, and takes its place when it is whole"
+TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+"""What a rename says where something stands at the destination that it does not replace."""
 
 
 @contextmanager
-def staged(target: Path, *, overwrite: bool) -> Iterator[Path]:
+def staged(target: Path, sizes: Mapping[str, int], *, overwrite: bool) -> Iterator[Path]:
     """A new empty folder that becomes `target` when the block ends well, and vanishes when it does not.
 
-    With `overwrite` the old folder is moved aside, and removed once the new one stands in its place. Raises
-    ReshardError if the system refuses to read or to write.
+    By then it must hold the files `sizes` (bytes by relative path) and nothing else. With `overwrite` the old folder is
+    moved aside, and removed once the new one stands in its place. Ctrl-C leaves the old one or the new one, whole.
+    Raises ReshardError if another run writes to `target`, and if the system refuses to read or to write.
     """
     target = target.resolve()  # a link to a folder stays a link
-    created = [path for path in target.parents if not path.exists()]
-    folder = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    folder = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
+    made: list[Path] = []
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(target)
-        folder.mkdir()
-        yield folder
-        _publish(folder, target, overwrite)
+        _make(target.parent, made)
+        with _locked(target):
+            try:
+                folder.mkdir()
+                with _there(folder, sizes):
+                    yield folder
+                _publish(folder, target, overwrite)
+            finally:
+                _despite_ctrl_c(lambda: shutil.rmtree(folder, ignore_errors=True))
     except BaseException as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        with suppress(OSError):
-            for path in created:
+        with suppress(OSError):  # not empty: others use them meanwhile
+            for path in reversed(made):
                 path.rmdir()
         if isinstance(error, OSError):
             raise _refused(error, target) from error
         raise
 
 
+def _make(folder: Path, made: list[Path]) -> None:
+    """Make a folder and those above it; `made` gets those that were not there."""
+    if not folder.is_dir():
+        _make(folder.parent, made)
+        try:
+            folder.mkdir()
+            made.append(folder)
+        except FileExistsError:
+            if not folder.is_dir():  # else somebody was faster
+                raise
+
+
+@contextmanager
+def _locked(target: Path) -> Iterator[bool]:
+    """Be the only run that writes to `target`; False where the file system has no locks to tell.
+
+    Raises ReshardError if another run is.
+    """
+    path = target.with_name(f".{target.name}.lock-reshard")
+    while True:
+        lock = _opened(path)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            has_locks = True
+        except BlockingIOError:
+            os.close(lock)
+            raise _busy(target, path) from None
+        except OSError:
+            has_locks = False
+        if _is(path, os.fstat(lock)):
+            break
+        os.close(lock)  # whoever held it was done with it, and has removed it meanwhile
+    try:
+        yield has_locks
+    finally:
+        with suppress(OSError):
+            path.unlink()
+        os.close(lock)
+
+
+def _opened(lock: Path) -> int:
+    try:
+        return os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)  # NFS locks only what is open for writing
+    except PermissionError:
+        if lock.exists():  # of another user
+            return os.open(lock, os.O_RDONLY)
+        raise
+
+
+def _is(path: Path, status: os.stat_result) -> bool:
+    """Whether a path leads to what has this status, and not to something else of the same name."""
+    try:
+        return os.path.samestat(path.stat(), status)
+    except OSError:
+        return False
+
+
+def _despite_ctrl_c(action: Callable[[], object]) -> None:
+    """Do something to its end, though Ctrl-C interrupts it: begin again, and raise that when it is done."""
+    again: KeyboardInterrupt | None = None
+    while True:
+        try:
+            action()
+            break
+        except KeyboardInterrupt as error:
+            again = error
+    if again:
+        raise again
+
+
 def _publish(folder: Path, target: Path, overwrite: bool) -> None:
     """Make `folder` durable and put it in the place of `target`."""
     for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
         _sync(path)
-    aside = target.with_name(f".{target.name}.replaced-{os.getpid()}")
-    try:
-        if overwrite and target.exists():
-            target.rename(aside)
-        folder.rename(target)  # which takes the place of an empty folder, too
-    except BaseException:
-        if aside.exists() and not target.exists():
+    new = folder.stat()
+    aside = target.with_name(folder.name.replace(".partial-", ".replaced-"))
+
+    def settle() -> None:
+        """What is aside is of no use any more once the new folder stands there, and goes back where nothing does."""
+        if _is(target, new):
+            if aside.exists():
+                aside.rename(folder)
+            _sync(target.parent)
+        elif aside.exists() and not target.exists():
             aside.rename(target)
+
+    try:
+        try:
+            if overwrite and target.exists():
+                target.rename(aside)
+            folder.rename(target)  # which takes the place of an empty folder, too
+        finally:
+            _despite_ctrl_c(settle)
+    except OSError as error:
+        if error.errno in TAKEN:
+            raise _taken(target, aside) from error
         raise
-    with suppress(
-        KeyboardInterrupt
-    ):  # the new one is in place; what stays of the old is swept by the next run
-        _sync(target.parent)
-        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _there(folder: Path, sizes: Mapping[str, int]) -> Iterator[None]:
+    """Raise ReshardError unless `folder` holds what was planned when the block ends, or if it is gone before."""
+    try:
+        yield
+    except (OSError, ReshardError) as error:
+        if folder.exists():
+            raise
+        raise _spoilt(folder, sizes, {}) from error
+    found = {}
+    for place, _, names in os.walk(folder):
+        for path in (Path(place, name) for name in names):
+            found[path.relative_to(folder).as_posix()] = path.lstat().st_size
+    if found != sizes:
+        raise _spoilt(folder, sizes, found)
+
+
+def _spoilt(folder: Path, sizes: Mapping[str, int], found: Mapping[str, int]) -> ReshardError:
+    wrong = [f"{name} is missing" for name in sizes.keys() - found.keys()]
+    wrong += [f"{name} should not be there" for name in found.keys() - sizes.keys()]
+    wrong += [
+        f"{name} has {found[name]} bytes and not {size}"
+        for name, size in sizes.items()
+        if found.get(name, size) != size
+    ]
+    return ReshardError(
+        "the output was changed while it was written",
+        file=str(folder),
+        rule="all files that were planned are there, with their sizes, and nothing else",
+        found=listed(sorted(wrong)) if folder.exists() else "the folder was removed",
+        remedy="something else removes or writes files there: stop it, then run the same command again",
+    )
+
+
+def recover(target: Path) -> None:
+    """Put right what runs that were killed left beside `target`; leave alone what may be of one that lives."""
+    target = target.resolve()
+    if not (_beside(target, "partial") or _beside(target, "replaced")):
+        return
+    with suppress(ReshardError, OSError), _locked(target) as has_locks:
+        replaced = sorted(_beside(target, "replaced"), key=lambda path: path.stat().st_ctime)
+        if replaced and not (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+            replaced[-1].rename(target)  # which takes the place of an empty folder, too
+        for leftover in _beside(target, "partial") if has_locks else ():
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def put_aside(target: Path) -> list[Path]:
+    """Old folders that were moved aside, and not put back because something else stands at `target`."""
+    return _beside(target.resolve(), "replaced")
+
+
+def _beside(target: Path, kind: str) -> list[Path]:
+    """The folders of runs beside a destination."""
+    name = re.compile(re.escape(f".{target.name}.{kind}-") + "[0-9a-f]{8}")
+    found = target.parent.glob(f".{glob.escape(target.name)}.{kind}-*")
+    return [path for path in found if name.fullmatch(path.name) and path.is_dir()]
 
 
 def _refused(error: OSError, target: Path) -> ReshardError:
@@ -74,89 +240,25 @@ def _refused(error: OSError, target: Path) -> ReshardError:
     )
 
 
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sweep(target: Path) -> None:
-    """Remove what runs that were killed left beside `target`; put back what one had moved aside."""
-    for leftover in target.parent.glob(f".{glob.escape(target.name)}.*-*"):
-        kind, _, pid = leftover.name[len(target.name) + 2 :].rpartition("-")
-        if kind not in ("partial", "replaced") or not pid.isdigit() or Path(f"/proc/{pid}").exists():
-            continue
-        if kind == "replaced" and not target.exists():
-            leftover.rename(target)
-        else:
-            shutil.rmtree(leftover, ignore_errors=True)
-
-
-def check_target(source: Path, target: Path, *, overwrite: bool, replaceable: bool, needed: int) -> None:
-    """Refuse a destination that would lose something or cannot hold the result.
-
-    `replaceable` tells whether the folder is one checkpoint and nothing else, which `overwrite` may replace;
-    `needed` is the size of the result in bytes. Raises ReshardError.
-    """
-    here, there = source.resolve(), target.resolve()
-    parent = next(path for path in there.parents if path.exists())
-    if here == there or there in here.parents:
-        problems = [_holds_the_source(source, target)]
-    elif there.is_dir() and any(there.iterdir()) and not (overwrite and replaceable):
-        problems = [_not_empty(target, overwrite=overwrite)]
-    elif there.exists() and not there.is_dir():
-        problems = [Problem("the destination is a file", file=str(target), remedy="name a folder")]
-    elif there.is_mount():
-        remedy = f"name a folder in it: {target / source.name}"
-        problems = [Problem("the destination is a mount point", file=str(target), rule=BESIDE, remedy=remedy)]
-    else:
-        problems = _unwritable(parent)
-    if parent.is_dir() and (free := shutil.disk_usage(parent).free) < needed:
-        problems.append(_too_small(parent, needed, free))
-    if problems:
-        raise ReshardError(problems)
-
-
-def _holds_the_source(source: Path, target: Path) -> Problem:
-    return Problem(
-        "the source lies inside the destination",
+def _busy(target: Path, lock: Path) -> ReshardError:
+    return ReshardError(
+        "another run is writing to the destination",
         file=str(target),
-        rule="the destination is replaced as a whole",
-        found=f"source {source}",
-        remedy="choose a destination outside of the source",
+        rule="one run at a time writes to a destination",
+        found=listed(
+            [f"{path} is being written" for path in _beside(target, "partial")] or [f"{lock} is locked"]
+        ),
+        remedy="wait until it has ended, or choose another destination",
     )
 
 
-def _not_empty(target: Path, *, overwrite: bool) -> Problem:
-    remedy = "choose another folder"
-    return Problem(
-        "the destination is not empty",
+def _taken(target: Path, aside: Path) -> ReshardError:
+    kept = f"; what was there before is now {aside}" if aside.exists() else ""
+    return ReshardError(
+        "something else appeared at the destination while this run wrote",
         file=str(target),
-        rule="old shards or a stale index never remain beside new ones",
-        found=", ".join(sorted(path.name for path in target.iterdir())[:5]),
-        remedy=remedy if overwrite else f"{remedy}, or give --overwrite to replace it",
-        expected="an empty folder, or a checkpoint to replace, alone in it" if overwrite else None,
-    )
-
-
-def _unwritable(parent: Path) -> list[Problem]:
-    """Why nothing can be made in `parent`, the folder where the destination would appear, or come to lie below."""
-    if not parent.is_dir():
-        return [Problem("the destination lies below a file", file=str(parent), remedy="name another folder")]
-    if not os.access(parent, os.W_OK | os.X_OK):
-        remedy = "choose a destination in a folder of yours, or have that one opened"
-        return [Problem("nothing can be written here", file=str(parent), rule=BESIDE, remedy=remedy)]
-    return []
-
-
-def _too_small(parent: Path, needed: int, free: int) -> Problem:
-    return Problem(
-        "the disk is too small for the result",
-        file=str(parent),
-        rule="space is checked before the first byte is written",
-        expected=f"{needed:,} bytes free",
-        found=f"{free:,} bytes free",
-        remedy="free some space, choose another disk, or a narrower --dtype",
+        rule="what this run did not find there is not replaced",
+        found=listed(sorted(path.name for path in target.iterdir()) if target.is_dir() else ["a file"], 5)
+        + kept,
+        remedy="look at what is there, or choose another destination",
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.bad_input.damage import MEGATRON, Copy, convert, converted, edit_tensors, find, refusal, refused
+from tests.bad_input.damage import MEGATRON, Copy, convert, converted, edit_tensors, refusal, refused
 from tests.commandline import listing, reshard
 
 # ------------------------------------------------------------------------------------- which iteration
@@ -196,43 +196,6 @@ def test_the_destination_is_not_empty(copy: Copy) -> None:
     assert "release" in problem["found"]
 
 
-def test_overwrite_replaces_a_checkpoint_as_a_whole(copy: Copy) -> None:
-    src = copy("qwen3")
-    dst = src.parent / "dst"
-    converted(src, dst, "--to", "huggingface", "--max-shard-size", "200KB")
-    (dst / "notes").mkdir()
-    (dst / "notes" / "old.txt").touch()
-    assert (dst / "model.safetensors.index.json").exists()
-    converted(src, dst, "--to", "huggingface", "--overwrite")
-    fresh = src.parent / "fresh"
-    converted(src, fresh, "--to", "huggingface")
-    assert listing(dst).keys() == listing(fresh).keys()
-    assert {path.name for path in src.parent.iterdir()} == {"src", "dst", "fresh"}
-
-
-def test_overwrite_does_not_replace_what_is_no_checkpoint(copy: Copy) -> None:
-    src = copy("qwen3")
-    dst = src.parent / "dst"
-    dst.mkdir()
-    (dst / "thesis.tex").write_text("years of work")
-    problem = refusal(*convert(src, *MEGATRON, "--overwrite"))
-    assert problem["found"] == "thesis.tex" and "a checkpoint to replace" in problem["expected"]
-    assert "--overwrite" not in problem["remedy"]
-
-
-def test_overwrite_replaces_one_checkpoint_and_not_more(copy: Copy) -> None:
-    """Not a run with several iterations, nor a folder of folders in which a file of weights happens to lie."""
-    src = copy("qwen3")
-    dst = src.parent / "dst"
-    converted(src, dst, *MEGATRON)
-    shutil.copytree(dst / "release", dst / "iter_0000001")
-    assert "iter_0000001" in refusal(*convert(src, *MEGATRON, "--overwrite"))["found"]
-    shutil.rmtree(dst)
-    (dst / "photos").mkdir(parents=True)
-    shutil.copy(find(src, "model.safetensors"), dst)
-    assert "photos" in refusal(*convert(src, *MEGATRON, "--overwrite"))["found"]
-
-
 def test_the_destination_is_a_file(copy: Copy) -> None:
     src = copy("qwen3")
     (src.parent / "dst").write_text("a file")
@@ -284,8 +247,11 @@ def test_a_dry_run_tells_what_is_in_the_way(copy: Copy, monkeypatch: pytest.Monk
     assert reshard("convert", src, src.parent / "old", *MEGATRON, "--overwrite", "--dry-run").code == 0
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - 1000, 1000))
-    problem = refusal(*convert(src, *MEGATRON, "--dry-run"))
-    assert problem["message"] == "the disk is too small for the result"
+    result = reshard(*convert(src, *MEGATRON, "--dry-run"))
+    assert result.code == 0 and "unmatched: none" in result.out
+    assert result.err.startswith("warning: the disk is too small for the result\n")
+    (warning,) = reshard(*convert(src, *MEGATRON, "--dry-run", "--json")).json["warnings"]
+    assert warning["found"] == "1,000 bytes free"
 
 
 def test_a_mount_point_cannot_be_replaced(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from tests.bad_input.damage import (
     refusal,
     refused,
 )
-from tests.commandline import listing, reshard
+from tests.commandline import Result, listing, reshard
 
 # ----------------------------------------------------------------------------- runs that do not finish
 
@@ -87,27 +89,49 @@ def test_ctrl_c_in_a_callback(copy: Copy) -> None:
 
 
 SLOW = """
-import os, signal, sys, time
+import errno, fcntl, os, signal, sys, time
 from reshard.cli import main
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell begins with it ignored
+if "INT" in sys.argv[1]:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell begins with it ignored
+if "nohup" in sys.argv[1]:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 pwrite = os.pwrite
 def slow(*args):
     time.sleep(0.05)
+    while "gate" in sys.argv[1] and not os.path.exists(os.path.join(sys.argv[3], "go")):
+        time.sleep(0.01)
     return pwrite(*args)
 os.pwrite = slow
-main(sys.argv[1:])
+def flock(*args):
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+if "no locks" in sys.argv[1]:
+    fcntl.flock = flock
+main(sys.argv[2:])
 """
 
 
-def begin_slowly(src: Path, dst: Path, *flags: str) -> subprocess.Popen[str]:
-    """A conversion in a process of its own that has begun to write, and will take long to finish."""
-    command = [sys.executable, "-c", SLOW, "convert", str(src), str(dst), *MEGATRON, *flags]
+def begin_slowly(
+    src: Path, dst: Path, *flags: str, how: str = "INT", within: tuple[str, ...] = ()
+) -> subprocess.Popen[str]:
+    """A conversion in a process of its own that has begun to write, and will take long to finish.
+
+    With a gate, it stays there until `go` lies in the source.
+    """
+    before = set(dst.parent.glob(f".{dst.name}.partial-*"))
+    command = [*within, sys.executable, "-c", SLOW, how, "convert", str(src), str(dst), *MEGATRON, *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
-    while not list(dst.parent.glob(f".{dst.name}.partial-*/**/*.distcp")):
+    while not any(
+        list(path.glob("**/*.distcp")) for path in set(dst.parent.glob(f".{dst.name}.partial-*")) - before
+    ):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.01)
     return process
+
+
+def ended(process: subprocess.Popen[str]) -> Result:
+    out, err = process.communicate(timeout=120)
+    return Result(process.returncode, out, err)
 
 
 def test_ctrl_c_in_the_middle(copy: Copy) -> None:
@@ -115,9 +139,7 @@ def test_ctrl_c_in_the_middle(copy: Copy) -> None:
     before = listing(src.parent)
     process = begin_slowly(src, src.parent / "dst")
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert (out, err) == ("", "interrupted: nothing was changed\n")
+    assert ended(process) == Result(130, "", "interrupted: nothing was changed\n")
     assert listing(src.parent) == before
 
 
@@ -127,12 +149,112 @@ def test_what_a_killed_run_left_is_swept_by_the_next(copy: Copy) -> None:
     process = begin_slowly(src, dst)
     process.kill()
     process.communicate(timeout=60)
-    (leftover,) = src.parent.glob(".dst.partial-*")
-    assert leftover.name == f".dst.partial-{process.pid}" and not dst.exists()
-    alive = src.parent / f".dst.partial-{os.getppid()}"  # of a run that still goes on
-    alive.mkdir()
+    assert list(src.parent.glob(".dst.partial-*")) and not dst.exists()
     converted(src, dst, *MEGATRON)
-    assert not leftover.exists() and alive.exists()
+    assert {path.name for path in src.parent.iterdir()} == {"src", "dst"}
+
+
+def test_what_a_killed_run_left_is_swept_before_space_is_counted(
+    copy: Copy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    src = copy("qwen3")
+    leftover = src.parent / ".dst.partial-0123abcd"
+    leftover.mkdir()
+    usage = namedtuple("usage", "total used free")
+    free = [10**9, 1000]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, free[leftover.exists()]))
+    converted(src, src.parent / "dst", *MEGATRON)
+
+
+def test_an_old_checkpoint_comes_back_and_is_not_lost_to_one_who_did_not_ask(copy: Copy) -> None:
+    """A run was killed between its renames. The next one finds what had been there, and refuses it as then."""
+    src = copy("qwen3")
+    dst = src.parent / "dst"
+    converted(src, dst, *MEGATRON)
+    dst.rename(src.parent / ".dst.replaced-0123abcd")
+    result = reshard(*convert(src, *MEGATRON))
+    assert result.code == 2 and "the destination is not empty" in result.err
+    assert reshard("verify", src, dst).code == 0
+    assert {path.name for path in src.parent.iterdir()} == {"src", "dst"}
+
+
+def test_an_old_checkpoint_that_cannot_come_back_is_told(copy: Copy) -> None:
+    src = copy("qwen3")
+    dst, kept = src.parent / "dst", src.parent / ".dst.replaced-0123abcd"
+    converted(src, dst, *MEGATRON)
+    shutil.copytree(dst, kept)
+    result = reshard(*convert(src, *MEGATRON, "--overwrite"))
+    assert result.code == 0 and "warning: an earlier run was killed" in result.err
+    assert f"  file: {kept}\n" in result.err
+    assert reshard("verify", src, kept).code == 0
+
+
+# ------------------------------------------------------------------------------------------ two writers
+
+
+@pytest.fixture(scope="module")
+def container() -> tuple[str, ...]:
+    """The words that run a command with process numbers of its own, as a container does."""
+    for user in ((), ("--user", "--map-root-user")):
+        words = ("unshare", *user, "--pid", "--fork", "--mount-proc")
+        if shutil.which("unshare") and not subprocess.run([*words, "true"], capture_output=True).returncode:
+            return words
+    pytest.skip("this machine lets nobody make namespaces")
+
+
+def test_of_two_containers_the_second_is_refused(copy: Copy, container: tuple[str, ...]) -> None:
+    src = copy("qwen3")
+    dst = src.parent / "dst"
+    first = begin_slowly(src, dst, "--quiet", how="gate", within=container)
+    (folder,) = src.parent.glob(".dst.partial-*")
+    command = [*container, sys.executable, "-m", "reshard", *map(str, convert(src, *MEGATRON)), "--json"]
+    second = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    (problem,) = json.loads(second.stdout)["problems"]
+    assert second.returncode == 2 and problem["message"] == "another run is writing to the destination"
+    assert str(folder) in problem["found"]
+    (src / "go").touch()
+    assert ended(first) == Result(0, "", "")
+    assert reshard("verify", src, dst).code == 0
+    assert {path.name for path in src.parent.iterdir()} == {"src", "dst"}
+
+
+@pytest.mark.parametrize("overwrite", [(), ("--overwrite",)])
+def test_without_locks_one_of_two_has_its_whole_output_there(
+    copy: Copy, container: tuple[str, ...], overwrite: tuple[str, ...]
+) -> None:
+    src = copy("qwen3")
+    dst = src.parent / "dst"
+    if overwrite:
+        converted(src, dst, *MEGATRON)
+    flags = ("--quiet", *overwrite)
+    runs = [
+        begin_slowly(src, dst, *flags, *layout, how="gate, no locks", within=container)
+        for layout in (("--tp", "2"), ("--pp", "2"))
+    ]
+    (src / "go").touch()
+    results = [ended(run) for run in runs]
+    codes = sorted(result.code for result in results)
+    assert codes in ([0, 2], [0, 0] if overwrite else [])
+    for result in results:
+        said = ("something else appeared", "the system refused") if result.code else ("",)
+        assert result.err.startswith(tuple(f"error: {each}" if each else "" for each in said))
+    assert reshard("verify", src, dst).code == 0
+    listed = {*json.loads((dst / "reshard.json").read_text())["files"], "reshard.json"}
+    assert {path.relative_to(dst).as_posix() for path in dst.rglob("*") if path.is_file()} == listed
+    assert {path.name for path in src.parent.iterdir()} == {"src", "dst"}
+
+
+def test_a_folder_that_is_swept_in_the_middle_is_not_published(copy: Copy) -> None:
+    """By what takes a process that it does not see for dead."""
+    src = copy("qwen3")
+    before = listing(src.parent)
+    process = begin_slowly(src, src.parent / "dst", "--max-shard-size", "100KB")
+    (folder,) = src.parent.glob(".dst.partial-*")
+    shutil.rmtree(folder)
+    result = ended(process)
+    assert result.code == 2 and "error: the output was changed while it was written" in result.err
+    assert "the folder was removed" in result.err and "Traceback" not in result.err
+    assert listing(src.parent) == before
 
 
 # -------------------------------------------------------------------------------------- how it is told

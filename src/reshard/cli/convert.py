@@ -13,7 +13,7 @@ import click
 from rich.markup import escape
 
 from reshard import api
-from reshard.api import Conversion, parse_size
+from reshard.api import parse_size
 from reshard.cli.console import (
     common_options,
     count,
@@ -26,6 +26,8 @@ from reshard.cli.console import (
     stdout,
 )
 from reshard.cli.options import iteration_option
+from reshard.conversion import Conversion
+from reshard.errors import listed
 from reshard.execute import peak_per_worker, worker_count
 from reshard.plan import Plan
 from reshard.planning import TARGETS
@@ -110,21 +112,30 @@ def command(src: Path, dst: Path, quiet: bool, json_output: bool, **options: Any
       reshard convert ckpt ckpt2 --to megatron --pp 2     Megatron to another layout
       reshard convert lora merged --merge --base model    a LoRA adapter into its base
     """
-    result = shown(
+    memory, workers = options["memory"], options["workers"]
+    shown(
         lambda **hooks: api.convert(src, dst, **options, **hooks),
         dst,
         quiet=quiet,
         json_output=json_output,
-        dry_run=options["dry_run"],
+        print_plan=(lambda plan: _print_plan(plan, parse_size(memory), workers))
+        if options["dry_run"]
+        else None,
     )
-    if options["dry_run"] and not quiet and not json_output:
-        _print_plan(result.plan, parse_size(options["memory"], "--memory"), options["workers"])
 
 
 def shown(
-    convert: Callable[..., Conversion], dst: Path, *, quiet: bool, json_output: bool, dry_run: bool = False
-) -> Conversion:
-    """Run a conversion that takes `on_plan` and `on_bytes`, and show its notes, its progress and its result."""
+    convert: Callable[..., Conversion],
+    dst: Path,
+    *,
+    quiet: bool,
+    json_output: bool,
+    print_plan: Callable[[Plan], None] | None = None,
+) -> None:
+    """Run a conversion that takes `on_plan` and `on_bytes`, and show its notes, its progress and its result.
+
+    `print_plan` shows what a dry run found, which has no result.
+    """
     silent = quiet or json_output
     begin = time.monotonic()
     with ExitStack() as stack:
@@ -134,21 +145,25 @@ def shown(
             if not silent:
                 _print_notes(plan)
             print_problems(plan.warnings, stderr())
-            if not dry_run:
+            if not print_plan:
                 bars.append(stack.enter_context(progress("convert", plan.nbytes, quiet=silent)))
 
         result = convert(on_plan=on_plan, on_bytes=lambda count: bars[-1](count))
     if json_output:
         print_json(result.as_dict())
-        return result
-    if not quiet and not dry_run:
+        return
+    if not quiet and print_plan:
+        print_plan(result.plan)
+    elif not quiet:
         _print_result(result, dst, time.monotonic() - begin)
+    _print_warnings(result)
+
+
+def _print_warnings(result: Conversion) -> None:
+    print_problems(result.warnings, stderr())
     if result.report and result.report.nonfinite:
-        names = ", ".join(result.report.nonfinite[:5])
-        more = len(result.report.nonfinite) - 5
-        tail = f" and {more} more" if more > 0 else ""
-        stderr().print(f"[bold yellow]warning:[/] NaN or Inf in {escape(names)}{tail} (--strict refuses it)")
-    return result
+        names = escape(listed(result.report.nonfinite, 5))
+        stderr().print(f"[bold yellow]warning:[/] NaN or Inf in {names} (--strict refuses it)")
 
 
 def _print_notes(plan: Plan) -> None:

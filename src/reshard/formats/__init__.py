@@ -41,21 +41,6 @@ def detect(path: Path) -> str | None:
     return next((name for name, module in FORMATS.items() if module.detect(path)), None)
 
 
-def is_replaceable(path: Path) -> bool:
-    """Whether the folder `path` is what reshard wrote, or one checkpoint from elsewhere.
-
-    A run with several iterations is more than a conversion may replace, and so is a folder with folders of
-    other things, in which a file of weights happens to lie.
-    """
-    steps = iterations.found_in(path).values()
-    if len(steps) > 1:
-        return False
-    if (path / "reshard.json").is_file():
-        return True
-    others = {child.name for child in path.iterdir() if child.is_dir() and child not in steps}
-    return detect(path) is not None and others <= {companions.TEMPLATES}
-
-
 def open_checkpoint(
     path: Path, iteration: Iteration | None = None, strip: tuple[str, ...] = ()
 ) -> Checkpoint:

@@ -67,7 +67,7 @@ def plan_conversion(source: Path, options: Options) -> Plan:
 
     Reads headers and metadata only, and the lora_A of projections that may share one.
     """
-    with noted() as sources:
+    with noted(source, *([options.base] if options.base else [])) as sources:
         plan = _planned(source, options)
     plan.sources = sources
     return plan

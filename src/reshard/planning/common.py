@@ -24,6 +24,7 @@ from reshard.model import Model, config_of
 from reshard.plain import to_json
 from reshard.plan import OutputFile, Plan, Planned
 from reshard.quantization import settings_of
+from reshard.sources import read_source
 from reshard.version import __version__
 from reshard.views import View
 
@@ -33,7 +34,7 @@ KEEPS_ITS_DTYPE = ("e_score_correction_bias", "expert_bias")
 
 @dataclass(frozen=True)
 class Options:
-    """How the output should look; the flags of `reshard convert`."""
+    """How the output should look: the flags of `reshard convert`, and files to copy into it, by their name there."""
 
     to: str | None = None
     base: Path | None = None
@@ -51,6 +52,7 @@ class Options:
     adapter: str | None = None
     lora_alpha: float | None = None
     with_optimizer: bool = False
+    beside: Mapping[str, Path] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -223,6 +225,11 @@ def finished(
     """
     checkpoint, model = source.checkpoint, source.model
     facts = _facts(source, target, tensors, dropped, layout, states)
+    planned = {file.path for file in files}
+    for name, path in source.options.beside.items():
+        if name not in planned:
+            files.append(OutputFile.of_bytes(name, read_source(path)))
+    facts["files"] = sorted(file.path for file in files)
     files.append(OutputFile.of_bytes("reshard.json", to_json(facts)))
     parameters = checkpoint.parameters if checkpoint.quantization else _elements(tensors)
     plan = Plan(

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reshard import api
+from reshard.conversion import Conversion, convert
 from reshard.errors import Problem, ReshardError
 from reshard.formats import open_checkpoint
 from reshard.formats.companions import CONFIG, find_companions
+from reshard.planning import Options
 from reshard.train.engine import Trained, engine_of
 from reshard.train.final import checks
 from reshard.train.final.checks import Check, checked
@@ -137,10 +138,12 @@ def _merged(final: Path, draft: Path, run: Run, on_bytes: OnBytes) -> Iterator[C
         yield from checks.of_model(draft, run, of="merged: ")
 
 
-def export(checkpoint: Path, destination: Path, *, merge: bool = False, **options: Any) -> api.Conversion:
+def export(
+    checkpoint: Path, destination: Path, *, merge: bool = False, dtype: str | None = None, **how: Any
+) -> Conversion:
     """Convert a checkpoint of a run, told everything by the record in it: to a Hugging Face folder, or to PEFT's.
 
-    `merge` puts the adapter of a LoRA run into its base. Other options are those of `convert`, and come first. Raises
+    `merge` puts the adapter of a LoRA run into its base; `how` are other arguments of `conversion.convert`. Raises
     ReshardError if there is no record.
     """
     run = Run.of_dict(read_record(checkpoint / RECORD))
@@ -151,16 +154,14 @@ def export(checkpoint: Path, destination: Path, *, merge: bool = False, **option
             found="a run that trained all weights",
             remedy="leave out --merge",
         )
-    told: dict[str, Any] = {
-        "to": "peft" if run.lora and not merge else "huggingface",
-        "base": _base(run, checkpoint),
-        "merge": merge,
-    }
-    told |= {name: value for name, value in options.items() if value is not None}
-    result = api.convert(checkpoint, destination, **told)
-    if not options.get("dry_run"):
-        _accompany(run, checkpoint, destination, to=told["to"])
-    return result
+    options = Options(
+        to="peft" if run.lora and not merge else "huggingface",
+        base=_base(run, checkpoint),
+        dtype=dtype,
+        merge=merge,
+        beside=_beside(run, checkpoint, merge=merge),
+    )
+    return convert(checkpoint, destination, options, **how)
 
 
 def _base(run: Run, checkpoint: Path) -> Path | None:
@@ -171,11 +172,9 @@ def _base(run: Run, checkpoint: Path) -> Path | None:
     return None if beside.config and beside.has_tokenizer else run.model
 
 
-def _accompany(run: Run, checkpoint: Path, destination: Path, *, to: str) -> None:
-    """Lay the record beside the weights; beside an adapter the config of its base too, which PEFT does not need."""
-    if to == "peft":
-        beside = find_companions(checkpoint, run.model).files
-        if CONFIG in beside and not (destination / CONFIG).exists():
-            shutil.copyfile(beside[CONFIG], destination / CONFIG)
-    if to in ("peft", "huggingface"):
-        shutil.copyfile(checkpoint / RECORD, destination / RECORD)
+def _beside(run: Run, checkpoint: Path, *, merge: bool) -> dict[str, Path]:
+    """The record goes beside the weights; beside an adapter the config of its base too, which PEFT does not need."""
+    files = {RECORD: checkpoint / RECORD}
+    if run.lora and not merge and (config := find_companions(checkpoint, run.model).files.get(CONFIG)):
+        files[CONFIG] = config
+    return files

@@ -1,0 +1,128 @@
+"""What must not be at a destination, and what may be replaced there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from reshard.errors import Problem, listed
+
+BESIDE = "the result is made beside the destination, and takes its place when it is whole"
+CHAIN = 40
+"""Links that lead to each other, at most: as many as Linux follows."""
+
+
+def target_problems(sources: Sequence[Path], target: Path, *, foreign: Sequence[str] | None) -> list[Problem]:
+    """Why a destination would lose something, or why nothing can appear there.
+
+    `sources` are all paths that are read, first the one that the user named. `foreign` is None if a folder that is not
+    empty must stay. Else it lists what is no part of the one checkpoint there, which is all that may be replaced.
+    """
+    there = target.resolve()
+    inside = [path for path in sources if _lies_in(path, there)] if there.exists() else []
+    if inside:
+        return [_holds_sources(sources[0], inside, target)]
+    if there.is_dir() and any(there.iterdir()):
+        if foreign is None:
+            return [_not_empty(target)]
+        if foreign:
+            return [_holds_more(target, foreign)]
+        if sources[0].resolve() in there.parents and not (there / "reshard.json").is_file():
+            return [_part_of_the_source(sources[0], target)]
+    if there.exists() and not there.is_dir():
+        return [Problem("the destination is a file", file=str(target), remedy="name a folder")]
+    if there.is_mount():
+        remedy = f"name a folder in it: {target / sources[0].name}"
+        return [Problem("the destination is a mount point", file=str(target), rule=BESIDE, remedy=remedy)]
+    return _unwritable(_above(there))
+
+
+def space_problems(target: Path, needed: int) -> list[Problem]:
+    """Whether the disk of a destination has not `needed` bytes left."""
+    folder = _above(target.resolve())
+    if not folder.is_dir() or (free := shutil.disk_usage(folder).free) >= needed:
+        return []
+    return [
+        Problem(
+            "the disk is too small for the result",
+            file=str(folder),
+            rule="space is checked before the first byte is written",
+            expected=f"{needed:,} bytes free",
+            found=f"{free:,} bytes free",
+            remedy="free some space, choose another disk, or a narrower --dtype",
+        )
+    ]
+
+
+def _above(target: Path) -> Path:
+    """The folder where a destination would appear, or come to lie below."""
+    return next(path for path in target.parents if path.exists())
+
+
+def _lies_in(path: Path, folder: Path) -> bool:
+    """Whether a path, what it leads to or a link on the way is `folder`, or lies below it."""
+    return any(place == folder or folder in place.parents for place in (path.resolve(), *_links(path)))
+
+
+def _links(path: Path) -> Iterator[Path]:
+    """Where a path that is a link lies, and where the links lie that it leads to."""
+    for _ in range(CHAIN):
+        if not path.is_symlink():
+            return
+        path = path.parent.resolve() / path.name
+        yield path
+        path = path.parent / path.readlink()
+
+
+def _holds_sources(source: Path, inside: Sequence[Path], target: Path) -> Problem:
+    is_named = inside[0] == source
+    return Problem(
+        "the source lies inside the destination" if is_named else "the destination holds what is read",
+        file=str(target),
+        rule="the destination is replaced as a whole",
+        found=f"source {source}" if is_named else listed([str(path) for path in inside]),
+        remedy="choose a destination outside of the source",
+    )
+
+
+def _part_of_the_source(source: Path, target: Path) -> Problem:
+    return Problem(
+        "the destination is a part of the source",
+        file=str(target),
+        rule="inside the source, only what reshard wrote is replaced",
+        found=f"source {source}",
+        remedy="choose another folder",
+    )
+
+
+def _not_empty(target: Path) -> Problem:
+    return Problem(
+        "the destination is not empty",
+        file=str(target),
+        rule="old shards or a stale index never remain beside new ones",
+        found=listed(sorted(path.name for path in target.iterdir()), 5),
+        remedy="choose another folder, or give --overwrite to replace it",
+    )
+
+
+def _holds_more(target: Path, foreign: Sequence[str]) -> Problem:
+    return Problem(
+        "the destination holds more than one checkpoint that can be replaced",
+        file=str(target),
+        rule="--overwrite deletes what reshard wrote, or one checkpoint, and nothing else",
+        expected="an empty folder, or a checkpoint to replace, alone in it",
+        found=listed(foreign),
+        remedy="move these files out of the way, or choose another folder",
+    )
+
+
+def _unwritable(folder: Path) -> list[Problem]:
+    """Why nothing can be made in a folder."""
+    if not folder.is_dir():
+        return [Problem("the destination lies below a file", file=str(folder), remedy="name another folder")]
+    if not os.access(folder, os.W_OK | os.X_OK):
+        remedy = "choose a destination in a folder of yours, or have that one opened"
+        return [Problem("nothing can be written here", file=str(folder), rule=BESIDE, remedy=remedy)]
+    return []

@@ -1,0 +1,98 @@
+"""What in a folder is of the one checkpoint there, and what is somebody's own."""
+
+from __future__ import annotations
+
+import os
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+
+from reshard.errors import ReshardError
+from reshard.formats import open_checkpoint
+from reshard.formats.companions import find_companions, read_object
+from reshard.sources import noted
+
+RECORD = "reshard.json"
+FILES = "files"
+"""The key under which `reshard.json` lists what was written with it."""
+
+_BESIDE = (
+    *("README.md", "LICENSE*", ".gitattributes", "*.index.json", "training_args.bin", "trainer_state.json"),
+    *("latest", "latest_universal", "latest_checkpointed_iteration.txt", "latest_wandb_artifact_path.txt"),
+    *("progress.txt", "args.json", "run_config.yaml", "run.json", "train_state.pt", "latest_train_state.pt"),
+    *("metadata.json", ".metadata", "*.distcp", "common.pt", "distrib_optim.pt", "model_optim_rng.pt"),
+    *(
+        "optimizer.pt",
+        "optimizer_state.pt",
+        "optimizer.bin",
+        "scheduler.pt",
+        "scheduler.bin",
+        "scaler.pt",
+        "rng_state*.pth",
+    ),
+    *(
+        "random_states_*.pkl",
+        "*_model_states.pt",
+        "*_optim_states.pt",
+        "zero_to_fp32.py",
+        "exp_avg*.pt",
+        "step.pt",
+    ),
+    *("optim_world_size_*_rank_*.pt", "extra_state_world_size_*_rank_*.pt", "fsdp_config.json", "data.pt"),
+    *("optimizer_tp*.pt", "optimizer_wp*.pt", "gating_*.pt", "context.pt", "sampler.pt", "schedulder.pt"),
+)
+"""What the hub and engines lay beside weights, and nobody writes by hand. `schedulder` is InternEvo's own spelling."""
+
+_DOWNLOADED = PurePosixPath(".cache/huggingface")
+"""What the hub's client keeps of a download, in the folder that it was told to put it in."""
+
+
+def foreign_in(folder: Path) -> list[str]:
+    """All in `folder` that is no part of what reshard wrote there, or else of the one checkpoint there.
+
+    Names are relative; that of a folder in which nothing else lies ends in "/". Where several iterations lie, all but
+    one are foreign, and where a checkpoint cannot be opened, everything is.
+    """
+    folder = folder.resolve()
+    listed = _listed(folder)
+    own = _of_the_checkpoint(folder) if listed is None else listed
+    patterns = _BESIDE if listed is None and own else ()
+    kept = {parent for name in own for parent in name.parents}
+    found = []
+    for place, folders, files in os.walk(folder):
+        here = PurePosixPath(Path(place).relative_to(folder).as_posix())
+        links = [name for name in folders if Path(place, name).is_symlink()]
+        for name in (*files, *links):
+            if here / name not in own and not any(fnmatchcase(name, pattern) for pattern in patterns):
+                found.append(str(here / name))
+        inside = {name: here / name for name in folders if name not in links and here / name != _DOWNLOADED}
+        folders[:] = [name for name, path in inside.items() if path in kept or path in _DOWNLOADED.parents]
+        found += [f"{path}/" for name, path in inside.items() if name not in folders]
+    return sorted(found)
+
+
+def _listed(folder: Path) -> set[PurePosixPath] | None:
+    """What reshard wrote to a folder; None if it did not, or in the days when it did not say."""
+    if not (folder / RECORD).is_file():
+        return None
+    try:
+        files = read_object(folder / RECORD)[FILES]
+        return {PurePosixPath(RECORD), *map(PurePosixPath, files)}
+    except (ReshardError, KeyError, TypeError):
+        return None
+
+
+def _of_the_checkpoint(folder: Path) -> set[PurePosixPath]:
+    """The files of the one checkpoint in a folder, as far as they are read, and what travels with it."""
+    try:
+        with noted() as sources:
+            root = open_checkpoint(folder).root
+            found = [
+                *map(Path, sources.paths),
+                *find_companions(folder, root).files.values(),
+                folder / RECORD,
+            ]
+    except (ReshardError, OSError):
+        return set()
+    return {
+        PurePosixPath(path.relative_to(folder).as_posix()) for path in found if path.is_relative_to(folder)
+    }

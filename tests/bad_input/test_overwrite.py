@@ -1,0 +1,160 @@
+"""What `--overwrite` may delete: what reshard wrote, or one checkpoint, and nothing that it reads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.bad_input.damage import MEGATRON, Copy, convert, converted, find, refusal
+from tests.commandline import listing
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+def test_overwrite_replaces_a_checkpoint_as_a_whole(copy: Copy) -> None:
+    src = copy("qwen3")
+    dst = src.parent / "dst"
+    converted(src, dst, "--to", "huggingface", "--max-shard-size", "200KB")
+    assert (dst / "model.safetensors.index.json").exists()
+    converted(src, dst, "--to", "huggingface", "--overwrite")
+    fresh = src.parent / "fresh"
+    converted(src, fresh, "--to", "huggingface")
+    assert listing(dst).keys() == listing(fresh).keys()
+    assert {path.name for path in src.parent.iterdir()} == {"src", "dst", "fresh"}
+
+
+def test_overwrite_deletes_nothing_that_reshard_did_not_write(copy: Copy) -> None:
+    """Neither a repository, nor a step of a run that began there, nor somebody's thesis."""
+    src = copy("qwen3")
+    dst = src.parent / "dst"
+    converted(src, dst, *MEGATRON)
+    for name in (".git/HEAD", "release/notes.txt", "checkpoint-500/model.safetensors", "thesis.txt"):
+        (dst / name).parent.mkdir(exist_ok=True)
+        (dst / name).write_text("years of work")
+    (dst / "empty").mkdir()
+    (dst / "elsewhere").symlink_to(src)
+    problem = refusal(*convert(src, *MEGATRON, "--overwrite"))
+    assert problem["found"] == ".git/, checkpoint-500/, elsewhere, empty/, release/notes.txt, thesis.txt"
+    for count in range(30):
+        (dst / f"photo-{count}").touch()
+    assert refusal(*convert(src, *MEGATRON, "--overwrite"))["found"].endswith(" and 16 more")
+
+
+@pytest.mark.parametrize("said", [True, False])
+@pytest.mark.parametrize("to", ["huggingface", "megatron", "megatron-legacy", "dcp", "deepspeed", "internlm"])
+def test_overwrite_replaces_what_reshard_wrote(
+    hf_model: Callable[..., Path], tmp_path: Path, to: str, said: bool
+) -> None:
+    """Also if it was written in the days when `reshard.json` did not say which files there were."""
+    src = hf_model("llama", head_dim=8) if to == "internlm" else hf_model("qwen3")
+    dst = tmp_path / "dst"
+    flags = ("--to", to, "--max-shard-size", "300KB")
+    converted(src, dst, *flags)
+    facts = json.loads((dst / "reshard.json").read_text())
+    written = {path.relative_to(dst).as_posix() for path in dst.rglob("*") if path.is_file()}
+    assert {*facts["files"], "reshard.json"} == written
+    if not said:
+        del facts["files"]
+        (dst / "reshard.json").write_text(json.dumps(facts))
+    converted(src, dst, *flags, "--overwrite")
+    (dst / "thesis.txt").touch()
+    assert refusal("convert", src, dst, *flags, "--overwrite")["found"] == "thesis.txt"
+
+
+def test_overwrite_replaces_a_checkpoint_of_elsewhere(copy: Copy, tmp_path: Path) -> None:
+    """With what the hub and Trainer lay beside the weights, and nothing else."""
+    src, dst = copy("qwen3"), tmp_path / "dst"
+    shutil.copytree(src, dst)
+    beside = ("README.md", "optimizer.pt", "rng_state_0.pth", "trainer_state.json", ".cache/huggingface/x")
+    for name in beside:
+        (dst / name).parent.mkdir(parents=True, exist_ok=True)
+        (dst / name).touch()
+    for name in ("train.py", "other.safetensors", "checkpoint-7/model.safetensors", ".cache/pip"):
+        (dst / name).parent.mkdir(exist_ok=True)
+        (dst / name).touch()
+        assert refusal(*convert(src, *MEGATRON, "--overwrite"))["found"].rstrip("/") in name
+        shutil.rmtree(dst / "checkpoint-7", ignore_errors=True)
+        (dst / name).unlink(missing_ok=True)
+    converted(src, dst, *MEGATRON, "--overwrite")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deepspeed/z3/global_step2",
+        "verl/fsdp1/global_step_3",
+        "internlm/internlm2-tp2pp2",
+        "torchtitan/llama",
+    ],
+)
+def test_overwrite_replaces_what_an_engine_wrote(copy: Copy, tmp_path: Path, name: str) -> None:
+    src, dst = copy("qwen3"), tmp_path / "dst"
+    shutil.copytree(DATA / name, dst)
+    for made_by_the_fixture in ("logits.npy", "logits.npz", "variant.json", "digests.json"):
+        (dst / made_by_the_fixture).unlink(missing_ok=True)
+    converted(src, dst, *MEGATRON, "--overwrite")
+
+
+def test_overwrite_never_deletes_what_it_reads(copy: Copy) -> None:
+    """A folder of links, an index, a base and a base that the adapter names: each may lead into the destination."""
+    src = copy("sharded")
+    dst, links, index = src.parent / "dst", src.parent / "links", src.parent / "index"
+    shutil.copytree(src, dst)
+    links.mkdir()
+    for path in dst.iterdir():
+        (links / path.name).symlink_to(path)
+    problem = refusal("convert", links, dst, *MEGATRON, "--overwrite")
+    assert problem["message"] == "the destination holds what is read"
+    assert "model-00001-of-00005.safetensors" in problem["found"]
+    assert refusal("convert", links, dst, *MEGATRON)["message"] == problem["message"]
+
+    shutil.copytree(src, index)
+    (index / "model-00003-of-00005.safetensors").unlink()
+    (index / "model-00003-of-00005.safetensors").symlink_to(dst / "model-00003-of-00005.safetensors")
+    problem = refusal("convert", index, dst, *MEGATRON, "--overwrite")
+    assert problem["found"] == str(index / "model-00003-of-00005.safetensors")
+
+    (src / "config.json").unlink()
+    problem = refusal("convert", src, dst, *MEGATRON, "--base", dst, "--overwrite")
+    assert problem["message"] == "the destination holds what is read" and str(dst) in problem["found"]
+
+
+def test_overwrite_never_deletes_a_step_of_its_source(copy: Copy) -> None:
+    src = copy("torch_dist")
+    (src / "release").rename(src / "iter_0000007")
+    shutil.copytree(src / "iter_0000007", src / "iter_0000003")
+    (src / "latest_checkpointed_iteration.txt").write_text("7")
+    for step, message in (
+        ("iter_0000003", "the destination is a part of the source"),
+        ("iter_0000007", "the destination holds what is read"),
+    ):
+        assert refusal("convert", src, src / step, "--overwrite")["message"] == message
+    converted(src, src / "hf")
+    converted(src, src / "hf", "--overwrite")  # what reshard wrote there, it may replace
+
+
+def test_overwrite_does_not_replace_what_is_no_checkpoint(copy: Copy) -> None:
+    src = copy("qwen3")
+    dst = src.parent / "dst"
+    dst.mkdir()
+    (dst / "thesis.tex").write_text("years of work")
+    problem = refusal(*convert(src, *MEGATRON, "--overwrite"))
+    assert problem["found"] == "thesis.tex" and "a checkpoint to replace" in problem["expected"]
+    assert "--overwrite" not in problem["remedy"]
+
+
+def test_overwrite_replaces_one_checkpoint_and_not_more(copy: Copy) -> None:
+    """Not a run with several iterations, nor a folder of folders in which a file of weights happens to lie."""
+    src = copy("qwen3")
+    dst = src.parent / "dst"
+    converted(src, dst, *MEGATRON)
+    shutil.copytree(dst / "release", dst / "iter_0000001")
+    assert "iter_0000001" in refusal(*convert(src, *MEGATRON, "--overwrite"))["found"]
+    shutil.rmtree(dst)
+    (dst / "photos").mkdir(parents=True)
+    shutil.copy(find(src, "model.safetensors"), dst)
+    assert "photos" in refusal(*convert(src, *MEGATRON, "--overwrite"))["found"]
