@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,13 +134,83 @@ def ended(process: subprocess.Popen[str]) -> Result:
     return Result(process.returncode, out, err)
 
 
-def test_ctrl_c_in_the_middle(copy: Copy) -> None:
+@pytest.mark.parametrize(
+    ("number", "status", "by"),
+    [(signal.SIGINT, 130, ""), (signal.SIGTERM, 143, " by SIGTERM"), (signal.SIGHUP, 129, " by SIGHUP")],
+)
+@pytest.mark.parametrize("again", [False, True])
+def test_a_signal_in_the_middle(copy: Copy, number: int, status: int, by: str, again: bool) -> None:
+    """Ctrl-C, the end of a job of Slurm, a terminal that is closed; some of them send it twice."""
     src = copy("qwen3")
     before = listing(src.parent)
-    process = begin_slowly(src, src.parent / "dst")
-    process.send_signal(signal.SIGINT)
-    assert ended(process) == Result(130, "", "interrupted: nothing was changed\n")
+    process = begin_slowly(src, src.parent / "new" / "dst")
+    process.send_signal(number)
+    if again:
+        process.send_signal(number)
+    assert ended(process) == Result(status, "", f"interrupted{by}: nothing was changed\n")
     assert listing(src.parent) == before
+
+
+def test_a_hangup_that_is_ignored_stays_so(copy: Copy) -> None:
+    src = copy("qwen3")
+    process = begin_slowly(src, src.parent / "dst", "--quiet", how="nohup")
+    process.send_signal(signal.SIGHUP)
+    assert ended(process) == Result(0, "", "")
+    assert (src.parent / "dst" / "reshard.json").exists()
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C as a shell's foreground job hears it; a background job begins with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize("overwrite", [(), ("--overwrite",)])
+@pytest.mark.parametrize(
+    ("when", "number"), [("before", signal.SIGINT), ("after", signal.SIGINT), ("after", signal.SIGTERM)]
+)
+def test_a_signal_at_the_rename_is_told_as_it_is(
+    copy: Copy, monkeypatch: pytest.MonkeyPatch, overwrite: tuple[str, ...], when: str, number: int
+) -> None:
+    src = copy("qwen3")
+    dst, rename = src.parent / "dst", Path.rename
+    if overwrite:
+        converted(src, dst, *MEGATRON)
+        (dst / "config.json").write_text("{}")
+    before = listing(src.parent)
+
+    def signalled(self: Path, target: Path) -> Path:
+        if target != dst:
+            return rename(self, target)
+        monkeypatch.setattr(Path, "rename", rename)
+        if when == "before":
+            signal.raise_signal(number)
+        moved = rename(self, target)
+        signal.raise_signal(number)
+        return moved
+
+    monkeypatch.setattr(Path, "rename", signalled)
+    result = reshard(*convert(src, *MEGATRON, *overwrite))
+    assert result.code == 128 + number and result.out == ""
+    by = "" if number == signal.SIGINT else " by SIGTERM"
+    if when == "before":
+        assert result.err == "interrupted: nothing was changed\n"
+        assert listing(src.parent) == before
+    else:
+        assert result.err == f"interrupted{by}: {dst} is complete\n"
+        assert {path.name for path in src.parent.iterdir()} == {"src", "dst"}
+        assert reshard("verify", src, dst).code == 0 and (dst / "config.json").stat().st_size > 2
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_while_the_result_is_printed(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
+    src = copy("qwen3")
+    monkeypatch.setattr("reshard.cli.convert._print_result", lambda *_: signal.raise_signal(signal.SIGINT))
+    result = reshard(*convert(src, *MEGATRON))
+    assert (result.code, result.err) == (130, f"interrupted: {src.parent / 'dst'} is complete\n")
 
 
 def test_what_a_killed_run_left_is_swept_by_the_next(copy: Copy) -> None:

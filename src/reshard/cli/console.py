@@ -5,12 +5,14 @@ from __future__ import annotations
 import codecs
 import json
 import math
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import click
@@ -74,9 +76,11 @@ def handles_errors(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         except BrokenPipeError:
             raise  # the reader of our output went away
-        except KeyboardInterrupt:
-            stderr().print("interrupted: nothing was changed")
-            sys.exit(130)
+        except KeyboardInterrupt as error:
+            stopped = error if isinstance(error, Interrupted) else Interrupted()
+            with suppress(OSError):  # the terminal may be gone
+                stderr().print(escape(str(stopped)))
+            sys.exit(128 + stopped.signal)
         except Exception as error:
             if debug:
                 traceback.print_exc()
@@ -87,6 +91,52 @@ def handles_errors(function: Callable[..., Any]) -> Callable[..., Any]:
         sys.exit(2)
 
     return wrapped
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user or the system asked the program to end; `complete` names the output if it is in its place."""
+
+    def __init__(self, number: int = signal.SIGINT, complete: Path | None = None) -> None:
+        super().__init__()
+        self.signal = number
+        self.complete = complete
+
+    def __str__(self) -> str:
+        by = "" if self.signal == signal.SIGINT else f" by {signal.Signals(self.signal).name}"
+        return (
+            f"interrupted{by}: {f'{self.complete} is complete' if self.complete else 'nothing was changed'}"
+        )
+
+
+@contextmanager
+def clean_end(target: Path) -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end what writes to `target` as Ctrl-C does, and raise Interrupted for all three."""
+
+    def end(number: int, frame: Any) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)  # it is ending
+        raise Interrupted(number)
+
+    # What is ignored stays so: nohup does that to SIGHUP.
+    asked = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
+    before = {each: signal.signal(each, end) for each in asked}
+    found = _identity(target)
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        number = error.signal if isinstance(error, Interrupted) else signal.SIGINT
+        raise Interrupted(number, None if _identity(target) in (None, found) else target) from error
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def problems_of(error: Exception) -> list[Problem]:

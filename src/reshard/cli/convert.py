@@ -15,6 +15,7 @@ from rich.markup import escape
 from reshard import api
 from reshard.api import parse_size
 from reshard.cli.console import (
+    clean_end,
     common_options,
     count,
     handles_errors,
@@ -138,25 +139,26 @@ def shown(
     """
     silent = quiet or json_output
     begin = time.monotonic()
-    with ExitStack() as stack:
-        bars: list[Callable[[int], None]] = []
+    with clean_end(dst):
+        with ExitStack() as stack:
+            bars: list[Callable[[int], None]] = []
 
-        def on_plan(plan: Plan) -> None:
-            if not silent:
-                _print_notes(plan)
-            print_problems(plan.warnings, stderr())
-            if not print_plan:
-                bars.append(stack.enter_context(progress("convert", plan.nbytes, quiet=silent)))
+            def on_plan(plan: Plan) -> None:
+                if not silent:
+                    _print_notes(plan)
+                print_problems(plan.warnings, stderr())
+                if not print_plan:
+                    bars.append(stack.enter_context(progress("convert", plan.nbytes, quiet=silent)))
 
-        result = convert(on_plan=on_plan, on_bytes=lambda count: bars[-1](count))
-    if json_output:
-        print_json(result.as_dict())
-        return
-    if not quiet and print_plan:
-        print_plan(result.plan)
-    elif not quiet:
-        _print_result(result, dst, time.monotonic() - begin)
-    _print_warnings(result)
+            result = convert(on_plan=on_plan, on_bytes=lambda count: bars[-1](count))
+        if json_output:
+            print_json(result.as_dict())
+            return
+        if not quiet and print_plan:
+            print_plan(result.plan)
+        elif not quiet:
+            _print_result(result, dst, time.monotonic() - begin)
+        _print_warnings(result)
 
 
 def _print_warnings(result: Conversion) -> None:
