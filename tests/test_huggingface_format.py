@@ -249,8 +249,10 @@ def test_what_megatron_computes_otherwise_is_told(hf_model: Models, tmp_path: Pa
     source = hf_model("llama")
     folder = with_weights(source, tmp_path / "scaled", tensors_of(source), "model.safetensors")
     edit_config(folder, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0})
-    plan = reshard.convert(folder, tmp_path / "out", to="megatron", dry_run=True).plan
-    assert [note.split(";")[0] for note in plan.notes] == ["rope_type is 'linear'"]
+    with pytest.raises(ReshardError, match="another model"):
+        reshard.convert(folder, tmp_path / "out", to="megatron", dry_run=True)
+    plan = reshard.convert(folder, tmp_path / "out", to="megatron", family="llama", dry_run=True).plan
+    assert [str(each.found).split(";")[0] for each in plan.warnings] == ["rope_type is 'linear'"]
     assert not reshard.convert(source, tmp_path / "out", to="megatron", dry_run=True).plan.notes
 
 
@@ -271,13 +273,14 @@ def test_what_it_is_need_be_said_only_for_another_format(hf_model: Models, tmp_p
 # ------------------------------------------------------------------------------------------ unknown models
 
 
-def test_an_unknown_model_that_fits_is_converted_with_a_notice(hf_model: Models, tmp_path: Path) -> None:
+def test_an_unknown_model_that_fits_keeps_its_name(hf_model: Models, tmp_path: Path) -> None:
     """Its config keeps its name, so that its own code still loads it; here Llama's reads the result."""
     source = hf_model("llama")
     folder = with_weights(source, tmp_path / "source", tensors_of(source), "model.safetensors")
     edit_config(folder, model_type="newcomer", architectures=["NewcomerForCausalLM"])
-    plan = reshard.convert(folder, tmp_path / "megatron", to="megatron", tp=2).plan
-    assert any("newcomer" in note and "llama" in note for note in plan.notes)
+    with pytest.raises(ReshardError, match=r"newcomer(?s:.*)--family llama"):
+        reshard.convert(folder, tmp_path / "megatron", to="megatron", tp=2)
+    reshard.convert(folder, tmp_path / "megatron", to="megatron", tp=2, family="llama")
     plan = reshard.convert(tmp_path / "megatron", tmp_path / "forced", family="llama").plan
     assert plan.facts["family"] == "llama"
     assert json.loads((tmp_path / "forced" / "config.json").read_text())["model_type"] == "newcomer"

@@ -26,9 +26,10 @@ import reshard
 from reshard.errors import ReshardError
 from reshard.families import FAMILIES
 from reshard.families.flags import flags_not_restored
-from reshard.families.undeclared import BEYOND_MEGATRON
+from reshard.families.undeclared import BEYOND_MEGATRON, BUILT_ALIKE
 from reshard.layout import Layout
 from reshard.oracle.transformers import transformers_logits
+from tests.genuine.huggingface import randomise
 from tests.judges import (
     TOKENS,
     assert_agree,
@@ -91,13 +92,13 @@ def test_megatron_computes_with_the_packed_projections_of_baichuan(
 
 
 def test_baichuan_models_that_compute_otherwise_are_named() -> None:
-    notices = FAMILIES["baichuan"].config.notices
+    differs = FAMILIES["baichuan"].differs
     small = {"max_position_embeddings": 4096, "model_max_length": 4096}
-    assert notices(small) == []
-    [warning] = notices({"model_max_length": 4096})
-    assert "ALiBi" in warning.message
-    [warning] = notices({**small, "z_loss_weight": 0})
-    assert "normalises the rows of its head" in warning.message
+    assert differs(small) == []
+    [text] = differs({"model_max_length": 4096})
+    assert "ALiBi" in text
+    [text] = differs({**small, "z_loss_weight": 0})
+    assert "normalises the rows of its head" in text
 
 
 def test_deepseek_v2_lite_routes_greedily_whatever_it_says_of_groups(
@@ -154,6 +155,27 @@ SIZES: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": 2,
 }
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_internlm3_as_transformers_saves_it(bias: bool, tmp_path: Path) -> None:
+    """With the keys of Llama's biases, where the hub has `qkv_bias` and `bias`."""
+    config = AutoConfig.for_model(
+        "internlm3", **SIZES | {"bos_token_id": 1}, attention_bias=bias, mlp_bias=bias
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    randomise(model, torch.Generator().manual_seed(0))
+    model.save_pretrained(tmp_path / "hub")
+    with torch.inference_mode():
+        expected = model(torch.from_numpy(TOKENS)).logits.numpy()
+    np.testing.assert_allclose(transformers_logits(tmp_path / "hub", TOKENS), expected, atol=1e-5)
+    reshard.convert(tmp_path / "hub", tmp_path / "there", to="megatron", tp=2, no_tokenizer=True)
+    assert_agree(judged_by_megatron(tmp_path / "there").logits, expected)
+    reshard.convert(tmp_path / "there", tmp_path / "back", no_tokenizer=True)
+    assert_same_tensors(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "hub"))
+    assert differing_keys(tmp_path / "back", tmp_path / "hub") == set()
+
+
 WINDOW = {"sliding_window": 6}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 UNDECLARED: dict[str, dict[str, Any]] = {
@@ -232,6 +254,6 @@ def test_the_reasons_are_those_of_megatron_core() -> None:
 def test_the_guide_lists_what_cannot_be_declared() -> None:
     guide = (Path(__file__).parents[1] / "docs" / "add-a-family.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", guide.partition("## What cannot be declared")[2], re.M)
-    assert dict(rows) == BEYOND_MEGATRON
+    assert dict(rows) == {**BEYOND_MEGATRON, **BUILT_ALIKE}
     assert BEYOND_MEGATRON.keys() == UNDECLARED.keys() | {"gemma3"}  # whose text model is gemma3_text
     assert not BEYOND_MEGATRON.keys() & FAMILIES.keys()

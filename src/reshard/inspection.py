@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from reshard.formats import huggingface, iterations, open_checkpoint
 from reshard.formats.companions import check, find_companions
 from reshard.formats.hints import BASE, find_hints
 from reshard.logical import logical_tensors
-from reshard.model import Model, describes_model, read_config, resolve_if_declared
+from reshard.model import Model, read_config, resolve, resolve_if_declared
 from reshard.quantization import UNTOLD
+from reshard.recognition import describes_model
 
 OPTIMIZER = "optimizer states"
 NO_CONFIG = "there is no config.json beside the weights"
@@ -76,8 +77,9 @@ def inspect_checkpoint(path: Path, iteration: Iteration | None = None) -> Inspec
     model: Model | None = None
     try:
         told = has_config or checkpoint.config or describes_model(checkpoint.args)
-        if told or BASE in bases:
-            model = resolve_if_declared(checkpoint, None if told else bases[BASE])
+        base = None if told else bases.get(BASE)
+        if told or base:
+            model = resolve_if_declared(checkpoint, base)
             logical_tensors(checkpoint, model, checkpoint.config)
             problems += model.warnings if model else []
     except ReshardError as error:
@@ -85,6 +87,9 @@ def inspect_checkpoint(path: Path, iteration: Iteration | None = None) -> Inspec
     notes = [*checkpoint.notes, *(model.notes if model else [])]
     if checkpoint.quantization and not checkpoint.quantization.settings:
         notes.append(UNTOLD)
+    unfit = (
+        _unfit_for_engines(checkpoint, base) if model and not problems and not checkpoint.quantization else []
+    )
     absent: list[Problem] = []
     try:
         absent = _companion_problems(checkpoint, has_config or checkpoint.config is not None)
@@ -94,11 +99,22 @@ def inspect_checkpoint(path: Path, iteration: Iteration | None = None) -> Inspec
     return Inspection(
         checkpoint=checkpoint,
         family=model.family.name if model else _declared_type(checkpoint),
-        problems=problems,
+        problems=[*problems, *unfit],
         notes=notes,
-        next=_next_command(checkpoint, path, model, problems, list(bases.values()) if absent else None),
+        next=""
+        if unfit
+        else _next_command(checkpoint, path, model, problems, list(bases.values()) if absent else None),
         hints=[str(hint) for hint in hints],
     )
+
+
+def _unfit_for_engines(checkpoint: Checkpoint, base: Path | None) -> list[Problem]:
+    """Warnings: what keeps the model from a format of an engine, and not from one that keeps the names of the hub."""
+    try:
+        resolve(checkpoint, base)
+    except ReshardError as error:
+        return [replace(problem, severity="warning") for problem in error.problems]
+    return []
 
 
 def _inspect_adapter(checkpoint: Checkpoint, path: Path) -> Inspection:

@@ -9,9 +9,10 @@ from reshard.checkpoint import Cells, Checkpoint, Replica, Tensor
 from reshard.dtypes import DType, dtype
 from reshard.errors import Problem, ReshardError, one_for_all
 from reshard.families.binding import Binding, Bound, Dropped
-from reshard.model import EMBEDDINGS, Model
+from reshard.model import Model
 from reshard.plan import ZERO
 from reshard.views import View
+from reshard.vocabulary import EMBEDDINGS
 
 
 class Logical(NamedTuple):

@@ -84,7 +84,7 @@ def _side(checkpoint: Checkpoint, other: Checkpoint, base: Path | None, sources:
     if base is None and not (checkpoint.root / "config.json").is_file():
         base = other.root if (other.root / "config.json").is_file() else None
     try:
-        model = resolve(checkpoint, base)
+        model = resolve(checkpoint, base, computes=False)
         return Side(checkpoint, model, logical_tensors(checkpoint, model), sources)
     except ReshardError:
         if checkpoint.dialect != "hf":

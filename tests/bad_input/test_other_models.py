@@ -154,11 +154,11 @@ def test_a_tensor_in_two_shards(copy: Copy) -> None:
         ("qwen3", {"num_key_value_heads": 2}, "key-value heads"),
         ("qwen3", {"vocab_size": 300}, "vocabulary"),
         ("qwen3", {"hidden_size": 128}, "hidden size"),
-        ("qwen3_moe", {"num_experts": 16}, "experts"),
+        ("qwen3_moe", {"num_experts": 16, "num_local_experts": 16}, "experts"),
         ("torch_dist", {"num_hidden_layers": 3}, "layers"),
         ("torch_dist", {"vocab_size": 2000}, "vocabulary"),
         ("torch_dist", {"hidden_size": 128}, "hidden size"),
-        ("torch_dist moe", {"num_experts": 4}, "experts"),
+        ("torch_dist moe", {"num_experts": 4, "num_local_experts": 4}, "experts"),
         ("torch_dist", {"num_attention_heads": 4}, "num_attention_heads=4"),
         ("legacy", {"num_key_value_heads": 2}, "num_key_value_heads=2"),
         ("legacy", {"intermediate_size": 48}, "intermediate_size=48"),
@@ -250,16 +250,37 @@ def test_a_family_that_is_not_supported(copy: Copy) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "torch_dist", "legacy"])
-def test_an_unknown_model_type_that_fits_a_family(copy: Copy, name: str) -> None:
+def test_an_unknown_model_type_whose_tensors_are_those_of_a_family(copy: Copy, name: str) -> None:
     src = copy(name)
     edit_config(src, model_type="my_qwen")
-    to = ("--to", "huggingface")
-    result = converted(src, src.parent / "dst", *to)
-    assert 'note: model_type "my_qwen" is not known; the tensors are those of qwen3' in result.err
-    assert json.loads((src.parent / "dst" / "config.json").read_text())["model_type"] == "my_qwen"
-    forced = converted(src, src.parent / "forced", *to, "--family", "qwen3")
+    words = convert(src, "--to", "megatron", "--tp", 2)
+    problem = refusal(*words)
+    assert problem["message"] == 'model_type "my_qwen" is not known, though the tensors are named as in qwen3'
+    assert "--family qwen3" in problem["remedy"] and problem["file"] == str(src / "config.json")
+    assert ("--to huggingface" in problem["remedy"]) == (name == "qwen3")
+    forced = converted(src, src.parent / "forced", "--to", "huggingface", "--family", "qwen3")
     assert "is not known" not in forced.err
+    assert json.loads((src.parent / "forced" / "config.json").read_text())["model_type"] == "my_qwen"
+    assert reshard("verify", src, src.parent / "forced").code == 0
+
+
+def test_an_unknown_model_type_goes_anywhere_under_its_own_names(copy: Copy) -> None:
+    src = copy("qwen3")
+    edit_config(src, model_type="my_qwen")
+    result = converted(src, src.parent / "dst", "--to", "huggingface")
+    assert 'note: model_type "my_qwen" is not known; names are taken as they are' in result.err
+    assert json.loads((src.parent / "dst" / "config.json").read_text())["model_type"] == "my_qwen"
     assert reshard("verify", src, src.parent / "dst").code == 0
+
+
+@pytest.mark.parametrize("name", ["torch_dist", "legacy"])
+def test_an_unknown_model_type_is_no_more_welcome_on_the_way_back(copy: Copy, name: str) -> None:
+    src = copy(name)
+    edit_config(src, model_type="my_qwen")
+    problem = refusal(*convert(src))
+    assert "--family qwen3" in problem["remedy"]
+    inspected = reshard("inspect", src, "--json")
+    assert inspected.code == 1 and inspected.json["problems"] == [problem] and inspected.json["next"] == ""
 
 
 def test_a_config_without_a_model_type(copy: Copy) -> None:

@@ -145,8 +145,8 @@ def test_findings_of_checkpoints(
 
 
 READERS = (
-    *("formats/**/*.py", "adapters/**/*.py"),
-    *("model.py", "logical.py", "inspection.py", "gather.py", "quantization.py", "sources.py"),
+    *("formats/**/*.py", "adapters/**/*.py", "gather.py", "quantization.py", "sources.py"),
+    *("recognition.py", "vocabulary.py", "model.py", "logical.py", "inspection.py"),
 )
 
 

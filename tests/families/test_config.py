@@ -350,30 +350,22 @@ def test_heads_of_a_width_of_their_own_are_told_where_no_key_is_usual(tmp_path: 
     assert QWEN2.to_config({**args, "kv_channels": 32})["head_dim"] == 32
 
 
-def test_notices_name_what_megatron_computes_otherwise(tmp_path: Path) -> None:
+def test_notices_name_the_limits_within_which_megatron_computes_the_same(tmp_path: Path) -> None:
     for name in VARIANTS:
         config = config_of(name, tmp_path)
-        said = [problem.message for problem in CONFIG_MAPS[config["model_type"]].notices(config)]
+        table = CONFIG_MAPS[config["model_type"]]
         expected = {"internlm3": "dynamic rope scaling", "internlm3_bias": "dynamic rope scaling"}
         yarn = "original_max_position_embeddings of the yarn rope is 32"
         expected |= {"deepseek_v2": yarn, "deepseek_v3": yarn, "gpt_oss": "YaRN without latent attention"}
-        assert [text.split(";")[0] for text in said] == ([expected[name]] if name in expected else [])
-    config = {"num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "norm_topk_prob": False}
-    config["rope_scaling"] = {"type": "yarn", "factor": 4.0, "mscale": 0.9, "truncate": False}
-    texts = " ".join(problem.message for problem in DEEPSEEK_V3.notices(config))
-    for expected in (
-        "topk / group_topk = 1",
-        "norm_topk_prob is False",
-        "mscale without",
-        "truncate of the yarn",
-    ):
-        assert expected in texts
-    [warning] = QWEN2.notices({"rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0}})
-    assert warning.severity == "warning" and "'yarn'" in warning.message
-    [warning] = QWEN2.notices({"use_sliding_window": True})
-    assert "use_sliding_window is True" in warning.message
-    [warning] = LLAMA.notices({"attention_bias": True})
-    assert "linear_proj" in warning.message
+        assert [text.split(";")[0] for text in table.notices(config)] == (
+            [expected[name]] if name in expected else []
+        )
+        assert table.differs(config) == table.contradictions(config) == []
+    [text] = LLAMA.notices({"attention_bias": True})
+    assert "linear_proj" in text
+    assert LLAMA.notices({"attention_bias": True, "attention_out_bias": False}) == []
+    [text] = DEEPSEEK_V3.notices({"rms_norm_eps": 1e-5})
+    assert "inside latent attention" in text
 
 
 def test_a_config_of_another_model_disagrees_with_the_arguments(tmp_path: Path) -> None:

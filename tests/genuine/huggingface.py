@@ -168,6 +168,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {"rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.75}}),
 }
 
+# Models that transformers knows by a name of their own and that compute what a declared family computes.
+ALIASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "seed_oss": ("seed_oss", {**WIDE_HEADS, "attention_bias": True}),
+    "iquestcoder": ("iquestcoder", WIDE_HEADS),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        {
+            **{key: value for key, value in DEEPSEEK_V3.items() if key != "first_k_dense_replace"},
+            "q_lora_rank": 24,
+        },
+    ),
+}
+
 
 def make_model(
     name: str,
@@ -179,11 +192,11 @@ def make_model(
     tokenizer: bool = True,
     **overrides: Any,
 ) -> Path:
-    """Write the variant `name` of `VARIANTS` to `path` and return it.
+    """Write the variant `name` of `VARIANTS` or `ALIASES` to `path` and return it.
 
     `overrides` replace keys of the variant's config; `max_shard_size` is as in `save_pretrained`.
     """
-    model_type, own = VARIANTS[name]
+    model_type, own = {**VARIANTS, **ALIASES}[name]
     settings = {**COMMON, **own, **overrides}
     folder = Path(path)
     logging.disable_progress_bar()
@@ -235,11 +248,11 @@ def _random_model(model_type: str, settings: dict[str, Any], dtype: str, seed: i
     for module in model.modules():
         if hasattr(module, "e_score_correction_bias"):
             module.e_score_correction_bias = module.e_score_correction_bias.float()  # as on the hub
-    _randomise(model, torch.Generator().manual_seed(seed))
+    randomise(model, torch.Generator().manual_seed(seed))
     return model
 
 
-def _randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
+def randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
     """Fill every parameter and saved buffer so that activations keep their size from layer to layer."""
     for name, tensor in model.state_dict().items():
         noise = torch.randn(tensor.shape, generator=generator)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from reshard.checkpoint import Checkpoint, Tensor, cells_of
 from reshard.errors import Problem, ReshardError
-from reshard.families import FAMILIES
+from reshard.families import declared
 from reshard.families.binding import Binding, Bound
 from reshard.families.rules import Dims
 from reshard.views import Piece, View
@@ -185,7 +185,7 @@ def _first_row(bound: Bound) -> int:
 
 def _base(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> tuple[Dims, Binding]:
     """The sizes of the adapter's base, and how its tensors lie in those of Megatron-Core."""
-    family = FAMILIES.get(str((config or {}).get("model_type")))
+    family = declared((config or {}).get("model_type"))
     if config is None or family is None:
         raise ReshardError(
             "the base of the adapter is not known"

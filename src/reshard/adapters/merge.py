@@ -15,8 +15,8 @@ from reshard.checkpoint import Tensor
 from reshard.dtypes import DType
 from reshard.errors import Problem, ReshardError, one_for_all
 from reshard.gather import castable
-from reshard.model import EMBEDDINGS
 from reshard.views import View
+from reshard.vocabulary import EMBEDDINGS
 
 Types = Callable[[str, DType], DType]
 HEAD = "lm_head.weight"

@@ -26,9 +26,9 @@ def command(json_output: bool) -> None:
             row["name"], row["what"], "yes" if row["read"] else "no", "yes" if row["written"] else "no"
         )
     console.print(table)
-    table = Table("family", "architecture", "in every format")
+    table = Table("family", "architecture", "the same under another name")
     for row in content["families"]:
-        table.add_row(row["name"], row["architecture"], "read and written")
+        table.add_row(row["name"], row["architecture"], ", ".join(row["aliases"]))
     console.print(table)
 
 
@@ -42,5 +42,8 @@ def support() -> dict[str, list[dict[str, Any]]]:
         {"name": name, "what": module.WHAT, "read": True, "written": name in TARGETS}
         for name, module in FORMATS.items()
     ]
-    families = [{"name": name, "architecture": family.architecture} for name, family in FAMILIES.items()]
+    families = [
+        {"name": name, "architecture": family.architecture, "aliases": [*family.aliases]}
+        for name, family in FAMILIES.items()
+    ]
     return {"formats": formats, "families": families}

@@ -17,7 +17,7 @@ from reshard.formats import iterations
 from reshard.formats.companions import find_companions, read_object
 from reshard.formats.megatron import legacy, torch_dist
 from reshard.inspection import NO_CONFIG, NO_TOKENIZER, Inspection, inspect_checkpoint
-from reshard.model import EMBEDDINGS
+from reshard.vocabulary import EMBEDDINGS
 
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 MARKS = (

@@ -13,7 +13,7 @@ from reshard.doctor.finding import Finding, Place
 from reshard.doctor.rules import told
 from reshard.doctor.words import words
 from reshard.formats.companions import find_companions, read_object
-from reshard.model import EMBEDDINGS
+from reshard.vocabulary import EMBEDDINGS
 
 
 def trainability(checkpoint: Checkpoint) -> Iterator[Finding]:

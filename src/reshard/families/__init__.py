@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from reshard.families.baichuan import BAICHUAN
 from reshard.families.deepseek_v2 import DEEPSEEK_V2
 from reshard.families.deepseek_v3 import DEEPSEEK_V3
@@ -38,4 +40,13 @@ FAMILIES: dict[str, Family] = {
 }
 """By the `model_type` of config.json."""
 
-__all__ = ["FAMILIES", "Family"]
+
+def declared(model_type: Any) -> Family | None:
+    """The family that `model_type` in a config names, by its name or an alias; None if nobody declared it."""
+    if not isinstance(model_type, str):
+        return None
+    alias = next((family for family in FAMILIES.values() if model_type in family.aliases), None)
+    return FAMILIES.get(model_type, alias)
+
+
+__all__ = ["FAMILIES", "Family", "declared"]

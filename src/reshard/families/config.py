@@ -13,10 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reshard.errors import Problem
 from reshard.families.entries import (
     NEGATED,
-    RULE,
     Args,
     BaichuanVariants,
     Biases,
@@ -25,20 +23,23 @@ from reshard.families.entries import (
     DenseFirst,
     Entry,
     ExpertWidth,
+    FullAttention,
     GroupLimited,
     HeadDim,
     Key,
     KeyValueHeads,
+    LatentNorms,
     LayerTypes,
     Precision,
     RouterGroups,
     SharedExperts,
+    SigmoidNorm,
     SlidingWindow,
     SparseStep,
     Values,
     same,
 )
-from reshard.families.rope import LatentRope, Rope, Rotary, YarnRope, both_spellings
+from reshard.families.rope import LatentRope, Rope, Rotary, YarnRope, both_spellings, rope_contradictions
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,17 @@ class ConfigMap:
         """A `config.json` in the keys of transformers 5 (see `portable_config`) for Megatron-LM arguments."""
         return {key: value for entry in self.entries for key, value in entry.to_config(args).items()}
 
-    def notices(self, config: Config) -> list[Problem]:
-        """Warnings: where the model that Megatron-LM builds computes something else than the config says."""
-        texts = (text for entry in self.entries for text in entry.notices(config))
-        return [Problem(text, file="config.json", rule=RULE, severity="warning") for text in texts]
+    def differs(self, config: Config) -> list[str]:
+        """Where the model that Megatron-LM builds is another than the config describes, and no tensor shows it."""
+        return [text for entry in self.entries for text in entry.differs(config)]
+
+    def notices(self, config: Config) -> list[str]:
+        """Where Megatron-LM computes that model within limits, or needs more than its arguments say."""
+        return [text for entry in self.entries for text in entry.notices(config)]
+
+    def contradictions(self, config: Config) -> list[str]:
+        """Where the config says one thing twice, and not the same."""
+        return [text for entry in self.entries for text in entry.contradictions(config)]
 
 
 COMMON: tuple[Entry, ...] = (
@@ -85,7 +93,7 @@ COMMON: tuple[Entry, ...] = (
         values=NEGATED,
     ),
     Precision(),
-    Const(args={"swiglu": True, "squared_relu": False}, config={"hidden_act": "silu"}),
+    Const(args={"swiglu": True, "squared_relu": False}, computed={"hidden_act": "silu"}),
     Const(
         args={
             "normalization": "RMSNorm",
@@ -106,7 +114,6 @@ QK_NORM = Const(args={"qk_layernorm": True})
 NO_QK_NORM = Const(args={"qk_layernorm": False})
 GROUPED_HEADS: tuple[Entry, ...] = (HeadDim(), Const(args={"multi_latent_attention": False}))
 DERIVED_HEADS: tuple[Entry, ...] = (HeadDim(written=False), Const(args={"multi_latent_attention": False}))
-FULL_ATTENTION = Const(config={"use_sliding_window": False})
 NO_WINDOW = Const(args={"window_size": None})
 
 ROUTER: tuple[Entry, ...] = (
@@ -182,7 +189,7 @@ QWEN2 = family(
     "Qwen2ForCausalLM",
     *DERIVED_HEADS,
     Rope(),
-    FULL_ATTENTION,
+    FullAttention(),
     QKV_BIAS,
     NO_QK_NORM,
 )
@@ -191,7 +198,7 @@ QWEN2_MOE = family(
     "Qwen2MoeForCausalLM",
     *DERIVED_HEADS,
     Rope(),
-    FULL_ATTENTION,
+    FullAttention(late=False),
     Key("qkv_bias", "add_qkv_bias", default=True),
     Const(args={"add_bias_linear": False, "moe_shared_expert_gate": True}),
     NO_QK_NORM,
@@ -203,7 +210,7 @@ QWEN3 = family(
     "Qwen3ForCausalLM",
     *GROUPED_HEADS,
     Rope(),
-    FULL_ATTENTION,
+    FullAttention(),
     NO_BIAS,
     Const(config={"attention_bias": False}),
     QK_NORM,
@@ -213,7 +220,7 @@ QWEN3_MOE = family(
     "Qwen3MoeForCausalLM",
     *GROUPED_HEADS,
     Rope(),
-    FULL_ATTENTION,
+    FullAttention(late=False),
     NO_BIAS,
     Const(config={"attention_bias": False}),
     QK_NORM,
@@ -222,6 +229,7 @@ QWEN3_MOE = family(
 LATENT_ATTENTION: tuple[Entry, ...] = (
     Const(args={"multi_latent_attention": True}, config={"attention_bias": False}),
     LatentRope(),
+    LatentNorms(),
     NO_BIAS,
     QK_NORM,
     same("q_lora_rank", none=None),
@@ -238,8 +246,6 @@ DEEPSEEK_EXPERTS: tuple[Entry, ...] = (
     Key("routed_scaling_factor", "moe_router_topk_scaling_factor", none=1.0),
     Const(args={"moe_router_dtype": "fp32"}),
 )
-# Sigmoid scores are always normalised over the chosen experts, before or after softmax or not.
-SIGMOID_NORM = Const(args={"moe_router_pre_softmax": True}, config={"norm_topk_prob": True})
 MTP = Key("num_nextn_predict_layers", "mtp_num_layers", aliases=("num_mtp_layers",), default=0, none=0)
 DEEPSEEK_V2 = family(
     "deepseek_v2",
@@ -258,7 +264,7 @@ DEEPSEEK_V3 = family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     *LATENT_ATTENTION,
-    Const(config={"rope_interleave": True, "moe_layer_freq": 1}),
+    Const(config={"moe_layer_freq": 1}, computed={"rope_interleave": True}),
     *DEEPSEEK_EXPERTS,
     Key("scoring_func", "moe_router_score_function", default="sigmoid"),
     Key(
@@ -268,7 +274,7 @@ DEEPSEEK_V3 = family(
         values={"noaux_tc": True, "group_limited_greedy": False},
     ),
     RouterGroups(),
-    SIGMOID_NORM,
+    SigmoidNorm(),
     MTP,
 )
 GLM4_MOE = family(
@@ -282,7 +288,7 @@ GLM4_MOE = family(
     *DEEPSEEK_EXPERTS,
     Const(args={"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
     RouterGroups(),
-    SIGMOID_NORM,
+    SigmoidNorm(),
     MTP,
 )
 # Every second layer attends to a window, beginning with the first; gate and up are clamped, the up projection is
@@ -298,7 +304,8 @@ GPT_OSS = family(
     NO_QK_NORM,
     Const(args={"softmax_type": "learnable"}),
     Const(
-        args={"swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0}, config={"swiglu_alpha": 1.702}
+        args={"swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0},
+        computed={"swiglu_alpha": 1.702},
     ),
     Key("swiglu_limit", "activation_func_clamp_value", default=7.0),
     Key("num_local_experts", "num_experts", aliases=("num_experts",)),
@@ -335,5 +342,8 @@ def portable_config(config: Config, dtype: str, table: ConfigMap | None = None) 
     the `table` of the family can tell (`num_experts` beside `num_local_experts`, `scoring_func` …).
     """
     implied = table.to_config(table.to_args(config)) if table else {}
-    portable = {**implied, **config, **both_spellings({**implied, **config})}
-    return {**portable, "dtype": dtype, "torch_dtype": dtype, "use_cache": True}
+    written = {"dtype": dtype, "torch_dtype": dtype, "use_cache": True}
+    if any(rope_contradictions(config)):  # only its owner can say which of them is true
+        implied.pop("rope_parameters", None)
+        return {**implied, **config, **written}
+    return {**implied, **config, **both_spellings({**implied, **config}), **written}

@@ -34,4 +34,10 @@ def rules(d: Dims) -> Iterator[Rule]:
     return layers(d, latent_attention(d))
 
 
-DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3ForCausalLM", config.DEEPSEEK_V3, rules)
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    config.DEEPSEEK_V3,
+    rules,
+    aliases={"kimi_k2": {}, "glm4_moe_lite": {}},
+)

@@ -43,9 +43,24 @@ class Entry(ABC):
         """Further keys of a config that say the same."""
         return ()
 
-    def notices(self, config: Config) -> Iterator[str]:
-        """What the config asks for and Megatron-LM has no argument for."""
+    def differs(self, config: Config) -> Iterator[str]:
+        """Where Megatron-LM computes another model than the config describes, and no tensor shows it."""
         yield from ()
+
+    def notices(self, config: Config) -> Iterator[str]:
+        """Where Megatron-LM computes that model within limits, or needs more than its arguments say."""
+        yield from ()
+
+    def contradictions(self, config: Config) -> Iterator[str]:
+        """Where the config says one thing twice, and not the same."""
+        yield from ()
+
+
+def contradiction(said: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with values, by the place that says them, if they are not all the same."""
+    values = [value for value in said.values() if value is not None]
+    if any(value != values[0] for value in values):
+        yield ", ".join(f"{place} is {value!r}" for place, value in said.items() if value is not None)
 
 
 @dataclass(frozen=True)
@@ -88,6 +103,9 @@ class Key(Entry):
     def spellings(self) -> tuple[str, ...]:
         return self.aliases
 
+    def contradictions(self, config: Config) -> Iterator[str]:
+        yield from contradiction({name: config.get(name) for name in (self.key, *self.aliases)})
+
 
 def _translate(name: str, value: Any, values: Mapping[Any, Any] | None) -> Any:
     if values is None:
@@ -105,21 +123,40 @@ def same(name: str, **options: Any) -> Key:
 
 @dataclass(frozen=True)
 class Const(Entry):
-    """What holds for every model of a family: these arguments, and these keys of the config."""
+    """What holds for every model of a family: these arguments, and these keys of the config.
+
+    Keys in `computed` are in the config too, and mean something that leaves no trace in names and shapes of tensors.
+    """
 
     args: Values = field(default_factory=dict)
     config: Values = field(default_factory=dict)
+    computed: Values = field(default_factory=dict)
 
     def to_args(self, config: Config) -> Values:
         return dict(self.args)
 
     def to_config(self, args: Args) -> Values:
-        return dict(self.config)
+        return {**self.config, **self.computed}
+
+    def differs(self, config: Config) -> Iterator[str]:
+        yield from _otherwise(config, self.computed)
 
     def notices(self, config: Config) -> Iterator[str]:
-        for key, value in self.config.items():
-            if key not in ("model_type", "architectures") and config.get(key, value) != value:
-                yield f"{key} is {config[key]!r}; Megatron-LM's model of this family computes {value!r}"
+        says = {
+            key: value for key, value in self.config.items() if key not in ("model_type", "architectures")
+        }
+        yield from _otherwise(config, says)
+
+
+SAME = {"swish": "silu"}
+"""Values of a config that mean the same as others, as in transformers."""
+
+
+def _otherwise(config: Config, values: Values) -> Iterator[str]:
+    for key, value in values.items():
+        found = config.get(key)
+        if found is not None and found != value and not (isinstance(found, str) and SAME.get(found) == value):
+            yield f"{key} is {found!r}; Megatron-LM's model of this family computes {value!r}"
 
 
 class KeyValueHeads(Entry):
@@ -167,27 +204,35 @@ def _quotient(source: Mapping[str, Any], dividend: str, divisor: str) -> int | N
 class Biases(Entry):
     """Biases of the query, key and value projection (`qkv`), and of all linear layers (`linear`).
 
-    Megatron-LM's `add_bias_linear` implies a bias of linear_qkv, so `linear` without `qkv` cannot be built.
+    transformers saves those of InternLM3 as Llama's. Megatron-LM's `add_bias_linear` implies a bias of linear_qkv, so
+    `linear` without `qkv` cannot be built.
     """
 
     qkv: str
     linear: str
 
     def to_args(self, config: Config) -> Values:
-        return {
-            "add_qkv_bias": bool(config.get(self.qkv, False)),
-            "add_bias_linear": bool(config.get(self.linear, False)),
-        }
+        qkv, linear = self._of(config)
+        return {"add_qkv_bias": qkv, "add_bias_linear": linear}
+
+    def spellings(self) -> tuple[str, ...]:
+        return ("attention_bias", "mlp_bias")
+
+    def _of(self, config: Config) -> tuple[bool, bool]:
+        names = ((self.qkv, "attention_bias"), (self.linear, "mlp_bias"))
+        qkv, linear = (bool(first(config, each, False)) for each in names)
+        return qkv, linear
 
     def to_config(self, args: Args) -> Values:
         linear = bool(args.get("add_bias_linear", False))
         return {self.qkv: linear or bool(args.get("add_qkv_bias", False)), self.linear: linear}
 
     def notices(self, config: Config) -> Iterator[str]:
-        qkv, linear = config.get(self.qkv, False), config.get(self.linear, False)
+        qkv, linear = self._of(config)
         if linear and not qkv:
             yield f"{self.linear} without {self.qkv}; Megatron-LM's add_bias_linear gives linear_qkv a bias too"
-        if qkv and not linear and self.qkv == "attention_bias":
+        output = config.get("attention_out_bias", self.qkv == "attention_bias")  # seed_oss says it apart
+        if qkv and output and not linear:
             yield "attention_bias without mlp_bias; Megatron-LM's add_qkv_bias gives linear_proj no bias"
 
 
@@ -204,6 +249,33 @@ class SlidingWindow(Entry):
     def to_config(self, args: Args) -> Values:
         size = args.get("window_size")
         return {"sliding_window": size[0] + 1 if size else None}
+
+
+@dataclass(frozen=True)
+class FullAttention(Entry):
+    """Qwen: every layer attends to all tokens, unless `use_sliding_window` is on.
+
+    Where `late` is true, it means layers from `max_window_layers` on; transformers 5 lists them as `layer_types`.
+    """
+
+    late: bool = True
+
+    def to_args(self, config: Config) -> Values:
+        return {}
+
+    def to_config(self, args: Args) -> Values:
+        return {"use_sliding_window": False}
+
+    def differs(self, config: Config) -> Iterator[str]:
+        window, context = first(config, ("sliding_window",), 4096), config.get("max_position_embeddings")
+        if window and self._is_windowed(config) and (context is None or window < context):
+            yield f"some layers attend to {window} tokens; Megatron-LM's model of this family attends to all"
+
+    def _is_windowed(self, config: Config) -> bool:
+        if config.get("layer_types"):
+            return "sliding_attention" in config["layer_types"]
+        begin = first(config, ("max_window_layers",), 28) if self.late else 0
+        return bool(config.get("use_sliding_window")) and begin < config["num_hidden_layers"]
 
 
 class LayerTypes(Entry):
@@ -257,9 +329,11 @@ class DenseFirst(Entry):
 
     def to_args(self, config: Config) -> Values:
         dense = config.get("first_k_dense_replace") or 0
-        return {
-            "moe_layer_freq": _moe_layer_freq([i >= dense for i in range(config.get("num_hidden_layers", 0))])
-        }
+        layers = config.get("num_hidden_layers", 0)
+        sparse = [i >= dense for i in range(layers)]
+        if config.get("first_k_dense_replace") is None and config.get("mlp_layer_types"):  # glm4_moe_lite
+            sparse = [kind == "sparse" for kind in config["mlp_layer_types"][:layers]]
+        return {"moe_layer_freq": _moe_layer_freq(sparse)}
 
     def to_config(self, args: Args) -> Values:
         layers = args.get("num_layers", 0)
@@ -319,9 +393,10 @@ class RouterGroups(Entry):
         groups = first(args, ("moe_router_num_groups",), 1)
         return {"n_group": groups, "topk_group": first(args, ("moe_router_group_topk",), 1)}
 
-    def notices(self, config: Config) -> Iterator[str]:
-        best = config.get("num_experts_per_tok", 0) // (config.get("topk_group") or 1)
-        if first(config, ("n_group",), 1) > 1 and best != self.best:
+    def differs(self, config: Config) -> Iterator[str]:
+        groups, chosen = first(config, ("n_group",), 1), config.get("topk_group") or 1
+        best = config.get("num_experts_per_tok", 0) // chosen
+        if groups > chosen and best != self.best:
             scored = "best expert" if self.best == 1 else f"{self.best} best experts"
             yield f"a group is scored by its {scored}; Megatron-Core takes topk / group_topk = {best}"
 
@@ -338,18 +413,34 @@ class GroupLimited(RouterGroups):
         method = "group_limited_greedy" if args.get("moe_router_num_groups") else "greedy"
         return {"topk_method": method, **super().to_config(args)}
 
-    def notices(self, config: Config) -> Iterator[str]:
-        yield from super().notices(self._effective(config))
+    def differs(self, config: Config) -> Iterator[str]:
+        yield from super().differs(self._effective(config))
 
     def _effective(self, config: Config) -> Config:
         return config if config.get("topk_method") == "group_limited_greedy" else {}
 
 
-class BaichuanVariants(Entry):
-    """Nothing but notices: what the larger and the later Baichuan compute otherwise than Baichuan-7B.
+class SigmoidNorm(Entry):
+    """`norm_topk_prob` of a sigmoid router: Megatron-Core normalises the scores of chosen experts if they are several.
 
-    Source: modeling_baichuan.py of baichuan-inc/Baichuan-13B-Base, Baichuan2-7B-Base and Baichuan2-13B-Base.
+    Source: `topk_routing_with_score_function` of megatron-core 0.16.1.
     """
+
+    def to_args(self, config: Config) -> Values:
+        return {"moe_router_pre_softmax": True}
+
+    def to_config(self, args: Args) -> Values:
+        return {"norm_topk_prob": True}
+
+    def differs(self, config: Config) -> Iterator[str]:
+        several = first(config, ("num_experts_per_tok",), 2) > 1
+        if bool(first(config, ("norm_topk_prob",), True)) != several:
+            does = "always normalises them" if several else "does not normalise one"
+            yield f"norm_topk_prob is {not several}; Megatron-Core's sigmoid router {does}"
+
+
+class Remark(Entry):
+    """Something to say of a config that no argument and no other key depends on."""
 
     def to_args(self, config: Config) -> Values:
         return {}
@@ -357,7 +448,23 @@ class BaichuanVariants(Entry):
     def to_config(self, args: Args) -> Values:
         return {}
 
+
+class LatentNorms(Remark):
+    """transformers normalises low-rank queries, keys and values with an epsilon of its own."""
+
     def notices(self, config: Config) -> Iterator[str]:
+        epsilon = config.get("rms_norm_eps", 1e-6)
+        if epsilon != 1e-6:
+            yield f"rms_norm_eps is {epsilon}; inside latent attention transformers takes 1e-06, Megatron-Core does not"
+
+
+class BaichuanVariants(Remark):
+    """What the larger and the later Baichuan compute otherwise than Baichuan-7B.
+
+    Source: modeling_baichuan.py of baichuan-inc/Baichuan-13B-Base, Baichuan2-7B-Base and Baichuan2-13B-Base.
+    """
+
+    def differs(self, config: Config) -> Iterator[str]:
         if "model_max_length" in config and "max_position_embeddings" not in config:
             yield "no max_position_embeddings: attention of this model uses ALiBi, which Megatron-Core does not have"
         if "z_loss_weight" in config:

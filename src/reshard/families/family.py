@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from reshard.families.config import ConfigMap
 from reshard.families.rules import Dims, Rule
@@ -16,6 +17,8 @@ class Family:
     """`name` is the `model_type` of config.json, `architecture` the class that transformers builds from it.
 
     `rules` say where its tensors lie inside those of Megatron-Core; `dialects` say the same for other engines.
+    `aliases` are other `model_type`s of models that compute the same, each with the keys of its config that Megatron-LM
+    knows nothing of and the only value that such a key may have.
     """
 
     name: str
@@ -23,7 +26,17 @@ class Family:
     config: ConfigMap
     rules: Rules
     dialects: Mapping[str, Rules] = field(default_factory=dict)
+    aliases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def rules_of(self, dialect: str) -> Rules | None:
         """The rules for the names of one engine, or None if it does not hold this family."""
         return self.rules if dialect == "mcore" else self.dialects.get(dialect)
+
+    def differs(self, config: Mapping[str, Any]) -> list[str]:
+        """Where engines build another model than the config describes, and no tensor shows it."""
+        only = self.aliases.get(str(config.get("model_type")), {})
+        found = {key: config[key] for key, value in only.items() if config.get(key) not in (None, value)}
+        return [
+            *self.config.differs(config),
+            *(f"{key} is {value!r}; {self.name} computes {only[key]!r}" for key, value in found.items()),
+        ]

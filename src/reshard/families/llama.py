@@ -22,6 +22,8 @@ LLAMA = Family(
     config.LLAMA,
     dense,
     dialects={"torchtitan": torchtitan.llama, **dialects("internlm2", evo_llama)},
+    # The class of iquestcoder in transformers is Llama's; the two keys are of the code that it was published with.
+    aliases={"seed_oss": {}, "iquestcoder": {"clip_qkv": None, "use_sliding_window": False}},
 )
 MISTRAL = Family("mistral", "MistralForCausalLM", config.MISTRAL, dense)
 INTERNLM3 = Family("internlm3", "InternLM3ForCausalLM", config.INTERNLM3, dense)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.families.entries import Args, Config, Entry, Values, first
+from reshard.families.entries import Args, Config, Entry, Values, contradiction, first
 
 
 def rope_parameters(config: Config) -> Values:
@@ -29,6 +29,18 @@ def rope_parameters(config: Config) -> Values:
 
 PARTIAL = "partial_rotary_factor"
 """The fraction of a head that is rotated. transformers 4 writes it beside `rope_theta`, transformers 5 within it."""
+
+
+def rope_contradictions(config: Config) -> Iterator[str]:
+    """Where the spellings of the rotary embedding in one config say different things, of which a reader takes one."""
+    said: dict[str, Values] = {key: {key: config.get(key)} for key in ("rope_theta", PARTIAL)}
+    for place in ("rope_scaling", "rope_parameters"):
+        values = config.get(place)
+        for key, value in values.items() if isinstance(values, Mapping) else ():
+            same = "rope_type" if key == "type" else key
+            said.setdefault(same, {})[f"{place}.{key}"] = "longrope" if value == "su" else value
+    for values in said.values():
+        yield from contradiction(values)
 
 
 def _rotary_base(rope: Config, default: float) -> int | float:
@@ -58,6 +70,9 @@ class Rope(RotaryEmbedding):
     default_theta: float = 10000.0
     fraction: float | None = None
 
+    def contradictions(self, config: Config) -> Iterator[str]:
+        yield from rope_contradictions(config)
+
     def to_args(self, config: Config) -> Values:
         rope = rope_parameters(config)
         args: Values = {"rotary_base": _rotary_base(rope, self.default_theta), "use_rope_scaling": False}
@@ -76,17 +91,22 @@ class Rope(RotaryEmbedding):
         factor = first(args, ("rope_scaling_factor",), 8.0)
         return {"rope_parameters": {"rope_type": "llama3", **rope, "factor": factor, **LLAMA3}}
 
-    def notices(self, config: Config) -> Iterator[str]:
+    def differs(self, config: Config) -> Iterator[str]:
         rope = rope_parameters(config)
         kind = rope.get("rope_type", "default")
-        if kind == "dynamic":
-            yield "dynamic rope scaling; Megatron-LM agrees up to max_position_embeddings, and not beyond"
-        elif kind == "llama3":
+        if kind == "llama3":
             for name, value in LLAMA3.items():
                 if rope.get(name, value) != value:
                     yield f"{name} of the llama3 rope is {rope[name]}; Megatron-LM computes with {value}"
-        elif kind != "default":
+        elif kind not in ("default", "dynamic"):
             yield f"rope_type is {kind!r}; Megatron-LM has no argument for it and computes an unscaled rope"
+
+    def notices(self, config: Config) -> Iterator[str]:
+        if rope_parameters(config).get("rope_type") == "dynamic":
+            yield DYNAMIC
+
+
+DYNAMIC = "dynamic rope scaling; Megatron-LM agrees up to max_position_embeddings, and not beyond"
 
 
 class Rotary(RotaryEmbedding):
@@ -101,9 +121,14 @@ class Rotary(RotaryEmbedding):
         rope = {"rope_type": "default", "rope_theta": theta}
         return {"rotary": {"base": theta, "type": "origin"}, "rope_parameters": rope}
 
+    def contradictions(self, config: Config) -> Iterator[str]:
+        yield from rope_contradictions(config)
+        base, rope = (config.get("rotary") or {}).get("base"), rope_parameters(config)
+        yield from contradiction({"rotary.base": base, "rope_theta": rope.get("rope_theta")})
+
     def notices(self, config: Config) -> Iterator[str]:
         if (config.get("rotary") or {}).get("type") == "dynamic":
-            yield "dynamic rope scaling; Megatron-LM agrees up to max_position_embeddings, and not beyond"
+            yield DYNAMIC
 
 
 def _known(values: Mapping[str, Any]) -> Values:
@@ -131,6 +156,9 @@ class LatentRope(RotaryEmbedding):
 
     default_theta: float = 10000.0
 
+    def contradictions(self, config: Config) -> Iterator[str]:
+        yield from rope_contradictions(config)
+
     def to_args(self, config: Config) -> Values:
         rope = rope_parameters(config)
         args: Values = {"rotary_base": _rotary_base(rope, self.default_theta), "use_rope_scaling": False}
@@ -155,19 +183,24 @@ class LatentRope(RotaryEmbedding):
         yarn = {key: first(args, (arg,), default) for key, arg, default in YARN}
         return {"rope_parameters": {"rope_type": "yarn", **rope, **yarn}}
 
-    def notices(self, config: Config) -> Iterator[str]:
+    def differs(self, config: Config) -> Iterator[str]:
         rope = rope_parameters(config)
-        if rope.get("rope_type", "default") not in ("default", "yarn"):
+        if rope.get("rope_type", "default") not in ("default", "dynamic", "yarn"):
             yield f"rope_type is {rope['rope_type']!r}; Megatron-LM's latent attention knows plain and yarn"
         if rope.get("mscale", 1.0) != 1.0 and not rope.get("mscale_all_dim"):
             yield "mscale without mscale_all_dim; transformers ignores it, Megatron-Core does not"
+        for key, default in (("attention_factor", None), ("truncate", True)):
+            if rope.get(key) not in (None, default):
+                yield f"{key} of the yarn rope is {rope[key]}; Megatron-LM has no argument for it"
+
+    def notices(self, config: Config) -> Iterator[str]:
+        rope = rope_parameters(config)
+        if rope.get("rope_type") == "dynamic":
+            yield DYNAMIC
         for key, arg, default in YARN:
             # Fields of MLATransformerConfig which Megatron-LM's command line leaves at their defaults.
             if key == arg and "mscale" not in key and first(rope, (key,), default) != default:
                 yield f"{key} of the yarn rope is {rope[key]}; Megatron-LM's command line has {default}"
-        for key in ("attention_factor", "truncate"):
-            if rope.get(key) is not None:
-                yield f"{key} of the yarn rope is {rope[key]}; Megatron-LM has no argument for it"
 
 
 @dataclass(frozen=True)
@@ -180,8 +213,13 @@ class YarnRope(RotaryEmbedding):
 
     default_theta: float
 
+    def contradictions(self, config: Config) -> Iterator[str]:
+        yield from rope_contradictions(config)
+
     def to_args(self, config: Config) -> Values:
-        rope = {**GPT_OSS_YARN, **rope_parameters(config)}
+        stated = rope_parameters(config)
+        # What transformers assumes where the config says nothing differs from what it reads where it says something.
+        rope = {**GPT_OSS_YARN, **({"truncate": True} if "rope_type" in stated else {}), **stated}
         return {
             "rotary_base": _rotary_base(rope, self.default_theta),
             "use_rope_scaling": False,
@@ -201,10 +239,16 @@ class YarnRope(RotaryEmbedding):
         rope["rope_theta"] = float(first(args, ("rotary_base",), self.default_theta))
         return {"rope_parameters": {"rope_type": "yarn", **rope}}
 
-    def notices(self, config: Config) -> Iterator[str]:
-        kind = rope_parameters(config).get("rope_type", "yarn")
+    def differs(self, config: Config) -> Iterator[str]:
+        rope = rope_parameters(config)
+        kind = rope.get("rope_type", "yarn")
         if kind != "yarn":
             yield f"rope_type is {kind!r}; Megatron-LM's model of this family computes YaRN"
+        for key in ("attention_factor", "mscale", "mscale_all_dim"):
+            if rope.get(key) is not None:
+                yield f"{key} of the yarn rope is {rope[key]}; Megatron-LM's model of this family has its own"
+
+    def notices(self, config: Config) -> Iterator[str]:
         yield "YaRN without latent attention; it takes Megatron-Bridge, or Megatron-LM core_v0.19.0 or later"
 
 

@@ -18,3 +18,14 @@ BEYOND_MEGATRON: dict[str, str] = {
     "qwen3_next": "Megatron-Core stores the norm inside linear attention less one, which no re-indexing gives",
 }
 """Why, by the `model_type` of config.json."""
+
+BUILT_ALIKE: dict[str, str] = {
+    "cwm": "some layers attend to a window of tokens",
+    "ernie4_5": "the rotary embedding turns neighbouring elements of a head, not those half a head apart",
+    "granite": "embeddings, residuals, attention scores and logits are multiplied by constants",
+    "mellum": "some layers attend to a window of tokens, and two rotary bases alternate",
+    "ministral": "some layers attend to a window of tokens",
+    "ministral3": "queries are scaled by their position beyond the original context",
+    "smollm3": "some layers have no rotary embedding",
+}
+"""Models with the names and shapes of a declared family that compute something else, and what."""

@@ -117,17 +117,18 @@ def _config(path: str | Path, settings: Mapping[str, Any]) -> Any:
 def _internlm3_as_llama(settings: Mapping[str, Any]) -> Any:
     """InternLM3 lives in remote code, and computes what Llama computes.
 
-    Its `qkv_bias` and `bias` (o_proj and MLP) are Llama's `attention_bias` (q, k, v and o) and `mlp_bias`.
+    Its `qkv_bias` and `bias` (o_proj and MLP) are Llama's `attention_bias` (q, k, v and o) and `mlp_bias`, as which
+    transformers saves them.
     Source: configuration_internlm3.py and modeling_internlm3.py of internlm/internlm3-8b-instruct.
     """
     from transformers import LlamaConfig
 
-    renamed = {
-        key: value
-        for key, value in settings.items()
-        if key not in ("model_type", "auto_map", "architectures")
-    }
-    qkv_bias, bias = bool(renamed.pop("qkv_bias", False)), bool(renamed.pop("bias", False))
+    own = ("model_type", "auto_map", "architectures", "qkv_bias", "bias", "attention_bias", "mlp_bias")
+    qkv_bias, bias = (
+        any(settings.get(key) for key in keys)
+        for keys in (("qkv_bias", "attention_bias"), ("bias", "mlp_bias"))
+    )
+    renamed = {key: value for key, value in settings.items() if key not in own}
     return LlamaConfig(**renamed, attention_bias=qkv_bias or bias, mlp_bias=bias)
 
 

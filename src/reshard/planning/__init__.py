@@ -17,7 +17,7 @@ from reshard.errors import ReshardError
 from reshard.formats import companions, open_checkpoint
 from reshard.formats.hints import BASE, find_hints
 from reshard.layout import Layout
-from reshard.model import Model, resolve, resolve_if_declared
+from reshard.model import Model, config_of, contradictions, resolve, resolve_if_declared
 from reshard.plan import Plan
 from reshard.planning import dcp, deepspeed, hub, internlm, megatron, megatron_adapter, merge, peft
 from reshard.planning.common import Options, Source
@@ -119,6 +119,10 @@ def _model(checkpoint: Checkpoint, target: str, options: Options) -> Model | Non
     if target in WITHOUT_MODEL:
         return None
     if target in NAMED_AS_THE_HUB and not options.family:
+        wrong = (
+            contradictions(config_of(checkpoint, options.base) or {}) if checkpoint.dialect == "hf" else []
+        )
+        checkpoint.notes += [f"config.json contradicts itself: {text}" for text in wrong]
         return resolve_if_declared(checkpoint, options.base, options.trust)
     return resolve(checkpoint, options.base, options.family, options.trust)
 

@@ -18,7 +18,7 @@ from reshard.formats.megatron.mcore import padded_vocabulary
 from reshard.formats.megatron.optimizer import NewOptimizer, is_distributed, new_optimizer
 from reshard.layout import Layout
 from reshard.logical import LogicalTensors, logical_tensors
-from reshard.model import EMBEDDINGS, Model
+from reshard.model import Model
 from reshard.plan import OutputFile, Plan, Planned
 from reshard.planning.common import (
     Options,
@@ -39,6 +39,7 @@ from reshard.planning.optimizer import (
     with_masters,
     with_step,
 )
+from reshard.vocabulary import EMBEDDINGS
 
 SHARED_GROUPS = ">=0.16"
 """Versions of megatron-core that take more tensor parallel ranks than query groups; 0.15.3 refuses them."""
@@ -75,7 +76,7 @@ def plan(source: Source, target: str) -> Plan:
     states = optimizer.states if optimizer else {}
     result = finished(replace(source, model=model), target, files, tensors, dropped, logical, layout, states)
     result.load_with = load_flags(args, is_release=iteration_of(checkpoint) == "release", optimizer=optimizer)
-    result.notes += [problem.message for problem in model.family.config.notices(model.config)]
+    result.notes += model.family.config.notices(model.config)
     result.notes += layout_notes(model, layout)
     result.notes += frozen_notes(source) if optimizer else []
     if layout.stages and not options.layout.stages:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard.errors import Problem, ReshardError
-from reshard.families import FAMILIES
+from reshard.families import declared
 from reshard.families.rules import Dims
-from reshard.model import UNUSABLE
+from reshard.recognition import UNUSABLE
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Widths:
 
     @staticmethod
     def _of(config: Mapping[str, Any]) -> Widths:
-        family = FAMILIES.get(str(config.get("model_type")))
+        family = declared(config.get("model_type"))
         if family is None:
             return _plain(config)
         args = family.config.to_args(config)

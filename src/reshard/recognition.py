@@ -1,0 +1,185 @@
+"""Which family a checkpoint is of: the one that its config names, else the one whose tensors it has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from reshard.checkpoint import Checkpoint
+from reshard.errors import Problem, ReshardError, one_for_all
+from reshard.families import FAMILIES, Family, declared
+from reshard.families.binding import Binding
+from reshard.families.disagreements import foreign
+from reshard.families.rules import Dims
+from reshard.families.undeclared import BEYOND_MEGATRON, BUILT_ALIKE
+from reshard.vocabulary import embedding_rows, padded_rows
+
+UNUSABLE = (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError)
+"""What values of a config that are missing, or of another type than they should be, lead to."""
+
+
+def named(name: str) -> Family:
+    """The family that `--family` names. Raises ReshardError if there is none."""
+    family = declared(name)
+    if family is None:
+        raise ReshardError(
+            "no such family",
+            expected=", ".join(FAMILIES),
+            found=name,
+            remedy="choose one of these with --family",
+        )
+    return family
+
+
+def by_config(
+    config: Mapping[str, Any], checkpoint: Checkpoint, forced: str | None, *, computes: bool
+) -> tuple[Family, list[str]]:
+    """The family that `forced` or the config names, with notes.
+
+    Names and shapes of tensors do not show all that a model computes. So where an engine `computes` with the result,
+    a `model_type` that nobody declared is refused, though the tensors may be those of a family; where only bytes are
+    compared, that family will do. Raises ReshardError with what does not fit the closest family.
+    """
+    if forced:
+        return named(forced), []
+    model_type = config.get("model_type")
+    if family := declared(model_type) or _by_architecture(config):
+        return family, []
+    if model_type in BEYOND_MEGATRON:
+        raise ReshardError(_beyond(str(model_type)))
+    fits = [(family, _misfits(family, config, checkpoint)) for family in FAMILIES.values()]
+    usable = [(family, misfits) for family, misfits in fits if misfits is not None]
+    if not usable:
+        raise ReshardError(_unsupported(model_type))
+    family, misfits = min(usable, key=lambda item: len(item[1]))
+    if misfits:
+        raise ReshardError([_unsupported(model_type), *misfits])
+    if computes:
+        raise ReshardError(_alike(model_type, family, checkpoint))
+    return family, [f"{not_known(model_type)}; the tensors are those of {family.name}"]
+
+
+def _by_architecture(config: Mapping[str, Any]) -> Family | None:
+    """The family of the class that a config without a `model_type` names."""
+    if config.get("model_type") is not None:
+        return None
+    named = config.get("architectures")
+    return next((f for f in FAMILIES.values() if isinstance(named, list) and f.architecture in named), None)
+
+
+def not_known(model_type: Any) -> str:
+    """What to say of a config that names no declared family."""
+    return f'model_type "{model_type}" is not known' if model_type else "config.json has no model_type"
+
+
+KEEPS_NAMES = "--to huggingface, dcp or deepspeed keeps the model as it is"
+
+
+def _beyond(model_type: str) -> Problem:
+    return Problem(
+        f'Megatron-Core does not compute what the family "{model_type}" computes',
+        rule=BEYOND_MEGATRON[model_type],
+        found=f"model_type {model_type} in config.json",
+        remedy="convert it to a format that keeps the names of the hub: see docs/add-a-family.md",
+    )
+
+
+def _alike(model_type: Any, family: Family, checkpoint: Checkpoint) -> Problem:
+    """What to say of a model whose tensors are those of `family`, and whose config does not say that it is one."""
+    insist = f"if it computes the same as {family.name}: --family {family.name}"
+    return Problem(
+        f"{not_known(model_type)}, though the tensors are named as in {family.name}",
+        file=str(checkpoint.root / "config.json"),
+        rule=BUILT_ALIKE.get(
+            str(model_type),
+            "scales, windows, rotary embedding and activation do not show in the names and shapes of tensors",
+        ),
+        expected=", ".join(FAMILIES),
+        found=f"model_type {model_type}" if model_type else None,
+        remedy=f"{insist}; {KEEPS_NAMES}" if checkpoint.dialect == "hf" else insist,
+    )
+
+
+def _unsupported(model_type: Any) -> Problem:
+    what = f'the family "{model_type}" is not supported' if model_type else "config.json has no model_type"
+    return Problem(
+        f"{what}, and the tensors fit no family that is",
+        rule="a family declares where each tensor lies",
+        expected=", ".join(FAMILIES),
+        found=None if model_type is None else str(model_type),
+        remedy="force one with --family NAME if it is built alike, or declare it: see docs/add-a-family.md",
+    )
+
+
+def _misfits(family: Family, config: Mapping[str, Any], checkpoint: Checkpoint) -> list[Problem] | None:
+    """The tensors that do not fit a family; None if even the config cannot be read as one of its own."""
+    try:
+        args = family.config.to_args(config)
+        dims = Dims.from_args(args, int(config["vocab_size"]), padded_rows(checkpoint))
+        rules = family.rules_of("mcore" if checkpoint.dialect == "hf" else checkpoint.dialect)
+        binding = Binding(rules(dims) if rules else ())
+    except (*UNUSABLE, ReshardError):
+        return None
+    if not binding.native:
+        return None
+    bounds = binding.hf if checkpoint.dialect == "hf" else binding.native
+    want = {name: bound.shape for name, bound in bounds.items()}
+    have = {name: tensor.shape for name, tensor in checkpoint.tensors.items() if name not in binding.copies}
+    names = have.keys() | want.keys()
+    misfits = [
+        Problem(
+            f"a tensor does not fit {family.name}, the closest family",
+            tensor=name,
+            expected=str(list(want[name])) if name in want else "no such tensor",
+            found=str(list(have[name])) if name in have else "nothing",
+        )
+        for name in sorted(names)
+        if have.get(name) != want.get(name)
+    ]
+    return one_for_all(misfits, names, str(checkpoint.path))
+
+
+def by_args(checkpoint: Checkpoint, forced: str | None) -> tuple[Family, list[str]]:
+    """The first family whose tensors, at the sizes that the arguments tell, are those of the checkpoint.
+
+    Those that compute something else than the arguments say come in question only if no other does.
+    """
+    if not describes_model(checkpoint.args):
+        raise ReshardError(
+            "nothing says which model this is",
+            file=str(checkpoint.path),
+            expected="config.json beside the checkpoint, or Megatron-LM's `args` inside it",
+            found="; ".join(checkpoint.notes) or None,
+            remedy="give the Hugging Face folder that training started from: --base DIR",
+        )
+    if forced:
+        return named(forced), []
+    rows, given = embedding_rows(checkpoint), checkpoint.args or {}
+    fitting: list[Family] = []
+    others: list[Family] = []
+    for family in FAMILIES.values():
+        try:
+            derived = family.config.to_config(given)
+            args = family.config.to_args({**derived, "vocab_size": rows})
+            binding = Binding(family.rules(Dims.from_args(args, rows)))
+        except (*UNUSABLE, ReshardError):
+            continue
+        want = {name: bound.shape for name, bound in binding.native.items()}
+        if want == {name: tensor.shape for name, tensor in checkpoint.tensors.items()}:
+            (others if any(foreign(family.config, derived, given)) else fitting).append(family)
+    fitting = fitting or others
+    if not fitting:
+        raise ReshardError(
+            "the tensors of the checkpoint fit no family",
+            file=str(checkpoint.path),
+            expected=", ".join(FAMILIES),
+            remedy="give the Hugging Face folder that training started from (--base DIR), or force --family NAME",
+        )
+    more = ", ".join(family.name for family in fitting[1:])
+    notes = [f"{fitting[0].name} is assumed; {more} would fit as well (--family)"] if more else []
+    return fitting[0], notes
+
+
+def describes_model(args: Mapping[str, Any] | None) -> bool:
+    """Whether arguments give the sizes of a model, and not only the layout that it was saved at."""
+    return bool(args and args.get("num_layers"))

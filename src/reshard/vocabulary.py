@@ -1,0 +1,96 @@
+"""How many tokens a checkpoint has rows for, where the config, the tokenizer and a padded embedding differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from reshard.checkpoint import Checkpoint, Tensor
+from reshard.errors import Problem, ReshardError
+from reshard.formats.companions import find_companions
+from reshard.formats.megatron.mcore import padded_vocabulary
+
+EMBEDDINGS = {
+    "hf": ("model.embed_tokens.weight", "model.tok_embeddings.weight"),
+    "mcore": ("embedding.word_embeddings.weight",),
+    "internlm": ("embedding.weight",),
+    "internlm-interleaved": ("embedding.weight",),
+    "internlm2": ("tok_embeddings.weight",),
+    "internlm2-interleaved": ("tok_embeddings.weight",),
+    "torchtitan": ("tok_embeddings.weight",),
+}
+"""What each dialect calls the embedding, whatever the family."""
+
+SPARE_ROWS = 1024
+"""How many rows beyond the tokens, at most, are padding and not another model's vocabulary."""
+
+
+def embedding_rows(checkpoint: Checkpoint) -> int:
+    """Rows of the embedding. Raises ReshardError if there is none."""
+    return embedding(checkpoint)[1].shape[0]
+
+
+def embedding(checkpoint: Checkpoint) -> tuple[str, Tensor]:
+    """The embedding and its name. Raises ReshardError if there is none."""
+    names = EMBEDDINGS[checkpoint.dialect]
+    for name in names:
+        if name in checkpoint.tensors:
+            return name, checkpoint.tensors[name]
+    raise ReshardError(
+        "a tensor is missing",
+        tensor=names[0],
+        file=str(checkpoint.path),
+        remedy="the checkpoint is incomplete: copy it again from where it was saved",
+    )
+
+
+def padded_rows(checkpoint: Checkpoint) -> int | None:
+    """Rows of an embedding that Megatron pads; None for a checkpoint in another dialect."""
+    return embedding_rows(checkpoint) if checkpoint.dialect == "mcore" else None
+
+
+def counted(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int:
+    """Tokens, not rows: what the arguments or the tokenizer beside the checkpoint count, else all rows.
+
+    The greater of the two: Megatron-LM's `--vocab-size` may leave out tokens that were added later.
+    """
+    rows = embedding_rows(checkpoint)
+    counts = args.get("vocab_size"), find_companions(*checkpoint.folders).vocab_size
+    return min(max((int(count) for count in counts if count), default=rows), rows)
+
+
+def corrected(checkpoint: Checkpoint, config: Mapping[str, Any], base: Path) -> tuple[int, str] | None:
+    """The true `vocab_size` and why, where the rows of Megatron's embedding show that it is not the config's."""
+    declared = config.get("vocab_size")
+    if checkpoint.dialect != "mcore" or not isinstance(declared, int) or declared < 1:
+        return None
+    rows = embedding_rows(checkpoint)
+    tokens = find_companions(base, *checkpoint.folders).vocab_size
+    # Qwen2.5's config, for one, has 151,936 rows for 151,665 tokens.
+    if tokens is not None and tokens <= rows < declared <= rows + SPARE_ROWS:
+        return tokens, (
+            f"vocab_size: {tokens} as the tokenizer has, not {declared}: Megatron-LM pads what the tokenizer "
+            "has, and config.json counts spare rows that it never made"
+        )
+    return None
+
+
+def disagreement(checkpoint: Checkpoint, vocab: int) -> Problem | None:
+    """The problem with an embedding of Megatron that is too small for `vocab` tokens, or much too large."""
+    name, table = embedding(checkpoint)
+    rows = table.shape[0]
+    args = checkpoint.args or {}
+    unit = int(args.get("make_vocab_size_divisible_by") or 128)
+    exact = padded_vocabulary(vocab, unit, int(args.get("tensor_model_parallel_size") or 1))
+    if vocab <= rows and rows - vocab <= max(exact - vocab, SPARE_ROWS):
+        return None
+    return Problem(
+        "the config and the checkpoint disagree on the vocabulary",
+        tensor=name,
+        file=str(checkpoint.path),
+        rule="the embedding has a row for each token, and fewer than one unit of padding",
+        expected=f"{vocab} tokens (config.json), padded",
+        found=f"{rows} rows",
+        remedy="give the config that belongs to these weights: --base DIR",
+    )
