@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from reshard.checkpoint import Checkpoint, Tensor
 from reshard.errors import Problem, ReshardError
 from reshard.formats.companions import find_companions
 from reshard.formats.megatron.mcore import padded_vocabulary
+from reshard.gather import Files, Gatherer
 
 EMBEDDINGS = {
     "hf": ("model.embed_tokens.weight", "model.tok_embeddings.weight"),
@@ -66,14 +70,39 @@ def corrected(checkpoint: Checkpoint, config: Mapping[str, Any], base: Path) -> 
     if checkpoint.dialect != "mcore" or not isinstance(declared, int) or declared < 1:
         return None
     rows = embedding_rows(checkpoint)
-    tokens = find_companions(base, *checkpoint.folders).vocab_size
+    folders = find_companions(base, *checkpoint.folders), find_companions(*checkpoint.folders)
+    tokens = folders[0].vocab_size
     # Qwen2.5's config, for one, has 151,936 rows for 151,665 tokens.
     if tokens is not None and tokens <= rows < declared <= rows + SPARE_ROWS:
         return tokens, (
             f"vocab_size: {tokens} as the tokenizer has, not {declared}: Megatron-LM pads what the tokenizer "
             "has, and config.json counts spare rows that it never made"
         )
+    # A tokenizer may have ids that no row was made for: more than there are rows, or rows of zeros, which are padding
+    # that nothing was trained on.
+    named = max(folder.named_ids for folder in folders)
+    if declared < named <= rows and any(_has_values(table, declared, named) for table in _tables(checkpoint)):
+        return named, (
+            f"vocab_size: {named} as the tokenizer has, not {declared}: the rows beyond are not zeros, so they are "
+            "kept"
+        )
     return None
+
+
+def _tables(checkpoint: Checkpoint) -> Iterator[Tensor]:
+    """Megatron's tensors with a row for each token."""
+    for name in (*EMBEDDINGS["mcore"], "output_layer.weight"):
+        if name in checkpoint.tensors:
+            yield checkpoint.tensors[name]
+
+
+def _has_values(table: Tensor, begin: int, end: int) -> bool:
+    """Whether rows `begin` to `end` hold anything but zeros. They are read, for no header tells it."""
+    rows = max(table.shape[0], 1)
+    width = table.view.numel // rows
+    with closing(Files()) as files:
+        found = Gatherer(files, None).read(table, min(begin, rows) * width, min(end, rows) * width)
+    return bool(np.any(found))
 
 
 def disagreement(checkpoint: Checkpoint, vocab: int) -> Problem | None:

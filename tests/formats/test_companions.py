@@ -75,7 +75,12 @@ def test_a_vocabulary_of_two_files(tmp_path: Path) -> None:
 
 def test_a_sentencepiece_model_does_not_tell_its_size_here(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\x00\xff")
-    assert find_companions(tmp_path).vocab_size is None
+    companions = find_companions(tmp_path)
+    assert (companions.vocab_size, companions.named_ids) == (None, 0)
+    decoder = {"0": {"content": "<unk>"}, "32000": {"content": "<pad>"}}
+    write(tmp_path, tokenizer_config__json={"added_tokens_decoder": decoder})
+    companions = find_companions(tmp_path)
+    assert (companions.vocab_size, companions.named_ids) == (None, 32001)
 
 
 def test_templates_processors_and_nothing_that_describes_the_folder(tmp_path: Path) -> None:

@@ -90,10 +90,21 @@ class Companions:
             return _vocab_size_of_tokenizer(read_object(self.files["tokenizer.json"]))
         if "vocab.json" not in self.files:
             return None
-        ids = [*read_object(self.files["vocab.json"]).values()]
+        return max([*read_object(self.files["vocab.json"]).values(), *self._added_ids()], default=-1) + 1
+
+    @property
+    def named_ids(self) -> int:
+        """One more than the highest token id that any file here names: a SentencePiece model may have more."""
+        return max(self.vocab_size or 0, max(self._added_ids(), default=-1) + 1)
+
+    def _added_ids(self) -> list[int]:
+        """The ids of added tokens, which slow tokenizers keep in files of their own."""
+        ids: list[Any] = []
         if "added_tokens.json" in self.files:
             ids += read_object(self.files["added_tokens.json"]).values()
-        return max(ids, default=-1) + 1
+        if TOKENIZER_CONFIG in self.files:
+            ids += read_object(self.files[TOKENIZER_CONFIG]).get("added_tokens_decoder") or ()
+        return [int(token) for token in ids if str(token).isdecimal()]
 
 
 def find_companions(*folders: str | Path) -> Companions:
