@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import random
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
 import pytest
 
+from reshard.doctor.diagnosis import diagnose
 from reshard.doctor.logs import diagnose_text
-from reshard.doctor.thinning import WHOLE, thinned
+from reshard.doctor.thinning import ROOM, WHOLE, thinned
 
 HEAD = Path(__file__).parent / "head"
 CLEAN = Path(__file__).parent / "clean"
@@ -86,6 +90,70 @@ def test_what_happens_once_in_the_middle_of_a_long_log_is_kept() -> None:
     )
     kept = [(number, text) for number, _, text in thinned(("", line) for line in lines)]
     assert (50_001, once) in kept and len(kept) < 20_000
+
+
+def long_lines(length: int) -> dict[str, str]:
+    """Lines as they stand in logs, each of as many characters."""
+    rng = random.Random(0)
+    record = json.dumps(
+        [{"step": i, "loss": rng.random(), "text": "lorem ipsum"} for i in range(length // 60)]
+    )
+    return {
+        "letters": "a" * length,
+        "base64": base64.b64encode(rng.randbytes(length * 3 // 4)).decode(),
+        "minified JSON": record,
+        "a progress bar": "\r".join(f" {i} %|{chr(0x2588) * 9}| {i}/9" for i in range(length // 20)),
+        "Chinese": "损失" * (length // 2),
+        "names": "[rank0]: " + "model.layers.0.mlp." * (length // 19),
+    }
+
+
+@pytest.mark.parametrize("kind", long_lines(1))
+def test_a_line_of_any_length_hides_no_failure(kind: str, tmp_path: Path) -> None:
+    """Ten million characters at once, and twenty thousand now and then: in seconds of this process."""
+    once, often = long_lines(10_000_000)[kind], long_lines(20_000)[kind]
+    lines = [once, *failing(), once]
+    for each in (
+        lines,
+        [line for failed in failing() for line in (f"[rank1]: {often}", f"[rank0]: {failed}")],
+    ):
+        path = tmp_path / "run.log"
+        path.write_text("\n".join(each))
+        begin = time.process_time()
+        found = diagnose(path)
+        assert time.process_time() - begin < 5
+        assert [each.id for each in found] == ["device-map-distributed"] and found[0].certainty == "sure"
+        assert found[0].places[0].line == each.index(next(line for line in each if "ValueError:" in line)) + 1
+
+
+def test_a_failure_in_a_long_line_is_shown_with_what_is_near_it() -> None:
+    (found,) = diagnose_text("log", "ValueError: no frobs: " + "x" * 50_000 + " but the grob is 7")
+    assert "no frobs" in found.places[0].text and len(str(found.cause)) < 5_000
+    (found,) = diagnose_text("log", "FrobError: " + "lorem " * 50_000)
+    assert found.places[0].text.endswith(" …") and len(found.places[0].text) < 400
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_a_traceback_deep_in_a_line_of_json_is_found(encoding: str, tmp_path: Path) -> None:
+    path = tmp_path / "error.json.log"
+    record = {
+        "rank": 0,
+        "before": "损失 0.1 " * 600_000,
+        "py_callstack": "\n".join(failing()),
+        "after": "x " * 1_500_000,
+    }
+    path.write_text(json.dumps(record, ensure_ascii=False), encoding=encoding)
+    (found,) = diagnose(path)
+    assert found.id == "device-map-distributed" and found.places[0].text.startswith(
+        "ValueError: You can't train"
+    )
+
+
+def test_lines_that_all_differ_take_no_more_room_than_others() -> None:
+    rng = random.Random(0)
+    lines = (("", base64.b64encode(rng.randbytes(3_000)).decode()) for _ in range(25_000))
+    kept = list(thinned(lines))
+    assert kept[-1][0] == 25_000 and sum(len(text) for _, _, text in kept) <= 2 * ROOM + 4_000
 
 
 @pytest.mark.slow

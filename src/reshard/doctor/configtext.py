@@ -144,8 +144,8 @@ def read_config(path: str) -> ConfigText:
     return ConfigText(path, text.splitlines(), content, spots, repeated, lenient)
 
 
-_COMMENT = re.compile(r'"(?:[^"\\\n]|\\.)*"|(?P<comment>//[^\n]*|/\*.*?\*/|#[^\n]*)', re.DOTALL)
-_TRAILING = re.compile(r'"(?:[^"\\\n]|\\.)*"|(?P<comma>,)(?=\s*[}\]])')
+_COMMENT = re.compile(r'"(?:[^"\\\n]|\\.)*"?|(?P<comment>//[^\n]*|/\*.*?(?:\*/|\Z)|#[^\n]*)', re.DOTALL)
+_TRAILING = re.compile(r'"(?:[^"\\\n]|\\.)*"?|(?P<comma>,)(?=\s*[}\]])')
 
 
 def _json(text: str) -> tuple[Any, bool]:

@@ -15,7 +15,7 @@ from reshard.doctor.tracebacks import Line, Traceback, end_of_message, frame_of
 
 _WENT_ON = re.compile(
     r"""['"]?(?:train_|eval_)?(?:loss|runtime)['"]?\s*[:=]\s*['"]?\d | \biteration\s+\d+\s*/ | train_runtime
-      | \bstep\s*[:=]?\s*\d+.*\bloss\b
+      | \bstep\s*(?:[:=]\s*)?\d.{0,500}\bloss\b
       | ^(?!\s*(?:Loading|Map|Filter|Fetching|Download|Generating|Tokeniz|Resolving|Capturing)).*\b100%\|
       | \b(?i:successfully|(?:training|run|export|conversion|evaluation)\ (?:is\ )?(?:complete|finished|done)
             |(?:model|weights|checkpoint|tokenizer|adapter)s?\ saved|saved\ (?:model|weights|checkpoint|to)
@@ -28,11 +28,12 @@ _EXCEPTION = re.compile(
 )
 """At the beginning of a line; the carets are what is left of colours."""
 _WITHIN = re.compile(rf"\((?P<name>{_NAME}): (?P<message>[^()]*(?:\([^()]*\)[^()]*)*)\)")
+_NAMED = re.compile(rf"(?<![\w.])(?P<name>{_NAME}): (?P<message>.*\S)")
 _QUIET = re.compile(
     r"(?<![=\w])(?:DEBUG|INFO|WARN|WARNING|Warning|UserWarning|\w+Warning)\b|^\s*(?:except|raise|#)\b|^\[?[IW]\d{3,4}"
 )
 """Lines that only mention an exception."""
-_ASSERTION = re.compile(r"\bAssertion [`'\"].*[`'\"]? failed")
+_ASSERTION = re.compile(r"\bAssertion [`'\"].{0,1000} failed")
 _LOGGED = re.compile(
     r"""^\[?[EF]\d{3,4}\ \d\d:\d\d | \[[EF]\ ?[\w./]+\.(?:cpp|cc|h|cu|py):\d+ | \b\d\d:\d\d:\d\d,\d+\ [EF]\ \d+\ \d+
       | ^.{0,100}?(?:^|[\s\[|(-])(?:ERROR|FATAL|CRITICAL)(?=[\]:|\s,-]|$)(?!\s*\|)
@@ -42,17 +43,17 @@ _LOGGED = re.compile(
     re.VERBOSE,
 )
 _SOCKET = re.compile(
-    r"socket\.cpp.*\[c10d\].*(?:client socket.*(?:failed|cannot)|cannot be retrieved|cannot be initialized"
-    r"|has (?:failed|timed out))"
+    r"socket\.cpp[^\[]{0,40}\[c10d\].{0,300}?(?:client socket.{0,60}(?:failed|cannot)|cannot be retrieved"
+    r"|cannot be initialized|has (?:failed|timed out))"
 )
 _HARMLESS_SOCKET = re.compile(r"errno: 97\b")
 """A machine without IPv6: the next address is tried."""
 _EXIT = re.compile(
     r"""(?i:exit\ ?codes?|exit\ status|return\ ?code|exited\ with(?:\ (?:exit\ )?(?:code|status))?)
-        \s*(?:is\s*)?[:=]?\s*(?!0\b)-?\d+\b
+        \s*(?:is\s*)?(?:[:=]\s*)?(?!0\b)-?\d+\b
       | died\ with\ <Signals\.\w+ | \bSignal\ \d+\ \(SIG\w+\)\ received | [Rr]eceived\ signal:?\ \d+
-      | [Cc]aught\ signal\ \d+ | got\ signal:\ \d+ | \bsignal:\ .*\(\d+\) | terminated\ by\ signal | on\ signal\ \d+
-      | terminated\ with\ signal | \*\*\*\ \[.*\]\ Error\ \d+
+      | [Cc]aught\ signal\ \d+ | got\ signal:\ \d+ | \bsignal:\ .{0,100}\(\d+\) | on\ signal\ \d+
+      | terminated\ (?:by|with)\ signal | \*\*\*\ \[.{0,300}\]\ Error\ \d+
       | sigkill_handler\]\ (?:Killing\ subprocess|\[) | \bcore\ dumped\b | Fatal\ Python\ error | ^oom_kill
       | (?:^|line\ \d+:\s+\d+\s|:\s)(?:Killed|Segmentation\ fault|Bus\ error|Aborted|Illegal\ instruction)\b""",
     re.VERBOSE,
@@ -68,7 +69,8 @@ _LAUNCHER = re.compile(
 
 _CONSEQUENCE = re.compile(
     r"ChildFailedError|SignalException|CalledProcessError|KeyboardInterrupt|Connection (?:reset|closed) by peer"
-    r"|Broken pipe|NCCL.*(?:aborted|remote process exited)|ActorDiedError|RayTaskError|Socket Timeout|DistNetworkError"
+    r"|Broken pipe|NCCL.{0,500}(?:aborted|remote process exited)|ActorDiedError|RayTaskError"
+    r"|Socket Timeout|DistNetworkError"
 )
 
 
@@ -124,7 +126,7 @@ def _within(line: Line) -> tuple[str, str] | None:
         return None
     match = _WITHIN.search(line.text)
     if match is None and _LOGGED.search(line.text):
-        match = re.search(rf"(?<![\w.])(?P<name>{_NAME}): (?P<message>.*\S)", line.text)
+        match = _NAMED.search(line.text)
     return (match["name"], match["message"]) if match else None
 
 

@@ -13,8 +13,8 @@ BY_KIND = frozenset(
 )
 """They explain the first failure where no other entry does, and never surely."""
 
-_INTERPRETER = re.compile(r"(?<![\w.])(?:[\w./~+-]*/bin/python[\d.]*)(?![\w/])")
-_ENVIRONMENT = re.compile(r"([\w./~+-]*)/lib/python[\d.]+/(?:site|dist)-packages/")
+_INTERPRETER = re.compile(r"(?<![\w./~+-])(?:[\w./~+-]*/bin/python[\d.]*)(?![\w/])")
+_ENVIRONMENT = re.compile(r"(?<![\w./~+-])([\w./~+-]*)/lib/python[\d.]+/(?:site|dist)-packages/")
 _ASKED = re.compile(r"(?:named|from|module) ['\"`‘“]([A-Za-z_]\w*)")
 _INSTALLED = re.compile(r"(?:site|dist)-packages/(\w+)")
 

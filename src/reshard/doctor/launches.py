@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from reshard.doctor.finding import Finding, Place
+from reshard.doctor.reading import clipped
 from reshard.doctor.rules import told
 from reshard.errors import ReshardError
 
@@ -17,11 +18,10 @@ _PROCESSES = re.compile(r"--(?:nproc[-_]per[-_]node|num_gpus)[ =]+(\S+)")
 _MACHINES = re.compile(r"--(?:nnodes|num_machines|num_nodes)[ =]+(\S+)")
 _OF_ALL = re.compile(r"--num_processes[ =]+(\S+)")
 _VISIBLE = re.compile(r"\bCUDA_VISIBLE_DEVICES=[\"']?([\d,]+)")
-_EXPORTED = re.compile(r"^\s*export\s+CUDA_VISIBLE_DEVICES=[\"']?([\d,]+)[\"']?\s*$", re.MULTILINE)
 _NPROC = re.compile(r"\bNPROC_PER_NODE=(\S+)")
 _SPLITS = re.compile(r"--(tensor|pipeline|context)[-_](?:model[-_])?parallel[-_]size[ =]+(\S+)")
 _VARIABLE = re.compile(
-    r"^\s*(?:export\s+)?(\w+)=[\"']?(?:\$\{\w+:-)?(\d+)\}?[\"']?\s*(?:#.*)?$", re.MULTILINE
+    r"^[ \t]*(?:export[ \t]+)?(\w+)=[\"']?(?:\$\{\w+:-)?(\d+)\}?[\"']?[ \t]*(?:#.*)?$", re.MULTILINE
 )
 
 
@@ -57,7 +57,7 @@ def _commands(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _launch(path: str, line: int, command: str, text: str, numbers: dict[str, str]) -> Iterator[Finding]:
-    shown = Place(path, line, " ".join(command.split())[:200])
+    shown = Place(path, line, clipped(" ".join(command.split()), 200))
     processes = _number(_PROCESSES.search(command) or _NPROC.search(command), numbers)
     machines = _number(_MACHINES.search(command), numbers) if _MACHINES.search(command) else 1
     if processes is None and machines == 1:

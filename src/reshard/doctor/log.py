@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from reshard.doctor.prefixes import without_prefixes
+from reshard.doctor.reading import shortened
 from reshard.doctor.thinning import thinned
 from reshard.doctor.tracebacks import Line, Traceback, tracebacks
 
@@ -42,9 +43,14 @@ class Log:
 
 
 def read_log(name: str, content: str | Iterable[str]) -> Log:
-    """Take a log apart: its text, or its lines as they come. Of a long one, lines that only repeat are left out."""
+    """Take a log apart: its text, or its lines as they come.
+
+    Of a long log, lines that only repeat are left out; of a long line, its middle.
+    """
     raw = content.split("\n") if isinstance(content, str) else content
-    lines = [line for each in thinned(without_prefixes(raw)) for line in _unescaped(Line(*each))]
+    lines = [
+        line for each in thinned(without_prefixes(map(shortened, raw))) for line in _unescaped(Line(*each))
+    ]
     streams: dict[str, list[Line]] = {}
     for line in lines:
         streams.setdefault(line.stream, []).append(line)
@@ -53,15 +59,15 @@ def read_log(name: str, content: str | Iterable[str]) -> Log:
     return Log(name, lines, sorted(found, key=lambda t: t.first), _versions(text), _facts(text))
 
 
-_ESCAPED_FRAME = re.compile(r'File \\+"[^"]+\\+", line \d+')
+_ESCAPED_FRAME = re.compile(r'File \\+"[^"]+\\", line \d+')
 
 
 def _unescaped(line: Line) -> list[Line]:
     """The lines inside a line of JSON that holds a traceback, as the error files of torchelastic do."""
     if not _ESCAPED_FRAME.search(line.text):
         return [line]
-    parts = re.split(r'\\+n|(?<!\\)(?="[,}\]])', line.text)
-    return [line._replace(text=re.sub(r'\\+"', '"', part)) for part in parts]
+    parts = re.split(r'(?<!\\)\\+n|(?<!\\)(?="[,}\]])', line.text)
+    return [line._replace(text=shortened(re.sub(r'(?<!\\)\\+"', '"', part))) for part in parts]
 
 
 PACKAGES = (

@@ -16,7 +16,7 @@ from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.kinds import BY_KIND, filled_in, told_of
 from reshard.doctor.log import Log, Traceback, read_log
 from reshard.doctor.match import Match, first_sign, match_log
-from reshard.doctor.reading import encoding_of, lines_of
+from reshard.doctor.reading import clipped, encoding_of, lines_of
 from reshard.doctor.rules import told
 from reshard.doctor.upstream import search_of
 from reshard.doctor.words import words
@@ -86,7 +86,7 @@ def _finding(match: Match, log: Log, also: tuple[str, ...]) -> Finding:
         cure=_cure(match, log),
         certainty=match.certainty,
         severity="warning" if entry.kind in WARNINGS else "error",
-        places=(Place(log.name, match.line.number, match.line.text.strip()[:SHOWN]),),
+        places=(Place(log.name, match.line.number, clipped(match.line.text.strip(), SHOWN)),),
         evidence=(*match.evidence, *_told_by(match, log)),
         sources=entry.sources,
         also=(*match.also, *also),
@@ -110,19 +110,21 @@ def _unseen(root: Traceback, log: Log) -> Finding:
     """A log that has the launcher's word only that a worker failed."""
     last = (root.message if root.exception == EXIT else root.said).split("\n")[0]
     who = log.facts.get("first rank to die", "?")
-    return told(WORKER_UNSEEN, [Place(log.name, root.last, last[:SHOWN])], {"who": who}, certainty="likely")
+    return told(
+        WORKER_UNSEEN, [Place(log.name, root.last, clipped(last, SHOWN))], {"who": who}, certainty="likely"
+    )
 
 
 def _unknown(root: Traceback, log: Log, symptoms: tuple[str, ...]) -> Finding:
     """A failure that no entry explains: said to be unknown, with its traceback and what comes nearest."""
     near = nearest(root.said, catalogue().values())
     first = root.root
-    said = words("cut-off") if first.exception == CUT_OFF else Text.same(first.said[:LONGEST_SAID])
+    said = words("cut-off") if first.exception == CUT_OFF else Text.same(clipped(first.said, LONGEST_SAID))
     frames = [f"  {frame}" for frame in first.frames[-6:]]
     shown = Text("\n".join([*frames, said.en]), "\n".join([*frames, said.zh]))
     last = (root.message if root.exception == CUT_OFF else root.said).split("\n")[0]
-    place = Place(log.name, root.last, last[:SHOWN])
-    asked = asks(root.message)[:LONGEST_SAID]
+    place = Place(log.name, root.last, clipped(last, SHOWN))
+    asked = clipped(asks(root.message), LONGEST_SAID)
     values: dict[str, object] = {"who": root.stream or "?", "shown": shown, "asked": asked}
     values["near"] = ", ".join(near) or "–"
     known = None if first.exception in (CUT_OFF, EXIT) else search_of(first)

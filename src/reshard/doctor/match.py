@@ -15,6 +15,7 @@ from reshard.doctor.failures import CUT_OFF, EXIT, is_consequence, is_launchers,
 from reshard.doctor.finding import CERTAINTIES, Text
 from reshard.doctor.kinds import BY_KIND
 from reshard.doctor.log import Line, Log, Traceback
+from reshard.doctor.reading import clipped
 from reshard.doctor.words import words
 
 
@@ -49,7 +50,7 @@ def match_log(log: Log, entries: Iterable[Entry]) -> list[Match]:
         if entry.id in BY_KIND and not (root and _explains(entry, root)):
             continue
         line = lines[bisect_right(ends, max(found.start(), found.end() - 1))]
-        if root and _explains(entry, root):
+        if root and _explains(entry, root) and line.number != root.last:
             line = next((each for each in lines if each.number == root.last), line)
         matches.append(_weighed(entry, line, text, log, root))
     loose = [root] if root and root not in log.tracebacks else []
@@ -131,7 +132,7 @@ def _explains(entry: Entry, root: Traceback) -> bool:
 
 
 def _short(text: str) -> str:
-    return " ".join(text.split())[:60]
+    return clipped(" ".join(text.split()), 60)
 
 
 CLEAR = 0.75

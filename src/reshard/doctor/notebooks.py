@@ -16,7 +16,7 @@ from reshard.doctor.scripts import diagnose_source
 from reshard.doctor.source import parsed
 from reshard.errors import ReshardError
 
-_COMMAND = re.compile(r"^(\s*)(?:[%!?].*|.*\?\s*)$")
+_COMMAND = re.compile(r"^(\s*)(?=\S)(?:[%!?].*|.*\?\s*)$")
 """Lines that are for the notebook, not for Python."""
 
 

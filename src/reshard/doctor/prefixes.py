@@ -17,7 +17,7 @@ START = "Traceback (most recent call last)"
 HELD = 2_000
 """Lines that are held back until a frame tells whether what stands before a traceback is a prefix."""
 
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|\x1b[@-_]")
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-_]")
 _EMPHASIS = re.compile(
     r"(?P<mark>\*\*|`)(?P<error>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): .*?)(?P=mark)$"
 )
@@ -28,30 +28,31 @@ _TIME = re.compile(
 _LABEL = re.compile(
     r"""(?:
       \[(?:rank|default|trainer|worker)[-_ ]?(?P<torchrun>\d+)\]:\ ?   # torchrun, torch's own excepthook
-    | \[\w+\d+\|(?P<redirect>\d+)\]:\ ?
+    | \[\w{1,60}\d\|(?P<redirect>\d+)\]:\ ?
     | \ {0,4}(?P<srun>\d{1,5}):\ (?=\S|\ |$)                            # srun --label
     | \[\d+,(?P<mpi>\d+)\]<std(?:err|out)>:\ ?
     | \((?P<ray>\w[\w.]*(?:\(\))?,?(?:\ rank=\d+,)?\ pid=\d*(?:,\ ip=[\w.]*)?)\)\ ?
-    | (?P<host>(?:worker|node|pod|rank|trainer|gpu)[\w.-]*\d+)(?:\s+\||:)\ ?
+    | (?P<host>(?:worker|node|pod|rank|trainer|gpu)[\w.-]*\d)(?:\s+\||:)\ ?
     | (?P<address>\d+\.\d+\.\d+\.\d+):\ ?                               # pdsh
     | \[(?P<pod>pod/[\w./-]+)\]\ ?
     )""",
     re.VERBOSE,
 )
-_LABELS_AT_END = re.compile(rf"(?:^|(?<=\s))(?:{_LABEL.pattern})+$", re.VERBOSE)
+_LABELS_AT_END = re.compile(rf"(?:^|(?<=\s))(?:{_LABEL.pattern}){{1,3}}$", re.VERBOSE)
 _MARGIN = re.compile(r"(?:  )+\| ")
 """What Python prints before the tracebacks inside an ExceptionGroup."""
-_BEFORE_START = re.compile(
-    r"(.*?)(?:(?:  )+[+|] (?:Exception Group )?|[╭+][─-]+ |\w+ {2,})?Traceback \(most recent call last\)"
+_TRACEBACK = re.compile(
+    r"(?:(?<!  )(?:  )+[+|] (?:Exception Group )?|[╭+][─-]+ |(?<!\w)\w+ {2,})?Traceback \(most recent call last\)"
 )
-_BEFORE_FRAME = re.compile(
-    r'(.*?)(?:(?:(?:  )+\| )?  File "[^"]+", line \d+|[│|] \S+:\d+ in |-{2,}> \d+ )'  # Python, rich, notebooks
+_FRAME = re.compile(
+    r'(?:(?<!  )(?:  )+\| )?  File "[^"]+", line \d+|[│|] \S+:\d+ in |(?<!-)-{2,}> \d+ '  # Python, rich, notebooks
 )
 _NAMELESS = re.compile(
-    r"(?:\d{2,4}[-/])?\d\d[-/]\d\d(?=[ T])|\d\d:\d\d:\d\d[.,\d]*|\S+\.(?:py|cpp|cu):\d+"
+    r"(?:\d{2,4}[-/])?\d\d[-/]\d\d(?=[ T])|\d\d:\d\d:\d\d[.,\d]*|\S{1,100}\.(?:py|cpp|cu):\d+"
     r"|\b(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|[EWIF]\d{4})\b"
 )
 """Parts of a prefix that name no process."""
+_NAMES = re.compile(r"(?<![\w./=-])[\w./=-]*\w")
 
 
 def without_prefixes(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -88,27 +89,29 @@ class _Prefixes:
 
     def begin(self, line: str) -> None:
         """Note what stands before the first line of a traceback: it may be a prefix."""
-        if before := self._before(line, _BEFORE_START):
+        if before := self._before(line, _TRACEBACK):
             self._open.add(before)
 
     def learn(self, line: str) -> None:
         """See whether a line is a frame behind what stood before the first line of a traceback."""
-        if self._open and (before := self._before(line, _BEFORE_FRAME)) in self._open:
+        if self._open and (before := self._before(line, _FRAME)) in self._open:
             self._open.remove(before)
             self._shapes.append(before)
             self._learned = re.compile("|".join(f"(?:{shape})" for shape in self._shapes))
 
     def awaits(self, line: str) -> bool:
         """Whether the frames of a traceback are still to tell if what stands before its first line is a prefix."""
-        return START in line and self._before(line, _BEFORE_START) in self._open
+        return START in line and self._before(line, _TRACEBACK) in self._open
 
     def _before(self, line: str, pattern: re.Pattern[str]) -> str:
         """The pattern of what no known prefix explains before a traceback or a frame; "" if there is nothing."""
-        match = pattern.match(self.taken_off(line)[1])
-        if match is None or not match[1].strip():
+        text = self.taken_off(line)[1]
+        match = pattern.search(text)
+        before = text[: match.start()] if match else ""
+        if not before.strip():
             return ""
-        known = _LABELS_AT_END.search(match[1])
-        unknown = match[1][: known.start()] if known else match[1]
+        known = _LABELS_AT_END.search(before)
+        unknown = before[: known.start()] if known else before
         body = re.sub(r"\d+", r"\\d+", re.escape(unknown.rstrip()))
         space = unknown[len(unknown.rstrip()) :]
         return rf"{body}(?:{space}|$)" if space else body
@@ -130,4 +133,4 @@ class _Prefixes:
 
 def _name(prefix: str) -> str:
     """What a prefix names: its words without times, levels and lines of source files."""
-    return " ".join(re.findall(r"[\w./=-]*\w", _NAMELESS.sub(" ", prefix)))
+    return " ".join(_NAMES.findall(_NAMELESS.sub(" ", prefix)))

@@ -243,7 +243,7 @@ def no_set_device(source: Source) -> Iterator[Finding]:
             return
         if "nccl" in str(backend) or (default and "cuda" in source.text):
             line = source.lines[call.line - 1].strip()
-            imports = "" if re.search(r"^\s*import .*\bos\b", source.text, re.MULTILINE) else "import os; "
+            imports = "" if re.search(r"^[ \t]*import .*\bos\b", source.text, re.MULTILINE) else "import os; "
             mended = f'{imports}torch.cuda.set_device(int(os.environ["LOCAL_RANK"])); {line}'
             yield told("script-no-set-device", [source.place(call.line, mended * line.startswith(call.name))])
             return

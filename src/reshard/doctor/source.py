@@ -17,7 +17,7 @@ from reshard.errors import ReshardError
 
 _RANK = (
     r"(?:(?<![\w.])(?:\w+\.)*(?:get_)?(?:local_|global_|dp_|dist_)?(?:process_|global_|local_)?(?:rank|process_index)\b(?:\(\))?"
-    r"|environ\W*(?:get\()?\W*(?:LOCAL_)?RANK\b[^)\]]*[)\]]+)"
+    r"|environ\W{0,9}(?:get\()?\W{0,9}(?:LOCAL_)?RANK\b[^)\]]*[)\]]+)"
 )
 _MAIN = re.compile(
     rf"{_RANK}\s*(?:==\s*0|in\s*[\[(]|<=\s*0|<\s*1)|\bis_(?:local_)?(?:main_process|world_process_zero|rank_?0|master)"

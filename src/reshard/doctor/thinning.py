@@ -17,6 +17,8 @@ WHOLE = 5_000
 """Lines at the beginning that are kept as they are: most logs are no longer."""
 LAST = 8_000
 """Lines at the end that are kept: torchelastic's summary of 512 ranks has seven lines for each."""
+ROOM = 32_000_000
+"""Characters of new lines that are kept, and as many of the last ones: long lines that all differ fill memory, too."""
 COPIES = 3
 SHAPES = 400_000
 """Kinds of lines that are remembered; a log with more of them is thinned without looking at what is new."""
@@ -43,13 +45,18 @@ class _Thinner:
         self._seen: dict[str, int] = {}
         self._ends: dict[str, int] = {}
         self._open: dict[str, list[tuple[int, str]]] = {}
-        self._last: deque[tuple[int, str, str]] = deque(maxlen=LAST)
+        self._last: deque[tuple[int, str, str]] = deque()
+        self._room = self._room_at_end = ROOM
 
     def add(self, number: int, stream: str, text: str) -> None:
-        if number <= WHOLE or self._is_new(text):
+        if self._room > 0 and (number <= WHOLE or self._is_new(text)):
             self._kept[number] = stream, text
+            self._room -= len(text)
         else:
             self._last.append((number, stream, text))
+            self._room_at_end -= len(text)
+            while len(self._last) > LAST or self._room_at_end < 0:
+                self._room_at_end += len(self._last.popleft()[2])
         if START in text:
             self._open[stream] = [(number, text)]
         elif stream in self._open:

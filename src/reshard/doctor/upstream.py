@@ -33,7 +33,7 @@ REPOSITORIES = {
 }
 """Repositories by the folder of their package."""
 
-_DETAILS = re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`|\S*[/\\]\S*|\S*\d\S*|[^\w\s.]")
+_DETAILS = re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`|(?<![^\s'\"`])\S*[/\\\d]\S*|[^\w\s.]")
 """What differs from run to run: names in quotes, paths, numbers."""
 WORDS = 10
 
