@@ -16,6 +16,7 @@ from reshard.formats import open_checkpoint
 from reshard.inspection import Inspection, inspect_checkpoint
 from reshard.layout import Layout
 from reshard.plan import Plan
+from reshard.sources import OnStep
 from reshard.verification import Comparison, compare_weights, open_sides
 
 StrPath = str | PathLike[str]
@@ -52,9 +53,14 @@ def open(path: StrPath, iteration: Iteration | None = None) -> Checkpoint:
     return open_checkpoint(Path(path), iteration)
 
 
-def inspect(path: StrPath, iteration: Iteration | None = None) -> Inspection:
-    """What a checkpoint is, whether it is whole, and what to type next. Raises ReshardError."""
-    return inspect_checkpoint(Path(path), iteration)
+def inspect(
+    path: StrPath, iteration: Iteration | None = None, *, on_step: OnStep = lambda step: None
+) -> Inspection:
+    """What a checkpoint is, whether it is whole, and what to type next; `on_step` hears what is done next.
+
+    Raises ReshardError.
+    """
+    return inspect_checkpoint(Path(path), iteration, on_step)
 
 
 def convert(
@@ -88,12 +94,14 @@ def convert(
     with_optimizer: bool = False,
     strict: bool = False,
     no_checksum: bool = False,
+    on_step: OnStep = lambda step: None,
     on_plan: Callable[[Plan], None] = lambda plan: None,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Conversion:
     """Carry the checkpoint at `src` to `dst`, in the format and layout that are asked for.
 
-    `on_plan` sees the plan before a byte is read, `on_bytes` the count of each window that was written.
+    `on_step` hears what is done until there is a plan; `on_plan` sees the plan before a byte is read, `on_bytes` the
+    count of each window that was written.
     Raises ReshardError, with `dst` as it was before.
     """
     layout = Layout(tp, pp, vpp, ep, tp if etp is None else etp, stages)
@@ -125,6 +133,7 @@ def convert(
         workers=workers,
         strict=strict,
         checksum=not no_checksum,
+        on_step=on_step,
         on_plan=on_plan,
         on_bytes=on_bytes,
     )
@@ -136,15 +145,19 @@ def verify(
     *,
     base: StrPath | None = None,
     logits: bool = False,
+    on_step: OnStep = lambda step: None,
+    on_total: Callable[[int], None] = lambda total: None,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Comparison:
     """Whether two checkpoints of any formats and layouts hold the same weights, bit for bit.
 
-    With `logits`, the same tokens also run through both, by transformers and by megatron-core. Raises
+    With `logits`, the same tokens also run through both, by transformers and by megatron-core. `on_step` hears what is
+    done next, `on_total` how many bytes will be compared, `on_bytes` the count of each tensor that was. Raises
     ReshardError if either cannot be read.
     """
-    first, second = open_sides(Path(a), Path(b), Path(base) if base else None)
-    result = compare_weights(first, second, workers=worker_count(None, 1 << 30), on_bytes=on_bytes)
+    first, second = open_sides(Path(a), Path(b), Path(base) if base else None, on_step)
+    workers = worker_count(None, 1 << 30)
+    result = compare_weights(first, second, workers=workers, on_total=on_total, on_bytes=on_bytes)
     if logits:
         from reshard.oracle.agreement import compare_logits
 

@@ -14,6 +14,7 @@ from reshard.execute import Report, execute, worker_count
 from reshard.formats.contents import foreign_in
 from reshard.plan import Plan
 from reshard.planning import Options, plan_conversion
+from reshard.sources import OnStep
 from reshard.staging import put_aside, recover, staged
 
 
@@ -52,11 +53,12 @@ def convert(
     workers: int | None = None,
     strict: bool = False,
     checksum: bool = True,
+    on_step: OnStep = lambda step: None,
     on_plan: Callable[[Plan], None] = lambda plan: None,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Conversion:
     """Plan, check and convert. `target` appears whole, or stays as it was; raises ReshardError."""
-    plan = plan_conversion(source, options)
+    plan = plan_conversion(source, options, on_step)
     on_plan(plan)
     warnings = check_destination(plan, target, overwrite=overwrite, dry_run=dry_run)
     if dry_run:

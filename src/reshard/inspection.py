@@ -18,6 +18,7 @@ from reshard.logical import logical_tensors
 from reshard.model import Model, read_config, resolve, resolve_if_declared
 from reshard.quantization import UNTOLD
 from reshard.recognition import describes_model
+from reshard.sources import OnStep, noted
 
 OPTIMIZER = "optimizer states"
 NO_CONFIG = "there is no config.json beside the weights"
@@ -64,9 +65,16 @@ class Inspection:
         }
 
 
-def inspect_checkpoint(path: Path, iteration: Iteration | None = None) -> Inspection:
-    """Look at the checkpoint at `path`. Raises ReshardError only if nothing can be opened there."""
-    checkpoint = open_checkpoint(path, iteration)
+def inspect_checkpoint(
+    path: Path, iteration: Iteration | None = None, on_step: OnStep = lambda step: None
+) -> Inspection:
+    """Look at the checkpoint at `path`; `on_step` hears what is done next.
+
+    Raises ReshardError only if nothing can be opened there.
+    """
+    with noted() as sources, sources.counted(on_step):
+        checkpoint = open_checkpoint(path, iteration)
+    on_step("checking names and shapes")
     path = path if iteration is None else checkpoint.path  # so that what to type next names the same step
     if adapters.is_adapter(checkpoint) or megatron.holds_pairs(checkpoint):
         return _inspect_adapter(checkpoint, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 from reshard.checkpoint import Cells, Checkpoint, Replica, Tensor
@@ -21,6 +22,10 @@ class Logical(NamedTuple):
     dtype: DType
     shape: tuple[int, ...]
     bound: Bound | None
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
 
 class LogicalTensors:

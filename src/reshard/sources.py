@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime
@@ -21,6 +21,11 @@ from reshard.errors import Problem, ReshardError
 
 MOST = 2 << 30
 """Bytes of a file that is read whole, at most: ten times the metadata of the largest models."""
+
+OnStep = Callable[[str], None]
+"""Hears in words what is done next, where that may take long."""
+
+READING = "reading headers"
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -62,6 +67,7 @@ class Sources:
     def __init__(self, *named: Path) -> None:
         self.named = named
         self._notes: dict[str, _Note] = {}
+        self._on_step: OnStep | None = None
 
     @property
     def paths(self) -> list[Path]:
@@ -76,8 +82,20 @@ class Sources:
     def note(self, path: str, stamp: Stamp, content: bytes | None = None) -> None:
         """Keep the first stamp of a file. What counts of one that is only ever read whole is its `content`."""
         first = self._notes.get(path)
+        if first is None and self._on_step:
+            self._on_step(f"{READING}: {len(self._notes) + 1} files")
         digest = None if content is None or (first and first.digest is None) else _digest(content)
         self._notes[path] = _Note(first.stamp if first else stamp, digest)
+
+    @contextmanager
+    def counted(self, on_step: OnStep) -> Iterator[None]:
+        """Let `on_step` hear, while the block opens a checkpoint, how many files it has opened."""
+        on_step(READING)
+        self._on_step = on_step
+        try:
+            yield
+        finally:
+            self._on_step = None
 
     def changed(self) -> list[Problem]:
         """A problem for each file that is not what it was."""

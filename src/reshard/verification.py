@@ -18,7 +18,7 @@ from reshard.formats import open_checkpoint
 from reshard.gather import Files, Ledger, crc_problem
 from reshard.logical import Logical, LogicalTensors, logical_tensors
 from reshard.model import Model, read_base, resolve
-from reshard.sources import Sources, noted
+from reshard.sources import OnStep, Sources, noted
 from reshard.threads import together
 
 
@@ -69,12 +69,16 @@ class Side(NamedTuple):
     sources: Sources
 
 
-def open_sides(a: Path, b: Path, base: Path | None = None) -> tuple[Side, Side]:
+def open_sides(
+    a: Path, b: Path, base: Path | None = None, on_step: OnStep = lambda step: None
+) -> tuple[Side, Side]:
     """Open both checkpoints under logical names. A side without a config takes that of the other."""
     if base:
         read_base(base)  # also where no side asks for it
     with noted() as sources:
-        first, second = open_checkpoint(a), open_checkpoint(b)
+        with sources.counted(on_step):
+            first, second = open_checkpoint(a), open_checkpoint(b)
+        on_step("comparing names and shapes")
         return _side(first, second, base, sources), _side(second, first, base, sources)
 
 
@@ -94,14 +98,28 @@ def _side(checkpoint: Checkpoint, other: Checkpoint, base: Path | None, sources:
 
 
 def compare_weights(
-    first: Side, second: Side, *, workers: int = 2, on_bytes: Callable[[int], None] = lambda count: None
+    first: Side,
+    second: Side,
+    *,
+    workers: int = 2,
+    on_total: Callable[[int], None] = lambda total: None,
+    on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Comparison:
-    """Compare all logical tensors. Raises ReshardError if a file is damaged, or changes meanwhile."""
+    """Compare all logical tensors. `on_total` hears how many bytes, `on_bytes` the count of each tensor.
+
+    Raises ReshardError if a file is damaged, or changes meanwhile.
+    """
     with (first.sources | second.sources).unchanged():
-        return _compared(first, second, workers, on_bytes)
+        return _compared(first, second, workers, on_total, on_bytes)
 
 
-def _compared(first: Side, second: Side, workers: int, on_bytes: Callable[[int], None]) -> Comparison:
+def _compared(
+    first: Side,
+    second: Side,
+    workers: int,
+    on_total: Callable[[int], None],
+    on_bytes: Callable[[int], None],
+) -> Comparison:
     problems = unequal_replicas([*first.tensors.replicas, *second.tensors.replicas], workers)
     if problems:
         raise ReshardError(problems)
@@ -119,8 +137,9 @@ def _compared(first: Side, second: Side, workers: int, on_bytes: Callable[[int],
             rows.append(Row(name, "dtype", _words(ours[name]), _words(theirs[name])))
         else:
             same.append(name)
+    nbytes = sum(ours[name].nbytes for name in same)
+    on_total(nbytes)
     ledger = Ledger()
-
     waiting = deque(same)
 
     def work(index: int, stopped: Event) -> list[Row]:
@@ -129,7 +148,6 @@ def _compared(first: Side, second: Side, workers: int, on_bytes: Callable[[int],
 
     rows += [row for part in together(work, workers) for row in part]
     _settle(ledger)
-    nbytes = sum(_tensor(first, name).nbytes for name in same)
     model = first.model or second.model
     sides = (("A", first), ("B", second))
     notes = [f"{name}: {note}" for name, side in sides if side.model for note in side.model.notes]

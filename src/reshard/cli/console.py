@@ -10,9 +10,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import wraps
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import click
@@ -233,6 +234,90 @@ def _bar(console: Console) -> Any:
         console=console,
         transient=True,
     )
+
+
+PATIENCE = 2.0
+"""Seconds after which a log hears what takes so long."""
+
+
+class Watch:
+    """What a command shows while it works: first its steps, then a bar of bytes; nothing if `quiet`."""
+
+    def __init__(self, what: str, *, quiet: bool) -> None:
+        self._what, self._quiet = what, quiet
+        self._shown = ExitStack()
+        self.step: Callable[[str], None] = lambda step: None
+        self.advance: Callable[[int], None] = lambda count: None
+
+    def __enter__(self) -> Watch:
+        self.step = self._shown.enter_context(_steps(quiet=self._quiet))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def begin(self, total: int) -> None:
+        """The steps are over, and so many bytes are worked on from now on."""
+        self.end()
+        self.advance = self._shown.enter_context(progress(self._what, total, quiet=self._quiet))
+
+    def end(self) -> None:
+        """Take away what is shown, so that something else can be printed."""
+        self._shown.close()
+
+
+@contextmanager
+def _steps(*, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Show what is being done, and for how long: a spinner on a terminal, plain lines elsewhere."""
+    console = stderr()
+    if quiet:
+        yield lambda step: None
+    elif console.is_terminal and not console.is_dumb_terminal:
+        with _spinner(console) as spinner:
+            task = spinner.add_task("", total=None)
+            yield lambda step: spinner.update(task, description=step)
+    else:
+        with _PlainSteps(console) as plain:
+            yield plain
+
+
+def _spinner(console: Console) -> Any:
+    from rich import progress as rich_progress
+
+    return rich_progress.Progress(
+        rich_progress.SpinnerColumn(),
+        rich_progress.TextColumn("{task.description}"),
+        rich_progress.TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+
+
+class _PlainSteps:
+    """A line after `PATIENCE` and then now and then, for logs, even while a step itself says nothing."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._step = console, ""
+        self._ended = Event()
+        self._thread = Thread(target=self._tell, daemon=True)
+
+    def __call__(self, step: str) -> None:
+        self._step = step
+
+    def __enter__(self) -> _PlainSteps:
+        self._begin = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _tell(self) -> None:
+        pause = PATIENCE
+        while not self._ended.wait(pause):
+            self._console.print(f"{self._step}, {time.monotonic() - self._begin:.0f} s")
+            pause = PLAIN_EVERY
 
 
 class _PlainProgress:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,13 @@ from rich.markup import escape
 from reshard import api
 from reshard.api import parse_size
 from reshard.cli.console import (
+    Watch,
     clean_end,
     common_options,
     count,
     handles_errors,
     print_json,
     print_problems,
-    progress,
     size,
     stderr,
     stdout,
@@ -133,24 +132,24 @@ def shown(
     json_output: bool,
     print_plan: Callable[[Plan], None] | None = None,
 ) -> None:
-    """Run a conversion that takes `on_plan` and `on_bytes`, and show its notes, its progress and its result.
+    """Run a conversion that takes `on_step`, `on_plan` and `on_bytes`, and show its notes, its progress and its result.
 
     `print_plan` shows what a dry run found, which has no result.
     """
     silent = quiet or json_output
     begin = time.monotonic()
     with clean_end(dst):
-        with ExitStack() as stack:
-            bars: list[Callable[[int], None]] = []
+        with Watch("convert", quiet=silent) as watch:
 
             def on_plan(plan: Plan) -> None:
+                watch.end()
                 if not silent:
                     _print_notes(plan)
                 print_problems(plan.warnings, stderr())
                 if not print_plan:
-                    bars.append(stack.enter_context(progress("convert", plan.nbytes, quiet=silent)))
+                    watch.begin(plan.nbytes)
 
-            result = convert(on_plan=on_plan, on_bytes=lambda count: bars[-1](count))
+            result = convert(on_step=watch.step, on_plan=on_plan, on_bytes=lambda count: watch.advance(count))
         if json_output:
             print_json(result.as_dict())
             return

@@ -11,6 +11,7 @@ from rich.markup import escape
 from reshard import api
 from reshard.checkpoint import Checkpoint
 from reshard.cli.console import (
+    Watch,
     common_options,
     count,
     handles_errors,
@@ -33,7 +34,8 @@ def command(path: Path, iteration: int | str | None, json_output: bool) -> None:
 
     Reads headers and metadata only. Exit status: 0 whole, 1 problems were found, 2 nothing could be opened.
     """
-    found = api.inspect(path, iteration)
+    with Watch("inspect", quiet=json_output) as watch:
+        found = api.inspect(path, iteration, on_step=watch.step)
     if json_output:
         print_json(found.as_dict())
     else:

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from reshard import api
-from reshard.cli.console import common_options, handles_errors, print_json, progress, size, stderr, stdout
+from reshard.cli.console import Watch, common_options, handles_errors, print_json, size, stderr, stdout
 from reshard.verification import Comparison
 
 SHOWN = 40
@@ -37,9 +37,16 @@ def command(a: Path, b: Path, base: Path | None, logits: bool, json_output: bool
     Of a run, the step that its tracker names is taken; another is named by its own folder, as RUN/iter_0000200.
     Exit status: 0 equal, 1 different, 2 one of them cannot be read.
     """
-    total = api.open(a).nbytes
-    with progress("verify", total, quiet=json_output) as advance:
-        found = api.verify(a, b, base=base, logits=logits, on_bytes=advance)
+    with Watch("verify", quiet=json_output) as watch:
+        found = api.verify(
+            a,
+            b,
+            base=base,
+            logits=logits,
+            on_step=watch.step,
+            on_total=watch.begin,
+            on_bytes=lambda count: watch.advance(count),
+        )
     if json_output:
         print_json(found.as_dict())
     else:

@@ -23,7 +23,7 @@ from reshard.planning import dcp, deepspeed, hub, internlm, megatron, megatron_a
 from reshard.planning.common import Options, Source
 from reshard.planning.optimizer import refuse_unable
 from reshard.quantization import refusal
-from reshard.sources import noted
+from reshard.sources import OnStep, noted
 
 __all__ = ["TARGETS", "Options", "plan_conversion"]
 
@@ -62,19 +62,21 @@ WITH_OPTIMIZER = {"dcp", "deepspeed", "megatron"}
 """Targets that hold a tensor for each optimizer state of a tensor."""
 
 
-def plan_conversion(source: Path, options: Options) -> Plan:
-    """Plan the conversion of `source`; raises ReshardError.
+def plan_conversion(source: Path, options: Options, on_step: OnStep = lambda step: None) -> Plan:
+    """Plan the conversion of `source`; raises ReshardError. `on_step` hears what is done next.
 
     Reads headers and metadata only, and the lora_A of projections that may share one.
     """
     with noted(source, *([options.base] if options.base else [])) as sources:
-        plan = _planned(source, options)
+        with sources.counted(on_step):
+            checkpoint = open_checkpoint(source, options.iteration, options.strip)
+        on_step("planning")
+        plan = _planned(source, checkpoint, options)
     plan.sources = sources
     return plan
 
 
-def _planned(source: Path, options: Options) -> Plan:
-    checkpoint = open_checkpoint(source, options.iteration, options.strip)
+def _planned(source: Path, checkpoint: Checkpoint, options: Options) -> Plan:
     if checkpoint.problems:
         raise ReshardError(checkpoint.problems)
     if megatron_adapters.holds_pairs(checkpoint):
