@@ -231,7 +231,7 @@ def test_without_locks_nothing_is_swept_and_the_rename_decides(tmp_path: Path) -
     recover(tmp_path / "dst")
     assert names(tmp_path) == {f".dst.partial-{LEFT}"}
     with (
-        pytest.raises(ReshardError, match="something else appeared") as caught,
+        pytest.raises(ReshardError, match="another process created") as caught,
         staged(tmp_path / "dst", {"slow": 4}, overwrite=False) as folder,
     ):
         write(tmp_path / "dst", "fast")
@@ -256,7 +256,7 @@ def test_two_runs_that_replace_the_same_folder_at_the_same_moment(
         return moved
 
     monkeypatch.setattr(Path, "rename", meanwhile)
-    with pytest.raises(ReshardError, match="something else appeared") as caught:
+    with pytest.raises(ReshardError, match="another process created") as caught:
         write(tmp_path / "dst", "new", overwrite=True)
     (kept,) = put_aside(tmp_path / "dst")
     assert caught.value.problems[0].found == f"other; what was there before is now {kept}"
@@ -338,7 +338,7 @@ def test_a_good_target_passes(tmp_path: Path) -> None:
 def test_a_full_target_is_refused(tmp_path: Path, foreign: list[str] | None) -> None:
     (tmp_path / "dst").mkdir()
     (tmp_path / "dst" / "precious").touch()
-    message = "the destination holds more than one checkpoint that can be replaced"
+    message = "the destination contains files that --overwrite does not delete"
     assert found(tmp_path / "dst", tmp_path / "src", foreign=foreign) == [
         message if foreign else "the destination is not empty"
     ]
@@ -377,7 +377,10 @@ def test_whatever_is_read_below_the_target_is_refused(tmp_path: Path, read: str)
     else:
         path = source / ".." / "dst" / "weights"
     (problem,) = target_problems([source, elsewhere / "weights", path], target, foreign=[])
-    assert problem.message == "the destination holds what is read" and problem.found == str(path)
+    assert (
+        problem.message == "the destination contains files that the conversion reads"
+        and problem.found == str(path)
+    )
     assert found(target, source, elsewhere / "weights", foreign=[]) == []
 
 
@@ -385,7 +388,7 @@ def test_what_is_no_output_of_ours_inside_the_source_is_not_replaced(tmp_path: P
     ckpt, step = tmp_path / "ckpt", tmp_path / "ckpt" / "iter_0000003"
     step.mkdir(parents=True)
     (step / ".metadata").touch()
-    assert found(step, ckpt, foreign=[]) == ["the destination is a part of the source"]
+    assert found(step, ckpt, foreign=[]) == ["the destination is part of the source"]
     (step / "reshard.json").touch()
     assert found(step, ckpt, foreign=[]) == []
 

@@ -103,9 +103,9 @@ def _kept(target: Path) -> list[Problem]:
     """What a run that was killed had moved aside, and something else has taken the place of since."""
     return [
         Problem(
-            "an earlier run was killed and has left what stood at the destination before it",
+            "a run that was killed left the previous contents of the destination here",
             file=str(path),
-            remedy="look whether you need it, and remove it if not",
+            remedy="check whether you still need it, and remove it if not",
             severity="warning",
         )
         for path in (put_aside(target) if target.exists() else [])

@@ -20,7 +20,7 @@ def target_problems(sources: Sequence[Path], target: Path, *, foreign: Sequence[
     `sources` are all paths that are read, first the one that the user named. `foreign` is None if a folder that is not
     empty must stay. Else it lists what is no part of the one checkpoint there, which is all that may be replaced.
     """
-    there = target.resolve()
+    there = Path(os.path.realpath(target))  # where links lead in a circle, resolve() raises RuntimeError
     inside = [path for path in sources if _lies_in(path, there)] if there.exists() else []
     if inside:
         return [_holds_sources(sources[0], inside, target)]
@@ -31,6 +31,8 @@ def target_problems(sources: Sequence[Path], target: Path, *, foreign: Sequence[
             return [_holds_more(target, foreign)]
         if sources[0].resolve() in there.parents and not (there / "reshard.json").is_file():
             return [_part_of_the_source(sources[0], target)]
+    if there.is_symlink():  # still, after all links were followed
+        return [Problem("the destination is a link to itself", file=str(target), remedy="name a folder")]
     if there.exists() and not there.is_dir():
         return [Problem("the destination is a file", file=str(target), remedy="name a folder")]
     if there.is_mount():
@@ -41,7 +43,7 @@ def target_problems(sources: Sequence[Path], target: Path, *, foreign: Sequence[
 
 def space_problems(target: Path, needed: int) -> list[Problem]:
     """Whether the disk of a destination has not `needed` bytes left."""
-    folder = _above(target.resolve())
+    folder = _above(Path(os.path.realpath(target)))
     if not folder.is_dir() or (free := shutil.disk_usage(folder).free) >= needed:
         return []
     return [
@@ -79,7 +81,9 @@ def _links(path: Path) -> Iterator[Path]:
 def _holds_sources(source: Path, inside: Sequence[Path], target: Path) -> Problem:
     is_named = inside[0] == source
     return Problem(
-        "the source lies inside the destination" if is_named else "the destination holds what is read",
+        "the source lies inside the destination"
+        if is_named
+        else "the destination contains files that the conversion reads",
         file=str(target),
         rule="the destination is replaced as a whole",
         found=f"source {source}" if is_named else listed([str(path) for path in inside]),
@@ -89,7 +93,7 @@ def _holds_sources(source: Path, inside: Sequence[Path], target: Path) -> Proble
 
 def _part_of_the_source(source: Path, target: Path) -> Problem:
     return Problem(
-        "the destination is a part of the source",
+        "the destination is part of the source",
         file=str(target),
         rule="inside the source, only what reshard wrote is replaced",
         found=f"source {source}",
@@ -109,12 +113,12 @@ def _not_empty(target: Path) -> Problem:
 
 def _holds_more(target: Path, foreign: Sequence[str]) -> Problem:
     return Problem(
-        "the destination holds more than one checkpoint that can be replaced",
+        "the destination contains files that --overwrite does not delete",
         file=str(target),
         rule="--overwrite deletes what reshard wrote, or one checkpoint, and nothing else",
         expected="an empty folder, or a checkpoint to replace, alone in it",
         found=listed(foreign),
-        remedy="move these files out of the way, or choose another folder",
+        remedy="move these files elsewhere, or choose another folder",
     )
 
 

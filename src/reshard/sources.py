@@ -103,10 +103,10 @@ class Sources:
             Problem(
                 "a source changed while it was read",
                 file=path,
-                rule="all bytes are of one state of the source",
+                rule="all bytes come from one state of the source",
                 expected=str(note.stamp),
                 found=found,
-                remedy="wait until nothing writes to the source any more, then run the same command again",
+                remedy="wait until nothing writes to the source, then run the same command again",
             )
             for path, note in self._notes.items()
             if (found := _otherwise(path, note))

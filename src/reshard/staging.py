@@ -39,7 +39,7 @@ def staged(target: Path, sizes: Mapping[str, int], *, overwrite: bool) -> Iterat
     moved aside, and removed once the new one stands in its place. Ctrl-C leaves the old one or the new one, whole.
     Raises ReshardError if another run writes to `target`, and if the system refuses to read or to write.
     """
-    target = target.resolve()  # a link to a folder stays a link
+    target = Path(os.path.realpath(target))  # a link to a folder stays a link
     folder = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
     made: list[Path] = []
     try:
@@ -204,7 +204,7 @@ def _spoilt(folder: Path, sizes: Mapping[str, int], found: Mapping[str, int]) ->
 
 def recover(target: Path) -> None:
     """Put right what runs that were killed left beside `target`; leave alone what may be of one that lives."""
-    target = target.resolve()
+    target = Path(os.path.realpath(target))
     if not (_beside(target, "partial") or _beside(target, "replaced")):
         return
     with suppress(ReshardError, OSError), _locked(target) as has_locks:
@@ -217,7 +217,7 @@ def recover(target: Path) -> None:
 
 def put_aside(target: Path) -> list[Path]:
     """Old folders that were moved aside, and not put back because something else stands at `target`."""
-    return _beside(target.resolve(), "replaced")
+    return _beside(Path(os.path.realpath(target)), "replaced")
 
 
 def _beside(target: Path, kind: str) -> list[Path]:
@@ -255,10 +255,10 @@ def _busy(target: Path, lock: Path) -> ReshardError:
 def _taken(target: Path, aside: Path) -> ReshardError:
     kept = f"; what was there before is now {aside}" if aside.exists() else ""
     return ReshardError(
-        "something else appeared at the destination while this run wrote",
+        "another process created the destination while this run was writing",
         file=str(target),
-        rule="what this run did not find there is not replaced",
+        rule="a run replaces only what it found when it began",
         found=listed(sorted(path.name for path in target.iterdir()) if target.is_dir() else ["a file"], 5)
         + kept,
-        remedy="look at what is there, or choose another destination",
+        remedy="check what is there, or choose another destination",
     )

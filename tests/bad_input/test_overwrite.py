@@ -108,7 +108,7 @@ def test_overwrite_never_deletes_what_it_reads(copy: Copy) -> None:
     for path in dst.iterdir():
         (links / path.name).symlink_to(path)
     problem = refusal("convert", links, dst, *MEGATRON, "--overwrite")
-    assert problem["message"] == "the destination holds what is read"
+    assert problem["message"] == "the destination contains files that the conversion reads"
     assert "model-00001-of-00005.safetensors" in problem["found"]
     assert refusal("convert", links, dst, *MEGATRON)["message"] == problem["message"]
 
@@ -120,7 +120,10 @@ def test_overwrite_never_deletes_what_it_reads(copy: Copy) -> None:
 
     (src / "config.json").unlink()
     problem = refusal("convert", src, dst, *MEGATRON, "--base", dst, "--overwrite")
-    assert problem["message"] == "the destination holds what is read" and str(dst) in problem["found"]
+    assert (
+        problem["message"] == "the destination contains files that the conversion reads"
+        and str(dst) in problem["found"]
+    )
 
 
 def test_overwrite_never_deletes_a_step_of_its_source(copy: Copy) -> None:
@@ -129,8 +132,8 @@ def test_overwrite_never_deletes_a_step_of_its_source(copy: Copy) -> None:
     shutil.copytree(src / "iter_0000007", src / "iter_0000003")
     (src / "latest_checkpointed_iteration.txt").write_text("7")
     for step, message in (
-        ("iter_0000003", "the destination is a part of the source"),
-        ("iter_0000007", "the destination holds what is read"),
+        ("iter_0000003", "the destination is part of the source"),
+        ("iter_0000007", "the destination contains files that the conversion reads"),
     ):
         assert refusal("convert", src, src / step, "--overwrite")["message"] == message
     converted(src, src / "hf")

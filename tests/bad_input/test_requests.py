@@ -206,6 +206,15 @@ def test_the_destination_is_a_file(copy: Copy) -> None:
     assert problem["file"] == str(src.parent / "dst")
 
 
+def test_the_destination_is_a_link_in_a_circle(copy: Copy) -> None:
+    src = copy("qwen3")
+    (src.parent / "dst").symlink_to(src.parent / "other")
+    (src.parent / "other").symlink_to(src.parent / "dst")
+    assert refusal(*convert(src, *MEGATRON))["message"] == "the destination is a link to itself"
+    problem = refusal("convert", src, src.parent / "dst" / "below", *MEGATRON)
+    assert problem["message"] == "the system refused to read or to write"
+
+
 @pytest.mark.parametrize("name", ["torch_dist", "qwen3"])
 @pytest.mark.parametrize("flags", [(), ("--overwrite",)])
 def test_the_source_lies_inside_the_destination(copy: Copy, name: str, flags: tuple[str, ...]) -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,13 @@ def test_a_hangup_that_is_ignored_stays_so(copy: Copy) -> None:
     assert (src.parent / "dst" / "reshard.json").exists()
 
 
+def test_a_command_that_runs_beside_the_main_thread(copy: Copy) -> None:
+    """Only the main thread may say what a signal does."""
+    src = copy("qwen3")
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(reshard, *convert(src, *MEGATRON)).result().code == 0
+
+
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
     """Ctrl-C as a shell's foreground job hears it; a background job begins with it ignored."""
@@ -254,7 +262,7 @@ def test_an_old_checkpoint_that_cannot_come_back_is_told(copy: Copy) -> None:
     converted(src, dst, *MEGATRON)
     shutil.copytree(dst, kept)
     result = reshard(*convert(src, *MEGATRON, "--overwrite"))
-    assert result.code == 0 and "warning: an earlier run was killed" in result.err
+    assert result.code == 0 and "warning: a run that was killed left" in result.err
     assert f"  file: {kept}\n" in result.err
     assert reshard("verify", src, kept).code == 0
 
@@ -306,7 +314,7 @@ def test_without_locks_one_of_two_has_its_whole_output_there(
     codes = sorted(result.code for result in results)
     assert codes in ([0, 2], [0, 0] if overwrite else [])
     for result in results:
-        said = ("something else appeared", "the system refused") if result.code else ("",)
+        said = ("another process created", "the system refused") if result.code else ("",)
         assert result.err.startswith(tuple(f"error: {each}" if each else "" for each in said))
     assert reshard("verify", src, dst).code == 0
     listed = {*json.loads((dst / "reshard.json").read_text())["files"], "reshard.json"}

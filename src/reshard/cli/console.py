@@ -7,6 +7,7 @@ import json
 import math
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -118,8 +119,10 @@ def clean_end(target: Path) -> Iterator[None]:
             signal.signal(each, signal.SIG_IGN)  # it is ending
         raise Interrupted(number)
 
-    # What is ignored stays so: nohup does that to SIGHUP.
+    # What is ignored stays so: nohup does that to SIGHUP. Only the main thread may have handlers.
+    is_main = threading.current_thread() is threading.main_thread()
     asked = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
+    asked = asked if is_main else []
     before = {each: signal.signal(each, end) for each in asked}
     found = _identity(target)
     try:
