@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +95,8 @@ def inspect_checkpoint(
     notes = [*checkpoint.notes, *(model.notes if model else [])]
     if checkpoint.quantization and not checkpoint.quantization.settings:
         notes.append(UNTOLD)
-    unfit = (
-        _unfit_for_engines(checkpoint, base) if model and not problems and not checkpoint.quantization else []
-    )
+    unfit = _unfit_for_engines(checkpoint, base) if model and not problems else []
+    notes += unfit
     absent: list[Problem] = []
     try:
         absent = _companion_problems(checkpoint, has_config or checkpoint.config is not None)
@@ -107,7 +106,7 @@ def inspect_checkpoint(
     return Inspection(
         checkpoint=checkpoint,
         family=model.family.name if model else _declared_type(checkpoint),
-        problems=[*problems, *unfit],
+        problems=problems,
         notes=notes,
         next=""
         if unfit
@@ -116,12 +115,14 @@ def inspect_checkpoint(
     )
 
 
-def _unfit_for_engines(checkpoint: Checkpoint, base: Path | None) -> list[Problem]:
-    """Warnings: what keeps the model from a format of an engine, and not from one that keeps the names of the hub."""
+def _unfit_for_engines(checkpoint: Checkpoint, base: Path | None) -> list[str]:
+    """What keeps plain weights from a format of an engine, and not from one that keeps the names of the hub."""
+    if checkpoint.quantization:
+        return []
     try:
         resolve(checkpoint, base)
     except ReshardError as error:
-        return [replace(problem, severity="warning") for problem in error.problems]
+        return [f"{problem.message}: {problem.found}" for problem in error.problems]
     return []
 
 

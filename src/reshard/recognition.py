@@ -94,7 +94,6 @@ def _alike(model_type: Any, family: Family, checkpoint: Checkpoint) -> Problem:
             str(model_type),
             "scales, windows, rotary embedding and activation do not show in the names and shapes of tensors",
         ),
-        expected=", ".join(FAMILIES),
         found=f"model_type {model_type}" if model_type else None,
         remedy=f"{insist}; {KEEPS_NAMES}" if checkpoint.dialect == "hf" else insist,
     )

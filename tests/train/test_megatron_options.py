@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from reshard.errors import ReshardError
-from reshard.train import megatron
+from reshard.train import checks, megatron
 from reshard.train.megatron.batches import schedule, steps_of, uses_transformer_engine
 from reshard.train.megatron.options import Options, read
 from reshard.train.run import Run, Spread
@@ -165,3 +168,14 @@ def test_a_parameter_weighs_what_megatron_keeps_of_it(tmp_path: Path) -> None:
     assert (halves.weights, halves.gradients, halves.optimizer, halves.recomputation) == (2, 4, 12, True)
     whole = megatron.precision(run_with(tmp_path, fp32=True))
     assert (whole.weights, whole.gradients, whole.optimizer, whole.recomputation) == (4, 4, 8, False)
+
+
+@pytest.mark.parametrize("changes", [{"model_type": "granite"}, {"hidden_act": "gelu"}])
+def test_a_model_that_megatron_computes_otherwise_is_for_the_other_engine(
+    changes: dict[str, str], tiny: Tiny, tmp_path: Path
+) -> None:
+    model = shutil.copytree(tiny("llama"), tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, **changes}))
+    (problem,) = checks.layout(replace(run_with(tmp_path), model=model))
+    assert "--engine trl" in str(problem.remedy) and "--family" not in str(problem.remedy)

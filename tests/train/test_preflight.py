@@ -457,7 +457,7 @@ def test_what_transformers_would_not_load_is_refused(run: Run) -> None:
     [
         ("num_hidden_layers", 3, "disagree on layers"),
         ("num_hidden_layers", "2", "does not describe a model"),
-        ("model_type", "nobodys", "transformers"),
+        ("model_type", "nobodys", "nobodys"),
     ],
 )
 def test_a_config_that_is_wrong_is_told_once(
