@@ -179,8 +179,7 @@ def read_source(path: str | Path, most: int = MOST) -> bytes:
     descriptor = _opened(path)
     try:
         stamp = Stamp.of(descriptor)
-        content = _whole(descriptor, most) if stamp.size <= most else b""
-        if max(stamp.size, len(content)) > most:
+        if stamp.size > most:
             raise ReshardError(
                 "a file is larger than any of its kind",
                 file=str(path),
@@ -188,6 +187,7 @@ def read_source(path: str | Path, most: int = MOST) -> bytes:
                 found=f"{stamp.size:,} bytes",
                 remedy="the file is damaged, or is not what its name says: copy or download it again",
             )
+        content = _whole(descriptor)
         if sources := _noting.get():
             sources.note(str(path), stamp, content)
     except OSError as error:
@@ -211,6 +211,6 @@ def _opened(path: str | Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
 
 
-def _whole(descriptor: int, most: int = MOST) -> bytes:
+def _whole(descriptor: int) -> bytes:
     with os.fdopen(descriptor, "rb", closefd=False) as file:
-        return file.read(most + 1)
+        return file.read()

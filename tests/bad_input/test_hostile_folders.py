@@ -105,6 +105,19 @@ def test_links_that_lead_in_circles(copy: Copy) -> None:
         assert result.code == 2 and "Traceback" not in result.err and "mistake" not in result.err, result
 
 
+@pytest.mark.parametrize(
+    ("name", "file"), [("qwen3", "config.json"), ("qwen3", "tokenizer.json"), ("torch_dist", ".metadata")]
+)
+def test_a_file_larger_than_any_of_its_kind(copy: Copy, name: str, file: str) -> None:
+    src = copy(name)
+    path = find(src, file)
+    os.truncate(path, 3 << 30)  # which takes no space on the disk
+    problems = refused(*convert(src, *(MEGATRON if name == "qwen3" else ())))
+    assert any(
+        "3,221,225,472 bytes" in problem["found"] and problem["file"] == str(path) for problem in problems
+    )
+
+
 # -------------------------------------------------------------------------- what lies outside of the folder
 
 

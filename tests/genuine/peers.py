@@ -37,7 +37,7 @@ class Run:
 def make_base(run: Run, folder: Path) -> Path:
     """The Hugging Face folder that a run starts from, spelled as transformers 4 and the hub spell it."""
     from reshard.families.rope import both_spellings
-    from reshard.formats.companions import content_of
+    from reshard.formats.companions import portable_tokenizer_config
     from tests.genuine.huggingface import make_model
 
     make_model(run.model_type, folder, dtype="bfloat16", **{**SMALL, **run.sizes})
@@ -45,5 +45,5 @@ def make_base(run: Run, folder: Path) -> Path:
     config = json.loads(file.read_text())
     file.write_text(json.dumps({**config, **both_spellings(config), "torch_dtype": "bfloat16"}, indent=2))
     tokenizer = folder / "tokenizer_config.json"
-    tokenizer.write_bytes(content_of(tokenizer.name, tokenizer))
+    tokenizer.write_text(json.dumps(portable_tokenizer_config(json.loads(tokenizer.read_text())), indent=2))
     return folder
