@@ -202,6 +202,24 @@ def test_an_adapter_that_verl_trained(hf_model: Models, tmp_path: Path) -> None:
     assert np.abs(logits - transformers_logits(base, TOKENS)).max() > 0.1
 
 
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "accelerate-full"])
+def test_files_that_changed_names_are_read_right(
+    kind: str, broken: Callable[[str], Path], source: Path, tmp_path: Path
+) -> None:
+    """Each tensor says where it belongs, so the weights do not depend on names; a note names the files."""
+    folder = broken(kind)
+    assert not any("renamed" in note for note in reshard.open(folder).notes)
+    first, second = rank_file(folder, 1), rank_file(folder, 2)
+    first.rename(folder / "spare")
+    second.rename(first)
+    (folder / "spare").rename(second)
+    assert any(
+        f"where they belong: {first.name}, {second.name}" in note for note in reshard.open(folder).notes
+    )
+    reshard.convert(folder, tmp_path / "out", base=source)
+    assert_same_tensors(tensors_of(tmp_path / "out"), torch.load(folder / "expected"))
+
+
 def test_a_state_dict_inside_of_another(broken: Callable[[str], Path]) -> None:
     folder = broken("fsdp2")
     for rank in range(makers.WORLD):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,18 @@ def test_one_file_of_torch_is_read(hf_model: Models, tmp_path: Path) -> None:
     folder = with_weights(source, tmp_path / "bin", tensors, "pytorch_model.bin")
     assert_same_model(converted(folder, tmp_path / "out"), source)
     assert_same_model(converted(folder / "pytorch_model.bin", tmp_path / "out of the file"), source)
+
+
+def test_shards_that_changed_names_are_read_by_the_names_in_them(hf_model: Models, tmp_path: Path) -> None:
+    source = hf_model("qwen3", max_shard_size="200KB")
+    folder = Path(shutil.copytree(source, tmp_path / "exchanged"))
+    first, second, *_ = sorted(folder.glob("model-*.safetensors"))
+    first.rename(tmp_path / "spare")
+    second.rename(first)
+    (tmp_path / "spare").rename(second)
+    reshard.convert(folder, tmp_path / "out", to="huggingface")
+    assert_same_tensors(tensors_of(tmp_path / "out"), tensors_of(source))
+    assert reshard.verify(folder, source).equal
 
 
 def test_shards_of_torch_are_read(hf_model: Models, tmp_path: Path) -> None:

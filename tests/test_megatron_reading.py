@@ -9,7 +9,7 @@ import json
 import shutil
 from argparse import Namespace
 from collections.abc import Callable
-from itertools import combinations, product
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -18,14 +18,12 @@ import pytest
 pytest.importorskip("megatron.core")
 
 import torch
-from megatron.core.parallel_state import RankGenerator
 from transformers import AutoTokenizer
 
 import reshard
 from reshard.engines.megatron import megatron_logits, train_and_save
 from reshard.engines.megatron.checkpoint import Format, SaveOptions
 from reshard.errors import ReshardError
-from reshard.formats.megatron.rank_files import coordinates
 from reshard.oracle.transformers import Logits, transformers_logits
 from tests import commandline
 from tests.genuine.huggingface import VARIANTS as FAMILIES
@@ -296,104 +294,6 @@ def test_the_config_derived_from_arguments_makes_the_same_model(
         assert any("would fit as well" in note for note in plan.notes)
         return
     assert differing_keys(back, source) <= TOKEN_IDS
-
-
-# ------------------------------------------------------------------------------------ whose the files are
-
-
-LAYOUTS = [
-    (tp, cp, pp, ep, etp, dp)
-    for tp, cp, pp, ep, etp, dp in product((1, 2, 4), (1, 2), (1, 2, 3), (1, 2, 4), (1, 2), (1, 2, 3))
-    if tp * cp * dp % (etp * ep) == 0
-]
-
-
-@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"])
-def test_a_rank_stands_where_megatron_puts_it(order: str) -> None:
-    """In every layout that megatron-core accepts, by the groups that its own generator makes."""
-    seen = 0
-    for tp, cp, pp, ep, etp, dp in LAYOUTS:
-        world = tp * cp * pp * dp
-        dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=order)
-        expert = RankGenerator(tp=etp, ep=ep, dp=world // (etp * ep * pp), pp=pp, cp=1, order=order)
-        if dense.get_ranks("pp") != expert.get_ranks("pp"):
-            continue  # initialize_model_parallel refuses it
-        places = [_places(dense, "tp"), _places(dense, "pp"), _places(expert, "ep")]
-        args = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "num_experts": 8}
-        args |= {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp, "world_size": world}
-        args |= {"context_parallel_size": cp, "use_tp_pp_dp_mapping": order.endswith("dp")}
-        for rank in range(world):
-            seen += 1
-            assert coordinates({**args, "rank": rank}) == tuple(place[rank] for place in places), (args, rank)
-    assert seen > 1000
-
-
-def _places(ranks: RankGenerator, axis: str) -> dict[int, int]:
-    return {rank: place for group in ranks.get_ranks(axis) for place, rank in enumerate(group)}
-
-
-def exchange(a: Path, b: Path) -> None:
-    a.rename(a.with_name("spare"))
-    b.rename(a)
-    a.with_name("spare").rename(b)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        for name, variant in VARIANTS.items()
-        if "torch" in variant.formats and variant.layout.world_size > variant.layout.dp
-    ],
-)
-def test_folders_of_ranks_that_were_exchanged(name: str, genuine: Maker, tmp_path: Path) -> None:
-    """Any two of them, although their shards are alike in name and shape; and the genuine ones are taken."""
-    source = genuine(name).iteration("torch")
-    folders = sorted(path.name for path in source.iterdir())
-    assert len(folders) > 1 and reshard.open(source).problems == []
-    for a, b in combinations(folders, 2):
-        run = Path(shutil.copytree(source, tmp_path / f"{a} {b}"))
-        exchange(run / a, run / b)
-        with pytest.raises(ReshardError) as caught:
-            reshard.convert(run, tmp_path / "out", no_tokenizer=True)
-        problems = caught.value.problems
-        assert {problem.message for problem in problems} == {"a file is that of another rank"}, str(problems)
-        assert {Path(str(problem.file)).parent.name for problem in problems} == {a, b}
-        assert not (tmp_path / "out").exists()
-
-
-def test_a_rank_of_another_iteration(genuine: Maker, tmp_path: Path) -> None:
-    source = genuine("qwen2-fp32")
-    later = train_and_save(
-        QWEN2,
-        tmp_path / "later",
-        tokens(),
-        layout=source.layout,
-        bf16=False,
-        steps=1,
-        iteration=3,
-        save=SaveOptions(format="torch"),
-    ).folder
-    run = Path(shutil.copytree(source.roots["torch"], tmp_path / "run"))
-    shutil.rmtree(run / "iter_0000002" / "mp_rank_01")
-    shutil.copytree(later / "mp_rank_01", run / "iter_0000002" / "mp_rank_01")
-    with pytest.raises(ReshardError, match="of another run or iteration") as caught:
-        reshard.convert(run, tmp_path / "out", no_tokenizer=True)
-    (problem,) = caught.value.problems
-    assert "mp_rank_01" in str(problem.file) and problem.found == "iteration 3"
-    assert str(problem.expected).startswith("iteration 2, as in ")
-
-
-def test_the_rank_of_a_converter_says_nothing(genuine: Maker, tmp_path: Path) -> None:
-    """Megatron-LM's own tools write all files from one process, whose rank is 0."""
-    source = genuine("qwen2-tp2-pp2").roots["torch"]
-    run = Path(shutil.copytree(source, tmp_path / "run"))
-    for file in run.rglob("model_optim_rng.pt"):
-        content = torch.load(file, weights_only=False)
-        content["args"].rank, content["args"].world_size = 0, 1
-        torch.save(content, file)
-    assert reshard.open(run).problems == []
-    assert reshard.verify(run, source).equal
 
 
 # -------------------------------------------------------------------------------------- older megatron-core

@@ -274,20 +274,26 @@ def _unknown(name: str, file: str, value: Opaque) -> Problem:
     )
 
 
+def _writers(files: Files, parts: Mapping[str, Parts]) -> dict[int, int]:
+    """By the rank in the name of each file the one that wrote it, which the tensors tell, or else the name does."""
+    every = (pair for pairs in parts.values() for pair in pairs)
+    recorded = {file: part.rank for file, part in every if part.rank is not None}
+    return {rank: recorded.get(str(path), rank) for rank, path in files.ranks.items()}
+
+
 def _rank_problems(files: Files, parts: Mapping[str, Parts]) -> list[Problem]:
     """Files that are copies of another rank's, and ranks that the tensors know of and that have no file."""
     every = [pair for pairs in parts.values() for pair in pairs]
-    recorded = {file: part.rank for file, part in every if part.rank is not None}
     expected: frozenset[int] = frozenset().union(*{part.ranks for _, part in every})
     if files.world and expected and max(expected) >= files.world:
         return [_other_world(files, max(expected) + 1)]
     seen: dict[int, str] = {}
     problems = []
-    for rank, path in sorted(files.ranks.items()):
-        wrote = recorded.get(str(path), rank)
-        first = seen.setdefault(wrote, str(path))
-        if first != str(path):
-            problems.append(_copied(str(path), first, wrote))
+    for rank, wrote in sorted(_writers(files, parts).items()):
+        path = str(files.ranks[rank])
+        first = seen.setdefault(wrote, path)
+        if first != path:
+            problems.append(_copied(path, first, wrote))
     if not problems:
         rule = "the tensors know of ranks " + ", ".join(map(str, sorted(expected)))
         problems = [_missing(files, rank, rule) for rank in sorted(expected - seen.keys())]
@@ -357,6 +363,9 @@ def _notes(files: Files, parts: Mapping[str, Parts], entries: Counter[str]) -> l
     if whole and len(files.ranks) > 1:
         which = f"{whole[0]} and {len(whole) - 1} more" if whole[1:] else whole[0]
         notes.append(f"not sharded, but whole on every rank: {which}")
+    if renamed := [rank for rank, wrote in _writers(files, parts).items() if wrote != rank]:
+        which = ", ".join(files.ranks[rank].name for rank in renamed)
+        notes.append(f"renamed, but read right, since the tensors say where they belong: {which}")
     if any(name.endswith(FLAT) for name in parts):
         notes.append(_FLAT_NOTE)
     if entries:

@@ -42,6 +42,7 @@ from reshard.formats.megatron.optimizer import (
     read_optimizer,
     torch_file,
 )
+from reshard.formats.megatron.seeds import exchanged
 from reshard.formats.megatron.writers import recorded_args
 from reshard.formats.sharding import shard_boxes
 from reshard.formats.torchfiles.read import ChunkReader, read_torch_file
@@ -114,7 +115,7 @@ def _open(folder: Path, step: Iteration | None) -> Checkpoint:
         states=States({state: partial(_read_state, found) for state, found in states.items()}),
         optimizer=optimizer,
         dropped=dropped,
-        problems=reader.copies.problems(),
+        problems=reader.copies.problems() or [*exchanged(metadata.objects)],
         notes=[NOT_PORTABLE] if dropped[OPTIMIZER] and not optimizer else [],
         variant="one key for each layer" if reader.per_layer else "stacked",
     )

@@ -1,0 +1,78 @@
+"""Which rank saved a chunk file of torch_dist: chunks do not say, and the seeds of random number states do.
+
+Megatron-Core seeds the generator of tensor parallelism with a number that counts tensor-parallel ranks up, to which
+Megatron-LM adds 100 for each stage. A generator's state begins with its seed, on a GPU (16 bytes) and on a CPU.
+Sources: `model_parallel_cuda_manual_seed` in megatron-core's `tensor_parallel/random.py`, `_set_random_seed` in
+Megatron-LM's `training/initialize.py`; torch's `CUDAGeneratorImpl.cpp` and `CPUGeneratorImpl.cpp`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from reshard.errors import Problem, ReshardError
+from reshard.formats.dcp.metadata import DcpChunk
+from reshard.formats.torchfiles.read import read_torch_file
+from reshard.storage import StoredTensor
+
+_KEY = re.compile(r"rng_state/shard_(\d+)\.(\d+)(?:\.(\d+))?_.*")
+_STAGE = 100
+
+
+def exchanged(objects: Mapping[str, DcpChunk]) -> Iterator[Problem]:
+    """The files whose random number states are those of other ranks than `.metadata` says.
+
+    Frameworks may seed as they please: only seeds that are the right ones, in another order, tell that files changed
+    places.
+    """
+    found: dict[int, dict[tuple[int, int], int]] = defaultdict(dict)
+    chunks = {}
+    for key, chunk in objects.items():
+        if match := _KEY.fullmatch(key):
+            stage, tensor, replica = int(match[1]), int(match[2]), int(match[3] or 0)
+            chunks[replica, stage, tensor] = chunk
+            if (seed := _seed(chunk)) is not None:
+                found[replica][stage, tensor] = seed
+    for replica, seeds in found.items():
+        for (stage, tensor), owner in _owners(seeds).items():
+            if owner != (stage, tensor):
+                yield Problem(
+                    "a file is that of another rank",
+                    file=chunks[replica, stage, tensor].file,
+                    rule="seeds of random number states count tensor-parallel ranks and stages up",
+                    expected=f"the state of stage {stage}, tensor-parallel rank {tensor}",
+                    found=f"that of stage {owner[0]}, tensor-parallel rank {owner[1]}",
+                    remedy="its name was changed: copy each rank's own file from where it was saved",
+                )
+
+
+def _owners(seeds: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], tuple[int, int]]:
+    """The (stage, tensor rank) that each seed belongs to; nothing if they are not counted up, by either way."""
+    for step in (_STAGE, 0):
+        right = {place: place[0] * step + place[1] for place in seeds}
+        low = min(seeds.values())
+        if sorted(right.values()) == sorted(seed - low for seed in seeds.values()):
+            if step:
+                places = {offset: place for place, offset in right.items()}
+                return {place: places[seed - low] for place, seed in seeds.items()}
+            return {place: (place[0], seed - low) for place, seed in seeds.items()}
+    return {}
+
+
+def _seed(chunk: DcpChunk) -> int | None:
+    """The seed of tensor parallelism in a random number state. One that cannot be read does not matter to weights."""
+    try:
+        states: Any = read_torch_file(chunk.file, chunk.offset, chunk.length)
+        while isinstance(states, list):
+            states = states[0]
+        state = states["rng_tracker_states"]["model-parallel-rng"]
+    except (ReshardError, LookupError, TypeError):
+        return None
+    if not isinstance(state, StoredTensor) or state.nbytes not in (16, 5056):
+        return None
+    with open(state.storage.path, "rb") as file:
+        file.seek(state.storage.offset + state.start)
+        return int.from_bytes(file.read(8), "little")

@@ -1,0 +1,189 @@
+"""Whose the files of Megatron's ranks are: what they say of their own ranks is what their names say."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from itertools import combinations, product
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import torch
+import torch.distributed.checkpoint as dcp
+from megatron.core.parallel_state import RankGenerator
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+import reshard
+from reshard.engines.megatron import ParallelSizes, train_and_save
+from reshard.engines.megatron.checkpoint import SaveOptions
+from reshard.errors import ReshardError
+from reshard.formats.megatron.rank_files import coordinates
+from reshard.formats.megatron.seeds import _owners
+from tests.genuine.megatron import QWEN2, VARIANTS, Genuine, tokens
+
+Maker = Callable[..., Genuine]
+
+LAYOUTS = [
+    (tp, cp, pp, ep, etp, dp)
+    for tp, cp, pp, ep, etp, dp in product((1, 2, 4), (1, 2), (1, 2, 3), (1, 2, 4), (1, 2), (1, 2, 3))
+    if tp * cp * dp % (etp * ep) == 0
+]
+
+
+@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"])
+def test_a_rank_stands_where_megatron_puts_it(order: str) -> None:
+    """In every layout that megatron-core accepts, by the groups that its own generator makes."""
+    seen = 0
+    for tp, cp, pp, ep, etp, dp in LAYOUTS:
+        world = tp * cp * pp * dp
+        dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=order)
+        expert = RankGenerator(tp=etp, ep=ep, dp=world // (etp * ep * pp), pp=pp, cp=1, order=order)
+        if dense.get_ranks("pp") != expert.get_ranks("pp"):
+            continue  # initialize_model_parallel refuses it
+        places = [_places(dense, "tp"), _places(dense, "pp"), _places(expert, "ep")]
+        args = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "num_experts": 8}
+        args |= {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp, "world_size": world}
+        args |= {"context_parallel_size": cp, "use_tp_pp_dp_mapping": order.endswith("dp")}
+        for rank in range(world):
+            seen += 1
+            assert coordinates({**args, "rank": rank}) == tuple(place[rank] for place in places), (args, rank)
+    assert seen > 1000
+
+
+def _places(ranks: RankGenerator, axis: str) -> dict[int, int]:
+    return {rank: place for group in ranks.get_ranks(axis) for place, rank in enumerate(group)}
+
+
+def exchange(a: Path, b: Path) -> None:
+    a.rename(a.with_name("spare"))
+    b.rename(a)
+    a.with_name("spare").rename(b)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, variant in VARIANTS.items()
+        if "torch" in variant.formats and variant.layout.world_size > variant.layout.dp
+    ],
+)
+def test_folders_of_ranks_that_were_exchanged(name: str, genuine: Maker, tmp_path: Path) -> None:
+    """Any two of them, although their shards are alike in name and shape; and the genuine ones are taken."""
+    source = genuine(name).iteration("torch")
+    folders = sorted(path.name for path in source.iterdir())
+    assert len(folders) > 1 and reshard.open(source).problems == []
+    for a, b in combinations(folders, 2):
+        run = Path(shutil.copytree(source, tmp_path / f"{a} {b}"))
+        exchange(run / a, run / b)
+        with pytest.raises(ReshardError) as caught:
+            reshard.convert(run, tmp_path / "out", no_tokenizer=True)
+        problems = caught.value.problems
+        assert {problem.message for problem in problems} == {"a file is that of another rank"}, str(problems)
+        assert {Path(str(problem.file)).parent.name for problem in problems} == {a, b}
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_rank_of_another_iteration(genuine: Maker, tmp_path: Path) -> None:
+    source = genuine("qwen2-fp32")
+    later = train_and_save(
+        QWEN2,
+        tmp_path / "later",
+        tokens(),
+        layout=source.layout,
+        bf16=False,
+        steps=1,
+        iteration=3,
+        save=SaveOptions(format="torch"),
+    ).folder
+    run = Path(shutil.copytree(source.roots["torch"], tmp_path / "run"))
+    shutil.rmtree(run / "iter_0000002" / "mp_rank_01")
+    shutil.copytree(later / "mp_rank_01", run / "iter_0000002" / "mp_rank_01")
+    with pytest.raises(ReshardError, match="of another run or iteration") as caught:
+        reshard.convert(run, tmp_path / "out", no_tokenizer=True)
+    (problem,) = caught.value.problems
+    assert "mp_rank_01" in str(problem.file) and problem.found == "iteration 3"
+    assert str(problem.expected).startswith("iteration 2, as in ")
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four tensor-parallel ranks in torch_dist, of which all but the first save the same chunks."""
+    args = {**QWEN2, "num_query_groups": 4}
+    layout, out = ParallelSizes(tp=4), tmp_path_factory.mktemp("tp4")
+    return train_and_save(args, out, tokens(), layout=layout, lr=1e-2, steps=1, iteration=2).folder
+
+
+@pytest.mark.parametrize("pair", combinations(range(4), 2))
+def test_chunk_files_of_two_ranks_that_were_exchanged(
+    pair: tuple[int, int], four_ranks: Path, tmp_path: Path
+) -> None:
+    """By their sizes and what lies where, or else by the seeds of their random number states."""
+    assert reshard.open(four_ranks).problems == []
+    run = Path(shutil.copytree(four_ranks, tmp_path / four_ranks.name))
+    for file in ("0.distcp", "1.distcp"):
+        exchange(*(run / f"__{rank}_{file}" for rank in pair))
+    with pytest.raises(ReshardError) as caught:
+        reshard.convert(run, tmp_path / "out", no_tokenizer=True)
+    if 0 not in pair:
+        assert {problem.message for problem in caught.value.problems} == {"a file is that of another rank"}
+        assert {str(problem.file) for problem in caught.value.problems} <= {
+            str(run / f"__{rank}_0.distcp") for rank in pair
+        }
+
+
+def test_seeds_tell_stages_where_they_are_counted_as_megatron_lm_does() -> None:
+    """Which adds 100 for each stage; and seeds that are counted in no known way say nothing."""
+    right = {(stage, tensor): 42 + 2718 + 100 * stage + tensor for stage in range(3) for tensor in range(2)}
+    assert _owners(right) == {place: place for place in right}
+    moved = {**right, (0, 1): right[2, 1], (2, 1): right[0, 1]}
+    assert {place for place, owner in _owners(moved).items() if owner != place} == {(0, 1), (2, 1)}
+    assert _owners({place: seed + 10 * place[1] for place, seed in right.items()}) == {}
+    assert _owners(dict.fromkeys(right, 7)) == {}
+
+
+def test_what_is_not_noticed_torch_does_not_notice_either(genuine: Maker, tmp_path: Path) -> None:
+    """Single files of the same size, with chunks of the same names and shapes: torch loads the wrong weights too."""
+    source = genuine("qwen2-tp2-pp2").iteration("torch_dist")
+    right = loaded_by_torch(source)
+    undetected = 0
+    for a, b in combinations(sorted(path.name for path in source.glob("*.distcp")), 2):
+        run = Path(shutil.copytree(source, tmp_path / f"{a} {b}" / source.name))
+        exchange(run / a, run / b)
+        try:
+            reshard.convert(run, tmp_path / "out", no_tokenizer=True, overwrite=True)
+        except ReshardError:
+            continue
+        undetected += 1
+        assert (run / a).stat().st_size == (run / b).stat().st_size
+        assert not all(torch.equal(tensor, right[key]) for key, tensor in loaded_by_torch(run).items())
+    assert undetected <= 2
+
+
+def loaded_by_torch(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights as torch.distributed.checkpoint loads them."""
+    reader = FileSystemReader(folder)
+    entries = reader.read_metadata().state_dict_metadata
+    state = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata) and not key.startswith("optimizer")
+    }
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+def test_the_rank_of_a_converter_says_nothing(genuine: Maker, tmp_path: Path) -> None:
+    """Megatron-LM's own tools write all files from one process, whose rank is 0."""
+    source = genuine("qwen2-tp2-pp2").roots["torch"]
+    run = Path(shutil.copytree(source, tmp_path / "run"))
+    for file in run.rglob("model_optim_rng.pt"):
+        content = torch.load(file, weights_only=False)
+        content["args"].rank, content["args"].world_size = 0, 1
+        torch.save(content, file)
+    assert reshard.open(run).problems == []
+    assert reshard.verify(run, source).equal
