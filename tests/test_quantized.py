@@ -109,6 +109,12 @@ def test_what_other_tools_quantized(kind: str, hf_model: Models, tmp_path: Path)
         np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), np.load(tmp_path / "source.npy"))
 
 
+def test_a_family_that_is_forced(folders: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+    _, source = folders("qwen3_moe")
+    reshard.convert(source, tmp_path / "out", to="huggingface", family="qwen3_moe")
+    assert stored(tmp_path / "out") == stored(source)
+
+
 def test_a_family_that_nobody_declared(folders: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     _, source = folders("qwen3_moe")
     folder = shutil.copytree(source, tmp_path / "source")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard.checkpoint import Checkpoint
 from reshard.errors import Problem, ReshardError, one_for_all
@@ -47,12 +47,12 @@ def by_config(
         return family, []
     if model_type in BEYOND_MEGATRON:
         raise ReshardError(_beyond(str(model_type)))
-    fits = [(family, _misfits(family, config, checkpoint)) for family in FAMILIES.values()]
-    usable = [(family, misfits) for family, misfits in fits if misfits is not None]
-    if not usable:
+    fits = (_fit(family, config, checkpoint) for family in FAMILIES.values())
+    best = min((fit for fit in fits if fit), key=lambda fit: len(fit.differing), default=None)
+    if best is None:
         raise ReshardError(_unsupported(model_type))
-    family, misfits = min(usable, key=lambda item: len(item[1]))
-    if misfits:
+    family = best.family
+    if misfits := best.problems(str(checkpoint.path)):
         raise ReshardError([_unsupported(model_type), *misfits])
     if computes:
         raise ReshardError(_alike(model_type, family, checkpoint))
@@ -110,8 +110,33 @@ def _unsupported(model_type: Any) -> Problem:
     )
 
 
-def _misfits(family: Family, config: Mapping[str, Any], checkpoint: Checkpoint) -> list[Problem] | None:
-    """The tensors that do not fit a family; None if even the config cannot be read as one of its own."""
+class _Fit(NamedTuple):
+    """The shapes of the tensors that a family wants for a config, and those that are there."""
+
+    family: Family
+    want: Mapping[str, tuple[int, ...]]
+    have: Mapping[str, tuple[int, ...]]
+
+    @property
+    def differing(self) -> set[str]:
+        """The names that only one side has, or that have two shapes."""
+        return {name for name, _ in self.want.items() ^ self.have.items()}
+
+    def problems(self, file: str) -> list[Problem]:
+        misfits = (
+            Problem(
+                f"a tensor does not fit {self.family.name}, the closest family",
+                tensor=name,
+                expected=str(list(self.want[name])) if name in self.want else "no such tensor",
+                found=str(list(self.have[name])) if name in self.have else "nothing",
+            )
+            for name in sorted(self.differing)
+        )
+        return one_for_all(misfits, self.have.keys() | self.want.keys(), file)
+
+
+def _fit(family: Family, config: Mapping[str, Any], checkpoint: Checkpoint) -> _Fit | None:
+    """How a checkpoint fits a family; None if even the config cannot be read as one of its own."""
     try:
         args = family.config.to_args(config)
         dims = Dims.from_args(args, int(config["vocab_size"]), padded_rows(checkpoint))
@@ -124,18 +149,7 @@ def _misfits(family: Family, config: Mapping[str, Any], checkpoint: Checkpoint) 
     bounds = binding.hf if checkpoint.dialect == "hf" else binding.native
     want = {name: bound.shape for name, bound in bounds.items()}
     have = {name: tensor.shape for name, tensor in checkpoint.tensors.items() if name not in binding.copies}
-    names = have.keys() | want.keys()
-    misfits = [
-        Problem(
-            f"a tensor does not fit {family.name}, the closest family",
-            tensor=name,
-            expected=str(list(want[name])) if name in want else "no such tensor",
-            found=str(list(have[name])) if name in have else "nothing",
-        )
-        for name in sorted(names)
-        if have.get(name) != want.get(name)
-    ]
-    return one_for_all(misfits, names, str(checkpoint.path))
+    return _Fit(family, want, have)
 
 
 def by_args(checkpoint: Checkpoint, forced: str | None) -> tuple[Family, list[str]]:

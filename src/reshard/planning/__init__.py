@@ -126,7 +126,8 @@ def _model(checkpoint: Checkpoint, target: str, options: Options) -> Model | Non
         )
         checkpoint.notes += [f"config.json contradicts itself: {text}" for text in wrong]
         return resolve_if_declared(checkpoint, options.base, options.trust)
-    return resolve(checkpoint, options.base, options.family, options.trust)
+    computes = checkpoint.dialect != "hf" or target not in NAMED_AS_THE_HUB
+    return resolve(checkpoint, options.base, options.family, options.trust, computes=computes)
 
 
 def _with_hinted_base(checkpoint: Checkpoint, options: Options) -> Options:
