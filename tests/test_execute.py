@@ -171,7 +171,7 @@ def test_a_source_that_shrank_is_an_error(tmp_path: Path) -> None:
 
 
 SHRINKING = """
-import os, sys, threading
+import os, sys, threading, time
 import numpy as np
 from reshard.checkpoint import Cells
 from reshard.dtypes import dtype
@@ -182,9 +182,10 @@ from reshard.views import View
 
 path, size = sys.argv[1], 4 << 20
 def shrink():
-    for _ in range(3000):
-        os.truncate(path, 0)
-        os.truncate(path, size)
+    for _ in range(500):
+        for length in (0, size):
+            os.truncate(path, length)
+            time.sleep(0.001)
 shrinking = threading.Thread(target=shrink)
 shrinking.start()
 view = View.of(Cells(Storage(path, 0, size), dtype("uint8")), 1 << 10, 1 << 12).permute(1, 0)
