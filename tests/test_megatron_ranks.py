@@ -19,10 +19,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import reshard
 from reshard.engines.megatron import ParallelSizes, train_and_save
-from reshard.engines.megatron.checkpoint import SaveOptions
+from reshard.engines.megatron.checkpoint import Format, SaveOptions
 from reshard.errors import ReshardError
 from reshard.formats.megatron.rank_files import coordinates
 from reshard.formats.megatron.seeds import _owners
+from reshard.layout import Layout
 from tests.genuine.megatron import QWEN2, VARIANTS, Genuine, tokens
 
 Maker = Callable[..., Genuine]
@@ -45,12 +46,13 @@ def test_a_rank_stands_where_megatron_puts_it(order: str) -> None:
         if dense.get_ranks("pp") != expert.get_ranks("pp"):
             continue  # initialize_model_parallel refuses it
         places = [_places(dense, "tp"), _places(dense, "pp"), _places(expert, "ep")]
-        args = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "num_experts": 8}
-        args |= {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp, "world_size": world}
-        args |= {"context_parallel_size": cp, "use_tp_pp_dp_mapping": order.endswith("dp")}
+        layout = Layout(tp, pp, 1, ep, etp)
+        args = {"expert_tensor_parallel_size": etp, "context_parallel_size": cp, "world_size": world}
+        args["use_tp_pp_dp_mapping"] = order.endswith("dp")
         for rank in range(world):
             seen += 1
-            assert coordinates({**args, "rank": rank}) == tuple(place[rank] for place in places), (args, rank)
+            found = coordinates({**args, "rank": rank}, layout)
+            assert found == tuple(place[rank] for place in places), (args, layout, rank)
     assert seen > 1000
 
 
@@ -175,6 +177,31 @@ def loaded_by_torch(folder: Path) -> dict[str, torch.Tensor]:
     }
     dcp.load(state, storage_reader=reader, no_dist=True)
     return state
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe-tp2-pp2-ep2-etp2", "qwen3-moe-tp2-pp2-ep4-etp1"])
+def test_ranks_of_files_whose_arguments_do_not_tell_the_model(
+    name: str, genuine: Maker, tmp_path: Path
+) -> None:
+    """As training loops with arguments of their own leave them: without experts, args alone tell no layout."""
+    run = Path(shutil.copytree(genuine(name).iteration("torch"), tmp_path / "iter_0000002"))
+    for file in run.rglob("model_optim_rng.pt"):
+        content = torch.load(file, weights_only=False)
+        for key in ("num_experts", "num_layers", "hidden_size"):
+            delattr(content["args"], key)
+        torch.save(content, file)
+    assert reshard.open(run).problems == []
+    first, second = sorted(run.iterdir())[:2]
+    exchange(first, second)
+    assert {problem.message for problem in reshard.open(run).problems} == {"a file is that of another rank"}
+
+
+@pytest.mark.parametrize("format", ["torch", "torch_dist"])
+def test_a_folder_that_was_renamed_is_told(format: Format, genuine: Maker, tmp_path: Path) -> None:
+    source = genuine("qwen2-fp32").iteration(format)
+    assert reshard.open(source).notes == []
+    run = Path(shutil.copytree(source, tmp_path / "iter_0000500"))
+    assert reshard.open(run).notes == ["iter_0000500 was renamed: its files are of iteration 2"]
 
 
 def test_the_rank_of_a_converter_says_nothing(genuine: Maker, tmp_path: Path) -> None:

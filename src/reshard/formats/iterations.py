@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from reshard.checkpoint import Iteration
 from reshard.errors import Problem, ReshardError
@@ -126,3 +127,11 @@ def refuse(path: Path, iteration: Iteration | None, what: str) -> None:
             found=f"--iteration {iteration}",
             remedy="leave out --iteration",
         )
+
+
+def belied(folder: Path, iteration: Any) -> list[str]:
+    """A note if the files of `folder` count another iteration than its name does."""
+    named = _step(_real(folder))
+    if not isinstance(named, int) or not isinstance(iteration, int) or named == iteration:
+        return []
+    return [f"{folder.name} was renamed: its files are of iteration {iteration}"]

@@ -96,6 +96,7 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
         dropped=dropped,
         replicas=reader.replicas,
         problems=problems,
+        notes=iterations.belied(folder, files[ranks[0]].get("iteration")),
         variant="Transformer Engine" if reader.fused else "local",
     )
 

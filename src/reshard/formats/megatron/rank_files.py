@@ -113,7 +113,7 @@ def misplaced(files: Mapping[str, Content], layout: Layout) -> Iterator[Problem]
     if min(Counter(str(each.get("rank")) for each in args.values()).values()) > 1:
         return
     for path, each in args.items():
-        saved_by = coordinates(each)
+        saved_by = coordinates(each, layout)
         folder = Path(path).parent.name
         if saved_by and folder_name(saved_by, layout) != folder:
             yield Problem(
@@ -126,17 +126,14 @@ def misplaced(files: Mapping[str, Content], layout: Layout) -> Iterator[Problem]
             )
 
 
-def coordinates(args: Mapping[str, Any]) -> Rank | None:
-    """Where `args.rank` stands in the layout; None where the arguments do not say.
+def coordinates(args: Mapping[str, Any], layout: Layout) -> Rank | None:
+    """Where `args.rank` stands in a layout; None where the arguments do not say.
 
     Which replica of data or context parallelism saves a file differs between versions, and does not matter: ranks
     count tp first, inside of experts etp and ep, and stages last, or before data parallelism if that is asked for.
     """
-    rank, world, saved = args.get("rank"), args.get("world_size"), layout_of(args)
-    if not isinstance(rank, int) or not isinstance(world, int) or not 0 <= rank < world:
-        return None
-    layout = saved.complete()
-    if saved.tp is None or saved.pp is None or world % layout.pp:
+    rank, world = args.get("rank"), args.get("world_size")
+    if not isinstance(rank, int) or not isinstance(world, int) or not 0 <= rank < world or world % layout.pp:
         return None
     stage_size = world // layout.pp
     replicas = args.get("context_parallel_size") or 1

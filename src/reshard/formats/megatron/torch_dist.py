@@ -116,7 +116,10 @@ def _open(folder: Path, step: Iteration | None) -> Checkpoint:
         optimizer=optimizer,
         dropped=dropped,
         problems=reader.copies.problems() or [*exchanged(metadata.objects)],
-        notes=[NOT_PORTABLE] if dropped[OPTIMIZER] and not optimizer else [],
+        notes=[
+            *iterations.belied(folder, common.get("iteration")),
+            *([NOT_PORTABLE] if dropped[OPTIMIZER] and not optimizer else []),
+        ],
         variant="one key for each layer" if reader.per_layer else "stacked",
     )
 
