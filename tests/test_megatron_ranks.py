@@ -105,6 +105,10 @@ def test_a_rank_of_another_iteration(genuine: Maker, tmp_path: Path) -> None:
     run = Path(shutil.copytree(source.roots["torch"], tmp_path / "run"))
     shutil.rmtree(run / "iter_0000002" / "mp_rank_01")
     shutil.copytree(later / "mp_rank_01", run / "iter_0000002" / "mp_rank_01")
+    for file in run.rglob("model_optim_rng.pt"):
+        content = torch.load(file, weights_only=False)
+        content["args"].iteration = 0  # where the run began, as Megatron-LM has it
+        torch.save(content, file)
     with pytest.raises(ReshardError, match="of another run or iteration") as caught:
         reshard.convert(run, tmp_path / "out", no_tokenizer=True)
     (problem,) = caught.value.problems

@@ -288,11 +288,17 @@ def _global_steps(file: RankFile) -> int | None:
 
 
 def _optimizer_steps(file: RankFile) -> int | None:
-    """How often an optimizer has updated the partition of a rank: a number, or a tensor of one."""
-    found = [
-        scalar(each) if isinstance(each, StoredTensor) else each for each in values_of(file.content, "step")
-    ]
-    return max((int(each) for each in found if isinstance(each, int | float)), default=None)
+    """How often an optimizer has updated the partition of a rank: the most that any of its states counts."""
+    counts = (_count(step) for step in values_of(file.content, "step"))
+    return max((count for count in counts if count is not None), default=None)
+
+
+def _count(step: Any) -> int | None:
+    """A number, or a tensor of one."""
+    try:
+        return int(scalar(step) if isinstance(step, StoredTensor) else step)
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def _missing_experts(files: StepFiles) -> Iterator[Problem]:

@@ -85,10 +85,11 @@ def args_of(content: Content) -> dict[str, Any]:
 
 def other_runs(files: Mapping[str, Content]) -> Iterator[Problem]:
     """The files, by path, that say they are of another run or iteration than most of the others."""
+    # `args` have an iteration too, which is the one that the run began with.
     said = {
-        path: {"iteration": content.get("iteration"), **args_of(content)} for path, content in files.items()
+        path: {**args_of(content), "iteration": content.get("iteration")} for path, content in files.items()
     }
-    known = [key for key in RUN if all(each.get(key) is not None for each in said.values())]
+    known = [key for key in RUN if all(isinstance(each.get(key), int) for each in said.values())]
     runs = {path: tuple(f"{key} {each[key]}" for key in known) for path, each in said.items()}
     ((usual, _),) = Counter(runs.values()).most_common(1)
     example = next(path for path, run in runs.items() if run == usual)
@@ -110,7 +111,8 @@ def misplaced(files: Mapping[str, Content], layout: Layout) -> Iterator[Problem]
     A converter is one process and leaves its own rank in every file, which then says nothing.
     """
     args = {path: args_of(content) for path, content in files.items()}
-    if min(Counter(str(each.get("rank")) for each in args.values()).values()) > 1:
+    numbers = [each.get("rank") for each in args.values()]
+    if min(Counter(number for number in numbers if isinstance(number, int)).values(), default=2) > 1:
         return
     for path, each in args.items():
         saved_by = coordinates(each, layout)

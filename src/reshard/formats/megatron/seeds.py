@@ -66,9 +66,7 @@ def _seed(chunk: DcpChunk) -> int | None:
     """The seed of tensor parallelism in a random number state. One that cannot be read does not matter to weights."""
     try:
         states: Any = read_torch_file(chunk.file, chunk.offset, chunk.length)
-        while isinstance(states, list):
-            states = states[0]
-        state = states["rng_tracker_states"]["model-parallel-rng"]
+        state = states[0][0]["rng_tracker_states"]["model-parallel-rng"]
     except (ReshardError, LookupError, TypeError):
         return None
     if not isinstance(state, StoredTensor) or state.nbytes not in (16, 5056):
