@@ -319,9 +319,63 @@ def test_awq_is_called_by_its_name_and_not_incomplete(hf_model: Models, tmp_path
     assert [problem.message for problem in refused.value.problems] == ["the weights are quantized"]
 
 
+FP8, BYTE = torch.float8_e4m3fn, torch.int8
+OTHERS = {
+    "DeepSeek's own names": ("fp8", FP8, {"scale": torch.ones(1)}),
+    "per tensor, with activations": (
+        "fp8",
+        FP8,
+        {"weight_scale": torch.ones(1), "input_scale": torch.ones(1)},
+    ),
+    "per channel": ("compressed-tensors", BYTE, {"weight_scale": torch.ones(96, 1)}),
+    "rounded, but not compressed": (
+        "compressed-tensors",
+        torch.bfloat16,
+        {"weight_scale": torch.ones(96, 1)},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_names_and_types(case: str, hf_model: Models, tmp_path: Path) -> None:
+    """As vLLM and transformers read them; one layer is enough, since the others are plain."""
+    method, dtype, parts = OTHERS[case]
+    plain, linear = hf_model("qwen3", dtype="bfloat16"), "model.layers.2.mlp.up_proj"
+    tensors = load_file(plain / "model.safetensors")
+    parts = {"weight": tensors[f"{linear}.weight"].to(dtype), **parts}
+    told = {"quant_method": method}
+    folder = quantized.with_tensors(plain, tmp_path / "source", packed(tensors, linear, parts), told)
+    found = reshard.inspect(folder)
+    assert found.whole, found.problems
+    assert found.checkpoint.quantization and [*found.checkpoint.quantization.weights] == [f"{linear}.weight"]
+    assert found.checkpoint.parameters == reshard.open(plain).parameters
+    reshard.convert(folder, tmp_path / "out", to="huggingface")
+    assert stored(tmp_path / "out") == stored(folder)
+    del parts[next(name for name in parts if "scale" in name)]
+    broken = quantized.with_tensors(plain, tmp_path / "broken", packed(tensors, linear, parts), told)
+    assert reshard.inspect(broken).whole == (dtype == torch.bfloat16)  # without a scale, it is a plain weight
+
+
+@pytest.mark.parametrize(
+    "told", [{"format": "marlin-24"}, {"sparsity_config": {"format": "sparse-24-bitmask"}}]
+)
+def test_formats_of_compressed_tensors_that_are_not_known(
+    told: dict[str, object], hf_model: Models, tmp_path: Path
+) -> None:
+    plain, linear = hf_model("qwen3", dtype="bfloat16"), "model.layers.2.mlp.up_proj"
+    parts = {"weight_scale": torch.ones(96, 1), "weight_packed": torch.ones(4, 4, dtype=torch.int32)}
+    tensors = packed(load_file(plain / "model.safetensors"), linear, {**parts, "meta": torch.ones(2)})
+    told = {"quant_method": "compressed-tensors", **told}
+    folder = quantized.with_tensors(plain, tmp_path / "source", tensors, told)
+    assert reshard.inspect(folder).whole
+    reshard.convert(folder, tmp_path / "out", to="huggingface")
+    assert stored(tmp_path / "out") == stored(folder)
+
+
 def test_names_of_a_plain_model_that_sound_quantized(hf_model: Models, tmp_path: Path) -> None:
     plain = hf_model("qwen3")
-    tensors = load_file(plain / "model.safetensors") | {"model.codec.scales": torch.ones(3)}
+    names = ("model.codec.scales", "model.mlp.act.scales", "model.embed_tokens.scale", "model.norm.scale")
+    tensors = load_file(plain / "model.safetensors") | {name: torch.ones(3) for name in names}
     folder = quantized.with_tensors(plain, tmp_path / "source", tensors, None)
     edit(folder, model_type="nobodys")
     assert reshard.open(folder).quantization is None

@@ -41,9 +41,9 @@ def _experts(shape: Shape, wide: Wide) -> Shape:
 class Scheme(NamedTuple):
     """How a weight is stored. Names are those in its module; {} is the name of the weight itself (`weight`).
 
-    `values` are its elements of `bits` bits (None: as the settings say), in items of one of `dtypes` (none: any), which
-    mean nothing without what is `beside`; `more` may be there. `shape` makes the weight's shape of that of `values`;
-    None where only the number of elements is known.
+    `values` are its elements of `bits` bits (0: those of its dtype; None: as the settings say), in items of one of
+    `dtypes` (none: any), which mean nothing without what is `beside`; `more` may be there. `shape` makes the weight's
+    shape of that of `values`; None where only the number of elements is known.
     """
 
     name: str
@@ -59,14 +59,17 @@ _OFFSETS = ("{}_zero_point", "{}_g_idx")
 _NESTED = ("{}.nested_absmax", "{}.nested_quant_map")
 _STATES = ("{}.quant_state.bitsandbytes__nf4", "{}.quant_state.bitsandbytes__fp4")
 SCHEMES = (
-    # DeepSeek and transformers; experts may be packed FP4
+    # DeepSeek, which calls scales otherwise in its own code, and transformers; experts may be packed FP4
     Scheme("FP8", "{}", ("{}_scale_inv",), FP8, 8),
     Scheme("FP4", "{}", ("{}_scale_inv",), FP4, 4),
+    Scheme("FP8", "{}", ("scale",), FP8, 8),
+    Scheme("FP4", "{}", ("scale",), FP4, 4),
     # compressed-tensors, FBGEMM, ModelOpt, Quark
     Scheme("NVFP4", "{}", ("{}_scale", "{}_scale_2"), FP4, 4),
     Scheme("FP8", "{}", ("{}_scale",), FP8, 8, more=_OFFSETS),
     Scheme("int8", "{}", ("{}_scale",), ("int8",), 8, more=_OFFSETS),
     Scheme("FP4", "{}", ("{}_scale",), FP4, 4),
+    Scheme("rounded", "{}", ("{}_scale",), PLAIN[:4], 0, more=_OFFSETS),  # but not compressed
     Scheme("packed int", "{}_packed", ("{}_scale", "{}_shape"), ("int32",), more=_OFFSETS),
     Scheme("NVFP4", "{}_packed", ("{}_scale", "{}_global_scale"), BYTES, 4, more=_OFFSETS),
     Scheme("MX", "{}_packed", ("{}_scale",), BYTES, more=_OFFSETS),
@@ -80,6 +83,9 @@ SCHEMES = (
     Scheme("int8", "{}", ("SCB",), ("int8",), 8, more=("weight_format",)),
 )
 """All that is known of how quantized weights are stored. The first that fits counts."""
+
+FOREIGN_FORMATS = ("marlin-24", "sparse-bitmask", "sparse-24-bitmask")
+"""Formats of compressed-tensors that follow none of these."""
 
 METHODS = (
     *("fp8", "mxfp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "quark", "mxfp4", "nvfp4"),
@@ -96,9 +102,8 @@ OF_ACTIVATIONS = (
 )
 """Scales that belong to no weight."""
 
-ALONE = ({"scales"}, {"g_idx"}, {"{}_shape"})
+ALONE = ({"scale"}, {"scales"}, {"g_idx"}, {"{}_shape"})
 """Names that plain models may have, too: by themselves they show no quantized weight."""
-
 
 UNTOLD = "the weights are quantized, and config.json has no quantization_config: they load as plain numbers"
 
@@ -237,12 +242,10 @@ def find(
     `config` may say that plain weights are quantized: that of a base often does.
     """
     settings = settings_of(config)
-    if str(settings.get("quant_method") or METHODS[0]) not in METHODS:
-        plain = all(tensor.dtype.name in PLAIN for tensor in tensors.values())
-        return (None if plain else Quantization(settings, {})), []
     groups, beside = _grouped(tensors, told=bool(settings))
     if not groups:
-        return None, []
+        plain = not settings or all(tensor.dtype.name in PLAIN for tensor in tensors.values())
+        return (None if plain else Quantization(settings, {})), []
     weights, problems = {}, {}
     for name, parts in groups.items():
         scheme = next((scheme for scheme in SCHEMES if _fits(scheme, parts, tensors)), None)
@@ -250,21 +253,33 @@ def find(
             weights[name] = Weight(scheme, parts[scheme.values], _bits(scheme, parts, tensors, settings))
         else:
             problems[name] = _incomplete(name, parts, tensors)
+    if problems and not _is_known(settings):
+        return Quantization(settings, {}), []
     found = Quantization(settings, weights, frozenset(beside), frozenset(problems))
     return found, one_for_all(problems.values(), groups, file)
+
+
+def _is_known(settings: Mapping[str, Any]) -> bool:
+    """Whether weights of these settings follow `SCHEMES`, so that one which does not lacks a part."""
+    method, sparsity = settings.get("quant_method") or METHODS[0], settings.get("sparsity_config")
+    formats = [each.get("format") for each in (settings, sparsity) if isinstance(each, dict)]
+    return method in METHODS and not any(each in FOREIGN_FORMATS for each in formats)
 
 
 def _grouped(tensors: Mapping[str, Tensor], *, told: bool) -> tuple[dict[str, dict[str, str]], set[str]]:
     """The parts of each quantized weight, by role, and the names of all that are no parameters."""
     groups: dict[str, dict[str, str]] = {}
+    small = set()
     for name, tensor in tensors.items():
         last = name.rpartition(".")[2]
         part = _PARTS.get(last)
         if part and name.endswith(f".{part.local}"):
             groups.setdefault(name[: -len(part.local)] + part.weight, {})[part.role] = name
         elif told and last in WEIGHTS and tensor.dtype.name in (*FP8, *FP4):
-            groups.setdefault(name, {})
-    groups = {name: parts for name, parts in groups.items() if parts.keys() not in ALONE}
+            small.add(name)
+    groups = {name: parts for name, parts in groups.items() if name in small or parts.keys() not in ALONE}
+    for name in small:
+        groups.setdefault(name, {})
     beside = {name for parts in groups.values() for role, name in parts.items() if role not in _VALUES}
     if groups:
         beside |= {name for name in tensors if name.rpartition(".")[2] in OF_ACTIVATIONS}
@@ -283,8 +298,8 @@ def _fits(scheme: Scheme, parts: Mapping[str, str], tensors: Mapping[str, Tensor
 def _bits(
     scheme: Scheme, parts: Mapping[str, str], tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
 ) -> int:
-    if scheme.bits:
-        return scheme.bits
+    if scheme.bits is not None:
+        return scheme.bits or 8 * tensors[parts[scheme.values]].dtype.itemsize
     if "qzeros" in parts:  # packed as the values are, and as many as there are scales
         zeros, scales = (tensors[parts[role]].view.numel for role in ("qzeros", "scales"))
         return max(1, 32 * zeros // max(1, scales))
