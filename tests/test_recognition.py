@@ -17,6 +17,7 @@ import reshard
 from reshard.errors import ReshardError
 from reshard.families.undeclared import BUILT_ALIKE
 from reshard.oracle.transformers import transformers_logits
+from tests import commandline
 from tests.genuine.huggingface import ALIASES, PLAIN_ROPE, YARN
 from tests.judges import (
     THRESHOLD,
@@ -123,8 +124,13 @@ def test_inspect_proposes_nothing_that_convert_refuses(hf_model: Models, tmp_pat
 # -------------------------------------------------------------- a declared family that computes otherwise
 
 WINDOWED = ["full_attention", "sliding_attention"] * 2
-OTHERWISE: list[tuple[str, dict[str, Any], str]] = [
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    ("deepseek_v3", {"rope_interleave": False}, "rope_interleave is False"),
+    ("gpt_oss", {"swiglu_alpha": 2.5}, "swiglu_alpha is 2.5"),
+]
+# What decides nothing about the weights, and a run may choose.
+TOLD: list[tuple[str, dict[str, Any], str]] = [
     (
         "llama",
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
@@ -144,16 +150,20 @@ OTHERWISE: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 6}, "attend to 6 tokens"),
     ("deepseek_v2", {"num_experts_per_tok": 4}, "scored by its best expert"),
     ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob is False"),
-    ("deepseek_v3", {"rope_interleave": False}, "rope_interleave is False"),
     ("deepseek_v3", {"num_experts_per_tok": 4}, "scored by its 2 best experts"),
     ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob is False"),
     ("glm4_moe", {"num_experts_per_tok": 1}, "norm_topk_prob is True"),
-    ("gpt_oss", {"swiglu_alpha": 2.5}, "swiglu_alpha is 2.5"),
 ]
 
 
-@pytest.mark.parametrize("name, overrides, says", OTHERWISE)
-def test_what_megatron_computes_otherwise_is_refused_unless_it_is_meant(
+def assert_megatron_computes_otherwise(source: Path, there: Path) -> None:
+    expected = transformers_logits(source, TOKENS)
+    found = judged_by_megatron(there).logits[..., : expected.shape[-1]]
+    assert np.abs(found - expected).max() > 100 * THRESHOLD * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name, overrides, says", REFUSED)
+def test_another_model_is_refused_unless_it_is_meant(
     name: str, overrides: dict[str, Any], says: str, hf_model: Models, tmp_path: Path
 ) -> None:
     source, there = hf_model(name, **overrides), tmp_path / "there"
@@ -167,11 +177,23 @@ def test_what_megatron_computes_otherwise_is_refused_unless_it_is_meant(
     assert f"--family {family}" in str(problem.remedy)
     meant = reshard.convert(source, there, to="megatron", etp=1, family=family)
     assert any(says in str(warning.found) for warning in meant.plan.warnings)
-    expected = transformers_logits(source, TOKENS)
-    found = judged_by_megatron(there).logits[..., : expected.shape[-1]]
-    assert np.abs(found - expected).max() > 100 * THRESHOLD * np.abs(expected).max()
+    assert_megatron_computes_otherwise(source, there)
     kept = reshard.convert(source, tmp_path / "kept", to="huggingface")
     assert kept.plan.warnings == []
+
+
+@pytest.mark.parametrize("name, overrides, says", TOLD)
+def test_what_megatron_computes_otherwise_is_told_where_no_weight_depends_on_it(
+    name: str, overrides: dict[str, Any], says: str, hf_model: Models, tmp_path: Path
+) -> None:
+    source, there = hf_model(name, **overrides), tmp_path / "there"
+    done = commandline.reshard("convert", source, there, "--to", "megatron", "--etp", 1, "--quiet")
+    assert done.code == 0
+    assert "warning: the engine would compute another model" in done.err and says in done.err
+    assert_megatron_computes_otherwise(source, there)
+    inspected = reshard.inspect(source)
+    assert "--to megatron" in inspected.next and any(says in note for note in inspected.notes)
+    assert reshard.convert(source, tmp_path / "kept", to="huggingface").plan.warnings == []
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,8 @@ def inspect_checkpoint(
     notes = [*checkpoint.notes, *(model.notes if model else [])]
     if checkpoint.quantization and not checkpoint.quantization.settings:
         notes.append(UNTOLD)
-    unfit = _unfit_for_engines(checkpoint, base) if model and not problems else []
-    notes += unfit
+    unfit, differing = _for_engines(checkpoint, base) if model and not problems else ([], [])
+    notes += [*unfit, *differing]
     absent: list[Problem] = []
     try:
         absent = _companion_problems(checkpoint, has_config or checkpoint.config is not None)
@@ -115,15 +115,14 @@ def inspect_checkpoint(
     )
 
 
-def _unfit_for_engines(checkpoint: Checkpoint, base: Path | None) -> list[str]:
-    """What keeps plain weights from a format of an engine, and not from one that keeps the names of the hub."""
+def _for_engines(checkpoint: Checkpoint, base: Path | None) -> tuple[list[str], list[str]]:
+    """What keeps plain weights from a format of an engine, and what that engine computes otherwise."""
     if checkpoint.quantization:
-        return []
+        return [], []
     try:
-        resolve(checkpoint, base)
+        return [], [f"{each.message}: {each.found}" for each in resolve(checkpoint, base).warnings]
     except ReshardError as error:
-        return [f"{problem.message}: {problem.found}" for problem in error.problems]
-    return []
+        return [f"{problem.message}: {problem.found}" for problem in error.problems], []
 
 
 def _inspect_adapter(checkpoint: Checkpoint, path: Path) -> Inspection:

@@ -13,7 +13,7 @@ from reshard.checkpoint import Checkpoint
 from reshard.errors import Problem, ReshardError
 from reshard.families import FAMILIES, Family, declared
 from reshard.families.binding import Binding
-from reshard.families.disagreements import agreed
+from reshard.families.disagreements import COMPUTED, agreed
 from reshard.families.rope import rope_contradictions
 from reshard.families.rules import Dims
 from reshard.formats import fused
@@ -134,10 +134,10 @@ def resolve(
     warnings = _misdescribed(found, config, file) if computes else []
     problems = _disagreements(checkpoint, dims)
     if checkpoint.dialect == "hf" and not family:
-        problems += warnings
+        problems += [each for each in warnings if each.severity == "error"]
     if problems:
         raise ReshardError(problems)
-    # It is meant, or trained already.
+    # The weights are the same, or it is meant, or trained already.
     warnings = [replace(each, severity="warning", remedy=None) for each in warnings]
     if checkpoint.args:
         config, args, differing = agreed(found.config, config, checkpoint.args, trust, str(file))
@@ -196,11 +196,14 @@ def _refuse_contradictions(config: Mapping[str, Any], file: Path) -> None:
 
 
 def _misdescribed(family: Family, config: Mapping[str, Any], file: Path) -> list[Problem]:
-    """Where an engine would build another model than the config describes, and no tensor shows it."""
+    """Where an engine would build another model than the config describes, and no tensor shows it.
+
+    What weights do not depend on, and a run may choose, is a warning.
+    """
     try:
-        texts = family.differs(config)
+        found = family.differs(config)
     except UNUSABLE as error:
-        texts = [f"{type(error).__name__}: {error}"]
+        found = [("", f"{type(error).__name__}: {error}")]
     return [
         Problem(
             "the engine would compute another model than config.json describes",
@@ -208,8 +211,9 @@ def _misdescribed(family: Family, config: Mapping[str, Any], file: Path) -> list
             rule="the weights are those of the model that the config describes",
             found=text,
             remedy=f"correct config.json if it is wrong; to convert the weights all the same: --family {family.name}",
+            severity="warning" if key in COMPUTED else "error",
         )
-        for text in texts
+        for key, text in found
     ]
 
 

@@ -170,12 +170,18 @@ def test_a_parameter_weighs_what_megatron_keeps_of_it(tmp_path: Path) -> None:
     assert (whole.weights, whole.gradients, whole.optimizer, whole.recomputation) == (4, 4, 8, False)
 
 
-@pytest.mark.parametrize("changes", [{"model_type": "granite"}, {"hidden_act": "gelu"}])
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"model_type": "granite"}, {"hidden_act": "gelu"}, {"rope_scaling": LINEAR}]
+)
 def test_a_model_that_megatron_computes_otherwise_is_for_the_other_engine(
-    changes: dict[str, str], tiny: Tiny, tmp_path: Path
+    changes: dict[str, Any], tiny: Tiny, tmp_path: Path
 ) -> None:
     model = shutil.copytree(tiny("llama"), tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
+    config.pop("rope_parameters", None)
     (model / "config.json").write_text(json.dumps({**config, **changes}))
     (problem,) = checks.layout(replace(run_with(tmp_path), model=model))
     assert "--engine trl" in str(problem.remedy) and "--family" not in str(problem.remedy)

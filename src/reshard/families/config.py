@@ -61,9 +61,12 @@ class ConfigMap:
         """A `config.json` in the keys of transformers 5 (see `portable_config`) for Megatron-LM arguments."""
         return {key: value for entry in self.entries for key, value in entry.to_config(args).items()}
 
-    def differs(self, config: Config) -> list[str]:
-        """Where the model that Megatron-LM builds is another than the config describes, and no tensor shows it."""
-        return [text for entry in self.entries for text in entry.differs(config)]
+    def differs(self, config: Config) -> list[tuple[str, str]]:
+        """Where the model that Megatron-LM builds is another than the config describes, and no tensor shows it.
+
+        Each with the key of the config that says so.
+        """
+        return [found for entry in self.entries for found in entry.differs(config)]
 
     def notices(self, config: Config) -> list[str]:
         """Where Megatron-LM computes that model within limits, or needs more than its arguments say."""

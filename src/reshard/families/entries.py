@@ -43,8 +43,11 @@ class Entry(ABC):
         """Further keys of a config that say the same."""
         return ()
 
-    def differs(self, config: Config) -> Iterator[str]:
-        """Where Megatron-LM computes another model than the config describes, and no tensor shows it."""
+    def differs(self, config: Config) -> Iterator[tuple[str, str]]:
+        """Where Megatron-LM computes another model than the config describes, and no tensor shows it.
+
+        Each with the key of the config that says so.
+        """
         yield from ()
 
     def notices(self, config: Config) -> Iterator[str]:
@@ -138,25 +141,25 @@ class Const(Entry):
     def to_config(self, args: Args) -> Values:
         return {**self.config, **self.computed}
 
-    def differs(self, config: Config) -> Iterator[str]:
+    def differs(self, config: Config) -> Iterator[tuple[str, str]]:
         yield from _otherwise(config, self.computed)
 
     def notices(self, config: Config) -> Iterator[str]:
         says = {
             key: value for key, value in self.config.items() if key not in ("model_type", "architectures")
         }
-        yield from _otherwise(config, says)
+        yield from (text for _, text in _otherwise(config, says))
 
 
 SAME = {"swish": "silu"}
 """Values of a config that mean the same as others, as in transformers."""
 
 
-def _otherwise(config: Config, values: Values) -> Iterator[str]:
+def _otherwise(config: Config, values: Values) -> Iterator[tuple[str, str]]:
     for key, value in values.items():
         found = config.get(key)
         if found is not None and found != value and not (isinstance(found, str) and SAME.get(found) == value):
-            yield f"{key} is {found!r}; Megatron-LM's model of this family computes {value!r}"
+            yield key, f"{key} is {found!r}; Megatron-LM's model of this family computes {value!r}"
 
 
 class KeyValueHeads(Entry):
@@ -266,10 +269,11 @@ class FullAttention(Entry):
     def to_config(self, args: Args) -> Values:
         return {"use_sliding_window": False}
 
-    def differs(self, config: Config) -> Iterator[str]:
+    def differs(self, config: Config) -> Iterator[tuple[str, str]]:
         window, context = first(config, ("sliding_window",), 4096), config.get("max_position_embeddings")
         if window and self._is_windowed(config) and (context is None or window < context):
-            yield f"some layers attend to {window} tokens; Megatron-LM's model of this family attends to all"
+            found = f"some layers attend to {window} tokens"
+            yield "sliding_window", f"{found}; Megatron-LM's model of this family attends to all"
 
     def _is_windowed(self, config: Config) -> bool:
         if config.get("layer_types"):
@@ -393,12 +397,15 @@ class RouterGroups(Entry):
         groups = first(args, ("moe_router_num_groups",), 1)
         return {"n_group": groups, "topk_group": first(args, ("moe_router_group_topk",), 1)}
 
-    def differs(self, config: Config) -> Iterator[str]:
+    def differs(self, config: Config) -> Iterator[tuple[str, str]]:
         groups, chosen = first(config, ("n_group",), 1), config.get("topk_group") or 1
         best = config.get("num_experts_per_tok", 0) // chosen
         if groups > chosen and best != self.best:
             scored = "best expert" if self.best == 1 else f"{self.best} best experts"
-            yield f"a group is scored by its {scored}; Megatron-Core takes topk / group_topk = {best}"
+            yield (
+                "n_group",
+                f"a group is scored by its {scored}; Megatron-Core takes topk / group_topk = {best}",
+            )
 
 
 class GroupLimited(RouterGroups):
@@ -413,7 +420,7 @@ class GroupLimited(RouterGroups):
         method = "group_limited_greedy" if args.get("moe_router_num_groups") else "greedy"
         return {"topk_method": method, **super().to_config(args)}
 
-    def differs(self, config: Config) -> Iterator[str]:
+    def differs(self, config: Config) -> Iterator[tuple[str, str]]:
         yield from super().differs(self._effective(config))
 
     def _effective(self, config: Config) -> Config:
@@ -432,11 +439,11 @@ class SigmoidNorm(Entry):
     def to_config(self, args: Args) -> Values:
         return {"norm_topk_prob": True}
 
-    def differs(self, config: Config) -> Iterator[str]:
+    def differs(self, config: Config) -> Iterator[tuple[str, str]]:
         several = first(config, ("num_experts_per_tok",), 2) > 1
         if bool(first(config, ("norm_topk_prob",), True)) != several:
             does = "always normalises them" if several else "does not normalise one"
-            yield f"norm_topk_prob is {not several}; Megatron-Core's sigmoid router {does}"
+            yield "norm_topk_prob", f"norm_topk_prob is {not several}; Megatron-Core's sigmoid router {does}"
 
 
 class Remark(Entry):
@@ -464,8 +471,10 @@ class BaichuanVariants(Remark):
     Source: modeling_baichuan.py of baichuan-inc/Baichuan-13B-Base, Baichuan2-7B-Base and Baichuan2-13B-Base.
     """
 
-    def differs(self, config: Config) -> Iterator[str]:
+    def differs(self, config: Config) -> Iterator[tuple[str, str]]:
         if "model_max_length" in config and "max_position_embeddings" not in config:
-            yield "no max_position_embeddings: attention of this model uses ALiBi, which Megatron-Core does not have"
+            found = "no max_position_embeddings: attention of this model uses ALiBi"
+            yield "model_max_length", f"{found}, which Megatron-Core does not have"
         if "z_loss_weight" in config:
-            yield "Baichuan 2 normalises the rows of its head; Megatron-Core computes with the head as it is stored"
+            found = "Baichuan 2 normalises the rows of its head"
+            yield "z_loss_weight", f"{found}; Megatron-Core computes with the head as it is stored"

@@ -32,11 +32,14 @@ class Family:
         """The rules for the names of one engine, or None if it does not hold this family."""
         return self.rules if dialect == "mcore" else self.dialects.get(dialect)
 
-    def differs(self, config: Mapping[str, Any]) -> list[str]:
-        """Where engines build another model than the config describes, and no tensor shows it."""
+    def differs(self, config: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Where engines build another model than the config describes, and no tensor shows it, by key of the config."""
         only = self.aliases.get(str(config.get("model_type")), {})
         found = {key: config[key] for key, value in only.items() if config.get(key) not in (None, value)}
         return [
             *self.config.differs(config),
-            *(f"{key} is {value!r}; {self.name} computes {only[key]!r}" for key, value in found.items()),
+            *(
+                (key, f"{key} is {value!r}; {self.name} computes {only[key]!r}")
+                for key, value in found.items()
+            ),
         ]

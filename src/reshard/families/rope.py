@@ -91,15 +91,21 @@ class Rope(RotaryEmbedding):
         factor = first(args, ("rope_scaling_factor",), 8.0)
         return {"rope_parameters": {"rope_type": "llama3", **rope, "factor": factor, **LLAMA3}}
 
-    def differs(self, config: Config) -> Iterator[str]:
+    def differs(self, config: Config) -> Iterator[tuple[str, str]]:
         rope = rope_parameters(config)
         kind = rope.get("rope_type", "default")
         if kind == "llama3":
             for name, value in LLAMA3.items():
                 if rope.get(name, value) != value:
-                    yield f"{name} of the llama3 rope is {rope[name]}; Megatron-LM computes with {value}"
+                    yield (
+                        "rope_parameters",
+                        f"{name} of the llama3 rope is {rope[name]}; Megatron-LM computes with {value}",
+                    )
         elif kind not in ("default", "dynamic"):
-            yield f"rope_type is {kind!r}; Megatron-LM has no argument for it and computes an unscaled rope"
+            yield (
+                "rope_parameters",
+                f"rope_type is {kind!r}; Megatron-LM has no argument for it and computes an unscaled rope",
+            )
 
     def notices(self, config: Config) -> Iterator[str]:
         if rope_parameters(config).get("rope_type") == "dynamic":
@@ -183,15 +189,24 @@ class LatentRope(RotaryEmbedding):
         yarn = {key: first(args, (arg,), default) for key, arg, default in YARN}
         return {"rope_parameters": {"rope_type": "yarn", **rope, **yarn}}
 
-    def differs(self, config: Config) -> Iterator[str]:
+    def differs(self, config: Config) -> Iterator[tuple[str, str]]:
         rope = rope_parameters(config)
         if rope.get("rope_type", "default") not in ("default", "dynamic", "yarn"):
-            yield f"rope_type is {rope['rope_type']!r}; Megatron-LM's latent attention knows plain and yarn"
+            yield (
+                "rope_parameters",
+                f"rope_type is {rope['rope_type']!r}; Megatron-LM's latent attention knows plain and yarn",
+            )
         if rope.get("mscale", 1.0) != 1.0 and not rope.get("mscale_all_dim"):
-            yield "mscale without mscale_all_dim; transformers ignores it, Megatron-Core does not"
+            yield (
+                "rope_parameters",
+                "mscale without mscale_all_dim; transformers ignores it, Megatron-Core does not",
+            )
         for key, default in (("attention_factor", None), ("truncate", True)):
             if rope.get(key) not in (None, default):
-                yield f"{key} of the yarn rope is {rope[key]}; Megatron-LM has no argument for it"
+                yield (
+                    "rope_parameters",
+                    f"{key} of the yarn rope is {rope[key]}; Megatron-LM has no argument for it",
+                )
 
     def notices(self, config: Config) -> Iterator[str]:
         rope = rope_parameters(config)
@@ -239,14 +254,20 @@ class YarnRope(RotaryEmbedding):
         rope["rope_theta"] = float(first(args, ("rotary_base",), self.default_theta))
         return {"rope_parameters": {"rope_type": "yarn", **rope}}
 
-    def differs(self, config: Config) -> Iterator[str]:
+    def differs(self, config: Config) -> Iterator[tuple[str, str]]:
         rope = rope_parameters(config)
         kind = rope.get("rope_type", "yarn")
         if kind != "yarn":
-            yield f"rope_type is {kind!r}; Megatron-LM's model of this family computes YaRN"
+            yield (
+                "rope_parameters",
+                f"rope_type is {kind!r}; Megatron-LM's model of this family computes YaRN",
+            )
         for key in ("attention_factor", "mscale", "mscale_all_dim"):
             if rope.get(key) is not None:
-                yield f"{key} of the yarn rope is {rope[key]}; Megatron-LM's model of this family has its own"
+                yield (
+                    "rope_parameters",
+                    f"{key} of the yarn rope is {rope[key]}; Megatron-LM's model of this family has its own",
+                )
 
     def notices(self, config: Config) -> Iterator[str]:
         yield "YaRN without latent attention; it takes Megatron-Bridge, or Megatron-LM core_v0.19.0 or later"

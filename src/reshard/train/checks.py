@@ -290,6 +290,8 @@ def layout(run: Run, installed: Mapping[str, str] | None = None) -> Iterator[Pro
 
         try:
             model = resolve(open_checkpoint(run.model))
+            cure = "correct config.json, or train it with --engine trl"
+            yield from (replace(each, severity="error", remedy=cure) for each in model.warnings)
             if shares_groups(model, layout_of(run, read(run), model)):
                 rule = f"--tp {run.spread.tp} is larger than the {model.dims.groups} query groups"
                 yield from _lacking({"megatron-core": SHARED_GROUPS}, installed, rule)
