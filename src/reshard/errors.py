@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from reshard.shown import shown
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -26,9 +28,10 @@ class Problem:
     severity: str = "error"
 
     def __str__(self) -> str:
+        """The message, and one line for each field that is set, whatever foreign text they quote."""
         fields = ("tensor", "file", "rule", "expected", "found", "remedy")
-        lines = [f"  {name}: {value}" for name in fields if (value := getattr(self, name)) is not None]
-        return "\n".join([self.message, *lines])
+        lines = [f"  {name}: {shown(value)}" for name in fields if (value := getattr(self, name)) is not None]
+        return "\n".join([shown(self.message), *lines])
 
     def as_dict(self) -> dict[str, str]:
         """The fields that are set, for `--json`."""
@@ -46,8 +49,8 @@ class ReshardError(Exception):
 
 
 def listed(names: Sequence[str], most: int = 20) -> str:
-    """Names for people: all of them, unless there are very many."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    """Names for people: the first ones, and how many more there are, if any."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -78,6 +81,6 @@ def one_for_each_file(problems: Iterable[Problem]) -> list[Problem]:
     for problem in problems:
         groups.setdefault((problem.message, problem.file), []).append(problem)
     return [
-        replace(alike[0], tensor=f"{alike[0].tensor} and {len(alike) - 1} more") if alike[1:] else alike[0]
+        replace(alike[0], tensor=listed([str(each.tensor) for each in alike], 1)) if alike[1:] else alike[0]
         for alike in groups.values()
     ]

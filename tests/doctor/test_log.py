@@ -291,7 +291,7 @@ def test_what_only_looks_like_a_failure_is_none(line: str) -> None:
 
 def test_frames_without_their_first_line_are_shown_with_the_exception() -> None:
     (found,) = diagnose_text("log", "\n".join([*FAILURE[3:-1], "FrobError: the frob is", "nicated"]))
-    assert "trainer.py:2245 train" in found.cause.en and "the frob is\nnicated" in found.cause.en
+    assert "trainer.py:2245 train" in found.cause.en and "the frob is\n  nicated" in found.cause.en
 
 
 def test_an_exception_without_a_traceback_is_matched_as_the_first_failure() -> None:

@@ -19,9 +19,9 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.markup import escape
 
 from reshard.errors import Problem, ReshardError
+from reshard.shown import escape, shown_json, shown_lines
 
 SHOWN = 12
 """How many offenders are printed in full; the rest are counted."""
@@ -45,7 +45,8 @@ def stderr() -> Console:
 def print_json(content: Any) -> None:
     """The one thing that `--json` prints."""
     plain = codecs.lookup(sys.stdout.encoding or "ascii").name != "utf-8"
-    click.echo(json.dumps(_strict(content), indent=2, ensure_ascii=plain, default=str, allow_nan=False))
+    text = json.dumps(_strict(content), indent=2, ensure_ascii=plain, default=str, allow_nan=False)
+    click.echo(shown_json(text))
 
 
 def _strict(content: Any) -> Any:
@@ -85,7 +86,7 @@ def handles_errors(function: Callable[..., Any]) -> Callable[..., Any]:
             sys.exit(128 + stopped.signal)
         except Exception as error:
             if debug:
-                traceback.print_exc()
+                click.echo(shown_lines(traceback.format_exc()), err=True, nl=False)
             problems = problems_of(error)
         if kwargs.get("json_output"):
             print_json({"problems": [problem.as_dict() for problem in problems]})

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.markup import escape
 
 from reshard import api
 from reshard.api import parse_size
@@ -31,6 +30,7 @@ from reshard.errors import listed
 from reshard.execute import peak_per_worker, worker_count
 from reshard.plan import Plan
 from reshard.planning import TARGETS
+from reshard.shown import escape
 
 FORMATS = click.Choice(list(TARGETS))
 POSITIVE = click.IntRange(min=1)

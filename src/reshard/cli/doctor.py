@@ -6,7 +6,6 @@ import sys
 
 import click
 from rich.cells import set_cell_size
-from rich.markup import escape
 from rich.table import Table
 
 from reshard.cli.console import common_options, handles_errors, print_json, progress, stdout
@@ -18,6 +17,7 @@ from reshard.doctor.finding import LANGUAGES
 from reshard.doctor.machine import PACKAGES
 from reshard.doctor.rules import rules
 from reshard.doctor.words import locale_language as locale_language
+from reshard.shown import escape, escape_lines
 
 LABELS = {
     "en": {"why": "why", "cure": "cure", "where": "where", "mended": "mended", "because": "because"}
@@ -161,7 +161,7 @@ def _print_finding(finding: Finding, language: str) -> None:
     style = "bold red" if finding.severity == "error" else "bold yellow"
     console.print(
         f"[{style}]{words[finding.severity]}:[/] [bold]{escape(finding.title.of(language))}[/] "
-        f"({finding.id}, {words[finding.certainty]})"
+        f"({escape(finding.id)}, {words[finding.certainty]})"
     )
     for place in finding.places:
         console.print(
@@ -169,13 +169,13 @@ def _print_finding(finding: Finding, language: str) -> None:
         )
         if place.mended:
             console.print(f"[bold]{words['mended']}[/] {escape(place.mended)}")
-    console.print(f"[bold]{words['why']}[/] {escape(finding.cause.of(language))}")
+    console.print(f"[bold]{words['why']}[/] {escape_lines(finding.cause.of(language))}")
     console.print(f"[bold]{words['cure']}[/]")
     _print_cure(finding.cure.of(language))
     for evidence in finding.evidence:
         console.print(f"[bold]{words['because']}[/] {escape(evidence.of(language))}")
     if finding.also:
-        console.print(f"[bold]{words['also']}[/] {', '.join(finding.also)}")
+        console.print(f"[bold]{words['also']}[/] {escape(', '.join(finding.also))}")
     if finding.sources:
         console.print(f"[bold]{words['sources']}[/] {escape(', '.join(map(link, finding.sources)))}")
 
@@ -184,13 +184,13 @@ def _print_cure(cure: str) -> None:
     """As it stands, so that it can be pasted; on a terminal code is coloured, and no line of it is cut or broken."""
     console, is_code = stdout(), False
     if not console.is_terminal:
-        console.print(escape(cure.rstrip()))
+        console.print(escape_lines(cure.rstrip()))
         return
     for line in cure.rstrip().splitlines():
         if line.strip().startswith("```"):
             is_code = not is_code
         else:
-            console.print(f"[cyan]{escape(line)}[/]" if is_code else escape(line))
+            console.print(f"[cyan]{escape_lines(line)}[/]" if is_code else escape_lines(line))
 
 
 def link(source: str) -> str:
@@ -237,7 +237,7 @@ def _explain_rule(identifier: str, language: str, json_output: bool) -> None:
         return
     console, words = stdout(), LABELS[language]
     console.print(f"[bold]{escape(content['title'])}[/] ({identifier}, {words[content['kind']]})")
-    console.print(f"[bold]{words['why']}[/] {escape(content['cause'])}")
+    console.print(f"[bold]{words['why']}[/] {escape_lines(content['cause'])}")
     console.print(f"[bold]{words['cure']}[/]")
     _print_cure(content["cure"])
     if content["sources"]:
@@ -265,8 +265,8 @@ def _explain(entry: Entry, language: str, json_output: bool) -> None:
     console.print(f"[bold]{escape(entry.title.of(language))}[/] ({entry.id}, {words[entry.kind]})")
     for name, specifier in entry.versions.items():
         console.print(f"  {name} {escape(specifier)}")
-    console.print(f"[bold]{words['why']}[/] {escape(entry.cause.of(language))}")
+    console.print(f"[bold]{words['why']}[/] {escape_lines(entry.cause.of(language))}")
     console.print(f"[bold]{words['cure']}[/]")
     _print_cure(entry.cure.of(language))
     console.print(f"[bold]{words['sources']}[/] {escape(', '.join(map(link, entry.sources)))}")
-    console.print(f"\n{escape(entry.excerpt.rstrip())}\n  — {escape(entry.excerpt_from)}")
+    console.print(f"\n{escape_lines(entry.excerpt.rstrip())}\n  — {escape(entry.excerpt_from)}")

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import click
-from rich.markup import escape
 
 from reshard import api
 from reshard.checkpoint import Checkpoint
@@ -22,6 +21,7 @@ from reshard.cli.console import (
 )
 from reshard.cli.options import iteration_option
 from reshard.inspection import OPTIMIZER, Inspection
+from reshard.shown import escape
 
 
 @click.command("inspect")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import click
-from rich.markup import escape
 from rich.table import Table
 
 from reshard.cli.console import (
@@ -20,6 +19,7 @@ from reshard.cli.console import (
     stderr,
     stdout,
 )
+from reshard.shown import escape
 from reshard.train.engine import MODULES, Engine
 from reshard.train.request import run_of
 from reshard.train.run import ENGINES, PARALLEL, Run

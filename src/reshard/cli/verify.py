@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import click
-from rich.markup import escape
 from rich.table import Table
 
 from reshard import api
 from reshard.cli.console import Watch, common_options, handles_errors, print_json, size, stderr, stdout
+from reshard.shown import escape
 from reshard.verification import Comparison
 
 SHOWN = 40
@@ -65,7 +65,7 @@ def _print(found: Comparison) -> None:
             table.add_column(title)
         for row in found.rows[:SHOWN]:
             largest = "" if row.largest is None else f"{row.largest:.3g}"
-            table.add_row(row.tensor, row.kind, row.a, row.b, largest)
+            table.add_row(*map(escape, (row.tensor, row.kind, row.a, row.b, largest)))
         console.print(table)
         if len(found.rows) > SHOWN:
             console.print(f"… and {len(found.rows) - SHOWN} more (--json lists all)")

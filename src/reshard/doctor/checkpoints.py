@@ -17,6 +17,7 @@ from reshard.formats import iterations
 from reshard.formats.companions import find_companions, read_object
 from reshard.formats.megatron import legacy, torch_dist
 from reshard.inspection import NO_CONFIG, NO_TOKENIZER, Inspection, inspect_checkpoint
+from reshard.shown import shown
 from reshard.vocabulary import EMBEDDINGS
 
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
@@ -147,7 +148,7 @@ def _of_problem(problem: Problem, inspection: Inspection) -> Finding:
     rule = translated(problem.rule or "the checkpoint is whole and agrees with itself")
     cure = [translated(problem.remedy or "save or copy the checkpoint again")]
     if inspection.next:
-        cure.append(Text.same(f"```\n{inspection.next}\n```"))
+        cure.append(Text.same(f"```\n{shown(inspection.next)}\n```"))
     return Finding(
         id="checkpoint-" + "-".join(problem.message.lower().replace("'", "").split()[:6]),
         title=translated(problem.message),

@@ -20,6 +20,7 @@ from reshard.doctor.rules import CAUSES
 from reshard.doctor.scripts import diagnose_script
 from reshard.doctor.words import words
 from reshard.errors import Problem, ReshardError
+from reshard.shown import shown
 
 CONFIGS = {".yaml", ".yml", ".json"}
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".distcp"}
@@ -122,7 +123,7 @@ def typed(finding: Finding, commands: Sequence[str]) -> Finding:
     """A finding whose cure names the one checkpoint that was given, where it says how to convert one."""
     if len(commands) != 1 or not commands[0] or "--to" in commands[0].split():
         return finding
-    cure = (_CONVERT.sub(lambda _: commands[0], text) for text in (finding.cure.en, finding.cure.zh))
+    cure = (_CONVERT.sub(lambda _: shown(commands[0]), text) for text in (finding.cure.en, finding.cure.zh))
     return replace(finding, cure=Text(*cure))
 
 

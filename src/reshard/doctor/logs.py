@@ -21,6 +21,7 @@ from reshard.doctor.rules import told
 from reshard.doctor.upstream import search_of
 from reshard.doctor.words import words
 from reshard.errors import ReshardError
+from reshard.shown import shown_lines
 
 STDIN = "-"
 UNKNOWN = "unknown-failure"
@@ -119,19 +120,24 @@ def _unknown(root: Traceback, log: Log, symptoms: tuple[str, ...]) -> Finding:
     """A failure that no entry explains: said to be unknown, with its traceback and what comes nearest."""
     near = nearest(root.said, catalogue().values())
     first = root.root
-    said = words("cut-off") if first.exception == CUT_OFF else Text.same(clipped(first.said, LONGEST_SAID))
+    said = words("cut-off") if first.exception == CUT_OFF else Text.same(_quoted(first.said))
     frames = [f"  {frame}" for frame in first.frames[-6:]]
-    shown = Text("\n".join([*frames, said.en]), "\n".join([*frames, said.zh]))
+    quoted = Text("\n".join([*frames, said.en]), "\n".join([*frames, said.zh]))
     last = (root.message if root.exception == CUT_OFF else root.said).split("\n")[0]
     place = Place(log.name, root.last, clipped(last, SHOWN))
     asked = clipped(asks(root.message), LONGEST_SAID)
-    values: dict[str, object] = {"who": root.stream or "?", "shown": shown, "asked": asked}
+    values: dict[str, object] = {"who": root.stream or "?", "shown": quoted, "asked": asked}
     values["near"] = ", ".join(near) or "–"
     known = None if first.exception in (CUT_OFF, EXIT) else search_of(first)
     upstream = words("search-upstream", name=known[0], url=known[1]) if known else Text.same("")
     values["upstream"] = Text(*(f"{text}\n" if text else "" for text in (upstream.en, upstream.zh)))
     found = told(UNKNOWN_THAT_ASKS if asked else UNKNOWN, [place], values, certainty="possible")
     return replace(found, id=UNKNOWN, also=symptoms)
+
+
+def _quoted(said: str) -> str:
+    """What a log says, set in as frames are, so that no line is taken for one of ours."""
+    return "\n".join(f"  {line}" for line in clipped(shown_lines(said), LONGEST_SAID).split("\n"))
 
 
 _WORD = re.compile(r"[A-Za-z_][A-Za-z_.]{2,}")

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from reshard.doctor.finding import LANGUAGES, Text
+from reshard.shown import shown
 
 
 def locale_language() -> str:
@@ -31,10 +32,17 @@ def filled(raw: dict[str, str], values: Mapping[str, object]) -> Text:
     """A text as the data have it, with its braces filled in."""
 
     def of(language: str) -> str:
-        own = {key: value.of(language) if isinstance(value, Text) else value for key, value in values.items()}
+        own = {key: _in_text(value, language) for key, value in values.items()}
         return raw[language].strip().format(**own)
 
     return Text(*map(of, LANGUAGES))
+
+
+def _in_text(value: object, language: str) -> object:
+    """A value as it stands in a text: foreign words are one line of it, a `Text` has lines of its own."""
+    if isinstance(value, Text):
+        return value.of(language)
+    return value if isinstance(value, int | float) else shown(str(value))
 
 
 @lru_cache(maxsize=1)
@@ -49,8 +57,8 @@ def translated(text: str) -> Text:
     for pattern, chinese in _known():
         if match := pattern.fullmatch(text):
             parts = {key: _quoted(value) for key, value in match.groupdict().items()}
-            return Text(text, chinese.format(**parts))
-    return Text(text, _quoted(text))
+            return Text(shown(text), shown(chinese.format(**parts)))
+    return Text(shown(text), shown(_quoted(text)))
 
 
 def _quoted(text: str) -> str:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 
 from reshard.doctor.diagnosis import combined
 from reshard.doctor.environment import diagnose_environment
@@ -23,6 +22,7 @@ from reshard.doctor.log import Line, Log, Traceback, read_log
 from reshard.doctor.logs import LARGEST, UNKNOWN, diagnose_text
 from reshard.doctor.match import first_failure
 from reshard.doctor.scripts import diagnose_script
+from reshard.shown import escape, escape_lines
 from reshard.train.launching.places import Place
 from reshard.train.launching.provenance import words_of
 from reshard.train.run import Run
@@ -185,8 +185,8 @@ def _print(
 ) -> None:
     error, why, cure = LABELS[language]
     console.print(f"\n[bold red]{escape(failure.who)} failed first[/]")
-    for line in failure.shown:
-        console.print(f"  {escape(line)}")
+    for line in "\n".join(failure.shown).split("\n"):
+        console.print(f"  {escape_lines(line)}")
     if where:
         console.print(escape(where))
     _print_full(run, console)
@@ -197,8 +197,8 @@ def _print(
         for shown in (shown for shown in finding.places if shown.target.endswith(".py")):
             console.print(f"  {escape(str(shown))}  {escape(shown.text)}")
         if finding.id != UNKNOWN:  # its cause is the traceback above
-            console.print(f"[bold]{why}[/] {escape(finding.cause.of(language))}")
-        console.print(f"[bold]{cure}[/] {escape(finding.cure.of(language))}")
+            console.print(f"[bold]{why}[/] {escape_lines(finding.cause.of(language))}")
+        console.print(f"[bold]{cure}[/] {escape_lines(finding.cure.of(language))}")
 
 
 FULL = 1 << 20

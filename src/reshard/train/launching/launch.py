@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 
 from reshard.errors import ReshardError
+from reshard.shown import escape
 from reshard.train.launching import failure
 from reshard.train.launching.places import Place, forget, place_of
 from reshard.train.launching.provenance import record_of

@@ -7,8 +7,8 @@ from contextlib import suppress
 from types import TracebackType
 
 from rich.console import Console
-from rich.markup import escape
 
+from reshard.shown import escape
 from reshard.train.run import Run
 from reshard.train.show import report
 from reshard.train.show.display import Display, evaluated

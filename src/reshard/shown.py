@@ -1,0 +1,54 @@
+"""Foreign text as it is shown: names in files, values of configs, paths, lines of logs.
+
+A terminal takes some characters for commands, and a newline makes one value look like two lines of ours. They are shown
+as escapes (`\\x1b`, `\\n`), all other text as it is, in any script.
+"""
+
+from __future__ import annotations
+
+import re
+
+_HIDDEN = re.compile(
+    r"[\x00-\x1f\x7f-\x9f"  # C0 and C1, which hold ESC and the one-byte CSI
+    r"\u2028\u2029"  # separators of lines and paragraphs
+    r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # what turns the direction of what follows
+    r"\xad\u180e\u200b\u2060-\u2064\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"  # what shows as nothing
+)
+
+
+def shown(text: str) -> str:
+    """A text as one line without control characters."""
+    return text if text.isprintable() else _HIDDEN.sub(_escaped, text)
+
+
+def shown_lines(text: str) -> str:
+    """A text of several lines, which stay several."""
+    return "\n".join(shown(line.expandtabs(4)) for line in text.split("\n"))
+
+
+def shown_json(text: str) -> str:
+    """The same JSON, without characters that JSON lets pass and a terminal does not show."""
+    return re.sub(_HIDDEN, lambda match: match[0] if match[0] == "\n" else _in_json(match), text)
+
+
+def escape(text: str) -> str:
+    """A text as one line in the markup of rich."""
+    from rich.markup import escape as of_markup
+
+    return of_markup(shown(text))
+
+
+def escape_lines(text: str) -> str:
+    """A text of several lines in the markup of rich."""
+    from rich.markup import escape as of_markup
+
+    return of_markup(shown_lines(text))
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode("ascii")
+
+
+def _in_json(match: re.Match[str]) -> str:
+    units = match[0].encode("utf-16-be").hex()
+    return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
