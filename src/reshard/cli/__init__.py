@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
 import click
 
+from reshard.shown import shown
 from reshard.version import __version__
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -29,8 +32,29 @@ COMMANDS = {
 }
 
 
+READER_GONE = 128 + signal.SIGPIPE
+"""The status of a program whose reader went away, as `| head` does: the same as of those that the system ends."""
+
+
+@contextmanager
+def _past_click() -> Iterator[None]:
+    """Let no broken pipe reach click, which would end with the status of a check that failed."""
+    try:
+        yield
+    except BrokenPipeError:
+        sys.exit(READER_GONE)
+
+
 class LazyGroup(click.Group):
     """Knows its commands by name; imports one when it is needed, so that `--help` stays fast."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with _past_click():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _past_click():
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -67,20 +91,32 @@ def cli() -> None:
 
 def main(argv: list[str] | None = None) -> Any:
     """Run the command line; the entry point of the `reshard` script."""
-    words = sys.argv[1:] if argv is None else argv
     _open_streams()
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    except (BrokenPipeError, SystemExit) as ended:  # rich turns the first into the second
+        if not isinstance(ended, BrokenPipeError) and not isinstance(ended.__context__, BrokenPipeError):
+            raise
+        _silence(sys.stdout)
+        _silence(sys.stderr)
+        sys.exit(READER_GONE)
+
+
+def _run(words: list[str]) -> Any:
     try:
         return cli.main(args=words, prog_name="reshard", standalone_mode=False)
     except click.ClickException as error:
+        vars(error)["message"] = shown(
+            error.message
+        )  # it quotes what was typed, or what the shell found for a *
         if "--json" in words:
             click.echo(json.dumps({"problems": [{"message": error.format_message(), "severity": "error"}]}))
         error.show()
         sys.exit(error.exit_code)
     except click.Abort:  # Ctrl-C before a command began
         sys.exit(130)
-    except BrokenPipeError:  # the reader of a pipe went away, as `| head` does
-        sys.stderr.close()
-        sys.exit(1)
+    except BrokenPipeError:
+        raise
     except OSError as error:  # all others have been told by the command
         _silence(sys.stdout)
         click.echo(f"error: the output cannot be written\n  found: {error.strerror}", err=True)
