@@ -18,6 +18,7 @@ from reshard.families.rope import rope_contradictions
 from reshard.families.rules import Dims
 from reshard.formats import fused
 from reshard.formats.companions import read_object
+from reshard.formats.missing import download
 from reshard.formats.places import belongs
 from reshard.formats.torchfiles import flat
 from reshard.quantization import refusal
@@ -72,7 +73,7 @@ def read_base(base: Path) -> dict[str, Any]:
             "the base folder has no config.json" if base.is_dir() else "there is no such base folder",
             file=str(base),
             expected="the Hugging Face folder that training started from",
-            remedy="name another folder with --base",
+            remedy=download(base, f"--base {base.name}") or "name another folder with --base",
         )
     return config
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from reshard.checkpoint import Iteration
-from reshard.errors import Problem, ReshardError
+from reshard.errors import Problem, ReshardError, listed
 
 ABOVE, BELOW = 3, 64
 """How many folders above and below are looked at."""
@@ -14,25 +15,43 @@ ABOVE, BELOW = 3, 64
 
 def nothing_there(path: Path) -> ReshardError:
     """The error for a path that does not exist, which may be the name of a model of the hub."""
-    hub = _hub_name(path)
     near = next(parent for parent in path.absolute().parents if parent.exists())
     found = f"{near} holds {_listed(child.name for child in near.iterdir())}" if near.is_dir() else None
     return ReshardError(
         "there is nothing at this path",
         file=str(path),
         found=f"a link to {path.readlink()}" if path.is_symlink() else found,
-        remedy=f"if it is a model of the hub: hf download {hub} --local-dir {path.name}, and then name "
-        f"{path.name}; else check the path"
-        if hub
-        else "check the path",
+        remedy=download(path, f"name {path.name}") or "check the path",
     )
 
 
-def _hub_name(path: Path) -> str | None:
-    """`owner/name`, if what was typed may have been a name or an address on the hub."""
-    is_address = path.parts[0].endswith(":") and len(path.parts) > 3
-    is_name = len(path.parts) == 2 and not path.is_absolute() and not path.parent.exists()
-    return "/".join(path.parts[2:4] if is_address else path.parts) if is_address or is_name else None
+def download(path: Path, then: str) -> str | None:
+    """How to come by what is not there, if what was typed may be the id or the address of a model on the hub.
+
+    `then` says how to name the folder that the download makes.
+    """
+    hub = _hub_id(path)
+    if hub is None:
+        return None
+    return (
+        f"{hub} looks like the id of a model on the hub, and reshard reads folders: "
+        f"hf download {hub} --local-dir {path.name}, and then {then}; otherwise check the path"
+    )
+
+
+_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def _hub_id(path: Path) -> str | None:
+    """`owner/name`, if what was typed may have been an id or an address on the hub."""
+    typed = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    if path.exists() or not path.parts:
+        return None
+    if path.parts[0].endswith(":"):
+        typed = Path(*path.parts[2:4])
+    elif typed.is_absolute() or typed.parent.exists():
+        return None
+    return str(typed) if _ID.fullmatch(str(typed)) else None
 
 
 def no_checkpoint(path: Path, formats: Iterable[str], holds: Callable[[Path], bool]) -> ReshardError:
@@ -70,6 +89,4 @@ def no_iteration(path: Path, iteration: Iteration) -> ReshardError:
 
 
 def _listed(names: Iterable[str]) -> str:
-    every = sorted(names)
-    more = [f"and {len(every) - 8} more"] if len(every) > 8 else []
-    return ", ".join([*every[:8], *more]) or "an empty folder"
+    return listed(sorted(names), 8) or "an empty folder"

@@ -125,14 +125,15 @@ def check(run: Run) -> None:
 
 
 def _folders(run: Run) -> Problem | None:
+    from reshard.formats.missing import download  # which numpy comes with, and --help needs none
+
     if not (run.model / "config.json").is_file():
-        if not run.model.exists() and (name := _on_the_hub(run.model)):
+        if remedy := download(run.model, f"--model {run.model.name}"):
             return Problem(
                 "the model is not on this machine",
                 file=str(run.model),
                 expected="a folder with config.json, weights and tokenizer",
-                remedy=f"if it is one of the hub: hf download {name} --local-dir {run.model.name}, and then "
-                f"--model {run.model.name}; else check the path",
+                remedy=remedy,
             )
         return Problem(
             "the model is no Hugging Face folder",
@@ -141,12 +142,6 @@ def _folders(run: Run) -> Problem | None:
             remedy="`reshard inspect` says what it is, `reshard convert` makes such a folder of a checkpoint",
         )
     return None
-
-
-def _on_the_hub(path: Path) -> str | None:
-    """`owner/name`, if what was typed may have been the name of a model of the hub."""
-    typed = path.relative_to(Path.cwd()).parts if path.is_relative_to(Path.cwd()) else ()
-    return "/".join(typed) if len(typed) == 2 and not path.parent.exists() else None
 
 
 def _data(run: Run) -> Problem | None:
