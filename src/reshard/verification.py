@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
 @dataclass
 class Comparison:
-    """What `verify` found. Equal if there are no rows and, where asked for, the logits agree."""
+    """What `verify` found. Equal, and true, if there are no rows and, where asked for, the logits agree."""
 
     tensors: int
     nbytes: int
@@ -42,6 +42,9 @@ class Comparison:
     family: str | None
     logits: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return self.equal
 
     @property
     def equal(self) -> bool:
