@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 import reshard as api
 from reshard.cli import cli
+from reshard.errors import listed
 from reshard.families import FAMILIES
 from reshard.formats import FORMATS
 from reshard.planning import TARGETS
@@ -310,7 +311,43 @@ def test_without_quiet_the_result_is_told_on_stdout(megatron: Path, tmp_path: Pa
     assert re.search(rf"{tmp_path}/dst: huggingface, .* parameters in 47 tensors, .* in .* s \(", result.out)
 
 
+def test_names_are_counted_only_where_there_are_more(hf_model: Callable[..., Path], tmp_path: Path) -> None:
+    assert listed(["a"], 1) == "a" and listed(["a", "b"], 1) == "a and 1 more" and listed([], 1) == ""
+    sized = {"num_hidden_layers": 2, "first_k_dense_replace": 1}  # one layer of experts, so one buffer
+    model = hf_model("deepseek_v3", **sized)
+    told = reshard("convert", model, tmp_path / "dst", "--to", "deepspeed", "--dry-run").err
+    assert "has model.layers.1.mlp.gate.e_score_correction_bias" in told and "more" not in told
+
+
+@pytest.mark.parametrize(
+    ("words", "then"),
+    [
+        (("inspect", "Qwen/Qwen3-8B"), "name Qwen3-8B"),
+        (("convert", "https://huggingface.co/Qwen/Qwen3-8B", "dst"), "name Qwen3-8B"),
+        (("convert", "megatron", "dst", "--base", "Qwen/Qwen3-8B"), "--base Qwen3-8B"),
+        (("verify", "megatron", "model", "--base", "Qwen/Qwen3-8B"), "--base Qwen3-8B"),
+    ],
+)
+def test_an_id_of_the_hub_is_no_folder_and_how_to_get_it_is_said(
+    words: tuple[str, ...],
+    then: str,
+    model: Path,
+    megatron: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model").symlink_to(model)
+    Path("megatron").symlink_to(megatron)
+    result = reshard(*words)
+    assert result.code == 2 and "Qwen/Qwen3-8B looks like the id of a model on the hub" in result.err
+    assert f"hf download Qwen/Qwen3-8B --local-dir Qwen3-8B, and then {then};" in result.err
+    for path in ("Qwen", "./a/b/c", "/nothing/here", "model/nothing"):
+        assert "hf download" not in reshard(*(path if "Qwen" in word else word for word in words)).err
+
+
 def test_verify_equal(model: Path, megatron: Path) -> None:
+    assert api.verify(model, megatron)
     result = reshard("verify", model, megatron)
     assert result.code == 0 and result.out.startswith("equal: 47 tensors, 835.8 kB, bit for bit")
     found = reshard("verify", megatron, model, "--json").json
@@ -331,6 +368,7 @@ def test_verify_tells_what_it_took_for_granted(model: Path, megatron: Path, tmp_
 
 
 def test_verify_different(model: Path, other: Path) -> None:
+    assert not api.verify(model, other)
     result = reshard("verify", model, other)
     assert result.code == 1 and "different: 6 tensors" in result.out
     layer = "model.layers.1."

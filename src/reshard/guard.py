@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import Problem, ReshardError
+from reshard.errors import Problem, ReshardError, listed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -132,7 +132,7 @@ def _mixed(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Problem]:
     if wrong:
         yield Problem(
             "plain parameters beside DTensors",
-            tensor=_some([each.name for each in (wrong if len(wrong) <= len(sharded) else sharded)]),
+            tensor=listed([each.name for each in (wrong if len(wrong) <= len(sharded) else sharded)], SHOWN),
             rule="what is trained in a sharded model is sharded with it",
             found=f"{len(sharded)} DTensors, {len(wrong)} plain parameters that are trained",
             remedy=f"{remedy}: else the first operation on both fails with `got mixed torch.Tensor and DTensor`, and "
@@ -162,7 +162,7 @@ def _sharded_in_ddp(model: nn.Module, parameters: list[_Parameter]) -> Iterator[
         if sharded:
             yield Problem(
                 "a sharded model lies in DistributedDataParallel",
-                tensor=_some(sharded),
+                tensor=listed(sharded, SHOWN),
                 rule="DDP holds a whole model on each rank",
                 remedy="load with device_map=None and without tp_plan, or leave DDP out: FSDP2 is data parallel by "
                 "itself",
@@ -203,7 +203,7 @@ def _meta(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Problem]:
     if empty:
         yield Problem(
             "parameters have no memory",
-            tensor=_some(empty),
+            tensor=listed(empty, SHOWN),
             found=f"{len(empty)} parameters on the meta device",
             remedy="model.to_empty(device=…) and load the weights, or call from_pretrained outside of a meta context",
         )
@@ -268,17 +268,12 @@ def _optimizer(parameters: list[_Parameter], optimizers: list[Any]) -> Iterator[
     if missing:
         yield Problem(
             "the optimizer holds other tensors than the model",
-            tensor=_some([each.name for each in missing]),
+            tensor=listed([each.name for each in missing], SHOWN),
             rule="the optimizer is made from the parameters of the model as it is trained",
             found=f"{len(foreign)} of {len(held)} tensors in the optimizer are not the model's, and it lacks "
             f"{len(missing)} trainable parameters",
             remedy="shard or wrap the model first, then make the optimizer: else the weights never change",
         )
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
 
 
 @contextmanager

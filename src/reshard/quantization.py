@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard.errors import Problem, ReshardError, one_for_all
+from reshard.errors import Problem, ReshardError, listed, one_for_all
 
 if TYPE_CHECKING:
     from reshard.checkpoint import Tensor
@@ -334,10 +334,9 @@ def _incomplete(name: str, parts: Mapping[str, str], tensors: Mapping[str, Tenso
 def refusal(found: Quantization, path: Path, wanted: str | None = None) -> ReshardError:
     """The error where plain weights are needed; `wanted` says for what."""
     names = list(found.weights)
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return ReshardError(
         "the weights are quantized",
-        tensor=f"{names[0]}{more}" if names else None,
+        tensor=listed(names, 1) if names else None,
         file=str(path),
         rule="reshard copies quantized weights to another Hugging Face folder as they are, and dequantizes none",
         found=f"{found}; {wanted}" if wanted else str(found),

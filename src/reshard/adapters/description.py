@@ -10,7 +10,7 @@ from pathlib import Path
 from reshard.adapters.adapter import Adapter
 from reshard.adapters.settings import Settings, merge_problems, missing_alpha
 from reshard.checkpoint import Checkpoint
-from reshard.errors import Problem
+from reshard.errors import Problem, listed
 
 SHOWN = 12
 _LAYER = re.compile(r"^.*\blayers\.\d+\.(self_attn\.)?|\.base_layer$")
@@ -25,12 +25,11 @@ def notes(adapter: Adapter) -> list[str]:
     noted = [settings.config.get("r"), *(patterns.values() if isinstance(patterns, dict) else ())]
     ranks = ", ".join(str(rank) for rank in dict.fromkeys(noted if settings.written else adapter.ranks))
     targets = sorted({_LAYER.sub("", module) for module in adapter.pairs})
-    more = f" and {len(targets) - SHOWN} more" if len(targets) > SHOWN else ""
-    found = [f"LoRA of rank {ranks}, {known}, on {', '.join(targets[:SHOWN])}{more}"]
+    found = [f"LoRA of rank {ranks}, {known}, on {listed(targets, SHOWN)}"]
     if any(pair.magnitude is not None for pair in adapter.pairs.values()):
         found.append("with magnitudes of its own (DoRA)")
     if adapter.whole:
-        found.append(f"trained whole: {', '.join(sorted(adapter.whole)[:SHOWN])}")
+        found.append(f"trained whole: {listed(sorted(adapter.whole), SHOWN)}")
     if adapter.base:
         found.append(f"{len(adapter.base)} weights of the base lie beside it")
     if settings.base:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.checkpoint import Checkpoint, Iteration, Replica, Tensor
-from reshard.errors import Problem, ReshardError, one_for_each_file
+from reshard.errors import Problem, ReshardError, listed, one_for_each_file
 from reshard.formats import iterations
 from reshard.formats.names import without_buffers
 from reshard.formats.torchfiles import flat
@@ -361,8 +361,7 @@ def _notes(files: Files, parts: Mapping[str, Parts], entries: Counter[str]) -> l
     whole = [name for name, pairs in parts.items() if pairs[0][1].kind == "plain"]
     notes = [f"{len(files.ranks)} ranks; tensors lie as {'; '.join(spreads)}"] if spreads else []
     if whole and len(files.ranks) > 1:
-        which = f"{whole[0]} and {len(whole) - 1} more" if whole[1:] else whole[0]
-        notes.append(f"not sharded, but whole on every rank: {which}")
+        notes.append(f"not sharded, but whole on every rank: {listed(whole, 1)}")
     if renamed := [rank for rank, wrote in _writers(files, parts).items() if wrote != rank]:
         which = ", ".join(files.ranks[rank].name for rank in renamed)
         notes.append(f"renamed, but read right, since the tensors say where they belong: {which}")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
 from reshard.checkpoint import Tensor
-from reshard.errors import Problem
+from reshard.errors import Problem, listed
 
 T = TypeVar("T")
 
@@ -53,10 +53,9 @@ def wrapper_problems(names: Iterable[str], file: str) -> Iterator[Problem]:
     for wrapper in WRAPPERS:
         wrapped = sorted(name for name in names if wrapper in name)
         if wrapped:
-            more = f" and {len(wrapped) - 1} more" if len(wrapped) > 1 else ""
             yield Problem(
                 "names of tensors carry the mark of a wrapper",
-                tensor=f"{wrapped[0]}{more}",
+                tensor=listed(wrapped, 1),
                 file=file,
                 rule="names are those of the model itself",
                 found=f"{wrapper} in {len(wrapped)} of {len(names)} names",

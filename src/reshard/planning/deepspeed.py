@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from reshard.errors import ReshardError
+from reshard.errors import ReshardError, listed
 from reshard.formats import deepspeed, fused
 from reshard.logical import logical_tensors
 from reshard.plan import Plan
@@ -40,6 +40,6 @@ def plan(source: Source) -> Plan:
     if buffers:
         result.notes.append(
             f"DeepSpeed restores no buffers from a universal checkpoint: start the run from a model that has "
-            f"{buffers[0]} and {len(buffers) - 1} more"
+            f"{listed(buffers, 1)}"
         )
     return result

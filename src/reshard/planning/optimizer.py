@@ -9,7 +9,7 @@ from functools import partial
 
 from reshard.checkpoint import Checkpoint, States, Tensor
 from reshard.dtypes import BY_NAME
-from reshard.errors import Problem, ReshardError
+from reshard.errors import Problem, ReshardError, listed
 from reshard.families.binding import Bound, Dropped
 from reshard.formats import fused
 from reshard.logical import Logical, LogicalTensors
@@ -71,8 +71,9 @@ def frozen_notes(source: Source) -> list[str]:
     frozen = sorted(name for name in checkpoint.tensors if name not in stateful and not name.endswith(apart))
     if not frozen:
         return []
-    more = f" and {len(frozen) - 1} more" if len(frozen) > 1 else ""
-    return [f"the optimizer has no states of {frozen[0]}{more}: load them where the same tensors are frozen"]
+    return [
+        f"the optimizer has no states of {listed(frozen, 1)}: load them where the same tensors are frozen"
+    ]
 
 
 def with_step(checkpoint: Checkpoint) -> Checkpoint:

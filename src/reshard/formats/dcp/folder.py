@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard.checkpoint import Checkpoint, Iteration, Replica, States, Tensor
-from reshard.errors import Problem, ReshardError
+from reshard.errors import Problem, ReshardError, listed
 from reshard.formats.copies import CopyFinder, explained
 from reshard.formats.dcp import torchtitan
 from reshard.formats.dcp.chunks import ChunkFile
@@ -216,11 +216,9 @@ def _alike(a: DcpTensor, b: DcpTensor) -> bool:
 
 
 def _another_model(folder: Path, prefix: str, other: str, tensors: Mapping[str, DcpTensor]) -> Problem:
-    first = next(iter(tensors))
-    more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
     return Problem(
         "the checkpoint holds tensors of more than one model",
-        tensor=f"{other}{first}{more}",
+        tensor=f"{other}{listed(list(tensors), 1)}",
         file=str(folder / METADATA),
         rule="a conversion carries one model; nothing is left out silently",
         expected=f"all weights below {prefix!r}" if prefix else "all weights at the top",

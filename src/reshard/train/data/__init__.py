@@ -15,7 +15,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
-from reshard.errors import Problem, ReshardError
+from reshard.errors import Problem, ReshardError, listed
 from reshard.train.data.records import Row, Template, faults, is_chat, shape_of, standard
 
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
@@ -101,19 +101,13 @@ class _Faulty:
                 self.places.setdefault(alike, []).append(problem.file or "")
 
     def end(self) -> None:
-        problems = [replace(alike, file=_some(places)) for alike, places in self.places.items()]
+        problems = [replace(alike, file=listed(places, 3)) for alike, places in self.places.items()]
         named = len({place for places in self.places.values() for place in places})
         if self.count > named:
             message = f"{self.count - named} more records are wrong"
             problems.append(Problem(message, found=f"{self.count} wrong records in all"))
         if problems:
             raise ReshardError(problems)
-
-
-def _some(places: list[str]) -> str:
-    """The first places of many."""
-    more = f" and {len(places) - 3:,} more" if len(places) > 3 else ""
-    return ", ".join(places[:3]) + more
 
 
 def _mixed(kind: str, where: str, first: tuple[str, str]) -> Problem:

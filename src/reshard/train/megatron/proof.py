@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from reshard.errors import Problem, ReshardError
+from reshard.errors import Problem, ReshardError, listed
 from reshard.train.megatron.load import checksum, live_tensors
 from reshard.train.megatron.lora import is_adapter
 from reshard.train.megatron.setup import Trainee, gather_weights
@@ -137,8 +137,7 @@ def _parameters(trainee: Trainee) -> Iterator[Problem]:
 
 def _wrong(names: list[str], message: str, rule: str) -> Iterator[Problem]:
     if names:
-        some = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        yield Problem(message, tensor=some, rule=rule)
+        yield Problem(message, tensor=listed(names, 5), rule=rule)
 
 
 class Change:

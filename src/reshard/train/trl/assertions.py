@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from reshard import guard
-from reshard.errors import Problem, ReshardError
+from reshard.errors import Problem, ReshardError, listed
 from reshard.train.run import Run
 from reshard.train.trl.devices import agreed, world_size
 
@@ -108,7 +108,7 @@ def _spread(run: Run, model: Any, whose: str) -> Iterator[Problem]:
     if wrong:
         yield Problem(
             f"the parameters of {whose} do not lie as the plan says",
-            tensor=guard._some(wrong),
+            tensor=listed(wrong, guard.SHOWN),
             expected=f"{words} (--parallel {kind})",
             found=f"{len(sharded)} sharded, {len(plain)} whole",
             remedy="load with device_map=None and without tp_plan; shard with --parallel alone",
@@ -124,7 +124,7 @@ def _trainable(run: Run, trainer: Any) -> Iterator[Problem]:
     if wrong:
         yield Problem(
             "other parameters are trainable than the plan says",
-            tensor=guard._some(wrong),
+            tensor=listed(wrong, guard.SHOWN),
             expected="adapters only" if run.lora else "all parameters",
             found=f"{sum(names.values())} of {len(names)} trainable",
             remedy="leave freezing to --lora",
