@@ -48,6 +48,7 @@ SIZES: dict[str, Any] = {
     "n_routed_experts": 4,
     "moe_num_experts": 4,
     "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
     "n_shared_experts": 1,

@@ -123,6 +123,18 @@ GLM4_MOE: dict[str, Any] = {
     "attention_bias": True,
     "use_qk_norm": True,
 }
+DOTS1: dict[str, Any] = {
+    **WIDE_HEADS,
+    **EXPERTS,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "sliding_window": None,
+}
 # A window of 6 and 12 tokens: which layers attend to all of them makes a difference.
 GPT_OSS: dict[str, Any] = {
     **WIDE_HEADS,
@@ -164,6 +176,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3_noq": ("deepseek_v3", {**DEEPSEEK_V3, "q_lora_rank": None}),
     "deepseek_v3_mtp": ("deepseek_v3", {**DEEPSEEK_V3, "q_lora_rank": 24, "num_nextn_predict_layers": 1}),
     "glm4_moe": ("glm4_moe", GLM4_MOE),
+    "dots1": ("dots1", DOTS1),
     "gpt_oss": ("gpt_oss", GPT_OSS),
     "phi3": ("phi3", {"rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.75}}),
 }

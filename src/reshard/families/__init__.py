@@ -8,7 +8,7 @@ from reshard.families.baichuan import BAICHUAN
 from reshard.families.deepseek_v2 import DEEPSEEK_V2
 from reshard.families.deepseek_v3 import DEEPSEEK_V3
 from reshard.families.family import Family
-from reshard.families.glm import GLM4_MOE
+from reshard.families.glm import DOTS1, GLM4_MOE
 from reshard.families.gpt_oss import GPT_OSS
 from reshard.families.internlm import INTERNLM, INTERNLM2, INTERNLM_MOE
 from reshard.families.llama import INTERNLM3, LLAMA, MISTRAL
@@ -32,6 +32,7 @@ FAMILIES: dict[str, Family] = {
         INTERNLM3,
         DEEPSEEK_V2,  # before DeepSeek-V3: where nothing names the family, a router without a bias means V2
         DEEPSEEK_V3,
+        DOTS1,  # before GLM-4.5: where nothing names the family, a rope over whole heads means dots1
         GLM4_MOE,
         GPT_OSS,
         PHI3,

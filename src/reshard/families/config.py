@@ -294,6 +294,20 @@ GLM4_MOE = family(
     SigmoidNorm(),
     MTP,
 )
+DOTS1 = family(
+    "dots1",
+    "Dots1ForCausalLM",
+    *DERIVED_HEADS,
+    Rope(),
+    FullAttention(switched=False),
+    NO_BIAS,
+    Const(config={"attention_bias": False}),
+    QK_NORM,
+    *DEEPSEEK_EXPERTS,
+    Const(args={"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
+    RouterGroups(),
+    SigmoidNorm(),
+)
 # Every second layer attends to a window, beginning with the first; gate and up are clamped, the up projection is
 # shifted by one, and the gate goes through x·sigmoid(1.702·x).
 GPT_OSS = family(

@@ -256,21 +256,22 @@ class SlidingWindow(Entry):
 
 @dataclass(frozen=True)
 class FullAttention(Entry):
-    """Qwen: every layer attends to all tokens, unless `use_sliding_window` is on.
+    """Every layer attends to all tokens. Qwen says otherwise by `use_sliding_window`, dots1 (`switched` off) does not.
 
     Where `late` is true, it means layers from `max_window_layers` on; transformers 5 lists them as `layer_types`.
     """
 
     late: bool = True
+    switched: bool = True
 
     def to_args(self, config: Config) -> Values:
         return {}
 
     def to_config(self, args: Args) -> Values:
-        return {"use_sliding_window": False}
+        return {"use_sliding_window": False} if self.switched else {"sliding_window": None}
 
     def differs(self, config: Config) -> Iterator[tuple[str, str]]:
-        window, context = first(config, ("sliding_window",), 4096), config.get("max_position_embeddings")
+        window, context = config.get("sliding_window", 4096), config.get("max_position_embeddings")
         if window and self._is_windowed(config) and (context is None or window < context):
             found = f"some layers attend to {window} tokens"
             yield "sliding_window", f"{found}; Megatron-LM's model of this family attends to all"
@@ -278,8 +279,9 @@ class FullAttention(Entry):
     def _is_windowed(self, config: Config) -> bool:
         if config.get("layer_types"):
             return "sliding_attention" in config["layer_types"]
-        begin = first(config, ("max_window_layers",), 28) if self.late else 0
-        return bool(config.get("use_sliding_window")) and begin < config["num_hidden_layers"]
+        begin = first(config, ("max_window_layers",), 28 if self.switched else 62) if self.late else 0
+        on = bool(config.get("use_sliding_window")) or not self.switched
+        return on and begin < config["num_hidden_layers"]
 
 
 class LayerTypes(Entry):

@@ -1,4 +1,4 @@
-"""GLM-4.5 and its successors: DeepSeek-V3's mixture of experts behind grouped-query attention."""
+"""GLM-4.5 and its successors, and dots1: DeepSeek-V3's mixture of experts behind grouped-query attention."""
 
 from __future__ import annotations
 
@@ -16,3 +16,4 @@ def rules(d: Dims) -> Iterator[Rule]:
 
 
 GLM4_MOE = Family("glm4_moe", "Glm4MoeForCausalLM", config.GLM4_MOE, rules)
+DOTS1 = Family("dots1", "Dots1ForCausalLM", config.DOTS1, rules)
