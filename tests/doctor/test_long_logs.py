@@ -156,6 +156,15 @@ def test_lines_that_all_differ_take_no_more_room_than_others() -> None:
     assert kept[-1][0] == 25_000 and sum(len(text) for _, _, text in kept) <= 2 * ROOM + 4_000
 
 
+def test_a_prefix_of_its_own_on_every_line_takes_no_time() -> None:
+    rng = random.Random(0)
+    ids = ("".join(rng.choices("abcdef0123456789", k=32)) for _ in range(5_000))
+    lines = [f"{each} {line}" for each in ids for line in failing()[:1] + failing()[-3:]]
+    begin = time.process_time()
+    found = diagnose_text("log", lines)
+    assert found[0].id == "device-map-distributed" and time.process_time() - begin < 30  # it took minutes
+
+
 @pytest.mark.slow
 def test_two_hundred_megabytes_take_less_than_a_minute_and_a_gigabyte(tmp_path: Path) -> None:
     path = tmp_path / "run.log"

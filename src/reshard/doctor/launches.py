@@ -47,10 +47,12 @@ def _commands(text: str) -> Iterator[tuple[int, str]]:
     lines = text.splitlines()
     at = 0
     while at < len(lines):
-        first, whole = at, lines[at]
-        while whole.rstrip().endswith("\\") and at + 1 < len(lines):
+        first, parts = at, [lines[at]]
+        while parts[-1].rstrip().endswith("\\") and at + 1 < len(lines):
             at += 1
-            whole = whole.rstrip()[:-1] + " " + lines[at]
+            parts[-1] = parts[-1].rstrip()[:-1]
+            parts.append(lines[at])
+        whole = " ".join(parts)
         if not whole.lstrip().startswith("#") and _LAUNCHER.search(whole):
             yield first + 1, whole
         at += 1

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator
 START = "Traceback (most recent call last)"
 HELD = 2_000
 """Lines that are held back until a frame tells whether what stands before a traceback is a prefix."""
+LEARNED = 200
+"""Prefixes that are learned. Where each line has one of its own, as an id of a request, they name no processes."""
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-_]")
 _EMPHASIS = re.compile(
@@ -89,7 +91,7 @@ class _Prefixes:
 
     def begin(self, line: str) -> None:
         """Note what stands before the first line of a traceback: it may be a prefix."""
-        if before := self._before(line, _TRACEBACK):
+        if len(self._shapes) < LEARNED and (before := self._before(line, _TRACEBACK)):
             self._open.add(before)
 
     def learn(self, line: str) -> None:
