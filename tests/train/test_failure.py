@@ -148,6 +148,15 @@ def shown(value: Any) -> Any:
     return value if isinstance(value, (list, bool)) else str(value)
 
 
+def test_what_a_rank_raises_forges_no_line_and_commands_no_terminal(tmp_path: Path) -> None:
+    run = Run("sft", tmp_path, tmp_path, tmp_path)
+    console = Console(file=StringIO(), width=300)
+    error = ValueError("no good\x1b[2J\x9b31m\nerror: forged\n  cure forged")
+    print_exception(run, Place("srun", 0, 2, 0, "gpu07", 29500), error, console)
+    told = console.file.getvalue()
+    assert "\x1b" not in told and r"no good\x9b31m" in told and "\n  error: forged\n" in told
+
+
 def test_under_a_foreign_launcher_one_rank_tells(tmp_path: Path) -> None:
     run = Run("sft", tmp_path, tmp_path, tmp_path)
     texts = []
