@@ -1,4 +1,4 @@
-"""Quantized folders are copied as they are, counted as what they stand for, and refused by what computes."""
+"""Quantized folders are copied as they are, and counted as what they stand for."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_weights_whose_config_does_not_say_that_they_are_quantized(
 # ------------------------------------------------------------------------------------------------ refused
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["gpt_oss"])
 @pytest.mark.parametrize(
     "options",
     [{"to": to} for to in ("megatron", "megatron-legacy", "internlm", "dcp", "deepspeed")]
@@ -279,7 +279,6 @@ def test_inspect_counts_weights_and_says_how_they_are_quantized(
     scales = [key for key in stored(source) if key.endswith(("_scale_inv", "_scales"))]
     assert result.json["quantization"]["weights"] == len(scales) > 0
     assert result.json["quantization"]["method"] == ("mxfp4" if name == "gpt_oss" else "fp8")
-    assert result.json["next"] == ""
     shown = command("inspect", source).out
     assert ("mxfp4" if name == "gpt_oss" else "fp8, blocks of 16 × 16") in shown
     assert command("inspect", plain, "--json").json["quantization"] is None

@@ -10,6 +10,7 @@ from typing import Any
 from reshard import adapters
 from reshard.adapters import description, megatron
 from reshard.checkpoint import Checkpoint, Iteration
+from reshard.dequantization import dequantized
 from reshard.errors import Problem, ReshardError
 from reshard.formats import huggingface, iterations, open_checkpoint
 from reshard.formats.companions import check, find_companions
@@ -95,7 +96,8 @@ def inspect_checkpoint(
     notes = [*checkpoint.notes, *(model.notes if model else [])]
     if checkpoint.quantization and not checkpoint.quantization.settings:
         notes.append(UNTOLD)
-    unfit, differing = _for_engines(checkpoint, base) if model and not problems else ([], [])
+    plain = _plain(checkpoint)
+    unfit, differing = _for_engines(plain, base) if model and plain and not problems else ([], [])
     notes += [*unfit, *differing]
     absent: list[Problem] = []
     try:
@@ -109,16 +111,22 @@ def inspect_checkpoint(
         problems=problems,
         notes=notes,
         next=""
-        if unfit
+        if unfit or plain is None
         else _next_command(checkpoint, path, model, problems, list(bases.values()) if absent else None),
         hints=[str(hint) for hint in hints],
     )
 
 
+def _plain(checkpoint: Checkpoint) -> Checkpoint | None:
+    """The checkpoint with the weights that an engine would get; None if they are quantized and stay so."""
+    try:
+        return None if checkpoint.problems else dequantized(checkpoint)
+    except ReshardError:
+        return None
+
+
 def _for_engines(checkpoint: Checkpoint, base: Path | None) -> tuple[list[str], list[str]]:
     """What keeps plain weights from a format of an engine, and what that engine computes otherwise."""
-    if checkpoint.quantization:
-        return [], []
     try:
         return [], [f"{each.message}: {each.found}" for each in resolve(checkpoint, base).warnings]
     except ReshardError as error:
@@ -197,7 +205,7 @@ def _next_command(
     root = iterations.root_of(path.with_suffix("") if path.is_file() else path)
     target = (root.resolve() if root.name in ("", "..") else root).as_posix().rstrip("/")
     if checkpoint.format == huggingface.NAME:
-        if model is None or checkpoint.quantization:
+        if model is None:
             return ""  # it can only stay what it is
         words += [f"{target}-megatron", "--to", "megatron", *_fitting_layout(model)]
     else:

@@ -224,14 +224,25 @@ def _of_first_group(settings: Mapping[str, Any], key: str) -> Any:
     return weights.get(key) if isinstance(weights, dict) else None
 
 
+_SETTINGS = ("quantization_config", "compression_config")
+
+
 def settings_of(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """What config.json says of the quantization; of a model of several kinds of input, under its text model."""
     config = config or {}
     for part in (config, config.get("text_config")):
-        for key in ("quantization_config", "compression_config"):
+        for key in _SETTINGS:
             if isinstance(part, Mapping) and isinstance(part.get(key), Mapping):
                 return dict(part[key])
     return {}
+
+
+def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the same model with plain weights."""
+    plain = {key: value for key, value in config.items() if key not in _SETTINGS}
+    if isinstance(plain.get("text_config"), Mapping):
+        plain["text_config"] = {k: v for k, v in plain["text_config"].items() if k not in _SETTINGS}
+    return plain
 
 
 def find(
@@ -338,7 +349,7 @@ def refusal(found: Quantization, path: Path, wanted: str | None = None) -> Resha
         "the weights are quantized",
         tensor=listed(names, 1) if names else None,
         file=str(path),
-        rule="reshard copies quantized weights to another Hugging Face folder as they are, and dequantizes none",
+        rule="reshard dequantizes the schemes that docs/formats.md marks, and copies others as they are",
         found=f"{found}; {wanted}" if wanted else str(found),
         remedy="dequantize the model to bfloat16 first, as its publisher describes; to copy it, "
         "pass --to huggingface without --dtype",

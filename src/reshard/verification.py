@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 
 from reshard.checkpoint import Checkpoint, Tensor
 from reshard.compare import Comparer, unequal_replicas
+from reshard.dequantization import BFLOAT16, dequantized
+from reshard.dtypes import DType
 from reshard.errors import ReshardError
 from reshard.formats import open_checkpoint
-from reshard.gather import Files, Ledger, crc_problem
+from reshard.gather import Files, Ledger, castable, crc_problem
 from reshard.logical import Logical, LogicalTensors, logical_tensors
 from reshard.model import Model, read_base, resolve
 from reshard.sources import OnStep, Sources, noted
@@ -70,6 +72,7 @@ class Side(NamedTuple):
     model: Model | None
     tensors: LogicalTensors
     sources: Sources
+    notes: tuple[str, ...] = ()
 
 
 def open_sides(
@@ -85,19 +88,36 @@ def open_sides(
         return _side(first, second, base, sources), _side(second, first, base, sources)
 
 
+def _comparable(checkpoint: Checkpoint, other: Checkpoint) -> Checkpoint:
+    """A quantized checkpoint that is compared with a plain one, with its values in the dtype of the other's weights.
+
+    Two quantized ones are compared as they are stored. Raises ReshardError if the values cannot be computed.
+    """
+    if checkpoint.problems or checkpoint.quantization is None or other.quantization:
+        return checkpoint
+    counted: Counter[DType] = Counter()
+    for tensor in other.tensors.values():
+        counted[tensor.dtype] += tensor.nbytes if castable(tensor.dtype) else 0
+    (dtype, nbytes), *_ = counted.most_common(1)
+    return dequantized(checkpoint, dtype if nbytes else BFLOAT16, "compared with plain weights")
+
+
 def _side(checkpoint: Checkpoint, other: Checkpoint, base: Path | None, sources: Sources) -> Side:
     if checkpoint.problems:
         raise ReshardError(checkpoint.problems)
+    before, checkpoint = checkpoint, _comparable(checkpoint, other)
+    how = checkpoint.quantization
+    notes = (f"compared as stored: {how}",) if how else tuple(checkpoint.notes[len(before.notes) :])
     if base is None and not (checkpoint.root / "config.json").is_file():
         base = other.root if (other.root / "config.json").is_file() else None
     try:
         model = resolve(checkpoint, base, computes=False)
-        return Side(checkpoint, model, logical_tensors(checkpoint, model), sources)
+        return Side(checkpoint, model, logical_tensors(checkpoint, model), sources, notes)
     except ReshardError:
         if checkpoint.dialect != "hf":
             raise
         # The names are the hub's already: what is missing, left over or misshapen is what differs.
-        return Side(checkpoint, None, logical_tensors(checkpoint, None), sources)
+        return Side(checkpoint, None, logical_tensors(checkpoint, None), sources, notes)
 
 
 def compare_weights(
@@ -153,7 +173,11 @@ def _compared(
     _settle(ledger)
     model = first.model or second.model
     sides = (("A", first), ("B", second))
-    notes = [f"{name}: {note}" for name, side in sides if side.model for note in side.model.notes]
+    notes = [
+        f"{name}: {note}"
+        for name, side in sides
+        for note in (*side.notes, *(side.model.notes if side.model else ()))
+    ]
     notes += [
         f"{name}: {warning.message}: {warning.found}"
         for name, side in sides

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import FineGrainedFP8Config
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config, PreTrainedModel
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 GPT_OSS = {
@@ -65,3 +65,13 @@ def with_tensors(
     config |= {"quantization_config": dict(settings)} if settings else {}
     (out / "config.json").write_text(json.dumps(config))
     return out
+
+
+def dequantized_by_transformers(folder: Path) -> PreTrainedModel:
+    """The model of a quantized folder with plain weights in bfloat16, as transformers makes them on a CPU."""
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    if settings["quant_method"] == "fp8":
+        how: Any = FineGrainedFP8Config(weight_block_size=settings["weight_block_size"], dequantize=True)
+    else:
+        how = Mxfp4Config(dequantize=True)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=how)

@@ -13,6 +13,7 @@ from pathlib import Path
 from reshard.adapters import is_adapter
 from reshard.adapters import megatron as megatron_adapters
 from reshard.checkpoint import Checkpoint
+from reshard.dequantization import BFLOAT16, dequantized
 from reshard.errors import ReshardError
 from reshard.formats import companions, open_checkpoint
 from reshard.formats.hints import BASE, find_hints
@@ -20,9 +21,8 @@ from reshard.layout import Layout
 from reshard.model import Model, config_of, contradictions, resolve, resolve_if_declared
 from reshard.plan import Plan
 from reshard.planning import dcp, deepspeed, hub, internlm, megatron, megatron_adapter, merge, peft
-from reshard.planning.common import Options, Source
+from reshard.planning.common import Options, Source, Types
 from reshard.planning.optimizer import refuse_unable
-from reshard.quantization import refusal
 from reshard.sources import OnStep, noted
 
 __all__ = ["TARGETS", "Options", "plan_conversion"]
@@ -53,7 +53,7 @@ WITHOUT_MODEL = {"peft"}
 """Targets that hold something else than a model."""
 
 KEEPS_QUANTIZED = {"huggingface"}
-"""Targets that quantized weights are copied to. What loads the others has them under other names, or computes."""
+"""Targets that quantized weights are copied to. The others have no place for scales: weights become plain ones."""
 
 OF_ADAPTERS = {"peft": peft.plan, "megatron": megatron_adapter.plan}
 """What an adapter can be written as, without its base."""
@@ -100,7 +100,8 @@ def _planned(source: Path, checkpoint: Checkpoint, options: Options) -> Plan:
         )
     if checkpoint.quantization and (target not in KEEPS_QUANTIZED or options.dtype):
         wanted = f"--dtype {options.dtype}" if options.dtype else f"--to {target}"
-        raise refusal(checkpoint.quantization, checkpoint.path, wanted)
+        dtype = Types(options.dtype).wanted or BFLOAT16
+        checkpoint = dequantized(checkpoint, dtype, wanted)
     if options.with_optimizer:
         refuse_unable(checkpoint, target, WITH_OPTIMIZER)
     options = _with_hinted_base(checkpoint, options)

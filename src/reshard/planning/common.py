@@ -23,7 +23,7 @@ from reshard.logical import LogicalTensors
 from reshard.model import Model, config_of
 from reshard.plain import to_json
 from reshard.plan import OutputFile, Plan, Planned
-from reshard.quantization import settings_of
+from reshard.quantization import plain_config, settings_of
 from reshard.sources import read_source
 from reshard.version import __version__
 from reshard.views import View
@@ -204,9 +204,7 @@ def _config_of_weights(source: Source) -> Mapping[str, Any]:
     quantization = source.checkpoint.quantization
     if quantization and not settings_of(source.config) and quantization.settings:
         return {**source.config, "quantization_config": quantization.settings}
-    if quantization or not source.model:
-        return source.config
-    return {key: value for key, value in source.config.items() if key != "quantization_config"}
+    return source.config if quantization else plain_config(source.config)
 
 
 def finished(

@@ -1,0 +1,230 @@
+"""Quantized weights as plain ones: sources whose elements are computed from the packed values and their scales.
+
+An element is `dtype(float32(value) · float32(scale of its block))`, rounded once. That is what transformers 5.23 does
+(`Fp8Dequantize` in integrations/finegrained_fp8.py) and what DeepSeek publishes (inference/kernel.py of DeepSeek-V3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from reshard.checkpoint import Checkpoint, Computed, Read, Tensor
+from reshard.dtypes import DType, dtype
+from reshard.errors import Problem, ReshardError, one_for_all
+from reshard.gather import RAW, as_float, cast, castable
+from reshard.quantization import Quantization, Shape, Weight, refusal
+from reshard.views import View
+
+Floats = np.ndarray[Any, Any]
+FLOAT32 = dtype("float32")
+BFLOAT16 = dtype("bfloat16")
+
+BLOCK = 1 << 17
+"""Elements computed at a time: their float32 values stay in the cache of a core."""
+
+UNUSED = "quantization data"
+"""The rule by which scales of activations and the like stay behind."""
+
+
+def _small_floats(exponent_bits: int, bias: int, special: str) -> Floats:
+    """The values [256, 1] of all floats of eight bits with a sign; `special` says which codes are no numbers."""
+    codes = np.arange(256)
+    mantissa_bits = 7 - exponent_bits
+    exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
+    mantissa = codes & ((1 << mantissa_bits) - 1)
+    whole = np.where(exponent > 0, mantissa + (1 << mantissa_bits), mantissa).astype(np.float32)
+    values = np.ldexp(whole, np.maximum(exponent, 1) - bias - mantissa_bits)
+    values = np.where(codes >> 7, -values, values)
+    if special == "fn":
+        values[[0x7F, 0xFF]] = np.nan
+    elif special == "fnuz":
+        values[0x80] = np.nan
+    else:  # as in IEEE 754
+        top = exponent == (1 << exponent_bits) - 1
+        values[top] = np.where(mantissa[top], np.nan, np.copysign(np.inf, values[top]))
+    table: Floats = values.astype(np.float32).reshape(256, 1)
+    return table
+
+
+_FP8 = {
+    "float8_e4m3fn": _small_floats(4, 7, "fn"),
+    "float8_e5m2": _small_floats(5, 15, "ieee"),
+    "float8_e4m3fnuz": _small_floats(4, 8, "fnuz"),
+    "float8_e5m2fnuz": _small_floats(5, 16, "fnuz"),
+}
+_VALUES: dict[str, Mapping[str, Floats]] = {"FP8": _FP8}
+"""What a byte of packed values means, [256, values in a byte], by the name of a scheme and the dtype of its items."""
+
+_METHODS = ("fp8",)
+"""The `quant_method`s whose arithmetic is known."""
+
+_POWERS = (np.arange(256, dtype=np.uint32) << 23).view(np.float32)  # of two, from 2^-126 to infinity
+_POWERS[0] = 2.0**-127
+"""Scales that are exponents alone: 2^(s - 127)."""
+
+
+class Dequantized(Computed):
+    """A weight [..., rows, columns] of `packed` values, each times the scale [..., ⌈rows/m⌉, ⌈columns/n⌉] of its block.
+
+    `table` says what a byte of `packed` means. `blocks` is (m, n).
+    """
+
+    def __init__(
+        self,
+        packed: Tensor,
+        scales: Tensor,
+        shape: Shape,
+        table: Floats,
+        blocks: tuple[int, int],
+        dtype: DType,
+    ) -> None:
+        self.dtype = dtype
+        self.inputs = (packed, scales)
+        rows, self._columns = prod(shape[:-1]), shape[-1]
+        self._rows = rows if scales.view.numel == 1 else shape[-2]  # over which the scales repeat
+        self._items = packed.view.numel // rows
+        self._table, self._blocks = table, blocks
+
+    def values(self, begin: int, end: int, read: Read) -> Floats:
+        columns = self._columns
+        first, last = begin // columns, -(-end // columns)
+        packed = read(self.inputs[0], first * self._items, last * self._items).view(np.uint8)
+        packed = packed.reshape(last - first, -1)
+        scales, index = self._scales(first, last, read)
+        out = np.empty(((last - first), columns), RAW[self.dtype.itemsize])
+        step = max(1, BLOCK // columns)
+        for low in range(0, last - first, step):
+            part = slice(low, low + step)
+            values = np.take(self._table, packed[part], axis=0).reshape(-1, columns)
+            self._scale(values, scales[index[part]])
+            out[part] = cast(values.view(np.uint32), FLOAT32, self.dtype)
+        return out.reshape(-1)[begin - first * columns : end - first * columns]
+
+    def _scales(self, first: int, last: int, read: Read) -> tuple[Floats, Floats]:
+        """The scales of rows `first` to `last`, and which row of them each row has."""
+        tensor, (tall, wide) = self.inputs[1], self._blocks
+        high, across = -(-self._rows // tall), -(-self._columns // wide)
+        rows = np.arange(first, last)
+        index = rows // self._rows * high + rows % self._rows // tall
+        raw = read(tensor, int(index[0]) * across, (int(index[-1]) + 1) * across)
+        return _floats(raw, tensor.dtype).reshape(-1, across), index - index[0]
+
+    def _scale(self, values: Floats, scales: Floats) -> None:
+        wide, rows = self._blocks[1], len(values)
+        with np.errstate(over="ignore", invalid="ignore"):  # reported by name as NaN or Inf
+            if self._columns % wide:
+                values *= np.repeat(scales, wide, axis=1)[:, : self._columns]
+            else:
+                blocks = values.reshape(rows, -1, wide)
+                blocks *= scales[:, :, None]
+
+
+def _floats(raw: Floats, stored: DType) -> Floats:
+    """Scales as float32."""
+    if stored.name in ("uint8", "float8_e8m0fnu"):
+        powers = np.take(_POWERS, raw)
+        return np.where(raw == 0xFF, np.float32(np.nan), powers) if stored.name != "uint8" else powers
+    return as_float(raw, stored).astype(np.float32, copy=False)
+
+
+def dequantized(checkpoint: Checkpoint, wanted: DType = BFLOAT16, purpose: str | None = None) -> Checkpoint:
+    """`checkpoint` with plain weights of dtype `wanted` in place of quantized ones; other tensors are as they are.
+
+    Raises ReshardError naming the method, or the weights, whose arithmetic is not known here; `purpose` says what
+    plain weights are for.
+    """
+    found = checkpoint.quantization
+    if found is None:
+        return checkpoint
+    unknown = any(_table(weight, checkpoint.tensors) is None for weight in found.weights.values())
+    if not found.weights or unknown or found.settings.get("quant_method", _METHODS[0]) not in _METHODS:
+        raise refusal(found, checkpoint.path, purpose)
+    made = {
+        name: _plain(name, weight, found, checkpoint.tensors, wanted)
+        for name, weight in found.weights.items()
+    }
+    weights = {name: tensor for name, tensor in made.items() if isinstance(tensor, Tensor)}
+    if problems := [problem for problem in made.values() if isinstance(problem, Problem)]:
+        raise ReshardError(one_for_all(problems, found.weights, str(checkpoint.path)))
+    dropped = checkpoint.dropped.copy()
+    used = {_part(name, weight.scheme.beside[0]) for name, weight in found.weights.items()}
+    if unused := sum(checkpoint.tensors[name].nbytes for name in found.beside - used):
+        dropped[UNUSED] += unused
+    names = {weight.values: name for name, weight in found.weights.items()}
+    plain = {names.get(name, name): tensor for name, tensor in checkpoint.tensors.items()}
+    return replace(
+        checkpoint,
+        tensors={name: weights.get(name, plain[name]) for name in plain if name not in found.beside},
+        quantization=None,
+        dropped=dropped,
+        notes=[*checkpoint.notes, f"{len(weights)} quantized weights are dequantized to {wanted}: {found}"],
+    )
+
+
+def _table(weight: Weight, tensors: Mapping[str, Tensor]) -> Floats | None:
+    return _VALUES.get(weight.scheme.name, {}).get(tensors[weight.values].dtype.name)
+
+
+def _plain(
+    name: str, weight: Weight, found: Quantization, tensors: Mapping[str, Tensor], wanted: DType
+) -> Tensor | Problem:
+    """One weight, or why its scales do not tell its values."""
+    packed, scales = tensors[weight.values], tensors[_part(name, weight.scheme.beside[0])]
+    shape, table = weight.shape(packed), _table(weight, tensors)
+    extra = [role for role in weight.scheme.more if _part(name, role) in tensors]
+    blocks = _blocks(shape, scales.shape, found) if shape and len(shape) > 1 else None
+    if not shape or table is None or blocks is None or extra or not _is_scale(scales.dtype):
+        return _misfit(name, packed, scales, found, extra)
+    source = Dequantized(packed, scales, shape, table, blocks, wanted)
+    return Tensor(wanted, View.of(source, *shape))
+
+
+def _part(name: str, role: str) -> str:
+    """The name of the tensor that is the part `role` of the weight `name`."""
+    module, _, local = name.rpartition(".")
+    return f"{module}.{role.format(local)}"
+
+
+def _is_scale(stored: DType) -> bool:
+    return castable(stored) or stored.name in ("uint8", "float8_e8m0fnu")
+
+
+def _blocks(shape: Shape, scales: Shape, found: Quantization) -> tuple[int, int] | None:
+    """How many rows and columns share a scale: as the settings say, else as many as divide the weight evenly.
+
+    None if neither fits, since blocks at the edges may be smaller than the others.
+    """
+    if prod(scales) == 1:
+        return prod(shape[:-1]), shape[-1]
+    if len(scales) != len(shape) or scales[:-2] != shape[:-2]:
+        return None
+    grid = scales[-2:]
+    told = found.settings.get("weight_block_size")
+    if isinstance(told, (list, tuple)) and len(told) == 2 and all(isinstance(n, int) and n > 0 for n in told):
+        tall, wide = told
+        if grid == (-(-shape[-2] // tall), -(-shape[-1] // wide)):
+            return tall, wide
+    if any(not count or size % count for size, count in zip(shape[-2:], grid, strict=True)):
+        return None
+    return shape[-2] // grid[0], shape[-1] // grid[1]
+
+
+def _misfit(name: str, packed: Tensor, scales: Tensor, found: Quantization, extra: list[str]) -> Problem:
+    beside = (
+        f", beside them {', '.join(_part(name, role).rpartition('.')[2] for role in extra)}" if extra else ""
+    )
+    return Problem(
+        "the scales of a quantized weight do not tell its values",
+        tensor=name,
+        file=packed.file,
+        rule="each block of a weight has one scale, and config.json says how large blocks are",
+        expected="scales that cover the weight in blocks of weight_block_size, or evenly",
+        found=f"{packed.dtype} {list(packed.shape)}, scales {scales.dtype} {list(scales.shape)}{beside}; {found}",
+        remedy="give the config.json of these weights; if it is right, their arithmetic is not known here: "
+        "dequantize the model as its publisher describes",
+    )

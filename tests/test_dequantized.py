@@ -1,0 +1,297 @@
+"""Quantized weights become plain ones, with the values that transformers and the publishers' formula give them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import reshard
+from reshard.dequantization import _FP8, _POWERS
+from reshard.errors import ReshardError
+from reshard.oracle.transformers import transformers_logits
+from tests.commandline import reshard as command
+from tests.genuine import quantized
+from tests.judges import TOKENS
+
+Models = Callable[..., Path]
+Tensors = dict[str, torch.Tensor]
+
+
+def published(folder: Path, block: tuple[int, int]) -> Tensors:
+    """All weights of a block-FP8 folder by the formula that its publishers give."""
+    stored = load_file(folder / "model.safetensors")
+    plain = {name: tensor for name, tensor in stored.items() if not name.endswith("_scale_inv")}
+    for name, tensor in plain.items():
+        if f"{name}_scale_inv" in stored:
+            scales = _powers(stored[f"{name}_scale_inv"])
+            for axis, size in enumerate(block):
+                scales = scales.repeat_interleave(size, axis)
+            rows, columns = tensor.shape
+            plain[name] = (tensor.float() * scales[:rows, :columns]).to(torch.bfloat16)
+    return plain
+
+
+def _powers(scales: torch.Tensor) -> torch.Tensor:
+    return torch.exp2(scales.float() - 127) if scales.dtype == torch.uint8 else scales.float()
+
+
+def assert_holds(folder: Path, expected: Tensors) -> None:
+    """That a plain folder has these tensors to the bit, and nothing that tells of quantization."""
+    found = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        np.testing.assert_array_equal(bits(found[name]), bits(tensor), err_msg=name)
+    config = json.loads((folder / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert config["dtype"] == "bfloat16"
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.contiguous().view(torch.uint8).numpy()
+
+
+def assert_as_transformers(source: Path, out: Path) -> None:
+    """That transformers finds the weights in a plain folder that it computes itself of a quantized one, and logits."""
+    judge = quantized.dequantized_by_transformers(source)
+    ours = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
+    expected, found = judge.state_dict(), ours.state_dict()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+    with torch.inference_mode():
+        tokens = torch.from_numpy(TOKENS)
+        logits = judge(tokens, use_cache=False).logits
+        assert logits.float().std() > 0.01
+        assert torch.equal(ours(tokens, use_cache=False).logits, logits)
+
+
+@pytest.fixture(scope="module")
+def fp8(hf_model: Models, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            plain = hf_model(name, dtype="bfloat16")
+            made[name] = quantized.fp8(plain, tmp_path_factory.mktemp("fp8") / name)
+        return made[name]
+
+    return get
+
+
+# ------------------------------------------------------------------------------------------------ FP8
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3_mtp"])
+def test_fp8_becomes_plain(name: str, fp8: Callable[[str], Path], tmp_path: Path) -> None:
+    source, out = fp8(name), tmp_path / "out"
+    (note,) = [
+        note
+        for note in reshard.convert(source, out, to="huggingface", dtype="bfloat16").plan.notes
+        if "dequantized to bfloat16" in note
+    ]
+    assert "fp8, " in note
+    assert_holds(out, published(source, (16, 16)))
+    assert_as_transformers(source, out)
+
+
+def test_fp8_deepseek_with_mtp_to_megatron_and_back(fp8: Callable[[str], Path], tmp_path: Path) -> None:
+    source, native, out = fp8("deepseek_v3_mtp"), tmp_path / "megatron", tmp_path / "out"
+    reshard.convert(source, native, to="megatron", tp=2, pp=2, ep=2)
+    assert reshard.open(native).quantization is None
+    assert "quantization_config" not in json.loads((native / "config.json").read_text())
+    assert reshard.verify(source, native).equal
+    reshard.convert(native, out)
+    assert_holds(out, published(source, (16, 16)))
+    assert_as_transformers(source, out)
+
+
+@pytest.mark.parametrize("to", ["megatron-legacy", "dcp", "deepspeed", "internlm"])
+def test_formats_without_scales_get_bfloat16(to: str, hf_model: Models, tmp_path: Path) -> None:
+    other = {"name": "llama", "head_dim": 8} if to == "internlm" else {"name": "qwen3"}
+    source = quantized.fp8(hf_model(dtype="bfloat16", **other), tmp_path / "source")
+    layout = {"tp": 2} if to == "megatron-legacy" else {}
+    reshard.convert(source, tmp_path / "native", to=to, **layout)
+    reshard.convert(tmp_path / "native", tmp_path / "out", to="huggingface", dtype="bfloat16")
+    assert_holds(tmp_path / "out", published(source, (16, 16)))
+
+
+@pytest.mark.parametrize(("dtype", "cast"), [("float32", torch.float32), ("float16", torch.float16)])
+def test_other_dtypes_are_rounded_once(
+    dtype: str, cast: torch.dtype, fp8: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source, name = fp8("qwen3"), "model.layers.1.mlp.up_proj.weight"
+    reshard.convert(source, tmp_path / "out", to="huggingface", dtype=dtype)
+    stored = load_file(source / "model.safetensors")
+    scales = stored[f"{name}_scale_inv"].repeat_interleave(16, 0).repeat_interleave(16, 1)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(found[name], (stored[name].float() * scales).to(cast))
+    assert {tensor.dtype for tensor in found.values()} == {cast}
+    assert reshard.verify(source, tmp_path / "out").equal is False  # the norms have another dtype
+    rows = reshard.verify(source, tmp_path / "out").rows
+    assert {row.kind for row in rows} == {"dtype"}
+    assert all("proj" not in row.tensor for row in rows)
+
+
+def test_every_value_of_eight_bits() -> None:
+    every = torch.arange(256, dtype=torch.uint8)
+    for name, table in _FP8.items():
+        expected = every.view(getattr(torch, name)).float().numpy()
+        np.testing.assert_array_equal(table[:, 0], expected, err_msg=name)
+        number = ~np.isnan(expected)
+        signs = np.signbit(table[number, 0]), np.signbit(expected[number])
+        np.testing.assert_array_equal(*signs, err_msg=name)
+    expected = every.view(torch.float8_e8m0fnu).float().numpy()
+    np.testing.assert_array_equal(_POWERS[:255], expected[:255])
+
+
+def with_blocks(plain: Path, out: Path, block: tuple[int, int], scales: torch.dtype) -> Path:
+    """A folder of FP8 weights in blocks of any size, those at the edges smaller, with scales of any dtype."""
+    generator = torch.Generator().manual_seed(0)
+    tensors: Tensors = {}
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = tensor
+            continue
+        tensors[name] = tensor.mul(900).to(torch.float8_e4m3fn)
+        shape = [-(-size // n) for size, n in zip(tensor.shape, block, strict=True)]
+        codes = torch.randint(112, 120, shape, generator=generator, dtype=torch.uint8)
+        if scales in (torch.uint8, torch.float8_e8m0fnu):
+            tensors[f"{name}_scale_inv"] = codes.view(scales)
+        else:
+            values = torch.rand(shape, generator=generator) / 900
+            tensors[f"{name}_scale_inv"] = values.to(scales)
+    settings = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block)}
+    return quantized.with_tensors(plain, out, tensors, settings)
+
+
+@pytest.mark.parametrize(
+    "scales", [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e8m0fnu], ids=str
+)
+@pytest.mark.parametrize("block", [(128, 128), (16, 32), (1, 32), (40, 24), (7, 1000)], ids=str)
+def test_blocks_of_any_size_and_scales_of_any_type(
+    block: tuple[int, int], scales: torch.dtype, hf_model: Models, tmp_path: Path
+) -> None:
+    plain = hf_model("qwen3", dtype="bfloat16")
+    source = with_blocks(plain, tmp_path / "source", block, scales)
+    reshard.convert(source, tmp_path / "out", to="huggingface", dtype="bfloat16", max_shard_size="60KB")
+    assert_holds(tmp_path / "out", published(source, block))
+    reshard.convert(source, tmp_path / "native", to="megatron", tp=2, pp=2)
+    assert reshard.verify(tmp_path / "native", tmp_path / "out").equal
+
+
+def test_any_range_of_elements(hf_model: Models, tmp_path: Path) -> None:
+    from reshard.dequantization import dequantized
+    from reshard.gather import Files, Gatherer
+
+    plain = hf_model("qwen3", dtype="bfloat16")
+    source = with_blocks(plain, tmp_path / "source", (40, 24), torch.float32)
+    tensor = dequantized(reshard.open(source)).tensors["model.layers.0.mlp.up_proj.weight"]
+    expected = (
+        published(source, (40, 24))["model.layers.0.mlp.up_proj.weight"].view(torch.uint16).flatten().numpy()
+    )
+    gatherer, random = Gatherer(Files(), None), np.random.default_rng(0)
+    for begin, end in np.sort(random.integers(0, tensor.view.numel, (200, 2))):
+        np.testing.assert_array_equal(gatherer.read(tensor, int(begin), int(end)), expected[begin:end])
+
+
+def test_a_family_that_nobody_declared(fp8: Callable[[str], Path], tmp_path: Path) -> None:
+    source = shutil.copytree(fp8("qwen3_moe"), tmp_path / "source")
+    config = json.loads((source / "config.json").read_text()) | {"model_type": "nobodys"}
+    (source / "config.json").write_text(json.dumps(config))
+    reshard.convert(source, tmp_path / "out", to="huggingface", dtype="bfloat16")
+    assert_holds(tmp_path / "out", published(source, (16, 16)))
+    assert reshard.verify(source, tmp_path / "out").equal
+
+
+def test_what_describes_the_quantization_goes(fp8: Callable[[str], Path], tmp_path: Path) -> None:
+    source = shutil.copytree(fp8("qwen3"), tmp_path / "source")
+    (source / "hf_quant_config.json").write_text("{}")
+    stored = load_file(source / "model.safetensors")
+    scale = {"model.layers.0.mlp.up_proj.input_scale": torch.ones(1)}
+    quantized.save_file(stored | scale, source / "model.safetensors", metadata={"format": "pt"})
+    plan = reshard.convert(source, tmp_path / "out", to="huggingface", dtype="bfloat16").plan
+    assert not (tmp_path / "out" / "hf_quant_config.json").exists()
+    assert plan.dropped == {"quantization data": 4}
+    assert_holds(tmp_path / "out", {k: v for k, v in published(source, (16, 16)).items() if k not in scale})
+
+
+# ------------------------------------------------------------------------------------------------ seen through
+
+
+def test_verify_says_how_it_compared(fp8: Callable[[str], Path], tmp_path: Path) -> None:
+    source, out = fp8("qwen3"), tmp_path / "out"
+    reshard.convert(source, out, to="huggingface", dtype="bfloat16")
+    told = command("verify", source, out, "--json")
+    assert told.code == 0
+    assert [
+        note for note in told.json["notes"] if note.startswith("A: ") and "dequantized to bfloat16" in note
+    ]
+    told = command("verify", source, source, "--json")
+    assert [note for note in told.json["notes"] if note.startswith("B: compared as stored: fp8")]
+    tensors = load_file(out / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name][3, 5] += 1
+    quantized.save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (row,) = reshard.verify(out, source).rows
+    assert (row.tensor, row.kind) == (name, "values")
+    assert row.a.startswith("1 of ")
+
+
+def test_a_dry_run_reads_no_weight(fp8: Callable[[str], Path], tmp_path: Path) -> None:
+    plan = command("convert", fp8("qwen3"), tmp_path / "out", "--to", "megatron", "--dry-run", "--json")
+    assert plan.code == 0
+    assert plan.json["dtypes"].keys() == {"bfloat16"}
+    assert any("dequantized" in note for note in plan.json["notes"])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3_mtp"])
+def test_inspect_proposes_a_command_that_works(name: str, fp8: Callable[[str], Path], tmp_path: Path) -> None:
+    source = shutil.copytree(fp8(name), tmp_path / "source")
+    words = command("inspect", source, "--json").json["next"].split()
+    assert words[:3] == ["reshard", "convert", str(source)]
+    assert "megatron" in words
+    assert command(*words[1:]).code == 0
+    assert reshard.verify(source, Path(words[3])).equal
+
+
+# ------------------------------------------------------------------------------------------------ refused
+
+
+def test_scales_that_do_not_tell_their_blocks(hf_model: Models, tmp_path: Path) -> None:
+    """Without its size, the smaller block at an edge could be anywhere."""
+    source = with_blocks(hf_model("qwen3", dtype="bfloat16"), tmp_path / "source", (40, 24), torch.float32)
+    config = json.loads((source / "config.json").read_text())
+    del config["quantization_config"]["weight_block_size"]
+    (source / "config.json").write_text(json.dumps(config))
+    result = command("convert", source, tmp_path / "out", "--to", "megatron")
+    assert result.code == 2
+    assert "the scales of a quantized weight do not tell its values" in result.err
+    assert "weight_block_size" in result.err
+    assert not (tmp_path / "out").exists()
+    assert command("inspect", source, "--json").json["next"] == ""
+
+
+def test_a_dtype_that_is_none(fp8: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(ReshardError, match="cannot be converted to this dtype"):
+        reshard.convert(fp8("qwen3"), tmp_path / "out", to="huggingface", dtype="float8_e4m3fn")
+
+
+def test_a_value_that_is_no_number_is_reported(fp8: Callable[[str], Path], tmp_path: Path) -> None:
+    source = shutil.copytree(fp8("qwen3"), tmp_path / "source")
+    tensors, name = load_file(source / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    tensors[name].view(torch.uint8)[2, 2] = 0x7F
+    quantized.save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    report = reshard.convert(source, tmp_path / "out", to="huggingface", dtype="bfloat16").report
+    assert report is not None
+    assert report.nonfinite == [name]
+    assert np.isnan(transformers_logits(tmp_path / "out", TOKENS)).any()
