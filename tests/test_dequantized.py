@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import reshard
 from reshard.dequantization import _FP8, _POWERS
@@ -222,6 +223,48 @@ def test_what_describes_the_quantization_goes(fp8: Callable[[str], Path], tmp_pa
     assert not (tmp_path / "out" / "hf_quant_config.json").exists()
     assert plan.dropped == {"quantization data": 4}
     assert_holds(tmp_path / "out", {k: v for k, v in published(source, (16, 16)).items() if k not in scale})
+
+
+# ------------------------------------------------------------------------------------------------ MXFP4
+
+
+def unpacked(folder: Path) -> Tensors:
+    """All weights of a folder with MXFP4, as transformers unpacks them."""
+    found = load_file(folder / "model.safetensors")
+    for name in [name.removesuffix("_blocks") for name in found if name.endswith("_blocks")]:
+        blocks, scales = (found.pop(f"{name}_{part}") for part in ("blocks", "scales"))
+        found[name] = convert_moe_packed_tensors(blocks, scales)
+    return found
+
+
+@pytest.mark.parametrize("width", [64, 96], ids=["square", "oblong"])
+def test_mxfp4_becomes_plain(width: int, hf_model: Models, tmp_path: Path) -> None:
+    """The experts of gpt-oss are as wide as its hidden size, so that no shape tells which axis is which."""
+    plain = hf_model("gpt_oss", dtype="bfloat16", hidden_size=64, intermediate_size=width)
+    source = quantized.mxfp4(plain, tmp_path / "source")
+    reshard.convert(source, tmp_path / "out", to="huggingface", dtype="bfloat16")
+    assert_holds(tmp_path / "out", unpacked(source))
+    assert_as_transformers(source, tmp_path / "out")
+    reshard.convert(source, tmp_path / "native", to="megatron", tp=2, pp=2, ep=2, etp=1)
+    assert reshard.verify(source, tmp_path / "native").equal
+    reshard.convert(tmp_path / "native", tmp_path / "again")
+    assert_holds(tmp_path / "again", unpacked(source))
+    words = command("inspect", source, "--json").json["next"].split()
+    assert command(*words[1:]).code == 0
+    assert reshard.verify(source, Path(words[3])).equal
+
+
+def test_mxfp4_scales_of_any_size(hf_model: Models, tmp_path: Path) -> None:
+    source = quantized.mxfp4(hf_model("gpt_oss", dtype="bfloat16"), tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.0.mlp.experts.down_proj_scales"
+    shape = tensors[name].shape
+    tensors[name] = torch.arange(tensors[name].numel()).remainder(254).add(1).to(torch.uint8).reshape(shape)
+    quantized.save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    report = reshard.convert(source, tmp_path / "out", to="huggingface", dtype="bfloat16").report
+    assert report is not None
+    assert report.nonfinite == ["model.layers.0.mlp.experts.down_proj"]  # six times the largest scale
+    assert_holds(tmp_path / "out", unpacked(source))
 
 
 # ------------------------------------------------------------------------------------------------ seen through

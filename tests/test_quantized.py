@@ -180,26 +180,43 @@ def test_weights_whose_config_does_not_say_that_they_are_quantized(
 # ------------------------------------------------------------------------------------------------ refused
 
 
-@pytest.mark.parametrize("name", ["gpt_oss"])
 @pytest.mark.parametrize(
     "options",
     [{"to": to} for to in ("megatron", "megatron-legacy", "internlm", "dcp", "deepspeed")]
     + [{"to": "huggingface", "dtype": "bfloat16"}],
     ids=str,
 )
-def test_what_computes_with_the_values_is_refused(
-    name: str, options: dict[str, str], folders: Callable[[str], tuple[Path, Path]], tmp_path: Path
+def test_values_that_nobody_here_computes_are_refused(
+    options: dict[str, str], hf_model: Models, tmp_path: Path
 ) -> None:
-    _, source = folders(name)
+    plain = hf_model("qwen3", dtype="float16")
+    source = awq(plain, tmp_path / "source")
     with pytest.raises(ReshardError) as refused:
         reshard.convert(source, tmp_path / "out", **options)
     (problem,) = refused.value.problems
-    method = "mxfp4" if name == "gpt_oss" else "fp8"
     flag = "--dtype" if "dtype" in options else f"--to {options['to']}"
     assert problem.message == "the weights are quantized"
-    assert method in str(problem.found)
+    assert str(problem.found).startswith("awq, 4 bits, groups of 16; ")
     assert flag in str(problem.found)
     assert not (tmp_path / "out").exists()
+    with pytest.raises(ReshardError, match="the weights are quantized"):
+        reshard.verify(source, plain)
+    assert reshard.inspect(source).next == ""
+
+
+def awq(plain: Path, out: Path) -> Path:
+    """The names and shapes of AutoAWQ; the folders that it made itself are among the slow tests."""
+    tensors = load_file(plain / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        rows, columns = tensors[name].shape
+        parts = {
+            "qweight": torch.zeros(columns, rows // 8, dtype=torch.int32),
+            "qzeros": torch.zeros(columns // 16, rows // 8, dtype=torch.int32),
+            "scales": torch.ones(columns // 16, rows, dtype=torch.float16),
+        }
+        tensors = packed(tensors, name.removesuffix(".weight"), parts)
+    told = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}
+    return quantized.with_tensors(plain, out, tensors, told)
 
 
 LOST = [
@@ -296,19 +313,8 @@ def packed(
 
 
 def test_awq_is_called_by_its_name_and_not_incomplete(hf_model: Models, tmp_path: Path) -> None:
-    """One layer, with the names and shapes of AutoAWQ; the folders that it made itself are among the slow tests."""
     plain = hf_model("qwen3", dtype="float16")
-    tensors = load_file(plain / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
-        rows, columns = tensors[name].shape
-        parts = {
-            "qweight": torch.zeros(columns, rows // 8, dtype=torch.int32),
-            "qzeros": torch.zeros(columns // 16, rows // 8, dtype=torch.int32),
-            "scales": torch.ones(columns // 16, rows, dtype=torch.float16),
-        }
-        tensors = packed(tensors, name.removesuffix(".weight"), parts)
-    told = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}
-    folder = quantized.with_tensors(plain, tmp_path / "awq", tensors, told)
+    folder = awq(plain, tmp_path / "awq")
     found = reshard.inspect(folder)
     assert found.whole, found.problems
     assert str(found.checkpoint.quantization) == "awq, 4 bits, groups of 16"

@@ -1,7 +1,8 @@
 """Quantized weights as plain ones: sources whose elements are computed from the packed values and their scales.
 
 An element is `dtype(float32(value) · float32(scale of its block))`, rounded once. That is what transformers 5.23 does
-(`Fp8Dequantize` in integrations/finegrained_fp8.py) and what DeepSeek publishes (inference/kernel.py of DeepSeek-V3).
+(`Fp8Dequantize` in integrations/finegrained_fp8.py, `convert_moe_packed_tensors` in integrations/mxfp4.py) and what
+DeepSeek publishes (inference/kernel.py of DeepSeek-V3).
 """
 
 from __future__ import annotations
@@ -57,10 +58,13 @@ _FP8 = {
     "float8_e4m3fnuz": _small_floats(4, 8, "fnuz"),
     "float8_e5m2fnuz": _small_floats(5, 16, "fnuz"),
 }
-_VALUES: dict[str, Mapping[str, Floats]] = {"FP8": _FP8}
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_NIBBLES = np.concatenate([_E2M1, -_E2M1])
+_FP4 = np.stack([np.tile(_NIBBLES, 16), np.repeat(_NIBBLES, 16)], 1)  # the low half of a byte comes first
+_VALUES: dict[str, Mapping[str, Floats]] = {"FP8": _FP8, "MXFP4": {"uint8": _FP4}}
 """What a byte of packed values means, [256, values in a byte], by the name of a scheme and the dtype of its items."""
 
-_METHODS = ("fp8",)
+_METHODS = ("fp8", "mxfp4")
 """The `quant_method`s whose arithmetic is known."""
 
 _POWERS = (np.arange(256, dtype=np.uint32) << 23).view(np.float32)  # of two, from 2^-126 to infinity
@@ -88,7 +92,7 @@ class Dequantized(Computed):
         rows, self._columns = prod(shape[:-1]), shape[-1]
         self._rows = rows if scales.view.numel == 1 else shape[-2]  # over which the scales repeat
         self._items = packed.view.numel // rows
-        self._table, self._blocks = table, blocks
+        self._table, self._blocks = table.view(f"u{4 * table.shape[1]}")[:, 0], blocks
 
     def values(self, begin: int, end: int, read: Read) -> Floats:
         columns = self._columns
@@ -100,7 +104,7 @@ class Dequantized(Computed):
         step = max(1, BLOCK // columns)
         for low in range(0, last - first, step):
             part = slice(low, low + step)
-            values = np.take(self._table, packed[part], axis=0).reshape(-1, columns)
+            values = np.take(self._table, packed[part]).view(np.float32)
             self._scale(values, scales[index[part]])
             out[part] = cast(values.view(np.uint32), FLOAT32, self.dtype)
         return out.reshape(-1)[begin - first * columns : end - first * columns]
@@ -175,13 +179,19 @@ def _plain(
 ) -> Tensor | Problem:
     """One weight, or why its scales do not tell its values."""
     packed, scales = tensors[weight.values], tensors[_part(name, weight.scheme.beside[0])]
-    shape, table = weight.shape(packed), _table(weight, tensors)
+    stored, table = packed.shape, _table(weight, tensors)
+    assert table is not None  # or the scheme was refused
+    turned = (
+        weight.scheme.name == "MXFP4"
+    )  # [expert, out, block, items of a block] of a weight [expert, in, out]
+    if turned:
+        stored = (*packed.shape[:2], prod(packed.shape[2:]) * table.shape[1])
     extra = [role for role in weight.scheme.more if _part(name, role) in tensors]
-    blocks = _blocks(shape, scales.shape, found) if shape and len(shape) > 1 else None
-    if not shape or table is None or blocks is None or extra or not _is_scale(scales.dtype):
+    blocks = _blocks(stored, scales.shape, found) if len(stored) > 1 else None
+    if blocks is None or extra or not _is_scale(scales.dtype):
         return _misfit(name, packed, scales, found, extra)
-    source = Dequantized(packed, scales, shape, table, blocks, wanted)
-    return Tensor(wanted, View.of(source, *shape))
+    view = View.of(Dequantized(packed, scales, stored, table, blocks, wanted), *stored)
+    return Tensor(wanted, view.permute(0, 2, 1) if turned else view)
 
 
 def _part(name: str, role: str) -> str:

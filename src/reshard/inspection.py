@@ -222,4 +222,6 @@ def _fitting_layout(model: Model | None) -> list[str]:
     d = model.dims
     by_two = all(size % 2 == 0 for size in (d.heads, d.groups, d.ffn, d.shared_ffn, d.expert_ffn))
     words = ["--tp", "2"] if by_two else []
+    if by_two and d.experts and d.bias:
+        words += ["--etp", "1"]  # or each rank would add the biases of its experts
     return [*words, "--pp", "2"] if d.layers % 2 == 0 else words
