@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig
+from transformers import AutoConfig, Qwen2Config
 
 import reshard
 from reshard.engines.megatron import MegatronLogits, megatron_logits
@@ -100,7 +100,7 @@ def assert_merged(ours: Mapping[str, torch.Tensor], reference: Mapping[str, torc
 def differing_keys(ours: Path, reference: Path) -> set[str]:
     """What the config of `reference` says and that of `ours` says otherwise or not at all, as transformers reads them.
 
-    InternLM3's own code is not run, so its keys are compared as they stand.
+    InternLM3's own code is not run, so its keys are compared as they stand; MiMo's config is Qwen2's.
     """
     was, now = (_stated(folder) for folder in (reference, ours))
     return {key for key, value in was.items() if now.get(key) != value}
@@ -108,7 +108,9 @@ def differing_keys(ours: Path, reference: Path) -> set[str]:
 
 def _stated(folder: Path) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    if config["model_type"] != "internlm3":
+    if config["model_type"] == "mimo":
+        config = {**Qwen2Config(**config).to_dict(), "model_type": "mimo"}
+    elif config["model_type"] != "internlm3":
         config = AutoConfig.from_pretrained(folder).to_dict()
     config.pop("_name_or_path", None)
     for key in ("rope_parameters", "rope_scaling"):

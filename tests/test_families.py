@@ -20,6 +20,7 @@ pytest.importorskip("megatron.core")
 import torch
 from transformers import AutoTokenizer
 from transformers.modeling_layers import MtpModel
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm
 
 import reshard
 from reshard.engines.megatron import ParallelSizes
@@ -163,12 +164,12 @@ def test_tensor_parallel_ranks_can_share_query_groups(
         assert_same_tensors(tensors_of(tmp_path / f"{to} back"), tensors_of(source))
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3_mtp", "glm4_moe"])
+@pytest.mark.parametrize("name", ["deepseek_v3_mtp", "glm4_moe", "mimo"])
 def test_the_head_of_multi_token_prediction_computes_the_same(
     name: str, hf_model: Models, converted: Callable[..., Path]
 ) -> None:
     """Position i sees the main model's hidden state at i and the token at i + 1, so the last one has no input."""
-    expected = mtp_logits(hf_model(name))
+    expected = (mimo_mtp_logits if name == "mimo" else mtp_logits)(hf_model(name))
     for to in FORMATS:
         for layout in (WIDE, DEEP):
             (ours,) = judged_by_megatron(converted(name, to, layout[name])).mtp
@@ -186,5 +187,36 @@ def mtp_logits(folder: Path) -> Logits:
         hidden = main.model(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1]
         positions = torch.arange(hidden.shape[1]).unsqueeze(0)
         output = mtp.forward_layer(0, hidden, positions, None, input_ids=tokens[:, 1:])
+        logits: Logits = main.lm_head(output).numpy()
+    return logits
+
+
+def mimo_mtp_logits(folder: Path) -> Logits:
+    """The same for MiMo, by Qwen2's modules, which its own code consists of: the hidden state goes before the embedding.
+
+    Source: modeling_mimo.py of XiaomiMiMo/MiMo-7B-Base.
+    """
+    main, prefix = load_model(folder), "model.mtp_layers.0."
+    own = {key.removeprefix(prefix): value for key, value in tensors_of(folder).items() if prefix in key}
+    layer = Qwen2DecoderLayer(main.config, 0).eval()
+    norms = {
+        name: Qwen2RMSNorm(main.config.hidden_size, main.config.rms_norm_eps)
+        for name in ("token_layernorm", "hidden_layernorm", "final_layernorm")
+    }
+    for name, norm in norms.items():
+        norm.load_state_dict({"weight": own.pop(f"{name}.weight")})
+    projection = own.pop("input_proj.weight")
+    layer.load_state_dict(own)
+    tokens = torch.from_numpy(TOKENS)
+    with torch.inference_mode():
+        hidden = main.model(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1]
+        embedded = norms["token_layernorm"](main.model.embed_tokens(tokens[:, 1:]))
+        hidden = torch.cat([norms["hidden_layernorm"](hidden), embedded], dim=-1) @ projection.T
+        length = hidden.shape[1]
+        causal = torch.full((1, 1, length, length), -torch.inf).triu(1)
+        angles = main.model.rotary_emb(hidden, torch.arange(length)[None])
+        output = norms["final_layernorm"](
+            layer(hidden, attention_mask=causal, position_embeddings=angles, use_cache=False)
+        )
         logits: Logits = main.lm_head(output).numpy()
     return logits

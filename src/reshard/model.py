@@ -261,10 +261,11 @@ def _sizes(
 def _mtp_layers(checkpoint: Checkpoint, config: Mapping[str, Any]) -> int:
     """How many multi-token prediction layers there are: configs often name layers that were left out.
 
-    The hub numbers them on from the last layer, so only the config can tell them from layers too many.
+    The hub numbers them on from the last layer, so only the config can tell them from layers too many; MiMo has a
+    name of its own for them.
     """
-    if checkpoint.dialect == "mcore":
-        return _count(checkpoint, _MTP_LAYER)
+    if (apart := _count(checkpoint, _MTP_LAYER)) or checkpoint.dialect == "mcore":
+        return apart
     declared, layers = config.get("num_nextn_predict_layers") or 0, config.get("num_hidden_layers")
     if not isinstance(declared, int) or not isinstance(layers, int):
         return 0
@@ -275,8 +276,9 @@ def _disagreements(checkpoint: Checkpoint, dims: Dims) -> list[Problem]:
     """Sizes on which the config and the tensors differ: one problem each, not one for every tensor."""
     mcore = checkpoint.dialect == "mcore"
     rows, hidden = vocabulary.embedding(checkpoint)[1].shape
+    numbered_on = 0 if mcore or _count(checkpoint, _MTP_LAYER) else dims.mtp
     pairs = [
-        ("layers", "num_hidden_layers", dims.layers, _count(checkpoint, _LAYER) - (0 if mcore else dims.mtp)),
+        ("layers", "num_hidden_layers", dims.layers, _count(checkpoint, _LAYER) - numbered_on),
         ("hidden size", "hidden_size", dims.hidden, hidden),
         ("experts", "num_experts", dims.experts, _experts(checkpoint)),
     ]
@@ -314,7 +316,7 @@ def _heads(checkpoint: Checkpoint, dims: Dims) -> Iterator[tuple[str, str, int, 
 
 
 _LAYER = re.compile(r"(?:model\.|decoder\.)?(?:layers|blocks)\.(\d+)\.")
-_MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
+_MTP_LAYER = re.compile(r"(?:mtp\.|model\.mtp_)layers\.(\d+)\.")
 _EXPERT = re.compile(r".*\.experts\.(\d+)\.")
 
 

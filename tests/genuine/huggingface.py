@@ -4,8 +4,8 @@
 tests is what users have on disk. No two parameters hold the same values: norms and biases are random as well,
 so that a swapped, a transposed or a forgotten tensor changes the logits.
 
-Two kinds of folder cannot come out of `save_pretrained` alone. InternLM3 is not part of transformers, so its
-folder is a Llama model under InternLM3's config. DeepSeek-V3's multi-token-prediction layer is dropped by
+Three kinds of folder cannot come out of `save_pretrained` alone. InternLM3 and MiMo are not part of transformers, so
+their folders are a Llama and a Qwen2 model under their configs. DeepSeek-V3's multi-token-prediction layer is dropped by
 transformers, so it is added with the names that the hub has.
 """
 
@@ -178,6 +178,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4_moe", GLM4_MOE),
     "dots1": ("dots1", DOTS1),
     "gpt_oss": ("gpt_oss", GPT_OSS),
+    "mimo": ("mimo", {**WIDE_HEADS, "num_nextn_predict_layers": 1}),
     "phi3": ("phi3", {"rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.75}}),
 }
 
@@ -215,6 +216,8 @@ def make_model(
     logging.disable_progress_bar()
     if model_type == "internlm3":
         _save_internlm3(settings, folder, dtype, seed, max_shard_size)
+    elif model_type == "mimo":
+        _save_mimo(settings, folder, dtype, seed, max_shard_size)
     elif settings.get("num_nextn_predict_layers"):
         _save_with_mtp(model_type, settings, folder, dtype, seed, max_shard_size)
     else:
@@ -304,6 +307,31 @@ def _save_with_mtp(
         tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     _save_tensors(tensors, folder, max_shard_size)
     _edit_config(folder, {"num_hidden_layers": layers})
+
+
+def _save_mimo(settings: dict[str, Any], folder: Path, dtype: str, seed: int, max_shard_size: str) -> None:
+    """A Qwen2 model of more layers than it declares: those beyond are MTP layers, by the names of MiMo-7B-Base.
+
+    XiaomiMiMo/MiMo-7B-Base: the config is Qwen2's and `num_nextn_predict_layers`, the layers are `model.mtp_layers`.
+    """
+    layers, predicted = settings["num_hidden_layers"], settings.pop("num_nextn_predict_layers")
+    deep = {**settings, "num_hidden_layers": layers + predicted}
+    _random_model("qwen2", deep, dtype, seed).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    hidden, generator = settings["hidden_size"], torch.Generator().manual_seed(seed + 1)
+    for index in range(predicted):
+        numbered, named = f"model.layers.{layers + index}.", f"model.mtp_layers.{index}."
+        for name in [name for name in tensors if name.startswith(numbered)]:
+            tensors[named + name.removeprefix(numbered)] = tensors.pop(name)
+        for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+            weight = 1 + 0.2 * torch.randn(hidden, generator=generator)
+            tensors[f"{named}{norm}.weight"] = weight.to(getattr(torch, dtype))
+        projection = torch.randn(hidden, 2 * hidden, generator=generator) * (2 * hidden) ** -0.5
+        tensors[f"{named}input_proj.weight"] = projection.to(getattr(torch, dtype))
+    _save_tensors(tensors, folder, max_shard_size)
+    changes = {"num_hidden_layers": layers, "num_nextn_predict_layers": predicted, "attention_bias": True}
+    changes |= {"layer_types": None, "model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
+    _edit_config(folder, changes)
 
 
 def _save_internlm3(

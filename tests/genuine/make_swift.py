@@ -40,6 +40,7 @@ RUNS = {
     "qwen3_moe": Run("qwen3_moe", MOE, tp=2, ep=2, options={"sequence_parallel": True}),
     "deepseek_v3": Run("deepseek_v3", DEEPSEEK, pp=2),
     "dots1": Run("dots1", DEEPSEEK, tp=2, pp=2, ep=2, options={"sequence_parallel": True}),
+    "mimo": Run("mimo", {"num_nextn_predict_layers": 1}, tp=2, pp=2),
     "qwen3-lora": Run("qwen3", tp=2, options={"tuner_type": "lora"}),
 }
 
@@ -54,6 +55,8 @@ def make(name: str, base: Path, out: Path) -> None:
 def _rank(run: Run, base: Path, out: Path) -> None:
     import torch
 
+    if run.model_type == "mimo":
+        _know_mimo()
     _let_it_run_without_gpu()
     os.environ |= {
         "RANK": str(torch.distributed.get_rank()),
@@ -86,6 +89,17 @@ def _rank(run: Run, base: Path, out: Path) -> None:
     args = arguments.MegatronSftArguments(dataset=["none"], add_version=False, **given)
     args.save_args(args.output_dir)
     _save(args, base)
+
+
+def _know_mimo() -> None:
+    """The classes that MiMo's folder on the hub brings as code: Qwen2's, whose config has MTP layers, too."""
+    from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    config = type("MiMoConfig", (Qwen2Config,), {"model_type": "mimo"})
+    AutoConfig.register("mimo", config)
+    AutoModelForCausalLM.register(
+        config, type("MiMoForCausalLM", (Qwen2ForCausalLM,), {"config_class": config})
+    )
 
 
 def _save(args: Any, base: Path) -> None:

@@ -12,6 +12,7 @@ from reshard.families.glm import DOTS1, GLM4_MOE
 from reshard.families.gpt_oss import GPT_OSS
 from reshard.families.internlm import INTERNLM, INTERNLM2, INTERNLM_MOE
 from reshard.families.llama import INTERNLM3, LLAMA, MISTRAL
+from reshard.families.mimo import MIMO
 from reshard.families.mixtral import MIXTRAL
 from reshard.families.phi3 import PHI3
 from reshard.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
@@ -20,6 +21,7 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         QWEN2,  # before Llama: where nothing names the family, a bias on q, k and v alone means Qwen2
+        MIMO,
         LLAMA,
         MISTRAL,
         MIXTRAL,

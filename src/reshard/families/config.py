@@ -250,6 +250,18 @@ DEEPSEEK_EXPERTS: tuple[Entry, ...] = (
     Const(args={"moe_router_dtype": "fp32"}),
 )
 MTP = Key("num_nextn_predict_layers", "mtp_num_layers", aliases=("num_mtp_layers",), default=0, none=0)
+# MiMo's own code is Qwen2's, whose biases the config does not decide.
+MIMO = family(
+    "mimo",
+    "MiMoForCausalLM",
+    *GROUPED_HEADS,
+    Rope(),
+    FullAttention(),
+    QKV_BIAS,
+    Const(config={"attention_bias": True}),
+    NO_QK_NORM,
+    MTP,
+)
 DEEPSEEK_V2 = family(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",

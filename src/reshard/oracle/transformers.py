@@ -103,6 +103,8 @@ def _config(path: str | Path, settings: Mapping[str, Any]) -> Any:
 
     if settings.get("model_type") == "internlm3":
         return _internlm3_as_llama(settings)
+    if settings.get("model_type") == "mimo":
+        return _mimo_as_qwen2(settings)
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except ValueError as error:
@@ -112,6 +114,17 @@ def _config(path: str | Path, settings: Mapping[str, Any]) -> Any:
             found=f"model_type {settings.get('model_type')!r}",
             remedy="install a newer transformers, or verify without --logits",
         ) from error
+
+
+def _mimo_as_qwen2(settings: Mapping[str, Any]) -> Any:
+    """MiMo lives in remote code, which is Qwen2's beside the multi-token-prediction layers.
+
+    Source: modeling_mimo.py of XiaomiMiMo/MiMo-7B-Base.
+    """
+    from transformers import Qwen2Config
+
+    own = ("model_type", "auto_map", "architectures")
+    return Qwen2Config(**{key: value for key, value in settings.items() if key not in own})
 
 
 def _internlm3_as_llama(settings: Mapping[str, Any]) -> Any:
@@ -173,13 +186,13 @@ def _refuse(path: str | Path, settings: Mapping[str, Any], info: Mapping[str, An
 
 
 def _is_mtp(name: str, settings: Mapping[str, Any]) -> bool:
-    """Whether `name` is of a multi-token-prediction layer: the hub numbers them after the last decoder layer.
+    """Whether `name` is of a multi-token-prediction layer: most are numbered on from the last decoder layer.
 
     transformers leaves these layers out of the causal model, so they have no part in its logits.
     """
-    match = re.match(r"model\.layers\.(\d+)\.", name)
-    first = settings["num_hidden_layers"]
-    return match is not None and int(match[1]) in range(
+    match = re.match(r"model\.(mtp_)?layers\.(\d+)\.", name)
+    first = 0 if match and match[1] else settings["num_hidden_layers"]
+    return match is not None and int(match[2]) in range(
         first, first + settings.get("num_nextn_predict_layers", 0)
     )
 

@@ -1,0 +1,31 @@
+"""MiMo-7B: Qwen2 with layers of multi-token prediction under names of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from reshard.families import config
+from reshard.families.family import Family
+from reshard.families.llama import dense
+from reshard.families.rules import Dims, Rule, attention, mlp, native, norms, same, under
+from reshard.views import concat
+
+
+def rules(d: Dims) -> Iterator[Rule]:
+    """`input_proj` takes in the hidden state before the embedding, `eh_proj` after it.
+
+    Source: modeling_mimo.py of XiaomiMiMo/MiMo-7B-Base, and mimo_mtp.py of vLLM.
+    """
+    yield from dense(d)
+    for index in range(d.mtp):
+        hf, mcore = f"model.mtp_layers.{index}", f"mtp.layers.{index}"
+        yield from under(hf, f"{mcore}.transformer_layer", [*norms(d), *attention(d), *mlp(d)])
+        yield same(f"{hf}.token_layernorm.weight", f"{mcore}.enorm.weight", d.hidden)
+        yield same(f"{hf}.hidden_layernorm.weight", f"{mcore}.hnorm.weight", d.hidden)
+        projection = native(f"{mcore}.eh_proj.weight", d.hidden, 2 * d.hidden)
+        halves = [projection[:, d.hidden :], projection[:, : d.hidden]]
+        yield Rule(f"{hf}.input_proj.weight", concat(halves, axis=1))
+        yield same(f"{hf}.final_layernorm.weight", f"{mcore}.final_layernorm.weight", d.hidden)
+
+
+MIMO = Family("mimo", "MiMoForCausalLM", config.MIMO, rules)
