@@ -192,7 +192,7 @@ def mtp_logits(folder: Path) -> Logits:
 
 
 def mimo_mtp_logits(folder: Path) -> Logits:
-    """The same for MiMo, by Qwen2's modules, which its own code consists of: the hidden state goes before the embedding.
+    """The same for MiMo, by Qwen2's modules, of which its own code consists: the hidden state is before the embedding.
 
     Source: modeling_mimo.py of XiaomiMiMo/MiMo-7B-Base.
     """

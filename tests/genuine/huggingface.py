@@ -5,8 +5,8 @@ tests is what users have on disk. No two parameters hold the same values: norms 
 so that a swapped, a transposed or a forgotten tensor changes the logits.
 
 Three kinds of folder cannot come out of `save_pretrained` alone. InternLM3 and MiMo are not part of transformers, so
-their folders are a Llama and a Qwen2 model under their configs. DeepSeek-V3's multi-token-prediction layer is dropped by
-transformers, so it is added with the names that the hub has.
+their folders are a Llama and a Qwen2 model under their configs. DeepSeek-V3's multi-token-prediction layer is dropped
+by transformers, so it is added with the names that the hub has.
 """
 
 from __future__ import annotations
