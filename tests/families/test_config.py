@@ -409,6 +409,7 @@ def test_a_difference_that_changes_no_weight_is_decided_by_the_user(tmp_path: Pa
     "name, argument, value",
     [
         ("llama", "rotary_interleaved", True),
+        ("ernie4_5", "rotary_interleaved", False),
         ("qwen2", "rotary_percent", 0.5),
         ("qwen3", "apply_layernorm_1p", True),
         ("mistral", "normalization", "LayerNorm"),

@@ -37,7 +37,11 @@ OTHERWISE = ("deepseek_v2", "gpt_oss")
 """What transformers 4.57 computes otherwise, whatever the config: its DeepSeek-V2 leaves YaRN's mscale out of the
 softmax, its gpt-oss clamps at 7.0 and not at `swiglu_limit`."""
 
-NEWER = {"4.51": ("deepseek_v3_noq", "glm4_moe", "dots1"), "4.53": ("glm4_moe",), "4.57": ()}
+NEWER = {
+    "4.51": ("deepseek_v3_noq", "glm4_moe", "dots1", "ernie4_5"),
+    "4.53": ("glm4_moe", "ernie4_5"),
+    "4.57": (),
+}
 """What each version does not know yet, or not whole."""
 
 

@@ -179,6 +179,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dots1": ("dots1", DOTS1),
     "gpt_oss": ("gpt_oss", GPT_OSS),
     "mimo": ("mimo", {**WIDE_HEADS, "num_nextn_predict_layers": 1}),
+    "ernie4_5": ("ernie4_5", {**WIDE_HEADS, "attention_dropout": 0.0}),
+    "ernie4_5_bias_tied": (
+        "ernie4_5",
+        {**WIDE_HEADS, "attention_dropout": 0.0, "use_bias": True, "tie_word_embeddings": True},
+    ),
     "phi3": ("phi3", {"rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.75}}),
 }
 

@@ -40,6 +40,7 @@ RUNS = {
     "qwen3_moe": Run("qwen3_moe", MOE, tp=2, ep=2, options={"sequence_parallel": True}),
     "deepseek_v3": Run("deepseek_v3", DEEPSEEK, pp=2),
     "dots1": Run("dots1", DEEPSEEK, tp=2, pp=2, ep=2, options={"sequence_parallel": True}),
+    "ernie4_5": Run("ernie4_5", tp=2, pp=2),
     "mimo": Run("mimo", {"num_nextn_predict_layers": 1}, tp=2, pp=2),
     "qwen3-lora": Run("qwen3", tp=2, options={"tuner_type": "lora"}),
 }

@@ -11,7 +11,7 @@ from reshard.families.family import Family
 from reshard.families.glm import DOTS1, GLM4_MOE
 from reshard.families.gpt_oss import GPT_OSS
 from reshard.families.internlm import INTERNLM, INTERNLM2, INTERNLM_MOE
-from reshard.families.llama import INTERNLM3, LLAMA, MISTRAL
+from reshard.families.llama import ERNIE4_5, INTERNLM3, LLAMA, MISTRAL
 from reshard.families.mimo import MIMO
 from reshard.families.mixtral import MIXTRAL
 from reshard.families.phi3 import PHI3
@@ -37,6 +37,7 @@ FAMILIES: dict[str, Family] = {
         DOTS1,  # before GLM-4.5: where nothing names the family, a rope over whole heads means dots1
         GLM4_MOE,
         GPT_OSS,
+        ERNIE4_5,
         PHI3,
         BAICHUAN,
     )

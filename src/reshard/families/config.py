@@ -170,6 +170,17 @@ INTERNLM_MOE = family(
     SOFTMAX_ROUTER,
     Const(args={"moe_router_pre_softmax": False, "moe_layer_freq": 1}),
 )
+# Neighbouring elements of a head are turned, where the other families turn those half a head apart.
+ERNIE4_5 = family(
+    "ernie4_5",
+    "Ernie4_5ForCausalLM",
+    *GROUPED_HEADS,
+    Rope(default_theta=500000.0),
+    Const(args={"rotary_interleaved": True}),
+    Key("tie_word_embeddings", "untie_embeddings_and_output_weights", default=True, values=NEGATED),
+    Key("use_bias", "add_bias_linear", also=("add_qkv_bias",), default=False, assumed=False),
+    NO_QK_NORM,
+)
 MISTRAL = family(
     "mistral", "MistralForCausalLM", *GROUPED_HEADS, Rope(), SlidingWindow(default=4096), NO_BIAS, NO_QK_NORM
 )

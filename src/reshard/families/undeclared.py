@@ -21,7 +21,6 @@ BEYOND_MEGATRON: dict[str, str] = {
 
 BUILT_ALIKE: dict[str, str] = {
     "cwm": "some layers attend to a window of tokens",
-    "ernie4_5": "the rotary embedding turns neighbouring elements of a head, not those half a head apart",
     "granite": "embeddings, residuals, attention scores and logits are multiplied by constants",
     "mellum": "some layers attend to a window of tokens, and two rotary bases alternate",
     "ministral": "some layers attend to a window of tokens",
