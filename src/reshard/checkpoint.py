@@ -142,6 +142,25 @@ class Optimizer:
     native: Mapping[str, Any] = field(default_factory=dict)
 
 
+SETTINGS = ("lr", "betas", "eps", "weight_decay")
+
+
+def settings_of(group: Any) -> dict[str, Any]:
+    """What a group of parameters says of Adam, as far as it is numbers: a schedule may have put tensors there."""
+    found = {key: group[key] for key in SETTINGS if isinstance(group, Mapping) and key in group}
+    return {key: value for key, value in found.items() if _is_number(value, pairs=key == "betas")}
+
+
+def _is_number(value: Any, *, pairs: bool) -> bool:
+    if pairs:
+        return (
+            isinstance(value, tuple | list)
+            and len(value) == 2
+            and all(type(n) in (int, float) for n in value)
+        )
+    return type(value) in (int, float)
+
+
 @dataclass
 class Checkpoint:
     """What a format's reader found.

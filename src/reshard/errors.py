@@ -7,9 +7,12 @@ one run shows all there is to repair. Commands print them and exit with status 2
 from __future__ import annotations
 
 import re
+import reprlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from reshard.shown import shown
 
@@ -46,6 +49,36 @@ class ReshardError(Exception):
             problems = Problem(problems, **fields)  # type: ignore[arg-type]
         self.problems = [problems] if isinstance(problems, Problem) else list(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+def said(error: Exception) -> str:
+    """The kind of an error and its words. What it was handed is shown in short: a list that holds another twice, and
+    that one the next, has no end.
+    """
+    plain = all(isinstance(argument, str) for argument in error.args)
+    return f"{type(error).__name__}: {error if plain else ', '.join(map(reprlib.repr, error.args))}"
+
+
+UNUSABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What values that are missing, or of another type or size than they should be, lead to."""
+
+
+@contextmanager
+def understood(file: Path) -> Iterator[None]:
+    """Raise ReshardError for a value that comes from `file`, or a file in it, and cannot be what its format has there.
+
+    Readers say in better words what they look for. This is for all that a file could hold instead.
+    """
+    try:
+        yield
+    except UNUSABLE as error:
+        raise ReshardError(
+            "a value is not of the kind that its format has in this place",
+            file=str(file),
+            found=said(error),
+            remedy="the files are damaged or were edited: copy them again; if they are as a framework wrote them, "
+            "please report what the same command prints with --debug",
+        ) from error
 
 
 def listed(names: Sequence[str], most: int = 20) -> str:

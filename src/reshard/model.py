@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard import recognition, vocabulary
 from reshard.checkpoint import Checkpoint
-from reshard.errors import Problem, ReshardError
+from reshard.errors import UNUSABLE, Problem, ReshardError, said, understood
 from reshard.families import FAMILIES, Family, declared
 from reshard.families.binding import Binding
 from reshard.families.disagreements import COMPUTED, agreed
@@ -22,7 +22,6 @@ from reshard.formats.missing import download
 from reshard.formats.places import belongs
 from reshard.formats.torchfiles import flat
 from reshard.quantization import refusal
-from reshard.recognition import UNUSABLE
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,15 @@ class Model:
                 found=dialect,
                 remedy="choose another format with --to, or declare it: see docs/add-a-family.md",
             )
-        return Binding(rules(self.dims))
+        try:
+            return Binding(rules(self.dims))
+        except ValueError as error:
+            raise ReshardError(
+                f"the sizes in the config are not those of a model of family {self.family.name}",
+                rule="each tensor is divided into heads, groups and experts of equal size",
+                found=str(error),
+                remedy="give the config that belongs to these weights: --base DIR",
+            ) from error
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
@@ -100,6 +107,13 @@ def resolve(
     describe what that engine computes, unless `family` says that this is meant. Raises ReshardError naming what does
     not hold, and all else on which they disagree.
     """
+    with understood((base or checkpoint.root) / "config.json"):
+        return _resolved(checkpoint, base, family, trust, computes=computes)
+
+
+def _resolved(
+    checkpoint: Checkpoint, base: Path | None, family: str | None, trust: str, *, computes: bool
+) -> Model:
     if computes and checkpoint.quantization:
         raise refusal(checkpoint.quantization, checkpoint.path)
     config: Mapping[str, Any] | None = config_of(checkpoint, base)
@@ -114,13 +128,13 @@ def resolve(
         if computes:
             _refuse_contradictions(config, file)
         config = {"model_type": found.name, **config}
-        said = config.get("num_nextn_predict_layers") or 0
+        named = config.get("num_nextn_predict_layers") or 0
         there = _mtp_layers(checkpoint, config)
-        if there != said:
+        if there != named:
             config.update(
                 dict.fromkeys(("num_nextn_predict_layers", *config.keys() & {"num_mtp_layers"}), there)
             )
-            notes = [*notes, f"MTP layers: config.json names {said}, the checkpoint has {there}"]
+            notes = [*notes, f"MTP layers: config.json names {named}, the checkpoint has {there}"]
         if true := vocabulary.corrected(checkpoint, config, folder):
             config["vocab_size"], why = true
             notes = [*notes, why]
@@ -253,7 +267,7 @@ def _sizes(
             file=str(folder / "config.json"),
             rule="the config gives every size of the model",
             expected=f"numbers for {', '.join(SIZES)}",
-            found=f"no usable {', '.join(missing)}" if missing else f"{type(error).__name__}: {error}",
+            found=f"no usable {', '.join(missing)}" if missing else said(error),
             remedy="give the config that belongs to these weights: --base DIR",
         ) from error
 

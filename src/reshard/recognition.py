@@ -6,16 +6,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from reshard.checkpoint import Checkpoint
-from reshard.errors import Problem, ReshardError, one_for_all
+from reshard.errors import UNUSABLE, Problem, ReshardError, one_for_all
 from reshard.families import FAMILIES, Family, declared
 from reshard.families.binding import Binding
 from reshard.families.disagreements import foreign
 from reshard.families.rules import Dims
 from reshard.families.undeclared import BEYOND_MEGATRON, BUILT_ALIKE
 from reshard.vocabulary import embedding_rows, padded_rows
-
-UNUSABLE = (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError)
-"""What values of a config that are missing, or of another type than they should be, lead to."""
 
 
 def named(name: str) -> Family:

@@ -1,8 +1,9 @@
 """Genuine files with a value exchanged for one of another type: what readers must take as a damaged file, or as it is.
 
-    python -m tests.bad_input.swap SEED SECONDS FOLDER...
+    python -m tests.bad_input.swap SEED COUNT FOLDER...
 
-Prints a line for each kind of failure that is no ReshardError; each folder is one checkpoint.
+Prints a line for each kind of failure that is no ReshardError; each folder is one checkpoint, of which COUNT copies are
+made, each with another value exchanged.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import resource
 import shutil
 import sys
 import tempfile
-import time
 import traceback
 import zipfile
 from collections.abc import Iterator
@@ -159,12 +159,11 @@ def attempt(folder: Path) -> None:
             reshard.convert(folder, folder.parent / "dst", to=target, dry_run=True)
 
 
-def failures(folders: list[Path], seed: int, seconds: float) -> Iterator[str]:
+def failures(folders: list[Path], seed: int, count: int) -> Iterator[str]:
     """What else than a ReshardError is raised, and where."""
-    chance, end = random.Random(seed), time.monotonic() + seconds
+    chance = random.Random(seed)
     seen: set[str] = set()
-    while time.monotonic() < end:
-        original = chance.choice(folders)
+    for original in folders * count:
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place) / original.name
             shutil.copytree(original, folder)
@@ -185,5 +184,5 @@ def failures(folders: list[Path], seed: int, seconds: float) -> Iterator[str]:
 if __name__ == "__main__":
     begin = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (begin + ALLOWED, begin + ALLOWED))
-    for line in failures([Path(word) for word in sys.argv[3:]], int(sys.argv[1]), float(sys.argv[2])):
+    for line in failures([Path(word) for word in sys.argv[3:]], int(sys.argv[1]), int(sys.argv[2])):
         print(line, flush=True)

@@ -145,7 +145,7 @@ def test_findings_of_checkpoints(
 
 
 READERS = (
-    *("formats/**/*.py", "adapters/**/*.py", "gather.py", "quantization.py", "sources.py"),
+    *("formats/**/*.py", "adapters/**/*.py", "gather.py", "quantization.py", "sources.py", "errors.py"),
     *("recognition.py", "vocabulary.py", "model.py", "logical.py", "inspection.py"),
 )
 

@@ -15,16 +15,17 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from reshard.dtypes import BY_NAME
 from reshard.errors import ReshardError
-from reshard.formats.torchfiles import pickles
+from reshard.formats.torchfiles import pickles, values
 from reshard.formats.torchfiles.read import _load
-from reshard.storage import Storage
+from reshard.storage import Storage, StoredTensor
 
 if TYPE_CHECKING:
     from tests.genuine.megatron import Genuine
@@ -152,6 +153,19 @@ def test_an_object_stays_what_it_is() -> None:
     assert list(found.items()) == [(1, 2)]
     found = pickles.loads(b"\x80\x02cargparse\nNamespace\n)\x81}(" + items + b"K\x01K\x02ub.", "x.pt")
     assert vars(found) == {"items": None}
+
+
+def test_no_container_is_walked_through_twice() -> None:
+    """Lists that hold another twice, as a pickle can make them, and one that holds itself."""
+    tensor = StoredTensor(Storage("x.pt", 0, 4), BY_NAME["float32"], (1,), (1,))
+    nest: Any = {"step": 3, "tensors": [tensor]}
+    for _ in range(60):
+        nest = {"a": nest, "b": nest}
+    endless: list[Any] = [nest]
+    endless.append(endless)
+    assert list(values.stored_in(endless)) == [tensor]
+    assert list(values.values_of(nest, "step")) == [3]
+    assert values.number_of(nest, 1000) == 1001 and values.number_of([[1], {"a": 2}], 1000) == 5
 
 
 def test_mutated_pickles_of_frameworks(genuine: Callable[..., Genuine]) -> None:

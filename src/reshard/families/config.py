@@ -40,6 +40,13 @@ from reshard.families.entries import (
     same,
 )
 from reshard.families.rope import LatentRope, Rope, Rotary, YarnRope, both_spellings, rope_contradictions
+from reshard.families.rules import MOST_MODULES
+
+
+def _count_layers(layers: object) -> None:
+    """Raise ValueError for more than entries can make a list of."""
+    if isinstance(layers, int) and layers > MOST_MODULES:
+        raise ValueError(f"{layers} layers")
 
 
 @dataclass(frozen=True)
@@ -55,10 +62,12 @@ class ConfigMap:
 
     def to_args(self, config: Config) -> Values:
         """Megatron-LM arguments for a `config.json` of transformers 4 or 5."""
+        _count_layers(config.get("num_hidden_layers"))
         return {name: value for entry in self.entries for name, value in entry.to_args(config).items()}
 
     def to_config(self, args: Args) -> Values:
         """A `config.json` in the keys of transformers 5 (see `portable_config`) for Megatron-LM arguments."""
+        _count_layers(args.get("num_layers"))
         return {key: value for entry in self.entries for key, value in entry.to_config(args).items()}
 
     def differs(self, config: Config) -> list[tuple[str, str]]:

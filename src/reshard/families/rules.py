@@ -10,6 +10,7 @@ Megatron-Core's names are those of its local layer spec with global layer and ex
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -55,6 +56,11 @@ def same(hf: str, mcore: str, *shape: int) -> Rule:
     return Rule(hf, native(mcore, *shape))
 
 
+LARGEST = 1 << 31
+MOST_MODULES = 1 << 18
+"""Experts of all layers: more than ten times those of the largest models."""
+
+
 @dataclass(frozen=True, slots=True)
 class Dims:
     """The sizes of a model, from Megatron-LM's argument names (see `from_args`)."""
@@ -83,6 +89,17 @@ class Dims:
     qk_rope: int
     v_head: int
     mtp: int
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what is not the size of a model: rules count to some sizes, and multiply others."""
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if not all(
+                isinstance(n, int) and 0 <= n < LARGEST for n in (value if name == "sparse" else [value])
+            ):
+                raise ValueError(f"{name} is {reprlib.repr(value)}")
+        if (self.layers + self.mtp) * max(1, self.experts) > MOST_MODULES:
+            raise ValueError(f"{self.layers} layers, {self.mtp} MTP layers and {self.experts} experts")
 
     @staticmethod
     def from_args(args: Mapping[str, Any], vocab: int, padded_vocab: int | None = None) -> Dims:
@@ -131,7 +148,7 @@ class Dims:
 def sparse_layers(freq: int | Sequence[int], layers: int) -> tuple[int, ...]:
     """Which layers are mixtures of experts, as Megatron-LM reads `--moe-layer-freq`."""
     if isinstance(freq, int):
-        return tuple(layer for layer in range(layers) if layer % freq == 0)
+        return tuple(layer for layer in range(min(layers, MOST_MODULES)) if layer % freq == 0)
     return tuple(layer for layer, is_sparse in enumerate(freq) if is_sparse)
 
 

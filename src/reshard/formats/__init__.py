@@ -9,7 +9,7 @@ from typing import Any
 
 from reshard import quantization
 from reshard.checkpoint import Checkpoint, Iteration, States, Tensor
-from reshard.errors import ReshardError
+from reshard.errors import ReshardError, understood
 from reshard.formats import (
     companions,
     dcp,
@@ -62,13 +62,13 @@ def open_checkpoint(
     if name == torch_dist.NAME:  # a run may have changed its format on the way
         step, _ = iterations.choose(folder, iteration)
         name = name if torch_dist.detect(step) or not legacy.detect(step) else legacy.NAME
-    checkpoint: Checkpoint = FORMATS[name].open_checkpoint(folder, iteration)
+    with understood(folder):
+        checkpoint: Checkpoint = FORMATS[name].open_checkpoint(folder, iteration)
     checkpoint.root = descent.find_root(checkpoint.root, path)
     _leave_links(checkpoint)
     checkpoint.tensors = names.all_stripped(checkpoint.tensors, strip)
-    if strip:
-        states = checkpoint.states
-        checkpoint.states = States({kind: partial(_stripped, states, kind, strip) for kind in states})
+    states = checkpoint.states
+    checkpoint.states = States({kind: partial(_state, states, kind, strip, folder) for kind in states})
     checkpoint.problems += names.wrapper_problems(checkpoint.tensors, str(folder))
     if checkpoint.dialect == "hf":
         config = _config_beside(checkpoint)
@@ -102,7 +102,8 @@ def _leave_links(checkpoint: Checkpoint) -> None:
         checkpoint.notes += companions.links_out_of(folder)
 
 
-def _stripped(
-    states: Mapping[str, Mapping[str, Tensor]], kind: str, strip: tuple[str, ...]
+def _state(
+    states: Mapping[str, Mapping[str, Tensor]], kind: str, strip: tuple[str, ...], folder: Path
 ) -> dict[str, Tensor]:
-    return names.all_stripped(states[kind], strip)
+    with understood(folder):
+        return names.all_stripped(states[kind], strip)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import Problem, ReshardError
+from reshard.errors import Problem, ReshardError, understood
 from reshard.formats.places import belongs
 from reshard.plain import JSON_MOST, json_of, to_json
 from reshard.plan import OutputFile
@@ -86,16 +86,19 @@ class Companions:
         The embedding has at least as many rows. It may have more: models are often trained with spare rows, and
         then `vocab_size` in config.json is the true number.
         """
-        if "tokenizer.json" in self.files:
-            return _vocab_size_of_tokenizer(read_object(self.files["tokenizer.json"]))
-        if "vocab.json" not in self.files:
+        path = self.files.get("tokenizer.json", self.files.get("vocab.json"))
+        if path is None:
             return None
-        return max([*read_object(self.files["vocab.json"]).values(), *self._added_ids()], default=-1) + 1
+        with understood(path):
+            if path.name == "tokenizer.json":
+                return _vocab_size_of_tokenizer(read_object(path))
+            return int(max([*read_object(path).values(), *self._added_ids()], default=-1)) + 1
 
     @property
     def named_ids(self) -> int:
         """One more than the highest token id that any file here names: a SentencePiece model may have more."""
-        return max(self.vocab_size or 0, max(self._added_ids(), default=-1) + 1)
+        with understood(self.files.get(TOKENIZER_CONFIG, Path("added_tokens.json"))):
+            return max(self.vocab_size or 0, max(self._added_ids(), default=-1) + 1)
 
     def _added_ids(self) -> list[int]:
         """The ids of added tokens, which slow tokenizers keep in files of their own."""

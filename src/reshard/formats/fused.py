@@ -139,7 +139,9 @@ def normalize(checkpoint: Checkpoint, model_type: Any) -> None:
     What has them already stays as it is, and so do quantized weights. Raises ReshardError where a tensor is there fused
     and by itself.
     """
-    if checkpoint.dialect != "hf" or checkpoint.quantization or model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        return
+    if checkpoint.dialect != "hf" or checkpoint.quantization:
         return
     checkpoint.tensors = hub_tensors(checkpoint.tensors, model_type)
     checkpoint.states = States(

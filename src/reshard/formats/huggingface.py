@@ -7,12 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from reshard.checkpoint import Checkpoint, Iteration, Tensor
-from reshard.errors import Problem, ReshardError
+from reshard.errors import UNUSABLE, Problem, ReshardError, said
 from reshard.formats import iterations, safetensors
 from reshard.formats.names import without_buffers
 from reshard.formats.places import below
 from reshard.formats.torchfiles.read import read_dict
-from reshard.formats.torchfiles.values import said
 from reshard.plain import JSON_MOST, json_of, to_json
 from reshard.plan import Block, OutputFile, Planned
 from reshard.sources import read_source
@@ -92,7 +91,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         content = json_of(read_source(index, JSON_MOST))["weight_map"]
         files = {file: str(below(index.parent, file)) for file in set(content.values())}
         return {name: files[file] for name, file in content.items()}
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except UNUSABLE as error:
         raise ReshardError(
             "the index cannot be read", file=str(index), found=said(error), remedy="copy or download it again"
         ) from None

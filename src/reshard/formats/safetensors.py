@@ -15,8 +15,8 @@ from typing import Any
 
 from reshard.checkpoint import Cells, Tensor
 from reshard.dtypes import BY_SAFETENSORS, DType
-from reshard.errors import Problem, ReshardError
-from reshard.formats.torchfiles.values import said, shape_of, sizes
+from reshard.errors import UNUSABLE, Problem, ReshardError, said
+from reshard.formats.torchfiles.values import shape_of, sizes
 from reshard.plain import json_of
 from reshard.sources import open_source
 from reshard.storage import Storage
@@ -64,7 +64,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             dtype = BY_SAFETENSORS[entry["dtype"]]
             shape = _in_items(dtype, list(shape_of(entry["shape"])))
             first, last = sizes(entry["data_offsets"])
-        except (KeyError, TypeError, ValueError) as error:
+        except UNUSABLE as error:
             problems.append(_entry(path, name, "dtype, shape and data_offsets that are known", said(error)))
             continue
         spans.append((first, last, name))

@@ -13,7 +13,7 @@ from typing import Any
 
 from reshard.checkpoint import Checkpoint, Iteration, cells_of
 from reshard.dtypes import DType, dtype
-from reshard.errors import Problem, ReshardError
+from reshard.errors import Problem, ReshardError, understood
 from reshard.families.binding import Bound, Dropped
 from reshard.families.config import portable_config
 from reshard.formats import companions
@@ -175,7 +175,9 @@ def companion_files(source: Source, tensors: list[Planned]) -> Iterator[OutputFi
     table = model.family.config if model else None
     config = _config_of_weights(source)
     main = _computing_dtype(source, tensors)
-    yield OutputFile.of_bytes("config.json", to_json(portable_config(config, main, table)))
+    with understood(checkpoint.root / companions.CONFIG):
+        content = to_json(portable_config(config, main, table))
+    yield OutputFile.of_bytes(companions.CONFIG, content)
     if options.tokenizer and not found.has_tokenizer:
         raise ReshardError(
             "there is no tokenizer beside the checkpoint",

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.dtypes import DType
-from reshard.errors import Problem, ReshardError
+from reshard.errors import UNUSABLE, Problem, ReshardError, said
 from reshard.formats.places import below
 from reshard.formats.torchfiles.pickles import Global, Opaque, Pickler, Reduce, encode_int, loads
-from reshard.formats.torchfiles.values import damaged, element_type, said, shape_of, sizes
+from reshard.formats.torchfiles.values import damaged, element_type, shape_of, sizes
 from reshard.sources import read_source
 
 MODULE = "torch.distributed.checkpoint.metadata"
@@ -78,7 +78,7 @@ def read_metadata(path: Path) -> DcpMetadata:
     del content
     try:
         metadata, problems = _Reader(path, loaded.state).read()
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except UNUSABLE as error:
         raise damaged(str(path), said(error)) from None
     problems += _file_problems(path.parent, metadata)
     if problems:

@@ -15,8 +15,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard.checkpoint import Optimizer
+from reshard.checkpoint import Optimizer, settings_of
 from reshard.dtypes import BY_NAME
+from reshard.errors import UNUSABLE
 from reshard.formats.dcp.metadata import DcpChunk, DcpMetadata, DcpTensor
 from reshard.formats.torchfiles.read import ChunkReader, read_torch_file, scalar
 from reshard.formats.torchfiles.write import NewTensor, image_bytes, layout_torch_file
@@ -49,13 +50,7 @@ def read_optimizer(metadata: DcpMetadata) -> Optimizer | None:
         match = _SETTING.fullmatch(key)
         if match and match[1] not in settings:
             settings[match[1]] = read_torch_file(chunk.file, chunk.offset, chunk.length)
-    plain = {key: value for key, value in settings.items() if _is_plain(value)}
-    return Optimizer(_value(steps[0]), plain)
-
-
-def _is_plain(value: Any) -> bool:
-    values = value if isinstance(value, tuple | list) else [value]
-    return all(type(each) in (int, float) for each in values)
+    return Optimizer(_value(steps[0]), settings_of(settings))
 
 
 def _value(tensor: DcpTensor) -> int | None:
@@ -63,7 +58,7 @@ def _value(tensor: DcpTensor) -> int | None:
     try:
         stored = reader.read(chunk.file, chunk.offset, chunk.length, tensor.dtype, chunk.sizes)
         return int(scalar(stored))
-    except (TypeError, ValueError):  # not one number
+    except UNUSABLE:  # not one number
         return None
     finally:
         reader.close()

@@ -18,6 +18,7 @@ from reshard.errors import Problem, ReshardError
 from reshard.formats.copies import copy_problem
 from reshard.formats.torchfiles.pickles import Opaque
 from reshard.formats.torchfiles.read import read_dict, scalar
+from reshard.formats.torchfiles.values import stored_in, values_of
 from reshard.storage import StoredTensor
 
 MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<model_rank>\d+)(?:_\d+)?_model_states\.pt")
@@ -357,24 +358,3 @@ def _frozen_matrices(file: RankFile) -> Any:
     if not isinstance(shapes, Mapping) or not isinstance(pieces, Mapping):
         return ()
     return [piece for name, piece in pieces.items() if len(shapes.get(name, ())) > 1]
-
-
-def stored_in(content: Any) -> Iterator[StoredTensor]:
-    """All tensors in nested dicts and lists."""
-    if isinstance(content, StoredTensor):
-        yield content
-    elif isinstance(content, Mapping):
-        for value in content.values():
-            yield from stored_in(value)
-    elif isinstance(content, list | tuple):
-        for value in content:
-            yield from stored_in(value)
-
-
-def values_of(content: Any, key: str) -> Iterator[Any]:
-    """All that stands under a key in nested dicts."""
-    if isinstance(content, Mapping):
-        if key in content:
-            yield content[key]
-        for value in content.values():
-            yield from values_of(value, key)

@@ -20,7 +20,7 @@ from itertools import accumulate
 from math import prod
 from typing import Any, TypeGuard
 
-from reshard.checkpoint import Cells, Optimizer, Replica, States, Tensor
+from reshard.checkpoint import Cells, Optimizer, Replica, States, Tensor, settings_of
 from reshard.dtypes import BY_NAME
 from reshard.errors import Problem, ReshardError
 from reshard.formats.deepspeed.files import (
@@ -28,10 +28,9 @@ from reshard.formats.deepspeed.files import (
     UNIVERSAL_FIRST,
     RankFile,
     StepFiles,
-    stored_in,
-    values_of,
     zero_config,
 )
+from reshard.formats.torchfiles.values import stored_in, values_of
 from reshard.gather import castable
 from reshard.storage import StoredTensor
 from reshard.views import Piece, View
@@ -44,7 +43,6 @@ OUT_OF_STEP = (
     "the files are of other ranks or steps than their names say, or one is damaged: copy the step again; or move the "
     "optim_states files away to convert the weights of the module, without the masters"
 )
-SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -198,10 +196,9 @@ def optimizer_of(file: RankFile, model: RankFile) -> Optimizer:
     """Steps and settings of Adam, as the first group of parameters has them."""
     groups = next(values_of(file.content, "param_groups"), None)
     first = groups[0] if isinstance(groups, list) and groups else {}
-    settings = {key: first[key] for key in SETTINGS if isinstance(first, Mapping) and key in first}
     steps, skipped = (model.content.get(key) for key in ("global_steps", "skipped_steps"))
     taken = steps - (skipped if isinstance(skipped, int) else 0) if isinstance(steps, int) else None
-    return Optimizer(taken, settings)
+    return Optimizer(taken, settings_of(first))
 
 
 def _left_behind(

@@ -42,6 +42,7 @@ from reshard.formats.megatron.rank_files import (
 from reshard.formats.megatron.ranks import Rank, RankStates
 from reshard.formats.sharding import Split, join
 from reshard.formats.torchfiles.read import read_dict
+from reshard.formats.torchfiles.values import stored_in
 from reshard.formats.torchfiles.write import NewTensor, layout_torch_file
 from reshard.layout import Layout, SavedLayout
 from reshard.plan import Block, OutputFile, Planned
@@ -125,19 +126,8 @@ def _check_ranks(folder: Path, ranks: list[Rank], layout: Layout) -> None:
 def _dropped(content: Mapping[str, Any]) -> Counter[str]:
     dropped: Counter[str] = Counter()
     for key, rule in (("optimizer", "optimizer states"), ("rng_state", "random number states")):
-        dropped[rule] += sum(stored.nbytes for stored in _stored(content.get(key)))
+        dropped[rule] += sum(stored.nbytes for stored in stored_in(content.get(key)))
     return +dropped
-
-
-def _stored(tree: Any) -> Iterator[StoredTensor]:
-    if isinstance(tree, StoredTensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _stored(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from _stored(value)
 
 
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.*)")

@@ -13,9 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.checkpoint import Optimizer, Tensor
+from reshard.checkpoint import Optimizer, Tensor, settings_of
+from reshard.errors import UNUSABLE
 from reshard.formats.dcp.metadata import DcpTensor
 from reshard.formats.torchfiles.read import scalar
+from reshard.formats.torchfiles.values import number_of
 from reshard.formats.torchfiles.write import NewTensor, layout_torch_file
 from reshard.plan import Block, OutputFile, Planned
 from reshard.storage import StoredTensor
@@ -60,13 +62,15 @@ def read_optimizer(common: Mapping[str, Any]) -> Optimizer | None:
             "entries": {key: common[key] for key in _BESIDE if key in common},
             "content": {key: content[key] for key in (_SHARDING, _MEM_EFFICIENT) if key in content},
         }
-        settings = {key: groups[0][key] for key in SETTINGS if key in groups[0]}
-        return Optimizer(None if steps is None else int(steps), settings, native)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        if number_of(native, MOST) > MOST:
+            return None
+        return Optimizer(None if steps is None else int(steps), settings_of(groups[0]), native)
+    except UNUSABLE:
         return None
 
 
-SETTINGS = ("lr", "betas", "eps", "weight_decay")
+MOST = 1 << 20
+"""Values in an optimizer's part of `common.pt`, which is written again as it is."""
 _BESIDE = ("opt_param_scheduler", "num_floating_point_operations_so_far")
 _WRAPPED = ("grad_scaler", "param_state_sharding_type")
 

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 from reshard.checkpoint import Tensor
 from reshard.dtypes import DType
-from reshard.errors import Problem, ReshardError
+from reshard.errors import UNUSABLE, Problem, ReshardError, said
 from reshard.formats.torchfiles.pickles import Opaque
-from reshard.formats.torchfiles.values import element_type, said, shape_of, sizes
+from reshard.formats.torchfiles.values import element_type, shape_of, sizes
 from reshard.storage import StoredTensor
 from reshard.views import View
 
@@ -100,7 +100,7 @@ class PartReader:
         kind = _class_of(value)
         try:
             return self._dtensor(name, value) if kind == "DTensor" else _sharded_tensor(value)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        except UNUSABLE as error:
             raise ReshardError(
                 f"a {kind} cannot be read",
                 tensor=name,

@@ -22,9 +22,9 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from reshard.dtypes import BY_NAME, DType
-from reshard.errors import ReshardError
+from reshard.errors import ReshardError, said
 from reshard.formats.torchfiles import opcodes
-from reshard.formats.torchfiles.values import damaged, said, sizes
+from reshard.formats.torchfiles.values import damaged, sizes
 
 # fmt: off
 FRAMEWORKS = frozenset((

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from reshard.dtypes import DType
 from reshard.errors import ReshardError
+from reshard.storage import StoredTensor
 
 
 def sizes(values: Any) -> tuple[int, ...]:
@@ -36,12 +38,41 @@ def element_type(value: Any) -> DType:
     return value
 
 
-def said(error: Exception) -> str:
-    """The kind of an error and its words. What it was handed is shown in short: a list that holds another twice, and
-    that one the next, has no end.
+def nested(content: Any, kinds: Any = (Mapping, list, tuple)) -> Iterator[Any]:
+    """`content`, and all that lies in it and in what lies in it; no container of these kinds is entered twice.
+
+    One that holds another twice, and that one the next, would have no end, and one that holds itself has none.
     """
-    plain = all(isinstance(argument, str) for argument in error.args)
-    return f"{type(error).__name__}: {error if plain else ', '.join(map(reprlib.repr, error.args))}"
+    waiting, entered = [content], set()
+    while waiting:
+        each = waiting.pop()
+        if id(each) in entered:
+            continue
+        yield each
+        if isinstance(each, kinds):
+            entered.add(id(each))
+            waiting += reversed(list(each.values() if isinstance(each, Mapping) else each))
+
+
+def stored_in(content: Any) -> Iterator[StoredTensor]:
+    """All tensors in nested dicts and lists."""
+    return (each for each in nested(content) if isinstance(each, StoredTensor))
+
+
+def values_of(content: Any, key: str) -> Iterator[Any]:
+    """All that stands under a key in nested dicts."""
+    return (each[key] for each in nested(content, Mapping) if isinstance(each, Mapping) and key in each)
+
+
+def number_of(content: Any, most: int) -> int:
+    """How many values there are in nested dicts and lists, each as often as it is there; more than `most` if more."""
+    waiting, count = [content], 0
+    while waiting and count <= most:
+        each, count = waiting.pop(), count + 1
+        waiting += (
+            each.values() if isinstance(each, Mapping) else each if isinstance(each, list | tuple) else ()
+        )
+    return count
 
 
 def damaged(file: str, found: str) -> ReshardError:

@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.errors import Problem, ReshardError
+from reshard.errors import UNUSABLE, Problem, ReshardError
 from reshard.families import declared
 from reshard.families.rules import Dims
-from reshard.recognition import UNUSABLE
 
 
 @dataclass(frozen=True)
