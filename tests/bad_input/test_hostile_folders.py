@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import struct
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import file_download
 
 import reshard as api
 from reshard.errors import ReshardError
@@ -114,6 +117,44 @@ def test_a_file_larger_than_any_of_its_kind(copy: Copy, name: str, file: str) ->
     )
 
 
+def test_a_pickle_larger_than_any_in_an_archive(copy: Copy) -> None:
+    """Its place in the archive is a hole of 64 GiB, which no disk has to hold."""
+    src = copy("torch_dist")
+    path, size, name = find(src, "common.pt"), 64 << 30, b"archive/data.pkl"
+    wide = struct.pack("<HHQQ", 1, 16, size, size)
+    local = struct.pack("<4s5H3I2H", b"PK\3\4", 45, 0, 0, 0, 0, 0, *[0xFFFFFFFF] * 2, len(name), len(wide))
+    entry = struct.pack(
+        "<4s6H3I5H2I", b"PK\1\2", 45, 45, 0, 0, 0, 0, 0, *[0xFFFFFFFF] * 2, len(name), len(wide), *[0] * 5, 0
+    )
+    at = len(local + name + wide) + size
+    directory = entry + name + wide
+    end = struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, 1, 1, len(directory), at)
+    end += struct.pack("<4sIQI", b"PK\6\7", 0, at + len(directory), 1)
+    end += struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, 1, 1, len(directory), 0xFFFFFFFF, 0)
+    with path.open("wb") as file:
+        file.write(local + name + wide)
+        file.seek(at)
+        file.write(directory + end)
+    with zipfile.ZipFile(path) as archive:
+        assert archive.getinfo(name.decode()).file_size == size
+    assert refusal(*convert(src))["message"] == "a part of a file is larger than any of its kind"
+
+
+@pytest.mark.parametrize("code", ["a" + ".b" * 200_000, "-" * 200_000 + "1", "\0", "\udcff"])
+def test_python_that_cannot_be_parsed(copy: Copy, code: str) -> None:
+    """It is copied where it is named, and looked at by the doctor; nothing runs it."""
+    src, dst = copy("qwen3"), "modeling_x.py"
+    (src / dst).write_bytes(code.encode(errors="surrogateescape"))
+    edit_config(src, auto_map={"AutoModel": "modeling_x.X"})
+    result = converted(src, src.parent / "dst", *MEGATRON)
+    assert "note: Python code is copied too, because auto_map names it: modeling_x.py" in result.err
+    assert (src.parent / "dst" / dst).read_bytes() == (src / dst).read_bytes()
+    assert reshard("doctor", src).code in (0, 1)
+    (src / dst).unlink()
+    os.mkfifo(src / dst)
+    assert reshard("doctor", src).code in (0, 1)
+
+
 # -------------------------------------------------------------------------- what lies outside of the folder
 
 
@@ -167,6 +208,49 @@ def test_a_folder_of_companions_that_is_a_link(copy: Copy, outside: Path) -> Non
     converted(src, src.parent / "dst")
 
 
+def test_the_cache_of_the_hub_is_converted(copy: Copy) -> None:
+    src = copy("sharded")
+    repository = src.parent / "models--owner--x"
+    snapshot = repository / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    for number, path in enumerate(sorted(src.iterdir())):
+        blob = path.rename(repository / "blobs" / f"{number:064}")
+        file_download._create_symlink(str(blob), str(snapshot / path.name), new_blob=True)
+        assert (snapshot / path.name).is_symlink()
+    result = converted(snapshot, src.parent / "dst", *MEGATRON)
+    assert "left out" not in result.err and (src.parent / "dst" / "tokenizer.json").is_file()
+    (src.parent / "dst" / "config.json").unlink()
+    (src.parent / "dst" / "tokenizer.json").unlink()
+    converted(src.parent / "dst", src.parent / "again", "--base", snapshot)
+    assert reshard("verify", snapshot, src.parent / "again").code == 0
+
+
+def test_a_large_companion_is_copied(copy: Copy) -> None:
+    src = copy("qwen3")
+    content = os.urandom(9 << 20)
+    (src / "tokenizer.model").write_bytes(content)
+    (src / "merges.txt").write_bytes(b"")
+    converted(src, src.parent / "dst", *MEGATRON)
+    assert (src.parent / "dst" / "tokenizer.model").read_bytes() == content
+    assert (src.parent / "dst" / "merges.txt").read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    "content", [b"\0" * 9999, b'{"model": {', b"[]", b"version https://git-lfs.github.com/spec/v1\n"]
+)
+def test_a_damaged_tokenizer_is_no_companion(copy: Copy, content: bytes) -> None:
+    """Where nothing else parses it: the config of the base says how many tokens there are."""
+    src = copy("qwen3")
+    names = ("tokenizer.json", "special_tokens_map.json")
+    for name in names:
+        (src / name).write_bytes(content)
+    problems = refused(*convert(src, *MEGATRON))
+    assert [problem["file"] for problem in problems] == sorted(str(src / name) for name in names)
+    inspected = reshard("inspect", src, "--json").json["problems"]
+    assert {problem.get("file") for problem in inspected} >= {str(src / name) for name in names}
+
+
 def test_weights_may_be_links(copy: Copy, outside: Path) -> None:
     """Where shards lie is up to whoever owns them; the folder as a whole may be a link as well."""
     src = copy("sharded")
@@ -207,6 +291,11 @@ def test_a_tracker_of_deepspeed_that_names_something_outside(tmp_path: Path, out
 
 
 # ------------------------------------------------------------------------------------- values
+
+
+def test_an_iteration_of_many_digits(copy: Copy) -> None:
+    result = reshard("inspect", copy("torch_dist"), "--iteration", "9" * 5000)
+    assert result.code == 2 and "neither the number of a step" in result.err
 
 
 @pytest.mark.parametrize(

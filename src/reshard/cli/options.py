@@ -11,7 +11,7 @@ import click
 def _iteration(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
     if value is None or value == "release":
         return value
-    if not value.isdecimal():
+    if not value.isdecimal() or len(value) > 18:
         raise click.BadParameter(f"{value} is neither the number of a step nor release")
     return int(value)
 

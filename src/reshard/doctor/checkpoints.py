@@ -14,10 +14,11 @@ from reshard.doctor.trainable import trainability
 from reshard.doctor.words import translated, words
 from reshard.errors import Problem, ReshardError
 from reshard.formats import iterations
-from reshard.formats.companions import find_companions, read_object
+from reshard.formats.companions import CODE_MOST, find_companions, read_object
 from reshard.formats.megatron import legacy, torch_dist
 from reshard.inspection import NO_CONFIG, NO_TOKENIZER, Inspection, inspect_checkpoint
 from reshard.shown import shown
+from reshard.sources import read_source
 from reshard.vocabulary import EMBEDDINGS
 
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
@@ -182,8 +183,8 @@ def _remote_code(folder: Path) -> Iterator[Finding]:
     """The old checkpointing method in modeling files, and a config that switches the cache off."""
     for path in sorted(folder.glob("modeling*.py")):
         try:
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-        except (SyntaxError, UnicodeDecodeError):
+            tree = ast.parse(read_source(path, CODE_MOST).decode("utf-8"))
+        except (SyntaxError, ValueError, OSError, RecursionError, MemoryError, ReshardError):
             continue
         methods = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
         for method in methods:

@@ -198,7 +198,7 @@ _CLASS = re.compile(r"([^\W\d]\w*)\.\w+")
 """A class as `auto_map` names it, in a file beside the config: those of another repository begin with its name."""
 _IMPORT = re.compile(r"^[ \t]*(?:import[ \t]+\.(\w+)[ \t]*$|from[ \t]+\.(\w+)[ \t]+import\b)", re.MULTILINE)
 """What `get_relative_imports` in dynamic_module_utils.py of transformers 5.23 looks for."""
-_SOURCE_MOST = 4 << 20
+CODE_MOST = 4 << 20
 
 
 def _code_of(folder: Path) -> Iterator[Path]:
@@ -212,7 +212,7 @@ def _code_of(folder: Path) -> Iterator[Path]:
         if module not in seen and path.is_file():
             yield path
             if belongs(path, folder):
-                text = read_source(path, _SOURCE_MOST).decode(errors="replace")
+                text = read_source(path, CODE_MOST).decode(errors="replace")
                 waiting += [first or second for first, second in _IMPORT.findall(text)]
         seen.add(module)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from reshard.errors import ReshardError
 from reshard.plain import JSON_MOST, Yaml, json_of, yaml_of
 from reshard.sources import read_source
 
@@ -128,7 +129,10 @@ def _exists(value: str, folder: Path | None) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    raw = read_source(path, JSON_MOST)
+    try:
+        raw = read_source(path, JSON_MOST)
+    except ReshardError as error:
+        raise ValueError(error.problems[0].message) from error
     content = json_of(raw) if path.suffix == ".json" else yaml_of(raw, _PlainData)
     if not isinstance(content, dict):
         raise ValueError("not a mapping")

@@ -11,6 +11,7 @@ import zlib
 from typing import NamedTuple
 
 from reshard.errors import ReshardError
+from reshard.sources import MOST
 from reshard.storage import Storage
 
 EDGE = 2048
@@ -69,6 +70,13 @@ class Window:
 
     def read(self, at: int, size: int) -> bytes:
         """Bytes `at` to `at + size` of the window."""
+        if size > MOST:
+            raise damaged_file(
+                self.name,
+                "a part of a file is larger than any of its kind",
+                expected=f"at most {MOST:,} bytes",
+                found=f"{size:,} bytes",
+            )
         if at < 0 or size < 0 or at + size > self.length:
             raise damaged_file(
                 self.name,
