@@ -122,10 +122,9 @@ def test_a_pickle_larger_than_any_in_an_archive(copy: Copy) -> None:
     src = copy("torch_dist")
     path, size, name = find(src, "common.pt"), 64 << 30, b"archive/data.pkl"
     wide = struct.pack("<HHQQ", 1, 16, size, size)
-    local = struct.pack("<4s5H3I2H", b"PK\3\4", 45, 0, 0, 0, 0, 0, *[0xFFFFFFFF] * 2, len(name), len(wide))
-    entry = struct.pack(
-        "<4s6H3I5H2I", b"PK\1\2", 45, 45, 0, 0, 0, 0, 0, *[0xFFFFFFFF] * 2, len(name), len(wide), *[0] * 5, 0
-    )
+    lengths = *[0xFFFFFFFF] * 2, len(name), len(wide)
+    local = struct.pack("<4s5H3I2H", b"PK\3\4", 45, 0, 0, 0, 0, 0, *lengths)
+    entry = struct.pack("<4s6H3I5H2I", b"PK\1\2", 45, 45, 0, 0, 0, 0, 0, *lengths, 0, 0, 0, 0, 0)
     at = len(local + name + wide) + size
     directory = entry + name + wide
     end = struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, 1, 1, len(directory), at)
