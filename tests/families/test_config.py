@@ -47,7 +47,7 @@ def words(text: str) -> set[str]:
 BESIDES = {
     *("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "use_cache", "auto_map"),
     *("pretraining_tp", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
-    *("layer_types", "max_window_layers", "qk_head_dim"),
+    *("layer_types", "max_window_layers", "qk_head_dim", "no_rope_layer_interval"),
     *("embd_pdrop", "resid_pdrop", "original_max_position_embeddings"),
 }
 # What `load_args_from_checkpoint` of Megatron-LM core_v0.16.1 restores for every model …
@@ -132,7 +132,7 @@ def test_there_and_back_again(name: str, tmp_path: Path) -> None:
         assert config.pop("rope_scaling")["rope_type"] == "dynamic"
         config["rope_parameters"] = rope
     ignored = BESIDES | ({"head_dim"} if name.startswith("deepseek") else set())
-    ignored |= {"sliding_window"} if name.startswith(("qwen", "mimo")) else set()
+    ignored |= {"sliding_window"} if name.startswith(("qwen", "mimo", "smollm3")) else set()
     ignored -= {"layer_types"} if name == "gpt_oss" else set()
     assert back == {key: value for key, value in config.items() if key not in ignored}
 
@@ -344,6 +344,17 @@ def test_experts_are_as_wide_as_a_dense_mlp_unless_told_otherwise(name: str, tmp
     assert config.get("n_shared_experts", 3) == 3
 
 
+def test_layers_without_a_rope_in_every_spelling() -> None:
+    table = CONFIG_MAPS["smollm3"]
+    for config in ({}, {"no_rope_layer_interval": 4}, {"no_rope_layers": [1, 1, 1, 0, 1, 1, 1]}):
+        assert table.to_args({"num_hidden_layers": 6, **config})["no_rope_freq"] == [0, 0, 0, 1, 0, 0]
+    with pytest.raises(ValueError, match="for 6 layers"):
+        table.to_args({"num_hidden_layers": 6, "no_rope_layers": [1, 1]})
+    for freq in (2, [0, 1, 0, 1]):
+        assert table.to_config({"num_layers": 4, "no_rope_freq": freq})["no_rope_layers"] == [1, 0, 1, 0]
+    assert table.to_config({"num_layers": 2})["no_rope_layers"] == [1, 1]
+
+
 def test_heads_of_a_width_of_their_own_are_told_where_no_key_is_usual(tmp_path: Path) -> None:
     args = args_of(config_of("qwen2", tmp_path))
     assert "head_dim" not in QWEN2.to_config(args)
@@ -410,6 +421,7 @@ def test_a_difference_that_changes_no_weight_is_decided_by_the_user(tmp_path: Pa
     [
         ("llama", "rotary_interleaved", True),
         ("ernie4_5", "rotary_interleaved", False),
+        ("llama", "no_rope_freq", [0, 0, 0, 1]),
         ("qwen2", "rotary_percent", 0.5),
         ("qwen3", "apply_layernorm_1p", True),
         ("mistral", "normalization", "LayerNorm"),

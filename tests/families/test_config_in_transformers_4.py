@@ -38,7 +38,7 @@ OTHERWISE = ("deepseek_v2", "gpt_oss")
 softmax, its gpt-oss clamps at 7.0 and not at `swiglu_limit`."""
 
 NEWER = {
-    "4.51": ("deepseek_v3_noq", "glm4_moe", "dots1", "ernie4_5"),
+    "4.51": ("deepseek_v3_noq", "glm4_moe", "dots1", "ernie4_5", "smollm3"),
     "4.53": ("glm4_moe", "ernie4_5"),
     "4.57": (),
 }

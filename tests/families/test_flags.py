@@ -43,7 +43,7 @@ def parsed(flags: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     name = ""
     for word in flags:
-        if word.startswith("--no-"):
+        if word.startswith("--no-") and word != "--no-rope-freq":
             found[word.removeprefix("--no-").replace("-", "_")] = False
         elif word.startswith("--"):
             name = word.removeprefix("--").replace("-", "_")

@@ -184,6 +184,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "ernie4_5",
         {**WIDE_HEADS, "attention_dropout": 0.0, "use_bias": True, "tie_word_embeddings": True},
     ),
+    "smollm3": ("smollm3", {**WIDE_HEADS, "no_rope_layers": [1, 0, 0, 1]}),
     "phi3": ("phi3", {"rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.75}}),
 }
 

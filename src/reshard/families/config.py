@@ -39,7 +39,15 @@ from reshard.families.entries import (
     Values,
     same,
 )
-from reshard.families.rope import LatentRope, Rope, Rotary, YarnRope, both_spellings, rope_contradictions
+from reshard.families.rope import (
+    LatentRope,
+    Rope,
+    RopeLayers,
+    Rotary,
+    YarnRope,
+    both_spellings,
+    rope_contradictions,
+)
 from reshard.families.rules import MOST_MODULES
 
 
@@ -124,9 +132,12 @@ NO_BIAS = Const(args={"add_qkv_bias": False, "add_bias_linear": False})
 QKV_BIAS = Const(args={"add_qkv_bias": True, "add_bias_linear": False})
 QK_NORM = Const(args={"qk_layernorm": True})
 NO_QK_NORM = Const(args={"qk_layernorm": False})
+# Where the config says nothing, transformers ties the head of these families.
+TIED = Key("tie_word_embeddings", "untie_embeddings_and_output_weights", default=True, values=NEGATED)
 GROUPED_HEADS: tuple[Entry, ...] = (HeadDim(), Const(args={"multi_latent_attention": False}))
 DERIVED_HEADS: tuple[Entry, ...] = (HeadDim(written=False), Const(args={"multi_latent_attention": False}))
 NO_WINDOW = Const(args={"window_size": None})
+ROPE_EVERYWHERE = Const(args={"no_rope_freq": None})
 
 ROUTER: tuple[Entry, ...] = (
     Key("num_experts_per_tok", "moe_router_topk"),
@@ -148,8 +159,9 @@ QWEN_EXPERTS: tuple[Entry, ...] = (
 def family(model_type: str, architecture: str, *entries: Entry) -> ConfigMap:
     """The map of a family whose config.json says `model_type` and `architectures: [architecture]`."""
     says = Const(config={"model_type": model_type, "architectures": [architecture]})
-    windowed = any(isinstance(entry, SlidingWindow) for entry in entries)
-    return ConfigMap(model_type, (says, *COMMON, *entries, *([] if windowed else [NO_WINDOW])))
+    usual = ((SlidingWindow, NO_WINDOW), (RopeLayers, ROPE_EVERYWHERE))
+    unless = [const for kind, const in usual if not any(isinstance(entry, kind) for entry in entries)]
+    return ConfigMap(model_type, (says, *COMMON, *entries, *unless))
 
 
 LLAMA = family(
@@ -186,8 +198,19 @@ ERNIE4_5 = family(
     *GROUPED_HEADS,
     Rope(default_theta=500000.0),
     Const(args={"rotary_interleaved": True}),
-    Key("tie_word_embeddings", "untie_embeddings_and_output_weights", default=True, values=NEGATED),
+    TIED,
     Key("use_bias", "add_bias_linear", also=("add_qkv_bias",), default=False, assumed=False),
+    NO_QK_NORM,
+)
+SMOLLM3 = family(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    *DERIVED_HEADS,
+    Rope(default_theta=2000000.0),
+    RopeLayers(),
+    FullAttention(late=False),
+    TIED,
+    Biases("attention_bias", "mlp_bias"),
     NO_QK_NORM,
 )
 MISTRAL = family(

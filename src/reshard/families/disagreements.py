@@ -25,14 +25,22 @@ RUN_CHOICES = {
 
 # What decides how the model computes, and neither which weights there are nor how they are arranged.
 COMPUTED = {
-    *("rope_parameters", "rotary", "rms_norm_eps", "sliding_window", "layer_types", "swiglu_limit"),
+    *(
+        "rope_parameters",
+        "rotary",
+        "rms_norm_eps",
+        "sliding_window",
+        "layer_types",
+        "no_rope_layers",
+        "swiglu_limit",
+    ),
     *("num_experts_per_tok", "num_experts_per_token", "norm_topk_prob", "routed_scaling_factor"),
     *("scoring_func", "n_group", "topk_group"),
 }
 
 # What leaves no trace in names and shapes, and decides what the weights mean.
 MECHANISMS = (
-    *("swiglu", "normalization", "apply_layernorm_1p", "window_size"),
+    *("swiglu", "normalization", "apply_layernorm_1p", "window_size", "no_rope_freq"),
     *("position_embedding_type", "rotary_percent", "rotary_interleaved", "moe_router_score_function"),
 )
 # Those of them by which the same numbers stand in another order, or for other numbers.

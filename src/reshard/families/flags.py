@@ -15,6 +15,7 @@ NOT_RESTORED: dict[str, Any] = {
     "qk_layernorm": False,
     "use_rope_scaling": False,
     "rope_scaling_factor": 8.0,
+    "no_rope_freq": None,
     "window_size": None,
     "multi_latent_attention": False,
     "q_lora_rank": None,

@@ -115,6 +115,27 @@ class Rope(RotaryEmbedding):
 DYNAMIC = "dynamic rope scaling; Megatron-LM agrees up to max_position_embeddings, and not beyond"
 
 
+class RopeLayers(Entry):
+    """SmolLM3: which layers turn queries and keys; Megatron-LM's `no_rope_freq` says which do not.
+
+    Source: `TransformerConfig` of megatron-core 0.13 to 0.16, `no_rope_freq_type` of Megatron-LM's arguments.py.
+    """
+
+    def to_args(self, config: Config) -> Values:
+        layers = config.get("num_hidden_layers", 0)
+        interval = first(config, ("no_rope_layer_interval",), 4)
+        turned = first(config, ("no_rope_layers",), [(layer + 1) % interval for layer in range(layers)])
+        if len(turned) < layers:
+            raise ValueError(f"no_rope_layers is {turned!r}, for {layers} layers")
+        return {"no_rope_freq": [int(not each) for each in turned[:layers]]}
+
+    def to_config(self, args: Args) -> Values:
+        skipped, layers = first(args, ("no_rope_freq",), 0), args.get("num_layers", 0)
+        if isinstance(skipped, int):  # every N-th layer, counted from one; 0 stands for none
+            skipped = [bool(skipped) and (layer + 1) % skipped == 0 for layer in range(layers)]
+        return {"no_rope_layers": [int(not each) for each in skipped]}
+
+
 class Rotary(RotaryEmbedding):
     """InternLM's `rotary`, which its own code reads in place of `rope_theta`: plain ("origin") or dynamic."""
 

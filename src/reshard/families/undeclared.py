@@ -25,6 +25,5 @@ BUILT_ALIKE: dict[str, str] = {
     "mellum": "some layers attend to a window of tokens, and two rotary bases alternate",
     "ministral": "some layers attend to a window of tokens",
     "ministral3": "queries are scaled by their position beyond the original context",
-    "smollm3": "some layers have no rotary embedding",
 }
 """Models with the names and shapes of a declared family that compute something else, and what."""

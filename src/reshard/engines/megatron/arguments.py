@@ -87,6 +87,7 @@ _SAME_NAME = (
     "mtp_loss_scaling_factor",
     "mtp_num_layers",
     "multi_latent_attention",
+    "no_rope_freq",
     "normalization",
     "num_attention_heads",
     "num_layers",

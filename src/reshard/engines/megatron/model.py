@@ -64,6 +64,8 @@ def build_config(
     decisive = stage_sizes(args, sizes)
     if getattr(args, "moe_shared_expert_gate", False):
         decisive["moe_shared_expert_gate"] = True  # from 0.16 on; before, a spec of one's own had it
+    if getattr(args, "no_rope_freq", None):
+        decisive["no_rope_freq"] = args.no_rope_freq  # from 0.13 on
     if unknown := decisive.keys() - supported(config_class, **decisive):
         raise ReshardError(
             "this version of megatron-core cannot build the model",
