@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from reshard.dequantization import _FP8, _POWERS
 from reshard.errors import ReshardError
 from reshard.oracle.transformers import transformers_logits
 from tests.commandline import reshard as command
+from tests.environments import python
 from tests.genuine import quantized
 from tests.judges import TOKENS
 
@@ -267,6 +269,104 @@ def test_mxfp4_scales_of_any_size(hf_model: Models, tmp_path: Path) -> None:
     assert_holds(tmp_path / "out", unpacked(source))
 
 
+# ------------------------------------------------------------------------------------------------ compressed-tensors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["FP8", "FP8_DYNAMIC", "W8A8", "W4A16"])
+def test_as_compressed_tensors_decompresses(kind: str, hf_model: Models, tmp_path: Path) -> None:
+    plain, source = hf_model("qwen3", dtype="bfloat16"), tmp_path / "source"
+    make = [python("quantizers"), "-m", "tests.genuine.make_quantized"]
+    subprocess.run([*make, kind, plain, source], check=True)
+    subprocess.run([*make, "plain", source, tmp_path / "expected.safetensors"], check=True)
+    reshard.convert(source, tmp_path / "out", to="huggingface", dtype="bfloat16")
+    assert_holds(tmp_path / "out", load_file(tmp_path / "expected.safetensors"))
+    reshard.convert(source, tmp_path / "native", to="megatron", tp=2)
+    assert reshard.verify(source, tmp_path / "native").equal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["W4A16_ASYM", "W3A16", "NVFP4A16", "nf4", "int8", "awq", "gptq"])
+def test_what_is_not_computed_is_refused(kind: str, hf_model: Models, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    make = [python("quantizers"), "-m", "tests.genuine.make_quantized"]
+    subprocess.run([*make, kind, hf_model("qwen3", dtype="bfloat16"), source], check=True)
+    with pytest.raises(ReshardError, match="quantized"):
+        reshard.convert(source, tmp_path / "out", to="megatron")
+    assert reshard.inspect(source).next == ""
+
+
+def described(weights: dict[str, object], kind: str) -> dict[str, object]:
+    group = {"targets": ["Linear"], "weights": weights}
+    return {"quant_method": "compressed-tensors", "format": kind, "config_groups": {"group_0": group}}
+
+
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 8}
+
+
+def with_int4(plain: Path, out: Path, told: dict[str, object]) -> tuple[Path, Tensors]:
+    """The experts in four bits, in groups of 8, as Kimi-K2-Thinking has them, and all plain weights of that model."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = load_file(plain / "model.safetensors")
+    expected: Tensors = dict(tensors)
+    for name in [name for name in tensors if ".mlp.experts." in name]:
+        rows, columns = tensors.pop(name).shape
+        numbers = torch.randint(0, 16, (rows, columns), generator=generator)
+        scales = (torch.rand(rows, columns // 8, generator=generator) / 50).to(torch.bfloat16)
+        shifts = torch.arange(8) * 4
+        items = (numbers.view(rows, -1, 8) << shifts).sum(-1)
+        tensors[f"{name}_packed"] = torch.where(items >= 1 << 31, items - (1 << 32), items).to(torch.int32)
+        tensors[f"{name}_scale"] = scales
+        tensors[f"{name}_shape"] = torch.tensor([rows, columns])
+        expected[name] = (numbers - 8).to(torch.bfloat16) * scales.repeat_interleave(8, 1)
+    return quantized.with_tensors(plain, out, tensors, told), expected
+
+
+def test_int4_experts_become_plain(hf_model: Models, tmp_path: Path) -> None:
+    plain = hf_model("deepseek_v3_mtp", dtype="bfloat16")
+    source, expected = with_int4(plain, tmp_path / "source", described(INT4, "pack-quantized"))
+    reshard.convert(source, tmp_path / "native", to="megatron", tp=2, pp=2, ep=2)
+    assert reshard.verify(source, tmp_path / "native").equal
+    reshard.convert(tmp_path / "native", tmp_path / "out")
+    assert_holds(tmp_path / "out", expected)
+
+
+UNKNOWN = {
+    "a zero point": {**INT4, "symmetric": False},
+    "three bits": {**INT4, "num_bits": 3},
+    "another group": {**INT4, "group_size": 16},
+    "floats": {**INT4, "type": "float"},
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_other_packed_numbers_are_refused(case: str, hf_model: Models, tmp_path: Path) -> None:
+    plain = hf_model("qwen3_moe", dtype="bfloat16")
+    source, _ = with_int4(plain, tmp_path / "source", described(UNKNOWN[case], "pack-quantized"))
+    for options in ({"to": "megatron"}, {"to": "huggingface", "dtype": "bfloat16"}):
+        with pytest.raises(ReshardError, match="quantized"):
+            reshard.convert(source, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("per", ["tensor", "channel"])
+def test_fp8_of_compressed_tensors_becomes_plain(per: str, hf_model: Models, tmp_path: Path) -> None:
+    plain = hf_model("qwen3", dtype="bfloat16")
+    tensors = load_file(plain / "model.safetensors")
+    expected: Tensors = dict(tensors)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        rows = tensors[name].float()
+        scale = rows.abs().amax(1, keepdim=True) if per == "channel" else rows.abs().max().reshape(1)
+        scale = (scale / 448).to(torch.bfloat16)
+        tensors |= {name: (rows / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
+        expected[name] = tensors[name].to(torch.bfloat16) * scale
+    told = described({"num_bits": 8, "type": "float", "strategy": per}, "float-quantized")
+    source = quantized.with_tensors(plain, tmp_path / "source", tensors, told)
+    reshard.convert(source, tmp_path / "out", to="huggingface", dtype="bfloat16")
+    assert_holds(tmp_path / "out", expected)
+    assert reshard.verify(source, tmp_path / "out").equal
+
+
 # ------------------------------------------------------------------------------------------------ seen through
 
 
@@ -322,6 +422,29 @@ def test_scales_that_do_not_tell_their_blocks(hf_model: Models, tmp_path: Path) 
     assert "weight_block_size" in result.err
     assert not (tmp_path / "out").exists()
     assert command("inspect", source, "--json").json["next"] == ""
+
+
+@pytest.mark.parametrize("told", [None, {"quant_method": "bitsandbytes", "load_in_8bit": True}])
+def test_scales_of_another_arithmetic(
+    told: dict[str, object] | None, hf_model: Models, tmp_path: Path
+) -> None:
+    """bitsandbytes divides by 127, which nothing but its name for scales tells where the config says nothing."""
+    plain, name = hf_model("qwen3", dtype="bfloat16"), "model.layers.0.mlp.up_proj"
+    tensors = load_file(plain / "model.safetensors")
+    tensors[f"{name}.weight"] = tensors[f"{name}.weight"].to(torch.int8)
+    tensors[f"{name}.SCB"] = torch.ones(len(tensors[f"{name}.weight"]))
+    source = quantized.with_tensors(plain, tmp_path / "source", tensors, told)
+    with pytest.raises(ReshardError, match="the weights are quantized"):
+        reshard.convert(source, tmp_path / "out", to="megatron")
+
+
+def test_fp8_whose_config_does_not_say_so(fp8: Callable[[str], Path], tmp_path: Path) -> None:
+    source = shutil.copytree(fp8("qwen3"), tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    del config["quantization_config"]
+    (source / "config.json").write_text(json.dumps(config))
+    reshard.convert(source, tmp_path / "out", to="huggingface", dtype="bfloat16")
+    assert_holds(tmp_path / "out", published(source, (16, 16)))
 
 
 def test_a_dtype_that_is_none(fp8: Callable[[str], Path], tmp_path: Path) -> None:

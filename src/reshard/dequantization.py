@@ -2,7 +2,8 @@
 
 An element is `dtype(float32(value) · float32(scale of its block))`, rounded once. That is what transformers 5.23 does
 (`Fp8Dequantize` in integrations/finegrained_fp8.py, `convert_moe_packed_tensors` in integrations/mxfp4.py) and what
-DeepSeek publishes (inference/kernel.py of DeepSeek-V3).
+DeepSeek publishes (inference/kernel.py of DeepSeek-V3), and `dequantize` of compressed-tensors 0.20 where scales have
+the dtype that is wanted.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from reshard.checkpoint import Checkpoint, Computed, Read, Tensor
 from reshard.dtypes import DType, dtype
 from reshard.errors import Problem, ReshardError, one_for_all
 from reshard.gather import RAW, as_float, cast, castable
-from reshard.quantization import Quantization, Shape, Weight, refusal
+from reshard.quantization import Quantization, Shape, Weight, of_first_group, refusal
 from reshard.views import View
 
 Floats = np.ndarray[Any, Any]
@@ -60,12 +61,31 @@ _FP8 = {
 }
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _NIBBLES = np.concatenate([_E2M1, -_E2M1])
-_FP4 = np.stack([np.tile(_NIBBLES, 16), np.repeat(_NIBBLES, 16)], 1)  # the low half of a byte comes first
-_VALUES: dict[str, Mapping[str, Floats]] = {"FP8": _FP8, "MXFP4": {"uint8": _FP4}}
+
+
+def _halves(values: Floats) -> Floats:
+    """The two values [256, 2] in a byte, of the 16 that four bits can have; the low half of a byte comes first."""
+    return np.stack([np.tile(values, 16), np.repeat(values, 16)], 1)
+
+
+_VALUES: dict[str, Mapping[str, Floats]] = {
+    "FP8": _FP8,
+    "MXFP4": {"uint8": _halves(_NIBBLES)},
+    "packed int": {"int32": _halves(np.arange(-8, 8, dtype=np.float32))},
+    "int8": {"int8": np.arange(256).astype(np.int8).astype(np.float32).reshape(256, 1)},
+}
 """What a byte of packed values means, [256, values in a byte], by the name of a scheme and the dtype of its items."""
 
-_METHODS = ("fp8", "mxfp4")
-"""The `quant_method`s whose arithmetic is known."""
+_SCALES: dict[str | None, tuple[str, ...]] = {
+    "fp8": ("{}_scale_inv", "scale", "{}_scale"),
+    "mxfp4": ("{}_scales",),
+    "compressed-tensors": ("{}_scale",),
+    None: ("{}_scale_inv", "{}_scales"),
+}
+"""What the scales are called of each `quant_method` whose arithmetic is known; None: where no config names one."""
+
+_FORMATS = ("float-quantized", "naive-quantized", "int-quantized", "pack-quantized")
+"""Of compressed-tensors, those whose weights are values times scales."""
 
 _POWERS = (np.arange(256, dtype=np.uint32) << 23).view(np.float32)  # of two, from 2^-126 to infinity
 _POWERS[0] = 2.0**-127
@@ -145,8 +165,8 @@ def dequantized(checkpoint: Checkpoint, wanted: DType = BFLOAT16, purpose: str |
     found = checkpoint.quantization
     if found is None:
         return checkpoint
-    unknown = any(_table(weight, checkpoint.tensors) is None for weight in found.weights.values())
-    if not found.weights or unknown or found.settings.get("quant_method", _METHODS[0]) not in _METHODS:
+    tables = [_table(weight, found, checkpoint.tensors) for weight in found.weights.values()]
+    if not tables or any(table is None for table in tables):
         raise refusal(found, checkpoint.path, purpose)
     made = {
         name: _plain(name, weight, found, checkpoint.tensors, wanted)
@@ -170,7 +190,22 @@ def dequantized(checkpoint: Checkpoint, wanted: DType = BFLOAT16, purpose: str |
     )
 
 
-def _table(weight: Weight, tensors: Mapping[str, Tensor]) -> Floats | None:
+def _is_int4(settings: Mapping[str, Any]) -> bool:
+    """Whether settings of compressed-tensors describe whole numbers of four bits, from -8 on, for all weights."""
+    groups = settings.get("config_groups")
+    told = [of_first_group(settings, key) for key in ("num_bits", "type", "symmetric")]
+    return isinstance(groups, dict) and len(groups) == 1 and told == [4, "int", True]
+
+
+def _table(weight: Weight, found: Quantization, tensors: Mapping[str, Tensor]) -> Floats | None:
+    """What a byte of a weight means; None where it is not known."""
+    told = found.settings.get("quant_method")
+    method = str(told) if told else None
+    known = weight.scheme.beside[0] in _SCALES.get(method, ())
+    if method == "compressed-tensors":
+        known = known and found.settings.get("format") in _FORMATS
+    if not known or (weight.scheme.name == "packed int" and not _is_int4(found.settings)):
+        return None
     return _VALUES.get(weight.scheme.name, {}).get(tensors[weight.values].dtype.name)
 
 
@@ -179,15 +214,17 @@ def _plain(
 ) -> Tensor | Problem:
     """One weight, or why its scales do not tell its values."""
     packed, scales = tensors[weight.values], tensors[_part(name, weight.scheme.beside[0])]
-    stored, table = packed.shape, _table(weight, tensors)
+    table = _table(weight, found, tensors)
     assert table is not None  # or the scheme was refused
-    turned = (
-        weight.scheme.name == "MXFP4"
-    )  # [expert, out, block, items of a block] of a weight [expert, in, out]
-    if turned:
-        stored = (*packed.shape[:2], prod(packed.shape[2:]) * table.shape[1])
-    extra = [role for role in weight.scheme.more if _part(name, role) in tensors]
+    # Experts of MXFP4 are stored [expert, out, block, items of a block], and called [expert, in, out].
+    turned = weight.scheme.name == "MXFP4"
+    axes = 2 if turned else len(packed.shape) - 1
+    each = packed.dtype.itemsize * table.shape[1]
+    stored = (*packed.shape[:axes], prod(packed.shape[axes:]) * each)
     blocks = _blocks(stored, scales.shape, found) if len(stored) > 1 else None
+    if weight.scheme.name == "packed int" and blocks != (1, of_first_group(found.settings, "group_size")):
+        blocks = None  # a row may end in an item that is not full
+    extra = [role for role in weight.scheme.more if _part(name, role) in tensors]
     if blocks is None or extra or not _is_scale(scales.dtype):
         return _misfit(name, packed, scales, found, extra)
     view = View.of(Dequantized(packed, scales, stored, table, blocks, wanted), *stored)

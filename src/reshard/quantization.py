@@ -203,20 +203,20 @@ def _details(settings: Mapping[str, Any]) -> Iterator[str]:
     if bits := _told_bits(settings):
         yield f"{bits} bits"
     group = (
-        settings.get("group_size") or settings.get("q_group_size") or _of_first_group(settings, "group_size")
+        settings.get("group_size") or settings.get("q_group_size") or of_first_group(settings, "group_size")
     )
     if isinstance(group, int) and group > 0:
         yield f"groups of {group}"
 
 
 def _told_bits(settings: Mapping[str, Any]) -> int | None:
-    told = settings.get("bits") or settings.get("w_bit") or _of_first_group(settings, "num_bits")
+    told = settings.get("bits") or settings.get("w_bit") or of_first_group(settings, "num_bits")
     if isinstance(told, int) and 0 < told <= 8:
         return told
     return next((bits for bits in (4, 8) if settings.get(f"load_in_{bits}bit") is True), None)
 
 
-def _of_first_group(settings: Mapping[str, Any], key: str) -> Any:
+def of_first_group(settings: Mapping[str, Any], key: str) -> Any:
     """What compressed-tensors says of the weights in its first group."""
     groups = settings.get("config_groups")
     group = next(iter(groups.values()), None) if isinstance(groups, dict) else None

@@ -2,6 +2,7 @@
 
 python -m tests.genuine.make_quantized KIND PLAIN OUT      quantize the folder PLAIN
 python -m tests.genuine.make_quantized logits FOLDER FILE  what transformers computes from a folder
+python -m tests.genuine.make_quantized plain FOLDER FILE   the weights as compressed-tensors decompresses them
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from compressed_tensors.quantization import (
     preset_name_to_scheme,
 )
 from compressed_tensors.quantization.utils import calculate_qparams, compute_dynamic_scales_and_zp
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, CompressedTensorsConfig
 
 GROUP = 16
 SKIPPED = ["lm_head", "re:.*mlp.gate$"]
@@ -58,7 +59,8 @@ def _calibrate(module: Any) -> None:
     if settings.group_size:
         scale, zero = compute_dynamic_scales_and_zp(module.weight, settings, module)
     else:
-        low, high = module.weight.amin(1, keepdim=True), module.weight.amax(1, keepdim=True)
+        rows = module.weight.reshape(module.weight_scale.numel(), -1)
+        low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
         scale, zero = calculate_qparams(low, high, settings)
     for name, values in (("weight_scale", scale), ("weight_zero_point", zero)):
         if hasattr(module, name):
@@ -125,20 +127,31 @@ def logits(folder: Path, file: Path) -> None:
     np.save(file, found.detach().float().numpy())
 
 
+def plain(folder: Path, out: Path) -> None:
+    """The weights of a folder as compressed-tensors decompresses them, by name, in one file."""
+    from safetensors.torch import save_file
+
+    settings = CompressedTensorsConfig(run_compressed=False)
+    model = _load(folder, quantization_config=settings, device_map="cpu")
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, out)
+
+
 KINDS: dict[str, Callable[[Path, Path], None]] = {
     **{
-        name: compressed(name) for name in ("W4A16", "W4A16_ASYM", "W3A16", "W8A8", "FP8_DYNAMIC", "NVFP4A16")
+        name: compressed(name)
+        for name in ("W4A16", "W4A16_ASYM", "W3A16", "W8A8", "FP8", "FP8_DYNAMIC", "NVFP4A16")
     },
     "nf4": bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
     "int8": bitsandbytes(load_in_8bit=True),
     "awq": awq,
     "gptq": gptq,
     "logits": logits,
+    "plain": plain,
 }
 
 if __name__ == "__main__":
     kind, source, target = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     KINDS[kind](source, target)
-    if kind != "logits":
+    if kind not in ("logits", "plain"):
         for file in source.glob("*token*"):
             shutil.copy(file, target)
