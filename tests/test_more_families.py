@@ -176,6 +176,14 @@ def test_internlm3_as_transformers_saves_it(bias: bool, tmp_path: Path) -> None:
     assert differing_keys(tmp_path / "back", tmp_path / "hub") == set()
 
 
+def test_what_cwm_does_not_say_is_what_transformers_assumes() -> None:
+    config = AutoConfig.for_model("cwm", num_hidden_layers=6).to_dict()
+    silent = {key: value for key, value in config.items() if key not in ("rope_parameters", "layer_types")}
+    table = FAMILIES["cwm"].config
+    assert table.to_args(silent) == table.to_args(config)
+    assert table.to_args(config)["window_attn_skip_freq"] == [0, 1, 1, 1, 0, 1]
+
+
 WINDOW = {"sliding_window": 6}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 UNDECLARED: dict[str, dict[str, Any]] = {

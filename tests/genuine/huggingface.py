@@ -185,6 +185,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {**WIDE_HEADS, "attention_dropout": 0.0, "use_bias": True, "tie_word_embeddings": True},
     ),
     "smollm3": ("smollm3", {**WIDE_HEADS, "no_rope_layers": [1, 0, 0, 1]}),
+    "cwm": (
+        "cwm",
+        {
+            **WIDE_HEADS,
+            "sliding_window": 6,
+            "rope_parameters": LLAMA3_ROPE,
+            "max_position_embeddings": 65536,
+            "bos_token_id": 1,
+        },
+    ),
     "phi3": ("phi3", {"rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.75}}),
 }
 

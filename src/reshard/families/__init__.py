@@ -11,7 +11,7 @@ from reshard.families.family import Family
 from reshard.families.glm import DOTS1, GLM4_MOE
 from reshard.families.gpt_oss import GPT_OSS
 from reshard.families.internlm import INTERNLM, INTERNLM2, INTERNLM_MOE
-from reshard.families.llama import ERNIE4_5, INTERNLM3, LLAMA, MISTRAL, SMOLLM3
+from reshard.families.llama import CWM, ERNIE4_5, INTERNLM3, LLAMA, MISTRAL, SMOLLM3
 from reshard.families.mimo import MIMO
 from reshard.families.mixtral import MIXTRAL
 from reshard.families.phi3 import PHI3
@@ -39,6 +39,7 @@ FAMILIES: dict[str, Family] = {
         GPT_OSS,
         ERNIE4_5,
         SMOLLM3,
+        CWM,
         PHI3,
         BAICHUAN,
     )

@@ -30,6 +30,7 @@ from reshard.families.entries import (
     KeyValueHeads,
     LatentNorms,
     LayerTypes,
+    LeadingFullLayers,
     Precision,
     RouterGroups,
     SharedExperts,
@@ -137,6 +138,7 @@ TIED = Key("tie_word_embeddings", "untie_embeddings_and_output_weights", default
 GROUPED_HEADS: tuple[Entry, ...] = (HeadDim(), Const(args={"multi_latent_attention": False}))
 DERIVED_HEADS: tuple[Entry, ...] = (HeadDim(written=False), Const(args={"multi_latent_attention": False}))
 NO_WINDOW = Const(args={"window_size": None})
+ONE_WINDOW = Const(args={"window_attn_skip_freq": None})
 ROPE_EVERYWHERE = Const(args={"no_rope_freq": None})
 
 ROUTER: tuple[Entry, ...] = (
@@ -159,7 +161,7 @@ QWEN_EXPERTS: tuple[Entry, ...] = (
 def family(model_type: str, architecture: str, *entries: Entry) -> ConfigMap:
     """The map of a family whose config.json says `model_type` and `architectures: [architecture]`."""
     says = Const(config={"model_type": model_type, "architectures": [architecture]})
-    usual = ((SlidingWindow, NO_WINDOW), (RopeLayers, ROPE_EVERYWHERE))
+    usual = ((SlidingWindow, NO_WINDOW), (LayerTypes, ONE_WINDOW), (RopeLayers, ROPE_EVERYWHERE))
     unless = [const for kind, const in usual if not any(isinstance(entry, kind) for entry in entries)]
     return ConfigMap(model_type, (says, *COMMON, *entries, *unless))
 
@@ -211,6 +213,17 @@ SMOLLM3 = family(
     FullAttention(late=False),
     TIED,
     Biases("attention_bias", "mlp_bias"),
+    NO_QK_NORM,
+)
+CWM = family(
+    "cwm",
+    "CwmForCausalLM",
+    *GROUPED_HEADS,
+    Rope(default_theta=1000000.0, assumed={"rope_type": "llama3", "factor": 16.0}),
+    SlidingWindow(default=8192),
+    LeadingFullLayers(),
+    NO_BIAS,
+    Const(config={"mlp_bias": False}),
     NO_QK_NORM,
 )
 MISTRAL = family(

@@ -40,8 +40,14 @@ COMPUTED = {
 
 # What leaves no trace in names and shapes, and decides what the weights mean.
 MECHANISMS = (
-    *("swiglu", "normalization", "apply_layernorm_1p", "window_size", "no_rope_freq"),
-    *("position_embedding_type", "rotary_percent", "rotary_interleaved", "moe_router_score_function"),
+    *("swiglu", "normalization", "apply_layernorm_1p", "window_size", "window_attn_skip_freq"),
+    *(
+        "no_rope_freq",
+        "position_embedding_type",
+        "rotary_percent",
+        "rotary_interleaved",
+        "moe_router_score_function",
+    ),
 )
 # Those of them by which the same numbers stand in another order, or for other numbers.
 REARRANGED = {"swiglu", "apply_layernorm_1p", "rotary_interleaved"}

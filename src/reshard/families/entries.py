@@ -298,6 +298,15 @@ class LayerTypes(Entry):
         return {"layer_types": ["sliding_attention" if each else "full_attention" for each in skip]}
 
 
+class LeadingFullLayers(LayerTypes):
+    """cwm: every fourth layer attends to all, beginning with the first, where the config does not say."""
+
+    def to_args(self, config: Config) -> Values:
+        if config.get("layer_types"):
+            return super().to_args(config)
+        return {"window_attn_skip_freq": [int(i % 4 > 0) for i in range(config.get("num_hidden_layers", 0))]}
+
+
 class Precision(Entry):
     """The dtype, which Megatron-LM keeps as two flags."""
 

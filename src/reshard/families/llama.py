@@ -27,5 +27,6 @@ LLAMA = Family(
 )
 MISTRAL = Family("mistral", "MistralForCausalLM", config.MISTRAL, dense)
 SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", config.SMOLLM3, dense)
+CWM = Family("cwm", "CwmForCausalLM", config.CWM, dense)
 ERNIE4_5 = Family("ernie4_5", "Ernie4_5ForCausalLM", config.ERNIE4_5, dense)
 INTERNLM3 = Family("internlm3", "InternLM3ForCausalLM", config.INTERNLM3, dense)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.families.entries import Args, Config, Entry, Values, contradiction, first
@@ -64,17 +64,19 @@ class RotaryEmbedding(Entry):
 class Rope(RotaryEmbedding):
     """The rotary embedding of all families but DeepSeek's: plain, or scaled as in Llama 3.
 
-    `fraction` is the `partial_rotary_factor` of a family that has one, where the config does not say it.
+    `fraction` is the `partial_rotary_factor` of a family that has one, where the config does not say it, `assumed` all
+    of a rope that the config does not mention.
     """
 
     default_theta: float = 10000.0
     fraction: float | None = None
+    assumed: Mapping[str, Any] = field(default_factory=dict)
 
     def contradictions(self, config: Config) -> Iterator[str]:
         yield from rope_contradictions(config)
 
     def to_args(self, config: Config) -> Values:
-        rope = rope_parameters(config)
+        rope = rope_parameters(config) or self.assumed
         args: Values = {"rotary_base": _rotary_base(rope, self.default_theta), "use_rope_scaling": False}
         if self.fraction is not None:
             args["rotary_percent"] = first(rope, (PARTIAL,), self.fraction)

@@ -20,7 +20,6 @@ BEYOND_MEGATRON: dict[str, str] = {
 """Why, by the `model_type` of config.json."""
 
 BUILT_ALIKE: dict[str, str] = {
-    "cwm": "some layers attend to a window of tokens",
     "granite": "embeddings, residuals, attention scores and logits are multiplied by constants",
     "mellum": "some layers attend to a window of tokens, and two rotary bases alternate",
     "ministral": "some layers attend to a window of tokens",
