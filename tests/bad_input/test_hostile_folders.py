@@ -28,6 +28,7 @@ from tests.bad_input.damage import (
 )
 from tests.commandline import reshard, within
 
+Models = Callable[..., Path]
 SECRET = "the key of whoever converts"
 
 
@@ -287,6 +288,24 @@ def test_a_tracker_of_deepspeed_that_names_something_outside(tmp_path: Path, out
         ReshardError, match=r"the step that `latest` names is missing|no checkpoint found here"
     ):
         api.open(src)
+
+
+@pytest.mark.parametrize("name", ["../../../outside", "{outside}", ".."])
+def test_a_parameter_of_deepspeed_outside_of_its_folder(hf_model: Models, outside: Path, name: str) -> None:
+    """The model states of a universal checkpoint name the folders of parameters."""
+    src = outside.parent / "src"
+    api.convert(hf_model("qwen3"), src, to="deepspeed")
+    stored = find(src, "model.embed_tokens.weight")
+    (stored / "fp32.pt").rename(outside / "fp32.pt")
+    for path in src.rglob("*_model_states.pt"):
+        content = torch.load(path, weights_only=False)
+        shapes = content["param_shapes"][0]
+        shapes[name.format(outside=outside)] = shapes.pop("model.embed_tokens.weight")
+        torch.save(content, path)
+    for path in stored.iterdir():
+        path.unlink()
+    stored.rmdir()
+    assert "is not below the folder of the checkpoint" in refusal(*convert(src))["found"]
 
 
 # ------------------------------------------------------------------------------------- values

@@ -34,6 +34,7 @@ from reshard.formats.deepspeed.zero import (
     shapes_of,
     share,
 )
+from reshard.formats.places import below
 from reshard.formats.torchfiles.pickles import Global, Reduce
 from reshard.formats.torchfiles.read import read_torch_file
 from reshard.formats.torchfiles.write import NewTensor, image_bytes, layout_torch_file
@@ -100,7 +101,7 @@ def _tensors(folder: Path, kind: str, shapes: Shapes, names: Sequence[str]) -> d
     """One tensor for each parameter. Raises ReshardError listing all that are missing or of another size."""
     tensors, problems = {}, []
     for name in names:
-        path = folder / "zero" / name / f"{kind}.pt"
+        path = below(folder / "zero", f"{name}/{kind}.pt")
         try:
             tensors[name] = _tensor(path, name, shapes.get(name))
         except ReshardError as error:
