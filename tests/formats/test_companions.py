@@ -223,6 +223,11 @@ def test_a_folder_of_links_to_a_model(tmp_path: Path) -> None:
         if path.name != "config.json":
             (folder / path.name).symlink_to(path)
     assert find_companions(folder).files.keys() == find_companions(model).files.keys()
+    (model / "secret").write_text("key")
+    (folder / "x.model").symlink_to(model / "secret")
+    (folder / "other.safetensors").symlink_to("other.safetensors")
+    assert find_companions(folder).left_out == (folder / "x.model",)
+    (folder / "x.model").unlink()
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to(model / "tokenizer.json")  # which is not weights
     assert find_companions(folder).files.keys() == {"config.json"}

@@ -4,11 +4,12 @@ The path that a user gives may be a link to anywhere. What the files of a checkp
 chunks of `.metadata`) has to be below it. Links to weights are followed, wherever they lead: people lay shards on other
 disks, and what such a link leads to is read as weights or not at all. Links to companions are not, because those are
 copied as they are, and an archive from somewhere could have `x.model` point to a key of whoever unpacks it. They are
-followed to where the weights of the same folder lie, and to the blobs of the hub's cache.
+followed to where the weights of the same folder lie, under the same name, and to the blobs of the hub's cache.
 """
 
 from __future__ import annotations
 
+import os
 import reprlib
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -31,14 +32,20 @@ def below(folder: Path, name: Any) -> Path:
 
 def belongs(path: Path, folder: Path) -> bool:
     """Whether the file `path` of `folder` is a part of what lies there, and not a link to something else."""
-    real, home = path.resolve(), folder.resolve()
+    real, home = _real(path), _real(folder)
     if home in real.parents:
         return True
     repository = next((parent.parent for parent in home.parents if parent.name == "snapshots"), None)
     if repository and real.parent == repository / "blobs":
         return True
+    if real.name != path.name and real.parent.name != "blobs":
+        return False
     links = (link for link in folder.glob("*.safetensors") if link.is_symlink())
-    return any(link.resolve().parent == real.parent and _is_weights(link) for link in links)
+    return any(_real(link).parent == real.parent and _is_weights(link) for link in links)
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))  # where links lead in a circle, resolve() raises RuntimeError
 
 
 def _is_weights(file: Path) -> bool:
