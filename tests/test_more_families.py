@@ -194,6 +194,7 @@ UNDECLARED: dict[str, dict[str, Any]] = {
     "glm4": {},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "olmo2": {},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "qwen3_next": {
         **EXPERTS,
         "num_experts": 4,

@@ -15,6 +15,7 @@ BEYOND_MEGATRON: dict[str, str] = {
     "glm4": "what attention and MLP return is normalised",
     "minimax_m2": "queries are normalised over all heads at once; Megatron-Core normalises each head",
     "olmo2": "what attention and MLP return is normalised, and what they take in is not",
+    "olmoe": "queries are normalised over all heads at once; Megatron-Core normalises each head",
     "qwen3_next": "Megatron-Core stores the norm inside linear attention less one, which no re-indexing gives",
 }
 """Why, by the `model_type` of config.json."""
