@@ -389,6 +389,13 @@ def test_verify_says_how_it_compared(fp8: Callable[[str], Path], tmp_path: Path)
     assert row.a.startswith("1 of ")
 
 
+def test_verify_with_a_folder_that_holds_no_weights(fp8: Callable[[str], Path], tmp_path: Path) -> None:
+    source = fp8("qwen3")
+    other = quantized.with_tensors(source, tmp_path / "other", {}, None)
+    found = reshard.verify(source, other)
+    assert {row.kind for row in found.rows} == {"only in A"}
+
+
 def test_a_dry_run_reads_no_weight(fp8: Callable[[str], Path], tmp_path: Path) -> None:
     plan = command("convert", fp8("qwen3"), tmp_path / "out", "--to", "megatron", "--dry-run", "--json")
     assert plan.code == 0
@@ -422,6 +429,20 @@ def test_scales_that_do_not_tell_their_blocks(hf_model: Models, tmp_path: Path) 
     assert "weight_block_size" in result.err
     assert not (tmp_path / "out").exists()
     assert command("inspect", source, "--json").json["next"] == ""
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (64,), ()], ids=str)
+def test_a_weight_that_is_no_matrix(
+    shape: tuple[int, ...], fp8: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source, name = fp8("qwen3"), "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(source / "model.safetensors")
+    tensors[name] = torch.zeros(shape).to(torch.float8_e4m3fn)
+    tensors[f"{name}_scale_inv"] = torch.zeros([-(-size // 16) for size in shape])
+    told = json.loads((source / "config.json").read_text())["quantization_config"]
+    folder = quantized.with_tensors(source, tmp_path / "source", tensors, told)
+    with pytest.raises(ReshardError, match="do not tell its values"):
+        reshard.convert(folder, tmp_path / "out", to="huggingface", dtype="bfloat16")
 
 
 @pytest.mark.parametrize("told", [None, {"quant_method": "bitsandbytes", "load_in_8bit": True}])

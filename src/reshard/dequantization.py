@@ -221,7 +221,7 @@ def _plain(
     axes = 2 if turned else len(packed.shape) - 1
     each = packed.dtype.itemsize * table.shape[1]
     stored = (*packed.shape[:axes], prod(packed.shape[axes:]) * each)
-    blocks = _blocks(stored, scales.shape, found) if len(stored) > 1 else None
+    blocks = _blocks(stored, scales.shape, found) if len(stored) > 1 and all(stored) else None
     if weight.scheme.name == "packed int" and blocks != (1, of_first_group(found.settings, "group_size")):
         blocks = None  # a row may end in an item that is not full
     extra = [role for role in weight.scheme.more if _part(name, role) in tensors]

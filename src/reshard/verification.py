@@ -97,9 +97,10 @@ def _comparable(checkpoint: Checkpoint, other: Checkpoint) -> Checkpoint:
         return checkpoint
     counted: Counter[DType] = Counter()
     for tensor in other.tensors.values():
-        counted[tensor.dtype] += tensor.nbytes if castable(tensor.dtype) else 0
-    (dtype, nbytes), *_ = counted.most_common(1)
-    return dequantized(checkpoint, dtype if nbytes else BFLOAT16, "compared with plain weights")
+        if castable(tensor.dtype):
+            counted[tensor.dtype] += tensor.nbytes
+    dtype = max(counted, key=lambda each: counted[each], default=BFLOAT16)
+    return dequantized(checkpoint, dtype, "compared with plain weights")
 
 
 def _side(checkpoint: Checkpoint, other: Checkpoint, base: Path | None, sources: Sources) -> Side:
