@@ -184,6 +184,7 @@ def companion_files(source: Source, tensors: list[Planned]) -> Iterator[OutputFi
             file=str(checkpoint.root),
             rule="the output loads with no other folder",
             expected="tokenizer.json, tokenizer.model or vocab.json",
+            found="; ".join(found.notes) or None,
             remedy="give the Hugging Face folder that training started from (--base DIR), or --no-tokenizer",
         )
     foreign = () if checkpoint.quantization else companions.QUANTIZATION  # that of a base
