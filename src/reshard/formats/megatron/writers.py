@@ -50,8 +50,8 @@ def args_of_run_config(run_config: Mapping[str, Any]) -> dict[str, Any]:
     provider's class: of YaRN, nothing is saved. Source: `gpt_oss_bridge.py`, `mistral_bridge.py` and
     `gpt_provider.py` of Megatron-Bridge 0.3.1.
     """
-    model = dict(run_config.get("model") or {})
-    fields = {**model, **(model.get("transformer") or {})}
+    model = _mapping(run_config.get("model"))
+    fields = {**model, **_mapping(model.get("transformer"))}
     args = {name: value for name, value in fields.items() if not isinstance(value, Mapping)}
     for field, arg in (
         ("num_moe_experts", "num_experts"),
@@ -76,6 +76,11 @@ def args_of_run_config(run_config: Mapping[str, Any]) -> dict[str, Any]:
         args = {name: value for name, value in args.items() if name != "rotary_scaling_factor" or value}
         args.setdefault("yarn_correction_range_round_to_int", False)
     return args
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """A section of the file; what is no section says nothing."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def _called(function: Any) -> str | None:
