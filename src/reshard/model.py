@@ -67,9 +67,20 @@ class Model:
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
-    """The config.json in a folder, or None. Raises ReshardError if it is no JSON object."""
+    """The config.json in a folder, or None. Raises ReshardError if it is no JSON object with text as `model_type`."""
     path = folder / "config.json"
-    return read_object(path) if path.is_file() and belongs(path, folder) else None
+    if not (path.is_file() and belongs(path, folder)):
+        return None
+    config = read_object(path)
+    if not isinstance(config.get("model_type"), str | None):
+        raise ReshardError(
+            "config.json cannot be read",
+            file=str(path),
+            expected="a name as model_type",
+            found=f"model_type {config['model_type']}",
+            remedy="copy or download it again",
+        )
+    return config
 
 
 def read_base(base: Path) -> dict[str, Any]:
@@ -155,9 +166,25 @@ def _resolved(
     # The weights are the same, or it is meant, or trained already.
     warnings = [replace(each, severity="warning", remedy=None) for each in warnings]
     if checkpoint.args:
-        config, args, differing = agreed(found.config, config, checkpoint.args, trust, str(file))
+        config, args, differing = _agreed(found, config, checkpoint, trust, file)
         warnings += differing
     return Model(found, config, args, dims, tuple(notes), tuple(warnings))
+
+
+def _agreed(
+    family: Family, config: Mapping[str, Any], checkpoint: Checkpoint, trust: str, file: Path
+) -> tuple[Mapping[str, Any], Mapping[str, Any], list[Problem]]:
+    """The same as `agreed`. Raises ReshardError where an argument is of another type than Megatron-LM gives it."""
+    try:
+        return agreed(family.config, config, checkpoint.args or {}, trust, str(file))
+    except UNUSABLE as error:
+        raise ReshardError(
+            f"the checkpoint's arguments do not describe a model of family {family.name}",
+            file=str(checkpoint.path),
+            rule="the arguments are those that the training code saved",
+            found=f"{type(error).__name__}: {error}",
+            remedy="copy the checkpoint again: its arguments were damaged or edited",
+        ) from error
 
 
 def _model_type(config: Mapping[str, Any]) -> Any:

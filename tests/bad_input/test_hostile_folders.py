@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 import zipfile
 from collections.abc import Callable, Iterator
@@ -184,6 +185,15 @@ def test_links_of_companions_are_left_out_with_a_note(copy: Copy, outside: Path)
     assert "left out" in reshard("inspect", src).out
 
 
+def test_a_tokenizer_that_is_a_link_is_named_where_none_is_left(copy: Copy, outside: Path) -> None:
+    src = copy("qwen3")
+    (src / "tokenizer.json").unlink()
+    (src / "tokenizer.json").symlink_to(outside / "secret")
+    problem = refusal(*convert(src, *MEGATRON))
+    assert problem["message"] == "there is no tokenizer beside the checkpoint"
+    assert f"left out: {src / 'tokenizer.json'} is a link" in problem["found"]
+
+
 def test_a_tokenizer_or_config_that_is_a_link_is_missing(copy: Copy, outside: Path) -> None:
     src = copy("qwen3")
     for name, message in (
@@ -351,6 +361,32 @@ def test_yaml_that_grows(copy: Copy, text: str) -> None:
     assert any("unreadable" in hint for hint in result.json["hints"]), result.json["hints"]
     with within(30):
         assert reshard("doctor", find(src, "run_config.yaml")).code in (1, 2)
+
+
+@pytest.mark.parametrize(
+    "text", ["model: abc", "model: [1]", "model: !!python/tuple [a]", "model: {transformer: 5}"]
+)
+def test_run_config_without_arguments(tmp_path: Path, text: str) -> None:
+    """What is no section says nothing: the config beside the weights counts."""
+    base = _bridge_with(tmp_path, text)
+    out = tmp_path / "out"
+    assert reshard("convert", tmp_path / "src", out, "--base", base).code == 0
+    assert reshard("verify", out, base).code == 0
+
+
+@pytest.mark.parametrize("text", ["model: {hidden_size: 1e400}", "model: {window_size: x}"])
+def test_arguments_of_another_type(tmp_path: Path, text: str) -> None:
+    base = _bridge_with(tmp_path, text)
+    (problem,) = refused("convert", "--base", base, tmp_path / "src", tmp_path / "out")
+    assert problem["message"] == "the checkpoint's arguments do not describe a model of family mistral"
+
+
+def _bridge_with(folder: Path, run_config: str) -> Path:
+    """A checkpoint of Megatron-Bridge with this `run_config.yaml` at `src` in `folder`, and its base."""
+    peers = Path(__file__).parents[1] / "data" / "peers" / "bridge"
+    shutil.copytree(peers / "mistral", folder / "src")
+    (find(folder / "src", ".metadata").parent / "run_config.yaml").write_text(run_config)
+    return peers / "base-mistral"
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors.index.json"])

@@ -202,7 +202,7 @@ def test_a_config_without_what_it_needs(copy: Copy, changes: dict[str, Any], nam
     assert named in problem["found"] and problem["file"] == str(src / "config.json")
 
 
-@pytest.mark.parametrize("text", ['{"model_type": "qwen3"', "[]", "", "\x00"])
+@pytest.mark.parametrize("text", ['{"model_type": "qwen3"', "[]", "", "\x00", '{"model_type": ["qwen3"]}'])
 def test_a_config_that_is_no_json_object(copy: Copy, text: str) -> None:
     src = copy("qwen3")
     (src / "config.json").write_text(text)
