@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -115,20 +114,6 @@ def test_experts_with_biases_stay_whole(hf_model: Models, tmp_path: Path) -> Non
     [problem] = refused.value.problems
     assert problem.found == "--etp 2, which is --tp unless given"
     assert problem.remedy == "choose --etp 1"
-
-
-def test_gpt_oss_in_mxfp4_is_refused_as_quantized(hf_model: Models, tmp_path: Path) -> None:
-    source, folder = hf_model("gpt_oss"), tmp_path / "mxfp4"
-    shutil.copytree(source, folder)
-    tensors = load_file(source / "model.safetensors")
-    for layer in range(4):
-        weight = tensors.pop(f"model.layers.{layer}.mlp.experts.gate_up_proj")
-        for part in ("blocks", "scales"):
-            tensors[f"model.layers.{layer}.mlp.experts.gate_up_proj_{part}"] = weight.to(torch.uint8)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ReshardError) as refused:
-        reshard.convert(folder, tmp_path / "there", to="megatron", etp=1)
-    assert refused.value.problems[0].message == "the weights are quantized"
 
 
 def test_megatron_is_told_what_only_gpt_oss_has(hf_model: Models) -> None:
