@@ -32,6 +32,10 @@ def holds(*names: str):
         (["global_step_200/actor", "global_step_90/actor"], "global_step_200/actor"),
         (["checkpoint/step-1000", "checkpoint/step-20"], "checkpoint/step-1000"),
         (["50", "100"], "100"),
+        (
+            ["v9-20250101-000000/checkpoint-8", "v10-20250102-000000/checkpoint-3"],
+            "v10-20250102-000000/checkpoint-3",
+        ),
     ],
 )
 def test_the_latest_step_is_taken(tmp_path: Path, folders: list[str], weights: str) -> None:

@@ -25,6 +25,8 @@ STEPS = tuple(
         r"(\d+)",  # InternEvo
     )
 )
+RUN = re.compile(r"v(\d+)-\d{8}-\d{6}")
+"""A run of ms-swift, in the folder that was given for all of them."""
 DEPTH = 3
 
 
@@ -50,15 +52,21 @@ def descend(
 
 
 def _children(folder: Path) -> Iterator[tuple[Path, int | None]]:
-    """Folders below `folder` that engines are known to make, the latest step first, and which steps they are."""
+    """Folders below `folder` that engines are known to make, the latest first, and which steps they are."""
     if not folder.is_dir():
         return
     children = sorted(child for child in folder.iterdir() if child.is_dir())
     for pattern in PARTS:
         yield from ((child, None) for child in children if pattern.fullmatch(child.name))
+    yield from ((child, None) for _, child in _latest_first(children, RUN))
     for pattern in STEPS:
-        steps = [(int(match[1]), child) for child in children if (match := pattern.fullmatch(child.name))]
-        yield from ((child, number) for number, child in sorted(steps, reverse=True))
+        yield from ((child, number) for number, child in _latest_first(children, pattern))
+
+
+def _latest_first(children: list[Path], pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
+    """Those whose names follow a pattern, with the number in them, the highest first."""
+    found = [(int(match[1]), child) for child in children if (match := pattern.fullmatch(child.name))]
+    return sorted(found, reverse=True)
 
 
 def find_root(root: Path, given: Path) -> Path:
