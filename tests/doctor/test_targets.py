@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -42,6 +44,18 @@ def test_a_pipe_that_brings_no_log_is_an_error(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
     shown = command("doctor", "-")
     assert shown.code == 2 and "2>&1 | reshard doctor -" in shown.err
+
+
+def test_a_pipe_with_a_name_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "run.log")
+    done = subprocess.run(
+        [sys.executable, "-m", "reshard", "doctor", str(tmp_path / "run.log")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "error: not a regular file" in done.stderr and "| reshard doctor -" in done.stderr
 
 
 def test_a_pipe_in_the_encoding_of_powershell(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,6 +88,12 @@ def kind_of(target: str) -> Callable[[str], list[Finding]]:
             expected="a log, a script, a config, a checkpoint, or - for standard input",
             remedy="check the path",
         )
+    if not path.is_file():
+        raise ReshardError(  # it is opened twice, and may never have a writer
+            "not a regular file",
+            file=target,
+            remedy="pipe its content in: COMMAND | reshard doctor -",
+        )
     _readable(path)
     return _kind(path)
 
