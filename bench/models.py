@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from reshard.dtypes import dtype
+from reshard.algebra.dtypes import dtype
 from reshard.families import FAMILIES
 from reshard.families.binding import Binding
 from reshard.families.rules import Dims

@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import reshard
-from reshard.checkpoint import Tensor
+from reshard.algebra.tensors import Tensor
 from reshard.errors import ReshardError
 from reshard.formats.fused import FAMILIES
-from reshard.gather import Files, Gatherer
 from reshard.oracle.transformers import transformers_logits
+from reshard.transfer.gather import Files, Gatherer
 from tests.commandline import reshard as command
 from tests.environments import python
 from tests.genuine import make_dcp, make_torchtitan

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import reshard
-from reshard.dequantization import _FP8, _POWERS
 from reshard.errors import ReshardError
+from reshard.model.dequantization import _FP8, _POWERS
 from reshard.oracle.transformers import transformers_logits
 from tests.commandline import reshard as command
 from tests.environments import python
@@ -192,8 +192,8 @@ def test_blocks_of_any_size_and_scales_of_any_type(
 
 
 def test_any_range_of_elements(hf_model: Models, tmp_path: Path) -> None:
-    from reshard.dequantization import dequantized
-    from reshard.gather import Files, Gatherer
+    from reshard.model.dequantization import dequantized
+    from reshard.transfer.gather import Files, Gatherer
 
     plain = hf_model("qwen3", dtype="bfloat16")
     source = with_blocks(plain, tmp_path / "source", (40, 24), torch.float32)

@@ -17,19 +17,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard import batch as batch_module
-from reshard import execute as execute_module
-from reshard import gather as gather_module
-from reshard.batch import has_nonfinite
-from reshard.checkpoint import Cells
-from reshard.dtypes import BY_NAME, dtype
+from reshard.algebra.dtypes import BY_NAME, dtype
+from reshard.algebra.storage import Storage
+from reshard.algebra.tensors import Cells
+from reshard.algebra.views import View, concat
 from reshard.errors import ReshardError
-from reshard.execute import execute
-from reshard.gather import RAW, Files, Gatherer, Ledger, cast
-from reshard.plan import ZERO, Block, OutputFile, Plan
-from reshard.sink import Buffer, Sink
-from reshard.storage import Storage
-from reshard.views import View, concat
+from reshard.transfer import batch as batch_module
+from reshard.transfer import execute as execute_module
+from reshard.transfer import gather as gather_module
+from reshard.transfer.batch import has_nonfinite
+from reshard.transfer.execute import execute
+from reshard.transfer.gather import RAW, Files, Gatherer, Ledger, cast
+from reshard.transfer.plan import ZERO, Block, OutputFile, Plan
+from reshard.transfer.sink import Buffer, Sink
 
 U16 = dtype("bfloat16")
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
@@ -173,12 +173,12 @@ def test_a_source_that_shrank_is_an_error(tmp_path: Path) -> None:
 SHRINKING = """
 import os, sys, threading, time
 import numpy as np
-from reshard.checkpoint import Cells
-from reshard.dtypes import dtype
+from reshard.algebra.tensors import Cells
+from reshard.algebra.dtypes import dtype
 from reshard.errors import ReshardError
-from reshard.gather import Files, Gatherer
-from reshard.storage import Storage
-from reshard.views import View
+from reshard.transfer.gather import Files, Gatherer
+from reshard.algebra.storage import Storage
+from reshard.algebra.views import View
 
 path, size = sys.argv[1], 4 << 20
 def shrink():

@@ -23,8 +23,8 @@ from transformers.modeling_layers import MtpModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm
 
 import reshard
+from reshard.algebra.layout import Layout
 from reshard.engines.megatron import ParallelSizes
-from reshard.layout import Layout
 from reshard.oracle.transformers import Logits, load_model, transformers_logits
 from tests.genuine.huggingface import VARIANTS
 from tests.judges import (

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 import reshard
 from reshard.errors import ReshardError
-from reshard.gather import RAW, Files, Gatherer
 from reshard.oracle.transformers import transformers_logits
+from reshard.transfer.gather import RAW, Files, Gatherer
 from tests.commandline import reshard as command
 from tests.environments import python
 from tests.genuine import make_fsdp_ranks as makers
@@ -82,7 +82,7 @@ def broken(made: Path, tmp_path: Path) -> Callable[[str], Path]:
     return copy
 
 
-def values(tensor: reshard.checkpoint.Tensor) -> torch.Tensor:
+def values(tensor: reshard.formats.checkpoint.Tensor) -> torch.Tensor:
     """The elements of a tensor, as reshard gathers them."""
     files = Files()
     out = np.empty(tensor.view.numel, RAW[tensor.dtype.itemsize])

@@ -18,13 +18,14 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import reshard
-from reshard.engines.megatron import ParallelSizes, train_and_save
+from reshard.algebra.layout import Layout
+from reshard.engines.megatron import ParallelSizes
 from reshard.engines.megatron.checkpoint import Format, SaveOptions
 from reshard.errors import ReshardError
 from reshard.formats.megatron.rank_files import coordinates
 from reshard.formats.megatron.seeds import _owners
-from reshard.layout import Layout
 from tests.genuine.megatron import QWEN2, VARIANTS, Genuine, tokens
+from tests.genuine.train_megatron import train_and_save
 
 Maker = Callable[..., Genuine]
 

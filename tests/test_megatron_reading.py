@@ -21,7 +21,7 @@ import torch
 from transformers import AutoTokenizer
 
 import reshard
-from reshard.engines.megatron import megatron_logits, train_and_save
+from reshard.engines.megatron import megatron_logits
 from reshard.engines.megatron.checkpoint import Format, SaveOptions
 from reshard.errors import ReshardError
 from reshard.oracle.transformers import Logits, transformers_logits
@@ -29,6 +29,7 @@ from tests import commandline
 from tests.genuine.huggingface import VARIANTS as FAMILIES
 from tests.genuine.huggingface import make_tokenizer
 from tests.genuine.megatron import OLDER_VERSIONS, QWEN2, VARIANTS, Genuine, tokens
+from tests.genuine.train_megatron import train_and_save
 from tests.judges import TOKENS, assert_agree, assert_same_tensors, differing_keys, tensors_of
 
 Maker = Callable[..., Genuine]

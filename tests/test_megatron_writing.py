@@ -23,14 +23,15 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import reshard
-from reshard.engines.megatron import RankError, megatron_logits, train_and_save
+from reshard.algebra.layout import Layout
+from reshard.engines.megatron import RankError, megatron_logits
 from reshard.engines.megatron.checkpoint import Format, SaveOptions
 from reshard.engines.megatron.model import Spec
 from reshard.errors import ReshardError
-from reshard.layout import Layout
 from reshard.oracle.transformers import transformers_logits
 from tests.genuine.huggingface import VOCAB_SIZE
 from tests.genuine.megatron import Genuine
+from tests.genuine.train_megatron import train_and_save
 from tests.judges import TOKENS, assert_agree, assert_same_tensors, judged_by_megatron, tensors_of
 
 Models = Callable[..., Path]

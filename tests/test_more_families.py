@@ -22,11 +22,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import reshard
+from reshard.algebra.layout import Layout
 from reshard.errors import ReshardError
 from reshard.families import FAMILIES
 from reshard.families.flags import flags_not_restored
 from reshard.families.undeclared import BEYOND_MEGATRON, BUILT_ALIKE
-from reshard.layout import Layout
 from reshard.oracle.transformers import transformers_logits
 from tests.genuine.huggingface import randomise
 from tests.judges import (

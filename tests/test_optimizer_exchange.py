@@ -28,9 +28,10 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import reshard
-from reshard.engines.megatron import ParallelSizes, train_and_save
+from reshard.engines.megatron import ParallelSizes
 from reshard.errors import ReshardError
 from tests.genuine.megatron import QWEN2
+from tests.genuine.train_megatron import train_and_save
 from tests.test_optimizer import PORTABLE, Case, Sizes, values
 
 SEQUENCES = 4

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from bench.models import DEEPSEEK_V3, make
-from reshard.checkpoint import Cells
-from reshard.dtypes import dtype
+from reshard.algebra.dtypes import dtype
+from reshard.algebra.layout import Layout
+from reshard.algebra.tensors import Cells
+from reshard.algebra.views import Piece, View, covered, overlaps
 from reshard.errors import ReshardError
 from reshard.formats import open_checkpoint
-from reshard.layout import Layout
-from reshard.plan import ZERO, Block, OutputFile, Plan, Planned
 from reshard.planning import Options, plan_conversion
-from reshard.views import Piece, View, covered, overlaps
+from reshard.transfer.plan import ZERO, Block, OutputFile, Plan, Planned
 from tests.genuine.huggingface import make_model
 
 LAYOUTS = {

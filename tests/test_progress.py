@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 import reshard
-from reshard.checkpoint import Cells
+from reshard.algebra.dtypes import dtype
+from reshard.algebra.tensors import Cells
+from reshard.algebra.views import View
 from reshard.cli import console
-from reshard.dtypes import dtype
 from reshard.formats.dcp.chunks import ChunkFile
-from reshard.plan import ZERO, Planned
-from reshard.views import View
+from reshard.transfer.plan import ZERO, Planned
 from tests.commandline import in_terminal
 from tests.commandline import reshard as command
 

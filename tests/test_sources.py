@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import reshard as api
-from reshard.checkpoint import cells_of
+from reshard.algebra.tensors import cells_of
 from reshard.errors import ReshardError
 from reshard.formats import open_checkpoint
-from reshard.sources import noted
+from reshard.transfer.sources import noted
 
 CHANGED = "a source changed while it was read"
 Change = Callable[[Path], object]

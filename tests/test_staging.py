@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from reshard.destination import space_problems, target_problems
 from reshard.errors import Problem, ReshardError
-from reshard.staging import put_aside, recover, staged
+from reshard.transfer.destination import space_problems, target_problems
+from reshard.transfer.staging import put_aside, recover, staged
 
 LEFT = "0123abcd"
 """What a run that was killed has in the names of what it left."""
@@ -408,7 +408,7 @@ def test_a_folder_where_nothing_can_be_written_is_refused() -> None:
     program = """
 import os
 from pathlib import Path
-from reshard.destination import target_problems
+from reshard.transfer.destination import target_problems
 if os.geteuid() == 0:
     os.setuid(65534)  # root may write anywhere
 print(*target_problems([Path("/src")], Path("/usr/dst/below"), foreign=None))

@@ -16,7 +16,7 @@ from threading import Event
 import pytest
 
 import reshard as api
-from reshard.threads import together
+from reshard.transfer.threads import together
 
 
 def test_each_thread_gives_its_part() -> None:
@@ -129,7 +129,7 @@ def test_whole_commands_with_fewer_threads(
 def test_a_user_who_may_start_no_threads() -> None:
     program = """
 import os, resource
-from reshard.threads import together
+from reshard.transfer.threads import together
 if os.geteuid() == 0:
     os.setuid(65534)  # limits do not hold for root
 resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))

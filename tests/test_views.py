@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.views import Piece, View, assemble, concat, covered, overlaps
+from reshard.algebra.views import Piece, View, assemble, concat, covered, overlaps
 
 
 def gather(view: View, sources: dict[object, np.ndarray], fill: int = -1) -> np.ndarray:

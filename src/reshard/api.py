@@ -8,15 +8,15 @@ from os import PathLike
 from pathlib import Path
 
 from reshard import conversion, planning
-from reshard.checkpoint import Checkpoint, Iteration
+from reshard.algebra.layout import Layout
 from reshard.conversion import Conversion
 from reshard.errors import ReshardError
-from reshard.execute import worker_count
 from reshard.formats import open_checkpoint
+from reshard.formats.checkpoint import Checkpoint, Iteration
 from reshard.inspection import Inspection, inspect_checkpoint
-from reshard.layout import Layout
-from reshard.plan import Plan
-from reshard.sources import OnStep
+from reshard.transfer.execute import worker_count
+from reshard.transfer.plan import Plan
+from reshard.transfer.sources import OnStep
 from reshard.verification import Comparison, compare_weights, open_sides
 
 StrPath = str | PathLike[str]

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from reshard.compare import unequal_replicas
-from reshard.destination import space_problems, target_problems
 from reshard.errors import Problem, ReshardError
-from reshard.execute import Report, execute, worker_count
 from reshard.formats.contents import foreign_in
-from reshard.plan import Plan
 from reshard.planning import Options, plan_conversion
-from reshard.sources import OnStep
-from reshard.staging import put_aside, recover, staged
+from reshard.transfer.compare import unequal_replicas
+from reshard.transfer.destination import space_problems, target_problems
+from reshard.transfer.execute import Report, execute, worker_count
+from reshard.transfer.plan import Plan
+from reshard.transfer.sources import OnStep
+from reshard.transfer.staging import put_aside, recover, staged
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,17 @@ from typing import Any
 
 from reshard import adapters
 from reshard.adapters import description, megatron
-from reshard.checkpoint import Checkpoint, Iteration
-from reshard.dequantization import dequantized
 from reshard.errors import Problem, ReshardError
 from reshard.formats import huggingface, iterations, open_checkpoint
+from reshard.formats.checkpoint import Checkpoint, Iteration
 from reshard.formats.companions import check, find_companions
-from reshard.formats.hints import BASE, find_hints
-from reshard.logical import logical_tensors
-from reshard.model import Model, read_config, resolve, resolve_if_declared
-from reshard.quantization import UNTOLD
-from reshard.recognition import describes_model
-from reshard.sources import OnStep, noted
+from reshard.formats.provenance import BASE, find_hints
+from reshard.formats.quantization import UNTOLD
+from reshard.model.dequantization import dequantized
+from reshard.model.logical import logical_tensors
+from reshard.model.recognition import describes_model
+from reshard.model.resolve import Model, read_config, resolve, resolve_if_declared
+from reshard.transfer.sources import OnStep, noted
 
 OPTIMIZER = "optimizer states"
 NO_CONFIG = "there is no config.json beside the weights"

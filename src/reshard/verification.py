@@ -11,17 +11,18 @@ from pathlib import Path
 from threading import Event
 from typing import Any, NamedTuple
 
-from reshard.checkpoint import Checkpoint, Tensor
-from reshard.compare import Comparer, unequal_replicas
-from reshard.dequantization import BFLOAT16, dequantized
-from reshard.dtypes import DType
+from reshard.algebra.dtypes import DType
+from reshard.algebra.tensors import Tensor
 from reshard.errors import ReshardError
 from reshard.formats import open_checkpoint
-from reshard.gather import Files, Ledger, castable, crc_problem
-from reshard.logical import Logical, LogicalTensors, logical_tensors
-from reshard.model import Model, read_base, resolve
-from reshard.sources import OnStep, Sources, noted
-from reshard.threads import together
+from reshard.formats.checkpoint import Checkpoint
+from reshard.model.dequantization import BFLOAT16, dequantized
+from reshard.model.logical import Logical, LogicalTensors, logical_tensors
+from reshard.model.resolve import Model, read_base, resolve
+from reshard.transfer.compare import Comparer, unequal_replicas
+from reshard.transfer.gather import Files, Ledger, castable, crc_problem
+from reshard.transfer.sources import OnStep, Sources, noted
+from reshard.transfer.threads import together
 
 
 class Row(NamedTuple):

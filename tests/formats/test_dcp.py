@@ -20,12 +20,12 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from reshard import dtypes
+from reshard.algebra import dtypes
+from reshard.algebra.storage import StoredTensor
 from reshard.errors import ReshardError
 from reshard.formats.dcp.metadata import DcpChunk, DcpMetadata, DcpTensor, read_metadata, write_metadata
 from reshard.formats.torchfiles.read import ChunkReader, read_torch_file
 from reshard.formats.torchfiles.write import NewTensor, image_bytes, layout_torch_file
-from reshard.storage import StoredTensor
 from tests.judges import of_type
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

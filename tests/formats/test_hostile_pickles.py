@@ -21,11 +21,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reshard.dtypes import BY_NAME
+from reshard.algebra.dtypes import BY_NAME
+from reshard.algebra.storage import Storage, StoredTensor
 from reshard.errors import ReshardError
-from reshard.formats.torchfiles import pickles, values
+from reshard.formats.torchfiles import pickles, untrusted
 from reshard.formats.torchfiles.read import _load
-from reshard.storage import Storage, StoredTensor
 
 if TYPE_CHECKING:
     from tests.genuine.megatron import Genuine
@@ -163,9 +163,9 @@ def test_no_container_is_walked_through_twice() -> None:
         nest = {"a": nest, "b": nest}
     endless: list[Any] = [nest]
     endless.append(endless)
-    assert list(values.stored_in(endless)) == [tensor]
-    assert list(values.values_of(nest, "step")) == [3]
-    assert values.number_of(nest, 1000) == 1001 and values.number_of([[1], {"a": 2}], 1000) == 5
+    assert list(untrusted.stored_in(endless)) == [tensor]
+    assert list(untrusted.values_of(nest, "step")) == [3]
+    assert untrusted.number_of(nest, 1000) == 1001 and untrusted.number_of([[1], {"a": 2}], 1000) == 5
 
 
 def test_mutated_pickles_of_frameworks(genuine: Callable[..., Genuine]) -> None:

@@ -19,11 +19,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reshard import dtypes
+from reshard.algebra import dtypes
+from reshard.algebra.storage import StoredTensor
 from reshard.errors import ReshardError
 from reshard.formats.torchfiles import pickles
 from reshard.formats.torchfiles.read import ChunkReader, read_torch_file
-from reshard.storage import StoredTensor
 from tests.judges import of_type
 
 QUICK = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

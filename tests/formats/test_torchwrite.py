@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard import dtypes
+from reshard.algebra import dtypes
 from reshard.formats.torchfiles import write
 from reshard.formats.torchfiles.pickles import Global, Opaque, Reduce, dumps, loads
 from reshard.formats.torchfiles.read import read_torch_file

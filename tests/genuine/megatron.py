@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reshard.engines.megatron import ParallelSizes, train_and_save
+from reshard.engines.megatron import ParallelSizes
 from reshard.engines.megatron.checkpoint import Format, SaveOptions
 from reshard.engines.megatron.model import Spec
 from tests.environments import CACHE
+from tests.genuine.train_megatron import train_and_save
 
 REPOSITORY = Path(__file__).parents[2]
 OLDER_VERSIONS = ("0.12.3", "0.13.1", "0.14.0", "0.15.3")

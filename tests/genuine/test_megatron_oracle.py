@@ -18,19 +18,13 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from reshard.engines.megatron import (
-    MegatronLogits,
-    ParallelSizes,
-    RankError,
-    megatron_logits,
-    run_ranks,
-    train_and_save,
-)
+from reshard.algebra.layout import Layout
+from reshard.engines.megatron import MegatronLogits, ParallelSizes, RankError, megatron_logits, run_ranks
 from reshard.engines.megatron.checkpoint import Format, SaveOptions
 from reshard.engines.megatron.unpickle import Inert, inert_pickle
 from reshard.errors import ReshardError
-from reshard.layout import Layout
 from tests.genuine.megatron import OLDER_VERSIONS, QWEN2, VARIANTS, Genuine, make, tokens
+from tests.genuine.train_megatron import train_and_save
 
 TOKENS = tokens()[:3, :16]
 # Sums are taken in another order at another layout; logits here are about one.

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import reshard
+from reshard.algebra.layout import Layout
 from reshard.errors import ReshardError
-from reshard.layout import Layout
 from tests.judges import assert_same_tensors, tensors_of
 
 DATA = Path(__file__).parents[1] / "data" / "internlm"

@@ -132,7 +132,8 @@ def test_experts_of_two_stages_in_one_file_are_noticed() -> None:
     shards = Shards()
     for stage, layers in enumerate((1, 2, 2)):
         state = {
-            f"model.blocks.{i}.norm1.weight": reshard.checkpoint.Tensor(None, _ones()) for i in range(layers)
+            f"model.blocks.{i}.norm1.weight": reshard.formats.checkpoint.Tensor(None, _ones())
+            for i in range(layers)
         }
         shards.count(Rank(0, None, stage), state)
     with pytest.raises(ReshardError, match="saved under one name"):
@@ -140,7 +141,7 @@ def test_experts_of_two_stages_in_one_file_are_noticed() -> None:
 
 
 def _ones() -> Any:
-    return reshard.views.View.of("x", 8)
+    return reshard.algebra.views.View.of("x", 8)
 
 
 @pytest.mark.parametrize("content", [b"no archive", b""])

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 import reshard
+from reshard.algebra.layout import Layout
 from reshard.errors import ReshardError
 from reshard.formats import internlm
 from reshard.formats.internlm.write import stages
-from reshard.layout import Layout
 from tests.commandline import reshard as run
 from tests.environments import python
 from tests.genuine.internlm_reference import hub_logits

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import reshard
 from reshard.errors import ReshardError
 from reshard.oracle.transformers import transformers_logits
-from reshard.train.final.checks import checked
+from reshard.train.final.acceptance import checked
 from reshard.train.final.finish import Finished, export, finish
 from reshard.train.run import Run
 from tests.environments import python

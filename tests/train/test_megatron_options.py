@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from reshard.errors import ReshardError
-from reshard.train import checks, megatron
+from reshard.train import megatron, preconditions
 from reshard.train.megatron.batches import schedule, steps_of, uses_transformer_engine
 from reshard.train.megatron.options import Options, read
 from reshard.train.run import Run, Spread
@@ -183,5 +183,5 @@ def test_a_model_that_megatron_computes_otherwise_is_for_the_other_engine(
     config = json.loads((model / "config.json").read_text())
     config.pop("rope_parameters", None)
     (model / "config.json").write_text(json.dumps({**config, **changes}))
-    (problem,) = checks.layout(replace(run_with(tmp_path), model=model))
+    (problem,) = preconditions.layout(replace(run_with(tmp_path), model=model))
     assert "--engine trl" in str(problem.remedy) and "--family" not in str(problem.remedy)

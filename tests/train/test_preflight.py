@@ -18,9 +18,9 @@ from bench.models import make
 from reshard import api
 from reshard.doctor.environment import Environment, Gpu
 from reshard.errors import Problem, ReshardError
-from reshard.train import checks
-from reshard.train.checks import config_problems
+from reshard.train import preconditions
 from reshard.train.memory import GIB
+from reshard.train.preconditions import config_problems
 from reshard.train.preflight import Preflight, preflight
 from reshard.train.run import RECORD, Ranks, Run, Spread
 from reshard.train.start import clear
@@ -253,7 +253,7 @@ def test_a_model_that_transformers_does_not_know_is_refused(run: Run) -> None:
 def test_a_disk_that_is_too_small_is_told_from_the_checkpoints_that_are_kept(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: SimpleNamespace(free=4 << 20))
+    monkeypatch.setattr(preconditions.shutil, "disk_usage", lambda _: SimpleNamespace(free=4 << 20))
     every_step = replace(run, options={"save_strategy": "steps", "save_steps": 1})
     problem = the("the disk is too small", preflight(every_step, environment=NOWHERE).problems)
     assert "--save_total_limit" in str(problem.remedy)
@@ -309,10 +309,10 @@ def test_processes_are_those_of_the_launcher_that_is_there(run: Run) -> None:
 
 def test_gpus_are_those_that_are_visible(run: Run) -> None:
     both = gpus(4, CUDA_VISIBLE_DEVICES="1,3")
-    assert len(checks.visible(both)) == 2
-    assert checks.visible(gpus(2, CUDA_VISIBLE_DEVICES="")) == []
-    assert checks.visible(gpus(2, CUDA_VISIBLE_DEVICES="-1")) == []
-    assert len(checks.visible(gpus(2, CUDA_VISIBLE_DEVICES="GPU-8f1c"))) == 1
+    assert len(preconditions.visible(both)) == 2
+    assert preconditions.visible(gpus(2, CUDA_VISIBLE_DEVICES="")) == []
+    assert preconditions.visible(gpus(2, CUDA_VISIBLE_DEVICES="-1")) == []
+    assert len(preconditions.visible(gpus(2, CUDA_VISIBLE_DEVICES="GPU-8f1c"))) == 1
 
 
 def test_a_torch_without_cuda_beside_gpus_is_a_warning(run: Run) -> None:
@@ -337,13 +337,15 @@ def test_long_text_goes_on_in_the_next_sequence_of_megatron(run: Run, tmp_path: 
 
 
 def test_packages_that_are_missing_or_old_come_with_the_command(run: Run) -> None:
-    there = dict.fromkeys(checks.FLOORS["trl"], "99") | {"peft": "0.20"}
+    there = dict.fromkeys(preconditions.FLOORS["trl"], "99") | {"peft": "0.20"}
     del there["trl"]
-    missing, old = sorted(checks.packages(run, there), key=lambda problem: str(problem.found), reverse=True)
+    missing, old = sorted(
+        preconditions.packages(run, there), key=lambda problem: str(problem.found), reverse=True
+    )
     assert (missing.message, missing.remedy) == ("trl is not installed", "pip install 'trl>=1.16'")
     assert (old.message, old.found) == ("this peft is too old", "0.20")
     zero = replace(run, spread=Spread("zero3"))
-    assert [p.message for p in checks.packages(zero, there | {"trl": "1.16", "peft": "0.21"})] == [
+    assert [p.message for p in preconditions.packages(zero, there | {"trl": "1.16", "peft": "0.21"})] == [
         "deepspeed is not installed"
     ]
 
@@ -352,11 +354,15 @@ def test_an_old_megatron_core_cannot_share_query_groups(tiny: Callable[..., Path
     groups = replace(run, model=tiny("qwen3", num_key_value_heads=2), engine="megatron")
     shared = replace(groups, spread=Spread(tp=4))
     old = {"megatron-core": "0.15.3"}
-    (problem,) = checks.layout(shared, old)
+    (problem,) = preconditions.layout(shared, old)
     assert (problem.message, problem.found) == ("this megatron-core is too old", "0.15.3")
     assert problem.rule == "--tp 4 is larger than the 2 query groups"
     assert problem.remedy == "pip install --no-deps 'megatron-core>=0.16'"
-    assert list(checks.layout(shared)) == list(checks.layout(replace(groups, spread=Spread(tp=2)), old)) == []
+    assert (
+        list(preconditions.layout(shared))
+        == list(preconditions.layout(replace(groups, spread=Spread(tp=2)), old))
+        == []
+    )
 
 
 @pytest.fixture(scope="module")
@@ -377,7 +383,7 @@ def looked_at(run: Run, environment: Environment) -> tuple[Preflight, float]:
 def test_a_model_that_does_not_fit_is_refused_with_the_plan_that_does(
     qwen3_8b: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 50))
+    monkeypatch.setattr(preconditions.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 50))
     options = {"bf16": "true", "use_cpu": "false", "max_length": 1024}
     ddp = replace(run, model=qwen3_8b, options=options, ranks=Ranks(nproc=8))
     found, seconds = looked_at(ddp, gpus(8))

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from reshard.adapters.names import MAGNITUDE, PairPart, Whole, holds_pairs, parse
+from reshard.adapters.peft_names import MAGNITUDE, PairPart, Whole, holds_pairs, parse
 from reshard.adapters.settings import Settings, find_settings, rank_problems, type_problems
-from reshard.checkpoint import Checkpoint, Tensor
+from reshard.algebra.tensors import Tensor
 from reshard.errors import Problem, ReshardError, one_for_all
 from reshard.formats import peft
+from reshard.formats.checkpoint import Checkpoint
 
 
 class Pair(NamedTuple):

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from reshard.checkpoint import Computed, Read, Tensor
-from reshard.dtypes import DType, dtype
-from reshard.gather import RAW, as_float, cast
+from reshard.algebra.dtypes import DType, dtype
+from reshard.algebra.tensors import Computed, Read, Tensor
+from reshard.transfer.gather import RAW, as_float, cast
 
 FLOAT32 = dtype("float32")
 BLOCK = 1 << 17

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from reshard.adapters.adapter import Adapter
 from reshard.adapters.settings import Settings, merge_problems, missing_alpha
-from reshard.checkpoint import Checkpoint
 from reshard.errors import Problem, listed
+from reshard.formats.checkpoint import Checkpoint
 
 SHOWN = 12
 _LAYER = re.compile(r"^.*\blayers\.\d+\.(self_attn\.)?|\.base_layer$")

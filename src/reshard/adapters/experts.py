@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from reshard.adapters.adapter import Pair
-from reshard.checkpoint import Tensor
-from reshard.views import View
+from reshard.algebra.tensors import Tensor
+from reshard.algebra.views import View
 
 ROLES = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 

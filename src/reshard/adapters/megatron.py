@@ -20,12 +20,13 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from reshard.checkpoint import Checkpoint, Tensor, cells_of
+from reshard.algebra.tensors import Tensor, cells_of
+from reshard.algebra.views import Piece, View
 from reshard.errors import Problem, ReshardError
 from reshard.families import declared
 from reshard.families.binding import Binding, Bound
 from reshard.families.rules import Dims
-from reshard.views import Piece, View
+from reshard.formats.checkpoint import Checkpoint
 
 _PAIR = re.compile(
     r"(?P<module>.+?)\.(?:adapter\.(?:adapter_(?P<part>q|k|v|gate|up)\.)?(?P<bridge>linear_in|linear_out)"

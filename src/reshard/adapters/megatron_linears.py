@@ -22,12 +22,12 @@ from typing import NamedTuple
 from reshard.adapters.adapter import Adapter, Pair
 from reshard.adapters.megatron import rows_like
 from reshard.adapters.settings import merge_problems
-from reshard.checkpoint import Cells, Tensor
-from reshard.dtypes import dtype
+from reshard.algebra.dtypes import dtype
+from reshard.algebra.tensors import Cells, Tensor
+from reshard.algebra.views import View, concat
 from reshard.errors import Problem, ReshardError, one_for_all
 from reshard.families.binding import Binding, Bound
-from reshard.plan import ZERO
-from reshard.views import View, concat
+from reshard.transfer.plan import ZERO
 
 Same = Callable[[Tensor, Tensor], bool]
 _ADAPTED = re.compile(

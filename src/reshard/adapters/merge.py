@@ -6,17 +6,17 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from reshard import quantization
 from reshard.adapters.adapter import Adapter, Pair
 from reshard.adapters.computed import Delta, Merged, Shifted
 from reshard.adapters.experts import is_stacked, stacked_pairs
 from reshard.adapters.settings import merge_problems
-from reshard.checkpoint import Tensor
-from reshard.dtypes import DType
+from reshard.algebra.dtypes import DType
+from reshard.algebra.tensors import Tensor
+from reshard.algebra.views import View
 from reshard.errors import Problem, ReshardError, one_for_all
-from reshard.gather import castable
-from reshard.views import View
-from reshard.vocabulary import EMBEDDINGS
+from reshard.formats import quantization
+from reshard.model.vocabulary import EMBEDDINGS
+from reshard.transfer.gather import castable
 
 Types = Callable[[str, DType], DType]
 HEAD = "lm_head.weight"

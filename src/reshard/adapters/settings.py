@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint import Checkpoint
 from reshard.errors import Problem, ReshardError
+from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.companions import read_object
-from reshard.formats.hints import read_run_config
 from reshard.formats.peft import CONFIG
 from reshard.formats.places import belongs
+from reshard.formats.provenance import read_run_config
 from reshard.plain import JSON_MOST, json_of
-from reshard.sources import read_source
+from reshard.transfer.sources import read_source
 
 ABOVE = 3
 """How many folders above the weights are looked through: `checkpoint-N/pytorch_model_fsdp_0` is two below its run."""

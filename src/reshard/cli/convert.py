@@ -27,10 +27,10 @@ from reshard.cli.console import (
 from reshard.cli.options import iteration_option
 from reshard.conversion import Conversion
 from reshard.errors import listed
-from reshard.execute import peak_per_worker, worker_count
-from reshard.plan import Plan
 from reshard.planning import TARGETS
 from reshard.shown import escape
+from reshard.transfer.execute import peak_per_worker, worker_count
+from reshard.transfer.plan import Plan
 
 FORMATS = click.Choice(list(TARGETS))
 POSITIVE = click.IntRange(min=1)

@@ -8,7 +8,6 @@ from pathlib import Path
 import click
 
 from reshard import api
-from reshard.checkpoint import Checkpoint
 from reshard.cli.console import (
     Watch,
     common_options,
@@ -20,6 +19,7 @@ from reshard.cli.console import (
     stdout,
 )
 from reshard.cli.options import iteration_option
+from reshard.formats.checkpoint import Checkpoint
 from reshard.inspection import OPTIMIZER, Inspection
 from reshard.shown import escape
 

@@ -7,19 +7,19 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from reshard.checkpoint import Checkpoint
 from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.rules import told
 from reshard.doctor.trainable import trainability
 from reshard.doctor.words import translated, words
 from reshard.errors import Problem, ReshardError
 from reshard.formats import iterations
+from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.companions import CODE_MOST, find_companions, read_object
 from reshard.formats.megatron import legacy, torch_dist
 from reshard.inspection import NO_CONFIG, NO_TOKENIZER, Inspection, inspect_checkpoint
+from reshard.model.vocabulary import EMBEDDINGS
 from reshard.shown import shown
-from reshard.sources import read_source
-from reshard.vocabulary import EMBEDDINGS
+from reshard.transfer.sources import read_source
 
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 MARKS = (

@@ -8,12 +8,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint import Checkpoint
 from reshard.doctor.finding import Finding, Place
 from reshard.doctor.rules import told
 from reshard.doctor.words import words
+from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.companions import find_companions, read_object
-from reshard.vocabulary import EMBEDDINGS
+from reshard.model.vocabulary import EMBEDDINGS
 
 
 def trainability(checkpoint: Checkpoint) -> Iterator[Finding]:

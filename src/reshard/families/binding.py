@@ -6,8 +6,8 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from reshard.algebra.views import Piece, View, covered, overlaps
 from reshard.families.rules import Native, Rule
-from reshard.views import Piece, View, covered, overlaps
 
 
 class Dropped(NamedTuple):

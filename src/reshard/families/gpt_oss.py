@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from reshard.algebra.views import View, concat
 from reshard.families import config
 from reshard.families.family import Family
 from reshard.families.rules import Block, Dims, Rule, attention, decoder, ends, native, norms, same
-from reshard.views import View, concat
 
 
 def experts(d: Dims) -> Block:

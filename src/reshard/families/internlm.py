@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
+from reshard.algebra.views import View, concat
 from reshard.families import config
 from reshard.families.family import Family, Rules
 from reshard.families.rules import (
@@ -29,7 +30,6 @@ from reshard.families.rules import (
     same,
     under,
 )
-from reshard.views import View, concat
 
 HUB_LAYER = "model.layers.{layer}"
 W123 = ("w1", "w3", "w2")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from reshard.algebra.views import concat
 from reshard.families import config
 from reshard.families.family import Family
 from reshard.families.llama import dense
 from reshard.families.rules import Dims, Rule, attention, mlp, native, norms, same, under
-from reshard.views import concat
 
 
 def rules(d: Dims) -> Iterator[Rule]:

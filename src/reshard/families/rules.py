@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from reshard.views import View, concat
+from reshard.algebra.views import View, concat
 
 
 class Native(NamedTuple):

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from reshard.algebra.views import View
 from reshard.families.rules import Block, Dims, Rule, native, same, under
-from reshard.views import View
 
 LAYER = "layers.{layer}"
 

@@ -7,8 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from reshard import quantization
-from reshard.checkpoint import Checkpoint, Iteration, States, Tensor
+from reshard.algebra.tensors import Tensor
 from reshard.errors import ReshardError, understood
 from reshard.formats import (
     companions,
@@ -19,10 +18,12 @@ from reshard.formats import (
     huggingface,
     internlm,
     iterations,
-    missing,
-    names,
+    not_found,
     peft,
+    quantization,
+    wrappers,
 )
+from reshard.formats.checkpoint import Checkpoint, Iteration, States
 from reshard.formats.megatron import legacy, torch_dist
 from reshard.formats.places import belongs
 
@@ -51,14 +52,14 @@ def open_checkpoint(
     name. `strip` lists marks of wrappers that are to be taken out of the names of tensors.
     """
     if not path.exists():
-        raise missing.nothing_there(path)
+        raise not_found.nothing_there(path)
     folder, was_step = descent.descend(path, lambda place: detect(place) is not None, iteration)
     iteration = None if was_step else iteration
     name = detect(folder) if folder else None
     if folder is None or name is None:
         if iteration is not None:
-            raise missing.no_iteration(path, iteration)
-        raise missing.no_checkpoint(path, FORMATS, lambda place: detect(place) is not None)
+            raise not_found.no_iteration(path, iteration)
+        raise not_found.no_checkpoint(path, FORMATS, lambda place: detect(place) is not None)
     if name == torch_dist.NAME:  # a run may have changed its format on the way
         step, _ = iterations.choose(folder, iteration)
         name = name if torch_dist.detect(step) or not legacy.detect(step) else legacy.NAME
@@ -66,10 +67,10 @@ def open_checkpoint(
         checkpoint: Checkpoint = FORMATS[name].open_checkpoint(folder, iteration)
     checkpoint.root = descent.find_root(checkpoint.root, path)
     _leave_links(checkpoint)
-    checkpoint.tensors = names.all_stripped(checkpoint.tensors, strip)
+    checkpoint.tensors = wrappers.all_stripped(checkpoint.tensors, strip)
     states = checkpoint.states
     checkpoint.states = States({kind: partial(_state, states, kind, strip, folder) for kind in states})
-    checkpoint.problems += names.wrapper_problems(checkpoint.tensors, str(folder))
+    checkpoint.problems += wrappers.wrapper_problems(checkpoint.tensors, str(folder))
     if checkpoint.dialect == "hf":
         config = _config_beside(checkpoint)
         checkpoint.quantization, lacking = quantization.find(checkpoint.tensors, config, str(folder))
@@ -106,4 +107,4 @@ def _state(
     states: Mapping[str, Mapping[str, Tensor]], kind: str, strip: tuple[str, ...], folder: Path
 ) -> dict[str, Tensor]:
     with understood(folder):
-        return names.all_stripped(states[kind], strip)
+        return wrappers.all_stripped(states[kind], strip)

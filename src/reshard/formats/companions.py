@@ -16,8 +16,8 @@ from typing import Any
 from reshard.errors import Problem, ReshardError, understood
 from reshard.formats.places import belongs
 from reshard.plain import JSON_MOST, json_of, to_json
-from reshard.plan import OutputFile
-from reshard.sources import open_source, read_source
+from reshard.transfer.plan import OutputFile
+from reshard.transfer.sources import open_source, read_source
 
 CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from reshard.errors import ReshardError
 from reshard.formats import open_checkpoint
 from reshard.formats.companions import find_companions, read_object
-from reshard.sources import noted
+from reshard.transfer.sources import noted
 
 RECORD = "reshard.json"
 FILES = "files"

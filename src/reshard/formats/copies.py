@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 
+from reshard.algebra.storage import StoredTensor
 from reshard.errors import Problem
-from reshard.storage import StoredTensor
 
 EDGE = 1 << 16
 """Bytes compared at either end of two files: the last ones hold the checksums of a whole archive."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from reshard.checkpoint import Iteration
+from reshard.formats.checkpoint import Iteration
 
 PARTS = tuple(
     re.compile(pattern)

@@ -14,16 +14,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reshard.checkpoint import Checkpoint, Iteration, Replica, Tensor
+from reshard.algebra.storage import StoredTensor
+from reshard.algebra.tensors import Replica, Tensor
+from reshard.algebra.views import assemble, covered, overlaps
 from reshard.errors import Problem, ReshardError, listed, one_for_each_file
 from reshard.formats import iterations
-from reshard.formats.names import without_buffers
+from reshard.formats.checkpoint import Checkpoint, Iteration
 from reshard.formats.torchfiles import flat
 from reshard.formats.torchfiles.dtensor import Part, PartReader, disagreement, is_sharded, plain_part
 from reshard.formats.torchfiles.pickles import Opaque
 from reshard.formats.torchfiles.read import read_dict
-from reshard.storage import StoredTensor
-from reshard.views import assemble, covered, overlaps
+from reshard.formats.wrappers import without_buffers
 
 NAME = "fsdp-ranks"
 WHAT = "FSDP state dicts, a file for each rank (model_world_size_*_rank_*.pt, pytorch_model_fsdp*.bin)"

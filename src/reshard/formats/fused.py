@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from reshard.checkpoint import Checkpoint, States, Tensor
+from reshard.algebra.tensors import Tensor
+from reshard.algebra.views import View, assemble
 from reshard.errors import Problem, ReshardError
-from reshard.plan import Planned
-from reshard.views import View, assemble
+from reshard.formats.checkpoint import Checkpoint, States
+from reshard.transfer.plan import Planned
 
 FUSED_GATE, FUSED_UP, FUSED_DOWN = "gate_up_proj", "up_proj", "down_proj"
 

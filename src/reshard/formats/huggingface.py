@@ -6,16 +6,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from reshard.checkpoint import Checkpoint, Iteration, Tensor
+from reshard.algebra.storage import StoredTensor
+from reshard.algebra.tensors import Tensor
 from reshard.errors import UNUSABLE, Problem, ReshardError, said
 from reshard.formats import iterations, safetensors
-from reshard.formats.names import without_buffers
+from reshard.formats.checkpoint import Checkpoint, Iteration
 from reshard.formats.places import below
 from reshard.formats.torchfiles.read import read_dict
+from reshard.formats.wrappers import without_buffers
 from reshard.plain import JSON_MOST, json_of, to_json
-from reshard.plan import Block, OutputFile, Planned
-from reshard.sources import read_source
-from reshard.storage import StoredTensor
+from reshard.transfer.plan import Block, OutputFile, Planned
+from reshard.transfer.sources import read_source
 
 NAME = "huggingface"
 WHAT = "safetensors in one file or in shards; pytorch_model*.bin is read"

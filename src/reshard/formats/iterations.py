@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint import Iteration
 from reshard.errors import Problem, ReshardError
+from reshard.formats.checkpoint import Iteration
 
 TRACKER = "latest_checkpointed_iteration.txt"
 LONGEST = 20

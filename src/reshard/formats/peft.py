@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint import Checkpoint, Iteration
 from reshard.formats import huggingface, iterations, safetensors
+from reshard.formats.checkpoint import Checkpoint, Iteration
 from reshard.plain import to_json
-from reshard.plan import Block, OutputFile, Planned
+from reshard.transfer.plan import Block, OutputFile, Planned
 
 NAME = "peft"
 WHAT = "LoRA adapter of PEFT: adapter_model.safetensors; adapter_model.bin is read"

@@ -13,14 +13,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint import Cells, Tensor
-from reshard.dtypes import BY_SAFETENSORS, DType
+from reshard.algebra.dtypes import BY_SAFETENSORS, DType
+from reshard.algebra.storage import Storage
+from reshard.algebra.tensors import Cells, Tensor
+from reshard.algebra.views import View
 from reshard.errors import UNUSABLE, Problem, ReshardError, said
-from reshard.formats.torchfiles.values import shape_of, sizes
+from reshard.formats.torchfiles.untrusted import shape_of, sizes
 from reshard.plain import json_of
-from reshard.sources import open_source
-from reshard.storage import Storage
-from reshard.views import View
+from reshard.transfer.sources import open_source
 
 HEADER_LIMIT = 100_000_000
 """Longer headers are refused, as the safetensors library does."""

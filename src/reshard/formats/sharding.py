@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from reshard.views import View, concat
+from reshard.algebra.views import View, concat
 
 
 class Split(NamedTuple):

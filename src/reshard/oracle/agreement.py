@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.errors import ReshardError
+from reshard.model.vocabulary import embedding_rows
 from reshard.verification import Side
-from reshard.vocabulary import embedding_rows
 
 THRESHOLD = 1e-5
 """Largest difference relative to the largest logit. Both sides compute in float32, whatever the weights are."""

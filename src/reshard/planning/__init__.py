@@ -12,18 +12,18 @@ from pathlib import Path
 
 from reshard.adapters import is_adapter
 from reshard.adapters import megatron as megatron_adapters
-from reshard.checkpoint import Checkpoint
-from reshard.dequantization import BFLOAT16, dequantized
+from reshard.algebra.layout import Layout
 from reshard.errors import ReshardError
 from reshard.formats import companions, open_checkpoint
-from reshard.formats.hints import BASE, find_hints
-from reshard.layout import Layout
-from reshard.model import Model, config_of, contradictions, resolve, resolve_if_declared
-from reshard.plan import Plan
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.provenance import BASE, find_hints
+from reshard.model.dequantization import BFLOAT16, dequantized
+from reshard.model.resolve import Model, config_of, contradictions, resolve, resolve_if_declared
 from reshard.planning import dcp, deepspeed, hub, internlm, megatron, megatron_adapter, merge, peft
 from reshard.planning.common import Options, Source, Types
 from reshard.planning.optimizer import refuse_unable
-from reshard.sources import OnStep, noted
+from reshard.transfer.plan import Plan
+from reshard.transfer.sources import OnStep, noted
 
 __all__ = ["TARGETS", "Options", "plan_conversion"]
 

@@ -11,22 +11,23 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from reshard.checkpoint import Checkpoint, Iteration, cells_of
-from reshard.dtypes import DType, dtype
+from reshard.algebra.dtypes import DType, dtype
+from reshard.algebra.layout import Layout
+from reshard.algebra.tensors import cells_of
+from reshard.algebra.views import View
 from reshard.errors import Problem, ReshardError, understood
 from reshard.families.binding import Bound, Dropped
 from reshard.families.config import portable_config
 from reshard.formats import companions
-from reshard.gather import castable
-from reshard.layout import Layout
-from reshard.logical import LogicalTensors
-from reshard.model import Model, config_of
+from reshard.formats.checkpoint import Checkpoint, Iteration
+from reshard.formats.quantization import plain_config, settings_of
+from reshard.model.logical import LogicalTensors
+from reshard.model.resolve import Model, config_of
 from reshard.plain import to_json
-from reshard.plan import OutputFile, Plan, Planned
-from reshard.quantization import plain_config, settings_of
-from reshard.sources import read_source
+from reshard.transfer.gather import castable
+from reshard.transfer.plan import OutputFile, Plan, Planned
+from reshard.transfer.sources import read_source
 from reshard.version import __version__
-from reshard.views import View
 
 KEEPS_ITS_DTYPE = ("e_score_correction_bias", "expert_bias")
 """Router biases are fp32 whatever the model is: transformers and Megatron-Core both keep them so."""

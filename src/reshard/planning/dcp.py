@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from reshard.formats import dcp, fused
 from reshard.formats.dcp import Alias
 from reshard.formats.dcp.optimizer import NewOptimizer
-from reshard.logical import logical_tensors
-from reshard.plan import Plan
+from reshard.model.logical import logical_tensors
 from reshard.planning.common import Source, Types, companion_files, finished, hub_tensors
 from reshard.planning.megatron import lost_padding
 from reshard.planning.optimizer import (
@@ -22,6 +21,7 @@ from reshard.planning.optimizer import (
     still_dropped,
     with_masters,
 )
+from reshard.transfer.plan import Plan
 
 LOADS_STATES = (
     'and its "optimizer" into get_optimizer_state_dict(model, optimizer, '

@@ -6,11 +6,11 @@ from collections import Counter
 
 from reshard.errors import ReshardError, listed
 from reshard.formats import deepspeed, fused
-from reshard.logical import logical_tensors
-from reshard.plan import Plan
+from reshard.model.logical import logical_tensors
 from reshard.planning.common import KEEPS_ITS_DTYPE, Source, Types, companion_files, finished, hub_tensors
 from reshard.planning.megatron import lost_padding
 from reshard.planning.optimizer import FLOAT32, MOMENTS, live_states, still_dropped, with_masters
+from reshard.transfer.plan import Plan
 
 
 def plan(source: Source) -> Plan:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 from reshard.formats import huggingface
-from reshard.logical import logical_tensors
-from reshard.plan import Plan
+from reshard.formats.quantization import UNTOLD, settings_of
+from reshard.model.logical import logical_tensors
 from reshard.planning.common import Source, companion_files, finished, hub_tensors
 from reshard.planning.megatron import lost_padding
-from reshard.quantization import UNTOLD, settings_of
+from reshard.transfer.plan import Plan
 
 
 def plan(source: Source) -> Plan:

@@ -6,18 +6,18 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from reshard.dtypes import dtype
+from reshard.algebra.dtypes import dtype
+from reshard.algebra.layout import Layout
 from reshard.errors import Problem, ReshardError
 from reshard.families.rope import rope_parameters
 from reshard.formats import internlm
 from reshard.formats.internlm.config import engine_config, is_dynamic
-from reshard.formats.internlm.names import EMBEDDINGS
-from reshard.layout import Layout
-from reshard.logical import LogicalTensors, logical_tensors
-from reshard.model import Model
-from reshard.plan import Plan, Planned
+from reshard.formats.internlm.internevo import EMBEDDINGS
+from reshard.model.logical import LogicalTensors, logical_tensors
+from reshard.model.resolve import Model
 from reshard.planning.common import Source, Types, companion_files, finished, main_dtype, native_tensors
 from reshard.planning.megatron import lost_padding
+from reshard.transfer.plan import Plan, Planned
 
 DIALECTS = {"llama": "internlm2", "internlm2": "internlm2", "internlm": "internlm"}
 """How InternEvo names the tensors of each family that it can be given; experts would need files of their own."""

@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from reshard.checkpoint import Checkpoint, Iteration
-from reshard.dtypes import dtype
+from reshard.algebra.dtypes import dtype
+from reshard.algebra.layout import Layout
 from reshard.errors import Problem, ReshardError
 from reshard.families.binding import Bound
 from reshard.families.flags import flags_not_restored
 from reshard.families.rules import Dims
+from reshard.formats.checkpoint import Checkpoint, Iteration
 from reshard.formats.megatron import legacy, torch_dist
 from reshard.formats.megatron.mcore import padded_vocabulary
 from reshard.formats.megatron.optimizer import NewOptimizer, is_distributed, new_optimizer
-from reshard.layout import Layout
-from reshard.logical import LogicalTensors, logical_tensors
-from reshard.model import Model
-from reshard.plan import OutputFile, Plan, Planned
+from reshard.model.logical import LogicalTensors, logical_tensors
+from reshard.model.resolve import Model
+from reshard.model.vocabulary import EMBEDDINGS
 from reshard.planning.common import (
     Options,
     Source,
@@ -39,7 +39,7 @@ from reshard.planning.optimizer import (
     with_masters,
     with_step,
 )
-from reshard.vocabulary import EMBEDDINGS
+from reshard.transfer.plan import OutputFile, Plan, Planned
 
 SHARED_GROUPS = ">=0.16"
 """Versions of megatron-core that take more tensor parallel ranks than query groups; 0.15.3 refuses them."""

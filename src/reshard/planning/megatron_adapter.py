@@ -16,20 +16,20 @@ import yaml
 
 from reshard import adapters
 from reshard.adapters.megatron_linears import Linear, linears, targets
-from reshard.checkpoint import Tensor
+from reshard.algebra.layout import Layout
+from reshard.algebra.tensors import Tensor
+from reshard.algebra.views import View
 from reshard.errors import Problem, ReshardError
 from reshard.formats import iterations, open_checkpoint
-from reshard.formats.hints import RUN_CONFIG
 from reshard.formats.megatron import torch_dist
-from reshard.gather import Files, Gatherer
-from reshard.layout import Layout
-from reshard.logical import LogicalTensors
-from reshard.model import Model, resolve
-from reshard.plan import OutputFile, Plan, Planned
+from reshard.formats.provenance import RUN_CONFIG
+from reshard.model.logical import LogicalTensors
+from reshard.model.resolve import Model, resolve
 from reshard.planning.common import Source, Types, finished
 from reshard.planning.megatron import arguments, check_layout, iteration_of, layout_notes
 from reshard.planning.peft import companion_files
-from reshard.views import View
+from reshard.transfer.gather import Files, Gatherer
+from reshard.transfer.plan import OutputFile, Plan, Planned
 
 LORA = "megatron.bridge.peft.lora.LoRA"
 

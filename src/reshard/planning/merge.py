@@ -11,11 +11,12 @@ from typing import Any
 from reshard import adapters
 from reshard.adapters import megatron
 from reshard.adapters.merge import unties
-from reshard.checkpoint import Checkpoint, Replica, Tensor
+from reshard.algebra.tensors import Replica, Tensor
 from reshard.errors import ReshardError
 from reshard.formats import open_checkpoint
-from reshard.logical import logical_tensors
-from reshard.model import config_of, read_config, resolve
+from reshard.formats.checkpoint import Checkpoint
+from reshard.model.logical import logical_tensors
+from reshard.model.resolve import config_of, read_config, resolve
 from reshard.planning.common import Options, Types
 
 

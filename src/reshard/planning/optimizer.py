@@ -7,14 +7,15 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from reshard.checkpoint import Checkpoint, States, Tensor
-from reshard.dtypes import BY_NAME
+from reshard.algebra.dtypes import BY_NAME
+from reshard.algebra.tensors import Tensor
 from reshard.errors import Problem, ReshardError, listed
 from reshard.families.binding import Bound, Dropped
 from reshard.formats import fused
-from reshard.logical import Logical, LogicalTensors
-from reshard.plan import Planned
+from reshard.formats.checkpoint import Checkpoint, States
+from reshard.model.logical import Logical, LogicalTensors
 from reshard.planning.common import KEEPS_ITS_DTYPE, Source, Types, hub_tensors, native_tensors
+from reshard.transfer.plan import Planned
 
 FLOAT32 = BY_NAME["float32"]
 MOMENTS = ("exp_avg", "exp_avg_sq")

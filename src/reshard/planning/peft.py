@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 
 from reshard import adapters
 from reshard.adapters.config import adapter_config
-from reshard.adapters.names import PREFIX
-from reshard.checkpoint import Tensor
+from reshard.adapters.peft_names import PREFIX
+from reshard.algebra.tensors import Tensor
+from reshard.algebra.views import View
 from reshard.errors import ReshardError
 from reshard.formats import companions, peft
-from reshard.logical import LogicalTensors
-from reshard.plan import OutputFile, Plan, Planned
+from reshard.model.logical import LogicalTensors
 from reshard.planning.common import Source, Types, copied, finished
-from reshard.views import View
+from reshard.transfer.plan import OutputFile, Plan, Planned
 
 
 def plan(source: Source) -> Plan:

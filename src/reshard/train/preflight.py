@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from reshard.doctor.environment import Environment, look_around
 from reshard.errors import Problem, ReshardError
 from reshard.formats.companions import find_companions
-from reshard.train import checks, data, evaluation, memory
+from reshard.train import data, evaluation, memory, preconditions
 from reshard.train.data import tokens
 from reshard.train.data.tokens import Lengths
 from reshard.train.engine import Batches, Precision, engine_of
@@ -171,21 +171,21 @@ class _Looking:
     def all(self, overwrite: bool) -> Preflight:
         run = self.run
         self._try(lambda: check(run))
-        missing = list(checks.packages(run))
+        missing = list(preconditions.packages(run))
         self._take(missing)
         options = None if missing else self._try(lambda: engine_of(run).options(run))
-        gpus = checks.visible(self.environment)
+        gpus = preconditions.visible(self.environment)
         on_cpu = not gpus or bool((options or {}).get("use_cpu"))
         processes, world_size = self._ranks(gpus, on_cpu)
-        self._take(checks.ranks(processes, gpus, on_cpu=on_cpu))
+        self._take(preconditions.ranks(processes, gpus, on_cpu=on_cpu))
         if options is not None:
-            self._take(checks.machine(run, options, self.environment))
-            self._take(checks.attention(run, options))
+            self._take(preconditions.machine(run, options, self.environment))
+            self._take(preconditions.attention(run, options))
             self._try(lambda: trackers.check(run))
         is_there = (run.model / "config.json").is_file() and not missing
         tokenizer = self._model(options) if is_there else None
         records, drawn = self._records(run.data, tokenizer)
-        self._take(checks.output(run, overwrite=overwrite))
+        self._take(preconditions.output(run, overwrite=overwrite))
         result = Preflight(run, world_size, [], [], _devices(gpus, on_cpu), records)
         if run.eval_data:
             result = self._evaluated(result, options, drawn, tokenizer)
@@ -206,9 +206,9 @@ class _Looking:
 
     def _model(self, options: dict[str, Any] | None) -> Any:
         """Look at the folder of the model; its tokenizer, if that can be opened."""
-        self._take(checks.model(self.run))
+        self._take(preconditions.model(self.run))
         if options is not None and not self._broken():
-            misfits = list(checks.layout(self.run))
+            misfits = list(preconditions.layout(self.run))
             self._take(misfits)
             self.fits = not misfits
         try:
@@ -325,7 +325,7 @@ class _Looking:
             )
             found = replace(found, proposal=more)
             self.found.append(_too_large(run, found))
-        self._take(checks.disk(run, _on_disk(run, options, needed, world_size, batches)))
+        self._take(preconditions.disk(run, _on_disk(run, options, needed, world_size, batches)))
         return replace(sized, room=found)
 
     def _lengths(
@@ -340,10 +340,10 @@ class _Looking:
         if tokenizer is None:
             return None
         if any(isinstance(value, list) for value in drawn[0].values()) and not tokenizer.chat_template:
-            self.found.append(checks.template(run.model))
+            self.found.append(preconditions.template(run.model))
             return None
         if "messages" in drawn[0]:
-            self._take(checks.marks(run, options, tokenizer))
+            self._take(preconditions.marks(run, options, tokenizer))
         only = run.engine == "megatron" or bool(options.get("assistant_only_loss"))
         # GRPO bounds completions alone; Megatron goes on with long text in the next sequence.
         unbounded = run.method == "grpo" or (run.engine == "megatron" and "text" in drawn[0])

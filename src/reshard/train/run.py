@@ -125,7 +125,7 @@ def check(run: Run) -> None:
 
 
 def _folders(run: Run) -> Problem | None:
-    from reshard.formats.missing import download  # which numpy comes with, and --help needs none
+    from reshard.formats.not_found import download  # which numpy comes with, and --help needs none
 
     if not (run.model / "config.json").is_file():
         if remedy := download(run.model, f"--model {run.model.name}"):

@@ -50,10 +50,10 @@ def start(
     Of the processes of a run one speaks for all: it looks before, and finishes after. Raises ReshardError with all that
     forbids the run, and nothing started; also where ranks refuse to go on.
     """
-    from reshard.train.checks import config_problems
     from reshard.train.launching import launch
     from reshard.train.launching.lock import held
     from reshard.train.launching.places import place_of
+    from reshard.train.preconditions import config_problems
     from reshard.train.preflight import preflight
 
     found = None

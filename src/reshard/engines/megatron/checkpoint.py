@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from reshard.engines.megatron import names
+from reshard.engines.megatron import te_names
 from reshard.engines.megatron.parallel import ParallelSizes, supported
 from reshard.engines.megatron.unpickle import inert_pickle
 
@@ -91,7 +91,7 @@ def _load_torch_dist(chunks: list[Any], folder: Path) -> Mismatch:
 
     keys = stored_keys(folder)
     wanted = _wanted(chunks, _key_style(keys), every)
-    names.follow_checkpoint(wanted, keys)
+    te_names.follow_checkpoint(wanted, keys)
     # To dist_checkpointing, "missing" is what the model does not ask for: the reverse of load_state_dict's words.
     loaded, unexpected, missing = dist_checkpointing.load(
         wanted, str(folder), strict=StrictHandling.RETURN_ALL
@@ -166,7 +166,7 @@ def load_run(
     keys = stored_keys(folder)
     metadata = {**dist_checkpointing.load_content_metadata(str(folder)), **_key_style(keys)}
     wanted: dict[str, Any] = _wanted(chunks, metadata, only)
-    names.follow_checkpoint(wanted, keys)
+    te_names.follow_checkpoint(wanted, keys)
     if optimizer.config.use_distributed_optimizer:
         _begin_states(optimizer)
     wanted["optimizer"] = optimizer.sharded_state_dict(wanted, is_loading=True, metadata=metadata)
@@ -251,7 +251,7 @@ def _load_legacy(chunks: list[Any], folder: Path) -> Mismatch:
     stored = torch.load(file, map_location="cpu", weights_only=False, pickle_module=inert_pickle)
     found = []
     for index, chunk in enumerate(chunks):
-        state = names.legacy_to_local(chunk, stored[model_key(chunks, index)])
+        state = te_names.legacy_to_local(chunk, stored[model_key(chunks, index)])
         result = chunk.load_state_dict(state, strict=False)
         found.append(Mismatch.of(result.missing_keys, result.unexpected_keys))
     return Mismatch.union(found)

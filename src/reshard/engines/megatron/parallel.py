@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 
 class Layout(Protocol):
-    """Whatever names these sizes: `reshard.layout.Layout` or `ParallelSizes`."""
+    """Whatever names these sizes: `reshard.algebra.layout.Layout` or `ParallelSizes`."""
 
     @property
     def tp(self) -> int: ...

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from reshard.dtypes import DType
+from reshard.algebra.dtypes import DType
 from reshard.formats.dcp.metadata import DcpChunk
 from reshard.formats.torchfiles.write import Image, NewTensor, layout_torch_file
-from reshard.plan import Block, OutputFile, Planned
+from reshard.transfer.plan import Block, OutputFile, Planned
 
 
 @dataclass

@@ -20,18 +20,19 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from reshard.checkpoint import Checkpoint, Iteration, Replica, States, Tensor
+from reshard.algebra.tensors import Replica, Tensor
+from reshard.algebra.views import assemble, overlaps
 from reshard.errors import Problem, ReshardError, listed
+from reshard.formats.checkpoint import Checkpoint, Iteration, States
 from reshard.formats.copies import CopyFinder, explained
 from reshard.formats.dcp import torchtitan
 from reshard.formats.dcp.chunks import ChunkFile
 from reshard.formats.dcp.metadata import DcpChunk, DcpMetadata, DcpTensor, read_metadata, write_metadata
 from reshard.formats.dcp.optimizer import NEST as OPTIMIZER_NEST
 from reshard.formats.dcp.optimizer import NewOptimizer, read_optimizer, step_tensor
-from reshard.formats.names import prefix_of
 from reshard.formats.torchfiles.read import ChunkReader
-from reshard.plan import OutputFile, Planned
-from reshard.views import assemble, overlaps
+from reshard.formats.wrappers import prefix_of
+from reshard.transfer.plan import OutputFile, Planned
 
 NAME = "dcp"
 WHAT = "a folder of torch.distributed.checkpoint (.metadata and *.distcp)"

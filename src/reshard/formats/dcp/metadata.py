@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reshard.dtypes import DType
+from reshard.algebra.dtypes import DType
 from reshard.errors import UNUSABLE, Problem, ReshardError, said
 from reshard.formats.places import below
 from reshard.formats.torchfiles.pickles import Global, Opaque, Pickler, Reduce, encode_int, loads
-from reshard.formats.torchfiles.values import damaged, element_type, shape_of, sizes
-from reshard.sources import read_source
+from reshard.formats.torchfiles.untrusted import damaged, element_type, shape_of, sizes
+from reshard.transfer.sources import read_source
 
 MODULE = "torch.distributed.checkpoint.metadata"
 STORAGE_MODULE = "torch.distributed.checkpoint.filesystem"

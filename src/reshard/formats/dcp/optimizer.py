@@ -15,13 +15,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard.checkpoint import Optimizer, settings_of
-from reshard.dtypes import BY_NAME
+from reshard.algebra.dtypes import BY_NAME
 from reshard.errors import UNUSABLE
+from reshard.formats.checkpoint import Optimizer, settings_of
 from reshard.formats.dcp.metadata import DcpChunk, DcpMetadata, DcpTensor
 from reshard.formats.torchfiles.read import ChunkReader, read_torch_file, scalar
 from reshard.formats.torchfiles.write import NewTensor, image_bytes, layout_torch_file
-from reshard.plan import Planned
+from reshard.transfer.plan import Planned
 
 NEST = "optimizer"
 _FLOAT32 = BY_NAME["float32"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from reshard.checkpoint import Cells, Tensor
+from reshard.algebra.tensors import Cells, Tensor
 
 EMBEDDING, HEAD = "tok_embeddings.weight", "lm_head.weight"
 QUERY = "layers.0.attention.wq.weight"

@@ -13,12 +13,13 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from reshard.checkpoint import Checkpoint, Iteration, States, Tensor
+from reshard.algebra.tensors import Tensor
 from reshard.errors import ReshardError
+from reshard.formats.checkpoint import Checkpoint, Iteration, States
 from reshard.formats.deepspeed.files import holds_step, is_universal, read_step
 from reshard.formats.deepspeed.universal import read_universal
 from reshard.formats.deepspeed.zero import Weights, read_weights
-from reshard.formats.names import prefix_of, without_buffers
+from reshard.formats.wrappers import prefix_of, without_buffers
 
 NAME = "deepspeed"
 WHAT = "DeepSpeed checkpoint: ZeRO 0 to 3, or universal"

@@ -17,9 +17,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from reshard.checkpoint import Optimizer, States, Tensor
-from reshard.dtypes import BY_NAME
+from reshard.algebra.dtypes import BY_NAME
+from reshard.algebra.storage import StoredTensor
+from reshard.algebra.tensors import Tensor
 from reshard.errors import ReshardError
+from reshard.formats.checkpoint import Optimizer, States
 from reshard.formats.deepspeed.files import COPY_AGAIN, RankFile, StepFiles, read_models
 from reshard.formats.deepspeed.zero import (
     COPIES,
@@ -38,8 +40,7 @@ from reshard.formats.places import below
 from reshard.formats.torchfiles.pickles import Global, Reduce
 from reshard.formats.torchfiles.read import read_torch_file
 from reshard.formats.torchfiles.write import NewTensor, image_bytes, layout_torch_file
-from reshard.plan import Block, OutputFile, Planned
-from reshard.storage import StoredTensor
+from reshard.transfer.plan import Block, OutputFile, Planned
 
 OPTIMIZER_STATE = "optimizer_state.pt"
 MIXED_UP = (

@@ -20,9 +20,12 @@ from itertools import accumulate
 from math import prod
 from typing import Any, TypeGuard
 
-from reshard.checkpoint import Cells, Optimizer, Replica, States, Tensor, settings_of
-from reshard.dtypes import BY_NAME
+from reshard.algebra.dtypes import BY_NAME
+from reshard.algebra.storage import StoredTensor
+from reshard.algebra.tensors import Cells, Replica, Tensor
+from reshard.algebra.views import Piece, View
 from reshard.errors import Problem, ReshardError
+from reshard.formats.checkpoint import Optimizer, States, settings_of
 from reshard.formats.deepspeed.files import (
     COPY_AGAIN,
     UNIVERSAL_FIRST,
@@ -30,10 +33,8 @@ from reshard.formats.deepspeed.files import (
     StepFiles,
     zero_config,
 )
-from reshard.formats.torchfiles.values import stored_in, values_of
-from reshard.gather import castable
-from reshard.storage import StoredTensor
-from reshard.views import Piece, View
+from reshard.formats.torchfiles.untrusted import stored_in, values_of
+from reshard.transfer.gather import castable
 
 FP32 = "fp32"
 STATES = ("exp_avg", "exp_avg_sq")

@@ -12,10 +12,10 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint import Tensor
+from reshard.algebra.tensors import Tensor
 from reshard.errors import Problem, ReshardError
 from reshard.families.rope import rope_parameters
-from reshard.formats.internlm.names import EMBEDDINGS
+from reshard.formats.internlm.internevo import EMBEDDINGS
 from reshard.formats.torchfiles.pickles import Opaque
 from reshard.formats.torchfiles.read import read_torch_file
 

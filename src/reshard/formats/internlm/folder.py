@@ -13,8 +13,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint import Checkpoint, Iteration, Tensor
+from reshard.algebra.layout import Layout, SavedLayout
+from reshard.algebra.storage import StoredTensor
+from reshard.algebra.tensors import Tensor
 from reshard.errors import Problem, ReshardError, one_for_each_file
+from reshard.formats.checkpoint import Checkpoint, Iteration
 from reshard.formats.companions import CONFIG as HUB_CONFIG
 from reshard.formats.companions import read_object
 from reshard.formats.internlm.config import (
@@ -30,7 +33,7 @@ from reshard.formats.internlm.config import (
     stated_type,
     unlike_the_hub,
 )
-from reshard.formats.internlm.names import (
+from reshard.formats.internlm.internevo import (
     in_new_order,
     is_old_order,
     mlp_shapes,
@@ -38,10 +41,8 @@ from reshard.formats.internlm.names import (
     with_fused_attention,
 )
 from reshard.formats.internlm.shards import COPY, Rank, Shards, another_rank
-from reshard.formats.names import without_buffers
 from reshard.formats.torchfiles.read import read_torch_file
-from reshard.layout import Layout, SavedLayout
-from reshard.storage import StoredTensor
+from reshard.formats.wrappers import without_buffers
 
 NAME = "internlm"
 WHAT = "InternEvo checkpoint, a file for each rank (model_tp*_pp*.pt)"

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reshard.checkpoint import Replica, Tensor, cells_of
+from reshard.algebra.storage import StoredTensor
+from reshard.algebra.tensors import Replica, Tensor, cells_of
+from reshard.algebra.views import concat
 from reshard.errors import Problem, ReshardError
 from reshard.formats.copies import CopyFinder
-from reshard.formats.internlm.names import EMBEDDINGS, HEADS, PROJECTIONS, ROW, place_of, split_of
+from reshard.formats.internlm.internevo import EMBEDDINGS, HEADS, PROJECTIONS, ROW, place_of, split_of
 from reshard.formats.sharding import Split, join
-from reshard.storage import StoredTensor
-from reshard.views import concat
 
 COPY = "copy the files of all ranks from where they were saved"
 

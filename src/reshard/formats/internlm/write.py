@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+from reshard.algebra.layout import Layout
+from reshard.algebra.views import View
 from reshard.errors import ReshardError
 from reshard.formats.internlm.config import CONFIG
-from reshard.formats.internlm.names import EMBEDDINGS, HEADS, place_of, split_of
+from reshard.formats.internlm.internevo import EMBEDDINGS, HEADS, place_of, split_of
 from reshard.formats.sharding import Split, shard
 from reshard.formats.torchfiles.write import NewTensor, image_bytes, layout_torch_file
-from reshard.layout import Layout
-from reshard.plan import Block, OutputFile, Planned
-from reshard.views import View
+from reshard.transfer.plan import Block, OutputFile, Planned
 
 
 class _Shard(NamedTuple):

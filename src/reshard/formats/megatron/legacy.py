@@ -15,9 +15,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint import Checkpoint, Iteration, Replica, Tensor
+from reshard.algebra.layout import Layout, SavedLayout
+from reshard.algebra.storage import StoredTensor
+from reshard.algebra.tensors import Replica, Tensor
 from reshard.errors import Problem, ReshardError
 from reshard.formats import iterations
+from reshard.formats.checkpoint import Checkpoint, Iteration
 from reshard.formats.copies import CopyFinder
 from reshard.formats.megatron.mcore import (
     PARALLEL_LINEARS,
@@ -42,11 +45,9 @@ from reshard.formats.megatron.rank_files import (
 from reshard.formats.megatron.ranks import Rank, RankStates
 from reshard.formats.sharding import Split, join
 from reshard.formats.torchfiles.read import read_dict
-from reshard.formats.torchfiles.values import stored_in
+from reshard.formats.torchfiles.untrusted import stored_in
 from reshard.formats.torchfiles.write import NewTensor, layout_torch_file
-from reshard.layout import Layout, SavedLayout
-from reshard.plan import Block, OutputFile, Planned
-from reshard.storage import StoredTensor
+from reshard.transfer.plan import Block, OutputFile, Planned
 
 NAME = "megatron-legacy"
 WHAT = "Megatron legacy checkpoint, a file for each rank (mp_rank_*)"

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from reshard.algebra.layout import Layout, SavedLayout
 from reshard.formats.sharding import Split
-from reshard.layout import Layout, SavedLayout
 
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",

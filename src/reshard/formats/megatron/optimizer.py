@@ -13,14 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.checkpoint import Optimizer, Tensor, settings_of
+from reshard.algebra.storage import StoredTensor
+from reshard.algebra.tensors import Tensor
 from reshard.errors import UNUSABLE
+from reshard.formats.checkpoint import Optimizer, settings_of
 from reshard.formats.dcp.metadata import DcpTensor
 from reshard.formats.torchfiles.read import scalar
-from reshard.formats.torchfiles.values import number_of
+from reshard.formats.torchfiles.untrusted import number_of
 from reshard.formats.torchfiles.write import NewTensor, layout_torch_file
-from reshard.plan import Block, OutputFile, Planned
-from reshard.storage import StoredTensor
+from reshard.transfer.plan import Block, OutputFile, Planned
 
 _STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "fp32", "param": "fp32"}
 _KEY = re.compile(rf"(?:chained_\d+\.)?optimizer\.state\.({'|'.join(_STATES)})\.(.+)")

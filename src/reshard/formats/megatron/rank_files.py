@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from reshard.algebra.layout import Layout
+from reshard.algebra.storage import StoredTensor
 from reshard.errors import Problem, ReshardError
 from reshard.formats.megatron.mcore import layout_of
 from reshard.formats.megatron.ranks import Rank
-from reshard.layout import Layout
-from reshard.storage import StoredTensor
 
 FILE = "model_optim_rng.pt"
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"

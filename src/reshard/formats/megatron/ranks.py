@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
-from reshard.dtypes import DType
+from reshard.algebra.dtypes import DType
+from reshard.algebra.layout import Layout
+from reshard.algebra.views import View
 from reshard.formats.megatron.mcore import Place, Spelling, Stages, place_of, split_of
 from reshard.formats.sharding import Split, shard
-from reshard.layout import Layout
-from reshard.plan import Planned
-from reshard.views import View
+from reshard.transfer.plan import Planned
 
 
 class Rank(NamedTuple):

@@ -13,10 +13,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from reshard.algebra.storage import StoredTensor
 from reshard.errors import Problem, ReshardError
 from reshard.formats.dcp.metadata import DcpChunk
 from reshard.formats.torchfiles.read import read_torch_file
-from reshard.storage import StoredTensor
 
 _KEY = re.compile(r"rng_state/shard_(\d+)\.(\d+)(?:\.(\d+))?_.*")
 _STAGE = 100

@@ -16,10 +16,13 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reshard.checkpoint import Checkpoint, Iteration, States, Tensor
-from reshard.dtypes import DType
+from reshard.algebra.dtypes import DType
+from reshard.algebra.layout import Layout
+from reshard.algebra.tensors import Tensor
+from reshard.algebra.views import View, assemble
 from reshard.errors import Problem, ReshardError
 from reshard.formats import iterations
+from reshard.formats.checkpoint import Checkpoint, Iteration, States
 from reshard.formats.copies import CopyFinder, explained
 from reshard.formats.dcp.chunks import ChunkFile
 from reshard.formats.dcp.metadata import DcpMetadata, DcpTensor, read_metadata, write_metadata
@@ -47,9 +50,7 @@ from reshard.formats.megatron.writers import recorded_args
 from reshard.formats.sharding import shard_boxes
 from reshard.formats.torchfiles.read import ChunkReader, read_torch_file
 from reshard.formats.torchfiles.write import image_bytes, layout_torch_file
-from reshard.layout import Layout
-from reshard.plan import OutputFile, Planned
-from reshard.views import View, assemble
+from reshard.transfer.plan import OutputFile, Planned
 
 NAME = "megatron"
 WHAT = "Megatron-Core distributed checkpoint (torch_dist)"

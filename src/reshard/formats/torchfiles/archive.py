@@ -10,9 +10,9 @@ import struct
 import zlib
 from typing import NamedTuple
 
+from reshard.algebra.storage import Storage
 from reshard.errors import ReshardError
-from reshard.sources import MOST
-from reshard.storage import Storage
+from reshard.transfer.sources import MOST
 
 EDGE = 2048
 """Bytes read at once from either end of an archive: enough for all of a single tensor's but its data."""

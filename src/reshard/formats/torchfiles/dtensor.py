@@ -18,13 +18,13 @@ from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
-from reshard.checkpoint import Tensor
-from reshard.dtypes import DType
+from reshard.algebra.dtypes import DType
+from reshard.algebra.storage import StoredTensor
+from reshard.algebra.tensors import Tensor
+from reshard.algebra.views import View
 from reshard.errors import UNUSABLE, Problem, ReshardError, said
 from reshard.formats.torchfiles.pickles import Opaque
-from reshard.formats.torchfiles.values import element_type, shape_of, sizes
-from reshard.storage import StoredTensor
-from reshard.views import View
+from reshard.formats.torchfiles.untrusted import element_type, shape_of, sizes
 
 MAX_RANKS = 1 << 16
 """More than any run has; a pickle could claim any number."""

@@ -11,15 +11,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from reshard.checkpoint import Checkpoint, Tensor
-from reshard.dtypes import dtype
+from reshard.algebra.dtypes import dtype
+from reshard.algebra.storage import Storage, StoredTensor
+from reshard.algebra.tensors import Tensor
+from reshard.algebra.views import View
 from reshard.errors import Problem, ReshardError, one_for_all
 from reshard.families.binding import Binding
 from reshard.formats import fused
+from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.torchfiles.dtensor import Box, Part
-from reshard.plan import Planned
-from reshard.storage import Storage, StoredTensor
-from reshard.views import View
+from reshard.transfer.plan import Planned
 
 KIND = "flat"
 SAVE_SHARDED = (

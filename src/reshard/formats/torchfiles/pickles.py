@@ -21,10 +21,10 @@ from itertools import chain
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
-from reshard.dtypes import BY_NAME, DType
+from reshard.algebra.dtypes import BY_NAME, DType
 from reshard.errors import ReshardError, said
 from reshard.formats.torchfiles import opcodes
-from reshard.formats.torchfiles.values import damaged, sizes
+from reshard.formats.torchfiles.untrusted import damaged, sizes
 
 # fmt: off
 FRAMEWORKS = frozenset((

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from reshard.dtypes import BY_NAME, BY_STORAGE, DType
+from reshard.algebra.dtypes import BY_NAME, BY_STORAGE, DType
+from reshard.algebra.storage import Storage, StoredTensor
 from reshard.errors import ReshardError
 from reshard.formats.torchfiles.archive import Archive, Window, damaged_file
 from reshard.formats.torchfiles.pickles import Opaque, Sealed, loads, opaque_class
-from reshard.formats.torchfiles.values import shape_of, sizes
-from reshard.sources import open_source
-from reshard.storage import Storage, StoredTensor
+from reshard.formats.torchfiles.untrusted import shape_of, sizes
+from reshard.transfer.sources import open_source
 
 MAX_OPEN = 64
 """Files that a `ChunkReader` keeps open."""

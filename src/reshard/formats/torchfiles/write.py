@@ -17,7 +17,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from reshard.dtypes import DType
+from reshard.algebra.dtypes import DType
 from reshard.formats.torchfiles.pickles import Global, Persistent, Pickler, Reduce
 
 ROOT = "archive"

@@ -20,8 +20,8 @@ from reshard.formats import open_checkpoint
 from reshard.formats.companions import CONFIG, find_companions
 from reshard.planning import Options
 from reshard.train.engine import Trained, engine_of
-from reshard.train.final import checks
-from reshard.train.final.checks import Check, checked
+from reshard.train.final import acceptance
+from reshard.train.final.acceptance import Check, checked
 from reshard.train.run import RECORD, Run, read_record
 from reshard.train.show import report
 from reshard.train.show.monitor import append
@@ -110,7 +110,7 @@ def _final(run: Run, trained: Trained, draft: Path, on_bytes: OnBytes) -> Iterat
     if not made.right:
         return
     yield checked("bits", lambda: _bits(run, trained, draft))
-    yield from checks.of_adapter(draft, run) if run.lora else checks.of_model(draft, run)
+    yield from acceptance.of_adapter(draft, run) if run.lora else acceptance.of_model(draft, run)
 
 
 def _made(checkpoint: Path, folder: Path, on_bytes: OnBytes, *, merge: bool = False) -> str:
@@ -135,7 +135,7 @@ def _merged(final: Path, draft: Path, run: Run, on_bytes: OnBytes) -> Iterator[C
     made = checked("merged: converted", lambda: _made(final, draft, on_bytes, merge=True))
     yield made
     if made.right:
-        yield from checks.of_model(draft, run, of="merged: ")
+        yield from acceptance.of_model(draft, run, of="merged: ")
 
 
 def export(

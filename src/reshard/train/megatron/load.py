@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from isal.isal_zlib import crc32
 
-from reshard.dtypes import dtype
+from reshard.algebra.dtypes import dtype
 from reshard.errors import Problem, ReshardError
 from reshard.formats.megatron.ranks import Shard
-from reshard.gather import RAW, Files, Gatherer
 from reshard.train.megatron.weights import Coordinates, Weights
+from reshard.transfer.gather import RAW, Files, Gatherer
 
 
 def fill(chunks: list[Any], weights: Weights, at: Coordinates) -> None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
+from reshard.algebra.layout import Layout
 from reshard.engines.megatron import cpu, parallel
 from reshard.engines.megatron.model import build_model
 from reshard.engines.megatron.parallel import ParallelSizes
-from reshard.layout import Layout
 from reshard.train.megatron import lora
 from reshard.train.megatron.batches import Steps, check_ranks, is_half, schedule
 from reshard.train.megatron.load import fill

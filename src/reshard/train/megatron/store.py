@@ -21,7 +21,7 @@ from reshard.engines.megatron.checkpoint import SaveOptions, every, load_run, wr
 from reshard.errors import Problem, ReshardError
 from reshard.formats import iterations
 from reshard.formats.companions import find_companions
-from reshard.formats.hints import RUN_CONFIG
+from reshard.formats.provenance import RUN_CONFIG
 from reshard.formats.torchfiles.read import read_torch_file
 from reshard.planning.megatron_adapter import LORA
 from reshard.train.megatron.lora import is_adapter

@@ -18,24 +18,24 @@ from isal.isal_zlib import crc32
 
 from reshard import adapters
 from reshard.adapters.megatron_linears import linears
-from reshard.checkpoint import Tensor
-from reshard.compare import unequal_replicas
+from reshard.algebra.layout import Layout
+from reshard.algebra.tensors import Tensor
 from reshard.errors import ReshardError
 from reshard.families.binding import Dropped
 from reshard.formats import open_checkpoint
 from reshard.formats.megatron.mcore import padded_vocabulary, place_of, split_of
 from reshard.formats.megatron.ranks import Rank, RankStates, Shard
 from reshard.formats.sharding import Split
-from reshard.gather import Files, Gatherer
-from reshard.layout import Layout
-from reshard.logical import logical_tensors
-from reshard.model import Model, resolve
-from reshard.plan import Planned
+from reshard.model.logical import logical_tensors
+from reshard.model.resolve import Model, resolve
 from reshard.planning.common import Types, native_tensors
 from reshard.planning.megatron import check_layout
 from reshard.planning.megatron_adapter import same_bytes
 from reshard.train.megatron.options import Options
 from reshard.train.run import Run
+from reshard.transfer.compare import unequal_replicas
+from reshard.transfer.gather import Files, Gatherer
+from reshard.transfer.plan import Planned
 
 WINDOW = 4 << 20
 """Elements that are read at a time for a checksum."""

@@ -17,7 +17,7 @@ from reshard.train.engine import Batches, Precision, engine_of
 from reshard.train.memory import activations
 from reshard.train.memory.activations import Kept, Widths
 from reshard.train.run import Run, Spread
-from reshard.train.trl.fields import LORA
+from reshard.train.trl.config_fields import LORA
 
 HEAD_TOKENS, HEAD_COLUMNS = 4096, 32768
 """The tile of logits that TRL 1.16 computes at a time: `trl.kernels.chunked_logprob`, `trl.trainer.utils`."""

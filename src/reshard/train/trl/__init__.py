@@ -16,14 +16,14 @@ from reshard.train.run import Run
 
 def known_options(method: str) -> list[Option]:
     """Every option that the engine takes for a method: TRL's config of it, and what ModelConfig says of LoRA."""
-    from reshard.train.trl.fields import known
+    from reshard.train.trl.config_fields import known
 
     return known(method)
 
 
 def options(run: Run) -> dict[str, Any]:
     """All options of a run, typed. Raises ReshardError naming every one that is unknown, mistyped or refused."""
-    from reshard.train.trl.fields import options_of
+    from reshard.train.trl.config_fields import options_of
 
     return options_of(run)
 

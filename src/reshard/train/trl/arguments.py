@@ -7,7 +7,7 @@ from typing import Any
 
 from reshard.train.run import Run
 from reshard.train.trl import parallelism
-from reshard.train.trl.fields import LORA, MODEL, config_class
+from reshard.train.trl.config_fields import LORA, MODEL, config_class
 
 
 def arguments_of(run: Run, options: Mapping[str, Any]) -> Any:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from isal.isal_zlib import crc32
 
-from reshard.checkpoint import Tensor, cells_of
+from reshard.algebra.tensors import Tensor, cells_of
 from reshard.errors import Problem
 from reshard.formats.huggingface import read_weights
-from reshard.gather import Files
 from reshard.train.engine import Trained
 from reshard.train.run import Run
+from reshard.transfer.gather import Files
 
 WINDOW = 4 << 20
 _REMEDY = "convert the checkpoint again (reshard export), and look at the disk if it differs again"

@@ -10,7 +10,7 @@ from reshard.train.run import Run
 from reshard.train.trl import arithmetic, cpu, devices, environment, loading, saving, weights
 from reshard.train.trl.arguments import arguments_of
 from reshard.train.trl.callback import callback_of
-from reshard.train.trl.fields import options_of
+from reshard.train.trl.config_fields import options_of
 from reshard.train.trl.rows import Data, rows_of
 from reshard.train.trl.trainers import trainer_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from reshard.dtypes import DType
+from reshard.algebra.dtypes import DType
 
 
 @dataclass(frozen=True, slots=True)

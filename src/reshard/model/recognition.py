@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from reshard.checkpoint import Checkpoint
 from reshard.errors import UNUSABLE, Problem, ReshardError, one_for_all
 from reshard.families import FAMILIES, Family, declared
 from reshard.families.binding import Binding
 from reshard.families.disagreements import foreign
 from reshard.families.rules import Dims
 from reshard.families.undeclared import BEYOND_MEGATRON, BUILT_ALIKE
-from reshard.vocabulary import embedding_rows, padded_rows
+from reshard.formats.checkpoint import Checkpoint
+from reshard.model.vocabulary import embedding_rows, padded_rows
 
 
 def named(name: str) -> Family:

@@ -14,13 +14,13 @@ from pathlib import Path, PurePosixPath
 from threading import Event, Lock
 from typing import Any
 
-from reshard.batch import WINDOW, Batch, Stream, batches
-from reshard.checkpoint import cells_of
+from reshard.algebra.tensors import cells_of
 from reshard.errors import ReshardError
-from reshard.gather import Files, Gatherer, Ledger, crc_problem
-from reshard.plan import OutputFile, Plan
-from reshard.sink import Buffer, Sink
-from reshard.threads import together
+from reshard.transfer.batch import WINDOW, Batch, Stream, batches
+from reshard.transfer.gather import Files, Gatherer, Ledger, crc_problem
+from reshard.transfer.plan import OutputFile, Plan
+from reshard.transfer.sink import Buffer, Sink
+from reshard.transfer.threads import together
 
 WIDE_WINDOW = 32 << 20
 """The same where a tensor is transposed, so that one read of its source serves many rows."""

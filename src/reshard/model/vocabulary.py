@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from reshard.checkpoint import Checkpoint, Tensor
+from reshard.algebra.tensors import Tensor
 from reshard.errors import Problem, ReshardError
+from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.companions import find_companions
 from reshard.formats.megatron.mcore import padded_vocabulary
-from reshard.gather import Files, Gatherer
+from reshard.transfer.gather import Files, Gatherer
 
 EMBEDDINGS = {
     "hf": ("model.embed_tokens.weight", "model.tok_embeddings.weight"),

@@ -21,7 +21,7 @@ import yaml
 
 from reshard.errors import ReshardError
 from reshard.plain import JSON_MOST, Yaml, json_of, yaml_of
-from reshard.sources import read_source
+from reshard.transfer.sources import read_source
 
 ARGS_JSON = "args.json"
 RUN_CONFIG = "run_config.yaml"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
-from reshard.checkpoint import Tensor
+from reshard.algebra.tensors import Tensor
 from reshard.errors import Problem, listed
 
 T = TypeVar("T")

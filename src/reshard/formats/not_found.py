@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from reshard.checkpoint import Iteration
 from reshard.errors import Problem, ReshardError, listed
+from reshard.formats.checkpoint import Iteration
 
 ABOVE, BELOW = 3, 64
 """How many folders above and below are looked at."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reshard import recognition, vocabulary
-from reshard.checkpoint import Checkpoint
 from reshard.errors import UNUSABLE, Problem, ReshardError, said, understood
 from reshard.families import FAMILIES, Family, declared
 from reshard.families.binding import Binding
@@ -17,11 +15,13 @@ from reshard.families.disagreements import COMPUTED, agreed
 from reshard.families.rope import rope_contradictions
 from reshard.families.rules import Dims
 from reshard.formats import fused
+from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.companions import read_object
-from reshard.formats.missing import download
+from reshard.formats.not_found import download
 from reshard.formats.places import belongs
+from reshard.formats.quantization import refusal
 from reshard.formats.torchfiles import flat
-from reshard.quantization import refusal
+from reshard.model import recognition, vocabulary
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from reshard.checkpoint import Tensor
+from reshard.algebra.tensors import Tensor
+from reshard.algebra.views import concat
 from reshard.formats.sharding import Split
-from reshard.views import concat
 
 EMBEDDINGS = ("embedding.weight", "tok_embeddings.weight")
 HEADS = ("head.weight", "output.weight")

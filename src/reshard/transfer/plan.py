@@ -15,12 +15,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint import Cells, Replica
-from reshard.dtypes import BY_NAME, DType
+from reshard.algebra.dtypes import BY_NAME, DType
+from reshard.algebra.storage import Storage
+from reshard.algebra.tensors import Cells, Replica
+from reshard.algebra.views import View
 from reshard.errors import Problem, ReshardError
-from reshard.sources import Sources
-from reshard.storage import Storage
-from reshard.views import View
+from reshard.transfer.sources import Sources
 
 ZERO = Storage("", 0, 0)
 """The source of elements that the input does not have: vocabulary padding."""

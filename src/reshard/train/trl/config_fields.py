@@ -13,7 +13,7 @@ from reshard.doctor.keywords import REMOVED
 from reshard.errors import Problem, ReshardError
 from reshard.train.engine import Option
 from reshard.train.run import Run
-from reshard.train.trl import defaults, refusals, reward, values
+from reshard.train.trl import defaults, limits, refusals, reward
 
 CONFIGS = {"sft": "SFTConfig", "dpo": "DPOConfig", "grpo": "GRPOConfig"}
 LORA = (
@@ -88,7 +88,7 @@ def options_of(run: Run) -> dict[str, Any]:
                 typed[name] = _typed(parser, name, value, hints[name])
             except ValueError as error:
                 problems.append(_mistyped(name, value, str(error)))
-    problems += values.wrong_values(typed, run.options)
+    problems += limits.wrong_values(typed, run.options)
     problems += refusals.contradictions(run, typed)
     if run.reward:
         problems += reward.problems(run.reward)

@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from reshard.checkpoint import Checkpoint, Computed, Read, Tensor
-from reshard.dtypes import DType, dtype
+from reshard.algebra.dtypes import DType, dtype
+from reshard.algebra.tensors import Computed, Read, Tensor
+from reshard.algebra.views import View
 from reshard.errors import Problem, ReshardError, one_for_all
-from reshard.gather import RAW, as_float, cast, castable
-from reshard.quantization import Quantization, Shape, Weight, of_first_group, refusal
-from reshard.views import View
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.quantization import Quantization, Shape, Weight, of_first_group, refusal
+from reshard.transfer.gather import RAW, as_float, cast, castable
 
 Floats = np.ndarray[Any, Any]
 FLOAT32 = dtype("float32")

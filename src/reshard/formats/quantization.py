@@ -11,12 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from reshard.algebra.tensors import Tensor
 from reshard.errors import Problem, ReshardError, listed, one_for_all
-
-if TYPE_CHECKING:
-    from reshard.checkpoint import Tensor
 
 Shape = tuple[int, ...]
 Wide = Callable[[int], int]

@@ -6,9 +6,9 @@ import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from reshard.dtypes import DType
+from reshard.algebra.dtypes import DType
+from reshard.algebra.storage import StoredTensor
 from reshard.errors import ReshardError
-from reshard.storage import StoredTensor
 
 
 def sizes(values: Any) -> tuple[int, ...]:

@@ -12,11 +12,11 @@ import numpy as np
 from isal.isal_zlib import crc32, crc32_combine
 from numpy.lib.stride_tricks import as_strided
 
-from reshard.checkpoint import Cells, Computed, Tensor
-from reshard.dtypes import DType
+from reshard.algebra.dtypes import DType
+from reshard.algebra.storage import Storage
+from reshard.algebra.tensors import Cells, Computed, Tensor
+from reshard.algebra.views import Axis, Piece
 from reshard.errors import Problem, ReshardError
-from reshard.storage import Storage
-from reshard.views import Axis, Piece
 
 RAW: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """Elements are moved as integers of their width, whatever they mean."""

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from reshard.checkpoint import Cells, Replica, Tensor
-from reshard.dtypes import DType
+from reshard.algebra.dtypes import DType
+from reshard.algebra.storage import Storage
+from reshard.algebra.tensors import Cells, Replica, Tensor
 from reshard.errors import Problem, one_for_each_file
-from reshard.gather import RAW, Files, Gatherer, Ledger, as_float, castable
-from reshard.storage import Storage
-from reshard.threads import together
+from reshard.transfer.gather import RAW, Files, Gatherer, Ledger, as_float, castable
+from reshard.transfer.threads import together
 
 WINDOW = 1 << 20
 """Bytes that are compared at a time, few enough for the cache of a core, with what they are cast from."""

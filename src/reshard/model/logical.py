@@ -6,14 +6,15 @@ from collections.abc import Hashable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-from reshard.checkpoint import Cells, Checkpoint, Replica, Tensor
-from reshard.dtypes import DType, dtype
+from reshard.algebra.dtypes import DType, dtype
+from reshard.algebra.tensors import Cells, Replica, Tensor
+from reshard.algebra.views import View
 from reshard.errors import Problem, ReshardError, one_for_all
 from reshard.families.binding import Binding, Bound, Dropped
-from reshard.model import Model
-from reshard.plan import ZERO
-from reshard.views import View
-from reshard.vocabulary import EMBEDDINGS
+from reshard.formats.checkpoint import Checkpoint
+from reshard.model.resolve import Model
+from reshard.model.vocabulary import EMBEDDINGS
+from reshard.transfer.plan import ZERO
 
 
 class Logical(NamedTuple):

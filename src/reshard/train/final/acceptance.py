@@ -10,13 +10,13 @@ from typing import Any
 
 from reshard import adapters
 from reshard.adapters.adapter import Pair
-from reshard.checkpoint import Checkpoint
 from reshard.errors import Problem, ReshardError
 from reshard.families.config import portable_config
 from reshard.formats import open_checkpoint
+from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.companions import CONFIG, find_companions, read_object
 from reshard.formats.peft import CONFIG as ADAPTER_CONFIG
-from reshard.model import resolve_if_declared
+from reshard.model.resolve import resolve_if_declared
 from reshard.train.run import Run
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

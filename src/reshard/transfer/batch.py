@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from isal.isal_zlib import crc32
 
-from reshard.dtypes import DType
-from reshard.gather import RAW, Gatherer
-from reshard.plan import Block, OutputFile
-from reshard.sink import PAGE
+from reshard.algebra.dtypes import DType
+from reshard.transfer.gather import RAW, Gatherer
+from reshard.transfer.plan import Block, OutputFile
+from reshard.transfer.sink import PAGE
 
 WINDOW = 4 << 20
 """Bytes written at a time: small enough for the cache, large enough for the disk."""

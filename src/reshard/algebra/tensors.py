@@ -1,0 +1,100 @@
+"""Tensors as views, and what is at the bottom of a view: bytes of a file, or elements that are computed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from reshard.algebra.dtypes import DType
+from reshard.algebra.storage import Storage, StoredTensor
+from reshard.algebra.views import View
+
+
+class Cells(NamedTuple):
+    """The elements of a storage, read as `dtype`: the source at the bottom of a view."""
+
+    storage: Storage
+    dtype: DType
+
+
+class Computed(ABC):
+    """Elements that are computed from others, such as the sum of a weight and an adapter: a source like `Cells`.
+
+    It is the one thing that is not re-indexing. `inputs` are all it reads, so that plan and audit see through it.
+    """
+
+    dtype: DType
+    inputs: tuple[Tensor, ...]
+
+    @abstractmethod
+    def values(self, begin: int, end: int, read: Read) -> np.ndarray[Any, Any]:
+        """Raw elements `begin` to `end`, in row-major order. `read(tensor, begin, end)` gives those of an input."""
+
+
+Source = Cells | Computed
+
+
+class Tensor(NamedTuple):
+    """A whole tensor of a checkpoint, as a view over `Cells`."""
+
+    dtype: DType
+    view: View
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.view.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.view.numel * self.dtype.itemsize
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it holds: more than its items where these are packed."""
+        return self.dtype.elements(self.view.numel)
+
+    @property
+    def file(self) -> str:
+        """The file that holds its first elements, for messages."""
+        return self.file_of(0)
+
+    def file_of(self, element: int) -> str:
+        """The file that holds an element, in row-major order."""
+        view = View((1,), self.view.window(element, element + 1))
+        return next((cells.storage.path for cells in cells_of(view)), "?")
+
+    @staticmethod
+    def stored(stored: StoredTensor) -> Tensor:
+        """The tensor that lies in one strided piece of one file."""
+        cells = Cells(stored.storage, stored.dtype)
+        view = View.of(cells, *stored.shape, start=stored.start, strides=stored.strides)
+        return Tensor(stored.dtype, view)
+
+
+def cells_of(view: View) -> Iterator[Cells]:
+    """Everything that is read for a view, those inputs included that its elements are computed from."""
+    for piece in view.pieces:
+        if isinstance(piece.source, Computed):
+            for tensor in piece.source.inputs:
+                yield from cells_of(tensor.view)
+        elif isinstance(piece.source, Cells):
+            yield piece.source
+
+
+Read = Callable[[Tensor, int, int], "np.ndarray[Any, Any]"]
+
+
+class Replica(NamedTuple):
+    """Two places that hold the same elements by some rule, and so must be equal; `remedy` if they are not.
+
+    Both have one dtype. What a place stores in another one, such as fp32 masters, is rounded to it.
+    """
+
+    tensor: str
+    first: Tensor
+    second: Tensor
+    rule: str
+    remedy: str = "the files are of different runs or iterations, or one is damaged: gather them again"

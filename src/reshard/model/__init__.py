@@ -1,0 +1,1 @@
+"""Which model a checkpoint holds, and its tensors under their Hugging Face names."""

@@ -1,0 +1,79 @@
+"""The order of imports: each part of the program knows only what stands before it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import reshard
+
+SOURCE = Path(reshard.__file__).parent
+DOCS = SOURCE.parents[1] / "docs"
+
+ORDER = (
+    ("shown", "version"),
+    ("errors", "plain"),
+    ("algebra",),
+    ("families", "transfer"),
+    ("formats",),
+    ("model",),
+    ("adapters",),
+    ("planning",),
+    ("conversion", "inspection", "verification"),
+    ("engines",),
+    ("oracle", "doctor"),
+    ("api", "guard"),
+    ("train",),
+    ("cli",),
+)
+"""From the bottom to the top. What stands on one line does not know of each other."""
+FREE = ("__init__", "__main__")
+"""The doors of the package: `import reshard` and `python -m reshard`."""
+
+LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+
+def part_of(module: str) -> str:
+    """The part that a module is of, by its dotted name."""
+    return [*module.split("."), "__init__"][1]
+
+
+def name_of(path: Path) -> str:
+    """The dotted name of a module."""
+    return ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The modules of the project that one imports, anywhere in it, those for types included."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "reshard")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "reshard":
+            names = [f"reshard.{alias.name}" for alias in node.names]
+            yield from names if node.module == "reshard" else [str(node.module)]
+
+
+def test_every_part_has_its_place() -> None:
+    assert {part_of(name_of(path)) for path in MODULES} == {*LEVEL, *FREE}
+
+
+@pytest.mark.parametrize("part", LEVEL)
+def test_imports_run_downwards(part: str) -> None:
+    upwards = [
+        f"{name_of(path)} imports {module}"
+        for path in MODULES
+        if part_of(name_of(path)) == part
+        for module in imported(path)
+        if part_of(module) not in (part, *FREE) and LEVEL[part_of(module)] >= LEVEL[part]
+    ]
+    assert upwards == []
+
+
+def test_the_architecture_page_tells_the_same_order() -> None:
+    text = " ".join((DOCS / "architecture.md").read_text(encoding="utf-8").split())
+    order = " → ".join(", ".join(parts) for parts in reversed(ORDER))
+    assert order in text
