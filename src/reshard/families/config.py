@@ -189,7 +189,7 @@ INTERNLM_MOE = family(
     Rotary(),
     Key("num_experts", "num_experts", aliases=("num_local_experts",)),
     Key("num_experts_per_token", "moe_router_topk", aliases=("num_experts_per_tok",), default=2),
-    Key("intermediate_size", "ffn_hidden_size", also=("moe_ffn_hidden_size",)),
+    Key("intermediate_size", "moe_ffn_hidden_size", also=("ffn_hidden_size",)),
     SOFTMAX_ROUTER,
     Const(args={"moe_router_pre_softmax": False, "moe_layer_freq": 1}),
 )
@@ -239,7 +239,7 @@ MIXTRAL = family(
     NO_QK_NORM,
     Key("num_local_experts", "num_experts", aliases=("num_experts",), default=8),
     Key("num_experts_per_tok", "moe_router_topk", default=2),
-    Key("intermediate_size", "ffn_hidden_size", also=("moe_ffn_hidden_size",)),
+    Key("intermediate_size", "moe_ffn_hidden_size", also=("ffn_hidden_size",)),
     SOFTMAX_ROUTER,
     Const(args={"moe_router_pre_softmax": False, "moe_layer_freq": 1}),
 )
@@ -395,7 +395,7 @@ GPT_OSS = family(
     Key("swiglu_limit", "activation_func_clamp_value", default=7.0),
     Key("num_local_experts", "num_experts", aliases=("num_experts",)),
     Key("num_experts_per_tok", "moe_router_topk", aliases=("experts_per_token",), default=4),
-    Key("intermediate_size", "ffn_hidden_size", also=("moe_ffn_hidden_size",)),
+    Key("intermediate_size", "moe_ffn_hidden_size", also=("ffn_hidden_size",)),
     SOFTMAX_ROUTER,
     Const(args={"moe_router_pre_softmax": False, "moe_layer_freq": 1}),
 )
