@@ -85,7 +85,7 @@ def _mixtral(config: dict[str, Any]) -> Any:
         "num_experts_per_tok": config["num_experts_per_token"],
     }
     model = MixtralForCausalLM(MixtralConfig(**_sizes(config), **experts, sliding_window=None))
-    for layer in model.model.layers:
+    for layer in model.model.layers if config.get("bias", True) else []:
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             plain = getattr(layer.self_attn, name)
             setattr(layer.self_attn, name, torch.nn.Linear(plain.in_features, plain.out_features, bias=True))

@@ -180,6 +180,10 @@ VARIANTS: dict[str, Variant] = {
     "qwen3-moe-te-sequential": Variant(QWEN3_MOE, ParallelSizes(ep=2), spec="te"),
     "qwen2-moe-ep2": Variant(QWEN2_MOE, ParallelSizes(ep=2)),
     "qwen2-moe-te": Variant({**QWEN2_MOE, **_GROUPED}, ParallelSizes(tp=2, ep=2, etp=1), spec="te"),
+    # What InternLM, InternLM2 and InternLM's mixture of experts are without biases.
+    "plain-tp2-pp2": Variant({**DENSE, "num_query_groups": 4}, ParallelSizes(tp=2, pp=2)),
+    "plain-grouped-tp2": Variant(DENSE, ParallelSizes(tp=2)),
+    "plain-moe-ep2": Variant({**DENSE, **MOE, "num_query_groups": 4}, ParallelSizes(ep=2)),
     "glm4-moe": Variant(GLM4_MOE, ParallelSizes(pp=2, ep=2), formats=("torch_dist",)),
     "gpt-oss": Variant(GPT_OSS, ParallelSizes(tp=2, pp=2, ep=2, etp=1)),
     "gpt-oss-te": Variant(
