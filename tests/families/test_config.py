@@ -21,14 +21,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from reshard.errors import ReshardError
 from reshard.families import FAMILIES
-from reshard.families.config import (
-    DEEPSEEK_V3,
-    LLAMA,
-    MIXTRAL,
-    QWEN2,
-    QWEN3_MOE,
-    portable_config,
-)
+from reshard.families.config import portable_config
 from reshard.families.disagreements import REARRANGED, agreed, differences, foreign
 from reshard.families.flags import flags_not_restored
 from reshard.families.rope import rope_parameters
@@ -36,6 +29,9 @@ from reshard.oracle.transformers import load_model, transformers_logits
 from tests.genuine.huggingface import PAD, VARIANTS, VOCAB_SIZE, make_model
 
 CONFIG_MAPS = {name: family.config for name, family in FAMILIES.items()}
+DEEPSEEK_V3, LLAMA, MIXTRAL, QWEN2, QWEN3_MOE = (
+    CONFIG_MAPS[name] for name in ("deepseek_v3", "llama", "mixtral", "qwen2", "qwen3_moe")
+)
 TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, (2, 24))
 
 

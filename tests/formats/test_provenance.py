@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.families.config import QWEN3_MOE
+from reshard.families import FAMILIES
 from reshard.formats import provenance
 from reshard.formats.megatron.writers import args_of_run_config
 from reshard.formats.provenance import find_hints, read_run_config
@@ -122,7 +122,7 @@ def test_the_args_of_the_checkpoint(tmp_path: Path) -> None:
 def test_a_config_from_the_run_config_of_megatron_bridge(tmp_path: Path) -> None:
     (tmp_path / "run_config.yaml").write_text(RUN_CONFIG)
     args = args_of_run_config(read_run_config(tmp_path) or {})
-    config = QWEN3_MOE.to_config(args)
+    config = FAMILIES["qwen3_moe"].config.to_config(args)
     expected = {"num_hidden_layers": 4, "num_experts": 8, "num_key_value_heads": 4, "head_dim": 16}
     expected |= {
         "rms_norm_eps": 1e-6,

@@ -1,50 +1,38 @@
-"""Model architectures: one declaration each, used in both directions."""
+"""Model architectures: one declaration each, used in both directions.
+
+A module in `architectures/` registers its families by being there.
+"""
 
 from __future__ import annotations
 
+import pkgutil
+from collections.abc import Iterator
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
-from reshard.families.baichuan import BAICHUAN
-from reshard.families.deepseek_v2 import DEEPSEEK_V2
-from reshard.families.deepseek_v3 import DEEPSEEK_V3
+from reshard.families import architectures
 from reshard.families.family import Family
-from reshard.families.glm import DOTS1, GLM4_MOE
-from reshard.families.gpt_oss import GPT_OSS
-from reshard.families.internlm import INTERNLM, INTERNLM2, INTERNLM_MOE
-from reshard.families.llama import CWM, ERNIE4_5, INTERNLM3, LLAMA, MISTRAL, SMOLLM3
-from reshard.families.mimo import MIMO
-from reshard.families.mixtral import MIXTRAL
-from reshard.families.phi3 import PHI3
-from reshard.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from reshard.families.live import Live
+from reshard.families.undeclared import LIVE
+
+
+def declarations(package: ModuleType) -> Iterator[Family]:
+    """The families that the modules of a package declare, each once, though modules import them from each other."""
+    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."))
+    found = [value for name in names for value in vars(import_module(name)).values()]
+    yield from {id(family): family for family in found if isinstance(family, Family)}.values()
+
 
 FAMILIES: dict[str, Family] = {
-    family.name: family
-    for family in (
-        QWEN2,  # before Llama: where nothing names the family, a bias on q, k and v alone means Qwen2
-        MIMO,
-        LLAMA,
-        MISTRAL,
-        MIXTRAL,
-        QWEN2_MOE,
-        QWEN3,
-        QWEN3_MOE,
-        INTERNLM,
-        INTERNLM2,
-        INTERNLM_MOE,
-        INTERNLM3,
-        DEEPSEEK_V2,  # before DeepSeek-V3: where nothing names the family, a router without a bias means V2
-        DEEPSEEK_V3,
-        DOTS1,  # before GLM-4.5: where nothing names the family, a rope over whole heads means dots1
-        GLM4_MOE,
-        GPT_OSS,
-        ERNIE4_5,
-        SMOLLM3,
-        CWM,
-        PHI3,
-        BAICHUAN,
-    )
+    family.name: family for family in sorted(declarations(architectures), key=lambda family: family.name)
 }
 """By the `model_type` of config.json."""
+
+
+def likeliest() -> list[Family]:
+    """All families, in the order in which they are assumed where nothing names one and several fit."""
+    return sorted(FAMILIES.values(), key=lambda family: -family.precedence)
 
 
 def declared(model_type: Any) -> Family | None:
@@ -55,4 +43,10 @@ def declared(model_type: Any) -> Family | None:
     return FAMILIES.get(model_type, alias)
 
 
-__all__ = ["FAMILIES", "Family", "declared"]
+def live_names(model_type: Any) -> Live | None:
+    """How names in memory differ from the hub's; None if they do not, or nobody knows. It takes undeclared ones too."""
+    family = declared(model_type)
+    return family.live if family else LIVE.get(model_type) if isinstance(model_type, str) else None
+
+
+__all__ = ["FAMILIES", "Family", "declared", "likeliest", "live_names"]

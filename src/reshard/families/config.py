@@ -16,21 +16,16 @@ from dataclasses import dataclass
 from reshard.families.entries import (
     NEGATED,
     Args,
-    BaichuanVariants,
-    Biases,
     Config,
     Const,
     DenseFirst,
     Entry,
     ExpertWidth,
-    FullAttention,
-    GroupLimited,
     HeadDim,
     Key,
     KeyValueHeads,
     LatentNorms,
     LayerTypes,
-    LeadingFullLayers,
     Precision,
     RouterGroups,
     SharedExperts,
@@ -42,10 +37,7 @@ from reshard.families.entries import (
 )
 from reshard.families.rope import (
     LatentRope,
-    Rope,
     RopeLayers,
-    Rotary,
-    YarnRope,
     both_spellings,
     rope_contradictions,
 )
@@ -149,6 +141,12 @@ SOFTMAX_ROUTER = Const(args={"moe_router_score_function": "softmax", "moe_router
 # Scores are a softmax over all experts. With norm_topk_prob they are normalised over the chosen ones, which is
 # the same as a softmax over the chosen ones alone: Megatron-LM's default.
 NORM_TOPK = Key("norm_topk_prob", "moe_router_pre_softmax", default=False, assumed=False, values=NEGATED)
+# Experts in every layer, as wide as the config says of all layers.
+EXPERTS_EVERYWHERE: tuple[Entry, ...] = (
+    Key("intermediate_size", "moe_ffn_hidden_size", also=("ffn_hidden_size",)),
+    SOFTMAX_ROUTER,
+    Const(args={"moe_router_pre_softmax": False, "moe_layer_freq": 1}),
+)
 QWEN_EXPERTS: tuple[Entry, ...] = (
     *ROUTER,
     Key("num_experts", "num_experts", aliases=("num_local_experts",)),
@@ -158,133 +156,6 @@ QWEN_EXPERTS: tuple[Entry, ...] = (
 )
 
 
-def family(model_type: str, architecture: str, *entries: Entry) -> ConfigMap:
-    """The map of a family whose config.json says `model_type` and `architectures: [architecture]`."""
-    says = Const(config={"model_type": model_type, "architectures": [architecture]})
-    usual = ((SlidingWindow, NO_WINDOW), (LayerTypes, ONE_WINDOW), (RopeLayers, ROPE_EVERYWHERE))
-    unless = [const for kind, const in usual if not any(isinstance(entry, kind) for entry in entries)]
-    return ConfigMap(model_type, (says, *COMMON, *entries, *unless))
-
-
-LLAMA = family(
-    "llama", "LlamaForCausalLM", *GROUPED_HEADS, Rope(), Biases("attention_bias", "mlp_bias"), NO_QK_NORM
-)
-INTERNLM3 = family(
-    "internlm3", "InternLM3ForCausalLM", *GROUPED_HEADS, Rope(), Biases("qkv_bias", "bias"), NO_QK_NORM
-)
-# Biases of attention, and none in the MLP, where Megatron-LM's add_bias_linear asks for some.
-ZERO_BIAS = "biases of the MLP, which InternLM does not have"
-INTERNLM_BIAS = Key("bias", "add_bias_linear", also=("add_qkv_bias",), default=True, assumed=False)
-INTERNLM_ATTENTION: tuple[Entry, ...] = (
-    *DERIVED_HEADS,
-    INTERNLM_BIAS,
-    NO_QK_NORM,
-)
-INTERNLM = family("internlm", "InternLMForCausalLM", *INTERNLM_ATTENTION, Rotary())
-INTERNLM2 = family("internlm2", "InternLM2ForCausalLM", *INTERNLM_ATTENTION, Rope())
-INTERNLM_MOE = family(
-    "internlm_moe",
-    "InternLMMoEForCausalLM",
-    *INTERNLM_ATTENTION,
-    Rotary(),
-    Key("num_experts", "num_experts", aliases=("num_local_experts",)),
-    Key("num_experts_per_token", "moe_router_topk", aliases=("num_experts_per_tok",), default=2),
-    Key("intermediate_size", "moe_ffn_hidden_size", also=("ffn_hidden_size",)),
-    SOFTMAX_ROUTER,
-    Const(args={"moe_router_pre_softmax": False, "moe_layer_freq": 1}),
-)
-# Neighbouring elements of a head are turned, where the other families turn those half a head apart.
-ERNIE4_5 = family(
-    "ernie4_5",
-    "Ernie4_5ForCausalLM",
-    *GROUPED_HEADS,
-    Rope(default_theta=500000.0),
-    Const(args={"rotary_interleaved": True}),
-    TIED,
-    Key("use_bias", "add_bias_linear", also=("add_qkv_bias",), default=False, assumed=False),
-    NO_QK_NORM,
-)
-SMOLLM3 = family(
-    "smollm3",
-    "SmolLM3ForCausalLM",
-    *DERIVED_HEADS,
-    Rope(default_theta=2000000.0),
-    RopeLayers(),
-    FullAttention(late=False),
-    TIED,
-    Biases("attention_bias", "mlp_bias"),
-    NO_QK_NORM,
-)
-CWM = family(
-    "cwm",
-    "CwmForCausalLM",
-    *GROUPED_HEADS,
-    Rope(default_theta=1000000.0, assumed={"rope_type": "llama3", "factor": 16.0}),
-    SlidingWindow(default=8192),
-    LeadingFullLayers(),
-    NO_BIAS,
-    Const(config={"mlp_bias": False}),
-    NO_QK_NORM,
-)
-MISTRAL = family(
-    "mistral", "MistralForCausalLM", *GROUPED_HEADS, Rope(), SlidingWindow(default=4096), NO_BIAS, NO_QK_NORM
-)
-MIXTRAL = family(
-    "mixtral",
-    "MixtralForCausalLM",
-    *GROUPED_HEADS,
-    Rope(default_theta=1000000.0),
-    SlidingWindow(default=None),
-    NO_BIAS,
-    NO_QK_NORM,
-    Key("num_local_experts", "num_experts", aliases=("num_experts",), default=8),
-    Key("num_experts_per_tok", "moe_router_topk", default=2),
-    Key("intermediate_size", "moe_ffn_hidden_size", also=("ffn_hidden_size",)),
-    SOFTMAX_ROUTER,
-    Const(args={"moe_router_pre_softmax": False, "moe_layer_freq": 1}),
-)
-QWEN2 = family(
-    "qwen2",
-    "Qwen2ForCausalLM",
-    *DERIVED_HEADS,
-    Rope(),
-    FullAttention(),
-    QKV_BIAS,
-    NO_QK_NORM,
-)
-QWEN2_MOE = family(
-    "qwen2_moe",
-    "Qwen2MoeForCausalLM",
-    *DERIVED_HEADS,
-    Rope(),
-    FullAttention(late=False),
-    Key("qkv_bias", "add_qkv_bias", default=True),
-    Const(args={"add_bias_linear": False, "moe_shared_expert_gate": True}),
-    NO_QK_NORM,
-    *QWEN_EXPERTS,
-    Key("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
-)
-QWEN3 = family(
-    "qwen3",
-    "Qwen3ForCausalLM",
-    *GROUPED_HEADS,
-    Rope(),
-    FullAttention(),
-    NO_BIAS,
-    Const(config={"attention_bias": False}),
-    QK_NORM,
-)
-QWEN3_MOE = family(
-    "qwen3_moe",
-    "Qwen3MoeForCausalLM",
-    *GROUPED_HEADS,
-    Rope(),
-    FullAttention(late=False),
-    NO_BIAS,
-    Const(config={"attention_bias": False}),
-    QK_NORM,
-    *QWEN_EXPERTS,
-)
 LATENT_ATTENTION: tuple[Entry, ...] = (
     Const(args={"multi_latent_attention": True}, config={"attention_bias": False}),
     LatentRope(),
@@ -306,117 +177,19 @@ DEEPSEEK_EXPERTS: tuple[Entry, ...] = (
     Const(args={"moe_router_dtype": "fp32"}),
 )
 MTP = Key("num_nextn_predict_layers", "mtp_num_layers", aliases=("num_mtp_layers",), default=0, none=0)
-# MiMo's own code is Qwen2's, whose biases the config does not decide.
-MIMO = family(
-    "mimo",
-    "MiMoForCausalLM",
-    *GROUPED_HEADS,
-    Rope(),
-    FullAttention(),
-    QKV_BIAS,
-    Const(config={"attention_bias": True}),
-    NO_QK_NORM,
-    MTP,
-)
-DEEPSEEK_V2 = family(
-    "deepseek_v2",
-    "DeepseekV2ForCausalLM",
-    *LATENT_ATTENTION,
-    *DEEPSEEK_EXPERTS,
-    SOFTMAX_ROUTER,
-    # A softmax over all experts whose scores stay as they are: transformers ignores norm_topk_prob.
-    Const(
-        args={"moe_router_pre_softmax": True},
-        config={"scoring_func": "softmax", "norm_topk_prob": False, "mlp_bias": False, "moe_layer_freq": 1},
-    ),
-    GroupLimited(),
-)
-DEEPSEEK_V3 = family(
-    "deepseek_v3",
-    "DeepseekV3ForCausalLM",
-    *LATENT_ATTENTION,
-    Const(config={"moe_layer_freq": 1}, computed={"rope_interleave": True}),
-    *DEEPSEEK_EXPERTS,
-    Key("scoring_func", "moe_router_score_function", default="sigmoid"),
-    Key(
-        "topk_method",
-        "moe_router_enable_expert_bias",
-        default="noaux_tc",
-        values={"noaux_tc": True, "group_limited_greedy": False},
-    ),
-    RouterGroups(),
-    SigmoidNorm(),
-    MTP,
-)
-GLM4_MOE = family(
-    "glm4_moe",
-    "Glm4MoeForCausalLM",
-    *GROUPED_HEADS,
-    Rope(fraction=0.5),
-    Key("attention_bias", "add_qkv_bias", default=False),
-    Const(args={"add_bias_linear": False}),
-    Key("use_qk_norm", "qk_layernorm", default=False),
-    *DEEPSEEK_EXPERTS,
-    Const(args={"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
-    RouterGroups(),
-    SigmoidNorm(),
-    MTP,
-)
-DOTS1 = family(
-    "dots1",
-    "Dots1ForCausalLM",
-    *DERIVED_HEADS,
-    Rope(),
-    FullAttention(switched=False),
-    NO_BIAS,
-    Const(config={"attention_bias": False}),
-    QK_NORM,
-    *DEEPSEEK_EXPERTS,
+SIGMOID_ROUTER: tuple[Entry, ...] = (
     Const(args={"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
     RouterGroups(),
     SigmoidNorm(),
 )
-# Every second layer attends to a window, beginning with the first; gate and up are clamped, the up projection is
-# shifted by one, and the gate goes through x·sigmoid(1.702·x).
-GPT_OSS = family(
-    "gpt_oss",
-    "GptOssForCausalLM",
-    *GROUPED_HEADS,
-    YarnRope(default_theta=150000.0),
-    SlidingWindow(default=128),
-    LayerTypes(),
-    Const(args={"add_qkv_bias": True, "add_bias_linear": True}, config={"attention_bias": True}),
-    NO_QK_NORM,
-    Const(args={"softmax_type": "learnable"}),
-    Const(
-        args={"swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0},
-        computed={"swiglu_alpha": 1.702},
-    ),
-    Key("swiglu_limit", "activation_func_clamp_value", default=7.0),
-    Key("num_local_experts", "num_experts", aliases=("num_experts",)),
-    Key("num_experts_per_tok", "moe_router_topk", aliases=("experts_per_token",), default=4),
-    Key("intermediate_size", "moe_ffn_hidden_size", also=("ffn_hidden_size",)),
-    SOFTMAX_ROUTER,
-    Const(args={"moe_router_pre_softmax": False, "moe_layer_freq": 1}),
-)
-PHI3 = family(
-    "phi3",
-    "Phi3ForCausalLM",
-    *DERIVED_HEADS,
-    Rope(fraction=1.0),
-    SlidingWindow(default=None),
-    NO_BIAS,
-    NO_QK_NORM,
-)
-BAICHUAN = family(
-    "baichuan",
-    "BaichuanForCausalLM",
-    *DERIVED_HEADS,
-    Rope(),
-    BaichuanVariants(),
-    NO_BIAS,
-    NO_QK_NORM,
-)
+
+
+def config_map(model_type: str, architecture: str, entries: tuple[Entry, ...]) -> ConfigMap:
+    """The map of a family whose config.json says `model_type` and `architectures: [architecture]`."""
+    says = Const(config={"model_type": model_type, "architectures": [architecture]})
+    usual = ((SlidingWindow, NO_WINDOW), (LayerTypes, ONE_WINDOW), (RopeLayers, ROPE_EVERYWHERE))
+    unless = [const for kind, const in usual if not any(isinstance(entry, kind) for entry in entries)]
+    return ConfigMap(model_type, (says, *COMMON, *entries, *unless))
 
 
 def portable_config(config: Config, dtype: str, table: ConfigMap | None = None) -> Values:

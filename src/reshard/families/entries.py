@@ -298,15 +298,6 @@ class LayerTypes(Entry):
         return {"layer_types": ["sliding_attention" if each else "full_attention" for each in skip]}
 
 
-class LeadingFullLayers(LayerTypes):
-    """cwm: every fourth layer attends to all, beginning with the first, where the config does not say."""
-
-    def to_args(self, config: Config) -> Values:
-        if config.get("layer_types"):
-            return super().to_args(config)
-        return {"window_attn_skip_freq": [int(i % 4 > 0) for i in range(config.get("num_hidden_layers", 0))]}
-
-
 class Precision(Entry):
     """The dtype, which Megatron-LM keeps as two flags."""
 
@@ -419,25 +410,6 @@ class RouterGroups(Entry):
             )
 
 
-class GroupLimited(RouterGroups):
-    """DeepSeek-V2: `topk_method` says whether groups count, and a group is scored by its best expert."""
-
-    best = 1
-
-    def to_args(self, config: Config) -> Values:
-        return super().to_args(self._effective(config))
-
-    def to_config(self, args: Args) -> Values:
-        method = "group_limited_greedy" if args.get("moe_router_num_groups") else "greedy"
-        return {"topk_method": method, **super().to_config(args)}
-
-    def differs(self, config: Config) -> Iterator[tuple[str, str]]:
-        yield from super().differs(self._effective(config))
-
-    def _effective(self, config: Config) -> Config:
-        return config if config.get("topk_method") == "group_limited_greedy" else {}
-
-
 class SigmoidNorm(Entry):
     """`norm_topk_prob` of a sigmoid router: Megatron-Core normalises the scores of chosen experts if they are several.
 
@@ -474,18 +446,3 @@ class LatentNorms(Remark):
         epsilon = config.get("rms_norm_eps", 1e-6)
         if epsilon != 1e-6:
             yield f"rms_norm_eps is {epsilon}; inside latent attention transformers takes 1e-06, Megatron-Core does not"
-
-
-class BaichuanVariants(Remark):
-    """What the larger and the later Baichuan compute otherwise than Baichuan-7B.
-
-    Source: modeling_baichuan.py of baichuan-inc/Baichuan-13B-Base, Baichuan2-7B-Base and Baichuan2-13B-Base.
-    """
-
-    def differs(self, config: Config) -> Iterator[tuple[str, str]]:
-        if "model_max_length" in config and "max_position_embeddings" not in config:
-            found = "no max_position_embeddings: attention of this model uses ALiBi"
-            yield "model_max_length", f"{found}, which Megatron-Core does not have"
-        if "z_loss_weight" in config:
-            found = "Baichuan 2 normalises the rows of its head"
-            yield "z_loss_weight", f"{found}; Megatron-Core computes with the head as it is stored"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from reshard.families.config import ConfigMap
+from reshard.families.config import ConfigMap, config_map
+from reshard.families.entries import Entry
+from reshard.families.live import Live
 from reshard.families.rules import Dims, Rule
 
 Rules = Callable[[Dims], Iterable[Rule]]
@@ -17,16 +20,26 @@ class Family:
     """`name` is the `model_type` of config.json, `architecture` the class that transformers builds from it.
 
     `rules` say where its tensors lie inside those of Megatron-Core; `dialects` say the same for other engines.
+    `entries` say how its config and Megatron-LM's arguments express the same facts, beside those that all families
+    share; `live` how its names differ in memory.
     `aliases` are other `model_type`s of models that compute the same, each with the keys of its config that Megatron-LM
     knows nothing of and the only value that such a key may have.
+    Where nothing names the family and several fit, the one of the highest `precedence` is assumed.
     """
 
     name: str
     architecture: str
-    config: ConfigMap
     rules: Rules
+    entries: tuple[Entry, ...]
     dialects: Mapping[str, Rules] = field(default_factory=dict)
+    live: Live | None = None
     aliases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    precedence: int = 0
+
+    @cached_property
+    def config(self) -> ConfigMap:
+        """The whole table between its config and Megatron-LM's arguments."""
+        return config_map(self.name, self.architecture, self.entries)
 
     def rules_of(self, dialect: str) -> Rules | None:
         """The rules for the names of one engine, or None if it does not hold this family."""

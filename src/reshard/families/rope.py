@@ -43,7 +43,7 @@ def rope_contradictions(config: Config) -> Iterator[str]:
         yield from contradiction(values)
 
 
-def _rotary_base(rope: Config, default: float) -> int | float:
+def rotary_base(rope: Config, default: float) -> int | float:
     """Megatron-LM declares `--rotary-base` as an integer."""
     theta = float(rope.get("rope_theta", default))
     return int(theta) if theta.is_integer() else theta
@@ -77,7 +77,7 @@ class Rope(RotaryEmbedding):
 
     def to_args(self, config: Config) -> Values:
         rope = rope_parameters(config) or self.assumed
-        args: Values = {"rotary_base": _rotary_base(rope, self.default_theta), "use_rope_scaling": False}
+        args: Values = {"rotary_base": rotary_base(rope, self.default_theta), "use_rope_scaling": False}
         if self.fraction is not None:
             args["rotary_percent"] = first(rope, (PARTIAL,), self.fraction)
         if rope.get("rope_type") == "llama3":
@@ -138,32 +138,6 @@ class RopeLayers(Entry):
         return {"no_rope_layers": [int(not each) for each in skipped]}
 
 
-class Rotary(RotaryEmbedding):
-    """InternLM's `rotary`, which its own code reads in place of `rope_theta`: plain ("origin") or dynamic."""
-
-    def to_args(self, config: Config) -> Values:
-        stated = {"rope_theta": (config.get("rotary") or {}).get("base"), **rope_parameters(config)}
-        return {"rotary_base": _rotary_base(_known(stated), 10000.0), "use_rope_scaling": False}
-
-    def to_config(self, args: Args) -> Values:
-        theta = float(first(args, ("rotary_base",), 10000.0))
-        rope = {"rope_type": "default", "rope_theta": theta}
-        return {"rotary": {"base": theta, "type": "origin"}, "rope_parameters": rope}
-
-    def contradictions(self, config: Config) -> Iterator[str]:
-        yield from rope_contradictions(config)
-        base, rope = (config.get("rotary") or {}).get("base"), rope_parameters(config)
-        yield from contradiction({"rotary.base": base, "rope_theta": rope.get("rope_theta")})
-
-    def notices(self, config: Config) -> Iterator[str]:
-        if (config.get("rotary") or {}).get("type") == "dynamic":
-            yield DYNAMIC
-
-
-def _known(values: Mapping[str, Any]) -> Values:
-    return {key: value for key, value in values.items() if value is not None}
-
-
 # (key of the rope parameters, Megatron-LM's argument, default of both transformers and the DeepSeek-V3 code)
 YARN = (
     ("factor", "rotary_scaling_factor", 1.0),
@@ -190,7 +164,7 @@ class LatentRope(RotaryEmbedding):
 
     def to_args(self, config: Config) -> Values:
         rope = rope_parameters(config)
-        args: Values = {"rotary_base": _rotary_base(rope, self.default_theta), "use_rope_scaling": False}
+        args: Values = {"rotary_base": rotary_base(rope, self.default_theta), "use_rope_scaling": False}
         if rope.get("rope_type") != "yarn":
             return {
                 **args,
@@ -239,72 +213,6 @@ class LatentRope(RotaryEmbedding):
             # Fields of MLATransformerConfig which Megatron-LM's command line leaves at their defaults.
             if key == arg and "mscale" not in key and first(rope, (key,), default) != default:
                 yield f"{key} of the yarn rope is {rope[key]}; Megatron-LM's command line has {default}"
-
-
-@dataclass(frozen=True)
-class YarnRope(RotaryEmbedding):
-    """YaRN without latent attention (gpt-oss): `--position-embedding-type yarn` and its parameters.
-
-    Source: GPTModel of megatron-core 0.15 to 0.16, which looks for `yarn_*` on its config; Megatron-LM core_v0.19.0,
-    `megatron/training/argument_utils.py`, for the arguments. Megatron-Bridge sets the same on its model provider.
-    """
-
-    default_theta: float
-
-    def contradictions(self, config: Config) -> Iterator[str]:
-        yield from rope_contradictions(config)
-
-    def to_args(self, config: Config) -> Values:
-        stated = rope_parameters(config)
-        # What transformers assumes where the config says nothing differs from what it reads where it says something.
-        rope = {**GPT_OSS_YARN, **({"truncate": True} if "rope_type" in stated else {}), **stated}
-        return {
-            "rotary_base": _rotary_base(rope, self.default_theta),
-            "use_rope_scaling": False,
-            "use_rotary_position_embeddings": False,  # would mean a plain rope
-            "position_embedding_type": "yarn",
-            "rotary_scaling_factor": rope["factor"],
-            "mscale": 1.0,
-            "mscale_all_dim": 0.0,
-            **{f"yarn_{key}": rope[key] for key in YARN_KEYS},
-            "yarn_correction_range_round_to_int": rope["truncate"],
-        }
-
-    def to_config(self, args: Args) -> Values:
-        rope = {key: first(args, (f"yarn_{key}",), GPT_OSS_YARN[key]) for key in YARN_KEYS}
-        rope["factor"] = first(args, ("rotary_scaling_factor",), 32.0)
-        rope["truncate"] = first(args, ("yarn_correction_range_round_to_int",), True)
-        rope["rope_theta"] = float(first(args, ("rotary_base",), self.default_theta))
-        return {"rope_parameters": {"rope_type": "yarn", **rope}}
-
-    def differs(self, config: Config) -> Iterator[tuple[str, str]]:
-        rope = rope_parameters(config)
-        kind = rope.get("rope_type", "yarn")
-        if kind != "yarn":
-            yield (
-                "rope_parameters",
-                f"rope_type is {kind!r}; Megatron-LM's model of this family computes YaRN",
-            )
-        for key in ("attention_factor", "mscale", "mscale_all_dim"):
-            if rope.get(key) is not None:
-                yield (
-                    "rope_parameters",
-                    f"{key} of the yarn rope is {rope[key]}; Megatron-LM's model of this family has its own",
-                )
-
-    def notices(self, config: Config) -> Iterator[str]:
-        yield "YaRN without latent attention; it takes Megatron-Bridge, or Megatron-LM core_v0.19.0 or later"
-
-
-YARN_KEYS = ("original_max_position_embeddings", "beta_fast", "beta_slow")
-GPT_OSS_YARN: Values = {
-    "factor": 32.0,
-    "original_max_position_embeddings": 4096,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-}
-"""What transformers assumes of gpt-oss."""
 
 
 def both_spellings(config: Config) -> Values:

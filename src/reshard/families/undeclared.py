@@ -1,10 +1,12 @@
-"""Families of the hub that Megatron-Core's GPT model does not compute, so that there is nothing to declare.
+"""Families of the hub that are not declared: why, and how their names in memory differ.
 
-Their names are the hub's in every format that keeps them, and need no declaration there. The table says what is beyond
-the options of GPTModel in megatron-core 0.16.1; Megatron-Bridge has modules of its own for some of them.
+Their names are the hub's in every format that keeps them, and need no declaration there. The first table says what is
+beyond the options of GPTModel in megatron-core 0.16.1; Megatron-Bridge has modules of its own for some of them.
 """
 
 from __future__ import annotations
+
+from reshard.families.live import BLOCK_SPARSE, W132, Experts, Live
 
 BEYOND_MEGATRON: dict[str, str] = {
     "ernie4_5_moe": "the router adds a bias to softmax scores; Megatron-Core knows one for sigmoid scores only",
@@ -27,3 +29,70 @@ BUILT_ALIKE: dict[str, str] = {
     "ministral3": "queries are scaled by their position beyond the original context",
 }
 """Models with the names and shapes of a declared family that compute something else, and what."""
+
+GRANITE = Live(
+    None,
+    (
+        ("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.input_linear.weight"),
+        ("block_sparse_moe.experts.down_proj", "block_sparse_moe.output_linear.weight"),
+        ("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight"),
+    ),
+)
+_BIAS = "mlp.gate.e_score_correction_bias"
+_PLAIN = (
+    *("qwen3_next", "deepseek_v32", "glm_moe_dsa", "afmoe", "longcat_flash", "solar_open", "mellum"),
+    *("flex_olmo", "olmoe", "cohere2_moe", "hunyuan_v1_moe"),
+)
+
+LIVE: dict[str, Live] = {
+    **dict.fromkeys(_PLAIN, Live()),
+    "minimax": BLOCK_SPARSE,
+    "minimax_m2": BLOCK_SPARSE,
+    "phimoe": Live(W132, ((".mlp.router.", ".mlp.gate."), *BLOCK_SPARSE.renames)),
+    "lfm2_moe": Live(Experts("feed_forward.experts", "w1", "w3", "w2")),
+    "jamba": Live(Experts("feed_forward.experts")),
+    "nemotron_h": Live(Experts("mixer.experts", gate=""), (("model.", "backbone."),)),
+    "ernie4_5_moe": Live(renames=(("mlp.gate.moe_statics.", "mlp.moe_statics."),)),
+    "exaone_moe": Live(renames=((_BIAS, "mlp.e_score_correction_bias"),)),
+    "kolibri1": Live(
+        renames=(
+            (_BIAS, "moe.router.expert_bias"),
+            ("post_self_attn_layernorm", "post_attn_norm"),
+            ("post_mlp_layernorm", "post_ffn_norm"),
+        )
+    ),
+    "mimo_v2_flash": Live(renames=(("self_attn.sinks", "self_attn.attention_sink_bias"),)),
+    "flint": Live(renames=(("self_attn.sinks", "self_attn.softmax_offset"),)),
+    "hy_v3": Live(
+        renames=(
+            ("mlp.gate.weight", "mlp.router.gate.weight"),
+            ("mlp.e_score_correction_bias", "mlp.expert_bias"),
+            ("mlp.shared_experts.", "mlp.shared_mlp."),
+        )
+    ),
+    "laguna": Live(
+        renames=(
+            (_BIAS, "mlp.experts.e_score_correction_bias"),
+            ("mlp.shared_experts.", "mlp.shared_expert."),
+        )
+    ),
+    "axk1": Live(renames=((".mlp.post_mlp_layernorm.", ".post_mlp_layernorm."),)),
+    "axk2": Live(
+        renames=(
+            ("layernorm.mlp.fc1.", "layernorm.W_down."),
+            ("layernorm.mlp.fc2.", "layernorm.W_up."),
+            ("self_attn.q_gate_proj.", "self_attn.q_b_proj."),
+        )
+    ),
+    "granitemoe": GRANITE,
+    "granitemoeshared": GRANITE,
+    "granitemoehybrid": GRANITE,
+    "aria_text": Live(
+        None,
+        (
+            ("mlp.experts.gate_up_proj", "mlp.experts.fc1.weight"),
+            ("mlp.experts.down_proj", "mlp.experts.fc2.weight"),
+        ),
+    ),
+}
+"""Names in memory, by the `model_type` of config.json."""

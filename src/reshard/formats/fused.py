@@ -1,10 +1,7 @@
 """Names that a model has in the memory of transformers 5, and those that the hub stores it under.
 
-`from_pretrained` of transformers 5 fuses the experts of a layer into `experts.gate_up_proj` [E, 2F, H] and
-`experts.down_proj` [E, H, F] and renames some modules; `save_pretrained` undoes both. A state dict of the live model,
-which every engine that trains with transformers saves, has the names in memory. A family whose hub names are fused
-themselves (gpt_oss) is not listed. Source: `conversion_mapping.py` of transformers 5; the test holds every entry
-against what the real model has in memory and what `save_pretrained` writes.
+A state dict of the live model, which every engine that trains with transformers saves, has the names in memory. How
+they differ, a `Live` says.
 """
 
 from __future__ import annotations
@@ -13,150 +10,41 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View, assemble
 from reshard.errors import Problem, ReshardError
+from reshard.families.live import Experts, Live
 from reshard.formats.checkpoint import Checkpoint, States
 from reshard.transfer.plan import Planned
 
 FUSED_GATE, FUSED_UP, FUSED_DOWN = "gate_up_proj", "up_proj", "down_proj"
 
 
-class Experts(NamedTuple):
-    """Where the experts of a layer lie in memory, and what the hub calls the projections of one.
-
-    Without a gate, the up projections are stacked alone, as `up_proj`.
-    """
-
-    module: str = "mlp.experts"
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
-
-
-GATED = Experts()
-MIXTRAL = Experts("mlp.experts", "w1", "w3", "w2")
-
-
-@dataclass(frozen=True)
-class Live:
-    """How a family differs in memory. `renames` are parts of names, (in memory, on the hub), in that order."""
-
-    experts: Experts | None = GATED
-    renames: tuple[tuple[str, str], ...] = ()
-
-    def to_hub(self, name: str) -> str:
-        """The hub's name of a tensor that is not fused; one that has it already keeps it."""
-        for live, hub in self.renames:
-            name = name.replace(live, hub, 1)
-        return name
-
-    def to_live(self, name: str) -> str:
-        """The name in memory: the inverse of `to_hub`."""
-        for live, hub in reversed(self.renames):
-            name = name.replace(hub, live, 1)
-        return name
-
-
-BLOCK_SPARSE = (".mlp.", ".block_sparse_moe.")
-GRANITE = Live(
-    None,
-    (
-        ("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.input_linear.weight"),
-        ("block_sparse_moe.experts.down_proj", "block_sparse_moe.output_linear.weight"),
-        ("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight"),
-    ),
-)
-_BIAS = "mlp.gate.e_score_correction_bias"
-_PLAIN = (
-    *("qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe"),
-    *("glm4_moe_lite", "glm_moe_dsa", "afmoe", "dots1", "longcat_flash", "solar_open", "mellum", "flex_olmo"),
-    *("olmoe", "cohere2_moe", "hunyuan_v1_moe"),
-)
-
-FAMILIES: dict[str, Live] = {
-    **dict.fromkeys(_PLAIN, Live()),
-    "mixtral": Live(MIXTRAL, (BLOCK_SPARSE,)),
-    "minimax": Live(MIXTRAL, (BLOCK_SPARSE,)),
-    "minimax_m2": Live(MIXTRAL, (BLOCK_SPARSE,)),
-    "phimoe": Live(MIXTRAL, ((".mlp.router.", ".mlp.gate."), BLOCK_SPARSE)),
-    "lfm2_moe": Live(Experts("feed_forward.experts", "w1", "w3", "w2")),
-    "jamba": Live(Experts("feed_forward.experts")),
-    "nemotron_h": Live(Experts("mixer.experts", gate=""), (("model.", "backbone."),)),
-    "ernie4_5_moe": Live(renames=(("mlp.gate.moe_statics.", "mlp.moe_statics."),)),
-    "exaone_moe": Live(renames=((_BIAS, "mlp.e_score_correction_bias"),)),
-    "kolibri1": Live(
-        renames=(
-            (_BIAS, "moe.router.expert_bias"),
-            ("post_self_attn_layernorm", "post_attn_norm"),
-            ("post_mlp_layernorm", "post_ffn_norm"),
-        )
-    ),
-    "mimo_v2_flash": Live(renames=(("self_attn.sinks", "self_attn.attention_sink_bias"),)),
-    "flint": Live(renames=(("self_attn.sinks", "self_attn.softmax_offset"),)),
-    "hy_v3": Live(
-        renames=(
-            ("mlp.gate.weight", "mlp.router.gate.weight"),
-            ("mlp.e_score_correction_bias", "mlp.expert_bias"),
-            ("mlp.shared_experts.", "mlp.shared_mlp."),
-        )
-    ),
-    "laguna": Live(
-        renames=(
-            (_BIAS, "mlp.experts.e_score_correction_bias"),
-            ("mlp.shared_experts.", "mlp.shared_expert."),
-        )
-    ),
-    "axk1": Live(renames=((".mlp.post_mlp_layernorm.", ".post_mlp_layernorm."),)),
-    "axk2": Live(
-        renames=(
-            ("layernorm.mlp.fc1.", "layernorm.W_down."),
-            ("layernorm.mlp.fc2.", "layernorm.W_up."),
-            ("self_attn.q_gate_proj.", "self_attn.q_b_proj."),
-        )
-    ),
-    "granitemoe": GRANITE,
-    "granitemoeshared": GRANITE,
-    "granitemoehybrid": GRANITE,
-    "aria_text": Live(
-        None,
-        (
-            ("mlp.experts.gate_up_proj", "mlp.experts.fc1.weight"),
-            ("mlp.experts.down_proj", "mlp.experts.fc2.weight"),
-        ),
-    ),
-}
-"""By the `model_type` of config.json."""
-
-
 # ------------------------------------------------------------------------------------- from memory to the hub
 
 
-def normalize(checkpoint: Checkpoint, model_type: Any) -> None:
+def normalize(checkpoint: Checkpoint, live: Live | None) -> None:
     """Give the tensors and optimizer states of a checkpoint in the hub's dialect the hub's names, if they have others.
 
     What has them already stays as it is, and so do quantized weights. Raises ReshardError where a tensor is there fused
     and by itself.
     """
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
+    if live is None or checkpoint.dialect != "hf" or checkpoint.quantization:
         return
-    if checkpoint.dialect != "hf" or checkpoint.quantization:
-        return
-    checkpoint.tensors = hub_tensors(checkpoint.tensors, model_type)
+    checkpoint.tensors = hub_tensors(checkpoint.tensors, live)
     checkpoint.states = States(
-        {kind: partial(_state, checkpoint.states, kind, model_type) for kind in checkpoint.states}
+        {kind: partial(_state, checkpoint.states, kind, live) for kind in checkpoint.states}
     )
 
 
-def _state(states: Mapping[str, Mapping[str, Tensor]], kind: str, model_type: str) -> dict[str, Tensor]:
-    return hub_tensors(states[kind], model_type)
+def _state(states: Mapping[str, Mapping[str, Tensor]], kind: str, live: Live) -> dict[str, Tensor]:
+    return hub_tensors(states[kind], live)
 
 
-def hub_tensors(tensors: Mapping[str, Tensor], model_type: str) -> dict[str, Tensor]:
+def hub_tensors(tensors: Mapping[str, Tensor], live: Live) -> dict[str, Tensor]:
     """`tensors` of a live model under the names of the hub. Raises ReshardError listing those that are there twice."""
-    live = FAMILIES[model_type]
     result: dict[str, Tensor] = {}
     problems = []
     for name, tensor in tensors.items():
@@ -203,14 +91,13 @@ def _projections(experts: Experts, fused: str, view: View) -> Iterator[tuple[str
 # ------------------------------------------------------------------------------------- from the hub to memory
 
 
-def live_tensors(tensors: Iterable[Planned], model_type: Any) -> list[Planned]:
-    """The tensors that the live model has, made of those of the hub; a family that is not listed keeps its names.
+def live_tensors(tensors: Iterable[Planned], live: Live | None) -> list[Planned]:
+    """The tensors that the live model has, made of those of the hub; without a `Live`, names are the same.
 
     Raises ReshardError naming experts that are missing, or of another dtype than those they are fused with.
     """
-    if model_type not in FAMILIES:
+    if live is None:
         return list(tensors)
-    live = FAMILIES[model_type]
     result: dict[str, Planned] = {}
     stacks: dict[str, _Stack] = {}
     for tensor in tensors:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from reshard.errors import UNUSABLE, Problem, ReshardError, one_for_all
-from reshard.families import FAMILIES, Family, declared
+from reshard.families import FAMILIES, Family, declared, likeliest
 from reshard.families.binding import Binding
 from reshard.families.disagreements import foreign
 from reshard.families.rules import Dims
@@ -44,7 +44,7 @@ def by_config(
         return family, []
     if model_type in BEYOND_MEGATRON:
         raise ReshardError(_beyond(str(model_type)))
-    fits = (_fit(family, config, checkpoint) for family in FAMILIES.values())
+    fits = (_fit(family, config, checkpoint) for family in likeliest())
     best = min((fit for fit in fits if fit), key=lambda fit: len(fit.differing), default=None)
     if best is None:
         raise ReshardError(_unsupported(model_type))
@@ -167,7 +167,7 @@ def by_args(checkpoint: Checkpoint, forced: str | None) -> tuple[Family, list[st
     rows, given = embedding_rows(checkpoint), checkpoint.args or {}
     fitting: list[Family] = []
     others: list[Family] = []
-    for family in FAMILIES.values():
+    for family in likeliest():
         try:
             derived = family.config.to_config(given)
             args = family.config.to_args({**derived, "vocab_size": rows})

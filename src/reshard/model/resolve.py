@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import UNUSABLE, Problem, ReshardError, said, understood
-from reshard.families import FAMILIES, Family, declared
+from reshard.families import FAMILIES, Family, declared, live_names
 from reshard.families.binding import Binding
 from reshard.families.disagreements import COMPUTED, agreed
 from reshard.families.rope import rope_contradictions
@@ -131,7 +131,7 @@ def _resolved(
     folder = base or checkpoint.root
     if checkpoint.flat:
         _give_shapes(checkpoint, config or {}, family, folder)
-    fused.normalize(checkpoint, family or _model_type(config or {}))
+    fused.normalize(checkpoint, live_names(family or (config or {}).get("model_type")))
     args: Mapping[str, Any] | None = None
     file = folder / "config.json"
     if config is not None:
@@ -187,12 +187,6 @@ def _agreed(
         ) from error
 
 
-def _model_type(config: Mapping[str, Any]) -> Any:
-    """The `model_type` of a config, or that of the family which it is another name of."""
-    family = declared(config.get("model_type"))
-    return family.name if family else config.get("model_type")
-
-
 def resolve_if_declared(
     checkpoint: Checkpoint, base: Path | None = None, trust: str = "checkpoint"
 ) -> Model | None:
@@ -205,7 +199,7 @@ def resolve_if_declared(
         return resolve(checkpoint, base, trust=trust)
     if checkpoint.flat or declared(config.get("model_type")):
         return resolve(checkpoint, base, trust=trust, computes=False)
-    fused.normalize(checkpoint, config.get("model_type"))
+    fused.normalize(checkpoint, live_names(config.get("model_type")))
     if config:
         checkpoint.notes.append(
             f"{recognition.not_known(config.get('model_type'))}; names are taken as they are"
@@ -268,7 +262,7 @@ def _give_shapes(checkpoint: Checkpoint, config: Mapping[str, Any], forced: str 
     config = {**config, "num_nextn_predict_layers": _mtp_layers(checkpoint, config)}
     args, dims = _sizes(family, config, None, checkpoint, folder)
     binding = Model(family, config, args, dims).binding()
-    flat.give_shapes(checkpoint, flat.declared_shapes(binding, family.name))
+    flat.give_shapes(checkpoint, flat.declared_shapes(binding, family.live))
 
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from reshard.families import live_names
 from reshard.formats import dcp, fused
 from reshard.formats.dcp import Alias
 from reshard.formats.dcp.optimizer import NewOptimizer
@@ -36,10 +37,10 @@ def plan(source: Source) -> Plan:
     if options.with_optimizer:
         checkpoint = with_masters(checkpoint, options.dtype)
     logical = logical_tensors(checkpoint, source.model)
-    model_type = source.model.family.name if source.model else source.config.get("model_type")
-    tensors = fused.live_tensors(hub_tensors(logical, options.dtype), model_type)
+    live = live_names(source.model.family.name if source.model else source.config.get("model_type"))
+    tensors = fused.live_tensors(hub_tensors(logical, options.dtype), live)
     aliases = _tied_head(source, {tensor.name for tensor in tensors})
-    states = live_states(logical, model_type) if options.with_optimizer else {}
+    states = live_states(logical, live) if options.with_optimizer else {}
     optimizer = NewOptimizer(states, checkpoint.optimizer) if states and checkpoint.optimizer else None
     files = dcp.lay_out(tensors, aliases, options.max_shard_size, optimizer)
     files += companion_files(source, tensors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from reshard.errors import ReshardError, listed
+from reshard.families import live_names
 from reshard.formats import deepspeed, fused
 from reshard.model.logical import logical_tensors
 from reshard.planning.common import KEEPS_ITS_DTYPE, Source, Types, companion_files, finished, hub_tensors
@@ -25,9 +26,9 @@ def plan(source: Source) -> Plan:
         )
     checkpoint = with_masters(checkpoint, "float32")
     logical = logical_tensors(checkpoint, model, source.config)
-    model_type = model.family.name if model else source.config.get("model_type")
-    tensors = fused.live_tensors(hub_tensors(logical, "float32"), model_type)
-    states = live_states(logical, model_type) if options.with_optimizer else {}
+    live = live_names(model.family.name if model else source.config.get("model_type"))
+    tensors = fused.live_tensors(hub_tensors(logical, "float32"), live)
+    states = live_states(logical, live) if options.with_optimizer else {}
     step = checkpoint.iteration if isinstance(checkpoint.iteration, int) else 0
     files = deepspeed.lay_out(tensors, step, states, checkpoint.optimizer)
     files += companion_files(source, tensors)

@@ -11,6 +11,7 @@ from reshard.algebra.dtypes import BY_NAME
 from reshard.algebra.tensors import Tensor
 from reshard.errors import Problem, ReshardError, listed
 from reshard.families.binding import Bound, Dropped
+from reshard.families.live import Live
 from reshard.formats import fused
 from reshard.formats.checkpoint import Checkpoint, States
 from reshard.model.logical import Logical, LogicalTensors
@@ -154,11 +155,11 @@ def native_states(states: Mapping[str, LogicalTensors], natives: Mapping[str, Bo
     return result
 
 
-def live_states(weights: LogicalTensors, model_type: object) -> PlannedStates:
+def live_states(weights: LogicalTensors, live: Live | None) -> PlannedStates:
     """Adam's two moments by the names that tensors have in the memory of transformers."""
     found = logical_states(weights)
     return {
-        moment: _named(moment, fused.live_tensors(hub_tensors(found[moment], None), model_type))
+        moment: _named(moment, fused.live_tensors(hub_tensors(found[moment], None), live))
         for moment in MOMENTS
         if moment in found
     }

@@ -38,7 +38,7 @@ MODEL_TYPES = {
 """The hub's `model_type` for InternEvo's."""
 
 INTERLEAVED = "-interleaved"
-"""What the name of a dialect ends in whose query and key rows go in pairs; see `families.internlm`."""
+"""What the name of a dialect ends in whose query and key rows go in pairs; see `families.internevo`."""
 
 QK_INTERLEAVED = "qk_interleaved"
 """What InternEvo 0.5 and later write into every config: whether query and key rows go in pairs."""

@@ -1,7 +1,7 @@
 """InternEvo's checkpoints: one `model_tp{T}_pp{P}.pt` for each rank.
 
 Under weight parallelism (ISP) it is `model_tp{T}_wp{W}_pp{P}.pt`, later `model_wp{W}_pp{P}.pt`. Experts lie in files of
-their own. Tensors are joined over ranks here; how their names relate to the hub's is in `families/internlm.py`.
+their own. Tensors are joined over ranks here; how their names relate to the hub's is in `families/internevo.py`.
 Source: `checkpoint/components.py` of InternEvo 0.4.9, and files that it wrote.
 """
 

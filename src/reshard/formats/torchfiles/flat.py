@@ -17,6 +17,7 @@ from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
 from reshard.errors import Problem, ReshardError, one_for_all
 from reshard.families.binding import Binding
+from reshard.families.live import Live
 from reshard.formats import fused
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.torchfiles.dtensor import Box, Part
@@ -78,12 +79,12 @@ def joined(pairs: Sequence[tuple[str, Part]]) -> list[tuple[str, Part]]:
 # ------------------------------------------------------------------------------------- shapes
 
 
-def declared_shapes(binding: Binding, model_type: str) -> dict[str, tuple[int, ...]]:
+def declared_shapes(binding: Binding, live: Live | None) -> dict[str, tuple[int, ...]]:
     """The shapes of a family's tensors by their names on the hub, and by those that the live model has."""
     hub = {name: bound.shape for name, bound in {**binding.copies, **binding.hf}.items()}
     any_type = dtype("float32")
     planned = [Planned(name, any_type, bound.shape, _nothing) for name, bound in binding.hf.items()]
-    return hub | {tensor.name: tensor.shape for tensor in fused.live_tensors(planned, model_type)}
+    return hub | {tensor.name: tensor.shape for tensor in fused.live_tensors(planned, live)}
 
 
 def _nothing() -> View:

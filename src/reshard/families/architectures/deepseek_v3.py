@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reshard.families import config
+from reshard.families.config import DEEPSEEK_EXPERTS, LATENT_ATTENTION, MTP
+from reshard.families.entries import Const, Key, RouterGroups, SigmoidNorm
 from reshard.families.family import Family
+from reshard.families.live import Live
 from reshard.families.rules import (
     Block,
     Dims,
@@ -37,7 +39,23 @@ def rules(d: Dims) -> Iterator[Rule]:
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
-    config.DEEPSEEK_V3,
     rules,
+    (
+        *LATENT_ATTENTION,
+        Const(config={"moe_layer_freq": 1}, computed={"rope_interleave": True}),
+        *DEEPSEEK_EXPERTS,
+        Key("scoring_func", "moe_router_score_function", default="sigmoid"),
+        Key(
+            "topk_method",
+            "moe_router_enable_expert_bias",
+            default="noaux_tc",
+            values={"noaux_tc": True, "group_limited_greedy": False},
+        ),
+        RouterGroups(),
+        SigmoidNorm(),
+        MTP,
+    ),
+    live=Live(),
     aliases={"kimi_k2": {}, "glm4_moe_lite": {}},
+    precedence=1,
 )

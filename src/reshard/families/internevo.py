@@ -1,9 +1,8 @@
-"""InternLM and InternLM2 as the hub has them, and where their tensors lie in InternEvo's. InternLM3 is in `llama.py`.
+"""Rules for the names of InternEvo: InternLM, InternLM2 and Llama as it trains them.
 
-InternEvo's dialects are called after the models that named its tensors: "internlm" and "internlm2", which Llama
-shares. Where the rows of query and key go in pairs (`adapt_hf` off), the name of the dialect ends in "-interleaved".
-Sources: `model/modeling_{internlm,internlm2,llama,moe}.py` of InternEvo 0.4.9, and the models for transformers that it
-ships.
+Its dialects are called after the models that named its tensors: "internlm" and "internlm2", which Llama shares. Where
+the rows of query and key go in pairs (`adapt_hf` off), the name of the dialect ends in "-interleaved". Sources:
+`model/modeling_{internlm,internlm2,llama,moe}.py` of InternEvo 0.4.9, and the models for transformers that it ships.
 """
 
 from __future__ import annotations
@@ -13,23 +12,8 @@ from dataclasses import replace
 from functools import partial
 
 from reshard.algebra.views import View, concat
-from reshard.families import config
-from reshard.families.family import Family, Rules
-from reshard.families.rules import (
-    GATED,
-    Block,
-    Dims,
-    Rule,
-    attention,
-    decoder,
-    ends,
-    gated_mlp,
-    moe,
-    native,
-    norms,
-    same,
-    under,
-)
+from reshard.families.family import Rules
+from reshard.families.rules import GATED, Block, Dims, Rule, native, same, under
 
 HUB_LAYER = "model.layers.{layer}"
 W123 = ("w1", "w3", "w2")
@@ -61,57 +45,6 @@ def heads_in_halves(view: View, d: Dims, interleaved: bool) -> View:
         return view
     heads = view.split(0, view.shape[0] // d.head_dim, d.head_dim)
     return in_halves(heads, 1).merge(0)
-
-
-# ------------------------------------------------------------------------------------------- Megatron-Core
-
-
-def internlm(d: Dims) -> Iterator[Rule]:
-    """Llama with biases in attention alone."""
-    yield from ends(d)
-    yield from decoder(d, [*norms(d), *attention(d), *gated_mlp(d, d.ffn)])
-    yield from zero_biases(d, "mlp", d.ffn)
-
-
-def internlm_moe(d: Dims) -> Iterator[Rule]:
-    """The same with experts in every layer."""
-    yield from ends(d)
-    yield from decoder(d, [], [*norms(d), *attention(d), *moe(d, names=W123)])
-    yield from zero_biases(d, "mlp.experts.{expert}", d.expert_ffn)
-
-
-def internlm2(d: Dims) -> Iterator[Rule]:
-    """Query, key and value are fused on the hub too, in Megatron-Core's order."""
-    fused = (d.heads + 2 * d.groups) * d.head_dim
-    wide = d.heads * d.head_dim
-    block = [
-        same("attention_norm.weight", "input_layernorm.weight", d.hidden),
-        same("ffn_norm.weight", "pre_mlp_layernorm.weight", d.hidden),
-        same("attention.wqkv.weight", "self_attention.linear_qkv.weight", fused, d.hidden),
-        same("attention.wo.weight", "self_attention.linear_proj.weight", d.hidden, wide),
-        *gated_mlp(d, d.ffn, "feed_forward", names=W123),
-    ]
-    if d.bias:
-        block.append(same("attention.wqkv.bias", "self_attention.linear_qkv.bias", fused))
-        block.append(same("attention.wo.bias", "self_attention.linear_proj.bias", d.hidden))
-    yield from (replace(rule, hf=HUB_ENDS.get(rule.hf, rule.hf)) for rule in ends(d))
-    yield from decoder(d, block)
-    yield from zero_biases(d, "mlp", d.ffn)
-
-
-def zero_biases(d: Dims, mcore: str, ffn: int) -> Iterator[Rule]:
-    """Megatron-LM's `add_bias_linear` biases the MLP (and a router) too. InternLM does not, so they are zeros."""
-    if not d.bias:
-        return
-    if d.experts:
-        router = native("decoder.layers.{layer}.mlp.router.bias", d.experts)
-        yield Rule("", router, tuple(range(d.layers)), reason=config.ZERO_BIAS)
-    for module, rows in (("linear_fc1", 2 * ffn), ("linear_fc2", d.hidden)):
-        bias = native(f"decoder.layers.{{layer}}.{mcore}.{module}.bias", rows)
-        yield Rule("", bias, tuple(range(d.layers)), d.experts, reason=config.ZERO_BIAS)
-
-
-# ----------------------------------------------------------------------------------------------- InternEvo
 
 
 def _mlp(d: Dims, ffn: int, hf: str, names: tuple[str, str, str], evo: str) -> Block:
@@ -202,18 +135,3 @@ def evo_llama(d: Dims, interleaved: bool) -> Iterator[Rule]:
         *_mlp(d, d.ffn, "mlp", GATED, "feed_forward"),
     ]
     yield from under(HUB_LAYER, "layers.{layer}", block, tuple(range(d.layers)))
-
-
-INTERNLM = Family(
-    "internlm", "InternLMForCausalLM", config.INTERNLM, internlm, dialects("internlm", evo_internlm)
-)
-INTERNLM_MOE = Family(
-    "internlm_moe",
-    "InternLMMoEForCausalLM",
-    config.INTERNLM_MOE,
-    internlm_moe,
-    dialects("internlm", evo_internlm),
-)
-INTERNLM2 = Family(
-    "internlm2", "InternLM2ForCausalLM", config.INTERNLM2, internlm2, dialects("internlm2", evo_internlm2)
-)

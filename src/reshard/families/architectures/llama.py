@@ -1,12 +1,15 @@
-"""Llama and what is built like it."""
+"""Llama, and the rules of all that is built like it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reshard.families import config, torchtitan
+from reshard.families import torchtitan
+from reshard.families.config import GROUPED_HEADS, NO_QK_NORM
+from reshard.families.entries import Biases
 from reshard.families.family import Family
-from reshard.families.internlm import dialects, evo_llama
+from reshard.families.internevo import dialects, evo_llama
+from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, norms
 
 
@@ -19,14 +22,10 @@ def dense(d: Dims) -> Iterator[Rule]:
 LLAMA = Family(
     "llama",
     "LlamaForCausalLM",
-    config.LLAMA,
     dense,
+    (*GROUPED_HEADS, Rope(), Biases("attention_bias", "mlp_bias"), NO_QK_NORM),
     dialects={"torchtitan": torchtitan.llama, **dialects("internlm2", evo_llama)},
     # The class of iquestcoder in transformers is Llama's; the two keys are of the code that it was published with.
     aliases={"seed_oss": {}, "iquestcoder": {"clip_qkv": None, "use_sliding_window": False}},
+    precedence=1,
 )
-MISTRAL = Family("mistral", "MistralForCausalLM", config.MISTRAL, dense)
-SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", config.SMOLLM3, dense)
-CWM = Family("cwm", "CwmForCausalLM", config.CWM, dense)
-ERNIE4_5 = Family("ernie4_5", "Ernie4_5ForCausalLM", config.ERNIE4_5, dense)
-INTERNLM3 = Family("internlm3", "InternLM3ForCausalLM", config.INTERNLM3, dense)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from reshard.algebra.views import concat
-from reshard.families import config
+from reshard.families.architectures.llama import dense
+from reshard.families.config import GROUPED_HEADS, MTP, NO_QK_NORM, QKV_BIAS
+from reshard.families.entries import Const, FullAttention
 from reshard.families.family import Family
-from reshard.families.llama import dense
+from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention, mlp, native, norms, same, under
 
 
@@ -28,4 +30,19 @@ def rules(d: Dims) -> Iterator[Rule]:
         yield same(f"{hf}.final_layernorm.weight", f"{mcore}.final_layernorm.weight", d.hidden)
 
 
-MIMO = Family("mimo", "MiMoForCausalLM", config.MIMO, rules)
+# MiMo's own code is Qwen2's, whose biases the config does not decide.
+MIMO = Family(
+    "mimo",
+    "MiMoForCausalLM",
+    rules,
+    (
+        *GROUPED_HEADS,
+        Rope(),
+        FullAttention(),
+        QKV_BIAS,
+        Const(config={"attention_bias": True}),
+        NO_QK_NORM,
+        MTP,
+    ),
+    precedence=1,
+)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from reshard.families import config
+from reshard.families.config import DERIVED_HEADS, NO_BIAS, NO_QK_NORM
+from reshard.families.entries import SlidingWindow
 from reshard.families.family import Family
+from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, norms, same
 
 
@@ -19,4 +21,9 @@ def rules(d: Dims) -> Iterator[Rule]:
     yield from decoder(d, [*norms(d), *attention(d, fused="qkv_proj"), *mlp])
 
 
-PHI3 = Family("phi3", "Phi3ForCausalLM", config.PHI3, rules)
+PHI3 = Family(
+    "phi3",
+    "Phi3ForCausalLM",
+    rules,
+    (*DERIVED_HEADS, Rope(fraction=1.0), SlidingWindow(default=None), NO_BIAS, NO_QK_NORM),
+)

@@ -1,0 +1,40 @@
+"""Baichuan-7B: Llama with query, key and value in one projection on the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from reshard.families.config import DERIVED_HEADS, NO_BIAS, NO_QK_NORM
+from reshard.families.entries import Config, Remark
+from reshard.families.family import Family
+from reshard.families.rope import Rope
+from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, norms
+
+
+class Variants(Remark):
+    """What the larger and the later Baichuan compute otherwise than Baichuan-7B.
+
+    Source: modeling_baichuan.py of baichuan-inc/Baichuan-13B-Base, Baichuan2-7B-Base and Baichuan2-13B-Base.
+    """
+
+    def differs(self, config: Config) -> Iterator[tuple[str, str]]:
+        if "model_max_length" in config and "max_position_embeddings" not in config:
+            found = "no max_position_embeddings: attention of this model uses ALiBi"
+            yield "model_max_length", f"{found}, which Megatron-Core does not have"
+        if "z_loss_weight" in config:
+            found = "Baichuan 2 normalises the rows of its head"
+            yield "z_loss_weight", f"{found}; Megatron-Core computes with the head as it is stored"
+
+
+def rules(d: Dims) -> Iterator[Rule]:
+    """W_pack holds all queries above all keys above all values."""
+    yield from ends(d)
+    yield from decoder(d, [*norms(d), *attention(d, fused="W_pack"), *mlp(d)])
+
+
+BAICHUAN = Family(
+    "baichuan",
+    "BaichuanForCausalLM",
+    rules,
+    (*DERIVED_HEADS, Rope(), Variants(), NO_BIAS, NO_QK_NORM),
+)

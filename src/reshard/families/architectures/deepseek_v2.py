@@ -1,0 +1,55 @@
+"""DeepSeek-V2: DeepSeek-V3's layers with a softmax router, without a router bias and without MTP layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from reshard.families.architectures.deepseek_v3 import rules
+from reshard.families.config import DEEPSEEK_EXPERTS, LATENT_ATTENTION, SOFTMAX_ROUTER
+from reshard.families.entries import Args, Config, Const, RouterGroups, Values
+from reshard.families.family import Family
+from reshard.families.live import Live
+
+
+class GroupLimited(RouterGroups):
+    """`topk_method` says whether groups count, and a group is scored by its best expert."""
+
+    best = 1
+
+    def to_args(self, config: Config) -> Values:
+        return super().to_args(self._effective(config))
+
+    def to_config(self, args: Args) -> Values:
+        method = "group_limited_greedy" if args.get("moe_router_num_groups") else "greedy"
+        return {"topk_method": method, **super().to_config(args)}
+
+    def differs(self, config: Config) -> Iterator[tuple[str, str]]:
+        yield from super().differs(self._effective(config))
+
+    def _effective(self, config: Config) -> Config:
+        return config if config.get("topk_method") == "group_limited_greedy" else {}
+
+
+DEEPSEEK_V2 = Family(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    rules,
+    (
+        *LATENT_ATTENTION,
+        *DEEPSEEK_EXPERTS,
+        SOFTMAX_ROUTER,
+        # A softmax over all experts whose scores stay as they are: transformers ignores norm_topk_prob.
+        Const(
+            args={"moe_router_pre_softmax": True},
+            config={
+                "scoring_func": "softmax",
+                "norm_topk_prob": False,
+                "mlp_bias": False,
+                "moe_layer_freq": 1,
+            },
+        ),
+        GroupLimited(),
+    ),
+    live=Live(),
+    precedence=2,  # above DeepSeek-V3: where nothing names the family, a router without a bias means V2
+)

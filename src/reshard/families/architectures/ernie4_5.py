@@ -1,0 +1,23 @@
+"""Ernie 4.5: Llama that turns neighbouring elements of a head, where the others turn those half a head apart."""
+
+from __future__ import annotations
+
+from reshard.families.architectures.llama import dense
+from reshard.families.config import GROUPED_HEADS, NO_QK_NORM, TIED
+from reshard.families.entries import Const, Key
+from reshard.families.family import Family
+from reshard.families.rope import Rope
+
+ERNIE4_5 = Family(
+    "ernie4_5",
+    "Ernie4_5ForCausalLM",
+    dense,
+    (
+        *GROUPED_HEADS,
+        Rope(default_theta=500000.0),
+        Const(args={"rotary_interleaved": True}),
+        TIED,
+        Key("use_bias", "add_bias_linear", also=("add_qkv_bias",), default=False, assumed=False),
+        NO_QK_NORM,
+    ),
+)

@@ -1,0 +1,37 @@
+"""GLM-4.5 and its successors: DeepSeek-V3's mixture of experts behind grouped-query attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from reshard.families.architectures.deepseek_v3 import layers
+from reshard.families.config import DEEPSEEK_EXPERTS, GROUPED_HEADS, MTP, SIGMOID_ROUTER
+from reshard.families.entries import Const, Key
+from reshard.families.family import Family
+from reshard.families.live import Live
+from reshard.families.rope import Rope
+from reshard.families.rules import Dims, Rule, attention
+
+
+def rules(d: Dims) -> Iterator[Rule]:
+    """Query and key norms as the sizes say."""
+    return layers(d, attention(d))
+
+
+GLM4_MOE = Family(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    rules,
+    (
+        *GROUPED_HEADS,
+        Rope(fraction=0.5),
+        Key("attention_bias", "add_qkv_bias", default=False),
+        Const(args={"add_bias_linear": False}),
+        Key("use_qk_norm", "qk_layernorm", default=False),
+        *DEEPSEEK_EXPERTS,
+        *SIGMOID_ROUTER,
+        MTP,
+    ),
+    live=Live(),
+    precedence=1,
+)

@@ -1,0 +1,138 @@
+"""gpt-oss: biases everywhere, a learnable sink in every softmax, experts that the hub stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from reshard.algebra.views import View, concat
+from reshard.families.config import EXPERTS_EVERYWHERE, GROUPED_HEADS, NO_QK_NORM
+from reshard.families.entries import Args, Config, Const, Key, LayerTypes, SlidingWindow, Values, first
+from reshard.families.family import Family
+from reshard.families.rope import RotaryEmbedding, rope_contradictions, rope_parameters, rotary_base
+from reshard.families.rules import Block, Dims, Rule, attention, decoder, ends, native, norms, same
+
+
+def experts(d: Dims) -> Block:
+    """All experts of a layer in one tensor, [inputs, outputs] each, with gate and up features in turn."""
+    if not d.experts:
+        raise ValueError("the family has experts, and the sizes have none")
+
+    def stacked(hf: str, mcore: str, shape: tuple[int, ...], one: Callable[[View], View]) -> Rule:
+        each = (one(native(f"mlp.experts.{e}.{mcore}", *shape)) for e in range(d.experts))
+        return Rule(f"mlp.experts.{hf}", concat([view.reshape(1, *view.shape) for view in each]))
+
+    def in_turn(fc1: View) -> View:
+        halves = fc1.split(0, 2, d.expert_ffn)
+        return halves.permute(*reversed(range(len(halves.shape)))).merge(-2)
+
+    wide = 2 * d.expert_ffn
+    return [
+        stacked("gate_up_proj", "linear_fc1.weight", (wide, d.hidden), in_turn),
+        stacked("gate_up_proj_bias", "linear_fc1.bias", (wide,), in_turn),
+        stacked("down_proj", "linear_fc2.weight", (d.hidden, d.expert_ffn), lambda fc2: fc2.permute(1, 0)),
+        stacked("down_proj_bias", "linear_fc2.bias", (d.hidden,), lambda bias: bias),
+    ]
+
+
+def rules(d: Dims) -> Iterator[Rule]:
+    """Every layer has experts, and a sink for each query head."""
+    yield from ends(d)
+    own = [
+        same("self_attn.sinks", "self_attention.core_attention.softmax_offset", d.heads),
+        same("mlp.router.weight", "mlp.router.weight", d.experts, d.hidden),
+        same("mlp.router.bias", "mlp.router.bias", d.experts),
+    ]
+    yield from decoder(d, [], [*norms(d), *attention(d), *own, *experts(d)])
+
+
+@dataclass(frozen=True)
+class YarnRope(RotaryEmbedding):
+    """YaRN without latent attention (gpt-oss): `--position-embedding-type yarn` and its parameters.
+
+    Source: GPTModel of megatron-core 0.15 to 0.16, which looks for `yarn_*` on its config; Megatron-LM core_v0.19.0,
+    `megatron/training/argument_utils.py`, for the arguments. Megatron-Bridge sets the same on its model provider.
+    """
+
+    default_theta: float
+
+    def contradictions(self, config: Config) -> Iterator[str]:
+        yield from rope_contradictions(config)
+
+    def to_args(self, config: Config) -> Values:
+        stated = rope_parameters(config)
+        # What transformers assumes where the config says nothing differs from what it reads where it says something.
+        rope = {**GPT_OSS_YARN, **({"truncate": True} if "rope_type" in stated else {}), **stated}
+        return {
+            "rotary_base": rotary_base(rope, self.default_theta),
+            "use_rope_scaling": False,
+            "use_rotary_position_embeddings": False,  # would mean a plain rope
+            "position_embedding_type": "yarn",
+            "rotary_scaling_factor": rope["factor"],
+            "mscale": 1.0,
+            "mscale_all_dim": 0.0,
+            **{f"yarn_{key}": rope[key] for key in YARN_KEYS},
+            "yarn_correction_range_round_to_int": rope["truncate"],
+        }
+
+    def to_config(self, args: Args) -> Values:
+        rope = {key: first(args, (f"yarn_{key}",), GPT_OSS_YARN[key]) for key in YARN_KEYS}
+        rope["factor"] = first(args, ("rotary_scaling_factor",), 32.0)
+        rope["truncate"] = first(args, ("yarn_correction_range_round_to_int",), True)
+        rope["rope_theta"] = float(first(args, ("rotary_base",), self.default_theta))
+        return {"rope_parameters": {"rope_type": "yarn", **rope}}
+
+    def differs(self, config: Config) -> Iterator[tuple[str, str]]:
+        rope = rope_parameters(config)
+        kind = rope.get("rope_type", "yarn")
+        if kind != "yarn":
+            yield (
+                "rope_parameters",
+                f"rope_type is {kind!r}; Megatron-LM's model of this family computes YaRN",
+            )
+        for key in ("attention_factor", "mscale", "mscale_all_dim"):
+            if rope.get(key) is not None:
+                yield (
+                    "rope_parameters",
+                    f"{key} of the yarn rope is {rope[key]}; Megatron-LM's model of this family has its own",
+                )
+
+    def notices(self, config: Config) -> Iterator[str]:
+        yield "YaRN without latent attention; it takes Megatron-Bridge, or Megatron-LM core_v0.19.0 or later"
+
+
+YARN_KEYS = ("original_max_position_embeddings", "beta_fast", "beta_slow")
+GPT_OSS_YARN: Values = {
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+"""What transformers assumes of gpt-oss."""
+
+
+# Every second layer attends to a window, beginning with the first; gate and up are clamped, the up projection is
+# shifted by one, and the gate goes through x·sigmoid(1.702·x).
+GPT_OSS = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    rules,
+    (
+        *GROUPED_HEADS,
+        YarnRope(default_theta=150000.0),
+        SlidingWindow(default=128),
+        LayerTypes(),
+        Const(args={"add_qkv_bias": True, "add_bias_linear": True}, config={"attention_bias": True}),
+        NO_QK_NORM,
+        Const(args={"softmax_type": "learnable"}),
+        Const(
+            args={"swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0},
+            computed={"swiglu_alpha": 1.702},
+        ),
+        Key("swiglu_limit", "activation_func_clamp_value", default=7.0),
+        Key("num_local_experts", "num_experts", aliases=("num_experts",)),
+        Key("num_experts_per_tok", "moe_router_topk", aliases=("experts_per_token",), default=4),
+        *EXPERTS_EVERYWHERE,
+    ),
+)

@@ -1,0 +1,143 @@
+"""InternLM, InternLM2 and InternLM3. Where their tensors lie in InternEvo's is in `families/internevo.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from reshard.families.architectures.llama import dense
+from reshard.families.config import DERIVED_HEADS, EXPERTS_EVERYWHERE, GROUPED_HEADS, NO_QK_NORM
+from reshard.families.entries import Args, Biases, Config, Entry, Key, Values, contradiction, first
+from reshard.families.family import Family
+from reshard.families.internevo import HUB_ENDS, W123, dialects, evo_internlm, evo_internlm2
+from reshard.families.rope import (
+    DYNAMIC,
+    Rope,
+    RotaryEmbedding,
+    rope_contradictions,
+    rope_parameters,
+    rotary_base,
+)
+from reshard.families.rules import (
+    Dims,
+    Rule,
+    attention,
+    decoder,
+    ends,
+    gated_mlp,
+    moe,
+    native,
+    norms,
+    same,
+)
+
+# Biases of attention, and none in the MLP, where Megatron-LM's add_bias_linear asks for some.
+ZERO_BIAS = "biases of the MLP, which InternLM does not have"
+
+
+class Rotary(RotaryEmbedding):
+    """InternLM's `rotary`, which its own code reads in place of `rope_theta`: plain ("origin") or dynamic."""
+
+    def to_args(self, config: Config) -> Values:
+        theta = first(rope_parameters(config), ("rope_theta",), (config.get("rotary") or {}).get("base"))
+        known = {} if theta is None else {"rope_theta": theta}
+        return {"rotary_base": rotary_base(known, 10000.0), "use_rope_scaling": False}
+
+    def to_config(self, args: Args) -> Values:
+        theta = float(first(args, ("rotary_base",), 10000.0))
+        rope = {"rope_type": "default", "rope_theta": theta}
+        return {"rotary": {"base": theta, "type": "origin"}, "rope_parameters": rope}
+
+    def contradictions(self, config: Config) -> Iterator[str]:
+        yield from rope_contradictions(config)
+        base, rope = (config.get("rotary") or {}).get("base"), rope_parameters(config)
+        yield from contradiction({"rotary.base": base, "rope_theta": rope.get("rope_theta")})
+
+    def notices(self, config: Config) -> Iterator[str]:
+        if (config.get("rotary") or {}).get("type") == "dynamic":
+            yield DYNAMIC
+
+
+def internlm(d: Dims) -> Iterator[Rule]:
+    """Llama with biases in attention alone."""
+    yield from ends(d)
+    yield from decoder(d, [*norms(d), *attention(d), *gated_mlp(d, d.ffn)])
+    yield from zero_biases(d, "mlp", d.ffn)
+
+
+def internlm_moe(d: Dims) -> Iterator[Rule]:
+    """The same with experts in every layer."""
+    yield from ends(d)
+    yield from decoder(d, [], [*norms(d), *attention(d), *moe(d, names=W123)])
+    yield from zero_biases(d, "mlp.experts.{expert}", d.expert_ffn)
+
+
+def internlm2(d: Dims) -> Iterator[Rule]:
+    """Query, key and value are fused on the hub too, in Megatron-Core's order."""
+    fused = (d.heads + 2 * d.groups) * d.head_dim
+    wide = d.heads * d.head_dim
+    block = [
+        same("attention_norm.weight", "input_layernorm.weight", d.hidden),
+        same("ffn_norm.weight", "pre_mlp_layernorm.weight", d.hidden),
+        same("attention.wqkv.weight", "self_attention.linear_qkv.weight", fused, d.hidden),
+        same("attention.wo.weight", "self_attention.linear_proj.weight", d.hidden, wide),
+        *gated_mlp(d, d.ffn, "feed_forward", names=W123),
+    ]
+    if d.bias:
+        block.append(same("attention.wqkv.bias", "self_attention.linear_qkv.bias", fused))
+        block.append(same("attention.wo.bias", "self_attention.linear_proj.bias", d.hidden))
+    yield from (replace(rule, hf=HUB_ENDS.get(rule.hf, rule.hf)) for rule in ends(d))
+    yield from decoder(d, block)
+    yield from zero_biases(d, "mlp", d.ffn)
+
+
+def zero_biases(d: Dims, mcore: str, ffn: int) -> Iterator[Rule]:
+    """Megatron-LM's `add_bias_linear` biases the MLP (and a router) too. InternLM does not, so they are zeros."""
+    if not d.bias:
+        return
+    if d.experts:
+        router = native("decoder.layers.{layer}.mlp.router.bias", d.experts)
+        yield Rule("", router, tuple(range(d.layers)), reason=ZERO_BIAS)
+    for module, rows in (("linear_fc1", 2 * ffn), ("linear_fc2", d.hidden)):
+        bias = native(f"decoder.layers.{{layer}}.{mcore}.{module}.bias", rows)
+        yield Rule("", bias, tuple(range(d.layers)), d.experts, reason=ZERO_BIAS)
+
+
+ATTENTION: tuple[Entry, ...] = (
+    *DERIVED_HEADS,
+    Key("bias", "add_bias_linear", also=("add_qkv_bias",), default=True, assumed=False),
+    NO_QK_NORM,
+)
+INTERNLM = Family(
+    "internlm",
+    "InternLMForCausalLM",
+    internlm,
+    (*ATTENTION, Rotary()),
+    dialects=dialects("internlm", evo_internlm),
+)
+INTERNLM_MOE = Family(
+    "internlm_moe",
+    "InternLMMoEForCausalLM",
+    internlm_moe,
+    (
+        *ATTENTION,
+        Rotary(),
+        Key("num_experts", "num_experts", aliases=("num_local_experts",)),
+        Key("num_experts_per_token", "moe_router_topk", aliases=("num_experts_per_tok",), default=2),
+        *EXPERTS_EVERYWHERE,
+    ),
+    dialects=dialects("internlm", evo_internlm),
+)
+INTERNLM2 = Family(
+    "internlm2",
+    "InternLM2ForCausalLM",
+    internlm2,
+    (*ATTENTION, Rope()),
+    dialects=dialects("internlm2", evo_internlm2),
+)
+INTERNLM3 = Family(
+    "internlm3",
+    "InternLM3ForCausalLM",
+    dense,
+    (*GROUPED_HEADS, Rope(), Biases("qkv_bias", "bias"), NO_QK_NORM),
+)

@@ -1,0 +1,16 @@
+"""Mistral: Llama with a window in every layer."""
+
+from __future__ import annotations
+
+from reshard.families.architectures.llama import dense
+from reshard.families.config import GROUPED_HEADS, NO_BIAS, NO_QK_NORM
+from reshard.families.entries import SlidingWindow
+from reshard.families.family import Family
+from reshard.families.rope import Rope
+
+MISTRAL = Family(
+    "mistral",
+    "MistralForCausalLM",
+    dense,
+    (*GROUPED_HEADS, Rope(), SlidingWindow(default=4096), NO_BIAS, NO_QK_NORM),
+)

@@ -1,0 +1,38 @@
+"""Mixtral: Mistral with experts in every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from reshard.families.config import EXPERTS_EVERYWHERE, GROUPED_HEADS, NO_BIAS, NO_QK_NORM
+from reshard.families.entries import Key, SlidingWindow
+from reshard.families.family import Family
+from reshard.families.live import BLOCK_SPARSE
+from reshard.families.rope import Rope
+from reshard.families.rules import Dims, Rule, attention, decoder, ends, moe, norms
+
+
+def rules(d: Dims) -> Iterator[Rule]:
+    """The hub calls gate, up and down w1, w3 and w2."""
+    yield from ends(d)
+    experts = moe(d, hf="block_sparse_moe", names=("w1", "w3", "w2"))
+    yield from decoder(d, [], [*norms(d), *attention(d), *experts])
+
+
+MIXTRAL = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    rules,
+    (
+        *GROUPED_HEADS,
+        Rope(default_theta=1000000.0),
+        SlidingWindow(default=None),
+        NO_BIAS,
+        NO_QK_NORM,
+        Key("num_local_experts", "num_experts", aliases=("num_experts",), default=8),
+        Key("num_experts_per_tok", "moe_router_topk", default=2),
+        *EXPERTS_EVERYWHERE,
+    ),
+    live=BLOCK_SPARSE,
+    precedence=1,
+)

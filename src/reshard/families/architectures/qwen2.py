@@ -1,0 +1,46 @@
+"""Qwen2, dense and with experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from reshard.families.architectures.llama import dense
+from reshard.families.config import DERIVED_HEADS, NO_QK_NORM, QKV_BIAS, QWEN_EXPERTS
+from reshard.families.entries import Const, FullAttention, Key
+from reshard.families.family import Family
+from reshard.families.live import Live
+from reshard.families.rope import Rope
+from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, moe, norms
+
+
+def sparse(d: Dims) -> Iterator[Rule]:
+    """Experts in some or all layers, with a gated shared expert in Qwen2-MoE."""
+    yield from ends(d)
+    block = [*norms(d), *attention(d)]
+    yield from decoder(d, [*block, *mlp(d)], [*block, *moe(d, shared="shared_expert")])
+
+
+QWEN2 = Family(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    dense,
+    (*DERIVED_HEADS, Rope(), FullAttention(), QKV_BIAS, NO_QK_NORM),
+    precedence=2,  # above Llama: where nothing names the family, a bias on q, k and v alone means Qwen2
+)
+QWEN2_MOE = Family(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    sparse,
+    (
+        *DERIVED_HEADS,
+        Rope(),
+        FullAttention(late=False),
+        Key("qkv_bias", "add_qkv_bias", default=True),
+        Const(args={"add_bias_linear": False, "moe_shared_expert_gate": True}),
+        NO_QK_NORM,
+        *QWEN_EXPERTS,
+        Key("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+    ),
+    live=Live(),
+    precedence=1,
+)

@@ -1,0 +1,33 @@
+"""Qwen3, dense and with experts: Qwen2 with norms of queries and keys in place of biases."""
+
+from __future__ import annotations
+
+from reshard.families import torchtitan
+from reshard.families.architectures.llama import dense
+from reshard.families.architectures.qwen2 import sparse
+from reshard.families.config import GROUPED_HEADS, NO_BIAS, QK_NORM, QWEN_EXPERTS
+from reshard.families.entries import Const, FullAttention
+from reshard.families.family import Family
+from reshard.families.live import Live
+from reshard.families.rope import Rope
+
+TITAN = {"torchtitan": torchtitan.qwen3}
+UNBIASED = (NO_BIAS, Const(config={"attention_bias": False}), QK_NORM)
+
+QWEN3 = Family(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    dense,
+    (*GROUPED_HEADS, Rope(), FullAttention(), *UNBIASED),
+    dialects=TITAN,
+    precedence=1,
+)
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    sparse,
+    (*GROUPED_HEADS, Rope(), FullAttention(late=False), *UNBIASED, *QWEN_EXPERTS),
+    dialects=TITAN,
+    live=Live(),
+    precedence=1,
+)

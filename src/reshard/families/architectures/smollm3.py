@@ -1,0 +1,24 @@
+"""SmolLM3: Llama whose every fourth layer does not turn queries and keys."""
+
+from __future__ import annotations
+
+from reshard.families.architectures.llama import dense
+from reshard.families.config import DERIVED_HEADS, NO_QK_NORM, TIED
+from reshard.families.entries import Biases, FullAttention
+from reshard.families.family import Family
+from reshard.families.rope import Rope, RopeLayers
+
+SMOLLM3 = Family(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    dense,
+    (
+        *DERIVED_HEADS,
+        Rope(default_theta=2000000.0),
+        RopeLayers(),
+        FullAttention(late=False),
+        TIED,
+        Biases("attention_bias", "mlp_bias"),
+        NO_QK_NORM,
+    ),
+)

@@ -1,0 +1,52 @@
+"""How a model is named in the memory of transformers 5, where that differs from the hub.
+
+`from_pretrained` of transformers 5 fuses the experts of a layer into `experts.gate_up_proj` [E, 2F, H] and
+`experts.down_proj` [E, H, F] and renames some modules; `save_pretrained` undoes both. A family whose hub names are
+fused themselves (gpt_oss) says nothing. Source: `conversion_mapping.py` of transformers 5; a test holds every family
+against what the real model has in memory and what `save_pretrained` writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Experts(NamedTuple):
+    """Where the experts of a layer lie in memory, and what the hub calls the projections of one.
+
+    Without a gate, the up projections are stacked alone, as `up_proj`.
+    """
+
+    module: str = "mlp.experts"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+GATED = Experts()
+W132 = Experts("mlp.experts", "w1", "w3", "w2")
+
+
+@dataclass(frozen=True)
+class Live:
+    """How a family differs in memory. `renames` are parts of names, (in memory, on the hub), in that order."""
+
+    experts: Experts | None = GATED
+    renames: tuple[tuple[str, str], ...] = ()
+
+    def to_hub(self, name: str) -> str:
+        """The hub's name of a tensor that is not fused; one that has it already keeps it."""
+        for live, hub in self.renames:
+            name = name.replace(live, hub, 1)
+        return name
+
+    def to_live(self, name: str) -> str:
+        """The name in memory: the inverse of `to_hub`."""
+        for live, hub in reversed(self.renames):
+            name = name.replace(hub, live, 1)
+        return name
+
+
+BLOCK_SPARSE = Live(W132, ((".mlp.", ".block_sparse_moe."),))
+"""Mixtral, and what names its experts likewise."""
