@@ -89,7 +89,8 @@ def make(name: str, base: Path, out: Path) -> None:
     run_ranks(RUNS[name].ranks, _rank, RUNS[name], base, out)
 
 
-def _rank(run: Run, base: Path, out: Path) -> None:
+def let_it_run_without_gpu() -> None:
+    """What Megatron-Bridge asks of a GPU beside what megatron-core does."""
     import torch
 
     for setting in ("set_device", "empty_cache"):
@@ -104,6 +105,12 @@ def _rank(run: Run, base: Path, out: Path) -> None:
     torch.distributed.scatter = scatter_parts
     rank = str(torch.distributed.get_rank())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(torch.distributed.get_world_size())}
+
+
+def _rank(run: Run, base: Path, out: Path) -> None:
+    import torch
+
+    let_it_run_without_gpu()
     AutoBridge = importlib.import_module("megatron.bridge").AutoBridge
     bridge = AutoBridge.from_hf_pretrained(str(base), torch_dtype=torch.bfloat16)
     provider = bridge.to_megatron_provider(load_weights=True)
@@ -121,9 +128,14 @@ def _rank(run: Run, base: Path, out: Path) -> None:
     bridge.save_megatron_model(models, out, hf_tokenizer_path=str(base))
 
 
+def import_what_is_there() -> None:
+    """Import what looks for packages that are empty afterwards."""
+    for package in ("megatron.core.extensions.transformer_engine", "transformers", "peft"):
+        importlib.import_module(package)
+    sys.meta_path.append(_EmptyPackages())
+
+
 if __name__ == "__main__":
     fake_te.install()
-    for package in ("megatron.core.extensions.transformer_engine", "transformers", "peft"):
-        importlib.import_module(package)  # which look for packages that are empty below
-    sys.meta_path.append(_EmptyPackages())
+    import_what_is_there()
     make(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

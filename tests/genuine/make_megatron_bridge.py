@@ -1,0 +1,75 @@
+"""Checkpoints of Megatron-Bridge, for any model type that it has: what it saves, and what it makes of one that it loads.
+
+The provider, the model, the weights' way in and out, saver and loader are Megatron-Bridge's own. TransformerEngine is the
+stand-in of `fake_te`; packages of GPU kernels and of other models, which Megatron-Bridge only imports, are empty.
+
+    python -m tests.genuine.make_megatron_bridge save BASE OUT TP PP EP       in the environment "megatron-bridge"
+    python -m tests.genuine.make_megatron_bridge export BASE OUT TP PP EP CHECKPOINT
+
+`save` loads the Hugging Face folder BASE and saves a Megatron checkpoint at OUT. `export` loads the iteration in
+CHECKPOINT strictly, into a model filled with NaN, and writes it to the Hugging Face folder OUT. Jobs may follow each
+other, separated by `--`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from itertools import groupby
+from typing import Any
+
+from tests.genuine import fake_te
+from tests.genuine.make_bridge import KERNELS, import_what_is_there, let_it_run_without_gpu
+
+
+def run(command: str, base: str, out: str, *rest: str) -> None:
+    """Do one job: `save` or `export`, on as many ranks as the layout has."""
+    from reshard.engines.megatron.session import run_ranks
+
+    tp, pp, ep = map(int, rest[:3])
+    checkpoint = rest[3] if command == "export" else None
+    run_ranks(tp * pp, _rank, base, out, (tp, pp, ep), checkpoint)
+
+
+def _rank(base: str, out: str, layout: tuple[int, int, int], checkpoint: str | None) -> None:
+    import torch
+
+    let_it_run_without_gpu()
+    bridge = importlib.import_module("megatron.bridge").AutoBridge.from_hf_pretrained(
+        base, torch_dtype=torch.bfloat16
+    )
+    provider = bridge.to_megatron_provider(load_weights=checkpoint is None)
+    tp, pp, ep = layout
+    provider.tensor_model_parallel_size = tp
+    provider.pipeline_model_parallel_size = pp
+    provider.expert_model_parallel_size = ep if provider.num_moe_experts else 1
+    provider.expert_tensor_parallel_size = 1
+    provider.sequence_parallel = tp > 1
+    provider.params_dtype = provider.pipeline_dtype = torch.bfloat16
+    for kernel in KERNELS:
+        setattr(provider, kernel, False)
+    provider.finalize()
+    provider.initialize_model_parallel(seed=0)
+    models = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True, bf16=True)
+    if checkpoint is None:
+        bridge.save_megatron_model(models, out, hf_tokenizer_path=base)
+        return
+    with torch.no_grad():
+        for model in models:
+            for parameter in model.parameters():
+                parameter.fill_(float("nan"))
+    load = importlib.import_module(
+        "megatron.bridge.training.checkpointing"
+    )._load_model_weights_from_checkpoint
+    load(checkpoint, models, dist_ckpt_strictness="raise_all")
+    bridge.save_hf_pretrained(models, out, show_progress=False, strict=True)
+
+
+if __name__ == "__main__":
+    fake_te.install()
+    import_what_is_there()
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    for separator, words in groupby(sys.argv[1:], lambda word: word == "--"):
+        if not separator:
+            run(*words)
