@@ -1,7 +1,7 @@
-"""Checkpoints of Megatron-Bridge, for any model type that it has: what it saves, and what it makes of one that it loads.
+"""Checkpoints of Megatron-Bridge, for any model type that it has: what it saves, and what it makes of one it loads.
 
-The provider, the model, the weights' way in and out, saver and loader are Megatron-Bridge's own. TransformerEngine is the
-stand-in of `fake_te`; packages of GPU kernels and of other models, which Megatron-Bridge only imports, are empty.
+The provider, the model, the weights' way in and out, saver and loader are Megatron-Bridge's own. TransformerEngine is
+the stand-in of `fake_te`; packages of GPU kernels and of other models, which Megatron-Bridge only imports, are empty.
 
     python -m tests.genuine.make_megatron_bridge save BASE OUT TP PP EP       in the environment "megatron-bridge"
     python -m tests.genuine.make_megatron_bridge export BASE OUT TP PP EP CHECKPOINT
@@ -17,7 +17,6 @@ import importlib
 import os
 import sys
 from itertools import groupby
-from typing import Any
 
 from tests.genuine import fake_te
 from tests.genuine.make_bridge import KERNELS, import_what_is_there, let_it_run_without_gpu
