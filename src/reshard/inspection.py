@@ -84,16 +84,18 @@ def inspect_checkpoint(
     bases = {hint.kind: Path(hint.value) for hint in hints if (Path(hint.value) / "config.json").is_file()}
     has_config = (checkpoint.root / "config.json").is_file()
     model: Model | None = None
+    unknown: tuple[str, ...] = ()
     try:
         told = has_config or checkpoint.config or describes_model(checkpoint.args)
         base = None if told else bases.get(BASE)
         if told or base:
-            model = resolve_if_declared(checkpoint, base)
-            logical_tensors(checkpoint, model, checkpoint.config)
+            resolved = resolve_if_declared(checkpoint, base)
+            checkpoint, model, unknown = resolved.checkpoint, resolved.model, resolved.notes
+            logical_tensors(resolved)
             problems += model.warnings if model else []
     except ReshardError as error:
         problems += error.problems
-    notes = [*checkpoint.notes, *(model.notes if model else [])]
+    notes = [*checkpoint.notes, *unknown, *(model.notes if model else [])]
     if checkpoint.quantization and not checkpoint.quantization.settings:
         notes.append(UNTOLD)
     plain = _plain(checkpoint)
@@ -128,7 +130,7 @@ def _plain(checkpoint: Checkpoint) -> Checkpoint | None:
 def _for_engines(checkpoint: Checkpoint, base: Path | None) -> tuple[list[str], list[str]]:
     """What keeps plain weights from a format of an engine, and what that engine computes otherwise."""
     try:
-        return [], [f"{each.message}: {each.found}" for each in resolve(checkpoint, base).warnings]
+        return [], [f"{each.message}: {each.found}" for each in resolve(checkpoint, base).declared.warnings]
     except ReshardError as error:
         return [f"{problem.message}: {problem.found}" for problem in error.problems], []
 

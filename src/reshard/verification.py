@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from threading import Event
@@ -18,7 +18,7 @@ from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
 from reshard.model.dequantization import BFLOAT16, dequantized
 from reshard.model.logical import Logical, LogicalTensors, logical_tensors
-from reshard.model.resolve import Model, read_base, resolve
+from reshard.model.resolve import Model, as_named, config_of, read_base, resolve
 from reshard.transfer.compare import Comparer, unequal_replicas
 from reshard.transfer.gather import Files, Ledger, castable, crc_problem
 from reshard.transfer.sources import OnStep, Sources, noted
@@ -113,13 +113,21 @@ def _side(checkpoint: Checkpoint, other: Checkpoint, base: Path | None, sources:
     if base is None and not (checkpoint.root / "config.json").is_file():
         base = other.root if (other.root / "config.json").is_file() else None
     try:
-        model = resolve(checkpoint, base, computes=False)
-        return Side(checkpoint, model, logical_tensors(checkpoint, model), sources, notes)
+        found = resolve(checkpoint, base, computes=False)
+        return Side(found.checkpoint, found.model, logical_tensors(found), sources, notes)
     except ReshardError:
         if checkpoint.dialect != "hf":
             raise
         # The names are the hub's already: what is missing, left over or misshapen is what differs.
-        return Side(checkpoint, None, logical_tensors(checkpoint, None), sources, notes)
+        found = replace(as_named(checkpoint, _config(checkpoint, base)), config={})
+        return Side(found.checkpoint, None, logical_tensors(found), sources, notes)
+
+
+def _config(checkpoint: Checkpoint, base: Path | None) -> Mapping[str, Any]:
+    try:
+        return config_of(checkpoint, base) or {}
+    except ReshardError:
+        return {}
 
 
 def compare_weights(

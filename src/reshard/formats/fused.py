@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -25,18 +25,16 @@ FUSED_GATE, FUSED_UP, FUSED_DOWN = "gate_up_proj", "up_proj", "down_proj"
 # ------------------------------------------------------------------------------------- from memory to the hub
 
 
-def normalize(checkpoint: Checkpoint, live: Live | None) -> None:
-    """Give the tensors and optimizer states of a checkpoint in the hub's dialect the hub's names, if they have others.
+def under_hub_names(checkpoint: Checkpoint, live: Live | None) -> Checkpoint:
+    """A checkpoint in the hub's dialect with the hub's names for its tensors and states, where it has those in memory.
 
     What has them already stays as it is, and so do quantized weights. Raises ReshardError where a tensor is there fused
     and by itself.
     """
     if live is None or checkpoint.dialect != "hf" or checkpoint.quantization:
-        return
-    checkpoint.tensors = hub_tensors(checkpoint.tensors, live)
-    checkpoint.states = States(
-        {kind: partial(_state, checkpoint.states, kind, live) for kind in checkpoint.states}
-    )
+        return checkpoint
+    states = {kind: partial(_state, checkpoint.states, kind, live) for kind in checkpoint.states}
+    return replace(checkpoint, tensors=hub_tensors(checkpoint.tensors, live), states=States(states))
 
 
 def _state(states: Mapping[str, Mapping[str, Tensor]], kind: str, live: Live) -> dict[str, Tensor]:

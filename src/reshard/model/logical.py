@@ -12,7 +12,7 @@ from reshard.algebra.views import View
 from reshard.errors import Problem, ReshardError, one_for_all
 from reshard.families.binding import Binding, Bound, Dropped
 from reshard.formats.checkpoint import Checkpoint
-from reshard.model.resolve import Model
+from reshard.model.resolve import Resolved
 from reshard.model.vocabulary import EMBEDDINGS
 from reshard.transfer.plan import ZERO
 
@@ -52,17 +52,15 @@ class LogicalTensors:
 _ANY = dtype("uint8")
 
 
-def logical_tensors(
-    checkpoint: Checkpoint, model: Model | None, config: Mapping[str, Any] | None = None
-) -> LogicalTensors:
-    """The logical tensors of `checkpoint`, each there, whole and of the right shape.
+def logical_tensors(source: Resolved) -> LogicalTensors:
+    """The logical tensors of a checkpoint, each there, whole and of the right shape.
 
-    Without a model, the names of a Hugging Face checkpoint are taken as they are, and `config` says whether its head
-    and its embedding are one. Raises ReshardError listing
-    every tensor that is missing, left over, or of another shape.
+    Without a model, the names of a Hugging Face checkpoint are taken as they are, and its config says whether its head
+    and its embedding are one. Raises ReshardError listing every tensor that is missing, left over, or of another shape.
     """
+    checkpoint, model = source.checkpoint, source.model
     if model is None:
-        return LogicalTensors(checkpoint, _as_stored(checkpoint), _tied(checkpoint, config or {}))
+        return LogicalTensors(checkpoint, _as_stored(checkpoint), _tied(checkpoint, source.config))
     binding = model.binding("mcore" if checkpoint.dialect == "hf" else checkpoint.dialect)
     if checkpoint.dialect == "hf":
         _check(checkpoint, binding.hf, binding.copies)

@@ -66,6 +66,26 @@ class Model:
             ) from error
 
 
+@dataclass(frozen=True)
+class Resolved:
+    """A checkpoint whose model is known, or whose names are taken for the hub's: what logical tensors are made of.
+
+    The tensors of `checkpoint` have the names that its dialect declares, and their shapes. `model` is None for a family
+    that nobody declared. `config` is the Hugging Face config, empty if there is none.
+    """
+
+    checkpoint: Checkpoint
+    model: Model | None
+    config: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def declared(self) -> Model:
+        """The model, where a family had to be found."""
+        assert self.model is not None
+        return self.model
+
+
 def read_config(folder: Path) -> dict[str, Any] | None:
     """The config.json in a folder, or None. Raises ReshardError if it is no JSON object with text as `model_type`."""
     path = folder / "config.json"
@@ -109,7 +129,7 @@ def resolve(
     trust: str = "checkpoint",
     *,
     computes: bool = True,
-) -> Model:
+) -> Resolved:
     """Find the family and the sizes of `checkpoint`, and check that config and checkpoint agree.
 
     The config comes from `base`, else from beside the weights, else (Megatron) from the checkpoint's own
@@ -124,14 +144,14 @@ def resolve(
 
 def _resolved(
     checkpoint: Checkpoint, base: Path | None, family: str | None, trust: str, *, computes: bool
-) -> Model:
+) -> Resolved:
     if computes and checkpoint.quantization:
         raise refusal(checkpoint.quantization, checkpoint.path)
     config: Mapping[str, Any] | None = config_of(checkpoint, base)
     folder = base or checkpoint.root
     if checkpoint.flat:
-        _give_shapes(checkpoint, config or {}, family, folder)
-    fused.normalize(checkpoint, live_names(family or (config or {}).get("model_type")))
+        checkpoint = _shaped(checkpoint, config or {}, family, folder)
+    checkpoint = fused.under_hub_names(checkpoint, live_names(family or (config or {}).get("model_type")))
     args: Mapping[str, Any] | None = None
     file = folder / "config.json"
     if config is not None:
@@ -168,7 +188,8 @@ def _resolved(
     if checkpoint.args:
         config, args, differing = _agreed(found, config, checkpoint, trust, file)
         warnings += differing
-    return Model(found, config, args, dims, tuple(notes), tuple(warnings))
+    model = Model(found, config, args, dims, tuple(notes), tuple(warnings))
+    return Resolved(checkpoint, model, model.config)
 
 
 def _agreed(
@@ -189,22 +210,25 @@ def _agreed(
 
 def resolve_if_declared(
     checkpoint: Checkpoint, base: Path | None = None, trust: str = "checkpoint"
-) -> Model | None:
+) -> Resolved:
     """The same for weights that are only copied, which may be quantized.
 
-    None with a note for a family that nobody declared, whose names are the hub's already.
+    A family that nobody declared has no model, and a note: its names are the hub's already.
     """
     config = config_of(checkpoint, base) or {}
     if checkpoint.dialect != "hf":
         return resolve(checkpoint, base, trust=trust)
     if checkpoint.flat or declared(config.get("model_type")):
         return resolve(checkpoint, base, trust=trust, computes=False)
-    fused.normalize(checkpoint, live_names(config.get("model_type")))
-    if config:
-        checkpoint.notes.append(
-            f"{recognition.not_known(config.get('model_type'))}; names are taken as they are"
-        )
-    return None
+    return as_named(checkpoint, config)
+
+
+def as_named(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Resolved:
+    """The tensors of a Hugging Face checkpoint under the names that they have, whatever the family."""
+    model_type = config.get("model_type")
+    note = f"{recognition.not_known(model_type)}; names are taken as they are"
+    renamed = fused.under_hub_names(checkpoint, live_names(model_type))
+    return Resolved(renamed, None, config, (note,) if config else ())
 
 
 def contradictions(config: Mapping[str, Any]) -> list[str]:
@@ -253,8 +277,10 @@ def _misdescribed(family: Family, config: Mapping[str, Any], file: Path) -> list
     ]
 
 
-def _give_shapes(checkpoint: Checkpoint, config: Mapping[str, Any], forced: str | None, folder: Path) -> None:
-    """Give the tensors of a flat checkpoint their shapes. Raises ReshardError if no declared family tells them."""
+def _shaped(
+    checkpoint: Checkpoint, config: Mapping[str, Any], forced: str | None, folder: Path
+) -> Checkpoint:
+    """A flat checkpoint with the shapes of its tensors. Raises ReshardError if no declared family tells them."""
     model_type = forced or config.get("model_type")
     if not config or declared(model_type) is None:
         raise flat.shapes_needed(checkpoint, model_type if config else None, list(FAMILIES))
@@ -262,7 +288,7 @@ def _give_shapes(checkpoint: Checkpoint, config: Mapping[str, Any], forced: str 
     config = {**config, "num_nextn_predict_layers": _mtp_layers(checkpoint, config)}
     args, dims = _sizes(family, config, None, checkpoint, folder)
     binding = Model(family, config, args, dims).binding()
-    flat.give_shapes(checkpoint, flat.declared_shapes(binding, family.live))
+    return flat.shaped(checkpoint, flat.declared_shapes(binding, family.live))
 
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

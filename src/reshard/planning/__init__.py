@@ -18,7 +18,7 @@ from reshard.formats import companions, open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.provenance import BASE, find_hints
 from reshard.model.dequantization import BFLOAT16, dequantized
-from reshard.model.resolve import Model, config_of, contradictions, resolve, resolve_if_declared
+from reshard.model.resolve import Resolved, config_of, contradictions, resolve, resolve_if_declared
 from reshard.planning import dcp, deepspeed, hub, internlm, megatron, megatron_adapter, merge, peft
 from reshard.planning.common import Options, Source, Types
 from reshard.planning.optimizer import refuse_unable
@@ -105,9 +105,10 @@ def _planned(source: Path, checkpoint: Checkpoint, options: Options) -> Plan:
     if options.with_optimizer:
         refuse_unable(checkpoint, target, WITH_OPTIMIZER)
     options = _with_hinted_base(checkpoint, options)
-    if is_adapter(checkpoint):
-        return OF_ADAPTERS[target](Source(checkpoint, None, options))
-    return TARGETS[target](Source(checkpoint, _model(checkpoint, target, options), options))
+    if target in WITHOUT_MODEL or is_adapter(checkpoint):
+        resolved = Resolved(checkpoint, None, {})
+        return OF_ADAPTERS[target](Source(resolved, options))
+    return TARGETS[target](Source(_resolved(checkpoint, target, options), options))
 
 
 def _default_target(checkpoint: Checkpoint, options: Options) -> str:
@@ -117,10 +118,8 @@ def _default_target(checkpoint: Checkpoint, options: Options) -> str:
     return "huggingface" if options.merge or checkpoint.format != "huggingface" else ""
 
 
-def _model(checkpoint: Checkpoint, target: str, options: Options) -> Model | None:
+def _resolved(checkpoint: Checkpoint, target: str, options: Options) -> Resolved:
     """The model of a checkpoint. Where names stay as they are, it may be of a family that nobody declared."""
-    if target in WITHOUT_MODEL:
-        return None
     if target in NAMED_AS_THE_HUB and not options.family:
         wrong = (
             contradictions(config_of(checkpoint, options.base) or {}) if checkpoint.dialect == "hf" else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from math import prod
 from pathlib import Path
@@ -22,7 +22,7 @@ from reshard.formats import companions
 from reshard.formats.checkpoint import Checkpoint, Iteration
 from reshard.formats.quantization import plain_config, settings_of
 from reshard.model.logical import LogicalTensors
-from reshard.model.resolve import Model, config_of
+from reshard.model.resolve import Model, Resolved
 from reshard.plain import to_json
 from reshard.transfer.gather import castable
 from reshard.transfer.plan import OutputFile, Plan, Planned
@@ -58,18 +58,26 @@ class Options:
 
 @dataclass(frozen=True)
 class Source:
-    """What a target is planned from. `model` is None for a family that nobody declared: names are taken as they are."""
+    """What a target is planned from."""
 
-    checkpoint: Checkpoint
-    model: Model | None
+    resolved: Resolved
     options: Options
 
     @property
+    def checkpoint(self) -> Checkpoint:
+        return self.resolved.checkpoint
+
+    @property
+    def model(self) -> Model | None:
+        return self.resolved.model
+
+    @property
     def config(self) -> Mapping[str, Any]:
-        """The Hugging Face config, empty if there is none."""
-        if self.model:
-            return self.model.config
-        return config_of(self.checkpoint, self.options.base) or {}
+        return self.resolved.config
+
+    def of(self, model: Model) -> Source:
+        """The same with another model: at other sizes, or with another config."""
+        return replace(self, resolved=replace(self.resolved, model=model, config=model.config))
 
 
 def _no_such_dtype(wanted: str | None) -> ReshardError:
@@ -242,7 +250,7 @@ def finished(
         parameters=parameters,
         dropped=dropped,
         replicas=logical.replicas,
-        notes=[*checkpoint.notes, *(model.notes if model else [])],
+        notes=[*checkpoint.notes, *source.resolved.notes, *(model.notes if model else [])],
         warnings=[*(model.warnings if model else [])],
         facts=facts,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 from reshard.families import live_names
 from reshard.formats import dcp, fused
@@ -36,7 +37,7 @@ def plan(source: Source) -> Plan:
     checkpoint, options = source.checkpoint, source.options
     if options.with_optimizer:
         checkpoint = with_masters(checkpoint, options.dtype)
-    logical = logical_tensors(checkpoint, source.model)
+    logical = logical_tensors(replace(source.resolved, checkpoint=checkpoint))
     live = live_names(source.model.family.name if source.model else source.config.get("model_type"))
     tensors = fused.live_tensors(hub_tensors(logical, options.dtype), live)
     aliases = _tied_head(source, {tensor.name for tensor in tensors})

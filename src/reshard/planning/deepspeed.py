@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from reshard.errors import ReshardError, listed
 from reshard.families import live_names
@@ -25,7 +26,7 @@ def plan(source: Source) -> Plan:
             remedy="leave out --dtype",
         )
     checkpoint = with_masters(checkpoint, "float32")
-    logical = logical_tensors(checkpoint, model, source.config)
+    logical = logical_tensors(replace(source.resolved, checkpoint=checkpoint))
     live = live_names(model.family.name if model else source.config.get("model_type"))
     tensors = fused.live_tensors(hub_tensors(logical, "float32"), live)
     states = live_states(logical, live) if options.with_optimizer else {}

@@ -14,7 +14,7 @@ from reshard.transfer.plan import Plan
 
 def plan(source: Source) -> Plan:
     """Logical tensors under their own names, in shards, with everything that loads them."""
-    logical = logical_tensors(source.checkpoint, source.model, source.config)
+    logical = logical_tensors(source.resolved)
     tensors = hub_tensors(logical, source.options.dtype)
     files = huggingface.lay_out(tensors, source.options.max_shard_size)
     files += companion_files(source, tensors)

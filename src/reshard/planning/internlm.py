@@ -29,7 +29,7 @@ def plan(source: Source) -> Plan:
     """Logical tensors under InternEvo's names, sharded for its ranks, with the config that builds the model."""
     checkpoint, model, options = source.checkpoint, source.model, source.options
     assert model is not None
-    logical = logical_tensors(checkpoint, model)
+    logical = logical_tensors(source.resolved)
     _check(model, options.layout, logical)
     dialect = DIALECTS[model.family.name]
     binding = model.binding(dialect)
@@ -53,7 +53,7 @@ def _head_of_its_own(source: Source, tensors: list[Planned]) -> tuple[Source, li
         return source, tensors
     table = next(tensor for tensor in tensors if tensor.name in EMBEDDINGS)
     config = {**model.config, "tie_word_embeddings": False}
-    return replace(source, model=replace(model, config=config)), [*tensors, replace(table, name=HEAD)]
+    return source.of(replace(model, config=config)), [*tensors, replace(table, name=HEAD)]
 
 
 def _notices(model: Model) -> list[str]:

@@ -61,7 +61,7 @@ def plan(source: Source, target: str) -> Plan:
         model = replace(model, dims=replace(model.dims, vocab=kept))
     if options.with_optimizer:
         checkpoint = with_step(with_masters(checkpoint, options.dtype))
-    logical = logical_tensors(checkpoint, model)
+    logical = logical_tensors(replace(source.resolved, checkpoint=checkpoint, model=model))
     natives = model.padded(rows).binding().native
     tensors = list(native_tensors(logical, natives, Types(options.dtype)))
     optimizer = _optimizer(logical, natives, tensors, layout) if options.with_optimizer else None
@@ -74,7 +74,7 @@ def plan(source: Source, target: str) -> Plan:
     dropped = still_dropped(checkpoint) if optimizer else Counter(checkpoint.dropped)
     dropped += lost_padding(checkpoint, model, rows, with_states=options.with_optimizer)
     states = optimizer.states if optimizer else {}
-    result = finished(replace(source, model=model), target, files, tensors, dropped, logical, layout, states)
+    result = finished(source.of(model), target, files, tensors, dropped, logical, layout, states)
     result.load_with = load_flags(args, is_release=iteration_of(checkpoint) == "release", optimizer=optimizer)
     result.notes += model.family.config.notices(model.config)
     result.notes += layout_notes(model, layout)

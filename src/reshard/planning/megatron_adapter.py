@@ -57,9 +57,7 @@ def plan(source: Source) -> Plan:
     dropped: Counter[str] = Counter(checkpoint.dropped)
     dropped["base weights"] += sum(tensor.nbytes for tensor in adapter.base.values())
     logical = LogicalTensors(checkpoint, {})
-    result = finished(
-        replace(source, model=model), torch_dist.NAME, files, tensors, +dropped, logical, layout
-    )
+    result = finished(source.of(model), torch_dist.NAME, files, tensors, +dropped, logical, layout)
     result.notes += [*layout_notes(model, layout), *_notes(found, settings)]
     return result
 
@@ -91,7 +89,7 @@ def _model(source: Source) -> tuple[Model, Path]:
     base = open_checkpoint(options.base, strip=options.strip)
     if base.problems:
         raise ReshardError(base.problems)
-    return resolve(base, family=options.family), options.base
+    return resolve(base, family=options.family).declared, options.base
 
 
 def same_bytes(first: Tensor, second: Tensor) -> bool:

@@ -99,10 +99,10 @@ def _hub_weights(
     """The base's weights under hub names, what must be equal among them, and the config if no file has it."""
     if base.dialect == "hf":
         return base.tensors, base.replicas, base.config
-    model = resolve(base, family=options.family)
-    logical = logical_tensors(base, model)
+    resolved = resolve(base, family=options.family)
+    logical = logical_tensors(resolved)
     weights = {name: Tensor(item.dtype, logical.view(name)) for name, item in logical.tensors.items()}
-    return weights, logical.replicas, model.config
+    return weights, logical.replicas, resolved.config
 
 
 def _changes(adapter: adapters.Adapter, weights: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -289,7 +289,7 @@ def layout(run: Run, installed: Mapping[str, str] | None = None) -> Iterator[Pro
         from reshard.train.megatron.weights import layout_of
 
         try:
-            model = resolve(open_checkpoint(run.model))
+            model = resolve(open_checkpoint(run.model)).declared
             cure = "correct config.json, or train it with --engine trl"
             yield from (replace(each, severity="error", remedy=cure) for each in model.warnings)
             if shares_groups(model, layout_of(run, read(run), model)):

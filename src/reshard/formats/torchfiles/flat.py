@@ -9,6 +9,7 @@ the elements that the rank holds of it: of one axis, in the storage of that shar
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 
 from reshard.algebra.dtypes import dtype
@@ -91,20 +92,21 @@ def _nothing() -> View:
     return View((0,), ())
 
 
-def give_shapes(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Reshape the flattened tensors of a checkpoint. Raises ReshardError naming all whose element counts do not fit."""
+def shaped(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> Checkpoint:
+    """The checkpoint with its flattened tensors reshaped. Raises ReshardError naming all whose counts do not fit."""
     problems = []
+    tensors = dict(checkpoint.tensors)
     for name, tensor in checkpoint.tensors.items():
         shape = shapes.get(name)
         if shape is None or len(tensor.shape) != 1:
             continue
         if prod(shape) == tensor.view.numel:
-            checkpoint.tensors[name] = Tensor(tensor.dtype, tensor.view.reshape(*shape))
+            tensors[name] = Tensor(tensor.dtype, tensor.view.reshape(*shape))
         else:
             problems.append(_misfit(name, tensor, shape))
     if problems:
         raise ReshardError(one_for_all(problems, checkpoint.tensors, str(checkpoint.path)))
-    checkpoint.flat = False
+    return replace(checkpoint, tensors=tensors, flat=False)
 
 
 def _misfit(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Problem:

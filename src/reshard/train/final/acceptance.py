@@ -88,8 +88,7 @@ def _loads(folder: Path, run: Run) -> str:
     A model's own code is not run here, though the run may have trusted it.
     """
     checkpoint = open_checkpoint(folder)
-    resolve_if_declared(checkpoint)
-    count = len(checkpoint.tensors)
+    count = len(resolve_if_declared(checkpoint).checkpoint.tensors)
     if find_spec("transformers") is None:
         return f"{count} tensors; transformers, which is not installed, was not asked"
     if run.options.get("trust_remote_code") and "auto_map" in read_object(folder / CONFIG):
@@ -106,7 +105,7 @@ def _config(folder: Path) -> str:
     """True to the weights, and with the keys that older readers look for."""
     config = read_object(folder / CONFIG)
     checkpoint = open_checkpoint(folder)
-    model = resolve_if_declared(checkpoint)
+    model = resolve_if_declared(checkpoint).model
     dtype = _main_dtype(checkpoint)
     expected = portable_config(config, dtype, model.family.config if model else None)
     problems = [

@@ -107,8 +107,8 @@ def weights_of(
     checkpoint = open_checkpoint(folder)
     if checkpoint.problems:
         raise ReshardError(checkpoint.problems)
-    model = resolve(checkpoint)
-    logical = logical_tensors(checkpoint, model)
+    resolved = resolve(checkpoint)
+    model, logical = resolved.declared, logical_tensors(resolved)
     if problems := unequal_replicas(logical.replicas):
         raise ReshardError(problems)
     layout = layout_of(run, options, model)
