@@ -10,6 +10,7 @@ from typing import Any
 from reshard import adapters
 from reshard.adapters import description, megatron
 from reshard.errors import Problem, ReshardError
+from reshard.families.model import Model
 from reshard.formats import huggingface, iterations, open_checkpoint
 from reshard.formats.checkpoint import Checkpoint, Iteration
 from reshard.formats.companions import check, find_companions
@@ -18,7 +19,7 @@ from reshard.formats.quantization import UNTOLD
 from reshard.model.dequantization import dequantized
 from reshard.model.logical import logical_tensors
 from reshard.model.recognition import describes_model
-from reshard.model.resolve import Model, read_config, resolve, resolve_if_declared
+from reshard.model.resolve import read_config, resolve, resolve_if_declared
 from reshard.transfer.sources import OnStep, noted
 
 OPTIMIZER = "optimizer states"

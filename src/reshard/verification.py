@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 from reshard.algebra.dtypes import DType
 from reshard.algebra.tensors import Tensor
 from reshard.errors import ReshardError
+from reshard.families.model import Model
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
 from reshard.model.dequantization import BFLOAT16, dequantized
 from reshard.model.logical import Logical, LogicalTensors, logical_tensors
-from reshard.model.resolve import Model, as_named, config_of, read_base, resolve
+from reshard.model.resolve import as_named, config_of, read_base, resolve
 from reshard.transfer.compare import Comparer, unequal_replicas
 from reshard.transfer.gather import Files, Ledger, castable, crc_problem
 from reshard.transfer.sources import OnStep, Sources, noted

@@ -10,8 +10,8 @@ from typing import Any
 
 from reshard.errors import UNUSABLE, Problem, ReshardError, said, understood
 from reshard.families import FAMILIES, Family, declared, live_names
-from reshard.families.binding import Binding
 from reshard.families.disagreements import COMPUTED, agreed
+from reshard.families.model import Model
 from reshard.families.rope import rope_contradictions
 from reshard.families.rules import Dims
 from reshard.formats import fused
@@ -22,48 +22,6 @@ from reshard.formats.places import belongs
 from reshard.formats.quantization import refusal
 from reshard.formats.torchfiles import flat
 from reshard.model import recognition, vocabulary
-
-
-@dataclass(frozen=True)
-class Model:
-    """A family at given sizes. `config` is the Hugging Face config.
-
-    `args` are Megatron-LM's arguments: those that say what the config says, and those of the checkpoint's own run.
-    """
-
-    family: Family
-    config: Mapping[str, Any]
-    args: Mapping[str, Any]
-    dims: Dims
-    notes: tuple[str, ...] = ()
-    warnings: tuple[Problem, ...] = ()
-
-    def padded(self, rows: int) -> Model:
-        """The same model with an embedding of `rows` rows on Megatron's side."""
-        return replace(self, dims=replace(self.dims, padded_vocab=rows))
-
-    def binding(self, dialect: str = "mcore") -> Binding:
-        """All tensors of both sides: the hub's, and those of the engine that speaks `dialect`.
-
-        Raises ReshardError if that engine does not hold the family.
-        """
-        rules = self.family.rules_of(dialect)
-        if rules is None:
-            raise ReshardError(
-                f"the family {self.family.name} is not declared for this engine",
-                expected=f"one of {', '.join(f.name for f in FAMILIES.values() if f.rules_of(dialect))}",
-                found=dialect,
-                remedy="choose another format with --to, or declare it: see docs/add-a-family.md",
-            )
-        try:
-            return Binding(rules(self.dims))
-        except ValueError as error:
-            raise ReshardError(
-                f"the sizes in the config are not those of a model of family {self.family.name}",
-                rule="each tensor is divided into heads, groups and experts of equal size",
-                found=str(error),
-                remedy="give the config that belongs to these weights: --base DIR",
-            ) from error
 
 
 @dataclass(frozen=True)

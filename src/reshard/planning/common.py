@@ -18,11 +18,12 @@ from reshard.algebra.views import View
 from reshard.errors import Problem, ReshardError, understood
 from reshard.families.binding import Bound, Dropped
 from reshard.families.config import portable_config
+from reshard.families.model import Model
 from reshard.formats import companions
 from reshard.formats.checkpoint import Checkpoint, Iteration
 from reshard.formats.quantization import plain_config, settings_of
 from reshard.model.logical import LogicalTensors
-from reshard.model.resolve import Model, Resolved
+from reshard.model.resolve import Resolved
 from reshard.plain import to_json
 from reshard.transfer.gather import castable
 from reshard.transfer.plan import OutputFile, Plan, Planned

@@ -9,12 +9,12 @@ from dataclasses import replace
 from reshard.algebra.dtypes import dtype
 from reshard.algebra.layout import Layout
 from reshard.errors import Problem, ReshardError
+from reshard.families.model import Model
 from reshard.families.rope import rope_parameters
 from reshard.formats import internlm
 from reshard.formats.internlm.config import engine_config, is_dynamic
 from reshard.formats.internlm.internevo import EMBEDDINGS
 from reshard.model.logical import LogicalTensors, logical_tensors
-from reshard.model.resolve import Model
 from reshard.planning.common import Source, Types, companion_files, finished, main_dtype, native_tensors
 from reshard.planning.megatron import lost_padding
 from reshard.transfer.plan import Plan, Planned

@@ -12,13 +12,13 @@ from reshard.algebra.layout import Layout
 from reshard.errors import Problem, ReshardError
 from reshard.families.binding import Bound
 from reshard.families.flags import flags_not_restored
+from reshard.families.model import Model
 from reshard.families.rules import Dims
 from reshard.formats.checkpoint import Checkpoint, Iteration
 from reshard.formats.megatron import legacy, torch_dist
 from reshard.formats.megatron.mcore import padded_vocabulary
 from reshard.formats.megatron.optimizer import NewOptimizer, is_distributed, new_optimizer
 from reshard.model.logical import LogicalTensors, logical_tensors
-from reshard.model.resolve import Model
 from reshard.model.vocabulary import EMBEDDINGS
 from reshard.planning.common import (
     Options,

@@ -20,11 +20,12 @@ from reshard.algebra.layout import Layout
 from reshard.algebra.tensors import Tensor
 from reshard.algebra.views import View
 from reshard.errors import Problem, ReshardError
+from reshard.families.model import Model
 from reshard.formats import iterations, open_checkpoint
 from reshard.formats.megatron import torch_dist
 from reshard.formats.provenance import RUN_CONFIG
 from reshard.model.logical import LogicalTensors
-from reshard.model.resolve import Model, resolve
+from reshard.model.resolve import resolve
 from reshard.planning.common import Source, Types, finished
 from reshard.planning.megatron import arguments, check_layout, iteration_of, layout_notes
 from reshard.planning.peft import companion_files

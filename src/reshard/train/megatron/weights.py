@@ -22,12 +22,13 @@ from reshard.algebra.layout import Layout
 from reshard.algebra.tensors import Tensor
 from reshard.errors import ReshardError
 from reshard.families.binding import Dropped
+from reshard.families.model import Model
 from reshard.formats import open_checkpoint
 from reshard.formats.megatron.mcore import padded_vocabulary, place_of, split_of
 from reshard.formats.megatron.ranks import Rank, RankStates, Shard
 from reshard.formats.sharding import Split
 from reshard.model.logical import logical_tensors
-from reshard.model.resolve import Model, resolve
+from reshard.model.resolve import resolve
 from reshard.planning.common import Types, native_tensors
 from reshard.planning.megatron import check_layout
 from reshard.planning.megatron_adapter import same_bytes

@@ -1,0 +1,55 @@
+"""A family at given sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from reshard.errors import Problem, ReshardError
+from reshard.families import FAMILIES
+from reshard.families.binding import Binding
+from reshard.families.family import Family
+from reshard.families.rules import Dims
+
+
+@dataclass(frozen=True)
+class Model:
+    """A family at given sizes. `config` is the Hugging Face config.
+
+    `args` are Megatron-LM's arguments: those that say what the config says, and those of the checkpoint's own run.
+    """
+
+    family: Family
+    config: Mapping[str, Any]
+    args: Mapping[str, Any]
+    dims: Dims
+    notes: tuple[str, ...] = ()
+    warnings: tuple[Problem, ...] = ()
+
+    def padded(self, rows: int) -> Model:
+        """The same model with an embedding of `rows` rows on Megatron's side."""
+        return replace(self, dims=replace(self.dims, padded_vocab=rows))
+
+    def binding(self, dialect: str = "mcore") -> Binding:
+        """All tensors of both sides: the hub's, and those of the engine that speaks `dialect`.
+
+        Raises ReshardError if that engine does not hold the family.
+        """
+        rules = self.family.rules_of(dialect)
+        if rules is None:
+            raise ReshardError(
+                f"the family {self.family.name} is not declared for this engine",
+                expected=f"one of {', '.join(f.name for f in FAMILIES.values() if f.rules_of(dialect))}",
+                found=dialect,
+                remedy="choose another format with --to, or declare it: see docs/add-a-family.md",
+            )
+        try:
+            return Binding(rules(self.dims))
+        except ValueError as error:
+            raise ReshardError(
+                f"the sizes in the config are not those of a model of family {self.family.name}",
+                rule="each tensor is divided into heads, groups and experts of equal size",
+                found=str(error),
+                remedy="give the config that belongs to these weights: --base DIR",
+            ) from error
