@@ -24,7 +24,6 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMS
 
 import reshard
 from reshard.algebra.layout import Layout
-from reshard.engines.megatron import ParallelSizes
 from reshard.oracle.transformers import Logits, load_model, transformers_logits
 from tests.genuine.huggingface import VARIANTS
 from tests.judges import (
@@ -45,7 +44,7 @@ WIDE = {
 }
 DEEP = {name: {"ep": 4} if name in MOE else {"pp": 2, "vpp": 2} for name in VARIANTS}
 SHARED = {name: {"tp": 4, "ep": 2, "etp": 1} if name in MOE else {"tp": 4} for name in VARIANTS}
-OTHER = {name: ParallelSizes(pp=2, vpp=2, ep=2 if name in MOE else 1) for name in VARIANTS}
+OTHER = {name: Layout(pp=2, vpp=2, ep=2 if name in MOE else 1) for name in VARIANTS}
 FORMATS = ("megatron", "megatron-legacy")
 
 

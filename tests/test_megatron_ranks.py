@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import reshard
 from reshard.algebra.layout import Layout
-from reshard.engines.megatron import ParallelSizes
 from reshard.engines.megatron.checkpoint import Format, SaveOptions
 from reshard.errors import ReshardError
 from reshard.formats.megatron.rank_files import coordinates
@@ -121,7 +120,7 @@ def test_a_rank_of_another_iteration(genuine: Maker, tmp_path: Path) -> None:
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four tensor-parallel ranks in torch_dist, of which all but the first save the same chunks."""
     args = {**QWEN2, "num_query_groups": 4}
-    layout, out = ParallelSizes(tp=4), tmp_path_factory.mktemp("tp4")
+    layout, out = Layout(tp=4), tmp_path_factory.mktemp("tp4")
     return train_and_save(args, out, tokens(), layout=layout, lr=1e-2, steps=1, iteration=2).folder
 
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import reshard
-from reshard.engines.megatron import ParallelSizes
+from reshard.algebra.layout import Layout
 from reshard.engines.megatron.checkpoint import SaveOptions
 from reshard.errors import ReshardError
 from reshard.formats.dcp.metadata import read_metadata, write_metadata
@@ -31,7 +31,7 @@ from tests.genuine.megatron import QWEN2, QWEN2_TIED, QWEN3_MOE, Genuine, tokens
 from tests.genuine.train_megatron import TrainingRun, train_and_save
 from tests.test_megatron_writing import entries
 
-Sizes = ParallelSizes
+Sizes = Layout
 
 
 @dataclass(frozen=True)

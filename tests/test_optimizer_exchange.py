@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import reshard
-from reshard.engines.megatron import ParallelSizes
+from reshard.algebra.layout import Layout
 from reshard.errors import ReshardError
 from tests.genuine.megatron import QWEN2
 from tests.genuine.train_megatron import train_and_save
@@ -86,7 +86,7 @@ def run(
     return out, train(model, optimizer, 2, 2)
 
 
-def in_megatron(folder: Path, out: Path, layout: ParallelSizes, **options: Any) -> tuple[float, ...]:
+def in_megatron(folder: Path, out: Path, layout: Layout, **options: Any) -> tuple[float, ...]:
     """The next two losses of megatron-core, which loads everything from `folder`."""
     checkpoint = reshard.open(folder)
     assert checkpoint.iteration == 2
@@ -108,7 +108,7 @@ def in_megatron(folder: Path, out: Path, layout: ParallelSizes, **options: Any) 
 
 @pytest.mark.parametrize("layout", [Sizes(tp=2), Sizes(pp=2)], ids=["tp2", "pp2"])
 def test_a_run_of_torch_goes_on_in_megatron(
-    layout: ParallelSizes, run: tuple[Path, list[float]], tmp_path: Path
+    layout: Layout, run: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
     source, losses = run
     ours = tmp_path / "ours"

@@ -26,7 +26,7 @@ from tests.genuine.make_megatron_lora import TOKENS, _fused_norm_is_returned, _i
 
 def load(adapter: Path, base: Path, out: Path, layout: dict[str, int], spec: str) -> None:
     """Write the logits of `base` with `adapter` to `out`, computed by ranks in any layout."""
-    from reshard.engines.megatron.parallel import ParallelSizes
+    from reshard.algebra.layout import Layout
     from reshard.engines.megatron.session import run_ranks
 
     impl = "transformer_engine" if spec == "te" else "local"
@@ -36,7 +36,7 @@ def load(adapter: Path, base: Path, out: Path, layout: dict[str, int], spec: str
             base, start, to="megatron", transformer_impl=impl, vocab_divisible_by=1, no_tokenizer=True, **layout
         )  # fmt: skip
         checkpoint = reshard.open(start)
-        sizes = ParallelSizes(**layout)
+        sizes = Layout(**layout)
         written = reshard.open(adapter).path
         logits = run_ranks(
             sizes.world_size, _rank, dict(checkpoint.args or {}), sizes, checkpoint.path, written, spec

@@ -107,7 +107,7 @@ def _import_bare() -> None:
 
 def make(name: str, out: Path) -> None:
     """Write the adapter `out/name`, with the logits of the adapted model beside it."""
-    from reshard.engines.megatron.parallel import ParallelSizes
+    from reshard.algebra.layout import Layout
     from reshard.engines.megatron.session import run_ranks
 
     variant = {**VARIANTS, **SHARED_GROUPS}[name]
@@ -122,7 +122,7 @@ def make(name: str, out: Path) -> None:
     )  # fmt: skip
     checkpoint = reshard.open(start)
     args = {**(checkpoint.args or {}), "moe_grouped_gemm": variant.spec == "te"}
-    sizes = ParallelSizes(**variant.layout)
+    sizes = Layout(**variant.layout)
     folder = out / name / "iter_0000003"
     folder.mkdir(parents=True)
     logits = run_ranks(sizes.world_size, _rank, variant, args, sizes, checkpoint.path, folder)

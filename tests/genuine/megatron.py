@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reshard.engines.megatron import ParallelSizes
+from reshard.algebra.layout import Layout
 from reshard.engines.megatron.checkpoint import Format, SaveOptions
 from reshard.engines.megatron.model import Spec
 from tests.environments import CACHE
@@ -124,7 +124,7 @@ class Variant:
     """
 
     args: dict[str, Any]
-    layout: ParallelSizes = field(default_factory=ParallelSizes)
+    layout: Layout = field(default_factory=Layout)
     spec: Spec = "local"
     steps: int = 2
     bf16: bool = True
@@ -136,63 +136,61 @@ class Variant:
 
 _GROUPED = {"moe_grouped_gemm": True}
 VARIANTS: dict[str, Variant] = {
-    "qwen2-tp2-pp2": Variant(QWEN2, ParallelSizes(tp=2, pp=2)),
-    "qwen2-fp32": Variant(QWEN2, ParallelSizes(tp=2), bf16=False),
-    "qwen2-tied-pp2": Variant(QWEN2_TIED, ParallelSizes(pp=2)),
+    "qwen2-tp2-pp2": Variant(QWEN2, Layout(tp=2, pp=2)),
+    "qwen2-fp32": Variant(QWEN2, Layout(tp=2), bf16=False),
+    "qwen2-tied-pp2": Variant(QWEN2_TIED, Layout(pp=2)),
     "qwen2-release": Variant(QWEN2, save={"release": True, "optimizer": False}),
     "qwen2-uneven": Variant(
         {**QWEN2, "pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 1},
-        ParallelSizes(pp=2),
+        Layout(pp=2),
     ),
     "qwen2-pipeline-layout": Variant(
         {**QWEN2, "pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et*3|tL"},
-        ParallelSizes(pp=2),
+        Layout(pp=2),
     ),
-    "qwen2-te-tp2-pp2": Variant(QWEN2, ParallelSizes(tp=2, pp=2), spec="te"),
-    "qwen2-distributed-optimizer": Variant(QWEN2, ParallelSizes(tp=2, dp=2), distributed_optimizer=True),
+    "qwen2-te-tp2-pp2": Variant(QWEN2, Layout(tp=2, pp=2), spec="te"),
+    "qwen2-distributed-optimizer": Variant(QWEN2, Layout(tp=2, dp=2), distributed_optimizer=True),
     "qwen2-fully-reshardable": Variant(
         QWEN2,
-        ParallelSizes(tp=2, dp=2),
+        Layout(tp=2, dp=2),
         distributed_optimizer=True,
         formats=("torch_dist",),
         save={"optimizer_sharding": "fully_reshardable"},
     ),
     # More tensor parallel ranks than query groups. With one group of four heads, a rank's rows end inside a head.
-    "qwen2-shared-group-tp4": Variant({**QWEN2, "num_query_groups": 1}, ParallelSizes(tp=4)),
-    "qwen3-shared-groups-tp4-vpp2": Variant(QWEN3, ParallelSizes(tp=4, pp=2, vpp=2)),
+    "qwen2-shared-group-tp4": Variant({**QWEN2, "num_query_groups": 1}, Layout(tp=4)),
+    "qwen3-shared-groups-tp4-vpp2": Variant(QWEN3, Layout(tp=4, pp=2, vpp=2)),
     "qwen3-moe-te-shared-groups-tp4-ep2": Variant(
-        {**QWEN3_MOE, **_GROUPED}, ParallelSizes(tp=4, ep=2, etp=2), spec="te"
+        {**QWEN3_MOE, **_GROUPED}, Layout(tp=4, ep=2, etp=2), spec="te"
     ),
-    "qwen3-pp2-vpp2": Variant(QWEN3, ParallelSizes(pp=2, vpp=2)),
-    "qwen3-moe-ep2": Variant(QWEN3_MOE, ParallelSizes(ep=2)),
-    "qwen3-moe-tp2-pp2-ep2-etp2": Variant(QWEN3_MOE, ParallelSizes(tp=2, pp=2, ep=2, etp=2)),
-    "qwen3-moe-tp2-pp2-ep4-etp1": Variant(QWEN3_MOE, ParallelSizes(tp=2, pp=2, ep=4, etp=1)),
-    "qwen3-moe-per-layer": Variant({**QWEN3_MOE, "moe_layer_freq": [1] * 4}, ParallelSizes(pp=2, ep=2)),
+    "qwen3-pp2-vpp2": Variant(QWEN3, Layout(pp=2, vpp=2)),
+    "qwen3-moe-ep2": Variant(QWEN3_MOE, Layout(ep=2)),
+    "qwen3-moe-tp2-pp2-ep2-etp2": Variant(QWEN3_MOE, Layout(tp=2, pp=2, ep=2, etp=2)),
+    "qwen3-moe-tp2-pp2-ep4-etp1": Variant(QWEN3_MOE, Layout(tp=2, pp=2, ep=4, etp=1)),
+    "qwen3-moe-per-layer": Variant({**QWEN3_MOE, "moe_layer_freq": [1] * 4}, Layout(pp=2, ep=2)),
     "qwen3-moe-singleton": Variant(
-        QWEN3_MOE, ParallelSizes(ep=2), formats=("torch_dist",), save={"singleton": True}
+        QWEN3_MOE, Layout(ep=2), formats=("torch_dist",), save={"singleton": True}
     ),
     "qwen3-moe-grouped-legacy": Variant(
-        {**QWEN3_MOE, **_GROUPED}, ParallelSizes(ep=2), steps=0, start="qwen3-moe-ep2"
+        {**QWEN3_MOE, **_GROUPED}, Layout(ep=2), steps=0, start="qwen3-moe-ep2"
     ),
-    "qwen3-moe-te-grouped": Variant(
-        {**QWEN3_MOE, **_GROUPED}, ParallelSizes(tp=2, pp=2, ep=2, etp=1), spec="te"
-    ),
-    "qwen3-moe-te-sequential": Variant(QWEN3_MOE, ParallelSizes(ep=2), spec="te"),
-    "qwen2-moe-ep2": Variant(QWEN2_MOE, ParallelSizes(ep=2)),
-    "qwen2-moe-te": Variant({**QWEN2_MOE, **_GROUPED}, ParallelSizes(tp=2, ep=2, etp=1), spec="te"),
+    "qwen3-moe-te-grouped": Variant({**QWEN3_MOE, **_GROUPED}, Layout(tp=2, pp=2, ep=2, etp=1), spec="te"),
+    "qwen3-moe-te-sequential": Variant(QWEN3_MOE, Layout(ep=2), spec="te"),
+    "qwen2-moe-ep2": Variant(QWEN2_MOE, Layout(ep=2)),
+    "qwen2-moe-te": Variant({**QWEN2_MOE, **_GROUPED}, Layout(tp=2, ep=2, etp=1), spec="te"),
     # What InternLM, InternLM2 and InternLM's mixture of experts are without biases.
-    "plain-tp2-pp2": Variant({**DENSE, "num_query_groups": 4}, ParallelSizes(tp=2, pp=2)),
-    "plain-grouped-tp2": Variant(DENSE, ParallelSizes(tp=2)),
-    "plain-moe-ep2": Variant({**DENSE, **MOE, "num_query_groups": 4}, ParallelSizes(ep=2)),
-    "glm4-moe": Variant(GLM4_MOE, ParallelSizes(pp=2, ep=2), formats=("torch_dist",)),
-    "gpt-oss": Variant(GPT_OSS, ParallelSizes(tp=2, pp=2, ep=2, etp=1)),
+    "plain-tp2-pp2": Variant({**DENSE, "num_query_groups": 4}, Layout(tp=2, pp=2)),
+    "plain-grouped-tp2": Variant(DENSE, Layout(tp=2)),
+    "plain-moe-ep2": Variant({**DENSE, **MOE, "num_query_groups": 4}, Layout(ep=2)),
+    "glm4-moe": Variant(GLM4_MOE, Layout(pp=2, ep=2), formats=("torch_dist",)),
+    "gpt-oss": Variant(GPT_OSS, Layout(tp=2, pp=2, ep=2, etp=1)),
     "gpt-oss-te": Variant(
-        {**GPT_OSS, **_GROUPED}, ParallelSizes(tp=2, ep=2, etp=1), spec="te", formats=("torch_dist",)
+        {**GPT_OSS, **_GROUPED}, Layout(tp=2, ep=2, etp=1), spec="te", formats=("torch_dist",)
     ),
-    "deepseek-v3-te": Variant({**DEEPSEEK_V3, **_GROUPED}, ParallelSizes(tp=2, pp=2, ep=2, etp=1), spec="te"),
+    "deepseek-v3-te": Variant({**DEEPSEEK_V3, **_GROUPED}, Layout(tp=2, pp=2, ep=2, etp=1), spec="te"),
     "deepseek-v3-te-no-q-lora": Variant(
         {**DEEPSEEK_V3, **_GROUPED, "q_lora_rank": None, "mtp_num_layers": None},
-        ParallelSizes(ep=2),
+        Layout(ep=2),
         spec="te",
     ),
 }
@@ -205,7 +203,7 @@ class Genuine:
     name: str
     roots: dict[str, Path]
     args: dict[str, Any]
-    layout: ParallelSizes
+    layout: Layout
 
     def iteration(self, format: Format = "torch_dist") -> Path:
         """The `iter_*` or `release` folder."""

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from reshard.algebra.layout import Layout
-from reshard.engines.megatron import MegatronLogits, ParallelSizes, RankError, megatron_logits, run_ranks
+from reshard.engines.megatron import MegatronLogits, RankError, megatron_logits, run_ranks
 from reshard.engines.megatron.checkpoint import Format, SaveOptions
 from reshard.engines.megatron.unpickle import Inert, inert_pickle
 from reshard.errors import ReshardError
@@ -47,7 +47,7 @@ def genuine(tmp_path_factory: pytest.TempPathFactory) -> Maker:
 
 
 def logits(
-    checkpoint: Genuine, layout: Layout | ParallelSizes | None = None, format: Format = "torch_dist"
+    checkpoint: Genuine, layout: Layout | Layout | None = None, format: Format = "torch_dist"
 ) -> MegatronLogits:
     return megatron_logits(checkpoint.iteration(format), TOKENS, args=checkpoint.args, layout=layout)
 
@@ -117,7 +117,7 @@ def test_plain_modules_read_the_names_of_transformer_engine(genuine: Maker, name
 @pytest.mark.parametrize("name", ["qwen3-moe-per-layer", "qwen3-moe-singleton", "qwen2-release"])
 def test_every_kind_of_key_is_read(genuine: Maker, name: str) -> None:
     checkpoint = genuine(name)
-    assert_same(logits(checkpoint), logits(checkpoint, ParallelSizes(pp=2)))
+    assert_same(logits(checkpoint), logits(checkpoint, Layout(pp=2)))
 
 
 def stored_weights(folder: Path) -> dict[str, TensorStorageMetadata]:

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from reshard.algebra.layout import Layout
 from reshard.engines.megatron import parallel
 from reshard.engines.megatron.arguments import one_expert_at_a_time, to_store
 from reshard.engines.megatron.checkpoint import Mismatch, SaveOptions, load_run, load_weights, save_checkpoint
 from reshard.engines.megatron.logits import Tokens
 from reshard.engines.megatron.model import Spec, build_model
-from reshard.engines.megatron.parallel import Layout, ParallelSizes
 from reshard.engines.megatron.session import run_ranks
 
 
@@ -32,7 +32,7 @@ class _Recipe:
     """Everything that a rank needs to know; `initial` is the iteration folder to start from."""
 
     args: argparse.Namespace | Mapping[str, Any]
-    sizes: ParallelSizes
+    layout: Layout
     out: Path
     initial: Path | None
     resume: bool
@@ -76,12 +76,12 @@ def train_and_save(
     several times, each into a subfolder of `out` that is named after its format. With `steps=0` nothing is trained,
     and without `resume` there is no optimizer to save. Raises RankError, with the cause, where a rank fails.
     """
-    sizes = ParallelSizes.of(layout)
+    layout = layout or Layout()
     if spec == "local" and steps:
         args = one_expert_at_a_time(args)
     recipe = _Recipe(
         args=args,
-        sizes=sizes,
+        layout=layout,
         out=Path(out),
         initial=Path(checkpoint) if checkpoint else None,
         resume=resume,
@@ -96,15 +96,15 @@ def train_and_save(
         iteration=steps if iteration is None else iteration,
         save=save if isinstance(save, tuple) else (save,),
     )
-    return run_ranks(sizes.world_size, _train_rank, recipe, timeout=timeout)[-1]
+    return run_ranks(layout.world_size, _train_rank, recipe, timeout=timeout)[-1]
 
 
 def _train_rank(recipe: _Recipe) -> TrainingRun:
     import torch
 
-    parallel.initialize(recipe.sizes, seed=recipe.seed)
+    parallel.initialize(recipe.layout, seed=recipe.seed)
     dtype = torch.bfloat16 if recipe.bf16 else torch.float32
-    chunks = build_model(recipe.args, recipe.sizes, spec=recipe.spec, dtype=dtype, training=True)
+    chunks = build_model(recipe.args, recipe.layout, spec=recipe.spec, dtype=dtype, training=True)
     if recipe.initial is not None and not recipe.resume:
         _check(load_weights(chunks, recipe.initial))
     losses: list[float] = []
@@ -124,8 +124,8 @@ def _train_rank(recipe: _Recipe) -> TrainingRun:
             recipe.out / options.format if len(recipe.save) > 1 else recipe.out,
             recipe.iteration,
             chunks,
-            to_store(recipe.args, recipe.sizes, **_run_arguments(recipe, dtype)),
-            recipe.sizes,
+            to_store(recipe.args, recipe.layout, **_run_arguments(recipe, dtype)),
+            recipe.layout,
             optimizer=optimizer,
             scheduler=scheduler,
             options=options,
@@ -149,7 +149,7 @@ def _run_arguments(recipe: _Recipe, dtype: Any) -> dict[str, Any]:
         "params_dtype": dtype,
         "transformer_impl": "transformer_engine" if recipe.spec == "te" else "local",
         "use_distributed_optimizer": recipe.distributed_optimizer,
-        "data_parallel_size": world_size // recipe.sizes.tp // recipe.sizes.pp // recipe.sizes.cp,
+        "data_parallel_size": world_size // recipe.layout.tp // recipe.layout.pp // recipe.layout.cp,
         "world_size": world_size,
         "rank": torch.distributed.get_rank(),
         "optimizer": "adam",
@@ -247,7 +247,7 @@ def _batches(recipe: _Recipe) -> Iterator[tuple[Any, Any]]:
 def _sequences(recipe: _Recipe) -> int:
     from megatron.core import parallel_state as ps
 
-    return recipe.sequences or recipe.sizes.pp * int(ps.get_data_parallel_world_size())
+    return recipe.sequences or recipe.layout.pp * int(ps.get_data_parallel_world_size())
 
 
 def _step(wrapped: list[Any], optimizer: Any, batches: Iterator[tuple[Any, Any]], recipe: _Recipe) -> float:

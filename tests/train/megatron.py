@@ -13,10 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from reshard.algebra.layout import Layout
 from reshard.engines.megatron.session import RankError, run_ranks
 from reshard.train import megatron
 from reshard.train.engine import Trained
-from reshard.train.run import Run, Spread
+from reshard.train.run import Run
 from tests.train.conftest import chats, write_lines
 
 CHATS, HELD_OUT = chats()[:16], chats()[40:45]
@@ -77,11 +78,11 @@ def write_held_out(folder: Path) -> Path:
     return write_lines(folder / "held-out.jsonl", HELD_OUT)
 
 
-def run_of(model: Path, data: Path, output: Path, spread: Spread | None = None, **given: Any) -> Run:
+def run_of(model: Path, data: Path, output: Path, layout: Layout | None = None, **given: Any) -> Run:
     """A run with `OPTIONS`; `lora` and `resume` are those of `Run`, all else are options."""
     ours = {name: given.pop(name) for name in ("lora", "resume", "eval_data") if name in given}
     options = {**OPTIONS, **given}
-    return Run("sft", model, data, output, "megatron", spread=spread or Spread(), options=options, **ours)
+    return Run("sft", model, data, output, "megatron", layout=layout or Layout(), options=options, **ours)
 
 
 def _rank(run: Run, dies_after: int) -> tuple[Seen, Trained]:

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from reshard.algebra.layout import Layout
 from reshard.cli.train import command as train
 from reshard.train.launching import launch
 from reshard.train.launching.failure import failure_in, print_exception, print_interruption
 from reshard.train.launching.places import Place
 from reshard.train.launching.provenance import words_of
 from reshard.train.request import run_of
-from reshard.train.run import Ranks, Run, Spread
+from reshard.train.run import Ranks, Run
 from reshard.train.show.monitor import append
 from tests.train.test_launch import make_run, start
 
@@ -112,7 +113,7 @@ def test_a_torchrun_that_was_killed_is_no_failure_of_a_rank(make_run: Callable[.
             Path("/d"),
             Path("/o"),
             lora=True,
-            spread=Spread("fsdp2"),
+            parallel="fsdp2",
             ranks=Ranks(8, 2, 1, "gpu07:29500"),
             reward="rewards:score",
             eval_data=Path("/e.jsonl"),
@@ -120,9 +121,16 @@ def test_a_torchrun_that_was_killed_is_no_failure_of_a_rank(make_run: Callable[.
             options={"learning_rate": "1e-5", "lora_target_modules": ["q_proj", "v_proj"], "packing": True},
         ),
         Run(
-            "sft", Path("/m"), Path("/d"), Path("/o"), "megatron", spread=Spread("ddp", 2, 2), ranks=Ranks(1)
+            "sft",
+            Path("/m"),
+            Path("/d"),
+            Path("/o"),
+            "megatron",
+            parallel="ddp",
+            layout=Layout(2, 2),
+            ranks=Ranks(1),
         ),
-        Run("sft", Path("/m"), Path("/d"), Path("/o"), spread=Spread("tp", 2), options={"seed": -1}),
+        Run("sft", Path("/m"), Path("/d"), Path("/o"), parallel="tp", layout=Layout(2), options={"seed": -1}),
     ],
 )
 def test_the_command_that_goes_on_asks_for_the_same_run(run: Run) -> None:

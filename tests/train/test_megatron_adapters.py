@@ -17,22 +17,23 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import reshard
+from reshard.algebra.layout import Layout
 from reshard.engines.megatron.session import RankError
 from reshard.train import megatron
 from reshard.train.engine import Trained
-from reshard.train.run import Run, Spread
+from reshard.train.run import Run
 from tests.train.megatron import EPSILON, Seen, mean_loss, run_of, train, write_chats
 
 Tiny = Callable[..., Path]
 Runs = Callable[[str], tuple[Run, Seen, Trained]]
 LORA = {"lora": True, "lora_r": 4, "lora_alpha": 12, "lr": 1e-2}
 CASES = {
-    "qwen3 at TP2·PP2": ("qwen3", 4, Spread(tp=2, pp=2)),
-    "qwen3 on one rank": ("qwen3", 1, Spread()),
-    "qwen2 at TP2": ("qwen2", 2, Spread(tp=2)),
-    "qwen3_moe at EP2": ("qwen3_moe", 2, Spread(ep=2)),
-    "qwen3 of one query group at TP4": ("qwen3", 4, Spread(tp=4)),
-    "qwen3 of one query group on one rank": ("qwen3", 1, Spread()),
+    "qwen3 at TP2·PP2": ("qwen3", 4, Layout(tp=2, pp=2)),
+    "qwen3 on one rank": ("qwen3", 1, Layout()),
+    "qwen2 at TP2": ("qwen2", 2, Layout(tp=2)),
+    "qwen3_moe at EP2": ("qwen3_moe", 2, Layout(ep=2)),
+    "qwen3 of one query group at TP4": ("qwen3", 4, Layout(tp=4)),
+    "qwen3 of one query group on one rank": ("qwen3", 1, Layout()),
 }
 
 
@@ -42,11 +43,11 @@ def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
     @cache
     def get(name: str) -> tuple[Run, Seen, Trained]:
-        model, world_size, spread = CASES[name]
+        model, world_size, layout = CASES[name]
         folder = tmp_path_factory.mktemp("lora")
         data = write_chats(folder)
         sizes = {"num_key_value_heads": 1} if "one query group" in name else {}
-        run = run_of(tiny(model, **sizes), data, folder / "out", spread, **LORA)
+        run = run_of(tiny(model, **sizes), data, folder / "out", layout, **LORA)
         return run, *train(run, world_size)
 
     return get
@@ -60,8 +61,8 @@ def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     ],
 )
 def test_losses_do_not_depend_on_the_layout(wide: str, narrow: str, runs: Runs) -> None:
-    (_, spread, _), (_, alone, _) = runs(wide), runs(narrow)
-    assert spread.losses == pytest.approx(alone.losses, abs=EPSILON)
+    (_, layout, _), (_, alone, _) = runs(wide), runs(narrow)
+    assert layout.losses == pytest.approx(alone.losses, abs=EPSILON)
     assert alone.losses[-1] < alone.losses[0] - 0.1
 
 
@@ -122,7 +123,7 @@ def test_recomputed_activations_do_not_change_losses(runs: Runs, tmp_path: Path)
 
 def test_a_rank_that_tensor_parallelism_does_not_divide_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     run = run_of(
-        tiny("qwen3"), write_chats(tmp_path), tmp_path / "out", Spread(tp=2), **{**LORA, "lora_r": 3}
+        tiny("qwen3"), write_chats(tmp_path), tmp_path / "out", Layout(tp=2), **{**LORA, "lora_r": 3}
     )
     with pytest.raises(RankError, match=r"--lora_r 4"):
         train(run, 2)

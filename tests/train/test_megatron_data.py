@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reshard.algebra.layout import Layout
 from reshard.errors import ReshardError
 from reshard.train.megatron.options import read
 from reshard.train.megatron.rows import (
@@ -30,7 +31,7 @@ from reshard.train.megatron.rows import (
     sample_bounds,
 )
 from reshard.train.megatron.samples import Sample, load_tokenizer, samples_of
-from reshard.train.run import Run, Spread
+from reshard.train.run import Run
 from tests.train.conftest import chats, write_lines
 
 Tiny = Callable[..., Path]
@@ -170,7 +171,7 @@ def test_rows_depend_on_the_data_and_not_on_the_layout(tiny: Tiny, tmp_path: Pat
     data = write_lines(tmp_path / "chats.jsonl", chats())
     run = Run("sft", tiny("qwen3"), data, tmp_path / "out", "megatron", options={"seq_length": 128})
     spread = Run(
-        "sft", run.model, data, run.output, "megatron", spread=Spread(tp=2, pp=2), options=run.options
+        "sft", run.model, data, run.output, "megatron", layout=Layout(tp=2, pp=2), options=run.options
     )
     before = key_of(run, read(run))
     assert before == key_of(spread, read(spread))

@@ -18,12 +18,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import reshard
+from reshard.algebra.layout import Layout
 from reshard.engines.megatron import megatron_logits
 from reshard.train import megatron
 from reshard.train.engine import Trained
 from reshard.train.megatron.options import read
 from reshard.train.megatron.rows import make_rows
-from reshard.train.run import Run, Spread
+from reshard.train.run import Run
 from tests.judges import THRESHOLD, TOKENS
 from tests.train.conftest import write_lines
 from tests.train.megatron import (
@@ -45,21 +46,21 @@ Tiny = Callable[..., Path]
 Runs = Callable[..., tuple[Run, Seen, Trained]]
 
 CASES = {
-    "qwen3 on one rank": ("qwen3", 1, Spread()),
-    "qwen3 at TP2·PP2": ("qwen3", 4, Spread(tp=2, pp=2)),
-    "qwen2 at TP2": ("qwen2", 2, Spread(tp=2)),
-    "qwen3_moe at EP2": ("qwen3_moe", 2, Spread(ep=2)),
+    "qwen3 on one rank": ("qwen3", 1, Layout()),
+    "qwen3 at TP2·PP2": ("qwen3", 4, Layout(tp=2, pp=2)),
+    "qwen2 at TP2": ("qwen2", 2, Layout(tp=2)),
+    "qwen3_moe at EP2": ("qwen3_moe", 2, Layout(ep=2)),
 }
 MORE_CASES = {
-    "qwen3 at TP2": ("qwen3", 2, Spread(tp=2)),
-    "qwen3 at PP2": ("qwen3", 2, Spread(pp=2)),
-    "qwen3 on two replicas": ("qwen3", 2, Spread()),
-    "qwen2 on one rank": ("qwen2", 1, Spread()),
-    "qwen2 at PP2": ("qwen2", 2, Spread(pp=2)),
-    "qwen2 at TP2·PP2": ("qwen2", 4, Spread(tp=2, pp=2)),
-    "qwen3_moe on one rank": ("qwen3_moe", 1, Spread()),
-    "qwen3_moe at TP2·EP2": ("qwen3_moe", 4, Spread(tp=2, ep=2)),
-    "qwen3_moe at PP2": ("qwen3_moe", 2, Spread(pp=2)),
+    "qwen3 at TP2": ("qwen3", 2, Layout(tp=2)),
+    "qwen3 at PP2": ("qwen3", 2, Layout(pp=2)),
+    "qwen3 on two replicas": ("qwen3", 2, Layout()),
+    "qwen2 on one rank": ("qwen2", 1, Layout()),
+    "qwen2 at PP2": ("qwen2", 2, Layout(pp=2)),
+    "qwen2 at TP2·PP2": ("qwen2", 4, Layout(tp=2, pp=2)),
+    "qwen3_moe on one rank": ("qwen3_moe", 1, Layout()),
+    "qwen3_moe at TP2·EP2": ("qwen3_moe", 4, Layout(tp=2, ep=2)),
+    "qwen3_moe at PP2": ("qwen3_moe", 2, Layout(pp=2)),
 }
 
 
@@ -69,10 +70,10 @@ def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
     @cache
     def get(name: str) -> tuple[Run, Seen, Trained]:
-        model, world_size, spread = {**CASES, **MORE_CASES}[name]
+        model, world_size, layout = {**CASES, **MORE_CASES}[name]
         folder = tmp_path_factory.mktemp("megatron")
         others = {"eval_data": write_held_out(folder), "eval_interval": 2}
-        run = run_of(tiny(model), write_chats(folder), folder / "out", spread, **others)
+        run = run_of(tiny(model), write_chats(folder), folder / "out", layout, **others)
         return run, *train(run, world_size)
 
     return get
@@ -113,9 +114,9 @@ def test_losses_are_those_of_transformers(name: str, runs: Runs, losses: Callabl
 def test_how_it_is_computed_does_not_change_losses(
     options: dict[str, Any], tiny: Tiny, tmp_path: Path, losses: Callable[[str], Reference]
 ) -> None:
-    spread = Spread(tp=1 if "overlap_param_gather" in options else 2)  # what replicas gather
+    layout = Layout(tp=1 if "overlap_param_gather" in options else 2)  # what replicas gather
     options |= {"eval_data": write_held_out(tmp_path)}
-    run = run_of(tiny("qwen3"), write_chats(tmp_path), tmp_path / "out", spread, **options)
+    run = run_of(tiny("qwen3"), write_chats(tmp_path), tmp_path / "out", layout, **options)
     seen, expected = train(run, 2)[0], losses("qwen3")
     assert_close(seen, expected)
     assert list(seen.evaluations.values()) == pytest.approx(expected.held_out, abs=EPSILON)
@@ -141,9 +142,9 @@ def test_weights_of_16_bits_are_trained_beside_those_of_32(
 def test_experts_can_be_whole_where_all_else_is_cut(
     tiny: Tiny, tmp_path: Path, losses: Callable[[str], Reference]
 ) -> None:
-    spread = Spread(tp=2, ep=2)
+    layout = Layout(tp=2, ep=2)
     run = run_of(
-        tiny("qwen3_moe"), write_chats(tmp_path), tmp_path / "out", spread, expert_tensor_parallel_size=1
+        tiny("qwen3_moe"), write_chats(tmp_path), tmp_path / "out", layout, expert_tensor_parallel_size=1
     )
     seen, trained = train(run, 2)
     assert_close(seen, losses("qwen3_moe"))
@@ -154,7 +155,7 @@ def test_experts_can_be_whole_where_all_else_is_cut(
 @pytest.mark.slow
 def test_interleaved_stages_have_the_same_losses(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny("qwen3", num_hidden_layers=4)
-    run = run_of(model, write_chats(tmp_path), tmp_path / "out", Spread(pp=2, vpp=2))
+    run = run_of(model, write_chats(tmp_path), tmp_path / "out", Layout(pp=2, vpp=2))
     assert_close(train(run, 2)[0], reference(model))
 
 
@@ -171,7 +172,7 @@ def test_ranks_that_share_a_query_group_have_the_same_losses(
 ) -> None:
     model = tiny(name, num_key_value_heads=groups)
     options = {"expert_tensor_parallel_size": 2} if ep > 1 else {}
-    run = run_of(model, write_chats(tmp_path), tmp_path / "out", Spread(tp=4, ep=ep), **options)
+    run = run_of(model, write_chats(tmp_path), tmp_path / "out", Layout(tp=4, ep=ep), **options)
     seen, trained = train(run, 4)
     assert_close(seen, reference(model))
     reshard.convert(run.output, tmp_path / "final")
@@ -181,7 +182,7 @@ def test_ranks_that_share_a_query_group_have_the_same_losses(
 @pytest.mark.slow
 def test_layers_that_do_not_divide_are_spread_unevenly(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny("qwen3", num_hidden_layers=3)
-    run = run_of(model, write_chats(tmp_path), tmp_path / "out", Spread(pp=2))
+    run = run_of(model, write_chats(tmp_path), tmp_path / "out", Layout(pp=2))
     seen, trained = train(run, 2)
     assert_close(seen, reference(model))
     reshard.convert(run.output, tmp_path / "final")
@@ -192,19 +193,19 @@ ALONE = {"pack": False, "global_batch_size": len(CHATS)}
 WITHOUT_MTP = {**ALONE, "mtp_loss_scaling_factor": 0.0}
 """transformers leaves out the layers that foretell several tokens, and their losses."""
 
-FAMILIES: dict[str, tuple[Spread, dict[str, Any]]] = {
-    "llama": (Spread(tp=2), {}),
-    "llama_rope_scaling": (Spread(pp=2), {}),
-    "qwen2_tied": (Spread(pp=2), {}),
-    "qwen2_moe": (Spread(ep=2), {}),
-    "mixtral": (Spread(tp=2), {}),
-    "phi3": (Spread(tp=2), {}),
-    "internlm3_bias": (Spread(tp=2), {}),
-    "gpt_oss": (Spread(tp=2, ep=2), {**ALONE, "expert_tensor_parallel_size": 1}),
-    "deepseek_v2": (Spread(ep=2), {}),
-    "deepseek_v3": (Spread(ep=2), {}),
-    "deepseek_v3_mtp": (Spread(pp=2), WITHOUT_MTP),
-    "glm4_moe": (Spread(tp=2), WITHOUT_MTP),
+FAMILIES: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "llama": (Layout(tp=2), {}),
+    "llama_rope_scaling": (Layout(pp=2), {}),
+    "qwen2_tied": (Layout(pp=2), {}),
+    "qwen2_moe": (Layout(ep=2), {}),
+    "mixtral": (Layout(tp=2), {}),
+    "phi3": (Layout(tp=2), {}),
+    "internlm3_bias": (Layout(tp=2), {}),
+    "gpt_oss": (Layout(tp=2, ep=2), {**ALONE, "expert_tensor_parallel_size": 1}),
+    "deepseek_v2": (Layout(ep=2), {}),
+    "deepseek_v3": (Layout(ep=2), {}),
+    "deepseek_v3_mtp": (Layout(pp=2), WITHOUT_MTP),
+    "glm4_moe": (Layout(tp=2), WITHOUT_MTP),
 }
 
 
@@ -212,8 +213,8 @@ FAMILIES: dict[str, tuple[Spread, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", FAMILIES)
 def test_other_families_have_the_same_losses(name: str, hf_model: Tiny, tmp_path: Path) -> None:
     model = hf_model(name, dtype="float32")
-    spread, options = FAMILIES[name]
-    run = run_of(model, write_chats(tmp_path), tmp_path / "out", spread, **options)
+    layout, options = FAMILIES[name]
+    run = run_of(model, write_chats(tmp_path), tmp_path / "out", layout, **options)
     seen, trained = train(run, 2)
     assert_close(seen, reference(model))
     reshard.convert(run.output, tmp_path / "final")
@@ -224,7 +225,7 @@ def test_other_families_have_the_same_losses(name: str, hf_model: Tiny, tmp_path
 def test_plain_text_is_learned_whole_whatever_its_length(tiny: Tiny, tmp_path: Path) -> None:
     texts = [f"{count} and one are {count + 1}. " * count for count in range(1, 20)]
     data = write_lines(tmp_path / "text.jsonl", [{"text": text} for text in texts])
-    run = run_of(tiny("qwen3"), data, tmp_path / "out", Spread(pp=2), seq_length=512, train_iters=2)
+    run = run_of(tiny("qwen3"), data, tmp_path / "out", Layout(pp=2), seq_length=512, train_iters=2)
     tokenizer = AutoTokenizer.from_pretrained(run.model)
     network = AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32)
     total, count = 0.0, 0
@@ -288,7 +289,7 @@ def test_the_last_checkpoint_is_complete(runs: Runs, tmp_path: Path) -> None:
 
 def test_a_step_says_what_it_measured(runs: Runs) -> None:
     _, seen, _ = runs("qwen3 at TP2·PP2")
-    assert "4 ranks, DDP · TP2 · PP2" in seen.notes[0]
+    assert "4 ranks, TP2 · PP2" in seen.notes[0]
     rates = [metrics["learning_rate"] for metrics in seen.steps.values()]
     assert rates == pytest.approx([0, 1e-3, 7.5e-4, 2.5e-4])
     tokenizer = AutoTokenizer.from_pretrained(runs("qwen3 at TP2·PP2")[0].model)

@@ -11,19 +11,20 @@ from typing import Any
 
 import pytest
 
+from reshard.algebra.layout import Layout
 from reshard.errors import ReshardError
 from reshard.train import megatron, preconditions
 from reshard.train.megatron.batches import schedule, steps_of, uses_transformer_engine
 from reshard.train.megatron.options import Options, read
-from reshard.train.run import Run, Spread
+from reshard.train.run import Run
 from tests.train.conftest import chats, write_lines
 
 Tiny = Callable[..., Path]
 
 
-def run_with(tmp_path: Path, spread: Spread | None = None, *, lora: bool = False, **options: Any) -> Run:
+def run_with(tmp_path: Path, layout: Layout | None = None, *, lora: bool = False, **options: Any) -> Run:
     return Run(
-        "sft", tmp_path, tmp_path, tmp_path, "megatron", lora=lora, spread=spread or Spread(), options=options
+        "sft", tmp_path, tmp_path, tmp_path, "megatron", lora=lora, layout=layout or Layout(), options=options
     )
 
 
@@ -117,36 +118,36 @@ def test_every_option_has_a_type_and_a_line_of_help() -> None:
 
 
 def test_sequences_of_a_step_divide_over_microbatches_and_replicas() -> None:
-    steps = steps_of(Options(micro_batch_size=2, global_batch_size=16, seq_length=64), Spread(tp=2), 8, 100)
+    steps = steps_of(Options(micro_batch_size=2, global_batch_size=16, seq_length=64), Layout(tp=2), 8, 100)
     assert (steps.replicas, steps.microbatches, steps.total) == (4, 2, 7)
-    assert steps_of(Options(seq_length=64), Spread(pp=2, vpp=2), 6, 100).sequences == 18
-    assert steps_of(Options(seq_length=64, train_epochs=2.5), Spread(), 1, 32).total == 5
-    assert steps_of(Options(seq_length=64, train_iters=9), Spread(), 1, 32).total == 9
+    assert steps_of(Options(seq_length=64), Layout(pp=2, vpp=2), 6, 100).sequences == 18
+    assert steps_of(Options(seq_length=64, train_epochs=2.5), Layout(), 1, 32).total == 5
+    assert steps_of(Options(seq_length=64, train_iters=9), Layout(), 1, 32).total == 9
 
 
 @pytest.mark.parametrize(
-    ("spread", "world_size", "given", "said"),
+    ("layout", "world_size", "given", "said"),
     [
-        (Spread(tp=2, pp=2), 6, {}, "a multiple of 4 processes"),
-        (Spread(ep=2, tp=2), 2, {}, "--expert_tensor_parallel_size 1"),
-        (Spread(tp=2), 2, {"seq_length": 63}, "--seq_length 64"),
-        (Spread(cp=2), 2, {"seq_length": 62}, "--seq_length 64"),
-        (Spread(), 4, {"global_batch_size": 6}, "--global_batch_size 8 or 4"),
-        (Spread(pp=2, vpp=2), 2, {"global_batch_size": 3}, "with virtual stages"),
+        (Layout(tp=2, pp=2), 6, {}, "a multiple of 4 processes"),
+        (Layout(ep=2, tp=2), 2, {}, "--expert_tensor_parallel_size 1"),
+        (Layout(tp=2), 2, {"seq_length": 63}, "--seq_length 64"),
+        (Layout(cp=2), 2, {"seq_length": 62}, "--seq_length 64"),
+        (Layout(), 4, {"global_batch_size": 6}, "--global_batch_size 8 or 4"),
+        (Layout(pp=2, vpp=2), 2, {"global_batch_size": 3}, "with virtual stages"),
     ],
 )
 def test_what_does_not_come_out_says_what_would(
-    spread: Spread, world_size: int, given: dict[str, Any], said: str
+    layout: Layout, world_size: int, given: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ReshardError) as caught:
-        steps_of(Options(**{"seq_length": 64, **given}), spread, world_size, 100)
+        steps_of(Options(**{"seq_length": 64, **given}), layout, world_size, 100)
     assert said in str(caught.value.problems)
 
 
 def test_packed_sequences_are_counted_before_the_run(tiny: Tiny, tmp_path: Path) -> None:
     data = write_lines(tmp_path / "chats.jsonl", chats())
     options = {"seq_length": 128, "global_batch_size": 8}
-    run = Run("sft", tiny("qwen3"), data, tmp_path, "megatron", spread=Spread(tp=2), options=options)
+    run = Run("sft", tiny("qwen3"), data, tmp_path, "megatron", layout=Layout(tp=2), options=options)
     found = megatron.batches(run, 4, 64)
     assert (found.per_device, found.replicas, found.accumulation, found.steps) == (1, 2, 4, 4)
     assert found.samples == 8
@@ -154,13 +155,13 @@ def test_packed_sequences_are_counted_before_the_run(tiny: Tiny, tmp_path: Path)
 
 def test_context_parallelism_needs_transformer_engine() -> None:
     with pytest.raises(ReshardError, match="TransformerEngine"):
-        uses_transformer_engine(Options(transformer_impl="local"), Spread(cp=2))
+        uses_transformer_engine(Options(transformer_impl="local"), Layout(cp=2))
 
 
 def test_a_warm_up_as_long_as_the_run_is_refused() -> None:
     options = Options(lr=1e-3, lr_warmup_iters=4, train_iters=4, seq_length=64)
     with pytest.raises(ReshardError, match="less than 4 steps"):
-        schedule(options, steps_of(options, Spread(), 1, 1))
+        schedule(options, steps_of(options, Layout(), 1, 1))
 
 
 def test_a_parameter_weighs_what_megatron_keeps_of_it(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
+from reshard.algebra.layout import Layout
 from reshard.engines.megatron.session import RankError
-from reshard.train.run import Spread
 from tests.train.megatron import STEPS, run_of, train, train_and_die, write_chats, write_held_out
 
 Tiny = Callable[..., Path]
@@ -24,23 +24,23 @@ class Case(NamedTuple):
 
     model: str
     ranks: int
-    spread: Spread
+    layout: Layout
     others: int
-    then: Spread
+    then: Layout
     options: dict[str, Any] = {}  # noqa: RUF012
 
 
-CASES = {"TP2, then PP2": Case("qwen3", 2, Spread(tp=2), 2, Spread(pp=2))}
+CASES = {"TP2, then PP2": Case("qwen3", 2, Layout(tp=2), 2, Layout(pp=2))}
 MORE_CASES = {
-    "the same layout": Case("qwen3", 2, Spread(tp=2), 2, Spread(tp=2)),
-    "one rank, then TP2": Case("qwen2", 1, Spread(), 2, Spread(tp=2)),
-    "two replicas, then PP2": Case("qwen3", 2, Spread(), 2, Spread(pp=2)),
-    "EP2, then one rank": Case("qwen3_moe", 2, Spread(ep=2), 1, Spread()),
-    "one rank, then EP2": Case("qwen3_moe", 1, Spread(), 2, Spread(ep=2)),
-    "a plain optimizer": Case("qwen3", 2, Spread(tp=2), 1, Spread(), {"use_distributed_optimizer": False}),
-    "adapters": Case("qwen3", 2, Spread(tp=2), 2, Spread(pp=2), {"lora": True, "lora_r": 4}),
+    "the same layout": Case("qwen3", 2, Layout(tp=2), 2, Layout(tp=2)),
+    "one rank, then TP2": Case("qwen2", 1, Layout(), 2, Layout(tp=2)),
+    "two replicas, then PP2": Case("qwen3", 2, Layout(), 2, Layout(pp=2)),
+    "EP2, then one rank": Case("qwen3_moe", 2, Layout(ep=2), 1, Layout()),
+    "one rank, then EP2": Case("qwen3_moe", 1, Layout(), 2, Layout(ep=2)),
+    "a plain optimizer": Case("qwen3", 2, Layout(tp=2), 1, Layout(), {"use_distributed_optimizer": False}),
+    "adapters": Case("qwen3", 2, Layout(tp=2), 2, Layout(pp=2), {"lora": True, "lora_r": 4}),
     "adapters with dropout": Case(
-        "qwen3", 2, Spread(tp=2), 2, Spread(tp=2), {"lora": True, "lora_r": 4, "lora_dropout": 0.2}
+        "qwen3", 2, Layout(tp=2), 2, Layout(tp=2), {"lora": True, "lora_r": 4, "lora_dropout": 0.2}
     ),
 }
 
@@ -53,12 +53,12 @@ def test_a_killed_run_goes_on_with_the_same_losses(name: str, tiny: Tiny, tmp_pa
     data = write_chats(tmp_path)
     options = {"save_interval": 2, "global_batch_size": 4, **case.options}  # a step sees half of the data
     options |= {"eval_data": write_held_out(tmp_path), "eval_interval": 2}
-    whole = run_of(tiny(case.model), data, tmp_path / "whole", case.spread, **options)
+    whole = run_of(tiny(case.model), data, tmp_path / "whole", case.layout, **options)
     killed = replace(whole, output=tmp_path / "killed")
     unbroken, _ = train(whole, case.ranks)
     train_and_die(killed, case.ranks, after=3)
     assert (killed.output / "latest_checkpointed_iteration.txt").read_text() == "2"
-    again, trained = train(replace(killed, spread=case.then, resume=True), case.others)
+    again, trained = train(replace(killed, layout=case.then, resume=True), case.others)
     assert again.done == 2
     assert list(again.steps) == [3, 4]
     assert again.losses == pytest.approx(unbroken.losses[2:], abs=5e-5)

@@ -17,6 +17,7 @@ pytest.importorskip("megatron.core")
 
 from safetensors.torch import load_file, save_file
 
+from reshard.algebra.layout import Layout
 from reshard.engines.megatron.session import RankError, run_ranks
 from reshard.errors import ReshardError
 from reshard.train import megatron
@@ -26,7 +27,7 @@ from reshard.train.megatron.batches import steps_of
 from reshard.train.megatron.options import read
 from reshard.train.megatron.setup import Trainee, open_weights, prepare, start
 from reshard.train.megatron.weights import checksums, weights_of
-from reshard.train.run import RECORD, Run, Spread
+from reshard.train.run import RECORD, Run
 from tests.train.conftest import write_lines
 from tests.train.megatron import Seen, run_of, train, write_chats
 
@@ -34,7 +35,7 @@ Tiny = Callable[..., Path]
 
 
 def test_torchrun_trains_through_the_worker(tiny: Tiny, tmp_path: Path) -> None:
-    run = run_of(tiny("qwen3"), write_chats(tmp_path), tmp_path / "out", Spread(tp=2), train_iters=2)
+    run = run_of(tiny("qwen3"), write_chats(tmp_path), tmp_path / "out", Layout(tp=2), train_iters=2)
     run.output.mkdir()
     record = run.output / RECORD
     record.write_text(json.dumps(run.as_dict()))
@@ -54,7 +55,7 @@ def test_torchrun_trains_through_the_worker(tiny: Tiny, tmp_path: Path) -> None:
 
 def test_each_rank_has_a_part_of_every_tensor_and_together_they_have_all(tiny: Tiny, tmp_path: Path) -> None:
     run = run_of(
-        tiny("qwen3_moe"), tmp_path, tmp_path, Spread(tp=2, pp=2, ep=2), expert_tensor_parallel_size=1
+        tiny("qwen3_moe"), tmp_path, tmp_path, Layout(tp=2, pp=2, ep=2), expert_tensor_parallel_size=1
     )
     weights = weights_of(run.model, run, read(run), transformer_engine=False, dtype=None)
     held = [weights.of(at, 0) for at in weights.everywhere()]
@@ -103,7 +104,7 @@ def test_a_run_of_skipped_steps_saves_nothing(tiny: Tiny, tmp_path: Path) -> Non
 
 
 def test_ranks_that_do_not_make_the_layout_are_refused(tiny: Tiny, tmp_path: Path) -> None:
-    run = run_of(tiny("qwen3"), write_chats(tmp_path), tmp_path / "out", Spread(tp=2))
+    run = run_of(tiny("qwen3"), write_chats(tmp_path), tmp_path / "out", Layout(tp=2))
     steps = {"train_iters": 1}
     with pytest.raises(RankError, match=r"a multiple of 2 processes"):
         run_ranks(3, _untrained, replace(run, options={**run.options, **steps}))
@@ -114,7 +115,7 @@ def _prepared(run: Run) -> Trainee:
     options = read(run)
     sizes = start(run, options)
     weights = open_weights(run, options, transformer_engine=False)
-    steps = steps_of(options, run.spread, 2, 8)
+    steps = steps_of(options, run.layout, 2, 8)
     return prepare(run, options, steps, sizes, weights, transformer_engine=False)
 
 
@@ -150,19 +151,19 @@ def test_replicas_that_drift_apart_stop_the_run(tiny: Tiny, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("model", "spread", "options", "said"),
+    ("model", "layout", "options", "said"),
     [
-        ("deepseek_v2", Spread(tp=2), {}, "latent attention"),
-        ("gpt_oss", Spread(), {}, "sliding window"),
-        ("glm4_moe", Spread(), {}, "multi-token prediction"),
-        ("qwen3_moe", Spread(tp=2), {"expert_tensor_parallel_size": 1}, "would drift apart"),
-        ("qwen3", Spread(tp=3), {}, "do not divide over --tp 3"),
+        ("deepseek_v2", Layout(tp=2), {}, "latent attention"),
+        ("gpt_oss", Layout(), {}, "sliding window"),
+        ("glm4_moe", Layout(), {}, "multi-token prediction"),
+        ("qwen3_moe", Layout(tp=2), {"expert_tensor_parallel_size": 1}, "would drift apart"),
+        ("qwen3", Layout(tp=3), {}, "do not divide over --tp 3"),
     ],
 )
 def test_what_megatron_computes_wrongly_is_refused(
-    model: str, spread: Spread, options: dict[str, object], said: str, hf_model: Tiny, tmp_path: Path
+    model: str, layout: Layout, options: dict[str, object], said: str, hf_model: Tiny, tmp_path: Path
 ) -> None:
-    run = run_of(hf_model(model, dtype="float32"), tmp_path, tmp_path, spread, **options)
+    run = run_of(hf_model(model, dtype="float32"), tmp_path, tmp_path, layout, **options)
     with pytest.raises(ReshardError) as caught:
         open_weights(run, read(run), transformer_engine=False)
     assert said in str(caught.value.problems)

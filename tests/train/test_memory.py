@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from reshard.algebra.layout import Layout
 from reshard.engines.megatron.session import run_ranks
 from reshard.formats.companions import read_object
 from reshard.train import memory
 from reshard.train.engine import Batches, Precision, engine_of
 from reshard.train.memory import activations, trl
 from reshard.train.memory.activations import Kept, Widths
-from reshard.train.run import Run, Spread
+from reshard.train.run import Run
 
 QWEN3_8B = {
     "model_type": "qwen3",
@@ -265,7 +266,7 @@ def peak(run: Run, autocast: bool, again: bool) -> int:
 
 
 def test_fsdp2_spreads_states_over_all_ranks(tiny: Callable[..., Path]) -> None:
-    run = run_on(tiny("qwen3"), spread=Spread("fsdp2"))
+    run = run_on(tiny("qwen3"), parallel="fsdp2")
     engine = engine_of(run)
     found = memory.estimate(run, engine.batches(run, 2, 64), engine.precision(run), 2, gpu=False)
     for rank in run_ranks(2, held_by_fsdp2, run):
@@ -300,7 +301,7 @@ def held_by_fsdp2(run: Run) -> dict[str, int]:
 def test_tensor_parallel_ranks_hold_what_the_plan_of_transformers_cuts(
     name: str, ranks: int, tiny: Callable[..., Path]
 ) -> None:
-    run = run_on(tiny(name), spread=Spread("tp", tp=2))
+    run = run_on(tiny(name), parallel="tp", layout=Layout(tp=2))
     found = memory.estimate(run, Batches(1, 1, 1, 1, 64), Precision(4, 4, 8, 4), ranks, gpu=False)
     for weights in run_ranks(ranks, weights_under_tp, run):
         assert found.always["weights"] == pytest.approx(weights, rel=0.02)
@@ -335,16 +336,16 @@ MEGATRON = {"seq_length": 64, "fp32": True, "global_batch_size": 2}
 
 
 @pytest.mark.parametrize(
-    ("name", "spread", "lora", "options"),
+    ("name", "layout", "lora", "options"),
     [
-        ("qwen3_moe", Spread(tp=2, ep=2), False, {"expert_tensor_parallel_size": 1}),
-        ("qwen2_tied", Spread(tp=2, pp=2), True, {"lora_r": 4}),
+        ("qwen3_moe", Layout(tp=2, ep=2), False, {"expert_tensor_parallel_size": 1}),
+        ("qwen2_tied", Layout(tp=2, pp=2), True, {"lora_r": 4}),
     ],
 )
 def test_megatrons_states_are_those_of_its_ranks(
-    name: str, spread: Spread, lora: bool, options: dict[str, Any], tiny: Callable[..., Path], tmp_path: Path
+    name: str, layout: Layout, lora: bool, options: dict[str, Any], tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
-    run = run_on(tiny(name), engine="megatron", spread=spread, lora=lora, options={**MEGATRON, **options})
+    run = run_on(tiny(name), engine="megatron", layout=layout, lora=lora, options={**MEGATRON, **options})
     ranks = run_ranks(4, held_by_rank, run, 4)
     engine = engine_of(run)
     found = memory.estimate(run, engine_batches(run, 4), engine.precision(run), 4, gpu=False)
@@ -355,7 +356,7 @@ def test_megatrons_states_are_those_of_its_ranks(
 
 
 def engine_batches(run: Run, world_size: int) -> Batches:
-    replicas = run.spread.replicas(world_size)
+    replicas = run.layout.replicas(world_size)
     return Batches(1, 2 // replicas, replicas, 1, int(run.options["seq_length"]))
 
 
@@ -372,7 +373,7 @@ def held_by_rank(run: Run, world_size: int) -> dict[str, int]:
     rows = np.zeros((2, 3, int(options.seq_length or 0)), np.int32)
     rows[:, :2] = np.random.default_rng(0).integers(3, 200, (2, 2, rows.shape[2]))
     weights = open_weights(run, options, False)
-    trainee = prepare(run, options, steps_of(options, run.spread, world_size, 2), sizes, weights, False)
+    trainee = prepare(run, options, steps_of(options, run.layout, world_size, 2), sizes, weights, False)
     with saved_tensors(trainee.chunks[0]) as kept:
         run_step(trainee, rows, Order(2, 1), 0)
     chained = getattr(trainee.optimizer, "chained_optimizers", [trainee.optimizer])
@@ -412,7 +413,7 @@ def test_ranks_that_share_a_query_group_keep_the_projections_of_all(tiny: Callab
     for groups in (4, 2):
         model = tiny("qwen3", num_key_value_heads=groups)
         options = {**MEGATRON, "global_batch_size": 1}
-        run = run_on(model, engine="megatron", spread=Spread(tp=4), options=options)
+        run = run_on(model, engine="megatron", layout=Layout(tp=4), options=options)
         real.append(run_ranks(4, held_by_rank, run, 4)[0]["kept"])
         found = memory.estimate(run, Batches(1, 1, 1, 1, 64), engine_of(run).precision(run), 4, gpu=False)
         estimated.append(sum(found.step.values()))
@@ -423,7 +424,7 @@ def test_ranks_that_share_a_query_group_keep_the_projections_of_all(tiny: Callab
 def test_a_first_stage_holds_the_micro_batches_that_it_has_begun(tiny: Callable[..., Path]) -> None:
     """Of eight layers the first stage has four, of two micro-batches; the last has one of them, and the logits."""
     options = {**MEGATRON, "global_batch_size": 2}
-    run = run_on(tiny("qwen3", num_hidden_layers=8), engine="megatron", spread=Spread(pp=2), options=options)
+    run = run_on(tiny("qwen3", num_hidden_layers=8), engine="megatron", layout=Layout(pp=2), options=options)
     first, last = run_ranks(2, held_by_rank, run, 2)
     found = memory.estimate(run, Batches(1, 2, 1, 1, 64), engine_of(run).precision(run), 2, gpu=False)
     assert first["kept"] > 1.5 * last["kept"]

@@ -17,7 +17,7 @@ from reshard.train import memory
 from reshard.train.engine import Batches, Precision, engine_of
 from reshard.train.memory import GIB, Memory
 from reshard.train.memory.activations import Widths
-from reshard.train.run import Run, Spread
+from reshard.train.run import Run
 from tests.train.test_memory import QWEN3_8B, SMALL, run_on
 
 
@@ -39,7 +39,7 @@ HALF = {"bf16": True}
     ("gpus", "size", "given", "proposed"),
     [
         (8, 80, {}, ("--parallel fsdp2",)),
-        (8, 80, {"spread": Spread("fsdp2")}, None),
+        (8, 80, {"parallel": "fsdp2"}, None),
         (8, 80, {"lora": True}, None),
         (4, 20, {"lora": True}, ("--parallel fsdp2",)),
         (1, 20, {"lora": True}, ("--per_device_train_batch_size 1", "--gradient_accumulation_steps 8")),
@@ -91,7 +91,7 @@ def test_a_reference_model_lies_beside_the_policy_unless_adapters_can_be_switche
 
 
 def test_longer_sequences_take_more_and_recomputation_less(qwen3_8b: Path) -> None:
-    run, precision = run_on(qwen3_8b, spread=Spread("fsdp2"), options=HALF), Precision(4, 4, 8)
+    run, precision = run_on(qwen3_8b, parallel="fsdp2", options=HALF), Precision(4, 4, 8)
     short, long = (memory.estimate(run, Batches(1, 1, 8, 1, length), precision, 8) for length in (1024, 4096))
     assert long.step["activations"] == 4 * short.step["activations"]
     again = memory.estimate(run, Batches(1, 1, 8, 1, 4096), replace(precision, recomputation=True), 8)

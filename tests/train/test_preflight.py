@@ -16,13 +16,14 @@ import yaml
 
 from bench.models import make
 from reshard import api
+from reshard.algebra.layout import Layout
 from reshard.doctor.environment import Environment, Gpu
 from reshard.errors import Problem, ReshardError
 from reshard.train import preconditions
 from reshard.train.memory import GIB
 from reshard.train.preconditions import config_problems
 from reshard.train.preflight import Preflight, preflight
-from reshard.train.run import RECORD, Ranks, Run, Spread
+from reshard.train.run import RECORD, Ranks, Run
 from reshard.train.start import clear
 from tests.train.conftest import chats, write_lines
 from tests.train.test_memory import QWEN3_8B
@@ -82,8 +83,8 @@ def test_a_run_that_is_in_order_is_told_what_it_will_do(run: Run) -> None:
     [
         ("dpo", {}),
         ("grpo", {"reward": "tests.train.test_preflight:reward"}),
-        ("sft", {"lora": True, "spread": Spread("fsdp2"), "ranks": Ranks(nproc=2)}),
-        ("sft", {"engine": "megatron", "spread": Spread(tp=2, pp=2), "ranks": Ranks(nproc=4)}),
+        ("sft", {"lora": True, "parallel": "fsdp2", "ranks": Ranks(nproc=2)}),
+        ("sft", {"engine": "megatron", "layout": Layout(tp=2, pp=2), "ranks": Ranks(nproc=4)}),
     ],
 )
 def test_every_method_and_engine_is_told_as_json(
@@ -186,7 +187,7 @@ def resumed_from_another(run: Run) -> Run:
 
 
 def many_ranks(run: Run) -> Run:
-    return replace(run, engine="megatron", spread=Spread(tp=3), ranks=Ranks(nproc=3))
+    return replace(run, engine="megatron", layout=Layout(tp=3), ranks=Ranks(nproc=3))
 
 
 @pytest.mark.parametrize(
@@ -290,7 +291,7 @@ def test_resuming_goes_on_with_the_same_data(run: Run, tmp_path: Path) -> None:
     found = preflight(replace(run, resume=True), environment=NOWHERE)
     assert found.problems == []
     assert messages(found.warnings) == ["the data are not those that the run began with"]
-    wider = preflight(replace(run, resume=True, spread=Spread("fsdp2")), environment=NOWHERE)
+    wider = preflight(replace(run, resume=True, parallel="fsdp2"), environment=NOWHERE)
     assert the("of another run", wider.problems).expected == "parallel: ddp"
 
 
@@ -344,7 +345,7 @@ def test_packages_that_are_missing_or_old_come_with_the_command(run: Run) -> Non
     )
     assert (missing.message, missing.remedy) == ("trl is not installed", "pip install 'trl>=1.16'")
     assert (old.message, old.found) == ("this peft is too old", "0.20")
-    zero = replace(run, spread=Spread("zero3"))
+    zero = replace(run, parallel="zero3")
     assert [p.message for p in preconditions.packages(zero, there | {"trl": "1.16", "peft": "0.21"})] == [
         "deepspeed is not installed"
     ]
@@ -352,7 +353,7 @@ def test_packages_that_are_missing_or_old_come_with_the_command(run: Run) -> Non
 
 def test_an_old_megatron_core_cannot_share_query_groups(tiny: Callable[..., Path], run: Run) -> None:
     groups = replace(run, model=tiny("qwen3", num_key_value_heads=2), engine="megatron")
-    shared = replace(groups, spread=Spread(tp=4))
+    shared = replace(groups, layout=Layout(tp=4))
     old = {"megatron-core": "0.15.3"}
     (problem,) = preconditions.layout(shared, old)
     assert (problem.message, problem.found) == ("this megatron-core is too old", "0.15.3")
@@ -360,7 +361,7 @@ def test_an_old_megatron_core_cannot_share_query_groups(tiny: Callable[..., Path
     assert problem.remedy == "pip install --no-deps 'megatron-core>=0.16'"
     assert (
         list(preconditions.layout(shared))
-        == list(preconditions.layout(replace(groups, spread=Spread(tp=2)), old))
+        == list(preconditions.layout(replace(groups, layout=Layout(tp=2)), old))
         == []
     )
 
@@ -392,7 +393,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_plan_that_does(
     assert "--parallel fsdp2" in str(problem.remedy) and "--lora" in str(problem.remedy)
     assert "optimizer 61.0 GiB" in str(problem.found) and "76.0 GiB" in str(problem.expected)
     assert seconds < 10
-    fsdp2, _ = looked_at(replace(ddp, spread=Spread("fsdp2")), gpus(8))
+    fsdp2, _ = looked_at(replace(ddp, parallel="fsdp2"), gpus(8))
     assert fsdp2.problems == [] and fsdp2.room is not None and fsdp2.room.fits
     assert fsdp2.devices == "8 × H100 with 80 GiB"
 
@@ -481,7 +482,7 @@ def test_a_method_that_the_engine_lacks_is_all_that_is_wrong(run: Run, data: dic
 
 
 def test_layers_that_do_not_divide_are_told_in_flags_that_there_are(run: Run) -> None:
-    wrong = replace(run, engine="megatron", spread=Spread(pp=3), ranks=Ranks(nproc=3))
+    wrong = replace(run, engine="megatron", layout=Layout(pp=3), ranks=Ranks(nproc=3))
     problem = the("do not divide over the pipeline", preflight(wrong, environment=NOWHERE).problems)
     assert "--stages" not in str(problem) and "add up" not in str(problem)
 

@@ -20,7 +20,7 @@ from reshard.train.show.monitor import History, append
 RECORD = {
     "method": "sft",
     "model": "/models/Qwen3-8B",
-    "spread": {"kind": "fsdp2", "tp": 1},
+    "layout": {"kind": "fsdp2", "tp": 1},
     "options": {"learning_rate": "1e-5", "note": "<script>alert(1)</script>"},
     "versions": {"torch": "2.13.0"},
     "plan": {"world size": 8},

@@ -41,7 +41,7 @@ def test_flags_come_before_the_config(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text("learning-rate: 2.0e-5\ntp: 4\nparallel: fsdp2\nlora: true\n")
     run = run_of("sft", given(tmp_path, tp=1), ["--learning_rate", "1e-4"], config)
-    assert (run.spread.kind, run.spread.tp, run.lora) == ("fsdp2", 1, True)
+    assert (run.parallel, run.layout.tp, run.lora) == ("fsdp2", 1, True)
     assert run.options == {"learning_rate": "1e-4"}
 
 
@@ -57,7 +57,7 @@ def test_what_is_resumed_need_not_be_told_again(tmp_path: Path) -> None:
     first.output.mkdir()
     (first.output / "run.json").write_text(json.dumps(first.as_dict()))
     again = run_of("sft", {"output": first.output, "resume": True, "tp": 1, "pp": 2})
-    assert again == replace(first, resume=True, spread=replace(first.spread, tp=1, pp=2))
+    assert again == replace(first, resume=True, layout=replace(first.layout, tp=1, pp=2))
 
 
 def test_everything_that_is_missing_is_named_at_once() -> None:

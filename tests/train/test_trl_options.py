@@ -10,22 +10,30 @@ from typing import Any
 
 import pytest
 
+from reshard.algebra.layout import Layout
 from reshard.errors import Problem, ReshardError
 from reshard.train import trl
-from reshard.train.run import Run, Spread
+from reshard.train.run import Run
 from reshard.train.trl import defaults, environment, reward
 
 FOLDER = Path(__file__).parent
 
 
-def run_of(method: str = "sft", lora: bool = False, spread: Spread | None = None, **options: Any) -> Run:
+def run_of(
+    method: str = "sft",
+    lora: bool = False,
+    parallel: str = "ddp",
+    layout: Layout | None = None,
+    **options: Any,
+) -> Run:
     return Run(
         method,
         Path("model"),
         Path("data.jsonl"),
         Path("out"),
         lora=lora,
-        spread=spread or Spread(),
+        parallel=parallel,
+        layout=layout or Layout(),
         reward="rewards:variety" if method == "grpo" else None,
         options=options,
     )
@@ -168,7 +176,7 @@ def test_what_would_break_a_promise_is_refused_with_the_cure(name: str, value: A
 
 def test_adapters_of_experts_are_refused_under_tensor_parallelism(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"num_experts": 8}')
-    run = replace(run_of(lora=True, spread=Spread("tp", tp=2)), model=tmp_path)
+    run = replace(run_of(lora=True, parallel="tp", layout=Layout(tp=2)), model=tmp_path)
     (problem,) = refused(trl.options, run)
     assert "--parallel fsdp2" in str(problem.remedy)
     trl.options(replace(run, options={"lora_target_modules": ["q_proj"]}))
@@ -190,7 +198,7 @@ def test_variables_of_accelerate_that_contradict_the_plan_are_refused(
     kind: str, variables: dict[str, str]
 ) -> None:
     options = {"bf16": False, "fp16": False, "use_cpu": True}
-    (problem,) = refused(environment.check, run_of(spread=Spread(kind)), options, variables)
+    (problem,) = refused(environment.check, run_of(layout=Layout(kind)), options, variables)
     assert problem.message == "an environment variable contradicts the plan"
     assert str(problem.found).split("=")[0] in variables
 
@@ -198,7 +206,7 @@ def test_variables_of_accelerate_that_contradict_the_plan_are_refused(
 def test_variables_that_say_the_same_as_the_plan_are_fine() -> None:
     options = {"bf16": True, "fp16": False, "use_cpu": False}
     variables = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "ACCELERATE_MIXED_PRECISION": "bf16"}
-    environment.check(run_of(spread=Spread("fsdp2")), options, variables)
+    environment.check(run_of(parallel="fsdp2"), options, variables)
 
 
 def test_the_arithmetic_of_batches() -> None:
@@ -213,17 +221,18 @@ def test_the_arithmetic_of_batches() -> None:
 
 
 def test_ranks_of_tensor_parallelism_see_the_same_data() -> None:
-    spread = trl.batches(run_of(spread=Spread("tp", tp=4)), world_size=4, samples=64)
-    assert spread.replicas == 1
-    assert trl.batches(run_of(spread=Spread("tp", tp=2)), 4, 64).replicas == 2
+    batches = trl.batches(run_of(parallel="tp", layout=Layout(tp=4)), world_size=4, samples=64)
+    assert batches.replicas == 1
+    assert trl.batches(run_of(parallel="tp", layout=Layout(tp=2)), 4, 64).replicas == 2
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"lora": True}, {"method": "grpo"}, {"spread": Spread("tp", tp=2, ep=2)}, {"eval": True}]
+    "wrong",
+    [{"lora": True}, {"method": "grpo"}, {"parallel": "tp", "layout": Layout(tp=2, ep=2)}, {"eval": True}],
 )
 def test_what_is_not_known_to_be_right_beside_tensor_parallelism_is_refused(wrong: dict[str, Any]) -> None:
     evaluated = wrong.pop("eval", False)
-    run = run_of(**{"spread": Spread("tp", tp=2), **wrong})
+    run = run_of(**{"parallel": "tp", "layout": Layout(tp=2), **wrong})
     run = replace(run, eval_data=Path("held-out.jsonl")) if evaluated else run
     assert trl.batches(run, 2, 64)
     (problem,) = refused(trl.batches, run, 4, 64)
@@ -231,8 +240,8 @@ def test_what_is_not_known_to_be_right_beside_tensor_parallelism_is_refused(wron
 
 
 def test_experts_are_spread_over_the_tensor_parallel_ranks_or_not_at_all() -> None:
-    assert trl.batches(run_of(spread=Spread("tp", tp=2, ep=2)), 2, 64).replicas == 1
-    (problem,) = refused(trl.batches, run_of(spread=Spread("ddp", ep=2)), 2, 64)
+    assert trl.batches(run_of(parallel="tp", layout=Layout(tp=2, ep=2)), 2, 64).replicas == 1
+    (problem,) = refused(trl.batches, run_of(parallel="ddp", layout=Layout(ep=2)), 2, 64)
     assert problem.found == "--ep 2 with --tp 1"
 
 
@@ -282,9 +291,9 @@ def test_what_a_parameter_weighs() -> None:
     assert (lora.weights, lora.optimizer, lora.recomputation) == (4, 8, True)
     half = trl.precision(run_of(dtype="bfloat16", bf16=True))
     assert (half.weights, half.gradients, half.optimizer, half.activations) == (2, 2, 4, 2)
-    sharded = trl.precision(run_of(spread=Spread("fsdp2"), dtype="bfloat16", bf16=True))
+    sharded = trl.precision(run_of(parallel="fsdp2", dtype="bfloat16", bf16=True))
     assert (sharded.weights, sharded.optimizer) == (4, 8)
-    zero = trl.precision(run_of(spread=Spread("zero2"), dtype="bfloat16", bf16=True))
+    zero = trl.precision(run_of(parallel="zero2", dtype="bfloat16", bf16=True))
     assert (zero.weights, zero.optimizer) == (2, 12)
 
 
@@ -328,13 +337,13 @@ def test_none_and_lists_can_be_typed() -> None:
 
 
 def test_tensor_parallel_ranks_share_heads_and_experts_evenly(tiny: Callable[..., Path]) -> None:
-    run = replace(run_of(spread=Spread("tp", tp=3, ep=3)), model=tiny("qwen3_moe"))
+    run = replace(run_of(parallel="tp", layout=Layout(tp=3, ep=3)), model=tiny("qwen3_moe"))
     assert [problem.remedy for problem in refused(trl.options, run)] == [
         "choose --tp from 1, 2, 4, 8; or use --parallel fsdp2",
         "choose --tp from 1, 2, 4; or use --parallel fsdp2",
         "choose --ep from 1, 2, 4, 8; or use --parallel fsdp2",
     ]
-    assert trl.options(replace(run, spread=Spread("tp", tp=2, ep=2)))
+    assert trl.options(replace(run, parallel="tp", layout=Layout(tp=2, ep=2)))
 
 
 def test_the_new_name_of_recomputation_goes_before_the_old_one_and_nothing_warns(
@@ -351,7 +360,7 @@ def test_the_new_name_of_recomputation_goes_before_the_old_one_and_nothing_warns
 
 
 def test_a_tied_head_is_not_shared_by_groups_of_tensor_parallel_ranks(tiny: Callable[..., Path]) -> None:
-    run = replace(run_of(spread=Spread("tp", tp=2)), model=tiny("qwen3_tied"))
+    run = replace(run_of(parallel="tp", layout=Layout(tp=2)), model=tiny("qwen3_tied"))
     (problem,) = refused(trl.batches, run, 4, 64)
     assert "tied" in problem.message
     assert trl.batches(run, 2, 64) and trl.batches(replace(run, model=tiny("qwen3")), 4, 64)

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from reshard import api
+from reshard.algebra.layout import Layout
 from reshard.train import trl
-from reshard.train.run import Run, Spread
+from reshard.train.run import Run
 from tests.train.trl_runs import STEPS, Ran, train
 
 Trainer = Callable[..., Ran]
@@ -79,7 +80,8 @@ def run_of(
         data,
         output,
         lora=lora,
-        spread=Spread(KINDS.get(plan, plan), tp=2 if plan.startswith("tp") else 1, ep=ep),
+        parallel=KINDS.get(plan, plan),
+        layout=Layout(tp=2 if plan.startswith("tp") else 1, ep=ep),
         reward="rewards:variety" if method == "grpo" else None,
         options={**STEPS, "per_device_train_batch_size": per_device, **grpo, **evaluated, **options},
     )
@@ -91,7 +93,7 @@ def resumed(ran: Ran, tmp_path: Path, ranks: int = 0) -> Ran:
     shutil.copytree(ran.run.output / "checkpoint-2", output / "checkpoint-2")
     (output / "checkpoint-4").mkdir()
     (output / "checkpoint-4/model.safetensors").write_bytes(b"half a fi")
-    kind = ran.run.spread.kind
+    kind = ran.run.parallel
     run = replace(ran.run, output=output, resume=True)
     return train(run, ranks or PLANS[kind], environment=ENVIRONMENTS.get(kind))
 

@@ -10,10 +10,11 @@ from reshard.errors import Problem, ReshardError
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes of the tensor, pipeline, virtual pipeline, expert and expert-tensor parallel groups.
+    """Sizes of the tensor, pipeline, virtual pipeline, expert, expert-tensor, context and data parallel groups.
 
     `stages` lists how many decoder layers each pipeline stage holds (per virtual chunk: chunk-major,
-    `vpp * pp` entries); empty means evenly.
+    `vpp * pp` entries); empty means evenly. `cp` shares out each sequence and `dp` multiplies the ranks; neither
+    changes which shard a rank holds, and checkpoints are planned without them.
     """
 
     tp: int = 1
@@ -22,12 +23,12 @@ class Layout:
     ep: int = 1
     etp: int = 1
     stages: tuple[int, ...] = ()
+    cp: int = 1
+    dp: int = 1
 
     def as_dict(self) -> dict[str, int]:
-        """The five sizes, for `--json`."""
-        sizes = asdict(self)
-        del sizes["stages"]
-        return sizes
+        """The five sizes of a checkpoint, for `--json`."""
+        return {axis: getattr(self, axis) for axis in ("tp", "pp", "vpp", "ep", "etp")}
 
     def __str__(self) -> str:
         return str(SavedLayout.of(self))
@@ -35,12 +36,21 @@ class Layout:
     @property
     def stage_ranks(self) -> int:
         """Ranks of one pipeline stage: the least that the dense and the expert groups both divide."""
-        return lcm(self.tp, self.ep * self.etp)
+        return lcm(self.tp * self.cp, self.ep * self.etp)
 
     @property
     def world_size(self) -> int:
-        """The fewest ranks that this layout runs on (without data or context parallelism)."""
-        return self.stage_ranks * self.pp
+        """The number of ranks; without `dp`, the fewest that this layout runs on."""
+        return self.stage_ranks * self.pp * self.dp
+
+    def replicas(self, world_size: int) -> int:
+        """How many of `world_size` ranks see different data."""
+        return world_size // (self.tp * self.pp * self.cp)
+
+    @property
+    def virtual(self) -> int | None:
+        """The virtual pipeline size as Megatron spells it: None unless there are several chunks per stage."""
+        return self.vpp if self.vpp > 1 else None
 
     def dense_rank(self, pp: int, tp: int) -> int:
         """The global rank that saves dense shard `tp` of stage `pp` (rank order tp-cp-ep-dp-pp)."""

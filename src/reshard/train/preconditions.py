@@ -72,7 +72,7 @@ def problem_of(finding: Finding, severity: str | None = None) -> Problem:
 def packages(run: Run, installed: Mapping[str, str] | None = None) -> Iterator[Problem]:
     """What an engine needs, and is not there or too old."""
     floors = dict(FLOORS[run.engine])
-    if run.spread.kind.startswith("zero") and run.engine == "trl":
+    if run.parallel.startswith("zero") and run.engine == "trl":
         floors["deepspeed"] = ">=0.16"
     return _lacking(floors, installed)
 
@@ -293,7 +293,7 @@ def layout(run: Run, installed: Mapping[str, str] | None = None) -> Iterator[Pro
             cure = "correct config.json, or train it with --engine trl"
             yield from (replace(each, severity="error", remedy=cure) for each in model.warnings)
             if shares_groups(model, layout_of(run, read(run), model)):
-                rule = f"--tp {run.spread.tp} is larger than the {model.dims.groups} query groups"
+                rule = f"--tp {run.layout.tp} is larger than the {model.dims.groups} query groups"
                 yield from _lacking({"megatron-core": SHARED_GROUPS}, installed, rule)
             _known(run.model)
         except ReshardError as error:
@@ -358,7 +358,7 @@ def _resumable(run: Run) -> Iterator[Problem]:
         name: (getattr(before, name), getattr(run, name)) for name in ("engine", "method", "model", "lora")
     }
     if run.engine == "trl":  # Megatron's checkpoints are of any layout
-        pairs |= {"parallel": (before.spread.kind, run.spread.kind), "tp": (before.spread.tp, run.spread.tp)}
+        pairs |= {"parallel": (before.parallel, run.parallel), "tp": (before.layout.tp, run.layout.tp)}
     for name, (old, new) in pairs.items():
         if old != new:
             yield Problem(

@@ -19,7 +19,7 @@ from reshard.train.evaluation import Evaluation
 from reshard.train.launching import launch
 from reshard.train.launching.places import place_of
 from reshard.train.memory import GIB, Memory, Proposal
-from reshard.train.run import RECORD, Run, check
+from reshard.train.run import RECORD, SIZES, Run, check
 from reshard.train.show import trackers
 
 T = TypeVar("T")
@@ -126,12 +126,16 @@ def plan_in_words(run: Run, world_size: int) -> str:
     """As `SFT of LoRA adapters with TRL: FSDP2 on 8 processes`."""
     engine = {"trl": "TRL", "megatron": "Megatron-Core"}[run.engine]
     what = "LoRA adapters" if run.lora else "all weights"
-    spread = str(run.spread)
+    sizes = {name.upper(): getattr(run.layout, name) for name in SIZES}
+    replicas = max(run.layout.replicas(world_size), 1)
+    words = [] if run.parallel == "tp" or run.engine == "megatron" else [run.parallel.upper()]
+    words += [f"{name}{size}" for name, size in sizes.items() if size > 1]
     if run.engine == "megatron":
-        spread = " · ".join([*spread.split(" · ")[1:], f"DP{max(run.spread.replicas(world_size), 1)}"])
-    elif run.spread.kind == "tp" and world_size > run.spread.tp:
-        spread += f" · FSDP2 over {run.spread.replicas(world_size)}"
-    return f"{run.method.upper()} of {what} with {engine}: {spread} on {world_size} process{'es' * (world_size > 1)}"
+        words.append(f"DP{replicas}")
+    elif run.parallel == "tp" and replicas > 1:
+        words.append(f"FSDP2 over {replicas}")
+    processes = f"{world_size} process{'es' * (world_size > 1)}"
+    return f"{run.method.upper()} of {what} with {engine}: {' · '.join(words)} on {processes}"
 
 
 def _tokens(lengths: Lengths | None) -> str:
@@ -453,12 +457,12 @@ def _too_large(run: Run, room: Room) -> Problem:
 def _on_disk(run: Run, options: dict[str, Any], needed: Memory, world_size: int, batches: Batches) -> int:
     """Bytes that checkpoints and final folders take, at most: weights and optimizer of each that is kept."""
     parts = needed.parts
-    spread = world_size if run.spread.kind in ("fsdp2", "zero3") else 1
-    states = world_size if run.spread.kind in ("fsdp2", "zero2", "zero3") else 1
+    spread = world_size if run.parallel in ("fsdp2", "zero3") else 1
+    states = world_size if run.parallel in ("fsdp2", "zero2", "zero3") else 1
     if run.engine == "megatron":
-        spread = run.spread.tp * run.spread.pp
+        spread = run.layout.tp * run.layout.pp
         states = world_size
-    elif run.spread.kind == "tp":
+    elif run.parallel == "tp":
         spread = states = world_size
     weights = parts.get("weights", 0) * spread
     optimizer = 0 if options.get("save_only_model") else parts.get("optimizer", 0) * states

@@ -7,11 +7,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from reshard.algebra.layout import Layout
 from reshard.errors import Problem, ReshardError
 from reshard.plain import yaml_of
-from reshard.train.run import ENGINES, PARALLEL, RECORD, Ranks, Run, Spread
+from reshard.train.run import ENGINES, PARALLEL, RECORD, SIZES, Ranks, Run
 
-SIZES = ("tp", "pp", "vpp", "ep", "cp")
 PATHS = ("model", "data", "output")
 OURS = {
     *(*PATHS, "eval_data", "engine", "lora", "parallel", *SIZES),
@@ -53,7 +53,7 @@ def run_of(
             ]
         )
     options = {name: value for name, value in told.items() if name not in OURS} | typed
-    sizes = {name: _number(given, name, 1) for name in SIZES}
+    sizes: dict[str, Any] = {name: _number(given, name, 1) for name in SIZES}
     engine = str(given.get("engine") or "trl")
     default = "tp" if engine == "trl" and sizes["tp"] > 1 else "ddp"
     return Run(
@@ -62,7 +62,8 @@ def run_of(
         eval_data=_path(given, "eval_data") if given.get("eval_data") else None,
         engine=engine,
         lora=_switch(given, "lora", False),
-        spread=Spread(str(given.get("parallel") or default), **sizes),
+        parallel=str(given.get("parallel") or default),
+        layout=Layout(**sizes),
         ranks=Ranks(
             nproc=0 if given.get("nproc") == "auto" else _number(given, "nproc", 0),
             nnodes=_number(given, "nnodes", 1),
@@ -116,8 +117,8 @@ def recorded(output: Path) -> Options:
     plain = {
         name: value for name, value in vars(run).items() if name in OURS and name not in ("output", "resume")
     }
-    sizes = {name: value for name, value in vars(run.spread).items() if name != "kind"}
-    return {**plain, "parallel": run.spread.kind, **sizes, **vars(run.ranks), **run.options}
+    sizes = {name: getattr(run.layout, name) for name in SIZES}
+    return {**plain, **sizes, **vars(run.ranks), **run.options}
 
 
 def words(rest: Sequence[str]) -> Options:

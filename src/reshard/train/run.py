@@ -8,11 +8,14 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from reshard.algebra.layout import Layout
 from reshard.errors import Problem, ReshardError
 
 METHODS = ("sft", "dpo", "grpo")
 ENGINES = ("trl", "megatron")
 PARALLEL = ("ddp", "fsdp2", "zero2", "zero3", "tp")
+SIZES = ("tp", "pp", "vpp", "ep", "cp")
+"""The sizes of a layout that a run can be given."""
 RECORD = "run.json"
 """The name under which a run's record lies in its output, and in each checkpoint of it."""
 
@@ -29,30 +32,6 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Spread:
-    """How the model is spread over the ranks. `kind` is one of `PARALLEL` for TRL; Megatron-Core takes the sizes.
-
-    What `tp`, `pp` and `cp` leave of the ranks is data parallel; experts are spread over `ep` of those.
-    """
-
-    kind: str = "ddp"
-    tp: int = 1
-    pp: int = 1
-    vpp: int = 1
-    ep: int = 1
-    cp: int = 1
-
-    def replicas(self, world_size: int) -> int:
-        """How many ranks see different data."""
-        return world_size // (self.tp * self.pp * self.cp)
-
-    def __str__(self) -> str:
-        sizes = {"TP": self.tp, "PP": self.pp, "VPP": self.vpp, "EP": self.ep, "CP": self.cp}
-        words = [f"{name}{size}" for name, size in sizes.items() if size > 1]
-        return " · ".join(([self.kind.upper()] if self.kind != "tp" else []) + words)
-
-
-@dataclass(frozen=True)
 class Run:
     """One training run. `options` are the engine's own, under its own names, as it is to be given them."""
 
@@ -62,7 +41,10 @@ class Run:
     output: Path
     engine: str = "trl"
     lora: bool = False
-    spread: Spread = field(default_factory=Spread)
+    parallel: str = "ddp"
+    """One of `PARALLEL`, for TRL."""
+    layout: Layout = field(default_factory=Layout)
+    """Its `SIZES`. What they leave of the ranks is data parallel, and experts are spread over `ep` of those."""
     ranks: Ranks = field(default_factory=Ranks)
     reward: str | None = None
     """module:function, for GRPO."""
@@ -75,7 +57,7 @@ class Run:
 
     def as_dict(self) -> dict[str, Any]:
         """The content of `run.json` that says what was asked for."""
-        content = asdict(self)
+        content = {**asdict(self), "layout": {name: getattr(self.layout, name) for name in SIZES}}
         return {key: str(value) if isinstance(value, Path) else value for key, value in content.items()}
 
     @staticmethod
@@ -84,7 +66,7 @@ class Run:
         known = {each.name: content[each.name] for each in fields(Run) if each.name in content}
         paths = {name: Path(known[name]) for name in ("model", "data", "output")}
         paths |= {"eval_data": Path(known["eval_data"])} if known.get("eval_data") else {}
-        nested = {"spread": Spread(**known["spread"]), "ranks": Ranks(**known["ranks"])}
+        nested = {"layout": Layout(**known["layout"]), "ranks": Ranks(**known["ranks"])}
         return Run(**{**known, **paths, **nested})
 
     @staticmethod
@@ -171,27 +153,26 @@ def _engine_knows_method(run: Run) -> Problem | None:
 
 
 def _sizes_belong_to_the_engine(run: Run) -> Problem | None:
-    spread = run.spread
     if run.engine == "megatron":
-        if spread.kind in ("ddp", "tp"):
+        if run.parallel in ("ddp", "tp"):
             return None
         return Problem(
             "the Megatron engine has no such parallelism",
-            found=f"--parallel {spread.kind}",
+            found=f"--parallel {run.parallel}",
             expected="--tp, --pp, --vpp, --ep and --cp; the rest of the ranks is data parallel",
             remedy="leave out --parallel, or use --engine trl",
         )
-    alien = [name for name in ("pp", "vpp", "cp") if getattr(spread, name) > 1]
+    alien = [name for name in ("pp", "vpp", "cp") if getattr(run.layout, name) > 1]
     if alien:
         return Problem(
             "TRL has no pipeline and no context parallelism here",
-            found=", ".join(f"--{name} {getattr(spread, name)}" for name in alien),
+            found=", ".join(f"--{name} {getattr(run.layout, name)}" for name in alien),
             remedy="use --engine megatron, or --parallel fsdp2 to shard the model",
         )
-    if (spread.tp > 1) != (spread.kind == "tp"):
+    if (run.layout.tp > 1) != (run.parallel == "tp"):
         return Problem(
             "--parallel and --tp disagree",
-            found=f"--parallel {spread.kind} with --tp {spread.tp}",
+            found=f"--parallel {run.parallel} with --tp {run.layout.tp}",
             expected="--parallel tp --tp N",
             remedy="give both, or neither",
         )

@@ -9,12 +9,10 @@ Importing this package imports neither torch nor megatron-core; calling its func
 from __future__ import annotations
 
 from reshard.engines.megatron.logits import MegatronLogits, megatron_logits
-from reshard.engines.megatron.parallel import ParallelSizes
 from reshard.engines.megatron.session import RankError, run_ranks
 
 __all__ = [
     "MegatronLogits",
-    "ParallelSizes",
     "RankError",
     "megatron_logits",
     "run_ranks",

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from reshard.engines.megatron.parallel import ParallelSizes
+from reshard.algebra.layout import Layout
 
 # The defaults of Megatron-LM's own parser (core_v0.16.1 megatron/training/arguments.py) for what shapes a model.
 # Names that are absent here and from the arguments take the default of megatron-core's TransformerConfig.
@@ -144,14 +144,14 @@ def one_expert_at_a_time(args: argparse.Namespace | Mapping[str, Any]) -> dict[s
     return {**given, "moe_grouped_gemm": False}
 
 
-def stage_sizes(args: SimpleNamespace, sizes: ParallelSizes) -> dict[str, Any]:
+def stage_sizes(args: SimpleNamespace, layout: Layout) -> dict[str, Any]:
     """Uneven pipeline stages, as TransformerConfig takes them.
 
     Those of the arguments hold only for the number of stages that the arguments were written for.
     """
-    if sizes.stages:
-        return {"pipeline_model_parallel_layout": pipeline_layout(args, sizes)}
-    if sizes.pp == 1 or sizes.pp != args.pipeline_model_parallel_size:
+    if layout.stages:
+        return {"pipeline_model_parallel_layout": pipeline_layout(args, layout)}
+    if layout.pp == 1 or layout.pp != args.pipeline_model_parallel_size:
         return {}
     uneven = {
         "num_layers_in_first_pipeline_stage": args.decoder_first_pipeline_num_layers,
@@ -161,9 +161,9 @@ def stage_sizes(args: SimpleNamespace, sizes: ParallelSizes) -> dict[str, Any]:
     return {name: value for name, value in uneven.items() if value is not None}
 
 
-def pipeline_layout(args: SimpleNamespace, sizes: ParallelSizes) -> str:
-    """`sizes.stages` in the language of `--pipeline-model-parallel-layout`, e.g. `Et*3|tmL`."""
-    stages = [f"t*{layers}" if layers else "" for layers in sizes.stages]
+def pipeline_layout(args: SimpleNamespace, layout: Layout) -> str:
+    """`layout.stages` in the language of `--pipeline-model-parallel-layout`, e.g. `Et*3|tmL`."""
+    stages = [f"t*{layers}" if layers else "" for layers in layout.stages]
     stages[0] = "E" + stages[0]
     stages[-1] += "m" * (args.mtp_num_layers or 0) + "L"
     return "|".join(stages)
@@ -209,22 +209,22 @@ def yarn_attributes(args: SimpleNamespace) -> dict[str, Any]:
 
 
 def to_store(
-    args: argparse.Namespace | Mapping[str, Any], sizes: ParallelSizes, **changes: Any
+    args: argparse.Namespace | Mapping[str, Any], layout: Layout, **changes: Any
 ) -> argparse.Namespace:
     """The arguments as a checkpoint of this layout stores them, under the names of Megatron-LM's parser."""
     stored = argparse.Namespace(**vars(complete(args)))
-    layers_per_chunk = stored.num_layers // sizes.pp // (sizes.virtual or 1)
-    layout: dict[str, Any] = {
-        "tensor_model_parallel_size": sizes.tp,
-        "pipeline_model_parallel_size": sizes.pp,
-        "virtual_pipeline_model_parallel_size": sizes.virtual,
-        "num_layers_per_virtual_pipeline_stage": layers_per_chunk if sizes.virtual else None,
-        "expert_model_parallel_size": sizes.ep,
-        "expert_tensor_parallel_size": sizes.expert_tp,
-        "context_parallel_size": sizes.cp,
+    layers_per_chunk = stored.num_layers // layout.pp // (layout.virtual or 1)
+    spelled: dict[str, Any] = {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.virtual,
+        "num_layers_per_virtual_pipeline_stage": layers_per_chunk if layout.virtual else None,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "context_parallel_size": layout.cp,
     }
-    if sizes.stages:
-        layout["pipeline_model_parallel_layout"] = pipeline_layout(complete(args), sizes)
-    for name, value in {**layout, **changes}.items():
+    if layout.stages:
+        spelled["pipeline_model_parallel_layout"] = pipeline_layout(complete(args), layout)
+    for name, value in {**spelled, **changes}.items():
         setattr(stored, name, value)
     return stored

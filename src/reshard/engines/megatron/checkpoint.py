@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from reshard.algebra.layout import Layout
 from reshard.engines.megatron import te_names
-from reshard.engines.megatron.parallel import ParallelSizes, supported
+from reshard.engines.megatron.parallel import supported
 from reshard.engines.megatron.unpickle import inert_pickle
 
 Format = Literal["torch_dist", "torch"]
@@ -153,7 +154,7 @@ def load_run(
     scheduler: Any,
     *,
     only: Only = every,
-    random_states: ParallelSizes | None = None,
+    random_states: Layout | None = None,
 ) -> Mismatch:
     """Fill weights, optimizer and scheduler from torch_dist, as `load_checkpoint` of Megatron-LM does; collective.
 
@@ -277,7 +278,7 @@ def save_checkpoint(
     iteration: int,
     chunks: list[Any],
     args: argparse.Namespace,
-    sizes: ParallelSizes,
+    layout: Layout,
     *,
     optimizer: Any = None,
     scheduler: Any = None,
@@ -298,7 +299,7 @@ def save_checkpoint(
         folder.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
     if options.format == "torch_dist":
-        write_torch_dist(folder, state, chunks, sizes, optimizer, scheduler, options)
+        write_torch_dist(folder, state, chunks, layout, optimizer, scheduler, options)
     else:
         _save_legacy(folder, state, chunks, optimizer, scheduler)
     torch.distributed.barrier()
@@ -313,7 +314,7 @@ def write_torch_dist(
     folder: Path,
     state: dict[str, Any],
     chunks: list[Any],
-    sizes: ParallelSizes,
+    layout: Layout,
     optimizer: Any,
     scheduler: Any,
     options: SaveOptions,
@@ -333,7 +334,7 @@ def write_torch_dist(
     if optimizer is not None:
         state["optimizer"] = _sharded_optimizer(optimizer, state, metadata)
         state["opt_param_scheduler"] = scheduler.state_dict()
-    state["rng_state"] = _sharded_random_state(sizes)
+    state["rng_state"] = _sharded_random_state(layout)
     state["num_floating_point_operations_so_far"] = 0.0
     strategy = get_default_save_sharded_strategy("torch_dist")
     if options.fully_parallel:
@@ -410,18 +411,18 @@ def _set_random_state(state: dict[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
 
 
-def _sharded_random_state(sizes: ParallelSizes) -> Any:
+def _sharded_random_state(layout: Layout) -> Any:
     """One object per (pipeline, tensor) rank; with expert parallelism per data parallel rank too."""
     from megatron.core import parallel_state as ps
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     pipeline, tensor = ps.get_pipeline_model_parallel_rank(), ps.get_tensor_model_parallel_rank()
     data = ps.get_data_parallel_rank(with_context_parallel=True)
-    if sizes.ep > 1:
-        shape = (sizes.pp, sizes.tp, ps.get_data_parallel_world_size(with_context_parallel=True))
+    if layout.ep > 1:
+        shape = (layout.pp, layout.tp, ps.get_data_parallel_world_size(with_context_parallel=True))
         return ShardedObject("rng_state", random_state(), shape, (pipeline, tensor, data), replica_id=0)
     return ShardedObject(
-        "rng_state", random_state(), (sizes.pp, sizes.tp), (pipeline, tensor), replica_id=data
+        "rng_state", random_state(), (layout.pp, layout.tp), (pipeline, tensor), replica_id=data
     )
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from reshard.algebra.layout import Layout
 from reshard.engines.megatron import parallel
 from reshard.engines.megatron.arguments import one_expert_at_a_time
 from reshard.engines.megatron.checkpoint import Mismatch, load_weights
 from reshard.engines.megatron.model import Spec, build_model
-from reshard.engines.megatron.parallel import Layout, ParallelSizes
 from reshard.engines.megatron.session import run_ranks
 from reshard.errors import Problem, ReshardError
 
@@ -57,9 +57,9 @@ def megatron_logits(
     folder = Path(checkpoint)
     if spec == "local":
         args = one_expert_at_a_time(args)
-    sizes = ParallelSizes.of(layout)
+    layout = layout or Layout()
     ranks = run_ranks(
-        sizes.world_size, _rank_logits, folder, tokens, args, sizes, spec, strict, timeout=timeout
+        layout.world_size, _rank_logits, folder, tokens, args, layout, spec, strict, timeout=timeout
     )
     mismatch = Mismatch.union([found for found, _ in ranks])
     if strict and (mismatch.missing or mismatch.unexpected):
@@ -87,7 +87,7 @@ def _rank_logits(
     folder: Path,
     tokens: Tokens,
     args: argparse.Namespace | Mapping[str, Any],
-    sizes: ParallelSizes,
+    layout: Layout,
     spec: Spec,
     strict: bool,
 ) -> tuple[Mismatch, list[npt.NDArray[np.float32]]]:
@@ -95,19 +95,19 @@ def _rank_logits(
     import torch
     from megatron.core import parallel_state as ps
 
-    parallel.initialize(sizes, seed=0)
-    chunks = build_model(args, sizes, spec=spec)
+    parallel.initialize(layout, seed=0)
+    chunks = build_model(args, layout, spec=spec)
     mismatch = load_weights(chunks, folder)
     gathered: list[Mismatch] = [Mismatch()] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, mismatch)
     if strict and any(found.missing or found.unexpected for found in gathered):
         return mismatch, []
-    outputs = forward_logits(chunks, torch.from_numpy(np.asarray(tokens, dtype=np.int64)), sizes)
+    outputs = forward_logits(chunks, torch.from_numpy(np.asarray(tokens, dtype=np.int64)), layout)
     first = ps.get_tensor_model_parallel_rank() == 0 and ps.get_data_parallel_rank() == 0
     return mismatch, [output.numpy() for output in outputs] if first else []
 
 
-def forward_logits(chunks: list[Any], tokens: Any, sizes: ParallelSizes) -> list[Any]:
+def forward_logits(chunks: list[Any], tokens: Any, layout: Layout) -> list[Any]:
     """The logits of each multi-token prediction layer and then of the model itself, each [batch, sequence, V].
 
     Collective; empty on ranks without the head. Every sequence is a microbatch of its own, since the interleaved
@@ -117,7 +117,7 @@ def forward_logits(chunks: list[Any], tokens: Any, sizes: ParallelSizes) -> list
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     batch, length = tokens.shape
-    microbatches = -(-batch // sizes.pp) * sizes.pp if sizes.virtual else batch
+    microbatches = -(-batch // layout.pp) * layout.pp if layout.virtual else batch
     sequences = [tokens[min(index, batch - 1)].unsqueeze(0) for index in range(microbatches)]
     heads = [chunk.output_layer for chunk in chunks if chunk.post_process]
     collected: list[Any] = []

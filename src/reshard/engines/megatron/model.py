@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal
 
+from reshard.algebra.layout import Layout
 from reshard.engines.megatron.arguments import complete, config_fields, stage_sizes, yarn_attributes
-from reshard.engines.megatron.parallel import ParallelSizes, supported
+from reshard.engines.megatron.parallel import supported
 from reshard.errors import ReshardError
 
 Spec = Literal["local", "te"]
@@ -22,7 +23,7 @@ Spec = Literal["local", "te"]
 
 def build_model(
     args: argparse.Namespace | Mapping[str, Any],
-    sizes: ParallelSizes,
+    layout: Layout,
     *,
     spec: Spec = "local",
     dtype: Any = None,
@@ -37,8 +38,8 @@ def build_model(
     Megatron's process groups must exist (`parallel.initialize`).
     """
     full = complete(args)
-    config = build_config(full, sizes, spec=spec, dtype=dtype, training=training, settings=settings)
-    chunks = [_build_chunk(full, config, spec, stage) for stage in _virtual_stages(sizes)]
+    config = build_config(full, layout, spec=spec, dtype=dtype, training=training, settings=settings)
+    chunks = [_build_chunk(full, config, spec, stage) for stage in _virtual_stages(layout)]
     for chunk in chunks:
         chunk.train(training)
     return chunks
@@ -46,7 +47,7 @@ def build_model(
 
 def build_config(
     args: SimpleNamespace,
-    sizes: ParallelSizes,
+    layout: Layout,
     *,
     spec: Spec,
     dtype: Any,
@@ -60,8 +61,8 @@ def build_config(
     config_class = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     dtype = dtype or torch.float32
     # Only training with experts and TP > 1 insists on sequence parallelism; without it any length will do.
-    sequence_parallel = training and sizes.tp > 1 and args.num_experts is not None
-    decisive = stage_sizes(args, sizes)
+    sequence_parallel = training and layout.tp > 1 and args.num_experts is not None
+    decisive = stage_sizes(args, layout)
     if getattr(args, "moe_shared_expert_gate", False):
         decisive["moe_shared_expert_gate"] = True  # from 0.16 on; before, a spec of one's own had it
     if getattr(args, "no_rope_freq", None):
@@ -75,7 +76,7 @@ def build_config(
     fields = {
         **config_fields(args, config_class),
         **decisive,
-        **_parallel_fields(args, sizes),
+        **_parallel_fields(args, layout),
         **_plain_fields(),
         "sequence_parallel": sequence_parallel,
         "params_dtype": dtype,
@@ -91,18 +92,18 @@ def build_config(
     return config
 
 
-def _parallel_fields(args: SimpleNamespace, sizes: ParallelSizes) -> dict[str, Any]:
+def _parallel_fields(args: SimpleNamespace, layout: Layout) -> dict[str, Any]:
     return {
-        "tensor_model_parallel_size": sizes.tp,
-        "pipeline_model_parallel_size": sizes.pp,
-        "virtual_pipeline_model_parallel_size": sizes.virtual,
-        "expert_model_parallel_size": sizes.ep if args.num_experts else 1,
-        "expert_tensor_parallel_size": sizes.expert_tp,
-        "context_parallel_size": sizes.cp,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.virtual,
+        "expert_model_parallel_size": layout.ep if args.num_experts else 1,
+        "expert_tensor_parallel_size": layout.etp,
+        "context_parallel_size": layout.cp,
         "moe_token_dispatcher_type": "alltoall",
         # Between two interleaved stages, a batch of sends and receives would mistake gradients for activations.
-        "overlap_p2p_comm": sizes.virtual is not None,
-        "batch_p2p_comm": sizes.virtual is None,
+        "overlap_p2p_comm": layout.virtual is not None,
+        "batch_p2p_comm": layout.virtual is None,
     }
 
 
@@ -126,8 +127,8 @@ def _plain_fields() -> dict[str, Any]:
     }
 
 
-def _virtual_stages(sizes: ParallelSizes) -> list[int | None]:
-    return list(range(sizes.virtual)) if sizes.virtual else [None]
+def _virtual_stages(layout: Layout) -> list[int | None]:
+    return list(range(layout.virtual)) if layout.virtual else [None]
 
 
 def _build_chunk(args: SimpleNamespace, config: Any, spec: Spec, stage: int | None) -> Any:

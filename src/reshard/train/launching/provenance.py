@@ -47,9 +47,9 @@ def words_of(run: Run, *, resume: bool = False) -> list[str]:
     words += ["-o", str(run.output)]
     words += ["--engine", run.engine] if run.engine != "trl" else []
     words += ["--lora"] if run.lora else []
-    words += ["--parallel", run.spread.kind] if run.spread.kind not in ("ddp", "tp") else []
+    words += ["--parallel", run.parallel] if run.parallel not in ("ddp", "tp") else []
     for name in ("tp", "pp", "vpp", "ep", "cp"):
-        size = getattr(run.spread, name)
+        size = getattr(run.layout, name)
         words += [f"--{name}", str(size)] if size > 1 else []
     for name in FLAGS:
         value = getattr(run.ranks, name)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from reshard.algebra.layout import Layout
 from reshard.errors import Problem, ReshardError
 from reshard.train.engine import Batches, Precision
 from reshard.train.megatron.options import Options, read
-from reshard.train.run import Run, Spread
+from reshard.train.run import Run
 
 USUAL = 16
 """Sequences of a step where nothing is said."""
@@ -29,17 +30,17 @@ class Steps:
         return self.sequences // (self.micro * self.replicas)
 
 
-def steps_of(options: Options, spread: Spread, world_size: int, sequences: int) -> Steps:
+def steps_of(options: Options, layout: Layout, world_size: int, sequences: int) -> Steps:
     """The steps of a run over `sequences` of data. Raises ReshardError naming all that does not come out."""
-    check_ranks(options, spread, world_size)
-    replicas = spread.replicas(world_size)
-    unit = options.micro_batch_size * replicas * (spread.pp if spread.vpp > 1 else 1)
+    check_ranks(options, layout, world_size)
+    replicas = layout.replicas(world_size)
+    unit = options.micro_batch_size * replicas * (layout.pp if layout.vpp > 1 else 1)
     size = options.global_batch_size or -(-USUAL // unit) * unit
     if size % unit:
         below = size // unit * unit
         raise ReshardError(
             "the sequences of a step do not divide over the ranks",
-            rule="micro_batch_size × data parallel ranks" + (" × pp, with virtual stages" * (spread.vpp > 1)),
+            rule="micro_batch_size × data parallel ranks" + (" × pp, with virtual stages" * (layout.vpp > 1)),
             expected=f"a multiple of {unit}",
             found=f"global_batch_size {size}",
             remedy=f"choose --global_batch_size {below + unit}" + (f" or {below}" if below else ""),
@@ -64,45 +65,45 @@ def schedule(options: Options, steps: Steps) -> tuple[int, int]:
     return decay, warmup
 
 
-def check_ranks(options: Options, spread: Spread, world_size: int) -> None:
+def check_ranks(options: Options, layout: Layout, world_size: int) -> None:
     """Refuse ranks, or a length, that do not divide over the layout. Raises ReshardError."""
     problems = []
-    model_ranks = spread.tp * spread.pp * spread.cp
+    model_ranks = layout.tp * layout.pp * layout.cp
     if world_size % model_ranks:
         problems.append(
             Problem(
                 "the ranks do not divide over the layout",
                 rule="tp × pp × cp ranks hold the model once",
                 expected=f"a multiple of {model_ranks} processes",
-                found=f"{world_size} process{'es' * (world_size > 1)} for {_sizes(spread)}",
+                found=f"{world_size} process{'es' * (world_size > 1)} for {_sizes(layout)}",
                 remedy=f"give --nproc {model_ranks} or a multiple of it, or choose other sizes",
             )
         )
-    etp = options.expert_tensor_parallel_size or spread.tp
-    if spread.ep > 1 and not problems and world_size // spread.pp % (spread.ep * etp):
+    etp = options.expert_tensor_parallel_size or layout.tp
+    if layout.ep > 1 and not problems and world_size // layout.pp % (layout.ep * etp):
         problems.append(
             Problem(
                 "the ranks of a stage do not divide over the experts",
                 rule="ep × expert_tensor_parallel_size ranks hold all experts once",
-                expected=f"a multiple of {spread.ep * etp} ranks of a stage",
-                found=f"{world_size // spread.pp} ranks of a stage, --ep {spread.ep}, experts on {etp} tensor ranks",
+                expected=f"a multiple of {layout.ep * etp} ranks of a stage",
+                found=f"{world_size // layout.pp} ranks of a stage, --ep {layout.ep}, experts on {etp} tensor ranks",
                 remedy="choose another --ep, or --expert_tensor_parallel_size 1",
             )
         )
-    problems += _length_problems(options, spread)
+    problems += _length_problems(options, layout)
     if problems:
         raise ReshardError(problems)
 
 
-def _sizes(spread: Spread) -> str:
+def _sizes(layout: Layout) -> str:
     return " ".join(
-        f"--{name} {getattr(spread, name)}" for name in ("tp", "pp", "cp") if getattr(spread, name) > 1
+        f"--{name} {getattr(layout, name)}" for name in ("tp", "pp", "cp") if getattr(layout, name) > 1
     )
 
 
-def _length_problems(options: Options, spread: Spread) -> list[Problem]:
+def _length_problems(options: Options, layout: Layout) -> list[Problem]:
     length = options.seq_length or 0
-    cut = spread.tp * spread.cp * (2 if spread.cp > 1 else 1)
+    cut = layout.tp * layout.cp * (2 if layout.cp > 1 else 1)
     if length % cut == 0:
         return []
     return [
@@ -119,14 +120,14 @@ def _length_problems(options: Options, spread: Spread) -> list[Problem]:
 def batches(run: Run, world_size: int, samples: int) -> Batches:
     """The arithmetic of a run. Packed samples share sequences: how many is counted on the first of them."""
     options = read(run)
-    if run.spread.cp > 1 or options.transformer_impl:
-        uses_transformer_engine(options, run.spread)
+    if run.layout.cp > 1 or options.transformer_impl:
+        uses_transformer_engine(options, run.layout)
     sequences = samples
     if options.pack and not options.train_iters:
         from reshard.train.megatron.rows import forecast
 
         sequences = forecast(run, options, samples)
-    steps = steps_of(options, run.spread, world_size, sequences)
+    steps = steps_of(options, run.layout, world_size, sequences)
     schedule(options, steps)
     return Batches(
         per_device=steps.micro,
@@ -168,7 +169,7 @@ def has_gpu() -> bool:
     return bool(torch.cuda.is_available())
 
 
-def uses_transformer_engine(options: Options, spread: Spread) -> bool:
+def uses_transformer_engine(options: Options, layout: Layout) -> bool:
     """Whose layers are built. Raises ReshardError for what those cannot do."""
     there = _has_transformer_engine()
     wanted = options.transformer_impl or ("transformer_engine" if there and has_gpu() else "local")
@@ -178,11 +179,11 @@ def uses_transformer_engine(options: Options, spread: Spread) -> bool:
             found="--transformer_impl transformer_engine",
             remedy="pip install transformer_engine[pytorch], or --transformer_impl local",
         )
-    if wanted == "local" and spread.cp > 1:
+    if wanted == "local" and layout.cp > 1:
         raise ReshardError(
             "context parallel attention needs TransformerEngine",
             rule="the attention of the local spec sees the whole sequence on each rank",
-            found=f"--cp {spread.cp} with the local spec",
+            found=f"--cp {layout.cp} with the local spec",
             remedy="leave out --cp, or install TransformerEngine on a machine with GPUs",
         )
     return wanted == "transformer_engine"

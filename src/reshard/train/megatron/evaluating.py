@@ -41,8 +41,8 @@ class Evaluations:
         """The microbatches of this replica. What lacks in the last ones are rows of which nothing is learned."""
         from megatron.core import parallel_state as ps
 
-        steps, spread = self._trainee.steps, self._trainee.run.spread
-        unit = steps.micro * steps.replicas * (spread.pp if spread.vpp > 1 else 1)
+        steps, layout = self._trainee.steps, self._trainee.run.layout
+        unit = steps.micro * steps.replicas * (layout.pp if layout.vpp > 1 else 1)
         first = steps.micro * ps.get_data_parallel_rank()
         for at in range(first, -(-len(self._rows) // unit) * unit, steps.micro * steps.replicas):
             part = self._rows[at : at + steps.micro]

@@ -23,14 +23,14 @@ def train(run: Run, monitor: Monitor) -> Trained:
     import torch
 
     options = read(run)
-    transformer_engine = uses_transformer_engine(options, run.spread)
+    transformer_engine = uses_transformer_engine(options, run.layout)
     alone = not torch.distributed.is_initialized()
     sizes = start(run, options)
     weights = open_weights(run, options, transformer_engine)
     vocab = weights.model.dims.vocab
     data = _rows(run, options, vocab, monitor)
     held_out = _rows(evaluated(run), options, vocab, monitor, "to evaluate on: ") if run.eval_data else None
-    steps = steps_of(options, run.spread, torch.distributed.get_world_size(), len(data))
+    steps = steps_of(options, run.layout, torch.distributed.get_world_size(), len(data))
     trainee = prepare(run, options, steps, sizes, weights, transformer_engine)
     monitor.note(proof.assert_plan(trainee))
     if run.lora and weights.model.dims.experts:

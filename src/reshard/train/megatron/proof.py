@@ -38,7 +38,7 @@ def assert_plan(trainee: Trainee) -> str:
         raise ReshardError(problems)
     held, trained = max(each.all for each in counts), max(each.trained for each in counts)
     return (
-        f"{len(found)} ranks, {trainee.run.spread}: {trainee.weights.parameters:,} parameters, at most {held:,} on a "
+        f"{len(found)} ranks, {trainee.run.layout}: {trainee.weights.parameters:,} parameters, at most {held:,} on a "
         f"rank, of which {trained:,} are trained"
     )
 
@@ -47,15 +47,15 @@ def _ranks(trainee: Trainee) -> Iterator[Problem]:
     import torch
     from megatron.core import parallel_state as ps
 
-    spread, world = trainee.run.spread, torch.distributed.get_world_size()
+    layout, world = trainee.run.layout, torch.distributed.get_world_size()
     sizes = {
         "WORLD_SIZE": (int(os.environ.get("WORLD_SIZE", world)), world),
-        "tensor parallel": (spread.tp, ps.get_tensor_model_parallel_world_size()),
-        "pipeline parallel": (spread.pp, ps.get_pipeline_model_parallel_world_size()),
-        "expert parallel": (spread.ep, ps.get_expert_model_parallel_world_size()),
-        "context parallel": (spread.cp, ps.get_context_parallel_world_size()),
+        "tensor parallel": (layout.tp, ps.get_tensor_model_parallel_world_size()),
+        "pipeline parallel": (layout.pp, ps.get_pipeline_model_parallel_world_size()),
+        "expert parallel": (layout.ep, ps.get_expert_model_parallel_world_size()),
+        "context parallel": (layout.cp, ps.get_context_parallel_world_size()),
         "data parallel": (trainee.steps.replicas, ps.get_data_parallel_world_size()),
-        "virtual stages": (spread.vpp, len(trainee.chunks)),
+        "virtual stages": (layout.vpp, len(trainee.chunks)),
     }
     for name, (wanted, found) in sizes.items():
         if wanted != found:

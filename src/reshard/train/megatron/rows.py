@@ -126,7 +126,7 @@ def make_rows(run: Run, options: Options, limit: int | None = None) -> tuple[Row
     """The rows of the first `limit` records, or of all. Raises ReshardError if nothing is left to learn."""
     counts = Counts()
     length = options.seq_length or 0
-    unit = 2 * run.spread.cp if run.spread.cp > 1 else 1
+    unit = 2 * run.layout.cp if run.layout.cp > 1 else 1
     records = read_records(run.data, run.method)
     taken = records if limit is None else islice(records, limit)
     samples = samples_of(taken, load_tokenizer(run.model))
@@ -143,7 +143,7 @@ def make_rows(run: Run, options: Options, limit: int | None = None) -> tuple[Row
 
 def forecast(run: Run, options: Options, samples: int) -> int:
     """How many rows `samples` records will give; counted, unless there are many."""
-    key = (str(run.model), str(run.data), run.method, options.seq_length, run.spread.cp > 1)
+    key = (str(run.model), str(run.data), run.method, options.seq_length, run.layout.cp > 1)
     if key not in _FORETOLD:
         rows, counts = make_rows(run, options, ENOUGH)
         _FORETOLD[key] = len(rows), counts.samples
@@ -161,7 +161,7 @@ def key_of(run: Run, options: Options) -> str:
     for name, file in sorted(find_companions(run.model).files.items()):
         if name not in ("config.json", "generation_config.json"):
             tokenizer.update(name.encode() + file.read_bytes())
-    facts = [digest(run.data), tokenizer.hexdigest(), options.seq_length, options.pack, run.spread.cp]
+    facts = [digest(run.data), tokenizer.hexdigest(), options.seq_length, options.pack, run.layout.cp]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 

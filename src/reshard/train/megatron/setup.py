@@ -10,7 +10,6 @@ from typing import Any
 from reshard.algebra.layout import Layout
 from reshard.engines.megatron import cpu, parallel
 from reshard.engines.megatron.model import build_model
-from reshard.engines.megatron.parallel import ParallelSizes
 from reshard.train.megatron import lora
 from reshard.train.megatron.batches import Steps, check_ranks, is_half, schedule
 from reshard.train.megatron.load import fill
@@ -26,7 +25,7 @@ class Trainee:
     run: Run
     options: Options
     steps: Steps
-    sizes: ParallelSizes
+    layout: Layout
     at: Coordinates
     weights: Weights
     args: dict[str, Any]
@@ -37,11 +36,11 @@ class Trainee:
     transformer_engine: bool
 
 
-def start(run: Run, options: Options) -> ParallelSizes:
+def start(run: Run, options: Options) -> Layout:
     """Take this rank's device before anything else, and join the others. Raises ReshardError if they are too few."""
     import torch
 
-    if run.spread.tp * run.spread.cp > 1:
+    if run.layout.tp * run.layout.cp > 1:
         # Communication that overlaps with computation relies on the order in which both were started.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if torch.cuda.is_available():
@@ -52,18 +51,10 @@ def start(run: Run, options: Options) -> ParallelSizes:
             "nccl" if torch.cuda.is_available() else "gloo",
             timeout=timedelta(minutes=options.distributed_timeout_minutes),
         )
-    spread = run.spread
-    check_ranks(options, spread, torch.distributed.get_world_size())
-    sizes = ParallelSizes(
-        tp=spread.tp,
-        pp=spread.pp,
-        vpp=spread.vpp,
-        ep=spread.ep,
-        etp=options.expert_tensor_parallel_size,
-        cp=spread.cp,
-    )
-    parallel.initialize(sizes, seed=options.seed, timeout=options.distributed_timeout_minutes)
-    return sizes
+    check_ranks(options, run.layout, torch.distributed.get_world_size())
+    layout = replace(run.layout, etp=options.expert_tensor_parallel_size or run.layout.tp)
+    parallel.initialize(layout, seed=options.seed, timeout=options.distributed_timeout_minutes)
+    return layout
 
 
 def place(layout: Layout) -> Coordinates:
@@ -94,14 +85,14 @@ def dtype_of(options: Options) -> Any:
 
 
 def prepare(
-    run: Run, options: Options, steps: Steps, sizes: ParallelSizes, weights: Weights, transformer_engine: bool
+    run: Run, options: Options, steps: Steps, layout: Layout, weights: Weights, transformer_engine: bool
 ) -> Trainee:
     """Build, fill and wrap the model of this rank, and make its optimizer. Process groups exist."""
     args = {**weights.model.args, "padded_vocab_size": weights.rows}
     args["moe_grouped_gemm"] = (
         options.moe_grouped_gemm is not False and transformer_engine and bool(args.get("num_experts"))
     )
-    chunks = _build(args, options, sizes, transformer_engine)
+    chunks = _build(args, options, layout, transformer_engine)
     modules = [_in_halves(chunk) for chunk in chunks] if is_half(options) else chunks
     at = place(weights.layout)
     fill(chunks, weights, at)
@@ -117,7 +108,7 @@ def prepare(
         run,
         options,
         steps,
-        sizes,
+        layout,
         at,
         weights,
         args,
@@ -139,18 +130,18 @@ def gather_weights(trainee: Trainee) -> None:
             module.start_param_sync(force_sync=True)
 
 
-def _build(args: dict[str, Any], options: Options, sizes: ParallelSizes, transformer_engine: bool) -> Any:
+def _build(args: dict[str, Any], options: Options, layout: Layout, transformer_engine: bool) -> Any:
     import torch
 
     gpu = torch.cuda.is_available()
     chunks = build_model(
         args,
-        _with_stages(sizes, args),
+        _with_stages(layout, args),
         spec="te" if transformer_engine else "local",
         dtype=dtype_of(options),
         training=True,
         settings={
-            **_settings(options, sizes),
+            **_settings(options, layout),
             "moe_grouped_gemm": args["moe_grouped_gemm"],
             "use_cpu_initialization": not gpu,
             "perform_initialization": False,  # every weight is read
@@ -159,12 +150,11 @@ def _build(args: dict[str, Any], options: Options, sizes: ParallelSizes, transfo
     return [chunk.cuda(torch.cuda.current_device()) if gpu else chunk for chunk in chunks]
 
 
-def _with_stages(sizes: ParallelSizes, args: dict[str, Any]) -> ParallelSizes:
-    layout = Layout(sizes.tp, sizes.pp, sizes.vpp or 1, sizes.ep, sizes.expert_tp)
-    return replace(sizes, stages=layout.over(int(args["num_layers"])).stages)
+def _with_stages(layout: Layout, args: dict[str, Any]) -> Layout:
+    return layout.over(int(args["num_layers"]))
 
 
-def _settings(options: Options, sizes: ParallelSizes) -> dict[str, Any]:
+def _settings(options: Options, layout: Layout) -> dict[str, Any]:
     """Fields of TransformerConfig that concern speed, memory and the loss."""
     from megatron.core.transformer.enums import AttnBackend
 
@@ -178,7 +168,7 @@ def _settings(options: Options, sizes: ParallelSizes) -> dict[str, Any]:
         recompute["recompute_num_layers"] = options.recompute_num_layers or 1
     return {
         **recompute,
-        "sequence_parallel": sizes.tp > 1 and options.sequence_parallel is not False,
+        "sequence_parallel": layout.tp > 1 and options.sequence_parallel is not False,
         "calculate_per_token_loss": True,
         "moe_aux_loss_coeff": options.moe_aux_loss_coeff,
         "moe_router_bias_update_rate": options.moe_router_bias_update_rate,

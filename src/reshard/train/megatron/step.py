@@ -114,7 +114,7 @@ def _microbatch(part: Rows, trainee: Trainee) -> Microbatch:
     from megatron.core import parallel_state as ps
 
     flat = trainee.transformer_engine
-    places = _own_places(part, ps.get_context_parallel_rank(), trainee.sizes.cp) if flat else None
+    places = _own_places(part, ps.get_context_parallel_rank(), trainee.layout.cp) if flat else None
 
     def tensor(values: Any) -> Any:
         own = values if places is None else values.reshape(1, -1)[:, places]

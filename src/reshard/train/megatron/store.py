@@ -76,7 +76,7 @@ def save(trainee: Trainee, step: int) -> Path:
         partial,
         state,
         trainee.chunks,
-        trainee.sizes,
+        trainee.layout,
         trainee.optimizer,
         trainee.scheduler,
         PORTABLE,
@@ -135,8 +135,8 @@ def _arguments(trainee: Trainee, step: int) -> Any:
         "params_dtype": dtype,
         "transformer_impl": "transformer_engine" if trainee.transformer_engine else "local",
         "sequence_parallel": trainee.wrapped[0].config.sequence_parallel,
-        "context_parallel_size": trainee.sizes.cp,
-        "expert_tensor_parallel_size": trainee.sizes.expert_tp,
+        "context_parallel_size": trainee.layout.cp,
+        "expert_tensor_parallel_size": trainee.layout.etp,
         "data_parallel_size": steps.replicas,
         "world_size": torch.distributed.get_world_size(),
         "rank": 0,
@@ -154,7 +154,7 @@ def _arguments(trainee: Trainee, step: int) -> Any:
         "dist_ckpt_optim_fully_reshardable": True,
     }
     given = {name: value for name, value in vars(options).items() if name not in _OURS}
-    return to_store(trainee.args, trainee.sizes, **{**given, **of_run})
+    return to_store(trainee.args, trainee.layout, **{**given, **of_run})
 
 
 def resume(trainee: Trainee) -> int:
@@ -178,7 +178,7 @@ def resume(trainee: Trainee) -> int:
         trainee.optimizer,
         trainee.scheduler,
         only=is_adapter if trainee.run.lora else every,
-        random_states=trainee.sizes if same else None,
+        random_states=trainee.layout if same else None,
     )
     lacking = [key for key in (*found.missing, *found.unexpected) if is_adapter(key) or not trainee.run.lora]
     if lacking:

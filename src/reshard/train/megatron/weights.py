@@ -87,16 +87,15 @@ class Weights:
 
 def layout_of(run: Run, options: Options, model: Model) -> Layout:
     """The layout of a run. Raises ReshardError where the sizes of the model do not divide."""
-    spread = run.spread
-    etp = (options.expert_tensor_parallel_size or spread.tp) if model.dims.experts else 1
-    layout = Layout(spread.tp, spread.pp, spread.vpp, spread.ep, etp).over(model.dims.layers)
+    etp = (options.expert_tensor_parallel_size or run.layout.tp) if model.dims.experts else 1
+    layout = replace(run.layout, etp=etp, cp=1).over(model.dims.layers)
     check_layout(model, layout)
-    if model.dims.experts and layout.ep == 1 and etp != spread.tp:
+    if model.dims.experts and layout.ep == 1 and etp != layout.tp:
         raise ReshardError(
             "experts that every tensor parallel rank holds whole would drift apart",
             rule="megatron-core sums the gradients of experts over tensor parallel ranks only where --ep spreads them",
-            found=f"--tp {spread.tp}, --ep 1, expert_tensor_parallel_size {etp}",
-            remedy=f"add --ep {spread.tp}, or leave out --expert_tensor_parallel_size",
+            found=f"--tp {layout.tp}, --ep 1, expert_tensor_parallel_size {etp}",
+            remedy=f"add --ep {layout.tp}, or leave out --expert_tensor_parallel_size",
         )
     return layout
 

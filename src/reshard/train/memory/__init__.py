@@ -127,9 +127,9 @@ def _candidates(run: Run, world_size: int) -> Iterator[tuple[tuple[str, ...], Ru
     of_engine = megatron if run.engine == "megatron" else trl
     nothing: dict[str, object] = {}
     for batch in (nothing, of_engine.smaller_batch(run)):
-        for flags, spread in (((), run.spread), *of_engine.spreads(run, world_size)):
+        for flags, other in (((), run), *of_engine.parallelisms(run, world_size)):
             for saving in of_engine.savings(run):
                 options = {**saving, **batch}
                 if flags or options:
                     words = tuple(f"--{name} {value}" for name, value in options.items())
-                    yield (*flags, *words), replace(run, spread=spread, options={**run.options, **options})
+                    yield (*flags, *words), replace(other, options={**run.options, **options})

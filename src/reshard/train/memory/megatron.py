@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from reshard.train.engine import Batches, Precision
 from reshard.train.memory import activations
 from reshard.train.memory.activations import Kept, Widths
-from reshard.train.run import Run, Spread
+from reshard.train.run import Run
 
 if TYPE_CHECKING:
     from reshard.train.megatron.options import Options
@@ -45,7 +45,7 @@ def parts(
     widths = replace(Widths.of(weights.model.config), vocab=weights.rows)
     kept = _kept(run, options, precision, transformer_engine, gpu=gpu)
     found = []
-    for stage in range(run.spread.pp):
+    for stage in range(run.layout.pp):
         held = _held(weights, options, stage, lora=run.lora)
         always = _states(run, options, held, precision, world_size)
         found.append((always, _step(run, batches, options, widths, kept, held, stage)))
@@ -91,10 +91,10 @@ def _adapter(name: str, shape: tuple[int, ...], options: Options, tp: int) -> in
 
 def _states(run: Run, options: Options, held: _Held, precision: Precision, world_size: int) -> dict[str, int]:
     """Gradients lie in a buffer that is not spread; the optimizer's states are, with the distributed optimizer."""
-    spread = run.spread
-    etp = options.expert_tensor_parallel_size or spread.tp
-    copies = max(world_size // (spread.tp * spread.pp), 1)
-    expert_copies = max(world_size // (spread.pp * spread.ep * etp), 1)
+    layout = run.layout
+    etp = options.expert_tensor_parallel_size or layout.tp
+    copies = max(world_size // (layout.tp * layout.pp), 1)
+    expert_copies = max(world_size // (layout.pp * layout.ep * etp), 1)
     if not options.use_distributed_optimizer:
         copies = expert_copies = 1
     dense, experts = (held.adapters, 0) if run.lora else (held.dense, held.experts)
@@ -115,8 +115,8 @@ def _kept(run: Run, options: Options, precision: Precision, transformer_engine: 
         residual=computed,
         frozen=run.lora,
         repeated=not transformer_engine,
-        tp=run.spread.tp,
-        sp=run.spread.tp if options.sequence_parallel is not False else 1,
+        tp=run.layout.tp,
+        sp=run.layout.tp if options.sequence_parallel is not False else 1,
         scores=0 if transformer_engine else 4 + 2 * (computed == 2),
         fused=gpu,
         joined=True,
@@ -137,11 +137,11 @@ def _step(
         again = widths.heads * kept.scores * length // kept.tp
     else:
         layers, again = activations.of_layers(own, kept, length), 0
-    tokens = batches.per_device * length // run.spread.cp
+    tokens = batches.per_device * length // run.layout.cp
     step = {"activations": tokens * (round(layers * _in_flight(run, batches, stage)) + again)}
-    if stage == run.spread.pp - 1:
+    if stage == run.layout.pp - 1:
         step["activations"] += tokens * activations.of_ends(widths, kept)
-        step["logits"] = tokens * (widths.vocab // run.spread.tp) * (2 * kept.computed + 4)
+        step["logits"] = tokens * (widths.vocab // run.layout.tp) * (2 * kept.computed + 4)
     return step
 
 
@@ -151,16 +151,16 @@ def _in_flight(run: Run, batches: Batches, stage: int) -> float:
     One forward, one backward (Narayanan et al. 2021, section 2.2): the first stage has begun as many as there are
     stages before the first comes back. With virtual stages it has begun more chunks, each a part of its layers.
     """
-    pp, vpp = run.spread.pp, run.spread.vpp
+    pp, vpp = run.layout.pp, run.layout.vpp
     if vpp == 1:
         return float(min(pp - stage, batches.accumulation))
     chunks = min((pp - stage - 1) * 2 + (vpp - 1) * pp + 1, batches.accumulation * vpp)
-    return chunks / vpp
+    return float(chunks / vpp)
 
 
-def spreads(run: Run, world_size: int) -> Iterator[tuple[tuple[str, ...], Spread]]:
+def parallelisms(run: Run, world_size: int) -> Iterator[tuple[tuple[str, ...], Run]]:
     """Other layouts of the same ranks: more tensor parallelism inside a node, then pipeline stages, experts first."""
-    now = run.spread
+    now = run.layout
     sizes = [2**power for power in range(8) if world_size % 2**power == 0]
     found = [
         replace(now, tp=tp, pp=pp, ep=ep)
@@ -177,7 +177,7 @@ def spreads(run: Run, world_size: int) -> Iterator[tuple[tuple[str, ...], Spread
     for other in sorted(found, key=lambda each: (prod((each.tp, each.pp, each.ep)), each.pp)):
         changed = {name: getattr(other, name) for name in ("tp", "pp", "ep")}
         words = tuple(f"--{name} {size}" for name, size in changed.items() if size != getattr(now, name))
-        yield words, other
+        yield words, replace(run, layout=other)
 
 
 def _has_experts(run: Run) -> bool:

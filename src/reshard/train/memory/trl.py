@@ -11,12 +11,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from reshard.algebra.layout import Layout
 from reshard.errors import ReshardError
 from reshard.formats.companions import read_object
 from reshard.train.engine import Batches, Precision, engine_of
 from reshard.train.memory import activations
 from reshard.train.memory.activations import Kept, Widths
-from reshard.train.run import Run, Spread
+from reshard.train.run import Run
 from reshard.train.trl.config_fields import LORA
 
 HEAD_TOKENS, HEAD_COLUMNS = 4096, 32768
@@ -184,11 +185,11 @@ class _Case:
 
     @property
     def kind(self) -> str:
-        return self.run.spread.kind
+        return self.run.parallel
 
     @property
     def tp(self) -> int:
-        return self.run.spread.tp if self.kind == "tp" else 1
+        return self.run.layout.tp if self.kind == "tp" else 1
 
     @property
     def shared(self) -> int:
@@ -319,7 +320,7 @@ def _generation(case: _Case) -> dict[str, int]:
     return {"keys and values": tokens * width * case.precision.activations // case.tp}
 
 
-def spreads(run: Run, world_size: int) -> Iterator[tuple[tuple[str, ...], Spread]]:
+def parallelisms(run: Run, world_size: int) -> Iterator[tuple[tuple[str, ...], Run]]:
     """Other ways to spread the model over the same ranks, those that cost least first."""
     later = {
         "ddp": ("fsdp2", "zero2", "zero3"),
@@ -328,11 +329,11 @@ def spreads(run: Run, world_size: int) -> Iterator[tuple[tuple[str, ...], Spread
         "zero3": (),
         "tp": (),
     }
-    for kind in later[run.spread.kind] if world_size > 1 else ():
+    for kind in later[run.parallel] if world_size > 1 else ():
         if not kind.startswith("zero") or find_spec("deepspeed"):
-            yield (f"--parallel {kind}",), replace(run.spread, kind=kind, tp=1)
-    if world_size > 1 and run.spread.kind == "tp":
-        yield ("--parallel fsdp2",), replace(run.spread, kind="fsdp2", tp=1)
+            yield (f"--parallel {kind}",), replace(run, parallel=kind)
+    if world_size > 1 and run.parallel == "tp":
+        yield ("--parallel fsdp2",), replace(run, parallel="fsdp2", layout=Layout())
 
 
 def savings(run: Run) -> Iterator[dict[str, object]]:

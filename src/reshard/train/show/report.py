@@ -133,7 +133,7 @@ def _record(record: Mapping[str, Any]) -> Iterator[str]:
         yield _table(_TITLES.get(name, name), rows)
 
 
-_INLINE = ("spread", "ranks")
+_INLINE = ("layout", "ranks")
 _TITLES = {
     "options": "Options of the engine",
     "lengths": "The data, in records and tokens",

@@ -15,7 +15,7 @@ def arguments_of(run: Run, options: Mapping[str, Any]) -> Any:
     own = {name: value for name, value in options.items() if name not in (*LORA, *MODEL)}
     stated = _stated(run, own)
     if run.method == "grpo" and stated.get("generation_batch_size"):
-        stated["generation_batch_size"] = int(stated["generation_batch_size"]) * run.spread.tp
+        stated["generation_batch_size"] = int(stated["generation_batch_size"]) * run.layout.tp
     arguments = config_class(run.method)(
         **stated,
         output_dir=str(run.output),
@@ -26,7 +26,7 @@ def arguments_of(run: Run, options: Mapping[str, Any]) -> Any:
         arguments.fsdp_plugin_args["mixed_precision_policy"] = policy
     if run.method == "grpo":
         # TRL counts tensor parallel ranks as if each saw other prompts, and would skip some and repeat others.
-        arguments.generation_batch_size //= run.spread.tp
+        arguments.generation_batch_size //= run.layout.tp
     return arguments
 
 

@@ -20,7 +20,7 @@ def batches_of(run: Run, options: Mapping[str, Any], world_size: int, samples: i
     problems = [*_ranks(run, world_size)]
     if problems:
         raise ReshardError(problems)
-    replicas = run.spread.replicas(world_size)
+    replicas = run.layout.replicas(world_size)
     per_device = int(options["per_device_train_batch_size"])
     accumulation = int(options["gradient_accumulation_steps"])
     step = per_device * accumulation * replicas
@@ -37,18 +37,18 @@ def batches_of(run: Run, options: Mapping[str, Any], world_size: int, samples: i
 
 
 def _ranks(run: Run, world_size: int) -> Iterator[Problem]:
-    if world_size % run.spread.tp:
+    if world_size % run.layout.tp:
         yield Problem(
             "the ranks cannot be divided into tensor parallel groups",
-            found=f"{world_size} ranks, --tp {run.spread.tp}",
-            remedy=f"give --nproc {run.spread.tp}, or let --tp be a divisor of {world_size}",
+            found=f"{world_size} ranks, --tp {run.layout.tp}",
+            remedy=f"give --nproc {run.layout.tp}, or let --tp be a divisor of {world_size}",
         )
-    elif run.spread.kind == "tp" and run.spread.tp != world_size:
+    elif run.parallel == "tp" and run.layout.tp != world_size:
         yield from _beside_tensor_parallelism(run, world_size)
-    if run.spread.ep not in (1, run.spread.tp):
+    if run.layout.ep not in (1, run.layout.tp):
         yield Problem(
             "TRL spreads experts over the tensor parallel ranks",
-            found=f"--ep {run.spread.ep} with --tp {run.spread.tp}",
+            found=f"--ep {run.layout.ep} with --tp {run.layout.tp}",
             remedy="give --parallel tp with --tp and --ep alike, or use --engine megatron",
         )
 
@@ -58,15 +58,15 @@ def _beside_tensor_parallelism(run: Run, world_size: int) -> Iterator[Problem]:
     wrong = {
         "--lora": run.lora,  # adapters are made when the model is sharded: nobody averages their gradients
         "grpo": run.method == "grpo",
-        f"--ep {run.spread.ep}": run.spread.ep > 1,
+        f"--ep {run.layout.ep}": run.layout.ep > 1,
         "--eval-data": run.eval_data is not None,  # accelerate counts some of the records twice
         "a head that is tied to the embedding": _is_tied(run),  # its second step has another loss
     }
     for what in (name for name, asked in wrong.items() if asked):
         yield Problem(
             f"{what} is not tensor parallel and data parallel at once here",
-            found=f"{world_size} ranks, --tp {run.spread.tp}",
-            remedy=f"give --nproc {run.spread.tp} or --tp {world_size}; or use --parallel fsdp2",
+            found=f"{world_size} ranks, --tp {run.layout.tp}",
+            remedy=f"give --nproc {run.layout.tp} or --tp {world_size}; or use --parallel fsdp2",
         )
 
 
@@ -154,9 +154,9 @@ def precision_of(run: Run, options: Mapping[str, Any]) -> Precision:
     what FSDP2 trains in mixed precision.
     """
     mixed = bool(options["bf16"] or options["fp16"])
-    raised = run.lora or (run.spread.kind == "fsdp2" and mixed)
+    raised = run.lora or (run.parallel == "fsdp2" and mixed)
     weights = 4 if raised else BYTES.get(str(options["dtype"]), 4)
-    copies = 4 if run.spread.kind.startswith("zero") and weights == 2 else 0
+    copies = 4 if run.parallel.startswith("zero") and weights == 2 else 0
     moments = 8 if copies else 2 * weights
     return Precision(
         weights=weights,

@@ -57,11 +57,11 @@ def _world(trainer: Any) -> Iterator[Problem]:
 
 def _is_shared(run: Run) -> bool:
     """Whether groups of tensor parallel ranks share the model by FSDP2."""
-    return run.spread.kind == "tp" and world_size() > run.spread.tp
+    return run.parallel == "tp" and world_size() > run.layout.tp
 
 
 def _wrapper(run: Run, trainer: Any) -> Iterator[Problem]:
-    kind = run.spread.kind
+    kind = run.parallel
     asked = "FSDPModule" if _is_shared(run) else WRAPPERS.get(kind)
     found = [name for name in dict.fromkeys(WRAPPERS.values()) if _is(trainer.model_wrapped, name)]
     if found == ([asked] if asked else []) or (kind == "ddp" and world_size() == 1 and not found):
@@ -96,7 +96,7 @@ def _parameters(run: Run, trainer: Any) -> Iterator[Problem]:
 def _spread(run: Run, model: Any, whose: str) -> Iterator[Problem]:
     """Whether parameters are sharded where the plan shards them, and whole where it does not."""
     sharded, plain = _split(model)
-    kind = run.spread.kind
+    kind = run.parallel
     if kind in ("ddp", "zero2"):
         wrong, words = sharded, "whole parameters, none sharded"
     elif kind in ("fsdp2", "zero3"):
@@ -140,7 +140,7 @@ def _head(run: Run, trainer: Any) -> Iterator[Problem]:
 
     `full_tensor()` there gives each rank the gradient of its own samples only, which nobody sums.
     """
-    if not (run.lora and run.spread.kind == "fsdp2"):
+    if not (run.lora and run.parallel == "fsdp2"):
         return
     head = trainer.model.get_output_embeddings()
     trained = (
@@ -190,7 +190,7 @@ def _guarded(run: Run, trainer: Any) -> list[Problem]:
         guard.check(trainer.model_wrapped, trainer.optimizer)
     except ReshardError as error:
         mixed = "plain parameters beside DTensors"
-        return [each for each in error.problems if not (run.spread.kind == "tp" and each.message == mixed)]
+        return [each for each in error.problems if not (run.parallel == "tp" and each.message == mixed)]
     return []
 
 

@@ -49,7 +49,7 @@ def callback_of(run: Run, monitor: Monitor) -> Any:
                 return
             tokens, self._tokens = logs.get("num_tokens", 0) - self._tokens, logs.get("num_tokens", 0)
             if run.method == "grpo":
-                tokens /= run.spread.tp  # which TRL counts on each rank; SFT and DPO divide by themselves
+                tokens /= run.layout.tp  # which TRL counts on each rank; SFT and DPO divide by themselves
             told = {name: float(logs[name]) for name in (*NAMES, *MORE) if name in logs}
             monitor.step(state.global_step, **told, tokens=float(tokens), memory=float(_memory()))
 

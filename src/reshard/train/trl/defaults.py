@@ -80,4 +80,4 @@ def _half(typed: Mapping[str, Any], gpu: bool) -> str | None:
 def _dtype(run: Run, half: str | None) -> str:
     """Weights lie in memory as float32, except where nobody updates them in it: bases of LoRA, and ZeRO, which
     keeps its own float32 copy."""
-    return half if half and (run.lora or run.spread.kind in ("zero2", "zero3")) else "float32"
+    return half if half and (run.lora or run.parallel in ("zero2", "zero3")) else "float32"

@@ -35,7 +35,7 @@ def _problem(name: str, variables: Mapping[str, str], asked: str) -> Problem:
 
 
 def _switches(run: Run, variables: Mapping[str, str]) -> Iterator[Problem]:
-    kind = run.spread.kind
+    kind = run.parallel
     allowed = {
         "ACCELERATE_USE_FSDP": kind == "fsdp2",
         "ACCELERATE_USE_DEEPSPEED": kind in ("zero2", "zero3"),
@@ -47,7 +47,7 @@ def _switches(run: Run, variables: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def _details(run: Run, variables: Mapping[str, str]) -> Iterator[Problem]:
-    kind = run.spread.kind
+    kind = run.parallel
     if kind == "fsdp2" and variables.get("FSDP_VERSION", "2") != "2":
         yield _problem("FSDP_VERSION", variables, "--parallel fsdp2")
     stage = variables.get("ACCELERATE_DEEPSPEED_ZERO_STAGE")
@@ -55,8 +55,8 @@ def _details(run: Run, variables: Mapping[str, str]) -> Iterator[Problem]:
         yield _problem("ACCELERATE_DEEPSPEED_ZERO_STAGE", variables, f"--parallel {kind}")
     for suffix, name in SIZES.items():
         variable = f"PARALLELISM_CONFIG_{suffix}"
-        if variables.get(variable, "1") not in ("1", str(getattr(run.spread, name, 1))):
-            yield _problem(variable, variables, f"{name} {getattr(run.spread, name, 1)}")
+        if variables.get(variable, "1") not in ("1", str(getattr(run.layout, name, 1))):
+            yield _problem(variable, variables, f"{name} {getattr(run.layout, name, 1)}")
 
 
 def _precision(options: Mapping[str, Any], variables: Mapping[str, str]) -> Iterator[Problem]:

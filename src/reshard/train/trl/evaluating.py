@@ -23,13 +23,13 @@ class Evaluating(Base):  # type: ignore[misc]
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """As TRL does, with the random numbers of training left as they are."""
-        if self.asked.spread.tp > 1:
+        if self.asked.layout.tp > 1:
             self.gather_function = self._of_one_rank
         with undisturbed():
             measured = super().evaluate(*args, **kwargs)
-        if self.asked.spread.kind == "fsdp2":
+        if self.asked.parallel == "fsdp2":
             reshard(self.model)
-        elif self.asked.spread.kind == "zero3":
+        elif self.asked.parallel == "zero3":
             # An evaluation ends with weights fetched ahead for a next one, which cannot be gathered to be saved.
             self.model_wrapped.empty_partition_cache()
         return measured

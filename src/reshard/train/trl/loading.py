@@ -69,10 +69,10 @@ def model_of(run: Run, options: Mapping[str, Any], checkpoint: Path | None) -> A
     """
     from transformers import AutoModelForCausalLM
 
-    if run.spread.kind == "fsdp2":
+    if run.parallel == "fsdp2":
         # transformers looks for this variable of `accelerate launch`, together with what TrainingArguments has set.
         os.environ["ACCELERATE_USE_FSDP"] = "true"
-    own = checkpoint is not None and not run.lora and not run.spread.kind.startswith("zero")
+    own = checkpoint is not None and not run.lora and not run.parallel.startswith("zero")
     folder = checkpoint if own else run.model
     given = model_arguments(run, options)
     if own:

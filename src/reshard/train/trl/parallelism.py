@@ -13,7 +13,7 @@ from reshard.train.trl import devices
 
 def arguments(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:
     """What TrainingArguments is told of the plan."""
-    kind = run.spread.kind
+    kind = run.parallel
     if kind == "fsdp2":
         return {"fsdp": True, "fsdp_config": fsdp(run, options)}
     if kind in ("zero2", "zero3"):
@@ -40,7 +40,7 @@ def precision(run: Run, options: Mapping[str, Any]) -> Any:
     accelerate 1.15 has the model's outputs rounded to 16 bits as well: log-probabilities, of which losses are sums.
     """
     half = "bfloat16" if options["bf16"] else "float16" if options["fp16"] else None
-    if run.spread.kind != "fsdp2" or half is None:
+    if run.parallel != "fsdp2" or half is None:
         return None
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -84,7 +84,7 @@ def zero(stage: int) -> dict[str, Any]:
 
 def loading(run: Run) -> Mapping[str, Any]:
     """What from_pretrained is told of the plan."""
-    if run.spread.kind != "tp":
+    if run.parallel != "tp":
         return {}
     try:
         from transformers.distributed import DistributedConfig
@@ -95,8 +95,8 @@ def loading(run: Run) -> Mapping[str, Any]:
             remedy="pip install -U transformers (5.23 is known to work), or use --parallel fsdp2",
         ) from None
     config = DistributedConfig(
-        tp_size=run.spread.tp,
-        fsdp_size=max(run.spread.replicas(devices.world_size()), 1),
-        ep_size=max(run.spread.ep, 1),
+        tp_size=run.layout.tp,
+        fsdp_size=max(run.layout.replicas(devices.world_size()), 1),
+        ep_size=max(run.layout.ep, 1),
     )
     return {"distributed_config": config}

@@ -110,7 +110,7 @@ HEADS = ("num_attention_heads", "num_key_value_heads")
 def _adapted_experts(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
     """PEFT 0.21 wraps stacked experts in a module that transformers cannot split."""
     file = run.model / CONFIG
-    if not (run.lora and run.spread.kind == "tp" and file.is_file()):
+    if not (run.lora and run.parallel == "tp" and file.is_file()):
         return
     everything = typed.get("lora_target_modules", ["all-linear"]) == ["all-linear"]
     if any(read_object(file).get(key) for key in EXPERTS) and (
@@ -125,8 +125,8 @@ def _adapted_experts(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _divided(run: Run) -> Iterator[Problem]:
     """Sizes of the model that tensor parallel ranks share evenly: each computes whole heads, and whole experts."""
-    file, spread = run.model / CONFIG, run.spread
-    if spread.kind != "tp" or not file.is_file():
+    file = run.model / CONFIG
+    if run.parallel != "tp" or not file.is_file():
         return
     try:
         config = read_object(file)
@@ -135,7 +135,7 @@ def _divided(run: Run) -> Iterator[Problem]:
     config = {**config, **(config.get("text_config") or {})}
     shared = [("tp", name) for name in HEADS] + [("ep", name) for name in EXPERTS]
     for flag, name in shared:
-        size, ranks = config.get(name), getattr(spread, flag)
+        size, ranks = config.get(name), getattr(run.layout, flag)
         if isinstance(size, int) and size and size % ranks:
             fitting = ", ".join(str(each) for each in range(1, size + 1) if size % each == 0)
             yield Problem(

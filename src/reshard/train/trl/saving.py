@@ -161,8 +161,8 @@ def resumable(run: Run, checkpoint: Path) -> None:
         "method": (before.method, run.method),
         "--lora": (before.lora, run.lora),
         "--model": (before.model, run.model),
-        "--parallel": (before.spread.kind, run.spread.kind),
-        "--tp": (before.spread.tp, run.spread.tp),
+        "--parallel": (before.parallel, run.parallel),
+        "--tp": (before.layout.tp, run.layout.tp),
     }
     problems = [
         Problem(

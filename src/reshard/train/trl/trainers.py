@@ -52,7 +52,7 @@ class Saving(Base):  # type: ignore[misc]
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         import torch
 
-        if self.asked.spread.kind not in SHARDED:
+        if self.asked.parallel not in SHARDED:
             super()._save_optimizer_and_scheduler(output_dir)
             return
         saving.save_optimizer(self.model, self.optimizer.optimizer, Path(output_dir))
@@ -62,7 +62,7 @@ class Saving(Base):  # type: ignore[misc]
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         import torch
 
-        if self.asked.spread.kind not in SHARDED or checkpoint is None:
+        if self.asked.parallel not in SHARDED or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         saving.load_optimizer(self.model, self.optimizer.optimizer, Path(checkpoint))
@@ -105,13 +105,13 @@ def trainer_of(
 
     more: dict[str, Any] = {"reward_funcs": reward.load(str(run.reward))} if run.method == "grpo" else {}
     shared = run.lora or bool(options.get("precompute_ref_log_probs"))
-    if run.method == "dpo" and run.spread.kind == "fsdp2" and not shared:
+    if run.method == "dpo" and run.parallel == "fsdp2" and not shared:
         more["ref_model"] = loading.reference_of(run, options)
     if run.lora:
         more["peft_config"] = loading.adapter_config(options)
     save_only, arguments.save_only_model = (
         arguments.save_only_model,
-        run.spread.kind == "tp" or arguments.save_only_model,
+        run.parallel == "tp" or arguments.save_only_model,
     )
     trainer = trainer_class(run, monitor)(
         model=model,
@@ -124,9 +124,9 @@ def trainer_of(
     )
     # Trainer refuses optimizers of models that were sharded when they were loaded; `_save_optimizer…` writes them.
     arguments.save_only_model = save_only
-    if run.lora and run.spread.tp > 1:
+    if run.lora and run.layout.tp > 1:
         loading.mend_adapter(trainer.model)
-    if run.method == "grpo" and run.spread.tp > 1:
+    if run.method == "grpo" and run.layout.tp > 1:
         _seed_alike(run, arguments)
     trainer.remove_callback(
         PrinterCallback
@@ -142,4 +142,4 @@ def _seed_alike(run: Run, arguments: Any) -> None:
     """
     from transformers import set_seed
 
-    set_seed(arguments.seed + devices.rank() // run.spread.tp)
+    set_seed(arguments.seed + devices.rank() // run.layout.tp)

@@ -19,7 +19,7 @@ def train_here(run: Run, monitor: Monitor) -> Trained:
     """This rank's part of a run. Raises ReshardError for what does not hold, and what the frameworks raise."""
     options = options_of(run)
     environment.check(run, options)
-    devices.start(options, deepspeed=run.spread.kind.startswith("zero"))
+    devices.start(options, deepspeed=run.parallel.startswith("zero"))
     if options["use_cpu"]:
         cpu.prepare()
     checkpoint = _checkpoint(run, monitor)
@@ -53,7 +53,7 @@ def _trainer(
     model = loading.model_of(run, options, checkpoint)
     callback = callback_of(run, monitor)
     trainer = trainer_of(run, monitor, arguments, options, model, tokenizer, data, callback)
-    if checkpoint and run.lora and not run.spread.kind.startswith("zero"):
+    if checkpoint and run.lora and not run.parallel.startswith("zero"):
         loading.load_adapter(trainer.model, checkpoint)
     return trainer
 

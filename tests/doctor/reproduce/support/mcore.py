@@ -4,7 +4,7 @@ import os
 
 import torch.distributed as dist
 
-from reshard.engines.megatron import ParallelSizes
+from reshard.algebra.layout import Layout
 from reshard.engines.megatron.arguments import complete
 from reshard.engines.megatron.cpu import enable
 from reshard.engines.megatron.model import build_config, build_model
@@ -19,13 +19,13 @@ def start(tp=1):
     enable()
     alone = {} if "RANK" in os.environ else {"rank": 0, "world_size": 1, "store": dist.HashStore()}
     dist.init_process_group("gloo", **alone)
-    initialize(ParallelSizes(tp=tp), seed=1)
+    initialize(Layout(tp=tp), seed=1)
 
 
 def build(args, spec="local"):
-    (chunk,) = build_model(args, ParallelSizes(), spec=spec)
+    (chunk,) = build_model(args, Layout(), spec=spec)
     return chunk
 
 
 def config(args, tp=1):
-    return build_config(complete(args), ParallelSizes(tp=tp), spec="local", dtype=None, training=False)
+    return build_config(complete(args), Layout(tp=tp), spec="local", dtype=None, training=False)
