@@ -58,7 +58,7 @@ def _rank(run: Run, base: Path, out: Path) -> None:
 
     if run.model_type == "mimo":
         _know_mimo()
-    _let_it_run_without_gpu()
+    let_it_run_without_gpu()
     os.environ |= {
         "RANK": str(torch.distributed.get_rank()),
         "LOCAL_RANK": str(torch.distributed.get_rank()),
@@ -148,7 +148,7 @@ def _train(models: list[Any]) -> None:
                 parameter.data = 0.1 * torch.randn(parameter.shape, generator=values).to(parameter.dtype)
 
 
-def _let_it_run_without_gpu() -> None:
+def let_it_run_without_gpu() -> None:
     """What ms-swift and mcore-bridge ask of a GPU beside what megatron-core does."""
     import torch
 

@@ -1,0 +1,158 @@
+"""Checkpoints of mcore-bridge, for any model type that it has: what it saves, and what it makes of one it loads.
+
+The model, the weights' way in and out, saver and loader are mcore-bridge's and ms-swift's own. The arguments are the
+defaults of ms-swift's dataclass, unchecked: its check looks the model up in a registry of published ones and imports
+their image processors. TransformerEngine is the stand-in of `fake_te`.
+
+    python -m tests.genuine.make_mcore_bridge save BASE OUT TP PP EP            in the environment "ms-swift"
+    python -m tests.genuine.make_mcore_bridge export BASE OUT TP PP EP CHECKPOINT
+
+`save` loads the Hugging Face folder BASE and saves a Megatron checkpoint at OUT. `export` loads CHECKPOINT strictly,
+into a model filled with NaN, and writes it to the Hugging Face folder OUT. Several jobs are separated by `--`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from itertools import groupby
+from typing import Any
+
+from tests.genuine import fake_te
+from tests.genuine.make_swift import let_it_run_without_gpu
+
+
+def run(command: str, base: str, out: str, *rest: str) -> None:
+    """Do one job: `save` or `export`, on as many ranks as the layout has."""
+    from reshard.engines.megatron.session import run_ranks
+
+    tp, pp, ep = map(int, rest[:3])
+    checkpoint = rest[3] if command == "export" else None
+    run_ranks(tp * pp, _rank, base, out, (tp, pp, ep), checkpoint)
+
+
+def _rank(base: str, out: str, layout: tuple[int, int, int], checkpoint: str | None) -> None:
+    import torch
+
+    let_it_run_without_gpu()
+    hf_config = _config(base)
+    args = _arguments(base, out, layout, checkpoint, hf_config)
+    megatron = importlib.import_module("swift.megatron.utils")
+    importlib.import_module("swift.megatron.utils.megatron_lm_utils")._initialize_mpu(args)
+    importlib.import_module("megatron.core.tensor_parallel").model_parallel_cuda_manual_seed(1)
+    models = importlib.import_module("swift.megatron.model").get_mcore_model(args, hf_config)
+    bridge = models[0].config.bridge
+    if checkpoint is None:
+        for model in models:
+            as_in_training(model)
+        bridge.load_weights(models, base)
+        megatron.save_mcore_checkpoint(args, models)
+        return
+    for model in models:
+        as_in_training(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float("nan"))
+    _load_strictly(megatron, args, models)
+    bridge.save_weights(models, out)
+
+
+def _config(base: str) -> Any:
+    transformers = importlib.import_module("transformers")
+    return transformers.AutoConfig.from_pretrained(base, trust_remote_code=True)
+
+
+def _arguments(
+    base: str, out: str, layout: tuple[int, int, int], checkpoint: str | None, hf_config: Any
+) -> Any:
+    """ms-swift's arguments of an export, with their defaults."""
+    import torch
+
+    kind = importlib.import_module("swift.megatron.arguments").MegatronExportArguments
+    args = object.__new__(kind)
+    for field in dataclasses.fields(kind):
+        made = field.default_factory is not dataclasses.MISSING
+        setattr(args, field.name, field.default_factory() if made else field.default)
+    register = importlib.import_module("mcore_bridge.model.register")
+    hf_type = hf_config.model_type
+    meta = register.get_model_meta(register.get_mcore_model_type(hf_type))
+    if meta is None:
+        raise LookupError(f"mcore-bridge has no {hf_type}")
+    tp, pp, ep = layout
+    sizes = importlib.import_module("mcore_bridge").hf_to_mcore_config(hf_config)
+    moe = bool(sizes.get("num_moe_experts"))
+    mtp = next((n for n in map(_predicted, (hf_config, _text(hf_config))) if n), None)
+    values: dict[str, Any] = dict(
+        model=base,
+        model_dir=base,
+        model_type=hf_type,
+        megatron_model_meta=meta,
+        output_dir=out,
+        mcore_model=checkpoint,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep if moe else 1,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=moe and tp > 1,
+        mtp_num_layers=mtp,
+        torch_dtype=torch.bfloat16,
+        bf16=True,
+        fp16=False,
+        finetune=True,
+        task_type="causal_lm",
+        tuner_type="full",
+        ddp_backend="gloo",
+        use_cpu_initialization=True,
+        recompute_granularity=None,
+        gradient_accumulation_fusion=False,
+        attention_backend=importlib.import_module("megatron.core.transformer.enums").AttnBackend.unfused,
+        **dict.fromkeys(("no_save_optim", "no_save_rng", "no_load_optim", "no_load_rng"), True),
+    )
+    for name, value in values.items():
+        setattr(args, name, value)
+    return args
+
+
+def _text(hf_config: Any) -> Any:
+    return hf_config.get_text_config()
+
+
+def _predicted(config: Any) -> int:
+    """How many MTP layers a config names; mcore-bridge builds them only if it is told to."""
+    names = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+    return next((getattr(config, name) for name in names if getattr(config, name, None)), 0)
+
+
+def as_in_training(model: Any) -> None:
+    """Weights in bf16, as megatron-core's Float16Module makes them, and routers as it leaves them."""
+    model.bfloat16()
+    for module in model.modules():
+        if hasattr(module, "_maintain_float32_expert_bias"):
+            module._maintain_float32_expert_bias()
+
+
+def _load_strictly(megatron: Any, args: Any, models: list[Any]) -> None:
+    """ms-swift's loader, which ignores keys that one side lacks, made to raise for them."""
+    checkpointing = importlib.import_module("megatron.core.dist_checkpointing")
+    load = checkpointing.load
+    checkpointing.load = lambda *given, **options: load(*given, strict="raise_all", **options)
+    for model in models:
+        into = model.load_state_dict
+
+        def strict(state: Any, into: Any = into, **_: Any) -> None:
+            found = into(state, strict=False)
+            wrong = [
+                name for name in (*found.missing_keys, *found.unexpected_keys) if "_extra_state" not in name
+            ]
+            assert not wrong, wrong
+
+        model.load_state_dict = strict
+    megatron.load_mcore_checkpoint(args, models)
+
+
+if __name__ == "__main__":
+    fake_te.install()
+    for separator, words in groupby(sys.argv[1:], lambda word: word == "--"):
+        if not separator:
+            run(*words)

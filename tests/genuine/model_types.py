@@ -1,0 +1,135 @@
+"""Tiny random Hugging Face folders of model types beyond causal language models, by transformers' own classes.
+
+What `save_pretrained` spells otherwise than the hub is respelled: see `Tiny`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.genuine.huggingface import COMMON, EXPERTS, PLAIN_ROPE, WIDE_HEADS, make_tokenizer, randomise
+
+LAYOUTS = ((1, 1, 1), (2, 2, 1))
+MOE_LAYOUTS = ((1, 1, 1), (2, 2, 2))
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A small model of the class `architecture` of transformers, with `settings` for its config.
+
+    `lost` are beginnings of names that mcore-bridge loses when it loads or exports. `hub` turns the config and the
+    tensors that transformers wrote into those of the hub.
+    """
+
+    architecture: str
+    settings: Mapping[str, Any]
+    lost: tuple[str, ...] = ()
+    hub: Callable[[dict[str, Any], dict[str, torch.Tensor]], None] | None = None
+
+
+def transposed_experts(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Stacked experts as on the hub, [experts, in, out]; transformers 5 saves those of a new model transposed."""
+    for name, tensor in tensors.items():
+        if ".experts." in name and tensor.ndim == 3:
+            tensors[name] = tensor.transpose(1, 2).contiguous()
+
+
+def flat(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """The config of a language model with a vision_config in it, as transformers 4 wrote it and the hub has it."""
+    text = config.pop("text_config")
+    rope = dict(text.pop("rope_parameters"))
+    theta = rope.pop("rope_theta")
+    config |= {key: value for key, value in text.items() if key not in ("model_type", "layer_types")}
+    config |= {"rope_theta": theta, "rope_scaling": {**rope, "type": "mrope", "rope_type": "default"}}
+    config |= {"torch_dtype": config.pop("dtype")}
+
+
+TEXT: dict[str, Any] = {key: value for key, value in COMMON.items() if not key.endswith("_token_id")}
+MROPE = {**PLAIN_ROPE, "rope_type": "default", "mrope_section": [2, 1, 1]}
+SEES = {
+    "image_token_id": 280,
+    "video_token_id": 281,
+    "vision_start_token_id": 278,
+    "vision_end_token_id": 279,
+}
+QWEN2_VISION = {
+    "depth": 2,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+QWEN3_VISION = {
+    **QWEN2_VISION,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "out_hidden_size": 64,
+    "deepstack_visual_indexes": [0],
+    "num_position_embeddings": 16,
+}
+QWEN3_TEXT = {
+    **TEXT,
+    **WIDE_HEADS,
+    "rope_parameters": {**PLAIN_ROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+}
+SPARSE = {**EXPERTS, "moe_intermediate_size": 24, "num_experts": 4, "norm_topk_prob": True}
+
+TYPES: dict[str, Tiny] = {
+    "qwen2_vl": Tiny(
+        "Qwen2VLForConditionalGeneration",
+        {
+            "text_config": {**TEXT, "rope_parameters": MROPE},
+            "vision_config": {**QWEN2_VISION, "embed_dim": 16, "hidden_size": 64, "mlp_ratio": 2},
+            **SEES,
+        },
+    ),
+    "qwen2_5_vl": Tiny(
+        "Qwen2_5_VLForConditionalGeneration",
+        {
+            "text_config": {**TEXT, "rope_parameters": MROPE},
+            "vision_config": {
+                **QWEN2_VISION,
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "out_hidden_size": 64,
+                "fullatt_block_indexes": [1],
+            },
+            **SEES,
+        },
+    ),
+    "qwen3_vl": Tiny(
+        "Qwen3VLForConditionalGeneration",
+        {"text_config": QWEN3_TEXT, "vision_config": QWEN3_VISION, **SEES},
+    ),
+    "qwen3_vl_moe": Tiny(
+        "Qwen3VLMoeForConditionalGeneration",
+        {"text_config": {**QWEN3_TEXT, **SPARSE}, "vision_config": QWEN3_VISION, **SEES},
+        hub=transposed_experts,
+    ),
+}
+
+
+def make_model_type(name: str, folder: Path, seed: int = 0, **overrides: Any) -> Path:
+    """Write the model `name` of `TYPES` in bf16 to `folder` and return it. `overrides` replace keys of its config."""
+    tiny = TYPES[name]
+    kind = getattr(transformers, tiny.architecture)
+    config = kind.config_class(**{**tiny.settings, **overrides})
+    model = kind._from_config(config, dtype=torch.bfloat16)
+    randomise(model, torch.Generator().manual_seed(seed))
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    if tiny.hub:
+        file, weights = folder / "config.json", folder / "model.safetensors"
+        spelled, tensors = json.loads(file.read_text()), load_file(weights)
+        tiny.hub(spelled, tensors)
+        file.write_text(json.dumps(spelled, indent=2))
+        save_file(tensors, weights, metadata={"format": "pt"})
+    return folder

@@ -1,0 +1,84 @@
+"""mcore-bridge judges model types in both directions: it reads what reshard writes, and wrote what reshard reads.
+
+A model type is added to `TYPES` of tests/genuine/model_types.py (or is a variant of tests/genuine/huggingface.py), and
+its name to `NAMES` below.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import reshard
+from tests.environments import python
+from tests.genuine.huggingface import make_model
+from tests.genuine.model_types import LAYOUTS, MOE_LAYOUTS, TYPES, make_model_type
+
+NAMES = {
+    **dict.fromkeys(("llama", "qwen2_tied", "qwen3", "ernie4_5"), LAYOUTS),
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "dots1"), MOE_LAYOUTS),
+}
+"""Model types, each with the TP, PP and EP sizes that it is judged at."""
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_mcore_bridge_reads_and_writes_the_same(name: str, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    if name in TYPES:
+        make_model_type(name, base)
+    else:
+        make_model(name, base, dtype="bfloat16")
+    jobs: list[str] = []
+    for tp, pp, ep in NAMES[name]:
+        theirs, ours, exported = folders(tmp_path, tp)
+        reshard.convert(base, ours, to="megatron", tp=tp, pp=pp, ep=ep, etp=1)
+        give_it_a_step(ours)
+        sizes = [str(size) for size in (tp, pp, ep)]
+        jobs += ["save", str(base), str(theirs), *sizes, "--"]
+        jobs += ["export", str(base), str(exported), *sizes, str(ours), "--"]
+    module = [python("ms-swift"), "-m", "tests.genuine.make_mcore_bridge"]
+    subprocess.run([*module, *jobs], check=True, timeout=600)
+
+    kept = tensors_of(base, TYPES[name].lost if name in TYPES else ())
+    for tp, _, _ in NAMES[name]:
+        theirs, _, exported = folders(tmp_path, tp)
+        assert_same(tensors_of(exported), kept)
+        back = tmp_path / f"back-{tp}"
+        reshard.convert(theirs, back, base=base)
+        assert_same(tensors_of(back), kept)
+
+
+def folders(path: Path, tp: int) -> tuple[Path, Path, Path]:
+    """What mcore-bridge saves, what reshard writes, and what mcore-bridge makes of it."""
+    return path / f"theirs-{tp}", path / f"ours-{tp}", path / f"exported-{tp}"
+
+
+def give_it_a_step(checkpoint: Path) -> None:
+    """ms-swift reads numbered iterations alone."""
+    (checkpoint / "release").rename(checkpoint / "iter_0000001")
+    (checkpoint / "latest_checkpointed_iteration.txt").write_text("1")
+
+
+def tensors_of(folder: Path, without: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
+    """All tensors of a Hugging Face folder but those whose names begin so."""
+    found = {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+    return {name: tensor for name, tensor in found.items() if not name.startswith(without or ("\0",))}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """The same names, and for each the same dtype, shape and bits."""
+    assert sorted(found) == sorted(expected)
+    for name, tensor in expected.items():
+        other = found[name]
+        assert (other.dtype, other.shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(other.flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)), name
