@@ -64,7 +64,7 @@ ENVIRONMENTS = {
     ),
     "quantizers": Environment(
         ("compressed-tensors==0.20.0", "bitsandbytes==0.50.2", "py-cpuinfo", "requests"),
-        ("autoawq==0.2.9", "auto-round==0.16.1"),
+        ("autoawq==0.2.9", "auto-round==0.16.1", "torchao==0.18.0"),
         on=TESTS,
     ),
     "internevo": Environment(("einops", "requests"), ("InternEvo==0.4.9",), on=TESTS),
@@ -144,6 +144,7 @@ def _lie_on(interpreter: Path, below: str) -> None:
     """Let an interpreter find what another has installed, after what it has itself."""
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     sites = [subprocess.check_output([each, "-c", code], text=True).strip() for each in (below, interpreter)]
+    sites = [str(Path(each).resolve()) for each in sites]  # not by way of a link, which may go
     (Path(sites[1]) / "below.pth").write_text(f"import site; site.addsitedir({sites[0]!r})\n")
 
 

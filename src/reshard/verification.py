@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from threading import Event
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from reshard.algebra.dtypes import DType
@@ -19,11 +20,15 @@ from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
 from reshard.model.dequantization import BFLOAT16, dequantized
 from reshard.model.logical import Logical, LogicalTensors, logical_tensors
+from reshard.model.quantizer import Stored, stored_weights
 from reshard.model.resolve import as_named, config_of, read_base, resolve
 from reshard.transfer.compare import Comparer, unequal_replicas
 from reshard.transfer.gather import Files, Ledger, castable, crc_problem
 from reshard.transfer.sources import OnStep, Sources, noted
 from reshard.transfer.threads import together
+
+ROUNDED = "rounded"
+"""The kind of a difference that quantizing explains."""
 
 
 class Row(NamedTuple):
@@ -38,7 +43,10 @@ class Row(NamedTuple):
 
 @dataclass
 class Comparison:
-    """What `verify` found. Equal, and true, if there are no rows and, where asked for, the logits agree."""
+    """What `verify` found. Equal, and true, if there are no rows and, where asked for, the logits agree.
+
+    `rounded` are tensors that are quantized on one side: those of the other side, quantized likewise, are the same.
+    """
 
     tensors: int
     nbytes: int
@@ -46,6 +54,7 @@ class Comparison:
     family: str | None
     logits: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
+    rounded: list[Row] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return self.equal
@@ -62,6 +71,7 @@ class Comparison:
             "bytes": self.nbytes,
             "family": self.family,
             "differences": [row._asdict() for row in self.rows],
+            "rounded": [row._asdict() for row in self.rounded],
             "logits": self.logits,
             "notes": self.notes,
         }
@@ -75,6 +85,7 @@ class Side(NamedTuple):
     tensors: LogicalTensors
     sources: Sources
     notes: tuple[str, ...] = ()
+    quantized: Mapping[str, Stored] = MappingProxyType({})
 
 
 def open_sides(
@@ -111,17 +122,18 @@ def _side(checkpoint: Checkpoint, other: Checkpoint, base: Path | None, sources:
     before, checkpoint = checkpoint, _comparable(checkpoint, other)
     how = checkpoint.quantization
     notes = (f"compared as stored: {how}",) if how else tuple(checkpoint.notes[len(before.notes) :])
+    quantized = {} if how else stored_weights(before)
     if base is None and not (checkpoint.root / "config.json").is_file():
         base = other.root if (other.root / "config.json").is_file() else None
     try:
         found = resolve(checkpoint, base, computes=False)
-        return Side(found.checkpoint, found.model, logical_tensors(found), sources, notes)
+        return Side(found.checkpoint, found.model, logical_tensors(found), sources, notes, quantized)
     except ReshardError:
         if checkpoint.dialect != "hf":
             raise
         # The names are the hub's already: what is missing, left over or misshapen is what differs.
         found = replace(as_named(checkpoint, _config(checkpoint, base)), config={})
-        return Side(found.checkpoint, None, logical_tensors(found), sources, notes)
+        return Side(found.checkpoint, None, logical_tensors(found), sources, notes, quantized)
 
 
 def _config(checkpoint: Checkpoint, base: Path | None) -> Mapping[str, Any]:
@@ -180,7 +192,8 @@ def _compared(
         names = takewhile(lambda _: not stopped.is_set(), _taken(waiting))
         return _differing(first, second, names, ledger, on_bytes)
 
-    rows += [row for part in together(work, workers) for row in part]
+    found = [row for part in together(work, workers) for row in part]
+    rows += [row for row in found if row.kind != ROUNDED]
     _settle(ledger)
     model = first.model or second.model
     sides = (("A", first), ("B", second))
@@ -195,7 +208,9 @@ def _compared(
         if side.model
         for warning in side.model.warnings
     ]
-    return Comparison(len(same), nbytes, sorted(rows), model.family.name if model else None, notes=notes)
+    rounded = sorted(row for row in found if row.kind == ROUNDED)
+    family = model.family.name if model else None
+    return Comparison(len(same), nbytes, sorted(rows), family, notes=notes, rounded=rounded)
 
 
 def _taken(waiting: deque[str]) -> Iterator[str]:
@@ -223,11 +238,23 @@ def _differing(
             found = comparer.difference(a, b)
             if found:
                 values = f"{found.elements} of {a.view.numel} elements"
-                rows.append(Row(name, "values", values, values, found.largest))
+                kind = ROUNDED if _is_rounding(comparer, first, second, name) else "values"
+                rows.append(Row(name, kind, values, values, found.largest))
             on_bytes(a.nbytes)
     finally:
         comparer.close()
     return rows
+
+
+def _is_rounding(comparer: Comparer, first: Side, second: Side, name: str) -> bool:
+    """Whether one side quantizes to what the other one stores."""
+    for side, other in ((first, second), (second, first)):
+        if stored := side.quantized.get(name):
+            made = stored.storage.parts(name, _tensor(other, name))
+            return not any(
+                comparer.difference(*pair) for pair in zip(made, (stored.values, stored.scales), strict=True)
+            )
+    return False
 
 
 def _settle(ledger: Ledger) -> None:

@@ -27,6 +27,7 @@ from reshard.cli.console import (
 from reshard.cli.options import iteration_option
 from reshard.conversion import Conversion
 from reshard.errors import listed
+from reshard.model.quantizer import STORAGES
 from reshard.planning import TARGETS
 from reshard.shown import escape
 from reshard.transfer.execute import peak_per_worker, worker_count
@@ -72,6 +73,11 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     help="Which one to use where config.json and a Megatron checkpoint's arguments disagree.",
 )
 @click.option("--dtype", metavar="DTYPE", help="Convert weights to float32, bfloat16 or float16.")
+@click.option(
+    "--quantize",
+    type=click.Choice(list(STORAGES)),
+    help="Quantize linear layers of a Hugging Face folder; mxfp4 is for gpt-oss alone.",
+)
 @click.option(
     "--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest file of weights."
 )

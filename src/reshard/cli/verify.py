@@ -70,6 +70,13 @@ def _print(found: Comparison) -> None:
         if len(found.rows) > SHOWN:
             console.print(f"… and {len(found.rows) - SHOWN} more (--json lists all)")
         console.print(f"[bold red]different:[/] {len(found.rows)} tensors; {found.tensors} were compared")
+    elif found.rounded:
+        gap = max(row.largest or 0 for row in found.rounded)
+        console.print(
+            f"[bold green]equal but for rounding:[/] {found.tensors - len(found.rounded)} tensors bit for bit; "
+            f"{len(found.rounded)} are what quantizing those of the other side gives, bit for bit "
+            f"(largest difference {gap:.3g})"
+        )
     else:
         console.print(f"[bold green]equal:[/] {found.tensors} tensors, {size(found.nbytes)}, bit for bit")
     if found.logits:

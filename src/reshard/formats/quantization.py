@@ -222,6 +222,14 @@ def of_first_group(settings: Mapping[str, Any], key: str) -> Any:
     return weights.get(key) if isinstance(weights, dict) else None
 
 
+def blocks_told(settings: Mapping[str, Any]) -> tuple[int, int] | None:
+    """How many rows and columns of a weight share a scale, if settings of FP8 tell."""
+    told = settings.get("weight_block_size")
+    if isinstance(told, (list, tuple)) and len(told) == 2 and all(isinstance(n, int) and n > 0 for n in told):
+        return told[0], told[1]
+    return None
+
+
 _SETTINGS = ("quantization_config", "compression_config")
 
 
@@ -338,6 +346,12 @@ def _incomplete(name: str, parts: Mapping[str, str], tensors: Mapping[str, Tenso
         found=", ".join(f"{part.rpartition('.')[2]} ({tensors[part].dtype})" for part in there),
         remedy="copy or download the files again: the values mean nothing without their scales",
     )
+
+
+def part_of(name: str, role: str) -> str:
+    """The name of the tensor that is the part `role` of the weight `name`."""
+    module, _, local = name.rpartition(".")
+    return f"{module}.{role.format(local)}"
 
 
 def refusal(found: Quantization, path: Path, wanted: str | None = None) -> ReshardError:

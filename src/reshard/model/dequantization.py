@@ -20,10 +20,18 @@ from reshard.algebra.tensors import Computed, Read, Tensor
 from reshard.algebra.views import View
 from reshard.errors import Problem, ReshardError, one_for_all
 from reshard.formats.checkpoint import Checkpoint
-from reshard.formats.quantization import Quantization, Shape, Weight, of_first_group, refusal
+from reshard.formats.quantization import (
+    Quantization,
+    Shape,
+    Weight,
+    blocks_told,
+    of_first_group,
+    part_of,
+    refusal,
+)
+from reshard.model.blocks import Blocks, Floats, small_floats
 from reshard.transfer.gather import RAW, as_float, cast, castable
 
-Floats = np.ndarray[Any, Any]
 FLOAT32 = dtype("float32")
 BFLOAT16 = dtype("bfloat16")
 
@@ -34,34 +42,12 @@ UNUSED = "quantization data"
 """The rule by which scales of activations and the like stay behind."""
 
 
-def _small_floats(exponent_bits: int, bias: int, special: str) -> Floats:
-    """The values [256, 1] of all floats of eight bits with a sign; `special` says which codes are no numbers."""
-    codes = np.arange(256)
-    mantissa_bits = 7 - exponent_bits
-    exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
-    mantissa = codes & ((1 << mantissa_bits) - 1)
-    whole = np.where(exponent > 0, mantissa + (1 << mantissa_bits), mantissa).astype(np.float32)
-    values = np.ldexp(whole, np.maximum(exponent, 1) - bias - mantissa_bits)
-    values = np.where(codes >> 7, -values, values)
-    if special == "fn":
-        values[[0x7F, 0xFF]] = np.nan
-    elif special == "fnuz":
-        values[0x80] = np.nan
-    else:  # as in IEEE 754
-        top = exponent == (1 << exponent_bits) - 1
-        values[top] = np.where(mantissa[top], np.nan, np.copysign(np.inf, values[top]))
-    table: Floats = values.astype(np.float32).reshape(256, 1)
-    return table
-
-
 _FP8 = {
-    "float8_e4m3fn": _small_floats(4, 7, "fn"),
-    "float8_e5m2": _small_floats(5, 15, "ieee"),
-    "float8_e4m3fnuz": _small_floats(4, 8, "fnuz"),
-    "float8_e5m2fnuz": _small_floats(5, 16, "fnuz"),
+    "float8_e4m3fn": small_floats(4, 3, 7, "fn").reshape(256, 1),
+    "float8_e5m2": small_floats(5, 2, 15, "ieee").reshape(256, 1),
+    "float8_e4m3fnuz": small_floats(4, 3, 8, "fnuz").reshape(256, 1),
+    "float8_e5m2fnuz": small_floats(5, 2, 16, "fnuz").reshape(256, 1),
 }
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-_NIBBLES = np.concatenate([_E2M1, -_E2M1])
 
 
 def _halves(values: Floats) -> Floats:
@@ -71,7 +57,7 @@ def _halves(values: Floats) -> Floats:
 
 _VALUES: dict[str, Mapping[str, Floats]] = {
     "FP8": _FP8,
-    "MXFP4": {"uint8": _halves(_NIBBLES)},
+    "MXFP4": {"uint8": _halves(small_floats(2, 1, 1))},
     "packed int": {"int32": _halves(np.arange(-8, 8, dtype=np.float32))},
     "int8": {"int8": np.arange(256).astype(np.int8).astype(np.float32).reshape(256, 1)},
 }
@@ -110,43 +96,33 @@ class Dequantized(Computed):
     ) -> None:
         self.dtype = dtype
         self.inputs = (packed, scales)
-        rows, self._columns = prod(shape[:-1]), shape[-1]
-        self._rows = rows if scales.view.numel == 1 else shape[-2]  # over which the scales repeat
+        rows = prod(shape[:-1])
+        self._blocks = Blocks(rows if scales.view.numel == 1 else shape[-2], shape[-1], *blocks)
         self._items = packed.view.numel // rows
-        self._table, self._blocks = table.view(f"u{4 * table.shape[1]}")[:, 0], blocks
+        self._table = table.view(f"u{4 * table.shape[1]}")[:, 0]
 
     def values(self, begin: int, end: int, read: Read) -> Floats:
-        columns = self._columns
+        columns = self._blocks.columns
         first, last = begin // columns, -(-end // columns)
         packed = read(self.inputs[0], first * self._items, last * self._items).view(np.uint8)
         packed = packed.reshape(last - first, -1)
-        scales, index = self._scales(first, last, read)
+        index = self._blocks.of_rows(first, last)
+        scales = self._scales(int(index[0]), int(index[-1]) + 1, read)
+        index -= index[0]
         out = np.empty(((last - first), columns), RAW[self.dtype.itemsize])
         step = max(1, BLOCK // columns)
         for low in range(0, last - first, step):
             part = slice(low, low + step)
             values = np.take(self._table, packed[part]).view(np.float32)
-            self._scale(values, scales[index[part]])
+            with np.errstate(over="ignore", invalid="ignore"):  # reported by name as NaN or Inf
+                self._blocks.multiply(values, scales[index[part]])
             out[part] = cast(values.view(np.uint32), FLOAT32, self.dtype)
         return out.reshape(-1)[begin - first * columns : end - first * columns]
 
-    def _scales(self, first: int, last: int, read: Read) -> tuple[Floats, Floats]:
-        """The scales of rows `first` to `last`, and which row of them each row has."""
-        tensor, (tall, wide) = self.inputs[1], self._blocks
-        high, across = -(-self._rows // tall), -(-self._columns // wide)
-        rows = np.arange(first, last)
-        index = rows // self._rows * high + rows % self._rows // tall
-        raw = read(tensor, int(index[0]) * across, (int(index[-1]) + 1) * across)
-        return _floats(raw, tensor.dtype).reshape(-1, across), index - index[0]
-
-    def _scale(self, values: Floats, scales: Floats) -> None:
-        wide, rows = self._blocks[1], len(values)
-        with np.errstate(over="ignore", invalid="ignore"):  # reported by name as NaN or Inf
-            if self._columns % wide:
-                values *= np.repeat(scales, wide, axis=1)[:, : self._columns]
-            else:
-                blocks = values.reshape(rows, -1, wide)
-                blocks *= scales[:, :, None]
+    def _scales(self, first: int, last: int, read: Read) -> Floats:
+        """The rows of scales `first` to `last`."""
+        tensor, across = self.inputs[1], self._blocks.across
+        return _floats(read(tensor, first * across, last * across), tensor.dtype).reshape(-1, across)
 
 
 def _floats(raw: Floats, stored: DType) -> Floats:
@@ -177,7 +153,7 @@ def dequantized(checkpoint: Checkpoint, wanted: DType = BFLOAT16, purpose: str |
     if problems := [problem for problem in made.values() if isinstance(problem, Problem)]:
         raise ReshardError(one_for_all(problems, found.weights, str(checkpoint.path)))
     dropped = checkpoint.dropped.copy()
-    used = {_part(name, weight.scheme.beside[0]) for name, weight in found.weights.items()}
+    used = {part_of(name, weight.scheme.beside[0]) for name, weight in found.weights.items()}
     if unused := sum(checkpoint.tensors[name].nbytes for name in found.beside - used):
         dropped[UNUSED] += unused
     names = {weight.values: name for name, weight in found.weights.items()}
@@ -214,7 +190,7 @@ def _plain(
     name: str, weight: Weight, found: Quantization, tensors: Mapping[str, Tensor], wanted: DType
 ) -> Tensor | Problem:
     """One weight, or why its scales do not tell its values."""
-    packed, scales = tensors[weight.values], tensors[_part(name, weight.scheme.beside[0])]
+    packed, scales = tensors[weight.values], tensors[part_of(name, weight.scheme.beside[0])]
     table = _table(weight, found, tensors)
     assert table is not None  # or the scheme was refused
     # Experts of MXFP4 are stored [expert, out, block, items of a block], and called [expert, in, out].
@@ -225,17 +201,11 @@ def _plain(
     blocks = _blocks(stored, scales.shape, found) if len(stored) > 1 and all(stored) else None
     if weight.scheme.name == "packed int" and blocks != (1, of_first_group(found.settings, "group_size")):
         blocks = None  # a row may end in an item that is not full
-    extra = [role for role in weight.scheme.more if _part(name, role) in tensors]
+    extra = [role for role in weight.scheme.more if part_of(name, role) in tensors]
     if blocks is None or extra or not _is_scale(scales.dtype):
         return _misfit(name, packed, scales, found, extra)
     view = View.of(Dequantized(packed, scales, stored, table, blocks, wanted), *stored)
     return Tensor(wanted, view.permute(0, 2, 1) if turned else view)
-
-
-def _part(name: str, role: str) -> str:
-    """The name of the tensor that is the part `role` of the weight `name`."""
-    module, _, local = name.rpartition(".")
-    return f"{module}.{role.format(local)}"
 
 
 def _is_scale(stored: DType) -> bool:
@@ -252,11 +222,9 @@ def _blocks(shape: Shape, scales: Shape, found: Quantization) -> tuple[int, int]
     if len(scales) != len(shape) or scales[:-2] != shape[:-2]:
         return None
     grid = scales[-2:]
-    told = found.settings.get("weight_block_size")
-    if isinstance(told, (list, tuple)) and len(told) == 2 and all(isinstance(n, int) and n > 0 for n in told):
-        tall, wide = told
-        if grid == (-(-shape[-2] // tall), -(-shape[-1] // wide)):
-            return tall, wide
+    told = blocks_told(found.settings)
+    if told and grid == (-(-shape[-2] // told[0]), -(-shape[-1] // told[1])):
+        return told
     if any(not count or size % count for size, count in zip(shape[-2:], grid, strict=True)):
         return None
     return shape[-2] // grid[0], shape[-1] // grid[1]
@@ -264,7 +232,9 @@ def _blocks(shape: Shape, scales: Shape, found: Quantization) -> tuple[int, int]
 
 def _misfit(name: str, packed: Tensor, scales: Tensor, found: Quantization, extra: list[str]) -> Problem:
     beside = (
-        f", beside them {', '.join(_part(name, role).rpartition('.')[2] for role in extra)}" if extra else ""
+        f", beside them {', '.join(part_of(name, role).rpartition('.')[2] for role in extra)}"
+        if extra
+        else ""
     )
     return Problem(
         "the scales of a quantized weight do not tell its values",

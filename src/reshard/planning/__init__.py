@@ -98,8 +98,15 @@ def _planned(source: Path, checkpoint: Checkpoint, options: Options) -> Plan:
             found=str(options.layout),
             remedy="leave out the layout (that of the source is detected), or add --to megatron",
         )
-    if checkpoint.quantization and (target not in KEEPS_QUANTIZED or options.dtype):
-        wanted = f"--dtype {options.dtype}" if options.dtype else f"--to {target}"
+    if options.quantize and target not in KEEPS_QUANTIZED:
+        raise ReshardError(
+            "this format has no place for quantized weights",
+            found=f"--quantize {options.quantize} --to {target}",
+            remedy="pass --to huggingface, or leave out --quantize",
+        )
+    if checkpoint.quantization and (target not in KEEPS_QUANTIZED or options.dtype or options.quantize):
+        flags = {"--dtype": options.dtype, "--quantize": options.quantize, "--to": target}
+        wanted = next(f"{flag} {value}" for flag, value in flags.items() if value)
         dtype = Types(options.dtype).wanted or BFLOAT16
         checkpoint = dequantized(checkpoint, dtype, wanted)
     if options.with_optimizer:
@@ -115,7 +122,7 @@ def _default_target(checkpoint: Checkpoint, options: Options) -> str:
     """An adapter stays one, all else becomes a Hugging Face folder; "" if it is one already."""
     if is_adapter(checkpoint):
         return "peft"
-    return "huggingface" if options.merge or checkpoint.format != "huggingface" else ""
+    return "huggingface" if options.merge or options.quantize or checkpoint.format != "huggingface" else ""
 
 
 def _resolved(checkpoint: Checkpoint, target: str, options: Options) -> Resolved:

@@ -45,6 +45,7 @@ class Options:
     family: str | None = None
     trust: str = "checkpoint"
     dtype: str | None = None
+    quantize: str | None = None
     max_shard_size: int = 5_000_000_000
     vocab_divisible_by: int | None = None
     transformer_impl: str | None = None
@@ -168,8 +169,13 @@ def _computing_dtype(source: Source, tensors: list[Planned]) -> str:
     return str(told) if told else main_dtype(others or tensors)
 
 
-def companion_files(source: Source, tensors: list[Planned]) -> Iterator[OutputFile]:
-    """config.json, true to the weights; tokenizer, chat template, generation config as they are."""
+def companion_files(
+    source: Source, tensors: list[Planned], quantization: Mapping[str, Any] | None = None
+) -> Iterator[OutputFile]:
+    """config.json, true to the weights; tokenizer, chat template, generation config as they are.
+
+    `quantization` are the settings of the weights that `tensors` become, if they are quantized.
+    """
     checkpoint, model, options, config = source.checkpoint, source.model, source.options, source.config
     folders = [*checkpoint.beside, *([options.base] if options.base else []), checkpoint.root]
     found = companions.find_companions(*folders)
@@ -184,6 +190,7 @@ def companion_files(source: Source, tensors: list[Planned]) -> Iterator[OutputFi
         )
     table = model.family.config if model else None
     config = _config_of_weights(source)
+    config = {**config, "quantization_config": quantization} if quantization else config
     main = _computing_dtype(source, tensors)
     with understood(checkpoint.root / companions.CONFIG):
         content = to_json(portable_config(config, main, table))
@@ -242,7 +249,7 @@ def finished(
             files.append(OutputFile.of_bytes(name, read_source(path)))
     facts["files"] = sorted(file.path for file in files)
     files.append(OutputFile.of_bytes("reshard.json", to_json(facts)))
-    parameters = checkpoint.parameters if checkpoint.quantization else _elements(tensors)
+    parameters = checkpoint.parameters if checkpoint.quantization else elements(tensors)
     plan = Plan(
         source=checkpoint.format,
         target=target,
@@ -259,7 +266,8 @@ def finished(
     return plan
 
 
-def _elements(tensors: Iterable[Planned]) -> int:
+def elements(tensors: Iterable[Planned]) -> int:
+    """How many numbers tensors hold."""
     return sum(tensor.dtype.elements(prod(tensor.shape)) for tensor in tensors)
 
 

@@ -15,6 +15,7 @@ from reshard.algebra.tensors import Replica, Tensor
 from reshard.errors import ReshardError
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
+from reshard.model.dequantization import BFLOAT16, dequantized
 from reshard.model.logical import logical_tensors
 from reshard.model.resolve import config_of, read_config, resolve
 from reshard.planning.common import Options, Types
@@ -38,8 +39,9 @@ def merged_source(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint,
     base = open_checkpoint(folder, strip=options.strip) if folder else None
     if base and base.problems:
         raise ReshardError(base.problems)
-    weights, replicas, config = _hub_weights(base, options) if base else ({}, [], None)
     types = Types(options.dtype)
+    base = base and dequantized(base, types.wanted or BFLOAT16, "the base of an adapter that is merged")
+    weights, replicas, config = _hub_weights(base, options) if base else ({}, [], None)
     result = adapters.merged(adapter, weights or adapter.base, types.of)
     origin = base or checkpoint
     return (

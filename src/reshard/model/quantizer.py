@@ -1,0 +1,353 @@
+"""Plain weights as quantized ones: the values and the scales of a weight, computed from its elements block by block.
+
+FP8 as `Fp8Quantize` of transformers 5.23 makes it (integrations/finegrained_fp8.py), in the blocks of 128 × 128 that
+DeepSeek publishes; MXFP4 as `downcast_to_mxfp_torch` of triton_kernels 3.5, with which transformers quantizes gpt-oss.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from reshard.algebra.dtypes import DType, dtype
+from reshard.algebra.tensors import Computed, Read, Tensor
+from reshard.algebra.views import View
+from reshard.errors import ReshardError, listed
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.quantization import blocks_told, part_of
+from reshard.model.blocks import Blocks, Floats, codes_of, nearest_codes, small_floats
+from reshard.transfer.gather import as_float, castable
+from reshard.transfer.plan import Planned
+
+FLOAT32, BFLOAT16, UINT8 = dtype("float32"), dtype("bfloat16"), dtype("uint8")
+
+STEP = 1 << 15
+"""Elements rounded at a time: their float32 values stay in the cache of a core."""
+
+
+class Scales(NamedTuple):
+    """The scales of some blocks: as they are stored, and the factors that bring the weight to its range."""
+
+    stored: Floats
+    factors: Floats
+
+
+class Method(NamedTuple):
+    """How values and scales come from a weight, and how they are stored.
+
+    `table` rounds (`nearest_codes`), `packed` values make an item of `values`. `scales` makes scales of the largest
+    magnitude of each block. A weight is read as `reads`, if that is given.
+    """
+
+    table: Floats
+    values: DType
+    packed: int
+    stored: DType
+    scales: Callable[[Floats], Scales]
+    reads: DType | None = None
+    finite: bool = False
+
+
+def _fp8_scales(largest: Floats) -> Scales:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        reciprocals = np.float32(1) / largest  # torch divides a number by a tensor so
+        factors = np.where(largest > 0, reciprocals * np.float32(448), np.float32(1))
+        return Scales(np.float32(1) / factors, factors)
+
+
+def _ue8m0_scales(largest: Floats) -> Scales:
+    """Powers of two, not below the scale that FP8 has otherwise. No power stands for infinity."""
+    stored = _fp8_scales(largest).stored
+    tiny = np.finfo(np.float32).tiny
+    exponents = np.ceil(np.log2(np.maximum(stored, tiny).astype(np.float64)).astype(np.float32))
+    powers = np.where(exponents <= 127, np.exp2(np.minimum(exponents, 127)), np.float32(np.nan))
+    return Scales(powers.astype(np.float32), np.float32(1) / powers.astype(np.float32))
+
+
+def _mx_scales(largest: Floats) -> Scales:
+    """Powers of two, not below the largest magnitude over 6: their exponents. One below 2^-126 is 0, as its values."""
+    bits = (largest / np.float32(6)).view(np.uint32)
+    exponents = (bits + np.uint32(0x7FFFFF)) >> 23
+    powers = (exponents << 23).view(np.float32)
+    with np.errstate(divide="ignore"):
+        factors = np.where(exponents > 0, np.float32(1) / powers, np.float32(0))
+    return Scales(exponents.astype(np.uint8), factors)
+
+
+_E4M3 = nearest_codes(small_floats(4, 3, 7, "fn"))
+_E2M1 = nearest_codes(small_floats(2, 1, 1))
+FP8 = Method(_E4M3, dtype("float8_e4m3fn"), 1, FLOAT32, _fp8_scales)
+UE8M0 = Method(_E4M3, dtype("float8_e4m3fn"), 1, FLOAT32, _ue8m0_scales)
+MXFP4 = Method(_E2M1, UINT8, 2, UINT8, _mx_scales, reads=BFLOAT16, finite=True)
+
+
+class _Quantized(Computed):
+    """What both parts of a quantized weight [..., rows, columns] have in common."""
+
+    def __init__(self, name: str, weight: Tensor, method: Method, tall: int, wide: int) -> None:
+        kind = method.reads or (weight.dtype if weight.dtype.itemsize <= 4 else FLOAT32)
+        self.inputs = (Tensor(kind, weight.view),)
+        self._name, self._method = name, method
+        self._blocks = Blocks(weight.shape[-2], weight.shape[-1], tall, wide)
+
+    def _read(self, first: int, last: int, read: Read) -> tuple[Floats, int, Floats]:
+        """All rows of the rows `first` to `last` of scales, the number of the first one, and the largest magnitudes."""
+        blocks, weight = self._blocks, self.inputs[0]
+        begin, end = blocks.rows_of(first)[0], blocks.rows_of(last - 1)[1]
+        raw = read(weight, begin * blocks.columns, end * blocks.columns).reshape(end - begin, blocks.columns)
+        magnitude = raw.dtype.type((1 << (8 * raw.itemsize - 1)) - 1)
+        largest = blocks.largest(raw & magnitude, first, last)
+        floats = as_float(largest, weight.dtype).astype(np.float32, copy=False)
+        if self._method.finite and not np.isfinite(floats).all():
+            raise self._nonfinite()
+        return raw, begin, floats
+
+    def _nonfinite(self) -> ReshardError:
+        return ReshardError(
+            "a weight holds NaN or Inf",
+            tensor=self._name,
+            file=self.inputs[0].file,
+            rule="the values of MXFP4 are numbers, so that NaN and Inf would become numbers too",
+            remedy="take an earlier iteration, or leave out --quantize",
+        )
+
+
+class QuantizedScales(_Quantized):
+    """The scales of a weight."""
+
+    def __init__(self, name: str, weight: Tensor, method: Method, tall: int, wide: int) -> None:
+        super().__init__(name, weight, method, tall, wide)
+        self.dtype = method.stored
+
+    def values(self, begin: int, end: int, read: Read) -> Floats:
+        across = self._blocks.across
+        first, last = begin // across, -(-end // across)
+        out = np.empty((last - first, across), np.uint32 if self.dtype == FLOAT32 else np.uint8)
+        step = max(1, STEP // (self._blocks.tall * self._blocks.columns))
+        for low in range(first, last, step):
+            high = min(low + step, last)
+            _, _, largest = self._read(low, high, read)
+            out[low - first : high - first] = self._method.scales(largest).stored.view(out.dtype)
+        return out.reshape(-1)[begin - first * across : end - first * across]
+
+
+class QuantizedValues(_Quantized):
+    """The values of a weight, each the nearest to its element times the factor of its block."""
+
+    def __init__(self, name: str, weight: Tensor, method: Method, tall: int, wide: int) -> None:
+        super().__init__(name, weight, method, tall, wide)
+        self.dtype = method.values
+
+    def values(self, begin: int, end: int, read: Read) -> Floats:
+        blocks, packed = self._blocks, self._method.packed
+        items = blocks.columns // packed  # of a row
+        first, last = begin // items, -(-end // items)
+        index = blocks.of_rows(first, last)
+        raw, start, largest = self._read(int(index[0]), int(index[-1]) + 1, read)
+        factors = self._method.scales(largest).factors
+        out = np.empty((last - first, items), np.uint8)
+        step = max(1, STEP // blocks.columns)
+        for low in range(0, last - first, step):
+            part = slice(low, min(low + step, last - first))
+            rows = raw[first - start + part.start : first - start + part.stop]
+            out[part] = self._rounded(rows, factors[index[part] - index[0]])
+        return out.reshape(-1)[begin - first * items : end - first * items]
+
+    def _rounded(self, raw: Floats, factors: Floats) -> Floats:
+        weight = self.inputs[0]
+        values = as_float(raw, weight.dtype).astype(np.float32, copy=weight.dtype == FLOAT32)
+        with np.errstate(invalid="ignore"):  # NaN and Inf are reported by name
+            self._blocks.multiply(values, factors)
+        codes = codes_of(values, self._method.table)
+        if self._method.packed == 1:
+            return codes
+        halves: Floats = codes[:, 0::2] | codes[:, 1::2] << 4
+        return halves
+
+
+class Storage(NamedTuple):
+    """How weights are stored under a name of `--quantize`.
+
+    A weight becomes two tensors, called as it is with each of `names` added. `blocks` share a scale.
+    """
+
+    method: Method
+    names: tuple[str, str]
+    blocks: tuple[int, int]
+
+    def parts(self, name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The values and the scales of a weight [..., rows, columns]; of experts in MXFP4, [expert, in, out]."""
+        method, (tall, wide) = self.method, self.blocks
+        if method is MXFP4:
+            weight = Tensor(weight.dtype, weight.view.permute(0, 2, 1))
+        *outer, rows, columns = weight.shape
+        grid = (*outer, -(-rows // tall), -(-columns // wide))
+        values = QuantizedValues(name, weight, method, tall, wide)
+        scales = QuantizedScales(name, weight, method, tall, wide)
+        shape = (*grid, wide // 2) if method is MXFP4 else weight.shape
+        return (
+            Tensor(values.dtype, View.of(values, *shape)),
+            Tensor(scales.dtype, View.of(scales, *grid)),
+        )
+
+    def planned(self, tensor: Planned) -> Iterator[Planned]:
+        """What is stored in place of a weight; its view is compiled when one of the two is written."""
+        nothing = Tensor(tensor.dtype, View.of(None, *tensor.shape))
+        for index, part in enumerate(self.parts(tensor.name, nothing)):
+            yield Planned(
+                f"{tensor.name}{self.names[index]}", part.dtype, part.shape, self._compiler(tensor, index)
+            )
+
+    def _compiler(self, tensor: Planned, index: int) -> Callable[[], View]:
+        return lambda: self.parts(tensor.name, Tensor(tensor.dtype, tensor.source()))[index].view
+
+
+STORAGES = {
+    "fp8": Storage(FP8, ("", "_scale_inv"), (128, 128)),
+    "fp8-ue8m0": Storage(UE8M0, ("", "_scale_inv"), (128, 128)),
+    "mxfp4": Storage(MXFP4, ("_blocks", "_scales"), (1, 32)),
+}
+"""What `--quantize` can name."""
+
+
+class Stored(NamedTuple):
+    """A quantized weight of a checkpoint as it is stored, and how it is."""
+
+    storage: Storage
+    values: Tensor
+    scales: Tensor
+
+
+def stored_weights(checkpoint: Checkpoint) -> dict[str, Stored]:
+    """The weights that are stored as `--quantize` stores them, in blocks of any size, by their names."""
+    found = checkpoint.quantization
+    result = {}
+    for name, weight in found.weights.items() if found else ():
+        storage = _storage(found.settings, weight.scheme.name) if found else None
+        scales = checkpoint.tensors[part_of(name, weight.scheme.beside[0])]
+        if storage and scales.dtype == storage.method.stored:
+            result[name] = Stored(storage, checkpoint.tensors[weight.values], scales)
+    return result
+
+
+def _storage(settings: Mapping[str, Any], scheme: str) -> Storage | None:
+    """How `settings` store a weight, if it is as `--quantize` does."""
+    if scheme == "MXFP4":
+        return STORAGES["mxfp4"]
+    blocks = blocks_told(settings)
+    if scheme != "FP8" or settings.get("quant_method") != "fp8" or not blocks:
+        return None
+    return STORAGES["fp8-ue8m0" if settings.get("scale_fmt") == "ue8m0" else "fp8"]._replace(blocks=blocks)
+
+
+_LAYER = re.compile(r"(?:(?:model|language_model|text_model|thinker|mtp)\.)*layers\.\d+\.(.+)")
+"""Names of a decoder layer; those of towers and of talkers are others."""
+
+_KEPT = {
+    *("gate", "router", "shared_expert_gate", "eh_proj", "embed_tokens", "shared_head", "conv1d"),
+    *("in_proj_a", "in_proj_b", "in_proj_ba", "weights_proj"),
+}
+"""Modules of a layer that publishers leave as they are: DeepSeek, Qwen, MiniMax and Zhipu in their FP8 folders."""
+
+_STACKED = ("experts.gate_up_proj", "experts.down_proj")
+
+
+def _is_linear(tensor: Planned) -> bool:
+    """Whether a tensor is the weight of a linear layer of a decoder layer, which publishers quantize."""
+    match = _LAYER.fullmatch(tensor.name)
+    if not match or not castable(tensor.dtype):
+        return False
+    if len(tensor.shape) == 3:
+        return match[1].endswith(_STACKED)
+    module, _, last = match[1].rpartition(".")
+    return last == "weight" and len(tensor.shape) == 2 and _KEPT.isdisjoint(module.split("."))
+
+
+class Quantized(NamedTuple):
+    """The tensors of a Hugging Face folder, its `quantization_config`, and what users have to know of it."""
+
+    tensors: list[Planned]
+    settings: dict[str, Any]
+    notes: list[str]
+
+
+def quantized(tensors: Iterable[Planned], how: str, config: Mapping[str, Any]) -> Quantized:
+    """A Hugging Face folder with its linear layers quantized.
+
+    `config` is that of the model. Raises ReshardError if nothing loads such weights of such a model.
+    """
+    storage, tensors = STORAGES[how], list(tensors)
+    if (how == "mxfp4") != (config.get("model_type") == "gpt_oss"):
+        raise _not_of_this_model(how, config)
+    chosen = {t.name for t in tensors if _is_linear(t) and (how != "mxfp4" or t.name.endswith(_STACKED))}
+    odd = [t for t in tensors if t.name in chosen and how == "mxfp4" and t.shape[1] % storage.blocks[1]]
+    if odd or not chosen:
+        raise _nothing_fits(how, odd)
+    stored = [part for t in tensors for part in (storage.planned(t) if t.name in chosen else (t,))]
+    settings = _settings(how, storage, [t for t in tensors if t.name not in chosen])
+    return Quantized(stored, settings, _notes(how, storage, [t for t in tensors if t.name in chosen]))
+
+
+def _is_cut(size: int, block: int) -> bool:
+    """Whether blocks differ in size: a reader that divides a weight by its scales misses where they are."""
+    return size > block and size % block > 0
+
+
+def _notes(how: str, storage: Storage, chosen: list[Planned]) -> list[str]:
+    notes = [f"{len(chosen)} weights are quantized to {how}"]
+    tall, wide = storage.blocks
+    if edges := [t.name for t in chosen if _is_cut(t.shape[-2], tall) or _is_cut(t.shape[-1], wide)]:
+        notes.append(
+            f"{listed(edges, 1)}: the last block is smaller than {tall} × {wide}, as in DeepSeek's own folders; "
+            "vLLM and SGLang load it, transformers 5.23 cannot dequantize it on a CPU"
+        )
+    return notes
+
+
+def _settings(how: str, storage: Storage, others: Iterable[Planned]) -> dict[str, Any]:
+    """What config.json says of the quantization; `others` are the tensors that stay as they are."""
+    if how == "mxfp4":  # as OpenAI says it
+        kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+        return {"modules_to_not_convert": kept, "quant_method": "mxfp4"}
+    matrices = (
+        t.name.removesuffix(".weight") for t in others if len(t.shape) > 1 and t.name.endswith(".weight")
+    )
+    return {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "modules_to_not_convert": list(dict.fromkeys([*matrices, "lm_head"])),
+        "quant_method": "fp8",
+        **({"scale_fmt": "ue8m0"} if how == "fp8-ue8m0" else {}),
+        "weight_block_size": list(storage.blocks),
+    }
+
+
+def _not_of_this_model(how: str, config: Mapping[str, Any]) -> ReshardError:
+    rule = "gpt-oss is published in MXFP4, its experts alone, and nothing loads it in FP8 or another model in MXFP4"
+    return ReshardError(
+        "this model is not stored in this format",
+        rule=rule,
+        found=f"--quantize {how}, model_type {config.get('model_type')}",
+        remedy=f"pass --quantize {'fp8' if how == 'mxfp4' else 'mxfp4'}",
+    )
+
+
+def _nothing_fits(how: str, odd: list[Planned]) -> ReshardError:
+    if odd:
+        return ReshardError(
+            "a weight does not divide into blocks",
+            tensor=odd[0].name,
+            rule="MXFP4 has one scale for 32 elements in a row of inputs",
+            found=str(list(odd[0].shape)),
+            remedy="leave out --quantize",
+        )
+    return ReshardError(
+        "no weight can be quantized",
+        rule="--quantize changes the linear layers of decoder layers: two-dimensional floats that are called "
+        "model.layers.N.….weight",
+        found=f"none of that kind for --quantize {how}",
+        remedy="leave out --quantize",
+    )
