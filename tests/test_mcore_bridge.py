@@ -20,6 +20,7 @@ from tests.genuine.model_types import LAYOUTS, MOE_LAYOUTS, TYPES, make_model_ty
 
 NAMES = {
     **dict.fromkeys(("llama", "qwen2_tied", "qwen3", "ernie4_5"), LAYOUTS),
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), LAYOUTS),
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "dots1"), MOE_LAYOUTS),
 }
 """Model types, each with the TP, PP and EP sizes that it is judged at."""

@@ -11,10 +11,12 @@ same model. What is a choice of the run and not of the model is left out, so tha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from reshard.families.entries import (
     NEGATED,
+    UNSET,
     Args,
     Config,
     Const,
@@ -50,9 +52,20 @@ def _count_layers(layers: object) -> None:
         raise ValueError(f"{layers} layers")
 
 
+OF_ALL = ("tie_word_embeddings", "dtype", "torch_dtype")
+"""Keys that a larger model has beside the configs of its parts, and that hold for the language model too."""
+
+
+def _nested(config: Config, path: tuple[str, ...], inner: Config) -> Values:
+    """What replaces `inner` in a config: the key that leads to it, with all around it."""
+    if len(path) == 1:
+        return {path[0]: inner}
+    return {path[0]: {**config[path[0]], **_nested(config[path[0]], path[1:], inner)}}
+
+
 @dataclass(frozen=True)
 class ConfigMap:
-    """The entries of one family, read from either side.
+    """The entries of one family, read from either side: of its language model, if that is a part of it only.
 
     Values that the given side does not tell are absent from the result, never guessed. A switch of
     Megatron-LM that is not there is off, and that is stated where transformers would take it for on.
@@ -60,6 +73,33 @@ class ConfigMap:
 
     model_type: str
     entries: tuple[Entry, ...]
+    path: tuple[str, ...] = ()
+
+    def text(self, config: Config) -> Config:
+        """The config of the language model, which lies at `path`; a config without it is its own.
+
+        What the larger model says of all its parts counts.
+        """
+        inner = self._inner(config)
+        return config if inner is None else {**inner, **{key: config[key] for key in OF_ALL if key in config}}
+
+    def whole(self, config: Config, text: Config) -> Values:
+        """`config` with `text` in place of what it says of its language model."""
+        inner = self._inner(config)
+        if inner is None:
+            return dict(text)
+        changed = {key: value for key, value in text.items() if inner.get(key, UNSET) != value}
+        beside = {key: value for key, value in changed.items() if key in config or key in OF_ALL}
+        own = {key: value for key, value in changed.items() if key in inner or key not in OF_ALL}
+        return {**config, **beside, **_nested(config, self.path, {**inner, **own})}
+
+    def _inner(self, config: Config) -> Config | None:
+        """What lies at `path`; None if the config is flat."""
+        for key in self.path:
+            if not isinstance(config.get(key), Mapping):
+                return None
+            config = config[key]
+        return config if self.path else None
 
     def to_args(self, config: Config) -> Values:
         """Megatron-LM arguments for a `config.json` of transformers 4 or 5."""
@@ -184,12 +224,14 @@ SIGMOID_ROUTER: tuple[Entry, ...] = (
 )
 
 
-def config_map(model_type: str, architecture: str, entries: tuple[Entry, ...]) -> ConfigMap:
+def config_map(
+    model_type: str, architecture: str, entries: tuple[Entry, ...], path: tuple[str, ...] = ()
+) -> ConfigMap:
     """The map of a family whose config.json says `model_type` and `architectures: [architecture]`."""
-    says = Const(config={"model_type": model_type, "architectures": [architecture]})
+    says = () if path else (Const(config={"model_type": model_type, "architectures": [architecture]}),)
     usual = ((SlidingWindow, NO_WINDOW), (LayerTypes, ONE_WINDOW), (RopeLayers, ROPE_EVERYWHERE))
     unless = [const for kind, const in usual if not any(isinstance(entry, kind) for entry in entries)]
-    return ConfigMap(model_type, (says, *COMMON, *entries, *unless))
+    return ConfigMap(model_type, (*says, *COMMON, *entries, *unless), path)
 
 
 def portable_config(config: Config, dtype: str, table: ConfigMap | None = None) -> Values:
@@ -199,9 +241,12 @@ def portable_config(config: Config, dtype: str, table: ConfigMap | None = None) 
     looks for and another left out is added: both spellings of the rotary embedding and of the dtype, and all that
     the `table` of the family can tell (`num_experts` beside `num_local_experts`, `scoring_func` …).
     """
-    implied = table.to_config(table.to_args(config)) if table else {}
+    text = table.text(config) if table else config
+    implied = table.to_config(table.to_args(text)) if table else {}
     written = {"dtype": dtype, "torch_dtype": dtype, "use_cache": True}
-    if any(rope_contradictions(config)):  # only its owner can say which of them is true
+    if any(rope_contradictions(text)):  # only its owner can say which of them is true
         implied.pop("rope_parameters", None)
-        return {**implied, **config, **written}
-    return {**implied, **config, **both_spellings({**implied, **config}), **written}
+        text = {**implied, **text, **written}
+    else:
+        text = {**implied, **text, **both_spellings({**implied, **text}), **written}
+    return table.whole(config, text) if table else dict(text)

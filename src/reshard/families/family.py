@@ -11,15 +11,25 @@ from reshard.families.config import ConfigMap, config_map
 from reshard.families.entries import Entry
 from reshard.families.live import Live
 from reshard.families.rules import Dims, Rule
+from reshard.families.within import Within
 
 Rules = Callable[[Dims], Iterable[Rule]]
+
+MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE = "mcore", "mcore-bridge", "megatron-bridge"
+ENGINES = {
+    MCORE: "megatron-core's GPTModel",
+    MCORE_BRIDGE: "mcore-bridge's module (ms-swift)",
+    MEGATRON_BRIDGE: "Megatron-Bridge's module (NeMo)",
+}
+"""Who computes a model of Megatron-Core. All have its names; where two differ, a family has rules for either."""
 
 
 @dataclass(frozen=True)
 class Family:
     """`name` is the `model_type` of config.json, `architecture` the class that transformers builds from it.
 
-    `rules` say where its tensors lie inside those of Megatron-Core; `dialects` say the same for other engines.
+    `rules` say where its tensors lie inside those of Megatron-Core, as the engine has them that it is `computed_by`;
+    `dialects` say the same for other engines. `within` says where its language model lies, if it is a part of it only.
     `entries` say how its config and Megatron-LM's arguments express the same facts, beside those that all families
     share; `live` how its names differ in memory.
     `aliases` are other `model_type`s of models that compute the same, each with the keys of its config that Megatron-LM
@@ -35,22 +45,43 @@ class Family:
     live: Live | None = None
     aliases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     precedence: int = 0
+    computed_by: str = MCORE
+    within: Within | None = None
 
     @cached_property
     def config(self) -> ConfigMap:
         """The whole table between its config and Megatron-LM's arguments."""
-        return config_map(self.name, self.architecture, self.entries)
+        return config_map(
+            self.name, self.architecture, self.entries, self.within.config if self.within else ()
+        )
 
     def rules_of(self, dialect: str) -> Rules | None:
         """The rules for the names of one engine, or None if it does not hold this family."""
-        return self.rules if dialect == "mcore" else self.dialects.get(dialect)
+        rules = self.dialects.get(dialect, self.rules if dialect in ENGINES else None)
+        within = self.within
+        return (lambda d: within.placed(rules(d))) if rules and within else rules
+
+    def carried(self, names: Iterable[str], *, native: bool) -> dict[str, str]:
+        """Those of `names`, of the hub or of Megatron-Core, that are carried; and what the hub calls them."""
+        return self.within.parts(names, native=native) if self.within else {}
+
+    def plain_names(self, names: Iterable[str], *, native: bool) -> list[str]:
+        """The names that tensors would have in the language model by itself, without those that are carried."""
+        names = list(names)
+        carried = self.carried(names, native=native)
+        own = [name for name in names if name not in carried]
+        return own if native or self.within is None else [self.within.from_hub(name) for name in own]
+
+    def hub_name(self, plain: str) -> str:
+        """What the hub calls a tensor of the language model."""
+        return self.within.to_hub(plain) if self.within else plain
 
     def differs(self, config: Mapping[str, Any]) -> list[tuple[str, str]]:
         """Where engines build another model than the config describes, and no tensor shows it, by key of the config."""
         only = self.aliases.get(str(config.get("model_type")), {})
         found = {key: config[key] for key, value in only.items() if config.get(key) not in (None, value)}
         return [
-            *self.config.differs(config),
+            *self.config.differs(self.config.text(config)),
             *(
                 (key, f"{key} is {value!r}; {self.name} computes {only[key]!r}")
                 for key, value in found.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.errors import Problem, ReshardError
@@ -15,7 +15,7 @@ from reshard.families.rules import Dims
 
 @dataclass(frozen=True)
 class Model:
-    """A family at given sizes. `config` is the Hugging Face config.
+    """A family at given sizes. `config` is the Hugging Face config, `carried` has the shapes of what is carried.
 
     `args` are Megatron-LM's arguments: those that say what the config says, and those of the checkpoint's own run.
     """
@@ -26,6 +26,12 @@ class Model:
     dims: Dims
     notes: tuple[str, ...] = ()
     warnings: tuple[Problem, ...] = ()
+    carried: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def text(self) -> Mapping[str, Any]:
+        """The config of the language model."""
+        return self.family.config.text(self.config)
 
     def padded(self, rows: int) -> Model:
         """The same model with an embedding of `rows` rows on Megatron's side."""
@@ -45,7 +51,8 @@ class Model:
                 remedy="choose another format with --to, or declare it: see docs/add-a-family.md",
             )
         try:
-            return Binding(rules(self.dims))
+            within = self.family.within
+            return Binding([*rules(self.dims), *(within.copies(self.carried, dialect) if within else ())])
         except ValueError as error:
             raise ReshardError(
                 f"the sizes in the config are not those of a model of family {self.family.name}",

@@ -31,6 +31,10 @@ PARTIAL = "partial_rotary_factor"
 """The fraction of a head that is rotated. transformers 4 writes it beside `rope_theta`, transformers 5 within it."""
 
 
+KINDS = {"su": "longrope", "mrope": "default"}
+"""Other names of kinds of rope. What is multimodal about "mrope", `mrope_section` says."""
+
+
 def rope_contradictions(config: Config) -> Iterator[str]:
     """Where the spellings of the rotary embedding in one config say different things, of which a reader takes one."""
     said: dict[str, Values] = {key: {key: config.get(key)} for key in ("rope_theta", PARTIAL)}
@@ -38,7 +42,9 @@ def rope_contradictions(config: Config) -> Iterator[str]:
         values = config.get(place)
         for key, value in values.items() if isinstance(values, Mapping) else ():
             same = "rope_type" if key == "type" else key
-            said.setdefault(same, {})[f"{place}.{key}"] = "longrope" if value == "su" else value
+            said.setdefault(same, {})[f"{place}.{key}"] = (
+                KINDS.get(value, value) if same == "rope_type" else value
+            )
     for values in said.values():
         yield from contradiction(values)
 
@@ -95,7 +101,7 @@ class Rope(RotaryEmbedding):
 
     def differs(self, config: Config) -> Iterator[tuple[str, str]]:
         rope = rope_parameters(config)
-        kind = rope.get("rope_type", "default")
+        kind = KINDS.get(rope.get("rope_type", "default"), rope.get("rope_type", "default"))
         if kind == "llama3":
             for name, value in LLAMA3.items():
                 if rope.get(name, value) != value:
@@ -112,6 +118,19 @@ class Rope(RotaryEmbedding):
     def notices(self, config: Config) -> Iterator[str]:
         if rope_parameters(config).get("rope_type") == "dynamic":
             yield DYNAMIC
+
+
+class MultimodalRope(Rope):
+    """A rope whose frequencies turn by time, height and width of an image, as many each as `mrope_section` says."""
+
+    def to_args(self, config: Config) -> Values:
+        section = rope_parameters(config).get("mrope_section")
+        return {**super().to_args(config), "position_embedding_type": "mrope", "mrope_section": section}
+
+    def to_config(self, args: Args) -> Values:
+        rope = super().to_config(args)["rope_parameters"]
+        section = first(args, ("mrope_section",))
+        return {"rope_parameters": rope if section is None else {**rope, "mrope_section": list(section)}}
 
 
 DYNAMIC = "dynamic rope scaling; Megatron-LM agrees up to max_position_embeddings, and not beyond"
@@ -225,5 +244,5 @@ def both_spellings(config: Config) -> Values:
         return {}
     beside = {key: rope[key] for key in ("rope_theta", PARTIAL) if key in rope}
     scaling = {key: value for key, value in rope.items() if key not in beside}
-    legacy = None if rope["rope_type"] == "default" else {"type": rope["rope_type"], **scaling}
+    legacy = None if scaling == {"rope_type": "default"} else {"type": rope["rope_type"], **scaling}
     return {"rope_parameters": rope, **beside, "rope_scaling": legacy}

@@ -73,15 +73,16 @@ def _is_number(value: Any, *, pairs: bool) -> bool:
 class Checkpoint:
     """What a format's reader found.
 
-    `dialect` says whose names `tensors` have: "hf" or that of an engine (`Family.dialects`). `root` is the folder where
-    the config lies, `args` are Megatron-LM's arguments, `config` is a config.json as far as another engine's own
-    config tells it. `states` holds optimizer states under the names of their tensors ("exp_avg", "exp_avg_sq",
-    "fp32": the masters), which `--with-optimizer` carries together with `optimizer`. `dropped` counts bytes of what is
-    there and not model weights, by rule ("random number states" …); the states count as "optimizer states", too. Of a
-    merged model, `changes` are what its config says otherwise than the one in `root`. `beside` are folders whose
-    tokenizer goes before the one there: that of an adapter, or of a Megatron-Bridge iteration. Where `flat` is true, a
-    format keeps no shapes: tensors of one axis stand for those of as many elements that the family declares, until
-    `model.resolve` reshapes them. `quantization` says which tensors are quantized weights; None if none are.
+    `dialect` says whose names `tensors` have: "hf" or that of an engine (`Family.dialects`). `root` is the folder
+    where the config lies, `args` are Megatron-LM's arguments, `engine` is the one of Megatron's side whose names
+    these are, `config` is a config.json as far as another engine's own config tells it. `states` holds optimizer
+    states under the names of their tensors ("exp_avg", "exp_avg_sq", "fp32": the masters), which `--with-optimizer`
+    carries together with `optimizer`. `dropped` counts bytes of what is there and not model weights, by rule
+    ("random number states" …); the states count as "optimizer states", too. Of a merged model, `changes` are what
+    its config says otherwise than the one in `root`. `beside` are folders whose tokenizer goes before the one
+    there: that of an adapter, or of a Megatron-Bridge iteration. Where `flat` is true, a format keeps no shapes:
+    tensors of one axis stand for those of as many elements that the family declares, until `model.resolve` reshapes
+    them. `quantization` says which tensors are quantized weights; None if none are.
     """
 
     path: Path
@@ -92,6 +93,7 @@ class Checkpoint:
     layout: SavedLayout = field(default_factory=SavedLayout)
     iteration: Iteration | None = None
     args: Mapping[str, Any] | None = None
+    engine: str = "mcore"
     config: Mapping[str, Any] | None = None
     changes: Mapping[str, Any] = field(default_factory=dict)
     beside: tuple[Path, ...] = ()

@@ -61,7 +61,9 @@ def logical_tensors(source: Resolved) -> LogicalTensors:
     checkpoint, model = source.checkpoint, source.model
     if model is None:
         return LogicalTensors(checkpoint, _as_stored(checkpoint), _tied(checkpoint, source.config))
-    binding = model.binding("mcore" if checkpoint.dialect == "hf" else checkpoint.dialect)
+    binding = model.binding(
+        checkpoint.engine if checkpoint.dialect in ("hf", "mcore") else checkpoint.dialect
+    )
     if checkpoint.dialect == "hf":
         _check(checkpoint, binding.hf, binding.copies)
         if checkpoint.quantization:  # its parts are carried under the names that they have

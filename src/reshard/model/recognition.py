@@ -135,9 +135,12 @@ class _Fit(NamedTuple):
 def _fit(family: Family, config: Mapping[str, Any], checkpoint: Checkpoint) -> _Fit | None:
     """How a checkpoint fits a family; None if even the config cannot be read as one of its own."""
     try:
-        args = family.config.to_args(config)
-        dims = Dims.from_args(args, int(config["vocab_size"]), padded_rows(checkpoint))
-        rules = family.rules_of("mcore" if checkpoint.dialect == "hf" else checkpoint.dialect)
+        text = family.config.text(config)
+        args = family.config.to_args(text)
+        dims = Dims.from_args(args, int(text["vocab_size"]), padded_rows(checkpoint))
+        rules = family.rules_of(
+            checkpoint.engine if checkpoint.dialect in ("hf", "mcore") else checkpoint.dialect
+        )
         binding = Binding(rules(dims) if rules else ())
     except (*UNUSABLE, ReshardError):
         return None
@@ -145,7 +148,8 @@ def _fit(family: Family, config: Mapping[str, Any], checkpoint: Checkpoint) -> _
         return None
     bounds = binding.hf if checkpoint.dialect == "hf" else binding.native
     want = {name: bound.shape for name, bound in bounds.items()}
-    have = {name: tensor.shape for name, tensor in checkpoint.tensors.items() if name not in binding.copies}
+    apart = {*binding.copies, *family.carried(checkpoint.tensors, native=checkpoint.dialect == "mcore")}
+    have = {name: tensor.shape for name, tensor in checkpoint.tensors.items() if name not in apart}
     return _Fit(family, want, have)
 
 
@@ -163,11 +167,13 @@ def by_args(checkpoint: Checkpoint, forced: str | None) -> tuple[Family, list[st
             remedy="give the Hugging Face folder that training started from: --base DIR",
         )
     if forced:
-        return named(forced), []
+        return _of_one_part(named(forced), checkpoint), []
     rows, given = embedding_rows(checkpoint), checkpoint.args or {}
     fitting: list[Family] = []
     others: list[Family] = []
     for family in likeliest():
+        if family.within:
+            continue
         try:
             derived = family.config.to_config(given)
             args = family.config.to_args({**derived, "vocab_size": rows})
@@ -188,6 +194,18 @@ def by_args(checkpoint: Checkpoint, forced: str | None) -> tuple[Family, list[st
     more = ", ".join(family.name for family in fitting[1:])
     notes = [f"{fitting[0].name} is assumed; {more} would fit as well (--family)"] if more else []
     return fitting[0], notes
+
+
+def _of_one_part(family: Family, checkpoint: Checkpoint) -> Family:
+    """`family`. Raises ReshardError for one of several parts: arguments describe its language model alone."""
+    if family.within:
+        raise ReshardError(
+            "the checkpoint's arguments do not tell the config of a model of several parts",
+            file=str(checkpoint.path),
+            expected=f"the config.json of a model of family {family.name}",
+            remedy="give the Hugging Face folder that training started from: --base DIR",
+        )
+    return family
 
 
 def describes_model(args: Mapping[str, Any] | None) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -117,26 +117,27 @@ def _resolved(
         if computes:
             _refuse_contradictions(config, file)
         config = {"model_type": found.name, **config}
-        named = config.get("num_nextn_predict_layers") or 0
-        there = _mtp_layers(checkpoint, config)
+        text = dict(found.config.text(config))
+        named = text.get("num_nextn_predict_layers") or 0
+        there = _mtp_layers(_plain(checkpoint, found), checkpoint.dialect, text)
         if there != named:
-            config.update(
-                dict.fromkeys(("num_nextn_predict_layers", *config.keys() & {"num_mtp_layers"}), there)
-            )
+            text.update(dict.fromkeys(("num_nextn_predict_layers", *text.keys() & {"num_mtp_layers"}), there))
             notes = [*notes, f"MTP layers: config.json names {named}, the checkpoint has {there}"]
-        if true := vocabulary.corrected(checkpoint, config, folder):
-            config["vocab_size"], why = true
+        if true := vocabulary.corrected(checkpoint, text, folder):
+            text["vocab_size"], why = true
             notes = [*notes, why]
     else:
         found, notes = recognition.by_args(checkpoint, family)
         args = dict(checkpoint.args or {})
-        config = found.config.to_config(args)
-        config.update(model_type=found.name, architectures=[found.architecture])
-        config["vocab_size"] = vocabulary.counted(checkpoint, args)
+        text = found.config.to_config(args)
+        text.update(model_type=found.name, architectures=[found.architecture])
+        text["vocab_size"] = vocabulary.counted(checkpoint, args)
+        config = text
         notes = [*notes, f"config.json is derived from the checkpoint's arguments, as family {found.name}"]
-    args, dims = _sizes(found, config, args, checkpoint, folder)
+    args, dims = _sizes(found, text, args, checkpoint, folder)
     warnings = _misdescribed(found, config, file) if computes else []
-    problems = _disagreements(checkpoint, dims)
+    carried = _carried(checkpoint, found)
+    problems = [*_disagreements(checkpoint, found, dims), *_without_parts(checkpoint, found, carried)]
     if checkpoint.dialect == "hf" and not family:
         problems += [each for each in warnings if each.severity == "error"]
     if problems:
@@ -144,9 +145,11 @@ def _resolved(
     # The weights are the same, or it is meant, or trained already.
     warnings = [replace(each, severity="warning", remedy=None) for each in warnings]
     if checkpoint.args:
-        config, args, differing = _agreed(found, config, checkpoint, trust, file)
+        agreed_on, args, differing = _agreed(found, text, checkpoint, trust, file)
+        text = dict(agreed_on)
         warnings += differing
-    model = Model(found, config, args, dims, tuple(notes), tuple(warnings))
+    config = found.config.whole(config, text)
+    model = Model(found, config, args, dims, tuple(notes), tuple(warnings), carried)
     return Resolved(checkpoint, model, model.config)
 
 
@@ -193,7 +196,9 @@ def contradictions(config: Mapping[str, Any]) -> list[str]:
     """Where a config says one thing twice, and not the same; of a family that nobody declared, its rotary embedding."""
     family = declared(config.get("model_type"))
     try:
-        return family.config.contradictions(config) if family else list(rope_contradictions(config))
+        if family is None:
+            return list(rope_contradictions(config))
+        return family.config.contradictions(family.config.text(config))
     except UNUSABLE:
         return []  # `resolve` says what is wrong with such values
 
@@ -243,7 +248,11 @@ def _shaped(
     if not config or declared(model_type) is None:
         raise flat.shapes_needed(checkpoint, model_type if config else None, list(FAMILIES))
     family = recognition.named(str(model_type))
-    config = {**config, "num_nextn_predict_layers": _mtp_layers(checkpoint, config)}
+    if family.within:  # no config tells the shapes of what is carried
+        known = [each.name for each in FAMILIES.values() if not each.within]
+        raise flat.shapes_needed(checkpoint, family.name, known)
+    there = _mtp_layers(list(checkpoint.tensors), checkpoint.dialect, config)
+    config = {**config, "num_nextn_predict_layers": there}
     args, dims = _sizes(family, config, None, checkpoint, folder)
     binding = Model(family, config, args, dims).binding()
     return flat.shaped(checkpoint, flat.declared_shapes(binding, family.live))
@@ -277,33 +286,62 @@ def _sizes(
         ) from error
 
 
-def _mtp_layers(checkpoint: Checkpoint, config: Mapping[str, Any]) -> int:
+def _plain(checkpoint: Checkpoint, family: Family) -> list[str]:
+    """The names of its tensors, as they would be in the language model by itself."""
+    return family.plain_names(checkpoint.tensors, native=checkpoint.dialect == "mcore")
+
+
+def _carried(checkpoint: Checkpoint, family: Family) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors that are carried, by their names on the hub."""
+    quantization = checkpoint.quantization
+    there = quantization.whole(checkpoint.tensors) if quantization else checkpoint.tensors
+    names = family.carried(there, native=checkpoint.dialect == "mcore")
+    return {hub: checkpoint.shape(name) or there[name].shape for name, hub in names.items()}
+
+
+def _without_parts(checkpoint: Checkpoint, family: Family, carried: Collection[str]) -> list[Problem]:
+    """Parts of a larger model of which nothing is there. How many layers they have, nobody here knows."""
+    return [
+        Problem(
+            "a part of the model is missing",
+            file=str(checkpoint.path),
+            rule=f"a model of family {family.name} has several parts, and all are converted",
+            expected=f"tensors whose names on the hub begin with {prefix}",
+            found="none",
+            remedy="copy or save the checkpoint again with all its parts",
+        )
+        for prefix in (family.within.missing(carried) if family.within else ())
+    ]
+
+
+def _mtp_layers(names: list[str], dialect: str, config: Mapping[str, Any]) -> int:
     """How many multi-token prediction layers there are: configs often name layers that were left out.
 
     The hub numbers them on from the last layer, so only the config can tell them from layers too many; MiMo has a
     name of its own for them.
     """
-    if (apart := _count(checkpoint, _MTP_LAYER)) or checkpoint.dialect == "mcore":
+    if (apart := _count(names, _MTP_LAYER)) or dialect == "mcore":
         return apart
     declared, layers = config.get("num_nextn_predict_layers") or 0, config.get("num_hidden_layers")
     if not isinstance(declared, int) or not isinstance(layers, int):
         return 0
-    return min(declared, max(0, _count(checkpoint, _LAYER) - layers))
+    return min(declared, max(0, _count(names, _LAYER) - layers))
 
 
-def _disagreements(checkpoint: Checkpoint, dims: Dims) -> list[Problem]:
+def _disagreements(checkpoint: Checkpoint, family: Family, dims: Dims) -> list[Problem]:
     """Sizes on which the config and the tensors differ: one problem each, not one for every tensor."""
     mcore = checkpoint.dialect == "mcore"
-    rows, hidden = vocabulary.embedding(checkpoint)[1].shape
-    numbered_on = 0 if mcore or _count(checkpoint, _MTP_LAYER) else dims.mtp
+    rows, hidden = vocabulary.embedding(checkpoint, family)[1].shape
+    names = _plain(checkpoint, family)
+    numbered_on = 0 if mcore or _count(names, _MTP_LAYER) else dims.mtp
     pairs = [
-        ("layers", "num_hidden_layers", dims.layers, _count(checkpoint, _LAYER) - numbered_on),
+        ("layers", "num_hidden_layers", dims.layers, _count(names, _LAYER) - numbered_on),
         ("hidden size", "hidden_size", dims.hidden, hidden),
-        ("experts", "num_experts", dims.experts, _experts(checkpoint)),
+        ("experts", "num_experts", dims.experts, _experts(checkpoint, family, names)),
     ]
     if not mcore:
         pairs.append(("vocabulary", "vocab_size", dims.vocab, rows))
-        pairs += _heads(checkpoint, dims)
+        pairs += _heads(checkpoint, family, dims)
     problems = [
         Problem(
             f"the config and the checkpoint disagree on {what}",
@@ -323,13 +361,13 @@ def _disagreements(checkpoint: Checkpoint, dims: Dims) -> list[Problem]:
     return problems
 
 
-def _heads(checkpoint: Checkpoint, dims: Dims) -> Iterator[tuple[str, str, int, int]]:
+def _heads(checkpoint: Checkpoint, family: Family, dims: Dims) -> Iterator[tuple[str, str, int, int]]:
     """What the rows of the first query and key projection say about heads; latent attention has others."""
     for what, key, wanted, projection in (
         ("attention heads", "num_attention_heads", dims.heads, "q_proj"),
         ("key-value heads", "num_key_value_heads", dims.groups, "k_proj"),
     ):
-        first = checkpoint.shape(f"model.layers.0.self_attn.{projection}.weight")
+        first = checkpoint.shape(family.hub_name(f"model.layers.0.self_attn.{projection}.weight"))
         if first and not dims.kv_lora and not first[0] % dims.head_dim:
             yield what, key, wanted, first[0] // dims.head_dim
 
@@ -339,15 +377,16 @@ _MTP_LAYER = re.compile(r"(?:mtp\.|model\.mtp_)layers\.(\d+)\.")
 _EXPERT = re.compile(r".*\.experts\.(\d+)\.")
 
 
-def _experts(checkpoint: Checkpoint) -> int:
+def _experts(checkpoint: Checkpoint, family: Family, names: list[str]) -> int:
     """How many experts a layer has, by the names of tensors, or where the hub itself stacks them (gpt-oss)."""
     quantized = checkpoint.quantization.weights if checkpoint.quantization else {}
-    stacked = (name for name in (*checkpoint.tensors, *quantized) if name.endswith(".experts.down_proj"))
-    shape = checkpoint.shape(next(stacked, ""))
-    return _count(checkpoint, _EXPERT) or (shape[0] if shape else 0)
+    stacked = (name for name in (*names, *quantized) if name.endswith(".experts.down_proj"))
+    name = next(stacked, "")
+    shape = checkpoint.shape(name) or checkpoint.shape(family.hub_name(name))
+    return _count(names, _EXPERT) or (shape[0] if shape else 0)
 
 
-def _count(checkpoint: Checkpoint, pattern: re.Pattern[str]) -> int:
+def _count(names: list[str], pattern: re.Pattern[str]) -> int:
     """One more than the highest index that the names of tensors have."""
-    found = (match for name in checkpoint.tensors if (match := pattern.match(name)))
+    found = (match for name in names if (match := pattern.match(name)))
     return max((int(match[1]) for match in found), default=-1) + 1

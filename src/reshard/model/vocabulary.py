@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 
 from reshard.algebra.tensors import Tensor
 from reshard.errors import Problem, ReshardError
+from reshard.families import Family
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.companions import find_companions
 from reshard.formats.megatron.mcore import padded_vocabulary
@@ -36,9 +37,11 @@ def embedding_rows(checkpoint: Checkpoint) -> int:
     return embedding(checkpoint)[1].shape[0]
 
 
-def embedding(checkpoint: Checkpoint) -> tuple[str, Tensor]:
+def embedding(checkpoint: Checkpoint, family: Family | None = None) -> tuple[str, Tensor]:
     """The embedding and its name. Raises ReshardError if there is none."""
-    names = EMBEDDINGS[checkpoint.dialect]
+    names: Sequence[str] = EMBEDDINGS[checkpoint.dialect]
+    if family and checkpoint.dialect == "hf":
+        names = [family.hub_name(name) for name in names]
     for name in names:
         if name in checkpoint.tensors:
             return name, checkpoint.tensors[name]

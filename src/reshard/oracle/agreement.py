@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.errors import ReshardError
+from reshard.families.family import ENGINES, MCORE
 from reshard.model.vocabulary import embedding_rows
 from reshard.verification import Side
 
@@ -55,6 +56,12 @@ def _logits(side: Side, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32
         from reshard.oracle.transformers import transformers_logits
 
         return transformers_logits(checkpoint.root, tokens)
+    if side.model and side.model.family.computed_by != MCORE:
+        raise ReshardError(
+            f"megatron-core's GPTModel does not compute the family {side.model.family.name}",
+            rule=f"it is computed by {ENGINES[side.model.family.computed_by]}",
+            remedy="leave out --logits: the weights are compared all the same",
+        )
     _require("megatron.core", "pip install torch psutil && pip install --no-deps megatron-core")
     from reshard.engines.megatron import megatron_logits
 

@@ -294,7 +294,7 @@ def _facts(
         "format": target,
         "family": model.family.name if model else None,
         "layout": layout.as_dict() if layout else None,
-        "vocabulary": model.config["vocab_size"] if model else None,
+        "vocabulary": model.text["vocab_size"] if model else None,
         "dtypes": dict(Counter(tensor.dtype.name for tensor in tensors)),
         "dropped": dict(dropped),
     }

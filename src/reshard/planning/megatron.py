@@ -11,6 +11,7 @@ from reshard.algebra.dtypes import dtype
 from reshard.algebra.layout import Layout
 from reshard.errors import Problem, ReshardError
 from reshard.families.binding import Bound
+from reshard.families.family import ENGINES, MCORE
 from reshard.families.flags import flags_not_restored
 from reshard.families.model import Model
 from reshard.families.rules import Dims
@@ -18,6 +19,7 @@ from reshard.formats.checkpoint import Checkpoint, Iteration
 from reshard.formats.megatron import legacy, torch_dist
 from reshard.formats.megatron.mcore import padded_vocabulary
 from reshard.formats.megatron.optimizer import NewOptimizer, is_distributed, new_optimizer
+from reshard.formats.megatron.writers import COMPUTED_BY
 from reshard.model.logical import LogicalTensors, logical_tensors
 from reshard.model.vocabulary import EMBEDDINGS
 from reshard.planning.common import (
@@ -75,8 +77,15 @@ def plan(source: Source, target: str) -> Plan:
     dropped += lost_padding(checkpoint, model, rows, with_states=options.with_optimizer)
     states = optimizer.states if optimizer else {}
     result = finished(source.of(model), target, files, tensors, dropped, logical, layout, states)
-    result.load_with = load_flags(args, is_release=iteration_of(checkpoint) == "release", optimizer=optimizer)
-    result.notes += model.family.config.notices(model.config)
+    engine = model.family.computed_by
+    if engine == MCORE:
+        is_release = iteration_of(checkpoint) == "release"
+        result.load_with = load_flags(args, is_release=is_release, optimizer=optimizer)
+    else:
+        result.notes.append(
+            f"the checkpoint is for {ENGINES[engine]}: Megatron-LM's GPTModel has no such model"
+        )
+    result.notes += model.family.config.notices(model.text)
     result.notes += layout_notes(model, layout)
     result.notes += frozen_notes(source) if optimizer else []
     if layout.stages and not options.layout.stages:
@@ -149,6 +158,7 @@ def arguments(model: Model, layout: Layout, options: Options, tensors: list[Plan
         "params_dtype": dtype(main),
         "bf16": main == "bfloat16",
         "fp16": main == "float16",
+        **({} if model.family.computed_by == MCORE else {COMPUTED_BY: model.family.computed_by}),
     }
 
 

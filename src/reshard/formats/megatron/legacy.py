@@ -23,8 +23,10 @@ from reshard.formats import iterations
 from reshard.formats.checkpoint import Checkpoint, Iteration
 from reshard.formats.copies import CopyFinder
 from reshard.formats.megatron.mcore import (
+    BELOW,
     PARALLEL_LINEARS,
     Place,
+    is_carried,
     name_of,
     place_of,
     split_of,
@@ -43,6 +45,7 @@ from reshard.formats.megatron.rank_files import (
     stage_ranks,
 )
 from reshard.formats.megatron.ranks import Rank, RankStates
+from reshard.formats.megatron.writers import COMPUTED_BY
 from reshard.formats.sharding import Split, join
 from reshard.formats.torchfiles.read import read_dict
 from reshard.formats.torchfiles.untrusted import stored_in
@@ -95,6 +98,7 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
         layout=SavedLayout.of(layout),
         iteration=step,
         args=args,
+        engine=str((args or {}).get(COMPUTED_BY, "mcore")),
         dropped=dropped,
         replicas=reader.replicas,
         problems=problems,
@@ -176,7 +180,7 @@ class _Reader:
             first = sum(count for at, count in self._counts.items() if at < (chunk, rank.pp))
             for key, stored in state.items():
                 if isinstance(stored, StoredTensor) and not key.endswith("_extra_state"):
-                    self._add(rank, first, key.removeprefix("module."), stored)
+                    self._add(rank, first, key, stored)
 
     def _add(self, rank: Rank, first: int, key: str, stored: StoredTensor) -> None:
         tensor = Tensor.stored(stored)
@@ -339,11 +343,13 @@ class _Writer:
                 state[name] = None
         if (rank.pp, chunk) == self._states.stages.last:
             # The head has one even where it shares its weight with the embedding of the same rank.
-            state["output_layer._extra_state"] = None
+            state[f"{self._states.below}output_layer._extra_state"] = None
         return state
 
     def _extra_states(self, key: str) -> Iterator[str]:
         """The extra states that strict loading asks for together with the weight `key`."""
+        if is_carried(key.removeprefix(BELOW)):
+            return
         match = re.fullmatch(r"(.*\.(\w+))\.weight\d*", key)
         if match and match[2] in PARALLEL_LINEARS:
             yield f"{key.rpartition('.')[0]}._extra_state"

@@ -9,7 +9,7 @@ that is spelling, and stands here. Source: the `sharded_state_dict` methods of m
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -72,8 +72,26 @@ PARALLEL_LINEARS = (
 """Modules that save an `_extra_state` beside their weight."""
 
 
+BELOW = "language_model."
+"""What a model of several parts puts before the names of its language model, in mcore-bridge and Megatron-Bridge."""
+
+_LANGUAGE_MODEL = ("embedding.", "decoder.", "mtp.", "output_layer.")
+
+
+def is_carried(name: str) -> bool:
+    """Whether a tensor lies beside the language model, as those of a vision tower: whole, in the first stage."""
+    return not name.startswith(_LANGUAGE_MODEL)
+
+
+def below(names: Iterable[str]) -> str:
+    """What stands before the names of the language model: nothing, unless there are other parts beside it."""
+    return BELOW if any(map(is_carried, names)) else ""
+
+
 def split_of(name: str) -> Split | None:
     """How tensor parallelism cuts the tensor called `name`; None if all ranks hold it whole."""
+    if is_carried(name):
+        return None
     whole = SPLITS.get(".".join(name.rsplit(".", 2)[-2:]))
     return whole or ADAPTER_SPLITS.get(".".join(name.rsplit(".", 4)[-4:]))
 

@@ -19,7 +19,7 @@ from typing import Any
 from reshard.algebra.layout import Layout
 from reshard.algebra.storage import StoredTensor
 from reshard.errors import Problem, ReshardError
-from reshard.formats.megatron.mcore import layout_of
+from reshard.formats.megatron.mcore import BELOW, layout_of
 from reshard.formats.megatron.ranks import Rank
 
 FILE = "model_optim_rng.pt"
@@ -147,11 +147,15 @@ def coordinates(args: Mapping[str, Any], layout: Layout) -> Rank | None:
 
 
 def chunks_of(content: Content) -> list[Mapping[str, Any]]:
-    """The model of a rank, or of each of its virtual stages."""
+    """The model of a rank, or of each of its virtual stages, without what wrappers put before its names."""
     names = sorted(
         (key for key in content if re.fullmatch(r"model\d*", key)), key=lambda key: int(key[5:] or 0)
     )
-    return [content[name] for name in names if isinstance(content[name], Mapping)]
+    return [
+        {key.removeprefix("module.").removeprefix(BELOW): value for key, value in content[name].items()}
+        for name in names
+        if isinstance(content[name], Mapping)
+    ]
 
 
 @dataclass(frozen=True)
@@ -196,7 +200,7 @@ def _tensors(content: Content) -> Iterator[tuple[str, StoredTensor]]:
     for chunk in chunks_of(content):
         for key, value in chunk.items():
             if isinstance(value, StoredTensor):
-                yield key.removeprefix("module."), value
+                yield key, value
 
 
 def _all(files: Mapping[str, Mapping[str, StoredTensor]]) -> Iterator[tuple[str, StoredTensor]]:

@@ -12,7 +12,16 @@ from typing import Any, NamedTuple
 from reshard.algebra.dtypes import DType
 from reshard.algebra.layout import Layout
 from reshard.algebra.views import View
-from reshard.formats.megatron.mcore import Place, Spelling, Stages, place_of, split_of
+from reshard.formats.megatron.mcore import (
+    Place,
+    Spelling,
+    Stages,
+    below,
+    is_carried,
+    name_of,
+    place_of,
+    split_of,
+)
 from reshard.formats.sharding import Split, shard
 from reshard.transfer.plan import Planned
 
@@ -70,6 +79,7 @@ class RankStates:
         self._table = self.stages.table()
         places = [place_of(tensor.name) for tensor in tensors]
         self._sparse = {place[1:3] for place in places if place.expert is not None}
+        self.below = below(tensor.name for tensor in tensors)
         self._held: dict[tuple[int, int], list[tuple[Place, Planned]]] = {}
         for place, tensor in zip(places, tensors, strict=True):
             for at, renamed in self._holders(place):
@@ -81,6 +91,8 @@ class RankStates:
         if place.stack == "decoder" and place.layer is not None:
             stage, chunk, index = self._table[place.layer]
             yield (stage, chunk), place._replace(layer=index)
+        elif is_carried(name_of(place)):
+            yield (0, 0), place
         elif place.module.startswith("embedding."):
             yield (0, 0), place
             if last != (0, 0) and self._mtp:
@@ -123,4 +135,5 @@ class RankStates:
                 module = f"{module}{place.expert}"
             else:
                 module = module.replace("mlp.experts.", f"mlp.experts.local_experts.{place.expert}.", 1)
-        return module if place.layer is None else f"{place.stack}.layers.{place.layer}.{module}"
+        name = module if place.layer is None else f"{place.stack}.layers.{place.layer}.{module}"
+        return name if is_carried(name) else self.below + name

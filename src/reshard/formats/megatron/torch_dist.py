@@ -27,10 +27,13 @@ from reshard.formats.copies import CopyFinder, explained
 from reshard.formats.dcp.chunks import ChunkFile
 from reshard.formats.dcp.metadata import DcpMetadata, DcpTensor, read_metadata, write_metadata
 from reshard.formats.megatron.mcore import (
+    BELOW,
     PARALLEL_LINEARS,
     Place,
     Spelling,
     Stages,
+    below,
+    is_carried,
     layout_of,
     name_of,
     place_of,
@@ -46,7 +49,7 @@ from reshard.formats.megatron.optimizer import (
     torch_file,
 )
 from reshard.formats.megatron.seeds import exchanged
-from reshard.formats.megatron.writers import recorded_args
+from reshard.formats.megatron.writers import engine_of, recorded_args
 from reshard.formats.sharding import shard_boxes
 from reshard.formats.torchfiles.read import ChunkReader, read_torch_file
 from reshard.formats.torchfiles.write import image_bytes, layout_torch_file
@@ -113,6 +116,7 @@ def _open(folder: Path, step: Iteration | None) -> Checkpoint:
         layout=layout_of(args or {}),
         iteration=step,
         args=args,
+        engine=engine_of(folder, common),
         states=States({state: partial(_read_state, found) for state, found in states.items()}),
         optimizer=optimizer,
         dropped=dropped,
@@ -164,7 +168,8 @@ class _Key(NamedTuple):
 
 
 def _parse(key: str) -> _Key:
-    half = _HALVES.get(key[-2:])
+    key = key.removeprefix(BELOW)
+    half = None if is_carried(key) else _HALVES.get(key[-2:])
     key = key if half is None else key[:-2]
     match = _KEY.fullmatch(key)
     if not match:
@@ -263,8 +268,11 @@ EXTRA_STATE = image_bytes(layout_torch_file([None]))
 class _Writer:
     """Assigns the chunks of every tensor to ranks, as megatron-core would."""
 
-    def __init__(self, layout: Layout, layers: int, experts: int, spelling: Spelling, stacked: bool) -> None:
+    def __init__(
+        self, layout: Layout, layers: int, experts: int, spelling: Spelling, stacked: bool, below: str
+    ) -> None:
         self.layout = layout
+        self.below = below
         self.layers, self.experts = layers, experts
         self.spelling, self.stacked = spelling, stacked
         self.metadata = DcpMetadata({}, {})
@@ -329,8 +337,8 @@ class _Writer:
         lead: tuple[int, ...] = ()
         at: tuple[int, ...] = ()
         if place.layer is None:
-            return module, lead, at
-        prefix = f"{place.stack}.layers."
+            return module if is_carried(module) else self.below + module, lead, at
+        prefix = f"{self.below}{place.stack}.layers."
         if self.stacked and place.stack == "decoder":
             lead, at = (self.layers,), (place.layer,)
         else:
@@ -344,7 +352,8 @@ class _Writer:
         if place.stack == "decoder" and place.layer is not None:
             stage = self.table[place.layer][0]
         else:
-            stage = 0 if place.module.startswith("embedding.") else self.stages.last[0]
+            first = place.module.startswith("embedding.") or is_carried(name_of(place))
+            stage = 0 if first else self.stages.last[0]
         if place.expert is None:
             number = self.layout.dense_rank(stage, rank)
         else:
@@ -375,6 +384,7 @@ def lay_out(
         int(args.get("num_experts") or 0),
         Spelling(transformer_engine, torch_dist=True, latent=latent),
         stacked,
+        below(places),
     )
     for tensor in tensors:
         place = places[tensor.name]
@@ -431,6 +441,8 @@ def _with_extra_state(place: Place, transformer_engine: bool) -> Iterator[str]:
     offset, the MTP layers do not.
     """
     module, _, kind = place.module.rpartition(".")
+    if is_carried(name_of(place)):
+        return
     if kind == "weight" and module.rpartition(".")[2] in PARALLEL_LINEARS:
         yield module
         if transformer_engine and place.stack == "mtp" and module.endswith(".linear_proj"):

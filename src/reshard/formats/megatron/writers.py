@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from reshard.formats.provenance import read_run_config
+from reshard.formats.provenance import RUN_CONFIG, read_run_config
 
 LAYOUT = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
@@ -26,6 +26,17 @@ LAYOUT = (
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
 )
 """What ms-swift's arguments and Megatron-LM's say in the same words."""
+
+COMPUTED_BY = "computed_by"
+"""Among the arguments that reshard writes: the engine, if it is not megatron-core's own GPTModel."""
+
+
+def engine_of(folder: Path, common: Mapping[str, Any]) -> str:
+    """The engine whose names an iteration folder has: whose run wrote it, or whose names reshard gave it."""
+    args = common.get("args")
+    if isinstance(args, Namespace):
+        return str(getattr(args, COMPUTED_BY, "mcore" if "num_layers" in args else "mcore-bridge"))
+    return "megatron-bridge" if (folder / RUN_CONFIG).is_file() else "mcore"
 
 
 def recorded_args(folder: Path, common: Mapping[str, Any]) -> dict[str, Any] | None:

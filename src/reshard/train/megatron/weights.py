@@ -22,6 +22,7 @@ from reshard.algebra.layout import Layout
 from reshard.algebra.tensors import Tensor
 from reshard.errors import ReshardError
 from reshard.families.binding import Dropped
+from reshard.families.family import ENGINES, MCORE
 from reshard.families.model import Model
 from reshard.formats import open_checkpoint
 from reshard.formats.megatron.mcore import padded_vocabulary, place_of, split_of
@@ -86,7 +87,14 @@ class Weights:
 
 
 def layout_of(run: Run, options: Options, model: Model) -> Layout:
-    """The layout of a run. Raises ReshardError where the sizes of the model do not divide."""
+    """The layout of a run. Raises ReshardError where the sizes of the model do not divide, or it computes another."""
+    if model.family.computed_by != MCORE:
+        raise ReshardError(
+            f"megatron-core's GPTModel does not compute the family {model.family.name}",
+            rule=f"it is computed by {ENGINES[model.family.computed_by]}",
+            found="--engine megatron",
+            remedy="train it with --engine trl; or convert it by --to megatron, and train it with that engine",
+        )
     etp = (options.expert_tensor_parallel_size or run.layout.tp) if model.dims.experts else 1
     layout = replace(run.layout, etp=etp, cp=1).over(model.dims.layers)
     check_layout(model, layout)

@@ -1,0 +1,19 @@
+"""Qwen2.5-VL: Qwen2 with a vision tower."""
+
+from __future__ import annotations
+
+from reshard.families.architectures.llama import dense
+from reshard.families.config import DERIVED_HEADS, NO_QK_NORM, QKV_BIAS
+from reshard.families.entries import FullAttention
+from reshard.families.family import MCORE_BRIDGE, MEGATRON_BRIDGE, Family
+from reshard.families.rope import MultimodalRope
+from reshard.families.within import Carried, Within
+
+QWEN2_5_VL = Family(
+    "qwen2_5_vl",
+    "Qwen2_5_VLForConditionalGeneration",
+    dense,
+    (*DERIVED_HEADS, MultimodalRope(), FullAttention(), QKV_BIAS, NO_QK_NORM),
+    computed_by=MCORE_BRIDGE,
+    within=Within(hub=(), carried=(Carried("visual.", "visual.visual.", {MEGATRON_BRIDGE: "visual."}),)),
+)
