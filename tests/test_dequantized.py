@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import reshard
+from reshard.algebra.tensors import Tensor
 from reshard.errors import ReshardError
 from reshard.model.dequantization import _FP8, _POWERS
 from reshard.oracle.transformers import transformers_logits
@@ -204,6 +205,32 @@ def test_any_range_of_elements(hf_model: Models, tmp_path: Path) -> None:
     gatherer, random = Gatherer(Files(), None), np.random.default_rng(0)
     for begin, end in np.sort(random.integers(0, tensor.view.numel, (200, 2))):
         np.testing.assert_array_equal(gatherer.read(tensor, int(begin), int(end)), expected[begin:end])
+    matrix = expected.reshape(tensor.shape)
+    for low, high in np.sort(random.integers(0, tensor.shape[1] + 1, (100, 2))).tolist():
+        part = Tensor(tensor.dtype, tensor.view[3:90, low:high])
+        begin, end = np.sort(random.integers(0, part.view.numel + 1, 2)).tolist()
+        values = matrix[3:90, low:high].reshape(-1)[begin:end]
+        np.testing.assert_array_equal(gatherer.read(part, begin, end), values)
+
+
+def test_a_rank_computes_its_own_columns_alone(hf_model: Models, tmp_path: Path) -> None:
+    from reshard.model import dequantization
+    from reshard.transfer.gather import Files, Gatherer
+
+    source = with_blocks(hf_model("qwen3", dtype="bfloat16"), tmp_path / "source", (16, 16), torch.float32)
+    tensor = dequantization.dequantized(reshard.open(source)).tensors["model.layers.0.mlp.down_proj.weight"]
+    (piece,) = tensor.view.pieces
+    computed = piece.source
+    assert isinstance(computed, dequantization.Dequantized)
+    rows, columns = tensor.shape
+    asked: list[int] = []
+
+    def read(part: Tensor, begin: int, end: int) -> np.ndarray:
+        asked.append(end - begin)
+        return Gatherer(Files(), None).read(part, begin, end)
+
+    computed.runs(columns // 4, rows, columns, columns // 4, read)
+    assert asked[0] <= rows * (columns // 4 + 16)
 
 
 def test_a_family_that_nobody_declared(fp8: Callable[[str], Path], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from reshard.algebra.dtypes import DType
 from reshard.algebra.storage import Storage, StoredTensor
@@ -32,6 +33,15 @@ class Computed(ABC):
     @abstractmethod
     def values(self, begin: int, end: int, read: Read) -> np.ndarray[Any, Any]:
         """Raw elements `begin` to `end`, in row-major order. `read(tensor, begin, end)` gives those of an input."""
+
+    def runs(self, begin: int, count: int, step: int, length: int, read: Read) -> np.ndarray[Any, Any]:
+        """Raw elements of `count` runs of `length`, each `step` after the one before: some columns of a matrix.
+
+        A source overrides it if it need not compute what lies between.
+        """
+        span = self.values(begin, begin + (count - 1) * step + length, read)
+        strides = (step * span.itemsize, span.itemsize)
+        return as_strided(span, (count, length), strides).reshape(-1)
 
 
 Source = Cells | Computed

@@ -43,9 +43,9 @@ class Blocks(NamedTuple):
         return start + block * self.tall, start + min((block + 1) * self.tall, self.rows)
 
     def multiply(self, values: Floats, scales: Floats) -> None:
-        """Multiply rows of values by their rows of scales, in place."""
-        if self.columns % self.wide:
-            values *= np.repeat(scales, self.wide, axis=1)[:, : self.columns]
+        """Multiply rows of values, or some whole blocks of their columns, by their rows of scales, in place."""
+        if values.shape[1] % self.wide:
+            values *= np.repeat(scales, self.wide, axis=1)[:, : values.shape[1]]
         else:
             blocks = values.reshape(len(values), -1, self.wide)
             blocks *= scales[:, :, None]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
+from math import lcm, prod
 from typing import Any
 
 import numpy as np
@@ -104,20 +104,45 @@ class Dequantized(Computed):
     def values(self, begin: int, end: int, read: Read) -> Floats:
         columns = self._blocks.columns
         first, last = begin // columns, -(-end // columns)
-        packed = read(self.inputs[0], first * self._items, last * self._items).view(np.uint8)
-        packed = packed.reshape(last - first, -1)
+        packed = read(self.inputs[0], first * self._items, last * self._items)
+        out = self._computed(packed, first, last, slice(0, columns), read)
+        return out.reshape(-1)[begin - first * columns : end - first * columns]
+
+    def runs(self, begin: int, count: int, step: int, length: int, read: Read) -> Floats:
+        """Some columns, as a row-parallel rank has them: whole blocks of those alone are computed."""
+        first, low = divmod(begin, self._blocks.columns)
+        packed, each = self.inputs[0], self._blocks.columns // self._items
+        unit = lcm(self._blocks.wide, each)
+        start, stop = low // unit * unit, min(-(-(low + length) // unit) * unit, self._blocks.columns)
+        if (
+            step != self._blocks.columns
+            or low + length > step
+            or len(packed.shape) != 2
+            or stop - start == step
+        ):
+            return super().runs(begin, count, step, length, read)
+        part = packed.view[first : first + count, start // each : -(-stop // each)]
+        raw = read(Tensor(packed.dtype, part), 0, part.numel)
+        out = self._computed(raw, first, first + count, slice(start, stop), read)
+        return out[:, low - start : low - start + length].reshape(-1)
+
+    def _computed(self, packed: Floats, first: int, last: int, columns: slice, read: Read) -> Floats:
+        """Raw elements of rows `first` to `last` in whole blocks of columns, of which `packed` has the values."""
+        packed = packed.view(np.uint8).reshape(last - first, -1)
         index = self._blocks.of_rows(first, last)
         scales = self._scales(int(index[0]), int(index[-1]) + 1, read)
+        wide = self._blocks.wide
+        scales = scales[:, columns.start // wide : -(-columns.stop // wide)]
         index -= index[0]
-        out = np.empty(((last - first), columns), RAW[self.dtype.itemsize])
-        step = max(1, BLOCK // columns)
+        out = np.empty((last - first, columns.stop - columns.start), RAW[self.dtype.itemsize])
+        step = max(1, BLOCK // out.shape[1])
         for low in range(0, last - first, step):
             part = slice(low, low + step)
             values = np.take(self._table, packed[part]).view(np.float32)
             with np.errstate(over="ignore", invalid="ignore"):  # reported by name as NaN or Inf
                 self._blocks.multiply(values, scales[index[part]])
             out[part] = cast(values.view(np.uint32), FLOAT32, self.dtype)
-        return out.reshape(-1)[begin - first * columns : end - first * columns]
+        return out
 
     def _scales(self, first: int, last: int, read: Read) -> Floats:
         """The rows of scales `first` to `last`."""

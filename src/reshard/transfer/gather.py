@@ -167,13 +167,18 @@ class Gatherer:
         return out
 
     def _compute(self, source: Computed, piece: Piece, dtype: DType, out: np.ndarray[Any, Any]) -> None:
-        """Compute all that lies between the first and the last element, and pick from it."""
+        """Compute runs of elements, or all that lies between the first and the last one, and pick from it."""
         if (piece.source_end - piece.start) * source.dtype.itemsize > self._limit:
             for part in _halves(piece):
                 self._compute(source, part, dtype, out)
             return
-        span = source.values(piece.start, piece.source_end, self.read)
-        self._pick(span, source.dtype, piece, dtype, out)
+        packed, length, repeats = _packed(piece, 0)
+        if len(repeats) == 1:
+            ((count, step, _),) = repeats
+            span = source.runs(piece.start, count, step, length, self.read)
+        else:
+            packed, span = piece, source.values(piece.start, piece.source_end, self.read)
+        self._pick(span, source.dtype, packed, dtype, out)
 
     def _place(self, cells: Cells, piece: Piece, dtype: DType, out: np.ndarray[Any, Any]) -> None:
         """Read long runs of elements where they belong; read others with what lies between them, and pick."""
