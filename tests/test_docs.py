@@ -25,6 +25,8 @@ from reshard.formats import FORMATS
 from reshard.planning import TARGETS
 from reshard.train.engine import MODULES, Option
 from reshard.train.request import words as engine_words
+from tests.tables import READMES
+from tests.tables import families as family_rows
 
 REPOSITORY = Path(__file__).parents[1]
 ENGLISH, CHINESE = REPOSITORY / "README.md", REPOSITORY / "README.zh-CN.md"
@@ -208,10 +210,7 @@ def test_tables_are_those_of_reshard_support(page: Path) -> None:
         assert page != ENGLISH or what == row["what"]
         for cell, is_so in zip(cells, (row["read"], row["written"]), strict=True):
             assert cell in READ_AND_WRITTEN[is_so]
-    assert declared[1:] == [
-        [f"`{row['name']}`", row["architecture"], ", ".join(f"`{alias}`" for alias in row["aliases"])]
-        for row in known["families"]
-    ]
+    assert declared[1:] == family_rows(READMES[page]), "python -m tests.tables writes them"
 
 
 def test_both_readmes_say_the_same() -> None:
@@ -260,12 +259,14 @@ def test_python_in_the_readme_runs(
 
 @pytest.fixture
 def cobalt(monkeypatch: pytest.MonkeyPatch) -> Iterator[families.Family]:
-    """The family of docs/add-a-family.md, declared by the code that stands there."""
+    """The families of docs/add-a-family.md, declared by the code that stands there."""
     page = REPOSITORY / "docs" / "add-a-family.md"
-    in_module, _ = (fence.text for fence in fences(page) if fence.language == "python")
+    in_module, _, larger = (fence.text for fence in fences(page) if fence.language == "python")
     module = types.ModuleType("cobalt")
     exec(compile(in_module, str(page), "exec"), vars(module))
+    exec(compile(larger, str(page), "exec"), vars(module))
     monkeypatch.setitem(families.FAMILIES, "cobalt", module.COBALT)
+    monkeypatch.setitem(families.FAMILIES, "cobalt_vl", module.COBALT_VL)
     yield module.COBALT
 
 
@@ -307,6 +308,19 @@ def test_the_family_that_the_guide_declares_works(
     found = megatron_logits(checkpoint.path, tokens, args=checkpoint.args).logits
     expected = transformers_logits(qwen3, tokens)
     assert np.abs(found[..., :283] - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+def test_the_larger_family_that_the_guide_declares_works(cobalt: families.Family, tmp_path: Path) -> None:
+    from tests.genuine.model_types import make_model_type
+    from tests.judges import assert_same_tensors, tensors_of
+
+    source = make_model_type("qwen3_vl", tmp_path / "hub")
+    file = source / "config.json"
+    file.write_text(file.read_text().replace('"qwen3_vl"', '"cobalt_vl"'))
+    result = reshard.convert(source, tmp_path / "megatron", to="megatron", tp=2, pp=2)
+    assert [warning.found for warning in result.plan.warnings] == ["cobalt_vl"]  # nobody judged it
+    reshard.convert(tmp_path / "megatron", tmp_path / "back")
+    assert_same_tensors(tensors_of(tmp_path / "back"), tensors_of(source))
 
 
 def test_the_mlp_that_the_guide_spells_out_is_the_real_one() -> None:

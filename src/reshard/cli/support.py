@@ -26,15 +26,25 @@ def command(json_output: bool) -> None:
             row["name"], row["what"], "yes" if row["read"] else "no", "yes" if row["written"] else "no"
         )
     console.print(table)
-    table = Table("family", "architecture", "the same under another name")
+    table = Table("family", "architecture", "computed by", "judged by", "the same under another name")
     for row in content["families"]:
-        table.add_row(row["name"], row["architecture"], ", ".join(row["aliases"]))
+        judges = ", ".join(row["judged"]) or NOT_JUDGED
+        table.add_row(row["name"], row["architecture"], row["engine"], judges, ", ".join(row["aliases"]))
+    console.print(table)
+    table = Table("not converted to Megatron-Core", "why")
+    for row in content["undeclared"]:
+        table.add_row(row["name"], row["why"])
     console.print(table)
 
 
+NOT_JUDGED = "not judged"
+
+
 def support() -> dict[str, list[dict[str, Any]]]:
-    """Formats and families, as `support --json` prints them."""
+    """Formats, families, and known models that are no family, as `support --json` prints them."""
     from reshard.families import FAMILIES
+    from reshard.families.family import ENGINES, JUDGES
+    from reshard.families.undeclared import BEYOND_MEGATRON, BUILT_ALIKE
     from reshard.formats import FORMATS
     from reshard.planning import TARGETS
 
@@ -43,7 +53,19 @@ def support() -> dict[str, list[dict[str, Any]]]:
         for name, module in FORMATS.items()
     ]
     families = [
-        {"name": name, "architecture": family.architecture, "aliases": [*family.aliases]}
+        {
+            "name": name,
+            "architecture": family.architecture,
+            "engine": ENGINES[family.computed_by],
+            "judged": [JUDGES[judge] for judge in family.judged],
+            "carried": [part.hub for part in family.within.carried] if family.within else [],
+            "aliases": [*family.aliases],
+        }
         for name, family in FAMILIES.items()
     ]
-    return {"formats": formats, "families": families}
+    undeclared = sorted((BEYOND_MEGATRON | BUILT_ALIKE).items())
+    return {
+        "formats": formats,
+        "families": families,
+        "undeclared": [{"name": name, "why": why} for name, why in undeclared],
+    }

@@ -17,11 +17,25 @@ Rules = Callable[[Dims], Iterable[Rule]]
 
 MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE = "mcore", "mcore-bridge", "megatron-bridge"
 ENGINES = {
-    MCORE: "megatron-core's GPTModel",
-    MCORE_BRIDGE: "mcore-bridge's module (ms-swift)",
-    MEGATRON_BRIDGE: "Megatron-Bridge's module (NeMo)",
+    MCORE: "megatron-core",
+    MCORE_BRIDGE: "mcore-bridge (ms-swift)",
+    MEGATRON_BRIDGE: "Megatron-Bridge (NeMo)",
 }
-"""Who computes a model of Megatron-Core. All have its names; where two differ, a family has rules for either."""
+"""Who computes a model on Megatron's side: its GPTModel, or a module of their own of those who build on it.
+
+All have the names of Megatron-Core. Where two of them differ, a family has rules for either.
+"""
+
+JUDGES = {
+    MCORE: "megatron-core (logits)",
+    MCORE_BRIDGE: "mcore-bridge",
+    MEGATRON_BRIDGE: "Megatron-Bridge",
+}
+"""Who judged the conversion of a family, by the tests of this project.
+
+megatron-core 0.16.1 computed the logits that transformers computes; mcore-bridge 1.6.5 and Megatron-Bridge 0.3.1 read
+and wrote the same bits.
+"""
 
 
 @dataclass(frozen=True)
@@ -34,6 +48,7 @@ class Family:
     share; `live` how its names differ in memory.
     `aliases` are other `model_type`s of models that compute the same, each with the keys of its config that Megatron-LM
     knows nothing of and the only value that such a key may have.
+    `judged` names the `JUDGES` that the tests ask; without any, the declaration was checked against sources alone.
     Where nothing names the family and several fit, the one of the highest `precedence` is assumed.
     """
 
@@ -47,6 +62,7 @@ class Family:
     precedence: int = 0
     computed_by: str = MCORE
     within: Within | None = None
+    judged: tuple[str, ...] = ()
 
     @cached_property
     def config(self) -> ConfigMap:

@@ -144,6 +144,8 @@ def _resolved(
         raise ReshardError(problems)
     # The weights are the same, or it is meant, or trained already.
     warnings = [replace(each, severity="warning", remedy=None) for each in warnings]
+    if computes and not found.judged:
+        warnings.append(_not_judged(found, file))
     if checkpoint.args:
         agreed_on, args, differing = _agreed(found, text, checkpoint, trust, file)
         text = dict(agreed_on)
@@ -190,6 +192,17 @@ def as_named(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Resolved:
     note = f"{recognition.not_known(model_type)}; names are taken as they are"
     renamed = fused.under_hub_names(checkpoint, live_names(model_type))
     return Resolved(renamed, None, config, (note,) if config else ())
+
+
+def _not_judged(family: Family, file: Path) -> Problem:
+    return Problem(
+        "no framework has confirmed the conversion of this family",
+        file=str(file),
+        rule="a family is declared from the source of its model; the tests run it in no engine of Megatron's side",
+        found=family.name,
+        remedy="compare the outputs of both models before you rely on it",
+        severity="warning",
+    )
 
 
 def contradictions(config: Mapping[str, Any]) -> list[str]:

@@ -83,7 +83,7 @@ def plan(source: Source, target: str) -> Plan:
         result.load_with = load_flags(args, is_release=is_release, optimizer=optimizer)
     else:
         result.notes.append(
-            f"the checkpoint is for {ENGINES[engine]}: Megatron-LM's GPTModel has no such model"
+            f"the checkpoint is for {ENGINES[engine]}: megatron-core's own GPTModel has no such model"
         )
     result.notes += model.family.config.notices(model.text)
     result.notes += layout_notes(model, layout)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from reshard.families.config import DERIVED_HEADS, NO_BIAS, NO_QK_NORM
 from reshard.families.entries import Config, Remark
-from reshard.families.family import Family
+from reshard.families.family import MCORE, Family
 from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, norms
 
@@ -37,4 +37,5 @@ BAICHUAN = Family(
     "BaichuanForCausalLM",
     rules,
     (*DERIVED_HEADS, Rope(), Variants(), NO_BIAS, NO_QK_NORM),
+    judged=(MCORE,),
 )

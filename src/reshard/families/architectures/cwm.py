@@ -5,7 +5,7 @@ from __future__ import annotations
 from reshard.families.architectures.llama import dense
 from reshard.families.config import GROUPED_HEADS, NO_BIAS, NO_QK_NORM
 from reshard.families.entries import Config, Const, LayerTypes, SlidingWindow, Values
-from reshard.families.family import Family
+from reshard.families.family import MCORE, Family
 from reshard.families.rope import Rope
 
 
@@ -31,4 +31,5 @@ CWM = Family(
         Const(config={"mlp_bias": False}),
         NO_QK_NORM,
     ),
+    judged=(MCORE,),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from reshard.families.architectures.glm4_moe import rules
 from reshard.families.config import DEEPSEEK_EXPERTS, DERIVED_HEADS, NO_BIAS, QK_NORM, SIGMOID_ROUTER
 from reshard.families.entries import Const, FullAttention
-from reshard.families.family import Family
+from reshard.families.family import MCORE, MCORE_BRIDGE, Family
 from reshard.families.live import Live
 from reshard.families.rope import Rope
 
@@ -25,4 +25,5 @@ DOTS1 = Family(
     ),
     live=Live(),
     precedence=2,  # above GLM-4.5: where nothing names the family, a rope over whole heads means dots1
+    judged=(MCORE, MCORE_BRIDGE),
 )

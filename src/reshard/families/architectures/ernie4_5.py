@@ -5,7 +5,7 @@ from __future__ import annotations
 from reshard.families.architectures.llama import dense
 from reshard.families.config import GROUPED_HEADS, NO_QK_NORM, TIED
 from reshard.families.entries import Const, Key
-from reshard.families.family import Family
+from reshard.families.family import MCORE, MCORE_BRIDGE, Family
 from reshard.families.rope import Rope
 
 ERNIE4_5 = Family(
@@ -20,4 +20,5 @@ ERNIE4_5 = Family(
         Key("use_bias", "add_bias_linear", also=("add_qkv_bias",), default=False, assumed=False),
         NO_QK_NORM,
     ),
+    judged=(MCORE, MCORE_BRIDGE),
 )

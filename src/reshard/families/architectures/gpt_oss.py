@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from reshard.algebra.views import View, concat
 from reshard.families.config import EXPERTS_EVERYWHERE, GROUPED_HEADS, NO_QK_NORM
 from reshard.families.entries import Args, Config, Const, Key, LayerTypes, SlidingWindow, Values, first
-from reshard.families.family import Family
+from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.rope import RotaryEmbedding, rope_contradictions, rope_parameters, rotary_base
 from reshard.families.rules import Block, Dims, Rule, attention, decoder, ends, native, norms, same
 
@@ -135,4 +135,5 @@ GPT_OSS = Family(
         Key("num_experts_per_tok", "moe_router_topk", aliases=("experts_per_token",), default=4),
         *EXPERTS_EVERYWHERE,
     ),
+    judged=(MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE),
 )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from reshard.families.architectures.llama import dense
 from reshard.families.config import DERIVED_HEADS, EXPERTS_EVERYWHERE, GROUPED_HEADS, NO_QK_NORM
 from reshard.families.entries import Args, Biases, Config, Entry, Key, Values, contradiction, first
-from reshard.families.family import Family
+from reshard.families.family import MCORE, Family
 from reshard.families.internevo import HUB_ENDS, W123, dialects, evo_internlm, evo_internlm2
 from reshard.families.rope import (
     DYNAMIC,
@@ -114,6 +114,7 @@ INTERNLM = Family(
     internlm,
     (*ATTENTION, Rotary()),
     dialects=dialects("internlm", evo_internlm),
+    judged=(MCORE,),
 )
 INTERNLM_MOE = Family(
     "internlm_moe",
@@ -127,6 +128,7 @@ INTERNLM_MOE = Family(
         *EXPERTS_EVERYWHERE,
     ),
     dialects=dialects("internlm", evo_internlm),
+    judged=(MCORE,),
 )
 INTERNLM2 = Family(
     "internlm2",
@@ -134,10 +136,12 @@ INTERNLM2 = Family(
     internlm2,
     (*ATTENTION, Rope()),
     dialects=dialects("internlm2", evo_internlm2),
+    judged=(MCORE,),
 )
 INTERNLM3 = Family(
     "internlm3",
     "InternLM3ForCausalLM",
     dense,
     (*GROUPED_HEADS, Rope(), Biases("qkv_bias", "bias"), NO_QK_NORM),
+    judged=(MCORE,),
 )

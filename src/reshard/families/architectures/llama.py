@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from reshard.families import torchtitan
 from reshard.families.config import GROUPED_HEADS, NO_QK_NORM
 from reshard.families.entries import Biases
-from reshard.families.family import Family
+from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.internevo import dialects, evo_llama
 from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, norms
@@ -28,4 +28,5 @@ LLAMA = Family(
     # The class of iquestcoder in transformers is Llama's; the two keys are of the code that it was published with.
     aliases={"seed_oss": {}, "iquestcoder": {"clip_qkv": None, "use_sliding_window": False}},
     precedence=1,
+    judged=(MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE),
 )

@@ -8,7 +8,7 @@ from reshard.algebra.views import concat
 from reshard.families.architectures.llama import dense
 from reshard.families.config import GROUPED_HEADS, MTP, NO_QK_NORM, QKV_BIAS
 from reshard.families.entries import Const, FullAttention
-from reshard.families.family import Family
+from reshard.families.family import MCORE, MCORE_BRIDGE, Family
 from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention, mlp, native, norms, same, under
 
@@ -45,4 +45,5 @@ MIMO = Family(
         MTP,
     ),
     precedence=1,
+    judged=(MCORE, MCORE_BRIDGE),
 )

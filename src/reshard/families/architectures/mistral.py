@@ -5,7 +5,7 @@ from __future__ import annotations
 from reshard.families.architectures.llama import dense
 from reshard.families.config import GROUPED_HEADS, NO_BIAS, NO_QK_NORM
 from reshard.families.entries import SlidingWindow
-from reshard.families.family import Family
+from reshard.families.family import MCORE, MEGATRON_BRIDGE, Family
 from reshard.families.rope import Rope
 
 MISTRAL = Family(
@@ -13,4 +13,5 @@ MISTRAL = Family(
     "MistralForCausalLM",
     dense,
     (*GROUPED_HEADS, Rope(), SlidingWindow(default=4096), NO_BIAS, NO_QK_NORM),
+    judged=(MCORE, MEGATRON_BRIDGE),
 )

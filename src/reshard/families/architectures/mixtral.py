@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from reshard.families.config import EXPERTS_EVERYWHERE, GROUPED_HEADS, NO_BIAS, NO_QK_NORM
 from reshard.families.entries import Key, SlidingWindow
-from reshard.families.family import Family
+from reshard.families.family import MCORE, Family
 from reshard.families.live import BLOCK_SPARSE
 from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, moe, norms
@@ -35,4 +35,5 @@ MIXTRAL = Family(
     ),
     live=BLOCK_SPARSE,
     precedence=1,
+    judged=(MCORE,),
 )

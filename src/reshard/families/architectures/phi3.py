@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from reshard.families.config import DERIVED_HEADS, NO_BIAS, NO_QK_NORM
 from reshard.families.entries import SlidingWindow
-from reshard.families.family import Family
+from reshard.families.family import MCORE, Family
 from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, norms, same
 
@@ -26,4 +26,5 @@ PHI3 = Family(
     "Phi3ForCausalLM",
     rules,
     (*DERIVED_HEADS, Rope(fraction=1.0), SlidingWindow(default=None), NO_BIAS, NO_QK_NORM),
+    judged=(MCORE,),
 )

@@ -16,4 +16,5 @@ QWEN2_5_VL = Family(
     (*DERIVED_HEADS, MultimodalRope(), FullAttention(), QKV_BIAS, NO_QK_NORM),
     computed_by=MCORE_BRIDGE,
     within=Within(hub=(), carried=(Carried("visual.", "visual.visual.", {MEGATRON_BRIDGE: "visual."}),)),
+    judged=(MCORE_BRIDGE,),
 )

@@ -7,7 +7,7 @@ from reshard.families.architectures.llama import dense
 from reshard.families.architectures.qwen2 import sparse
 from reshard.families.config import GROUPED_HEADS, NO_BIAS, QK_NORM, QWEN_EXPERTS
 from reshard.families.entries import Const, FullAttention
-from reshard.families.family import Family
+from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.live import Live
 from reshard.families.rope import Rope
 
@@ -21,6 +21,7 @@ QWEN3 = Family(
     (*GROUPED_HEADS, Rope(), FullAttention(), *UNBIASED),
     dialects=TITAN,
     precedence=1,
+    judged=(MCORE, MCORE_BRIDGE),
 )
 QWEN3_MOE = Family(
     "qwen3_moe",
@@ -30,4 +31,5 @@ QWEN3_MOE = Family(
     dialects=TITAN,
     live=Live(),
     precedence=1,
+    judged=(MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE),
 )

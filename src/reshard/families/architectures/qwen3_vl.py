@@ -16,4 +16,5 @@ QWEN3_VL = Family(
     (*GROUPED_HEADS, MultimodalRope(), *UNBIASED),
     computed_by=MCORE_BRIDGE,
     within=Within(carried=(Carried("model.visual.", "visual.visual.", {MEGATRON_BRIDGE: "vision_model."}),)),
+    judged=(MCORE_BRIDGE,),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from reshard.families.architectures.llama import dense
 from reshard.families.config import DERIVED_HEADS, NO_QK_NORM, TIED
 from reshard.families.entries import Biases, FullAttention
-from reshard.families.family import Family
+from reshard.families.family import MCORE, Family
 from reshard.families.rope import Rope, RopeLayers
 
 SMOLLM3 = Family(
@@ -21,4 +21,5 @@ SMOLLM3 = Family(
         Biases("attention_bias", "mlp_bias"),
         NO_QK_NORM,
     ),
+    judged=(MCORE,),
 )
