@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import click
 
-from bench.models import DEEPSEEK_V3, QWEN2_5_3B, QWEN3_MOE, make
+from bench.models import QWEN2_5_3B, QWEN3_MOE, REAL_SIZES, make
 from bench.race import HEADER, Contender, race
 
 RESHARD = [str(Path(sys.executable).with_name("reshard")), "convert"]
@@ -63,25 +63,30 @@ PEERS = (
 @click.option("--only", default="", help="Run the races whose name has this word.")
 def main(data: Path, rounds: int, only: str) -> None:
     """Measure reshard beside cp and beside torch, in alternation, on a warm page cache."""
-    models = {
-        "small": make(data / "small", SMALL),
-        "dense": make(data / "dense", QWEN2_5_3B),
-        "moe": make(data / "moe", QWEN3_MOE),
-        "v3": make(data / "v3", DEEPSEEK_V3, sparse=True),
-    }
     print("\n".join(HEADER), flush=True)
-    for name in ("small", "dense", "moe"):
+    for name, config in (("small", SMALL), ("dense", QWEN2_5_3B), ("moe", QWEN3_MOE)):
         if only in f"{name} cp":
-            _against_cp(name, models[name], data, rounds)
+            _against_cp(name, make(data / name, config), data, rounds)
     if only in "peers":
-        _against_peers(models["dense"], data, rounds)
+        _against_peers(make(data / "dense", QWEN2_5_3B), data, rounds)
     for peer in PEERS:
         if only in f"engines {peer.road}":
             _against_engine(peer, make(data / "base", BASE), data, rounds)
-    if only in "plan":
-        plan = [*RESHARD, str(models["v3"]), str(data / "out"), "--to", "megatron", "--dry-run", *QUIET]
-        plan += ["--tp", "8", "--pp", "16", "--ep", "64"]
-        _show(race("plan DeepSeek-V3 671B", [Contender("reshard --dry-run", plan, data / "out")], rounds))
+    for name, config in REAL_SIZES.items():
+        if only in f"plan {name}":
+            _plans(name, make(data / name.replace(" ", "-"), config, sparse=True), data, rounds)
+
+
+def _plans(name: str, model: Path, data: Path, rounds: int) -> None:
+    """What it takes to plan a model of real size: nothing is written."""
+    out = data / "out"
+    for target, layout in (("megatron", "8 8 32"), ("megatron-legacy", "8 8 32"), ("huggingface", "")):
+        sizes = [
+            word for pair in zip(("--tp", "--pp", "--ep"), layout.split(), strict=False) for word in pair
+        ]
+        command = [*RESHARD, str(model), str(out), "--to", target, *sizes, "--dry-run", *QUIET]
+        command += [] if sizes else ["--dtype", "bfloat16"]
+        _show(race(f"plan {name} → {target}", [Contender("reshard --dry-run", command, out)], rounds))
 
 
 def _against_cp(name: str, model: Path, data: Path, rounds: int) -> None:

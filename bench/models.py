@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from reshard.algebra.dtypes import dtype
-from reshard.families import FAMILIES
+from reshard.algebra.dtypes import DType, dtype
+from reshard.families import declared
 from reshard.families.binding import Binding
 from reshard.families.rules import Dims
 from reshard.formats.safetensors import header_bytes
 
 SHARD = 2_000_000_000
-BF16 = dtype("bfloat16")
+BF16, FLOAT32, FP8 = dtype("bfloat16"), dtype("float32"), dtype("float8_e4m3fn")
 
 QWEN2_5_3B: dict[str, Any] = {
     "model_type": "qwen2",
@@ -84,6 +84,81 @@ DEEPSEEK_V3: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
+FP8_BLOCKS = {
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+}
+FP8_CHANNELS = {
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
+            }
+        },
+    }
+}
+KIMI_K2: dict[str, Any] = {
+    **DEEPSEEK_V3,
+    "model_type": "kimi_k2",
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "n_routed_experts": 384,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.827,
+    "num_nextn_predict_layers": 0,
+    "vocab_size": 163840,
+    "rope_theta": 50000.0,
+}
+GLM_4_5: dict[str, Any] = {
+    "model_type": "glm4_moe",
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "partial_rotary_factor": 0.5,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 131072,
+    "moe_intermediate_size": 1536,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_routed_experts": 160,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "num_hidden_layers": 92,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "num_nextn_predict_layers": 1,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_qk_norm": True,
+    "vocab_size": 151552,
+}
+REAL_SIZES: dict[str, dict[str, Any]] = {
+    "DeepSeek-V3": DEEPSEEK_V3,
+    "DeepSeek-V3 in FP8": {**DEEPSEEK_V3, **FP8_BLOCKS},
+    "Kimi-K2 in FP8": {**KIMI_K2, **FP8_BLOCKS},
+    "GLM-4.5 in FP8": {**GLM_4_5, **FP8_CHANNELS},
+}
+"""Headers of what is published, on sparse files: for plans."""
+
+Stored = tuple[str, DType, tuple[int, ...]]
 
 
 def make(folder: Path, config: Mapping[str, Any], *, sparse: bool = False) -> Path:
@@ -95,35 +170,50 @@ def make(folder: Path, config: Mapping[str, Any], *, sparse: bool = False) -> Pa
     weight_map = {}
     for index, shard in enumerate(shards, 1):
         name = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
-        header, _ = header_bytes((tensor, BF16, shape) for tensor, shape in shard)
-        size = sum(_nbytes(shape) for _, shape in shard)
+        header, _ = header_bytes(shard)
+        size = sum(map(_nbytes, shard))
         with (folder / name).open("wb") as file:
             file.write(header)
             if sparse:
                 file.truncate(len(header) + size)
             else:
                 _write_random(file, size)
-        weight_map.update(dict.fromkeys((tensor for tensor, _ in shard), name))
-    index_json = {"metadata": {"total_size": sum(_nbytes(s) for shard in shards for _, s in shard)}}
+        weight_map.update(dict.fromkeys((tensor for tensor, *_ in shard), name))
+    index_json = {"metadata": {"total_size": sum(_nbytes(each) for shard in shards for each in shard)}}
     (folder / "model.safetensors.index.json").write_text(json.dumps({**index_json, "weight_map": weight_map}))
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     return folder
 
 
-def _shards(config: Mapping[str, Any]) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
-    family = FAMILIES[config["model_type"]]
-    dims = Dims.from_args(family.config.to_args(config), config["vocab_size"])
-    shard: list[tuple[str, tuple[int, ...]]] = []
-    for name, bound in Binding(family.rules(dims)).written():
-        if shard and sum(_nbytes(shape) for _, shape in shard) + _nbytes(bound.shape) > SHARD:
+def _shards(config: Mapping[str, Any]) -> Iterator[list[Stored]]:
+    shard: list[Stored] = []
+    for stored in _tensors(config):
+        if shard and sum(map(_nbytes, shard)) + _nbytes(stored) > SHARD:
             yield shard
             shard = []
-        shard.append((name, bound.shape))
+        shard.append(stored)
     yield shard
 
 
-def _nbytes(shape: tuple[int, ...]) -> int:
-    return int(np.prod(shape)) * BF16.itemsize
+def _tensors(config: Mapping[str, Any]) -> Iterator[Stored]:
+    family = declared(config["model_type"])
+    assert family
+    dims = Dims.from_args(family.config.to_args(config), config["vocab_size"])
+    method = config.get("quantization_config", {}).get("quant_method")
+    for name, bound in Binding(family.rules(dims)).written():
+        if not (method and name.endswith("_proj.weight") and "eh_proj" not in name):
+            yield name, BF16, bound.shape
+            continue
+        rows, columns = bound.shape
+        yield name, FP8, bound.shape
+        if method == "fp8":
+            yield f"{name}_scale_inv", FLOAT32, (-(-rows // 128), -(-columns // 128))
+        else:
+            yield f"{name}_scale", BF16, (rows, 1)
+
+
+def _nbytes(stored: Stored) -> int:
+    return int(np.prod(stored[2])) * stored[1].itemsize
 
 
 def _write_random(file: Any, size: int) -> None:
