@@ -41,7 +41,7 @@ class Computed(ABC):
         """
         span = self.values(begin, begin + (count - 1) * step + length, read)
         strides = (step * span.itemsize, span.itemsize)
-        return as_strided(span, (count, length), strides).reshape(-1)
+        return as_strided(span, (count, length), strides).flatten()
 
 
 Source = Cells | Computed

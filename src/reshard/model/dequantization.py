@@ -124,7 +124,7 @@ class Dequantized(Computed):
         part = packed.view[first : first + count, start // each : -(-stop // each)]
         raw = read(Tensor(packed.dtype, part), 0, part.numel)
         out = self._computed(raw, first, first + count, slice(start, stop), read)
-        return out[:, low - start : low - start + length].reshape(-1)
+        return out[:, low - start : low - start + length].flatten()
 
     def _computed(self, packed: Floats, first: int, last: int, columns: slice, read: Read) -> Floats:
         """Raw elements of rows `first` to `last` in whole blocks of columns, of which `packed` has the values."""
