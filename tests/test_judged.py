@@ -21,7 +21,10 @@ CLASSES = {family.architecture: name for name, family in FAMILIES.items()}
 
 def families(names: Iterable[str]) -> set[str]:
     """The families of variants of tests/genuine/huggingface.py and of types of tests/genuine/model_types.py."""
-    types = {VARIANTS[name][0] if name in VARIANTS else CLASSES[TYPES[name].architecture] for name in names}
+    types = {
+        VARIANTS[name][0] if name in VARIANTS else CLASSES.get(TYPES[name].architecture, name)
+        for name in names
+    }
     return {family.name for each in types if (family := declared(each))}
 
 

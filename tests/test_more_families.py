@@ -178,8 +178,6 @@ UNDECLARED: dict[str, dict[str, Any]] = {
     "gemma": {},
     "gemma2": {**WINDOW, "query_pre_attn_scalar": 8},
     "gemma3_text": {**WINDOW, "query_pre_attn_scalar": 8},
-    "glm4": {},
-    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "olmo2": {},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "qwen3_next": {

@@ -152,6 +152,19 @@ GPT_OSS: dict[str, Any] = {
         "truncate": False,
     },
 }
+# What transformers 5 does not know of these, it keeps and saves, as the hub has it.
+HY_V3: dict[str, Any] = {
+    **WIDE_HEADS,
+    **EXPERTS,
+    "num_experts": 8,
+    "num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "qk_norm": True,
+    "route_norm": True,
+    "moe_router_use_sigmoid": True,
+    "moe_router_enable_expert_bias": True,
+    "num_nextn_predict_layers": 0,
+}
 INTERNLM3 = {**WIDE_HEADS, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 50000.0, "factor": 6.0}}
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -177,6 +190,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3_mtp": ("deepseek_v3", {**DEEPSEEK_V3, "q_lora_rank": 24, "num_nextn_predict_layers": 1}),
     "glm4_moe": ("glm4_moe", GLM4_MOE),
     "dots1": ("dots1", DOTS1),
+    "hy_v3": ("hy_v3", HY_V3),
     "gpt_oss": ("gpt_oss", GPT_OSS),
     "mimo": ("mimo", {**WIDE_HEADS, "num_nextn_predict_layers": 1}),
     "ernie4_5": ("ernie4_5", {**WIDE_HEADS, "attention_dropout": 0.0}),

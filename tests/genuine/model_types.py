@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face folders of model types beyond causal language models, by transformers' own classes.
+"""Tiny random Hugging Face folders of model types that Megatron-Core's peers compute, by transformers' own classes.
 
 What `save_pretrained` spells otherwise than the hub is respelled: see `Tiny`.
 """
@@ -15,10 +15,21 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.genuine.huggingface import COMMON, EXPERTS, PLAIN_ROPE, WIDE_HEADS, make_tokenizer, randomise
+from tests.genuine.huggingface import (
+    COMMON,
+    DEEPSEEK_V3,
+    EXPERTS,
+    PLAIN_ROPE,
+    WIDE_HEADS,
+    YARN,
+    make_tokenizer,
+    randomise,
+)
 
 LAYOUTS = ((1, 1, 1), (2, 2, 1))
 MOE_LAYOUTS = ((1, 1, 1), (2, 2, 2))
+STAGES = ((1, 1, 1), (1, 2, 1))
+"""mcore-bridge 1.6.5 cannot save GLM-4 over several tensor parallel ranks with megatron-core 0.16.1."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +37,14 @@ class Tiny:
     """A small model of the class `architecture` of transformers, with `settings` for its config.
 
     `lost` are beginnings of names that mcore-bridge loses when it loads or exports. `hub` turns the config and the
-    tensors that transformers wrote into those of the hub.
+    tensors that transformers wrote into those of the hub, `exported` those that mcore-bridge names otherwise.
     """
 
     architecture: str
     settings: Mapping[str, Any]
     lost: tuple[str, ...] = ()
     hub: Callable[[dict[str, Any], dict[str, torch.Tensor]], None] | None = None
+    exported: Callable[[dict[str, torch.Tensor]], None] | None = None
 
 
 def transposed_experts(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -50,6 +62,13 @@ def flat(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     config |= {key: value for key, value in text.items() if key not in ("model_type", "layer_types")}
     config |= {"rope_theta": theta, "rope_scaling": {**rope, "type": "mrope", "rope_type": "default"}}
     config |= {"torch_dtype": config.pop("dtype")}
+
+
+def gate_above_up(tensors: dict[str, torch.Tensor]) -> None:
+    """GLM-4 has gate and up in one on the hub, and apart in what mcore-bridge exports."""
+    for name in [name for name in tensors if ".gate_proj." in name and ".experts." not in name]:
+        up = tensors.pop(name.replace(".gate_proj.", ".up_proj."))
+        tensors[name.replace(".gate_proj.", ".gate_up_proj.")] = torch.cat([tensors.pop(name), up])
 
 
 TEXT: dict[str, Any] = {key: value for key, value in COMMON.items() if not key.endswith("_token_id")}
@@ -80,9 +99,35 @@ QWEN3_TEXT = {
     **WIDE_HEADS,
     "rope_parameters": {**PLAIN_ROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
 }
+PARTIAL_ROPE = {**PLAIN_ROPE, "partial_rotary_factor": 0.5}
+# What transformers 5 does not know of it, it keeps and saves, as the hub has it.
+MINIMAX_M2 = {
+    **COMMON,
+    **WIDE_HEADS,
+    "intermediate_size": 24,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+    "scoring_func": "sigmoid",
+    "rotary_dim": 8,
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "use_routing_bias": True,
+}
+LATENT = {**COMMON, **DEEPSEEK_V3, "q_lora_rank": 24, "n_routed_experts": 4}
+# Of 12 tokens, each attends to those that the indexer chooses.
+DSA = {**LATENT, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 8}
 SPARSE = {**EXPERTS, "moe_intermediate_size": 24, "num_experts": 4, "norm_topk_prob": True}
 
 TYPES: dict[str, Tiny] = {
+    "minimax_m2": Tiny("MiniMaxM2ForCausalLM", MINIMAX_M2),
+    "glm4": Tiny(
+        "Glm4ForCausalLM",
+        {**COMMON, **WIDE_HEADS, "attention_bias": True, "rope_parameters": PARTIAL_ROPE},
+        exported=gate_above_up,
+    ),
+    "deepseek_v32": Tiny("DeepseekV32ForCausalLM", {**DSA, "rope_parameters": YARN}),
+    "glm4_moe_lite": Tiny("Glm4MoeLiteForCausalLM", LATENT),
+    "glm_moe_dsa": Tiny("GlmMoeDsaForCausalLM", DSA),
     "qwen2_vl": Tiny(
         "Qwen2VLForConditionalGeneration",
         {
@@ -123,6 +168,9 @@ def make_model_type(name: str, folder: Path, seed: int = 0, **overrides: Any) ->
     kind = getattr(transformers, tiny.architecture)
     config = kind.config_class(**{**tiny.settings, **overrides})
     model = kind._from_config(config, dtype=torch.bfloat16)
+    for module in model.modules():
+        if hasattr(module, "e_score_correction_bias"):
+            module.e_score_correction_bias = module.e_score_correction_bias.float()  # as on the hub
     randomise(model, torch.Generator().manual_seed(seed))
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)

@@ -35,6 +35,7 @@ COMPUTED = {
         "swiglu_limit",
     ),
     *("num_experts_per_tok", "num_experts_per_token", "norm_topk_prob", "routed_scaling_factor"),
+    *("router_scaling_factor", "route_norm"),
     *("scoring_func", "n_group", "topk_group"),
 }
 

@@ -330,11 +330,18 @@ class SparseStep(Entry):
         return {"decoder_sparse_step": 1, "mlp_only_layers": [i for i in range(layers) if i not in sparse]}
 
 
+@dataclass(frozen=True)
 class DenseFirst(Entry):
-    """DeepSeek: the first `first_k_dense_replace` layers have no experts, all others have."""
+    """DeepSeek: the first `first_k_dense_replace` layers (or `default`) have no experts, all others have.
+
+    Of some families, transformers reads `mlp_layer_types` alone, so that it is `listed` too.
+    """
+
+    default: int = 0
+    listed: bool = False
 
     def to_args(self, config: Config) -> Values:
-        dense = config.get("first_k_dense_replace") or 0
+        dense = first(config, ("first_k_dense_replace",), self.default)
         layers = config.get("num_hidden_layers", 0)
         sparse = [i >= dense for i in range(layers)]
         if config.get("first_k_dense_replace") is None and config.get("mlp_layer_types"):  # glm4_moe_lite
@@ -347,7 +354,10 @@ class DenseFirst(Entry):
         if sparse != tuple(range(layers - len(sparse), layers)):
             message = "config.json of this family can only say that the leading layers are dense"
             raise ReshardError(message, rule=RULE, found=f"moe_layer_freq={args.get('moe_layer_freq')}")
-        return {"first_k_dense_replace": layers - len(sparse)}
+        types = ["sparse" if layer in sparse else "dense" for layer in range(layers)]
+        return {"first_k_dense_replace": layers - len(sparse)} | (
+            {"mlp_layer_types": types} if self.listed else {}
+        )
 
 
 def _expert_width(args: Args) -> Any:
@@ -367,22 +377,25 @@ class ExpertWidth(Entry):
         return {} if width is None else {"moe_intermediate_size": width}
 
 
+@dataclass(frozen=True)
 class SharedExperts(Entry):
     """DeepSeek counts its shared experts, Megatron-LM gives the width of all together."""
 
+    key: str = "n_shared_experts"
+
     def to_args(self, config: Config) -> Values:
-        count, size = config.get("n_shared_experts"), config.get("moe_intermediate_size")
+        count, size = config.get(self.key), config.get("moe_intermediate_size")
         return {"moe_shared_expert_intermediate_size": count * size} if count and size else {}
 
     def to_config(self, args: Args) -> Values:
         width, size = args.get("moe_shared_expert_intermediate_size"), _expert_width(args)
         if not width or not size:
-            return {"n_shared_experts": None}
+            return {self.key: None}
         if width % size:
             message = "the shared experts are not a whole number of experts"
             found = f"moe_shared_expert_intermediate_size={width}, experts of width {size}"
             raise ReshardError(message, rule=RULE, found=found)
-        return {"n_shared_experts": width // size}
+        return {self.key: width // size}
 
 
 class RouterGroups(Entry):
@@ -410,23 +423,26 @@ class RouterGroups(Entry):
             )
 
 
+@dataclass(frozen=True)
 class SigmoidNorm(Entry):
     """`norm_topk_prob` of a sigmoid router: Megatron-Core normalises the scores of chosen experts if they are several.
 
     Source: `topk_routing_with_score_function` of megatron-core 0.16.1.
     """
 
+    key: str = "norm_topk_prob"
+
     def to_args(self, config: Config) -> Values:
         return {"moe_router_pre_softmax": True}
 
     def to_config(self, args: Args) -> Values:
-        return {"norm_topk_prob": True}
+        return {self.key: True}
 
     def differs(self, config: Config) -> Iterator[tuple[str, str]]:
         several = first(config, ("num_experts_per_tok",), 2) > 1
-        if bool(first(config, ("norm_topk_prob",), True)) != several:
+        if bool(first(config, (self.key,), True)) != several:
             does = "always normalises them" if several else "does not normalise one"
-            yield "norm_topk_prob", f"norm_topk_prob is {not several}; Megatron-Core's sigmoid router {does}"
+            yield self.key, f"{self.key} is {not several}; Megatron-Core's sigmoid router {does}"
 
 
 class Remark(Entry):

@@ -88,6 +88,9 @@ class Dims:
     qk_nope: int
     qk_rope: int
     v_head: int
+    index_heads: int
+    index_dim: int
+    indexed: tuple[int, ...]
     mtp: int
 
     def __post_init__(self) -> None:
@@ -95,7 +98,8 @@ class Dims:
         for name in self.__slots__:
             value = getattr(self, name)
             if not all(
-                isinstance(n, int) and 0 <= n < LARGEST for n in (value if name == "sparse" else [value])
+                isinstance(n, int) and 0 <= n < LARGEST
+                for n in (value if isinstance(value, tuple) else [value])
             ):
                 raise ValueError(f"{name} is {reprlib.repr(value)}")
         if (self.layers + self.mtp) * max(1, self.experts) > MOST_MODULES:
@@ -141,6 +145,11 @@ class Dims:
             qk_nope=latent("qk_head_dim"),
             qk_rope=latent("qk_pos_emb_head_dim"),
             v_head=latent("v_head_dim"),
+            index_heads=get("dsa_indexer_n_heads"),
+            index_dim=get("dsa_indexer_head_dim"),
+            indexed=indexed_layers(
+                get("dsa_indexer_topk_freq", 1), get("dsa_indexer_skip_topk_offset"), layers
+            ),
             mtp=get("mtp_num_layers"),
         )
 
@@ -150,6 +159,11 @@ def sparse_layers(freq: int | Sequence[int], layers: int) -> tuple[int, ...]:
     if isinstance(freq, int):
         return tuple(layer for layer in range(min(layers, MOST_MODULES)) if layer % freq == 0)
     return tuple(layer for layer, is_sparse in enumerate(freq) if is_sparse)
+
+
+def indexed_layers(freq: int, offset: int, layers: int) -> tuple[int, ...]:
+    """Which layers choose tokens for sparse attention by an indexer of their own; others take the choice before."""
+    return tuple(i for i in range(min(layers, MOST_MODULES)) if max(i - offset + 1, 0) % freq == 0)
 
 
 def ends(d: Dims) -> Iterator[Rule]:
@@ -172,10 +186,11 @@ def norms(d: Dims) -> Block:
     ]
 
 
-def attention(d: Dims, fused: str = "") -> Block:
+def attention(d: Dims, fused: str = "", *, norm_all_heads: bool = False) -> Block:
     """Grouped-query attention. linear_qkv holds, group by group, its query heads, its key, its value.
 
     On the hub they are three projections, or one called `fused` that holds all queries above all keys above all values.
+    Queries and keys are normalised head by head, or all heads at once, by modules of mcore-bridge.
     """
     grouped = (d.groups, d.heads // d.groups + 2, d.head_dim)
     rows = (d.heads + 2 * d.groups) * d.head_dim
@@ -201,8 +216,11 @@ def attention(d: Dims, fused: str = "") -> Block:
     if d.bias:
         rules.append(same("self_attn.o_proj.bias", "self_attention.linear_proj.bias", d.hidden))
     if d.qk_norm:
-        rules.append(same("self_attn.q_norm.weight", "self_attention.q_layernorm.weight", d.head_dim))
-        rules.append(same("self_attn.k_norm.weight", "self_attention.k_layernorm.weight", d.head_dim))
+        for name, heads in (("q", d.heads), ("k", d.groups)):
+            module, size = (f"{name}_norm", heads) if norm_all_heads else (f"{name}_layernorm", 1)
+            rules.append(
+                same(f"self_attn.{name}_norm.weight", f"self_attention.{module}.weight", size * d.head_dim)
+            )
     return rules
 
 
@@ -268,6 +286,14 @@ def mlp(d: Dims) -> Block:
     return gated_mlp(d, d.ffn, bias=d.bias)
 
 
+def fused_mlp(d: Dims) -> Block:
+    """The same where the hub has gate and up in one, as they stand in linear_fc1."""
+    return [
+        same("mlp.gate_up_proj.weight", "mlp.linear_fc1.weight", 2 * d.ffn, d.hidden),
+        same("mlp.down_proj.weight", "mlp.linear_fc2.weight", d.hidden, d.ffn),
+    ]
+
+
 def moe(
     d: Dims, hf: str = "mlp", names: tuple[str, str, str] = GATED, shared: str = "shared_experts"
 ) -> Block:
@@ -296,6 +322,14 @@ def under(hf: str, mcore: str, block: Iterable[Rule], layers: Sequence[int] = ()
         yield replace(rule, hf=f"{hf}.{rule.hf}", view=rule.view.renamed(below), layers=layers)
 
 
+def renamed(rules: Iterable[Rule], names: Mapping[str, str]) -> Iterator[Rule]:
+    """The same tensors where the hub has other parts of names: each key of `names` becomes its value, once."""
+    for rule in rules:
+        for part, other in names.items():
+            rule = replace(rule, hf=rule.hf.replace(part, other, 1))
+        yield rule
+
+
 def decoder(d: Dims, dense: Block, sparse: Block | None = None) -> Iterator[Rule]:
     """All decoder layers: `sparse` where the model has experts, `dense` elsewhere."""
     if sparse is not None and not d.experts:
@@ -306,8 +340,8 @@ def decoder(d: Dims, dense: Block, sparse: Block | None = None) -> Iterator[Rule
             yield from under("model.layers.{layer}", "decoder.layers.{layer}", block, layers)
 
 
-def multi_token_prediction(d: Dims, block: Block) -> Iterator[Rule]:
-    """MTP layers: the hub stores them after the last layer, each with a copy of embedding and head."""
+def multi_token_prediction(d: Dims, block: Block, *, copies: bool = True) -> Iterator[Rule]:
+    """MTP layers: the hub stores them after the last layer, most families with `copies` of embedding and head."""
     table = native("embedding.word_embeddings.weight", d.padded_vocab, d.hidden)
     head = table if d.tied else native("output_layer.weight", d.padded_vocab, d.hidden)
     for index in range(d.mtp):
@@ -317,5 +351,5 @@ def multi_token_prediction(d: Dims, block: Block) -> Iterator[Rule]:
         yield same(f"{hf}.hnorm.weight", f"{mcore}.hnorm.weight", d.hidden)
         yield same(f"{hf}.eh_proj.weight", f"{mcore}.eh_proj.weight", d.hidden, 2 * d.hidden)
         yield same(f"{hf}.shared_head.norm.weight", f"{mcore}.final_layernorm.weight", d.hidden)
-        yield Rule(f"{hf}.embed_tokens.weight", table[: d.vocab], copy=True)
-        yield Rule(f"{hf}.shared_head.head.weight", head[: d.vocab], copy=True)
+        yield Rule(f"{hf}.embed_tokens.weight", table[: d.vocab], copy=True, written=copies)
+        yield Rule(f"{hf}.shared_head.head.weight", head[: d.vocab], copy=True, written=copies)

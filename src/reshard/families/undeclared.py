@@ -14,8 +14,6 @@ BEYOND_MEGATRON: dict[str, str] = {
     "gemma2": "what attention and MLP return is normalised, and logits are capped",
     "gemma3": "what attention and MLP return is normalised, and two rotary bases alternate",
     "gemma3_text": "what attention and MLP return is normalised, and two rotary bases alternate",
-    "glm4": "what attention and MLP return is normalised",
-    "minimax_m2": "queries are normalised over all heads at once; Megatron-Core normalises each head",
     "olmo2": "what attention and MLP return is normalised, and what they take in is not",
     "olmoe": "queries are normalised over all heads at once; Megatron-Core normalises each head",
     "qwen3_next": "Megatron-Core stores the norm inside linear attention less one, which no re-indexing gives",
@@ -40,14 +38,13 @@ GRANITE = Live(
 )
 _BIAS = "mlp.gate.e_score_correction_bias"
 _PLAIN = (
-    *("qwen3_next", "deepseek_v32", "glm_moe_dsa", "afmoe", "longcat_flash", "solar_open", "mellum"),
+    *("qwen3_next", "afmoe", "longcat_flash", "solar_open", "mellum"),
     *("flex_olmo", "olmoe", "cohere2_moe", "hunyuan_v1_moe"),
 )
 
 LIVE: dict[str, Live] = {
     **dict.fromkeys(_PLAIN, Live()),
     "minimax": BLOCK_SPARSE,
-    "minimax_m2": BLOCK_SPARSE,
     "phimoe": Live(W132, ((".mlp.router.", ".mlp.gate."), *BLOCK_SPARSE.renames)),
     "lfm2_moe": Live(Experts("feed_forward.experts", "w1", "w3", "w2")),
     "jamba": Live(Experts("feed_forward.experts")),
@@ -63,13 +60,6 @@ LIVE: dict[str, Live] = {
     ),
     "mimo_v2_flash": Live(renames=(("self_attn.sinks", "self_attn.attention_sink_bias"),)),
     "flint": Live(renames=(("self_attn.sinks", "self_attn.softmax_offset"),)),
-    "hy_v3": Live(
-        renames=(
-            ("mlp.gate.weight", "mlp.router.gate.weight"),
-            ("mlp.e_score_correction_bias", "mlp.expert_bias"),
-            ("mlp.shared_experts.", "mlp.shared_mlp."),
-        )
-    ),
     "laguna": Live(
         renames=(
             (_BIAS, "mlp.experts.e_score_correction_bias"),

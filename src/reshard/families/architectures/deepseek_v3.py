@@ -22,13 +22,13 @@ from reshard.families.rules import (
 )
 
 
-def layers(d: Dims, attention: Block) -> Iterator[Rule]:
+def layers(d: Dims, attention: Block, *, copies: bool = True) -> Iterator[Rule]:
     """Layers with and without experts behind one kind of attention; MTP layers are built like the sparse ones."""
     yield from ends(d)
     block = [*norms(d), *attention]
     sparse = [*block, *moe(d)]
     yield from decoder(d, [*block, *mlp(d)], sparse)
-    yield from multi_token_prediction(d, sparse)
+    yield from multi_token_prediction(d, sparse, copies=copies)
 
 
 def rules(d: Dims) -> Iterator[Rule]:

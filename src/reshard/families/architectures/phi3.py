@@ -8,17 +8,13 @@ from reshard.families.config import DERIVED_HEADS, NO_BIAS, NO_QK_NORM
 from reshard.families.entries import SlidingWindow
 from reshard.families.family import MCORE, Family
 from reshard.families.rope import Rope
-from reshard.families.rules import Dims, Rule, attention, decoder, ends, norms, same
+from reshard.families.rules import Dims, Rule, attention, decoder, ends, fused_mlp, norms
 
 
 def rules(d: Dims) -> Iterator[Rule]:
-    """gate_up_proj is linear_fc1 as it stands: the gate above the up projection."""
+    """Queries, keys and values are one projection, and gate and up another."""
     yield from ends(d)
-    mlp = [
-        same("mlp.gate_up_proj.weight", "mlp.linear_fc1.weight", 2 * d.ffn, d.hidden),
-        same("mlp.down_proj.weight", "mlp.linear_fc2.weight", d.hidden, d.ffn),
-    ]
-    yield from decoder(d, [*norms(d), *attention(d, fused="qkv_proj"), *mlp])
+    yield from decoder(d, [*norms(d), *attention(d, fused="qkv_proj"), *fused_mlp(d)])
 
 
 PHI3 = Family(

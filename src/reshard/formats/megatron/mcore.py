@@ -65,6 +65,9 @@ PARALLEL_LINEARS = (
     "linear_q_up_proj",
     "linear_kv_down_proj",
     "linear_kv_up_proj",
+    "linear_wq_b",
+    "linear_wk",
+    "linear_weights_proj",
     "eh_proj",
     "linear_in",
     "linear_out",
@@ -144,12 +147,23 @@ class Spelling:
     """How a layer is spelled: by Transformer Engine or by the local spec, in torch_dist or legacy files.
 
     torch_dist writes fused names under both specs, but only Transformer Engine keeps the norm before a
-    mixture of experts by itself, and only it fuses the norms of latent attention.
+    mixture of experts by itself, and only it fuses the norms of latent attention, unless an indexer reads what they
+    return.
     """
 
     transformer_engine: bool
     torch_dist: bool
     latent: bool
+    indexed: bool
+
+    @classmethod
+    def of(cls, names: Iterable[str], *, transformer_engine: bool, torch_dist: bool) -> Spelling:
+        """The spelling of a model whose tensors have these names."""
+        latent = indexed = False
+        for name in names:
+            latent |= "linear_kv_up_proj" in name
+            indexed |= "core_attention.indexer" in name
+        return cls(transformer_engine, torch_dist, latent, indexed)
 
     def module(self, module: str, sparse: bool) -> str:
         """The spelling of a module below a layer that is (not) `sparse`."""
@@ -166,7 +180,7 @@ class Spelling:
             return not sparse if self.transformer_engine else self.torch_dist
         if plain == "input_layernorm.weight":
             return not self.latent and (self.transformer_engine or self.torch_dist)
-        return self.latent and self.transformer_engine
+        return self.latent and self.transformer_engine and not self.indexed
 
 
 @dataclass(frozen=True, slots=True)

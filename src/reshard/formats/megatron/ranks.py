@@ -73,8 +73,8 @@ class RankStates:
         self._tied = not args.get("untie_embeddings_and_output_weights", False)
         self._experts = int(args.get("num_experts") or 0)
         self._mtp = int(args.get("mtp_num_layers") or 0)
-        latent = any("linear_kv_up_proj" in tensor.name for tensor in tensors)
-        self._spelling = Spelling(transformer_engine, torch_dist=False, latent=latent)
+        names = (tensor.name for tensor in tensors)
+        self._spelling = Spelling.of(names, transformer_engine=transformer_engine, torch_dist=False)
         self.stages = Stages(layout, int(args["num_layers"]))
         self._table = self.stages.table()
         places = [place_of(tensor.name) for tensor in tensors]

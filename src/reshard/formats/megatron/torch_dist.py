@@ -376,13 +376,12 @@ def lay_out(
     """The files of one iteration and the tracker that names it. `args` become those of the checkpoint."""
     places = {tensor.name: place_of(tensor.name) for tensor in tensors}
     sparse = {place[1:3] for place in places.values() if place.expert is not None}
-    latent = any("linear_kv_up_proj" in name for name in places)
     stacked = not isinstance(args.get("moe_layer_freq"), (list, tuple)) and args.get("moe_layer_freq", 1) == 1
     writer = _Writer(
         layout,
         int(args["num_layers"]),
         int(args.get("num_experts") or 0),
-        Spelling(transformer_engine, torch_dist=True, latent=latent),
+        Spelling.of(places, transformer_engine=transformer_engine, torch_dist=True),
         stacked,
         below(places),
     )

@@ -1,0 +1,38 @@
+"""GLM-4-0414: what attention and MLP return is normalised, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from reshard.families.config import GROUPED_HEADS, NO_QK_NORM
+from reshard.families.entries import Const, Key
+from reshard.families.family import MCORE_BRIDGE, Family
+from reshard.families.rope import Rope
+from reshard.families.rules import Dims, Rule, attention, decoder, ends, fused_mlp, norms, same
+
+
+def rules(d: Dims) -> Iterator[Rule]:
+    """The names of the two more norms are those of mcore-bridge's modules."""
+    yield from ends(d)
+    after = [
+        same("post_self_attn_layernorm.weight", "self_attention.post_self_attn_layernorm.weight", d.hidden),
+        same("post_mlp_layernorm.weight", "mlp.post_mlp_layernorm.weight", d.hidden),
+    ]
+    yield from decoder(d, [*norms(d), *attention(d), *fused_mlp(d), *after])
+
+
+# Neighbouring elements of a head are turned.
+GLM4 = Family(
+    "glm4",
+    "Glm4ForCausalLM",
+    rules,
+    (
+        *GROUPED_HEADS,
+        Rope(fraction=0.5),
+        Const(args={"rotary_interleaved": True, "add_bias_linear": False}),
+        Key("attention_bias", "add_qkv_bias", default=False),
+        NO_QK_NORM,
+    ),
+    computed_by=MCORE_BRIDGE,
+    judged=(MCORE_BRIDGE,),
+)

@@ -1,0 +1,68 @@
+"""MiniMax-M2: Mixtral's names, a biased sigmoid router, queries and keys normalised over all heads at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from reshard.families.config import GROUPED_HEADS, NO_BIAS, QK_NORM
+from reshard.families.entries import Args, Config, Const, Key, SigmoidNorm, Values
+from reshard.families.family import MCORE_BRIDGE, Family
+from reshard.families.live import BLOCK_SPARSE
+from reshard.families.rope import PARTIAL, Rope, rope_parameters
+from reshard.families.rules import Dims, Rule, attention, decoder, ends, moe, norms, renamed
+
+
+def rules(d: Dims) -> Iterator[Rule]:
+    """Norms over all heads are modules of mcore-bridge."""
+    yield from ends(d)
+    experts = moe(d, hf="block_sparse_moe", names=("w1", "w3", "w2"))
+    block = [*norms(d), *attention(d, norm_all_heads=True), *experts]
+    yield from renamed(decoder(d, [], block), {"gate.e_score_correction_bias": "e_score_correction_bias"})
+
+
+@dataclass(frozen=True)
+class RotaryDim(Rope):
+    """The hub counts the elements of a head that are turned."""
+
+    fraction: float | None = 1.0
+
+    def to_args(self, config: Config) -> Values:
+        size, turned = config.get("head_dim"), config.get("rotary_dim")
+        if size and turned and rope_parameters(config).get(PARTIAL) is None:
+            config = {**config, PARTIAL: turned / size}
+        return super().to_args(config)
+
+    def to_config(self, args: Args) -> Values:
+        size, said = args.get("kv_channels"), super().to_config(args)
+        return said | ({"rotary_dim": round(size * said["rope_parameters"][PARTIAL])} if size else {})
+
+
+MINIMAX_M2 = Family(
+    "minimax_m2",
+    "MiniMaxM2ForCausalLM",
+    rules,
+    (
+        *GROUPED_HEADS,
+        RotaryDim(default_theta=5000000.0),
+        NO_BIAS,
+        QK_NORM,
+        Const(config={"use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True}),
+        Key("num_local_experts", "num_experts", aliases=("num_experts",)),
+        Key("num_experts_per_tok", "moe_router_topk"),
+        Key("intermediate_size", "ffn_hidden_size", also=("moe_ffn_hidden_size",)),
+        Const(
+            args={
+                "moe_layer_freq": 1,
+                "moe_router_score_function": "sigmoid",
+                "moe_router_enable_expert_bias": True,
+                "moe_router_dtype": "fp32",
+            },
+            config={"scoring_func": "sigmoid"},
+        ),
+        SigmoidNorm(),
+    ),
+    live=BLOCK_SPARSE,
+    computed_by=MCORE_BRIDGE,
+    judged=(MCORE_BRIDGE,),
+)
