@@ -37,7 +37,7 @@ CONTRACT = {
 BESIDES = {
     "inspect": "--iteration --debug",
     "convert": "--stages --transformer-impl --strict --strip --no-checksum --with-optimizer "
-    "--merge --adapter --lora-alpha",
+    "--merge --adapter --lora-alpha --engine --quantize",
     "verify": "--debug",
     "train": "",  # its methods have the flags: tests/train/test_cli.py
     "export": "--merge --dtype --overwrite --quiet --json --debug",

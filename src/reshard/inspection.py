@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ class Inspection:
     notes: list[str]
     next: str
     hints: list[str] = field(default_factory=list)
+    carried: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
     def whole(self) -> bool:
@@ -57,6 +59,7 @@ class Inspection:
             "parameters": c.parameters,
             "bytes": c.nbytes,
             "dtypes": c.dtypes,
+            "carried": self.carried,
             "quantization": c.quantization.as_dict() if c.quantization else None,
             "optimizer": OPTIMIZER in c.dropped,
             "dropped": dict(c.dropped),
@@ -111,6 +114,7 @@ def inspect_checkpoint(
     return Inspection(
         checkpoint=checkpoint,
         family=model.family.name if model else _declared_type(checkpoint),
+        carried=_carried(model) if model else {},
         problems=problems,
         notes=notes,
         next=""
@@ -118,6 +122,14 @@ def inspect_checkpoint(
         else _next_command(checkpoint, path, model, problems, list(bases.values()) if absent else None),
         hints=[str(hint) for hint in hints],
     )
+
+
+def _carried(model: Model) -> dict[str, dict[str, int]]:
+    """What lies beside the language model, by the beginning of its names on the hub."""
+    return {
+        prefix: {"tensors": len(names), "parameters": sum(prod(model.carried[name]) for name in names)}
+        for prefix, names in model.parts.items()
+    }
 
 
 def _plain(checkpoint: Checkpoint) -> Checkpoint | None:

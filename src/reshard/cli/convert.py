@@ -27,6 +27,7 @@ from reshard.cli.console import (
 from reshard.cli.options import iteration_option
 from reshard.conversion import Conversion
 from reshard.errors import listed
+from reshard.families.family import ENGINES
 from reshard.model.quantizer import STORAGES
 from reshard.planning import TARGETS
 from reshard.shown import escape
@@ -65,6 +66,11 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 @click.option("--stages", callback=_stages, metavar="N,N,…", help="Layers of each pipeline stage, if uneven.")
 @iteration_option("Which step of the run SRC; the one that its tracker names by default.")
 @click.option("--family", metavar="NAME", help="Read SRC as this family, whatever its config says.")
+@click.option(
+    "--engine",
+    type=click.Choice(list(ENGINES)),
+    help="Who will load the Megatron checkpoint; the engine that `reshard support` names by default.",
+)
 @click.option(
     "--trust",
     type=click.Choice(["checkpoint", "config"]),

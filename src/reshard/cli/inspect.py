@@ -59,6 +59,10 @@ def _print(found: Inspection) -> None:
         "layout": _layout(found),
         "iteration": "" if c.iteration is None else str(c.iteration),
         "weights": f"{count(c.parameters)} parameters in {len(c.tensors)} tensors, {size(c.nbytes)}",
+        "carried": "; ".join(
+            f"{prefix}* {count(part['parameters'])} parameters in {part['tensors']} tensors"
+            for prefix, part in found.carried.items()
+        ),
         "dtypes": ", ".join(f"{name} × {number}" for name, number in sorted(c.dtypes.items())),
         "quantized": _quantized(c),
         "optimizer": f"yes, {size(c.dropped[OPTIMIZER])}" if c.dropped[OPTIMIZER] else "",

@@ -33,6 +33,13 @@ class Model:
         """The config of the language model."""
         return self.family.config.text(self.config)
 
+    @property
+    def parts(self) -> dict[str, list[str]]:
+        """The names of what is carried, by the beginning that they share."""
+        prefixes = [part.hub for part in self.family.within.carried] if self.family.within else []
+        found = {prefix: [name for name in self.carried if name.startswith(prefix)] for prefix in prefixes}
+        return {prefix: names for prefix, names in found.items() if names}
+
     def padded(self, rows: int) -> Model:
         """The same model with an embedding of `rows` rows on Megatron's side."""
         return replace(self, dims=replace(self.dims, padded_vocab=rows))

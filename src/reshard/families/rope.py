@@ -244,5 +244,6 @@ def both_spellings(config: Config) -> Values:
         return {}
     beside = {key: rope[key] for key in ("rope_theta", PARTIAL) if key in rope}
     scaling = {key: value for key, value in rope.items() if key not in beside}
-    legacy = None if scaling == {"rope_type": "default"} else {"type": rope["rope_type"], **scaling}
+    kind = (config.get("rope_scaling") or {}).get("type", rope["rope_type"])  # "mrope" stays what it is
+    legacy = None if scaling == {"rope_type": "default"} else {"type": kind, **scaling}
     return {"rope_parameters": rope, **beside, "rope_scaling": legacy}

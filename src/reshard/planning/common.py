@@ -43,6 +43,7 @@ class Options:
     layout: Layout = field(default_factory=Layout)
     iteration: Iteration | None = None
     family: str | None = None
+    engine: str | None = None
     trust: str = "checkpoint"
     dtype: str | None = None
     quantize: str | None = None

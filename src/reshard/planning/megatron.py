@@ -64,10 +64,14 @@ def plan(source: Source, target: str) -> Plan:
     if options.with_optimizer:
         checkpoint = with_step(with_masters(checkpoint, options.dtype))
     logical = logical_tensors(replace(source.resolved, checkpoint=checkpoint, model=model))
-    natives = model.padded(rows).binding().native
+    engine = _engine(model, options)
+    natives = model.padded(rows).binding(engine).native
     tensors = list(native_tensors(logical, natives, Types(options.dtype)))
     optimizer = _optimizer(logical, natives, tensors, layout) if options.with_optimizer else None
     args = arguments(model, layout, options, tensors)
+    args.pop(COMPUTED_BY, None)
+    if engine != MCORE:
+        args[COMPUTED_BY] = engine
     args |= {"padded_vocab_size": rows, "make_vocab_size_divisible_by": unit}
     if optimizer:
         args["use_distributed_optimizer"] = optimizer.is_distributed
@@ -77,7 +81,6 @@ def plan(source: Source, target: str) -> Plan:
     dropped += lost_padding(checkpoint, model, rows, with_states=options.with_optimizer)
     states = optimizer.states if optimizer else {}
     result = finished(source.of(model), target, files, tensors, dropped, logical, layout, states)
-    engine = model.family.computed_by
     if engine == MCORE:
         is_release = iteration_of(checkpoint) == "release"
         result.load_with = load_flags(args, is_release=is_release, optimizer=optimizer)
@@ -91,6 +94,19 @@ def plan(source: Source, target: str) -> Plan:
     if layout.stages and not options.layout.stages:
         result.notes.append(f"layers of the stages: {', '.join(map(str, layout.stages))}")
     return result
+
+
+def _engine(model: Model, options: Options) -> str:
+    """The engine whose names are written. Raises ReshardError if it does not compute the family."""
+    family = model.family
+    if options.engine == MCORE != family.computed_by:
+        raise ReshardError(
+            f"megatron-core's GPTModel does not compute the family {family.name}",
+            rule=f"it is computed by {ENGINES[family.computed_by]}",
+            found=f"--engine {options.engine}",
+            remedy="leave out --engine",
+        )
+    return options.engine or family.computed_by
 
 
 def _files(
@@ -158,7 +174,6 @@ def arguments(model: Model, layout: Layout, options: Options, tensors: list[Plan
         "params_dtype": dtype(main),
         "bf16": main == "bfloat16",
         "fp16": main == "float16",
-        **({} if model.family.computed_by == MCORE else {COMPUTED_BY: model.family.computed_by}),
     }
 
 

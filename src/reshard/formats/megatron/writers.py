@@ -28,7 +28,7 @@ LAYOUT = (
 """What ms-swift's arguments and Megatron-LM's say in the same words."""
 
 COMPUTED_BY = "computed_by"
-"""Among the arguments that reshard writes: the engine, if it is not megatron-core's own GPTModel."""
+"""Among the arguments that reshard writes: whose names they are, if not those of megatron-core's GPTModel."""
 
 
 def engine_of(folder: Path, common: Mapping[str, Any]) -> str:

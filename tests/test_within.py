@@ -1,0 +1,176 @@
+"""A language model inside a larger one: its config, its names and what is carried beside it, in all formats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import reshard
+from reshard.errors import ReshardError
+from reshard.formats.dcp.metadata import read_metadata
+from tests import commandline
+from tests.genuine.model_types import flat, make_model_type
+from tests.judges import assert_same_tensors, tensors_of
+
+NAMES = ("qwen2_5_vl", "qwen3_vl")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = make_model_type(name, tmp_path_factory.mktemp(name) / "hub")
+        return made[name]
+
+    return get
+
+
+def edited(
+    source: Path, folder: Path, edit: Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
+) -> Path:
+    """A copy of a Hugging Face folder after `edit` of its config and its tensors."""
+    folder.mkdir()
+    config, tensors = (
+        json.loads((source / "config.json").read_text()),
+        load_file(source / "model.safetensors"),
+    )
+    edit(config, tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("to", ["megatron", "megatron-legacy", "dcp", "deepspeed"])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_format_takes_all_parts(
+    name: str, to: str, model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    layout = {"tp": 2, "pp": 2} if to.startswith("megatron") else {}
+    reshard.convert(model(name), tmp_path / "there", to=to, **layout)
+    assert reshard.verify(model(name), tmp_path / "there").equal or to == "deepspeed"  # which holds float32
+    reshard.convert(tmp_path / "there", tmp_path / "back", dtype="bfloat16")
+    assert_same_tensors(tensors_of(tmp_path / "back"), tensors_of(model(name)))
+    assert reshard.verify(model(name), tmp_path / "back").equal
+
+
+def test_what_is_carried_is_whole_in_the_first_stage(model: Callable[[str], Path], tmp_path: Path) -> None:
+    reshard.convert(model("qwen3_vl"), tmp_path / "m", to="megatron", tp=2, pp=2)
+    tensors = read_metadata(tmp_path / "m" / "release" / ".metadata").tensors
+    carried = {key: tensor for key, tensor in tensors.items() if key.startswith("visual.visual.")}
+    assert len(carried) == 39 and all(
+        key.startswith("language_model.") for key in tensors.keys() - carried.keys()
+    )
+    assert {
+        (Path(chunk.file).name, chunk.sizes == each.shape)
+        for each in carried.values()
+        for chunk in each.chunks
+    } == {("__0_0.distcp", True)}
+    reshard.convert(model("qwen3_vl"), tmp_path / "legacy", to="megatron-legacy", tp=2, pp=2)
+    found = {
+        folder.name: {
+            key.partition(".")[0]
+            for key in torch.load(folder / "model_optim_rng.pt", weights_only=False)["model"]
+        }
+        for folder in (tmp_path / "legacy" / "release").iterdir()
+    }
+    first, last = {"language_model", "visual"}, {"language_model"}
+    assert found == {f"mp_rank_{tp:02}_{pp:03}": last if pp else first for tp in (0, 1) for pp in (0, 1)}
+
+
+def test_the_names_of_another_engine(model: Callable[[str], Path], tmp_path: Path) -> None:
+    reshard.convert(model("qwen3_vl"), tmp_path / "m", to="megatron", engine="megatron-bridge")
+    assert any(name.startswith("vision_model.blocks") for name in reshard.open(tmp_path / "m").tensors)
+    reshard.convert(tmp_path / "m", tmp_path / "other", to="megatron", tp=2)
+    assert any(name.startswith("visual.visual.blocks") for name in reshard.open(tmp_path / "other").tensors)
+    assert reshard.verify(tmp_path / "other", model("qwen3_vl")).equal
+    with pytest.raises(ReshardError, match="does not compute the family qwen3_vl"):
+        reshard.convert(model("qwen3_vl"), tmp_path / "refused", to="megatron", engine="mcore")
+
+
+def test_inspect_counts_what_is_carried(model: Callable[[str], Path]) -> None:
+    found = commandline.reshard("inspect", model("qwen3_vl"), "--json").json
+    sizes = [tensor.numel() for name, tensor in tensors_of(model("qwen3_vl")).items() if "visual" in name]
+    assert found["carried"] == {"model.visual.": {"tensors": len(sizes), "parameters": sum(sizes)}}
+    assert "model.visual.*" in commandline.reshard("inspect", model("qwen3_vl")).out
+
+
+def test_a_config_keeps_all_that_it_says(model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Flat, as the hub has it, or nested, as transformers 5 saves it; a change reaches the place that says it."""
+
+    nested, hub = model("qwen2_5_vl"), edited(model("qwen2_5_vl"), tmp_path / "flat", flat)
+    for source in (nested, hub):
+        reshard.convert(source, tmp_path / "m" / source.name, to="megatron", dtype="float32")
+        reshard.convert(tmp_path / "m" / source.name, tmp_path / f"back-{source.name}")
+        before, after = (
+            json.loads((folder / "config.json").read_text())
+            for folder in (source, tmp_path / f"back-{source.name}")
+        )
+        assert ("text_config" in after) == ("text_config" in before)
+        assert after["dtype"] == after["torch_dtype"] == "float32"
+        assert after["vision_config"] == before["vision_config"]
+        for said, kept in ((before, after), (before.get("text_config", {}), after.get("text_config", {}))):
+            assert {key: kept[key] for key in said if "dtype" not in key and "_config" not in key} == {
+                key: value for key, value in said.items() if "dtype" not in key and "_config" not in key
+            }
+        assert after.get("text_config", after)["rope_scaling"]["mrope_section"] == [2, 1, 1]
+
+
+def test_a_part_that_is_missing_is_noticed(model: Callable[[str], Path], tmp_path: Path) -> None:
+    def blind(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if "visual" in name]:
+            del tensors[name]
+
+    source = edited(model("qwen3_vl"), tmp_path / "blind", blind)
+    for to in ("megatron", "dcp"):
+        with pytest.raises(ReshardError, match=r"a part of the model is missing(?s:.*)model\.visual\."):
+            reshard.convert(source, tmp_path / "out", to=to)
+
+
+def test_a_tensor_of_no_part_is_noticed(model: Callable[[str], Path], tmp_path: Path) -> None:
+    def add(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.audio.weight"] = torch.zeros(4)
+
+    with pytest.raises(ReshardError, match=r"a tensor is not known(?s:.*)model\.audio\.weight"):
+        reshard.convert(edited(model("qwen3_vl"), tmp_path / "more", add), tmp_path / "out", to="megatron")
+
+
+def test_without_a_config_the_base_is_asked_for(model: Callable[[str], Path], tmp_path: Path) -> None:
+    reshard.convert(model("qwen3_vl"), tmp_path / "m", to="megatron")
+    (tmp_path / "m" / "config.json").unlink()
+    for family in (None, "qwen3_vl"):
+        with pytest.raises(ReshardError, match="--base DIR"):
+            reshard.convert(tmp_path / "m", tmp_path / "back", family=family)
+    reshard.convert(tmp_path / "m", tmp_path / "back", base=model("qwen3_vl"))
+    assert_same_tensors(tensors_of(tmp_path / "back"), tensors_of(model("qwen3_vl")))
+
+
+def test_what_another_engine_computes_is_not_trained_on_megatron_core(
+    model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    pytest.importorskip("megatron.core")
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "a checkpoint is a promise"}\n')
+    words = (
+        "--engine",
+        "megatron",
+        "--model",
+        model("qwen3_vl"),
+        "--data",
+        data,
+        "--output",
+        tmp_path / "run",
+    )
+    done = commandline.reshard("train", "sft", *words, "--dry-run")
+    assert done.code == 2 and "megatron-core's GPTModel does not compute the family qwen3_vl" in done.err
+    reshard.convert(model("qwen3_vl"), tmp_path / "m", to="megatron")
+    with pytest.raises(ReshardError, match="does not compute the family"):
+        reshard.verify(tmp_path / "m", model("qwen3_vl"), logits=True)
