@@ -53,6 +53,23 @@ class Shard(NamedTuple):
         return id(self.source)
 
 
+class _Held(NamedTuple):
+    """A tensor that ranks of one virtual chunk hold, or a part of: its key in their state dicts, and how it is cut."""
+
+    key: str
+    expert: int | None
+    tensor: Planned
+    split: Split | None
+
+
+def _shard(tensor: Planned, split: Split | None, index: int, ranks: int) -> Shard:
+    if not split or ranks == 1:
+        return Shard(tensor, tensor.shape, tensor.source)
+    shape = list(tensor.shape)
+    shape[split.axis] //= ranks
+    return Shard(tensor, tuple(shape), lambda: shard(tensor.source(), split, index, ranks))
+
+
 class RankStates:
     """Finds what each rank holds, and how its spec spells it.
 
@@ -69,7 +86,6 @@ class RankStates:
     ) -> None:
         self.layout = layout
         self._te = transformer_engine
-        self._split = split
         self._tied = not args.get("untie_embeddings_and_output_weights", False)
         self._experts = int(args.get("num_experts") or 0)
         self._mtp = int(args.get("mtp_num_layers") or 0)
@@ -78,12 +94,14 @@ class RankStates:
         self.stages = Stages(layout, int(args["num_layers"]))
         self._table = self.stages.table()
         places = [place_of(tensor.name) for tensor in tensors]
-        self._sparse = {place[1:3] for place in places if place.expert is not None}
+        sparse = {place[1:3] for place in places if place.expert is not None}
         self.below = below(tensor.name for tensor in tensors)
-        self._held: dict[tuple[int, int], list[tuple[Place, Planned]]] = {}
+        self._held: dict[tuple[int, int], list[_Held]] = {}
         for place, tensor in zip(places, tensors, strict=True):
             for at, renamed in self._holders(place):
-                self._held.setdefault(at, []).append((renamed, tensor))
+                key = self._key(renamed, is_sparse=place[1:3] in sparse)
+                held = _Held(key, place.expert, tensor, split(tensor.name))
+                self._held.setdefault(at, []).append(held)
 
     def _holders(self, place: Place) -> Iterator[tuple[tuple[int, int], Place]]:
         """The (stage, chunk)s that hold a tensor, and its place there."""
@@ -109,31 +127,22 @@ class RankStates:
         """
         local = self._experts // self.layout.ep
         state: dict[str, Shard] = {}
-        for place, tensor in self._held.get((rank.pp, chunk), []):
-            if place.expert is not None:
-                if place.expert // local != rank.ep:
-                    continue
-                place = place._replace(expert=place.expert % local)
-            index, ranks = (rank.tp, self.layout.tp) if place.expert is None else (etp, self.layout.etp)
-            state[self._key(place, tensor)] = self._shard(tensor, index, ranks)
+        for key, expert, tensor, split in self._held.get((rank.pp, chunk), []):
+            if expert is None:
+                state[key] = _shard(tensor, split, rank.tp, self.layout.tp)
+            elif expert // local == rank.ep:
+                state[key] = _shard(tensor, split, etp, self.layout.etp)
         return state
 
-    def _shard(self, tensor: Planned, index: int, ranks: int) -> Shard:
-        split = self._split(tensor.name)
-        if not split or ranks == 1:
-            return Shard(tensor, tensor.shape, tensor.source)
-        shape = list(tensor.shape)
-        shape[split.axis] //= ranks
-        return Shard(tensor, tuple(shape), lambda: shard(tensor.source(), split, index, ranks))
-
-    def _key(self, place: Place, tensor: Planned) -> str:
+    def _key(self, place: Place, *, is_sparse: bool) -> str:
         module = place.module
         if place.layer is not None:
-            module = self._spelling.module(module, place_of(tensor.name)[1:3] in self._sparse)
+            module = self._spelling.module(module, is_sparse)
         if place.expert is not None:
+            expert = place.expert % (self._experts // self.layout.ep)
             if self._te:
-                module = f"{module}{place.expert}"
+                module = f"{module}{expert}"
             else:
-                module = module.replace("mlp.experts.", f"mlp.experts.local_experts.{place.expert}.", 1)
+                module = module.replace("mlp.experts.", f"mlp.experts.local_experts.{expert}.", 1)
         name = module if place.layer is None else f"{place.stack}.layers.{place.layer}.{module}"
         return name if is_carried(name) else self.below + name
