@@ -20,8 +20,7 @@ import reshard as api
 from reshard.cli import cli
 from reshard.errors import listed
 from reshard.families import FAMILIES
-from reshard.formats import FORMATS
-from reshard.planning import TARGETS
+from reshard.formats import FORMATS, WRITTEN
 from tests.commandline import in_terminal, reshard
 
 CONTRACT = {
@@ -108,7 +107,7 @@ def test_help_tells_every_command() -> None:
 
 def test_formats_to_choose_from_are_those_there_are() -> None:
     to = next(each for each in command("convert").params if each.name == "to")
-    assert isinstance(to.type, click.Choice) and set(to.type.choices) == TARGETS.keys()
+    assert isinstance(to.type, click.Choice) and set(to.type.choices) == WRITTEN.keys()
 
 
 def test_version() -> None:
@@ -409,7 +408,7 @@ def test_support(model: Path) -> None:
     result = reshard("support")
     assert result.code == 0 and all(name in result.out for name in [*FORMATS, *FAMILIES])
     found = reshard("support", "--json").json
-    assert {row["name"] for row in found["formats"] if row["read"] and row["written"]} == TARGETS.keys()
+    assert {row["name"] for row in found["formats"] if row["read"] and row["written"]} == WRITTEN.keys()
     assert {row["name"]: row["architecture"] for row in found["families"]} == {
         name: family.architecture for name, family in FAMILIES.items()
     }

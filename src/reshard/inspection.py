@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard import adapters
-from reshard.adapters import description, megatron
+from reshard.adapters import description
 from reshard.errors import Problem, ReshardError
 from reshard.families.model import Model
 from reshard.formats import huggingface, iterations, open_checkpoint
@@ -17,6 +17,7 @@ from reshard.formats.checkpoint import Checkpoint, Iteration
 from reshard.formats.companions import check, find_companions
 from reshard.formats.provenance import BASE, find_hints
 from reshard.formats.quantization import UNTOLD
+from reshard.formats.target import Kind
 from reshard.model.dequantization import dequantized
 from reshard.model.logical import logical_tensors
 from reshard.model.recognition import describes_model
@@ -81,7 +82,10 @@ def inspect_checkpoint(
         checkpoint = open_checkpoint(path, iteration)
     on_step("checking names and shapes")
     path = path if iteration is None else checkpoint.path  # so that what to type next names the same step
-    if adapters.is_adapter(checkpoint) or megatron.holds_pairs(checkpoint):
+    kind = adapters.kind_of(checkpoint)
+    if kind is Kind.FUSED_ADAPTER:
+        return _inspect_fused_adapter(checkpoint, path)
+    if kind is Kind.ADAPTER:
         return _inspect_adapter(checkpoint, path)
     problems = list(checkpoint.problems)
     hints = find_hints([checkpoint.path, checkpoint.root], checkpoint.args)
@@ -151,8 +155,6 @@ def _for_engines(checkpoint: Checkpoint, base: Path | None) -> tuple[list[str], 
 def _inspect_adapter(checkpoint: Checkpoint, path: Path) -> Inspection:
     """What an adapter is; it is no model, so it has no family, and needs neither config nor tokenizer."""
     problems, notes, command = list(checkpoint.problems), list(checkpoint.notes), ""
-    if megatron.holds_pairs(checkpoint):
-        return _inspect_fused_adapter(checkpoint, path)
     try:
         adapter = adapters.find(checkpoint)
         notes += description.notes(adapter)

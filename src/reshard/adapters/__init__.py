@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
-from reshard.adapters.adapter import Adapter, Pair, find, is_adapter
+from reshard.adapters import megatron, peft_names
+from reshard.adapters.adapter import Adapter, Pair, find
 from reshard.adapters.merge import merged
 from reshard.adapters.settings import find_settings
+from reshard.formats import peft
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.target import HUB, Kind
 
-__all__ = ["Adapter", "Pair", "find", "find_settings", "is_adapter", "merged"]
+__all__ = ["Adapter", "Pair", "find", "find_settings", "kind_of", "merged"]
+
+
+def kind_of(checkpoint: Checkpoint) -> Kind:
+    """What a checkpoint holds: low-rank pairs among its tensors make it an adapter."""
+    if megatron.holds_pairs(checkpoint):
+        return Kind.FUSED_ADAPTER
+    pairs = checkpoint.dialect == HUB and peft_names.holds_pairs(checkpoint.tensors)
+    return Kind.ADAPTER if pairs or checkpoint.format == peft.NAME else Kind.MODEL

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from reshard.adapters.peft_names import MAGNITUDE, PairPart, Whole, holds_pairs, parse
+from reshard.adapters.peft_names import MAGNITUDE, PairPart, Whole, parse
 from reshard.adapters.settings import Settings, find_settings, rank_problems, type_problems
 from reshard.algebra.tensors import Tensor
 from reshard.errors import Problem, ReshardError, one_for_all
-from reshard.formats import peft
 from reshard.formats.checkpoint import Checkpoint
 
 
@@ -65,11 +64,6 @@ class Adapter:
         """Whether the base's weights lie beside the adapter: those of every module that it changes, and others."""
         there = self.base.keys() | self.whole.keys()
         return all(f"{module}.weight" in there for module in self.pairs) and len(there) > len(self.pairs)
-
-
-def is_adapter(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is an adapter's, or holds low-rank pairs among its tensors."""
-    return checkpoint.format == peft.NAME or (checkpoint.dialect == "hf" and holds_pairs(checkpoint.tensors))
 
 
 def find(checkpoint: Checkpoint, name: str | None = None, alpha: float | None = None) -> Adapter:

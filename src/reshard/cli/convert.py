@@ -28,13 +28,12 @@ from reshard.cli.options import iteration_option
 from reshard.conversion import Conversion
 from reshard.errors import listed
 from reshard.families.family import ENGINES
+from reshard.formats import WRITTEN
 from reshard.model.quantizer import STORAGES
-from reshard.planning import TARGETS
 from reshard.shown import escape
 from reshard.transfer.execute import peak_per_worker, worker_count
 from reshard.transfer.plan import Plan
 
-FORMATS = click.Choice(list(TARGETS))
 POSITIVE = click.IntRange(min=1)
 
 
@@ -48,7 +47,7 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 @click.command("convert")
 @click.argument("src", type=click.Path(path_type=Path))
 @click.argument("dst", type=click.Path(path_type=Path))
-@click.option("--to", type=FORMATS, help="Format of DST; huggingface unless SRC is one.")
+@click.option("--to", type=click.Choice(list(WRITTEN)), help="Format of DST; huggingface unless SRC is one.")
 @click.option(
     "--base", type=click.Path(path_type=Path), help="Hugging Face folder with config and tokenizer."
 )

@@ -46,11 +46,10 @@ def support() -> dict[str, list[dict[str, Any]]]:
     from reshard.families.family import ENGINES, JUDGES
     from reshard.families.undeclared import BEYOND_MEGATRON, BUILT_ALIKE
     from reshard.formats import FORMATS
-    from reshard.planning import TARGETS
 
     formats = [
-        {"name": name, "what": module.WHAT, "read": True, "written": name in TARGETS}
-        for name, module in FORMATS.items()
+        {"name": each.name, "what": each.what, "read": True, "written": each.target is not None}
+        for each in FORMATS.values()
     ]
     families = [
         {

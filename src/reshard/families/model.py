@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,19 +44,30 @@ class Model:
         """The same model with an embedding of `rows` rows on Megatron's side."""
         return replace(self, dims=replace(self.dims, padded_vocab=rows))
 
+    def with_vocabulary(self, rows: int) -> Model:
+        """The same model with as many tokens, padding that is kept among them."""
+        return replace(self, dims=replace(self.dims, vocab=rows))
+
+    def dialect(self, dialects: Sequence[str]) -> str:
+        """The first of an engine's dialects in which the family is declared. Raises ReshardError if it is in none."""
+        for dialect in dialects:
+            if self.family.rules_of(dialect):
+                return dialect
+        able = [family.name for family in FAMILIES.values() if any(map(family.rules_of, dialects))]
+        raise ReshardError(
+            f"the family {self.family.name} is not declared for this engine",
+            expected=f"one of {', '.join(able)}",
+            found=", ".join(dialects),
+            remedy="choose another format with --to, or declare it: see docs/add-a-family.md",
+        )
+
     def binding(self, dialect: str = "mcore") -> Binding:
         """All tensors of both sides: the hub's, and those of the engine that speaks `dialect`.
 
         Raises ReshardError if that engine does not hold the family.
         """
-        rules = self.family.rules_of(dialect)
-        if rules is None:
-            raise ReshardError(
-                f"the family {self.family.name} is not declared for this engine",
-                expected=f"one of {', '.join(f.name for f in FAMILIES.values() if f.rules_of(dialect))}",
-                found=dialect,
-                remedy="choose another format with --to, or declare it: see docs/add-a-family.md",
-            )
+        rules = self.family.rules_of(self.dialect((dialect,)))
+        assert rules is not None
         try:
             within = self.family.within
             return Binding([*rules(self.dims), *(within.copies(self.carried, dialect) if within else ())])

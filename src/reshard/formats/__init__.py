@@ -17,29 +17,38 @@ from reshard.formats import (
     fsdp_ranks,
     huggingface,
     internlm,
-    iterations,
+    megatron,
     not_found,
     peft,
     quantization,
     wrappers,
 )
 from reshard.formats.checkpoint import Checkpoint, Iteration, States
-from reshard.formats.megatron import legacy, torch_dist
 from reshard.formats.places import belongs
+from reshard.formats.target import Format, Target
 
-FORMATS = {
-    module.NAME: module
-    for module in (torch_dist, legacy, dcp, fsdp_ranks, deepspeed, peft, internlm, huggingface)
+FORMATS: dict[str, Format] = {
+    each.name: each
+    for each in (
+        megatron.TORCH_DIST,
+        megatron.LEGACY,
+        dcp.FORMAT,
+        fsdp_ranks.FORMAT,
+        deepspeed.FORMAT,
+        peft.FORMAT,
+        internlm.FORMAT,
+        huggingface.FORMAT,
+    )
 }
-"""By name, in the order in which they are looked for: a folder that could be two of them is the first.
+"""By name, in the order in which they are looked for: a folder that could be two of them is the first."""
 
-A module has `NAME`, `WHAT` (what it is, in a line), `detect(path)` and `open_checkpoint(path, iteration)`.
-"""
+WRITTEN: dict[str, Target] = {each.name: each.target for each in FORMATS.values() if each.target}
+"""What can be written, by the name of its format."""
 
 
 def detect(path: Path) -> str | None:
     """The format of what lies at `path`, or None."""
-    return next((name for name, module in FORMATS.items() if module.detect(path)), None)
+    return next((each.name for each in FORMATS.values() if each.detect(path)), None)
 
 
 def open_checkpoint(
@@ -60,11 +69,8 @@ def open_checkpoint(
         if iteration is not None:
             raise not_found.no_iteration(path, iteration)
         raise not_found.no_checkpoint(path, FORMATS, lambda place: detect(place) is not None)
-    if name == torch_dist.NAME:  # a run may have changed its format on the way
-        step, _ = iterations.choose(folder, iteration)
-        name = name if torch_dist.detect(step) or not legacy.detect(step) else legacy.NAME
     with understood(folder):
-        checkpoint: Checkpoint = FORMATS[name].open_checkpoint(folder, iteration)
+        checkpoint = FORMATS[name].open(folder, iteration)
     checkpoint.root = descent.find_root(checkpoint.root, path)
     _leave_links(checkpoint)
     checkpoint.tensors = wrappers.all_stripped(checkpoint.tensors, strip)
@@ -77,9 +83,10 @@ def open_checkpoint(
         checkpoint.problems += lacking
     if folder != path:
         checkpoint.notes.insert(0, f"the weights are in {folder.relative_to(path)}")
-    if name not in (huggingface.NAME, peft.NAME) and (other := huggingface.weights_in(folder)):
+    kept = checkpoint.format
+    if kept != huggingface.NAME and (other := huggingface.weights_in(folder)):
         checkpoint.notes.append(
-            f"the folder has Hugging Face weights too: the {name} weights are used; for the others, pass {other}"
+            f"the folder has Hugging Face weights too: the {kept} weights are used; for the others, pass {other}"
         )
     return checkpoint
 

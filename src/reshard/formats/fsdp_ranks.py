@@ -20,6 +20,7 @@ from reshard.algebra.views import assemble, covered, overlaps
 from reshard.errors import Problem, ReshardError, listed, one_for_each_file
 from reshard.formats import iterations
 from reshard.formats.checkpoint import Checkpoint, Iteration
+from reshard.formats.target import Format
 from reshard.formats.torchfiles import flat
 from reshard.formats.torchfiles.dtensor import Part, PartReader, disagreement, is_sharded, plain_part
 from reshard.formats.torchfiles.pickles import Opaque
@@ -27,7 +28,6 @@ from reshard.formats.torchfiles.read import read_dict
 from reshard.formats.wrappers import without_buffers
 
 NAME = "fsdp-ranks"
-WHAT = "FSDP state dicts, a file for each rank (model_world_size_*_rank_*.pt, pytorch_model_fsdp*.bin)"
 FLAT = "_flat_param"
 """What FSDP1 calls the parameters of a module that it has flattened into one."""
 
@@ -371,3 +371,11 @@ def _notes(files: Files, parts: Mapping[str, Parts], entries: Counter[str]) -> l
     if entries:
         notes.append(f"left out, since they are no weights: {', '.join(sorted(entries))}")
     return notes
+
+
+FORMAT = Format(
+    NAME,
+    "FSDP state dicts, a file for each rank (model_world_size_*_rank_*.pt, pytorch_model_fsdp*.bin)",
+    detect,
+    open_checkpoint,
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from reshard.algebra.storage import StoredTensor
@@ -12,6 +12,7 @@ from reshard.errors import UNUSABLE, Problem, ReshardError, said
 from reshard.formats import iterations, safetensors
 from reshard.formats.checkpoint import Checkpoint, Iteration
 from reshard.formats.places import below
+from reshard.formats.target import Format, Request, Target
 from reshard.formats.torchfiles.read import read_dict
 from reshard.formats.wrappers import without_buffers
 from reshard.plain import JSON_MOST, json_of, to_json
@@ -19,7 +20,6 @@ from reshard.transfer.plan import Block, OutputFile, Planned
 from reshard.transfer.sources import read_source
 
 NAME = "huggingface"
-WHAT = "safetensors in one file or in shards; pytorch_model*.bin is read"
 KINDS = (("model", "safetensors"), ("pytorch_model", "bin"))
 
 
@@ -162,12 +162,12 @@ def _index_mismatches(index: Path, tensors: Mapping[str, Tensor]) -> Iterator[Pr
         )
 
 
-def lay_out(tensors: Iterable[Planned], max_shard_size: int) -> list[OutputFile]:
+def lay_out(request: Request) -> list[OutputFile]:
     """The weights of a folder; more than one shard comes with an index."""
     shards: list[list[Planned]] = [[]]
     size = 0
-    for tensor in tensors:
-        if shards[-1] and size + tensor.nbytes > max_shard_size:
+    for tensor in request.tensors:
+        if shards[-1] and size + tensor.nbytes > request.options.max_shard_size:
             shards.append([])
             size = 0
         shards[-1].append(tensor)
@@ -193,3 +193,12 @@ def _shard(name: str, tensors: list[Planned]) -> OutputFile:
     blocks = [Block.whole(tensor, offsets[tensor.name]) for tensor in tensors]
     size = len(header) + sum(tensor.nbytes for tensor in tensors)
     return OutputFile(name, size, blocks, lambda: iter([(0, header)]))
+
+
+FORMAT = Format(
+    NAME,
+    "safetensors in one file or in shards; pytorch_model*.bin is read",
+    detect,
+    open_checkpoint,
+    Target(lay_out, quantized=True),
+)

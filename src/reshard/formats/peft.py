@@ -5,17 +5,15 @@ What the tensors are is said in `adapters/`; adapters also lie inside the checkp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from reshard.formats import huggingface, iterations, safetensors
 from reshard.formats.checkpoint import Checkpoint, Iteration
+from reshard.formats.target import Format, Kind, Request, Target
 from reshard.plain import to_json
-from reshard.transfer.plan import Block, OutputFile, Planned
+from reshard.transfer.plan import Block, OutputFile
 
 NAME = "peft"
-WHAT = "LoRA adapter of PEFT: adapter_model.safetensors; adapter_model.bin is read"
 CONFIG = "adapter_config.json"
 FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
@@ -43,8 +41,9 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
     )
 
 
-def lay_out(tensors: Sequence[Planned], config: Mapping[str, Any]) -> list[OutputFile]:
-    """The two files of an adapter; `config` is the content of adapter_config.json."""
+def lay_out(request: Request) -> list[OutputFile]:
+    """The two files of an adapter, whose settings are the content of adapter_config.json."""
+    tensors, config = request.tensors, request.adapter or {}
     header, offsets = safetensors.header_bytes((t.name, t.dtype, t.shape) for t in tensors)
     blocks = [Block.whole(tensor, offsets[tensor.name]) for tensor in tensors]
     size = len(header) + sum(tensor.nbytes for tensor in tensors)
@@ -52,3 +51,12 @@ def lay_out(tensors: Sequence[Planned], config: Mapping[str, Any]) -> list[Outpu
         OutputFile(FILES[0], size, blocks, lambda: iter([(0, header)])),
         OutputFile.of_bytes(CONFIG, to_json(dict(config))),
     ]
+
+
+FORMAT = Format(
+    NAME,
+    "LoRA adapter of PEFT: adapter_model.safetensors; adapter_model.bin is read",
+    detect,
+    open_checkpoint,
+    Target(lay_out, holds=frozenset({Kind.ADAPTER})),
+)

@@ -11,7 +11,9 @@ from reshard.families.binding import Binding
 from reshard.families.disagreements import foreign
 from reshard.families.rules import Dims
 from reshard.families.undeclared import BEYOND_MEGATRON, BUILT_ALIKE
+from reshard.formats import WRITTEN
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.target import Kind
 from reshard.model.vocabulary import embedding_rows, padded_rows
 
 
@@ -69,7 +71,8 @@ def not_known(model_type: Any) -> str:
     return f'model_type "{model_type}" is not known' if model_type else "config.json has no model_type"
 
 
-KEEPS_NAMES = "--to huggingface, dcp or deepspeed keeps the model as it is"
+KEEPING = [name for name, target in WRITTEN.items() if target.keeps_names and Kind.MODEL in target.holds]
+KEEPS_NAMES = f"--to {' or --to '.join(KEEPING)} keeps the model as it is"
 
 
 def _beyond(model_type: str) -> Problem:

@@ -1,65 +1,35 @@
-"""Plan a conversion: the tensors of the target, each made of the source's logical tensors, and its files.
-
-One module for each kind of target; `TARGETS` lists them.
-"""
+"""Plan a conversion: the tensors of the target, each made of the source's logical tensors, and its files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-from reshard.adapters import is_adapter
-from reshard.adapters import megatron as megatron_adapters
+from reshard.adapters import kind_of
+from reshard.algebra.dtypes import dtype
 from reshard.algebra.layout import Layout
+from reshard.algebra.tensors import Replica
 from reshard.errors import ReshardError
-from reshard.formats import companions, open_checkpoint
+from reshard.families.model import Model
+from reshard.formats import FORMATS, WRITTEN, companions, huggingface, open_checkpoint, peft
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.provenance import BASE, find_hints
+from reshard.formats.quantization import UNTOLD, settings_of
+from reshard.formats.target import HUB, MASTERS, Format, Kind, Options, Request, Target, main_dtype
 from reshard.model.dequantization import BFLOAT16, dequantized
+from reshard.model.logical import logical_tensors
+from reshard.model.quantizer import quantized
 from reshard.model.resolve import Resolved, config_of, contradictions, resolve, resolve_if_declared
-from reshard.planning import dcp, deepspeed, hub, internlm, megatron, megatron_adapter, merge, peft
-from reshard.planning.common import Options, Source, Types
-from reshard.planning.optimizer import refuse_unable
-from reshard.transfer.plan import Plan
-from reshard.transfer.sources import OnStep, noted
+from reshard.model.vocabulary import EMBEDDINGS
+from reshard.plain import to_json
+from reshard.planning import adapters, beside, merge, optimizer
+from reshard.planning.naming import Types, elements, names_of
+from reshard.transfer.plan import OutputFile, Plan
+from reshard.transfer.sources import OnStep, noted, read_source
 
-__all__ = ["TARGETS", "Options", "plan_conversion"]
-
-TARGETS: dict[str, Callable[[Source], Plan]] = {
-    "huggingface": hub.plan,
-    "dcp": dcp.plan,
-    "megatron": partial(megatron.plan, target="megatron"),
-    "megatron-legacy": partial(megatron.plan, target="megatron-legacy"),
-    "deepspeed": deepspeed.plan,
-    "internlm": internlm.plan,
-    "peft": peft.plan,
-}
-"""What can be written, by the name of its format."""
-
-NAMED_AS_THE_HUB = {"huggingface", "dcp", "deepspeed"}
-"""Targets whose names are the hub's, so that a family which nobody declared can be carried there."""
-
-WITHOUT_LAYOUT = {
-    "huggingface": "a Hugging Face folder",
-    "dcp": "a distributed checkpoint of torch",
-    "deepspeed": "a universal checkpoint of DeepSpeed",
-    "peft": "an adapter",
-}
-"""Targets that no ranks share."""
-
-WITHOUT_MODEL = {"peft"}
-"""Targets that hold something else than a model."""
-
-KEEPS_QUANTIZED = {"huggingface"}
-"""Targets that quantized weights are copied to. The others have no place for scales: weights become plain ones."""
-
-OF_ADAPTERS = {"peft": peft.plan, "megatron": megatron_adapter.plan}
-"""What an adapter can be written as, without its base."""
-
-WITH_OPTIMIZER = {"dcp", "deepspeed", "megatron"}
-"""Targets that hold a tensor for each optimizer state of a tensor."""
+__all__ = ["Options", "plan_conversion"]
 
 
 def plan_conversion(source: Path, options: Options, on_step: OnStep = lambda step: None) -> Plan:
@@ -79,75 +49,229 @@ def plan_conversion(source: Path, options: Options, on_step: OnStep = lambda ste
 def _planned(source: Path, checkpoint: Checkpoint, options: Options) -> Plan:
     if checkpoint.problems:
         raise ReshardError(checkpoint.problems)
-    if megatron_adapters.holds_pairs(checkpoint):
-        checkpoint = merge.hub_adapter(checkpoint, options)
+    kind = kind_of(checkpoint)
+    if kind is Kind.FUSED_ADAPTER:
+        checkpoint, kind = merge.hub_adapter(checkpoint, options), Kind.ADAPTER
     if options.merge:
+        _refuse_nothing_to_merge(checkpoint, kind)
         checkpoint, options = merge.merged_source(checkpoint, options)
-    target = options.to or _default_target(checkpoint, options)
-    if target not in OF_ADAPTERS and is_adapter(checkpoint):
-        raise merge.unmerged(checkpoint, target)
-    if not target:
+        kind = Kind.MODEL
+    format = _format(source, checkpoint, kind, options)
+    target = _target(format, checkpoint, kind, options)
+    if checkpoint.quantization and (options.dtype or options.quantize or not target.quantized):
+        flags = {"--dtype": options.dtype, "--quantize": options.quantize, "--to": format.name}
+        why = next(f"{flag} {value}" for flag, value in flags.items() if value)
+        checkpoint = dequantized(checkpoint, Types(options.dtype).wanted or BFLOAT16, why)
+    if options.with_optimizer:
+        optimizer.refuse_unable(checkpoint, format)
+    checkpoint, options = _with_hinted_base(checkpoint, options)
+    if kind is Kind.ADAPTER:
+        resolved = adapters.resolved(checkpoint, target, options)
+    else:
+        resolved = _resolved(checkpoint, target, options)
+    return _plan(resolved, kind, format, target, options)
+
+
+def _refuse_nothing_to_merge(checkpoint: Checkpoint, kind: Kind) -> None:
+    if kind is Kind.MODEL:
+        raise ReshardError(
+            "there is no adapter to merge",
+            file=str(checkpoint.path),
+            expected="lora_A and lora_B among the tensors",
+            remedy="name the adapter as the source and its base with --base, or leave out --merge",
+        )
+
+
+def _format(source: Path, checkpoint: Checkpoint, kind: Kind, options: Options) -> Format:
+    """The format that is asked for. An adapter stays one by default, all else becomes a Hugging Face folder."""
+    if options.to:
+        return FORMATS[options.to]
+    if kind is Kind.ADAPTER:
+        return peft.FORMAT
+    if checkpoint.format == huggingface.NAME and not (options.merge or options.quantize):
         raise ReshardError(
             "the source is a Hugging Face folder already",
             file=str(source),
-            remedy=f"say what it should become: --to {', --to '.join(TARGETS)}",
+            remedy=f"say what it should become: --to {', --to '.join(_able(kind))}",
         )
-    if target in WITHOUT_LAYOUT and options.layout != Layout():
+    return huggingface.FORMAT
+
+
+def _target(format: Format, checkpoint: Checkpoint, kind: Kind, options: Options) -> Target:
+    """What the format can be written as. Raises ReshardError if it cannot hold what is asked for."""
+    target = WRITTEN[format.name]
+    if kind not in target.holds:
+        raise _not_held(checkpoint, kind, format)
+    if not target.sharded and options.layout != Layout():
         raise ReshardError(
-            f"{WITHOUT_LAYOUT[target]} has no parallel layout",
+            f"{format.name} has no parallel layout",
             found=str(options.layout),
             remedy="leave out the layout (that of the source is detected), or add --to megatron",
         )
-    if options.quantize and target not in KEEPS_QUANTIZED:
+    if target.dtype and Types(options.dtype).wanted not in (None, dtype(target.dtype)):
+        raise ReshardError(
+            f"{format.name} holds {target.dtype} alone",
+            rule="the engine makes its weights of these, in the dtype that its own config names",
+            found=f"--dtype {options.dtype}",
+            remedy="leave out --dtype",
+        )
+    if options.quantize and not target.quantized:
         raise ReshardError(
             "this format has no place for quantized weights",
-            found=f"--quantize {options.quantize} --to {target}",
+            found=f"--quantize {options.quantize} --to {format.name}",
             remedy="pass --to huggingface, or leave out --quantize",
         )
-    if checkpoint.quantization and (target not in KEEPS_QUANTIZED or options.dtype or options.quantize):
-        flags = {"--dtype": options.dtype, "--quantize": options.quantize, "--to": target}
-        wanted = next(f"{flag} {value}" for flag, value in flags.items() if value)
-        dtype = Types(options.dtype).wanted or BFLOAT16
-        checkpoint = dequantized(checkpoint, dtype, wanted)
-    if options.with_optimizer:
-        refuse_unable(checkpoint, target, WITH_OPTIMIZER)
-    options = _with_hinted_base(checkpoint, options)
-    if target in WITHOUT_MODEL or is_adapter(checkpoint):
-        resolved = Resolved(checkpoint, None, {})
-        return OF_ADAPTERS[target](Source(resolved, options))
-    return TARGETS[target](Source(_resolved(checkpoint, target, options), options))
+    return target
 
 
-def _default_target(checkpoint: Checkpoint, options: Options) -> str:
-    """An adapter stays one, all else becomes a Hugging Face folder; "" if it is one already."""
-    if is_adapter(checkpoint):
-        return "peft"
-    return "huggingface" if options.merge or options.quantize or checkpoint.format != "huggingface" else ""
-
-
-def _resolved(checkpoint: Checkpoint, target: str, options: Options) -> Resolved:
-    """The model of a checkpoint. Where names stay as they are, it may be of a family that nobody declared."""
-    if target in NAMED_AS_THE_HUB and not options.family:
-        wrong = (
-            contradictions(config_of(checkpoint, options.base) or {}) if checkpoint.dialect == "hf" else []
+def _not_held(checkpoint: Checkpoint, kind: Kind, format: Format) -> ReshardError:
+    if kind is Kind.MODEL:
+        return ReshardError(
+            "there is no adapter in the source",
+            file=str(checkpoint.path),
+            expected="lora_A and lora_B among the tensors",
+            remedy="choose another format with --to",
         )
-        checkpoint.notes += [f"config.json contradicts itself: {text}" for text in wrong]
-        return resolve_if_declared(checkpoint, options.base, options.trust)
-    computes = checkpoint.dialect != "hf" or target not in NAMED_AS_THE_HUB
-    return resolve(checkpoint, options.base, options.family, options.trust, computes=computes)
+    return ReshardError(
+        "the source is an adapter, not a model",
+        file=str(checkpoint.path),
+        found=f"--to {format.name}",
+        remedy=f"merge it into its base (--merge --base DIR), or keep it: --to {' or --to '.join(_able(kind))}",
+    )
 
 
-def _with_hinted_base(checkpoint: Checkpoint, options: Options) -> Options:
+def _able(kind: Kind) -> list[str]:
+    return [name for name, target in WRITTEN.items() if kind in target.holds]
+
+
+def _with_hinted_base(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint, Options]:
     """Where config or tokenizer is missing, take the base that another tool noted, if it is there.
 
     `resolve` then checks that its config belongs to these weights.
     """
-    beside = companions.find_companions(*checkpoint.folders)
-    if options.base or (beside.config and (beside.has_tokenizer or not options.tokenizer)):
-        return options
+    there = companions.find_companions(*checkpoint.folders)
+    if options.base or (there.config and (there.has_tokenizer or not options.tokenizer)):
+        return checkpoint, options
     for hint in find_hints([checkpoint.path, checkpoint.root], checkpoint.args):
         if hint.kind == BASE:
-            checkpoint.notes.append(str(hint))
+            checkpoint = replace(checkpoint, notes=[*checkpoint.notes, str(hint)])
             if hint.exists and (Path(hint.value) / "config.json").is_file():
-                return replace(options, base=Path(hint.value))
-    return options
+                return checkpoint, replace(options, base=Path(hint.value))
+    return checkpoint, options
+
+
+def _resolved(checkpoint: Checkpoint, target: Target, options: Options) -> Resolved:
+    """The model of a checkpoint. Where names stay as they are, it may be of a family that nobody declared."""
+    if not target.keeps_names or options.family:
+        computes = checkpoint.dialect != HUB or not target.keeps_names
+        return resolve(checkpoint, options.base, options.family, options.trust, computes=computes)
+    config = config_of(checkpoint, options.base) or {}
+    wrong = contradictions(config) if checkpoint.dialect == HUB else []
+    notes = [f"config.json contradicts itself: {text}" for text in wrong]
+    checkpoint = replace(checkpoint, notes=[*checkpoint.notes, *notes])
+    return resolve_if_declared(checkpoint, options.base, options.trust)
+
+
+def _plan(source: Resolved, kind: Kind, format: Format, target: Target, options: Options) -> Plan:
+    """The one way to a plan: tensors under the target's names, laid out in files, with what lies beside; audited."""
+    checkpoint, model = source.checkpoint, source.model
+    request = target.fit(
+        Request(
+            options,
+            target.names[0] if target.keeps_names or not model else model.dialect(target.names),
+            options.layout,
+            model.padded(model.dims.vocab) if model else None,
+            source.config,
+            checkpoint.iteration,
+            checkpoint.optimizer,
+        )
+    )
+    naming = _adapter if kind is Kind.ADAPTER else _model
+    request, parameters, dropped, replicas, notes = naming(source, format, request)
+    request = target.complete(request)
+    found = beside.find_companions(checkpoint, request)
+    files = [*target.lay_out(request), *beside.companion_files(checkpoint, request, found)]
+    planned = {file.path for file in files}
+    given = {name: path for name, path in options.beside.items() if name not in planned}
+    files += [OutputFile.of_bytes(name, read_source(path)) for name, path in given.items()]
+    facts = beside.facts(checkpoint, format, request, dropped)
+    facts["files"] = sorted(file.path for file in files)
+    files.append(OutputFile.of_bytes("reshard.json", to_json(facts)))
+    told = [*checkpoint.notes, *found.notes, *source.notes, *(model.notes if model else ())]
+    plan = Plan(
+        source=checkpoint.format,
+        target=format.name,
+        files=files,
+        tensors=len(request.tensors),
+        parameters=parameters,
+        dropped=dropped,
+        replicas=replicas,
+        notes=[*dict.fromkeys([*told, *target.notes(request), *notes])],
+        warnings=[*(model.warnings if model else ())],
+        facts=facts,
+        load_with=target.load_with(request),
+    )
+    plan.audit([*request.tensors, *(state for each in request.states.values() for state in each.values())])
+    return plan
+
+
+class _Content(NamedTuple):
+    """A request with its tensors and their parameters; the bytes left by rule; what has to be equal; what to tell."""
+
+    request: Request
+    parameters: int
+    dropped: Counter[str]
+    replicas: list[Replica]
+    notes: list[str]
+
+
+def _adapter(source: Resolved, format: Format, request: Request) -> _Content:
+    request, base, notes = adapters.named(source.checkpoint, request)
+    dropped = +(Counter(source.checkpoint.dropped) + Counter(base))
+    return _Content(request, elements(request.tensors), dropped, source.checkpoint.replicas, notes)
+
+
+def _model(source: Resolved, format: Format, request: Request) -> _Content:
+    """The weights of a model, and the states of its optimizer if they are asked for."""
+    target, options, checkpoint = WRITTEN[format.name], request.options, source.checkpoint
+    dtype = target.dtype or options.dtype
+    if options.with_optimizer or target.dtype:
+        checkpoint = optimizer.with_masters(checkpoint, dtype)
+    dropped = Counter(checkpoint.dropped)
+    model, written = source.model, request.model
+    if model and written:
+        # Padding rows took part in the softmax while the model trained: carry those that both sides have.
+        rows = min(written.dims.padded_vocab, model.dims.padded_vocab)
+        model, written = model.with_vocabulary(rows), written.with_vocabulary(rows)
+        dropped += _lost_padding(checkpoint, model, written, with_states=options.with_optimizer)
+    request = replace(request, model=written)
+    logical = logical_tensors(replace(source, checkpoint=checkpoint, model=model))
+    names = names_of(format.name, request, logical)
+    states, notes = {}, []
+    if options.with_optimizer:
+        states = optimizer.logical_states(logical)
+        dropped -= optimizer.carried(checkpoint, target.states)
+        if MASTERS in checkpoint.states and MASTERS not in target.states:
+            notes.append("the fp32 masters are optimizer states too; --dtype float32 makes them the weights")
+    if checkpoint.quantization and not (checkpoint.quantization.settings or settings_of(request.config)):
+        notes.append(UNTOLD)
+    tensors, settings = names.tensors(logical, Types(dtype)), None
+    parameters = checkpoint.parameters if checkpoint.quantization else elements(tensors)
+    if options.quantize:
+        request = replace(request, config={**request.config, "dtype": main_dtype(tensors)})
+        tensors, settings, told = quantized(tensors, options.quantize, request.config)
+        notes += told
+    held = names.states({state: states[state] for state in states if state in target.states})
+    request = replace(request, tensors=tensors, states=held, quantization=settings)
+    return _Content(request, parameters, dropped, logical.replicas, notes)
+
+
+def _lost_padding(checkpoint: Checkpoint, model: Model, written: Model, *, with_states: bool) -> Counter[str]:
+    """The bytes of those rows of Megatron's embedding and head that the output has not, and of their states."""
+    lost = model.dims.padded_vocab - written.dims.padded_vocab
+    if checkpoint.dialect != "mcore" or lost <= 0:
+        return Counter()
+    tables = EMBEDDINGS["mcore"] if model.dims.tied else (*EMBEDDINGS["mcore"], "output_layer.weight")
+    held = [checkpoint.tensors, *(checkpoint.states.values() if with_states else ())]
+    width = sum(tensors[name].dtype.itemsize for tensors in held for name in tables if name in tensors)
+    return Counter({"vocabulary padding": lost * width * model.dims.hidden})

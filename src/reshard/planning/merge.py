@@ -15,10 +15,11 @@ from reshard.algebra.tensors import Replica, Tensor
 from reshard.errors import ReshardError
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.target import Options
 from reshard.model.dequantization import BFLOAT16, dequantized
 from reshard.model.logical import logical_tensors
 from reshard.model.resolve import config_of, read_config, resolve
-from reshard.planning.common import Options, Types
+from reshard.planning.naming import Types
 
 
 def merged_source(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint, Options]:
@@ -27,13 +28,6 @@ def merged_source(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint,
     The base comes from `--base`, else from where the adapter's config says it was, else from beside the adapter.
     Raises ReshardError if there is none, or if the adapter does not fit it.
     """
-    if not adapters.is_adapter(checkpoint):
-        raise ReshardError(
-            "there is no adapter to merge",
-            file=str(checkpoint.path),
-            expected="lora_A and lora_B among the tensors",
-            remedy="name the adapter as the source and its base with --base, or leave out --merge",
-        )
     adapter = adapters.find(checkpoint, options.adapter, options.lora_alpha)
     folder = _base_folder(checkpoint, adapter, options)
     base = open_checkpoint(folder, strip=options.strip) if folder else None
@@ -131,13 +125,3 @@ def _notes(adapter: adapters.Adapter, base: Checkpoint | None) -> list[str]:
             "embedding and head are no longer one, since the adapter changed them: tie_word_embeddings false"
         )
     return notes
-
-
-def unmerged(checkpoint: Checkpoint, target: str) -> ReshardError:
-    """The error for an adapter that is to become a model without its base."""
-    return ReshardError(
-        "the source is an adapter, not a model",
-        file=str(checkpoint.path),
-        found=f"--to {target}",
-        remedy="merge it into its base (--merge --base DIR), or carry it as it is: --to peft or --to megatron",
-    )

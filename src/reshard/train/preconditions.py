@@ -283,8 +283,8 @@ def _in_training(problem: Problem) -> Problem:
 def layout(run: Run, installed: Mapping[str, str] | None = None) -> Iterator[Problem]:
     """Whether the sizes of the model divide over the ranks of Megatron-Core, and the installed one can do it."""
     if run.engine == "megatron":
+        from reshard.formats.megatron.layouts import SHARED_GROUPS, shares_groups
         from reshard.model.resolve import resolve
-        from reshard.planning.megatron import SHARED_GROUPS, shares_groups
         from reshard.train.megatron.options import read
         from reshard.train.megatron.weights import layout_of
 

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
-from reshard.formats.dcp.folder import NAME, WHAT, Alias, detect, lay_out, open_checkpoint
+from reshard.formats.dcp.folder import NAME, detect, lay_out, notes, open_checkpoint
+from reshard.formats.target import LIVE, MOMENTS, Format, Target
 
-__all__ = ["NAME", "WHAT", "Alias", "detect", "lay_out", "open_checkpoint"]
+FORMAT = Format(
+    NAME,
+    "a folder of torch.distributed.checkpoint (.metadata and *.distcp)",
+    detect,
+    open_checkpoint,
+    Target(lay_out, names=(LIVE,), states=MOMENTS, notes=notes),
+)

@@ -18,7 +18,6 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
 
 from reshard.algebra.tensors import Replica, Tensor
 from reshard.algebra.views import assemble, overlaps
@@ -30,12 +29,12 @@ from reshard.formats.dcp.chunks import ChunkFile
 from reshard.formats.dcp.metadata import DcpChunk, DcpMetadata, DcpTensor, read_metadata, write_metadata
 from reshard.formats.dcp.optimizer import NEST as OPTIMIZER_NEST
 from reshard.formats.dcp.optimizer import NewOptimizer, read_optimizer, step_tensor
+from reshard.formats.target import HEAD, Request, stateless
 from reshard.formats.torchfiles.read import ChunkReader
 from reshard.formats.wrappers import prefix_of
 from reshard.transfer.plan import OutputFile, Planned
 
 NAME = "dcp"
-WHAT = "a folder of torch.distributed.checkpoint (.metadata and *.distcp)"
 METADATA = ".metadata"
 OPTIMIZER = "optimizer states"
 ROUTER_BIASES = "load-balancing biases of routers"
@@ -330,28 +329,36 @@ NEST = "model"
 """Where the model lies in the state dict, as in torch's own examples, accelerate and Trainer."""
 
 
-class Alias(NamedTuple):
-    """A tensor under a second name: the tied head, which the live model's state dict has too."""
-
-    name: str
-    tensor: str
+EMBEDDING = "model.embed_tokens.weight"
 
 
-def lay_out(
-    tensors: list[Planned],
-    aliases: Iterable[Alias],
-    max_file_size: int,
-    optimizer: NewOptimizer | None = None,
-) -> list[OutputFile]:
+def lay_out(request: Request) -> list[OutputFile]:
     """The files of a folder that `dcp.load({"model": state_dict}, checkpoint_id=folder)` loads at any layout."""
-    writer = _Writer(max_file_size)
+    tensors = request.tensors
+    writer = _Writer(request.options.max_shard_size)
     for tensor in tensors:
         writer.name(NEST, tensor.name, writer.add(tensor))
-    for alias in aliases:
-        writer.name(NEST, alias.name, writer.metadata.tensors[f"{NEST}.{alias.tensor}"])
-    if optimizer:
+    stored = writer.metadata.tensors
+    if request.tied and f"{NEST}.{HEAD}" not in stored and f"{NEST}.{EMBEDDING}" in stored:
+        writer.name(
+            NEST, HEAD, stored[f"{NEST}.{EMBEDDING}"]
+        )  # the state dict of the live model has it twice
+    if request.states and request.optimizer:
+        optimizer = NewOptimizer(request.states, request.optimizer)
         writer.add_optimizer(optimizer, {tensor.name for tensor in tensors if len(tensor.shape) < 2})
     return writer.finished()
+
+
+def notes(request: Request) -> list[str]:
+    """How torch loads the folder."""
+    model = 'load it with dcp.load({"model": model.state_dict()}, checkpoint_id=FOLDER)'
+    return [model, LOADS_STATES, *stateless(request)] if request.states else [model]
+
+
+LOADS_STATES = (
+    'and its "optimizer" into get_optimizer_state_dict(model, optimizer, '
+    "options=StateDictOptions(flatten_optimizer_state_dict=True))"
+)
 
 
 class _Writer:

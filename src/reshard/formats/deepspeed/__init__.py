@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from reshard.formats.deepspeed.folder import NAME, WHAT, detect, open_checkpoint
-from reshard.formats.deepspeed.universal import lay_out
+from reshard.formats.deepspeed.folder import NAME, detect, open_checkpoint
+from reshard.formats.deepspeed.universal import lay_out, notes
+from reshard.formats.target import LIVE, MOMENTS, Format, Target
 
-__all__ = ["NAME", "WHAT", "detect", "lay_out", "open_checkpoint"]
+FORMAT = Format(
+    NAME,
+    "DeepSpeed checkpoint: ZeRO 0 to 3, or universal",
+    detect,
+    open_checkpoint,
+    Target(lay_out, names=(LIVE,), states=MOMENTS, dtype="float32", notes=notes),
+)

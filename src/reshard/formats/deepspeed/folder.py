@@ -22,7 +22,6 @@ from reshard.formats.deepspeed.zero import Weights, read_weights
 from reshard.formats.wrappers import prefix_of, without_buffers
 
 NAME = "deepspeed"
-WHAT = "DeepSpeed checkpoint: ZeRO 0 to 3, or universal"
 TRACKERS = ("latest", "latest_universal")
 _TAG = re.compile(r"global_step\d+\w*")
 _NUMBER = re.compile(r"(\d+)(?:[-_]?universal)?$")

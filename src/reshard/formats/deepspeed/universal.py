@@ -14,13 +14,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from reshard.algebra.dtypes import BY_NAME
 from reshard.algebra.storage import StoredTensor
 from reshard.algebra.tensors import Tensor
-from reshard.errors import ReshardError
+from reshard.errors import ReshardError, listed
 from reshard.formats.checkpoint import Optimizer, States
 from reshard.formats.deepspeed.files import COPY_AGAIN, RankFile, StepFiles, read_models
 from reshard.formats.deepspeed.zero import (
@@ -37,6 +36,7 @@ from reshard.formats.deepspeed.zero import (
     share,
 )
 from reshard.formats.places import below
+from reshard.formats.target import KEEPS_ITS_DTYPE, PlannedStates, Request
 from reshard.formats.torchfiles.pickles import Global, Reduce
 from reshard.formats.torchfiles.read import read_torch_file
 from reshard.formats.torchfiles.write import NewTensor, image_bytes, layout_torch_file
@@ -175,21 +175,15 @@ _FLOAT32 = BY_NAME["float32"]
 _MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 """What engines of stage 0 to 2, and of stage 3, look for."""
 
-PlannedStates = Mapping[str, Mapping[str, Planned]]
 
-
-def lay_out(
-    tensors: Sequence[Planned],
-    step: int,
-    states: PlannedStates = MappingProxyType({}),
-    optimizer: Optimizer | None = None,
-) -> list[OutputFile]:
+def lay_out(request: Request) -> list[OutputFile]:
     """The files of a universal checkpoint that `load_universal` takes into ZeRO 1, 2 and 3 at any number of ranks.
 
-    `tensors` are float32 under the names of the engine's module. `states` has those of the optimizer by kind and name;
-    where there is none, one zero is stored that stands for all, because stage 3 loads nothing without. `step` is the
-    number of the folder.
+    Tensors are float32 under the names of the engine's module. Where one has no state, one zero is stored that stands
+    for all, because stage 3 loads nothing without.
     """
+    tensors, states, optimizer = request.tensors, request.states, request.optimizer
+    step = request.iteration if isinstance(request.iteration, int) else 0
     tag = f"global_step{step}_universal"
     files = [OutputFile.of_bytes("latest_universal", tag.encode())]
     taken = (optimizer.step if optimizer else None) or 0
@@ -263,3 +257,16 @@ def _model_states(tensors: Sequence[Planned], step: int) -> dict[str, Any]:
         "ds_version": VERSION,
         "universal_checkpoint_info": {"universal_checkpoint_version": 0.4},
     }
+
+
+def notes(request: Request) -> list[str]:
+    """How DeepSpeed loads the folder, and what it leaves out."""
+    loads = 'load it with {"checkpoint": {"load_universal": true}} in the config of DeepSpeed'
+    buffers = [tensor.name for tensor in request.tensors if tensor.name.endswith(KEEPS_ITS_DTYPE)]
+    if not buffers:
+        return [loads]
+    return [
+        loads,
+        "DeepSpeed restores no buffers from a universal checkpoint: start the run from a model that has "
+        f"{listed(buffers, 1)}",
+    ]

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from reshard.formats.internlm.folder import NAME, WHAT, detect, open_checkpoint
-from reshard.formats.internlm.write import lay_out
+from reshard.formats.internlm.folder import NAME, detect, open_checkpoint
+from reshard.formats.internlm.write import complete, fit, lay_out, notes
+from reshard.formats.target import Format, Target
 
-__all__ = ["NAME", "WHAT", "detect", "lay_out", "open_checkpoint"]
+FORMAT = Format(
+    NAME,
+    "InternEvo checkpoint, a file for each rank (model_tp*_pp*.pt)",
+    detect,
+    open_checkpoint,
+    Target(lay_out, names=("internlm2", "internlm"), sharded=True, fit=fit, complete=complete, notes=notes),
+)

@@ -45,7 +45,6 @@ from reshard.formats.torchfiles.read import read_torch_file
 from reshard.formats.wrappers import without_buffers
 
 NAME = "internlm"
-WHAT = "InternEvo checkpoint, a file for each rank (model_tp*_pp*.pt)"
 
 _RANK = re.compile(r"model_(?:tp(\d+)(?:_wp(\d+))?|wp(\d+))_pp(\d+)\.pt")
 _EXPERT = re.compile(r"model_moe_layer(\d+)_expert(\d+)_(tp|wp)(\d+)\.pt")

@@ -6,18 +6,25 @@ Source: what `load_model_checkpoint` of InternEvo 0.4.9 asks for, and `partition
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from reshard.algebra.dtypes import dtype
 from reshard.algebra.layout import Layout
 from reshard.algebra.views import View
-from reshard.errors import ReshardError
-from reshard.formats.internlm.config import CONFIG
+from reshard.errors import Problem, ReshardError
+from reshard.families.rope import rope_parameters
+from reshard.families.rules import Dims
+from reshard.formats.internlm.config import CONFIG, engine_config, is_dynamic
 from reshard.formats.internlm.internevo import EMBEDDINGS, HEADS, place_of, split_of
 from reshard.formats.sharding import Split, shard
+from reshard.formats.target import Request
 from reshard.formats.torchfiles.write import NewTensor, image_bytes, layout_torch_file
 from reshard.transfer.plan import Block, OutputFile, Planned
+
+HEAD = "output.weight"
 
 
 class _Shard(NamedTuple):
@@ -30,13 +37,77 @@ class _Shard(NamedTuple):
         return id(self.source)
 
 
-def lay_out(
-    tensors: list[Planned], config: Mapping[str, Any], layout: Layout, layers: int
-) -> list[OutputFile]:
-    """A file for each rank, and `model_config.pt` with `config`. Raises ReshardError if the layers do not divide."""
-    places = stages(layout, layers)
+def fit(request: Request) -> Request:
+    """Refuse what InternEvo has no model for, and a layout that its sizes do not divide into; all of it at once."""
+    d, layout = request.declared.dims, request.layout
+    problems = [*_layout_problems(d, layout)]
+    if d.experts:
+        problems.append(_unknown("InternEvo keeps experts in files of their own, which are not written"))
+    if d.head_dim * d.heads != d.hidden:
+        size = f"{d.heads} heads of {d.head_dim} in a width of {d.hidden}"
+        problems.append(_unknown("InternEvo has no heads of this size", size))
+    if problems:
+        raise ReshardError(problems)
+    return request
+
+
+def _layout_problems(d: Dims, layout: Layout) -> Iterator[Problem]:
+    for what, size in (
+        ("attention heads", d.heads),
+        ("query groups", d.groups),
+        ("the columns of the MLP", d.ffn),
+        ("the tokens of the vocabulary", d.vocab),
+    ):
+        if size % layout.tp:
+            yield Problem(
+                f"{what} do not divide over --tp {layout.tp}",
+                rule="every rank holds an equal share",
+                expected=f"a divisor of {size}",
+                found=f"--tp {layout.tp}",
+                remedy="choose another --tp",
+            )
+    if layout.ep > 1:
+        yield Problem("the model has no experts", found=f"--ep {layout.ep}", remedy="leave out --ep")
+
+
+def _unknown(message: str, found: str | None = None) -> Problem:
+    return Problem(
+        message,
+        rule="InternEvo's model has the same tensors, and heads that together are as wide as the model",
+        found=found,
+        remedy="this model cannot be trained with InternEvo: choose another format with --to",
+    )
+
+
+def complete(request: Request) -> Request:
+    """InternEvo ties no weights: a tied head becomes a tensor of its own, with the embedding's values."""
+    model = request.declared
+    if not request.tied:
+        return request
+    table = next(tensor for tensor in request.tensors if tensor.name in EMBEDDINGS)
+    config = {**model.config, "tie_word_embeddings": False}
+    head = replace(table, name=HEAD)
+    return replace(
+        request, model=replace(model, config=config), config=config, tensors=[*request.tensors, head]
+    )
+
+
+def notes(request: Request) -> list[str]:
+    """Where the model that InternEvo builds computes something else than the config says."""
+    name, config = request.declared.family.name, request.config
+    kind = rope_parameters(config).get("rope_type", "default")
+    if kind == "default" or (kind == "dynamic" and is_dynamic(config) and name != "llama"):
+        return []
+    return [f"rope_type is {kind!r}; InternEvo computes an unscaled rope for {name}"]
+
+
+def lay_out(request: Request) -> list[OutputFile]:
+    """A file for each rank, and the config that builds the model. Raises ReshardError if the layers do not divide."""
+    layout, model = request.layout, request.declared
+    places = stages(layout, model.dims.layers)
+    config = engine_config(model.family.name, request.config, layout.vpp, dtype(request.main_dtype))
     held: dict[int, list[tuple[str, Planned]]] = {}
-    for tensor in tensors:
+    for tensor in request.tensors:
         stage, key = _place(tensor.name, places, layout)
         held.setdefault(stage, []).append((key, tensor))
     files = [
@@ -44,7 +115,7 @@ def lay_out(
         for stage in range(layout.pp)
         for tp in range(layout.tp)
     ]
-    return [*files, OutputFile.of_bytes(CONFIG, image_bytes(layout_torch_file(dict(config))))]
+    return [*files, OutputFile.of_bytes(CONFIG, image_bytes(layout_torch_file(config)))]
 
 
 def stages(layout: Layout, layers: int) -> list[tuple[int, int, range]]:

@@ -1,1 +1,45 @@
 """Checkpoints of Megatron-Core: `torch_dist.py` and `legacy.py` are two formats with the same names and shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from reshard.formats import iterations
+from reshard.formats.checkpoint import Checkpoint, Iteration
+from reshard.formats.megatron import legacy, torch_dist
+from reshard.formats.megatron.request import complete, fit, load_with, notes
+from reshard.formats.target import MASTERS, MOMENTS, Format, Kind, Target
+
+
+def _open(path: Path, iteration: Iteration | None = None) -> Checkpoint:
+    """Open an iteration of a run, which may have changed its format on the way."""
+    step, _ = iterations.choose(path, iteration)
+    changed = legacy.detect(step) and not torch_dist.detect(step)
+    opened = legacy.open_checkpoint if changed else torch_dist.open_checkpoint
+    return opened(path, iteration)
+
+
+TORCH_DIST = Format(
+    torch_dist.NAME,
+    "Megatron-Core distributed checkpoint (torch_dist)",
+    torch_dist.detect,
+    _open,
+    Target(
+        torch_dist.lay_out,
+        names=("mcore",),
+        holds=frozenset({Kind.MODEL, Kind.ADAPTER}),
+        sharded=True,
+        states=(*MOMENTS, MASTERS),
+        fit=fit,
+        complete=complete,
+        notes=notes,
+        load_with=load_with,
+    ),
+)
+LEGACY = Format(
+    legacy.NAME,
+    "Megatron legacy checkpoint, a file for each rank (mp_rank_*)",
+    legacy.detect,
+    legacy.open_checkpoint,
+    Target(legacy.lay_out, names=("mcore",), sharded=True, fit=fit, notes=notes, load_with=load_with),
+)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -45,15 +45,16 @@ from reshard.formats.megatron.rank_files import (
     stage_ranks,
 )
 from reshard.formats.megatron.ranks import Rank, RankStates
+from reshard.formats.megatron.request import arguments, iteration_of
 from reshard.formats.megatron.writers import COMPUTED_BY
 from reshard.formats.sharding import Split, join
+from reshard.formats.target import Request
 from reshard.formats.torchfiles.read import read_dict
 from reshard.formats.torchfiles.untrusted import stored_in
 from reshard.formats.torchfiles.write import NewTensor, layout_torch_file
 from reshard.transfer.plan import Block, OutputFile, Planned
 
 NAME = "megatron-legacy"
-WHAT = "Megatron legacy checkpoint, a file for each rank (mp_rank_*)"
 
 
 def detect(path: Path) -> bool:
@@ -282,15 +283,15 @@ class _Reader:
 # ---------------------------------------------------------------------------------------------- writing
 
 
-def lay_out(
-    tensors: list[Planned],
-    args: Mapping[str, Any],
-    layout: Layout,
-    iteration: Iteration,
-    *,
-    transformer_engine: bool,
-) -> list[OutputFile]:
-    """A file for each rank, and the tracker. `args` become those of the checkpoint."""
+def lay_out(request: Request) -> list[OutputFile]:
+    """A file for each rank, and the tracker."""
+    tensors, args, layout, iteration = (
+        request.tensors,
+        arguments(request),
+        request.layout,
+        iteration_of(request),
+    )
+    transformer_engine = args["transformer_impl"] != "local"
     if transformer_engine and args.get("num_experts"):
         args = {**args, "moe_grouped_gemm": True}
     writer = _Writer(tensors, args, layout, transformer_engine)
@@ -325,7 +326,7 @@ class _Writer:
     """Puts the state dicts of ranks together."""
 
     def __init__(
-        self, tensors: list[Planned], args: Mapping[str, Any], layout: Layout, transformer_engine: bool
+        self, tensors: Sequence[Planned], args: Mapping[str, Any], layout: Layout, transformer_engine: bool
     ) -> None:
         self._layout, self._te = layout, transformer_engine
         self._states = RankStates(tensors, args, layout, transformer_engine)

@@ -5,7 +5,7 @@ A legacy file is exactly that, and so is the model of a running rank: both are l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -78,7 +78,7 @@ class RankStates:
 
     def __init__(
         self,
-        tensors: list[Planned],
+        tensors: Sequence[Planned],
         args: Mapping[str, Any],
         layout: Layout,
         transformer_engine: bool,

@@ -48,15 +48,16 @@ from reshard.formats.megatron.optimizer import (
     read_optimizer,
     torch_file,
 )
+from reshard.formats.megatron.request import arguments, iteration_of, optimizer_of, run_config
 from reshard.formats.megatron.seeds import exchanged
 from reshard.formats.megatron.writers import engine_of, recorded_args
 from reshard.formats.sharding import shard_boxes
+from reshard.formats.target import Request
 from reshard.formats.torchfiles.read import ChunkReader, read_torch_file
 from reshard.formats.torchfiles.write import image_bytes, layout_torch_file
 from reshard.transfer.plan import OutputFile, Planned
 
 NAME = "megatron"
-WHAT = "Megatron-Core distributed checkpoint (torch_dist)"
 OPTIMIZER = "optimizer states"
 NOT_WEIGHTS = (
     (re.compile(r"(chained_\d+\.)?optimizer\b.*"), OPTIMIZER),
@@ -364,16 +365,15 @@ class _Writer:
         return self.files[number]
 
 
-def lay_out(
-    tensors: list[Planned],
-    args: Mapping[str, Any],
-    layout: Layout,
-    iteration: Iteration,
-    *,
-    transformer_engine: bool,
-    optimizer: NewOptimizer | None = None,
-) -> list[OutputFile]:
-    """The files of one iteration and the tracker that names it. `args` become those of the checkpoint."""
+def lay_out(request: Request) -> list[OutputFile]:
+    """The files of one iteration and the tracker that names it."""
+    tensors, args, layout, iteration = (
+        request.tensors,
+        arguments(request),
+        request.layout,
+        iteration_of(request),
+    )
+    transformer_engine, optimizer = args["transformer_impl"] != "local", optimizer_of(request)
     places = {tensor.name: place_of(tensor.name) for tensor in tensors}
     sparse = {place[1:3] for place in places.values() if place.expert is not None}
     stacked = not isinstance(args.get("moe_layer_freq"), (list, tuple)) and args.get("moe_layer_freq", 1) == 1
@@ -411,6 +411,7 @@ def lay_out(
         OutputFile.of_bytes(f"{folder}/metadata.json", json.dumps(metadata).encode()),
         torch_file(f"{folder}/common.pt", _common_content(args, layout, iteration, optimizer)),
         OutputFile.of_bytes(iterations.TRACKER, str(iteration).encode()),
+        *([] if request.adapter is None else [run_config(request, request.adapter)]),
     ]
 
 

@@ -21,9 +21,9 @@ from reshard.engines.megatron.checkpoint import SaveOptions, every, load_run, wr
 from reshard.errors import Problem, ReshardError
 from reshard.formats import iterations
 from reshard.formats.companions import find_companions
+from reshard.formats.megatron.request import LORA
 from reshard.formats.provenance import RUN_CONFIG
 from reshard.formats.torchfiles.read import read_torch_file
-from reshard.planning.megatron_adapter import LORA
 from reshard.train.megatron.lora import is_adapter
 from reshard.train.megatron.setup import Trainee, dtype_of, gather_weights
 from reshard.train.run import RECORD

@@ -25,14 +25,14 @@ from reshard.families.binding import Dropped
 from reshard.families.family import ENGINES, MCORE
 from reshard.families.model import Model
 from reshard.formats import open_checkpoint
+from reshard.formats.megatron.layouts import check_layout
 from reshard.formats.megatron.mcore import padded_vocabulary, place_of, split_of
 from reshard.formats.megatron.ranks import Rank, RankStates, Shard
 from reshard.formats.sharding import Split
 from reshard.model.logical import logical_tensors
 from reshard.model.resolve import resolve
-from reshard.planning.common import Types, native_tensors
-from reshard.planning.megatron import check_layout
-from reshard.planning.megatron_adapter import same_bytes
+from reshard.planning.adapters import same_bytes
+from reshard.planning.naming import Types, native_tensors
 from reshard.train.megatron.options import Options
 from reshard.train.run import Run
 from reshard.transfer.compare import unequal_replicas

@@ -1,88 +1,50 @@
-"""Plan an adapter as Megatron-Bridge's LoRA saves it: a torch_dist checkpoint of the adapter alone."""
+"""The tensors of an adapter as a target has them: PEFT's pairs, or those of Megatron-Core's fused linears."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from reshard import adapters
+from reshard.adapters.config import adapter_config
 from reshard.adapters.megatron_linears import Linear, linears, targets
+from reshard.adapters.peft_names import PREFIX
 from reshard.algebra.layout import Layout
 from reshard.algebra.tensors import Tensor
-from reshard.algebra.views import View
 from reshard.errors import Problem, ReshardError
-from reshard.families.model import Model
-from reshard.formats import iterations, open_checkpoint
-from reshard.formats.megatron import torch_dist
-from reshard.formats.provenance import RUN_CONFIG
-from reshard.model.logical import LogicalTensors
-from reshard.model.resolve import resolve
-from reshard.planning.common import Source, Types, finished
-from reshard.planning.megatron import arguments, check_layout, iteration_of, layout_notes
-from reshard.planning.peft import companion_files
+from reshard.formats import open_checkpoint, peft
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.target import Options, Request, Target
+from reshard.model.resolve import Resolved, resolve
+from reshard.planning.naming import Types
 from reshard.transfer.gather import Files, Gatherer
-from reshard.transfer.plan import OutputFile, Plan, Planned
-
-LORA = "megatron.bridge.peft.lora.LoRA"
+from reshard.transfer.plan import Planned
 
 
-def plan(source: Source) -> Plan:
-    """The pairs of an adapter fused and sharded as Megatron-Bridge holds them, for a base that `--base` names."""
-    checkpoint, options = source.checkpoint, source.options
-    _refuse_optimizer(source)
-    adapter = adapters.find(checkpoint, options.adapter, options.lora_alpha)
-    model, base = _model(source)
-    layout = options.layout if model.dims.experts else replace(options.layout, etp=1)
-    layout = layout.over(model.dims.layers)
-    check_layout(model, layout)
-    found = linears(adapter, model.binding(), same_bytes)
-    rank = _rank(found, layout)
-    tensors = _planned(found, rank, Types(options.dtype))
-    settings = _settings(adapter, found, rank)
-    args = arguments(model, layout, options, tensors)
-    iteration = iteration_of(checkpoint)
-    files = torch_dist.lay_out(
-        tensors, args, layout, iteration, transformer_engine=args["transformer_impl"] != "local"
-    )
-    files.append(_run_config(iterations.name_of(iteration), settings, layout, base))
-    files += companion_files(source)
-    dropped: Counter[str] = Counter(checkpoint.dropped)
-    dropped["base weights"] += sum(tensor.nbytes for tensor in adapter.base.values())
-    logical = LogicalTensors(checkpoint, {})
-    result = finished(source.of(model), torch_dist.NAME, files, tensors, +dropped, logical, layout)
-    result.notes += [*layout_notes(model, layout), *_notes(found, settings)]
-    return result
-
-
-def _refuse_optimizer(source: Source) -> None:
-    if source.options.with_optimizer:
-        raise ReshardError(
-            "the optimizer states of an adapter are not carried",
-            file=str(source.checkpoint.path),
-            found="--with-optimizer",
-            remedy="leave out --with-optimizer",
-        )
-
-
-def _model(source: Source) -> tuple[Model, Path]:
-    """The model that was adapted, and where it is: its sizes say how the projections lie in the linears.
+def resolved(checkpoint: Checkpoint, target: Target, options: Options) -> Resolved:
+    """An adapter, with the model that it adapts where its sizes say how projections lie in the linears of an engine.
 
     `--base` has to name it, though the adapter may know it: who forgets `--merge` is not given an adapter.
     """
-    options = source.options
+    if target.keeps_names:
+        return Resolved(checkpoint, None, {})
+    if options.with_optimizer:
+        raise ReshardError(
+            "the optimizer states of an adapter are not carried",
+            file=str(checkpoint.path),
+            found="--with-optimizer",
+            remedy="leave out --with-optimizer",
+        )
     if options.base is None:
         raise ReshardError(
             "the source is an adapter, and its base is not named",
-            file=str(source.checkpoint.path),
+            file=str(checkpoint.path),
             rule="which projections share a linear of Megatron-Core follows from the base",
             expected="the model that the adapter was trained on",
             remedy="add --merge --base DIR to have both in one model, or --base DIR alone for an adapter of its own",
@@ -90,7 +52,42 @@ def _model(source: Source) -> tuple[Model, Path]:
     base = open_checkpoint(options.base, strip=options.strip)
     if base.problems:
         raise ReshardError(base.problems)
-    return resolve(base, family=options.family).declared, options.base
+    return replace(resolve(base, family=options.family), checkpoint=checkpoint)
+
+
+def named(checkpoint: Checkpoint, request: Request) -> tuple[Request, dict[str, int], list[str]]:
+    """The request with tensors and settings, what stays behind of the base, in bytes by rule, and notes."""
+    options, types = request.options, Types(request.options.dtype)
+    adapter = adapters.find(checkpoint, options.adapter, options.lora_alpha)
+    base = {"base weights": sum(tensor.nbytes for tensor in adapter.base.values())}
+    if request.model is None:
+        written = checkpoint.format == peft.NAME
+        tensors = [
+            Planned(name, types.of(name, tensor.dtype), tensor.shape, partial(_view, tensor))
+            for name, tensor in _as_peft(adapter, with_base=written)
+        ]
+        settings = adapter_config(adapter, str(options.base) if options.base else None)
+        return replace(request, tensors=tensors, adapter=settings), {} if written else base, []
+    found = linears(adapter, request.model.binding(), same_bytes)
+    rank = _rank(found, request.layout)
+    settings = _settings(adapter, found, rank)
+    request = replace(request, tensors=_as_linears(found, rank, types), adapter=settings)
+    return request, base, _notes(found, settings)
+
+
+def _view(tensor: Tensor) -> Any:
+    return tensor.view
+
+
+def _as_peft(adapter: adapters.Adapter, *, with_base: bool) -> Iterator[tuple[str, Tensor]]:
+    for module, pair in adapter.pairs.items():
+        for name, tensor in pair.tensors():
+            yield f"{PREFIX}{module}.{name}", tensor
+    for name, tensor in adapter.whole.items():
+        yield f"{PREFIX}{name}", tensor
+    for name, tensor in adapter.base.items() if with_base else ():
+        module, _, leaf = name.rpartition(".")  # PEFT keeps embeddings that it adapts, in case they grew
+        yield f"{PREFIX}{module}.base_layer.{leaf}", tensor
 
 
 def same_bytes(first: Tensor, second: Tensor) -> bool:
@@ -111,7 +108,7 @@ def _rank(found: Mapping[str, Linear], layout: Layout) -> int:
     return -(-highest // layout.tp) * layout.tp
 
 
-def _planned(found: Mapping[str, Linear], rank: int, types: Types) -> list[Planned]:
+def _as_linears(found: Mapping[str, Linear], rank: int, types: Types) -> list[Planned]:
     tensors, problems = [], []
     for name, linear in found.items():
         pairs = linear.pairs.values()
@@ -129,16 +126,11 @@ def _planned(found: Mapping[str, Linear], rank: int, types: Types) -> list[Plann
             ("in", (rank, linear.bound.shape[1]), linear.linear_in),
             ("out", (linear.bound.shape[0], rank), linear.linear_out),
         ):
-            tensors.append(
-                Planned(f"{name}.adapter.linear_{side}.weight", min(wanted, key=str), shape, _at(view, rank))
-            )
+            full = f"{name}.adapter.linear_{side}.weight"
+            tensors.append(Planned(full, min(wanted, key=str), shape, partial(view, rank)))
     if problems:
         raise ReshardError(problems)
     return tensors
-
-
-def _at(view: Callable[[int], View], rank: int) -> Callable[[], View]:
-    return partial(view, rank)
 
 
 def _settings(adapter: adapters.Adapter, found: Mapping[str, Linear], rank: int) -> dict[str, Any]:
@@ -152,22 +144,6 @@ def _settings(adapter: adapters.Adapter, found: Mapping[str, Linear], rank: int)
         "alpha": whole if math.isclose(alpha, whole, rel_tol=1e-12) else alpha,
         "dropout": float(adapter.settings.config.get("lora_dropout") or 0),
     }
-
-
-def _run_config(folder: str, settings: Mapping[str, Any], layout: Layout, base: Path) -> OutputFile:
-    """What Megatron-Bridge reads when it resumes: the layout, what was saved, and the adapter's settings."""
-    content = {
-        "model": {
-            "tensor_model_parallel_size": layout.tp,
-            "pipeline_model_parallel_size": layout.pp,
-            "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
-            "expert_model_parallel_size": layout.ep,
-            "hf_model_id": str(base),
-        },
-        "checkpoint": {"save_optim": False, "save_rng": False, "fully_parallel_save": False},
-        "peft": {"_target_": LORA, **settings},
-    }
-    return OutputFile.of_bytes(f"{folder}/{RUN_CONFIG}", yaml.safe_dump(content, sort_keys=False).encode())
 
 
 def _notes(found: Mapping[str, Linear], settings: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,111 @@
+"""Which layouts Megatron-Core has for the sizes of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from reshard.algebra.layout import Layout
+from reshard.errors import Problem, ReshardError
+from reshard.families.model import Model
+from reshard.families.rules import Dims
+
+SHARED_GROUPS = ">=0.16"
+"""Versions of megatron-core that take more tensor parallel ranks than query groups; 0.15.3 refuses them."""
+
+
+def check_layout(model: Model, layout: Layout) -> None:
+    """Refuse a layout that the model cannot have; all that does not fit at once. Raises ReshardError."""
+    d = model.dims
+    problems = list(_undivided(d, layout))
+    if layout.vpp > 1 and layout.pp == 1:
+        problems.append(
+            Problem(
+                "virtual stages need several pipeline stages",
+                rule="Megatron-Core interleaves the chunks of its stages",
+                found=f"--vpp {layout.vpp} with --pp 1",
+                remedy="leave out --vpp, or choose a greater --pp",
+            )
+        )
+    if d.experts and d.bias and layout.etp > 1:
+        problems.append(
+            Problem(
+                "experts with biases cannot be tensor parallel",
+                rule="Megatron-Core would add the bias of an expert on each of its ranks, and refuses to",
+                found=f"--etp {layout.etp}, which is --tp unless given",
+                remedy="choose --etp 1",
+            )
+        )
+    if not d.experts and layout.ep > 1:
+        problems.append(
+            Problem("the model has no experts", found=f"--ep {layout.ep}", remedy="leave out --ep")
+        )
+    if problems:
+        raise ReshardError(problems)
+    layout.chunks(d.layers)
+
+
+class _Share(NamedTuple):
+    """A size that parallel ranks share, the numbers of ranks that can, and how to say it."""
+
+    what: str
+    fits: Callable[[int], bool]
+    expected: str
+
+
+def _undivided(d: Dims, layout: Layout) -> Iterator[Problem]:
+    """The sizes of a model of which not every rank would hold an equal share."""
+    tensor_parallel = [
+        _divided("attention heads", d.heads),
+        *([] if d.kv_lora else [_query_groups(d)]),
+        _divided("the MLP's width", d.ffn if len(d.sparse) < d.layers else 0),
+        _divided("the shared experts' width", d.shared_ffn),
+    ]
+    yield from _misfits("--tp", layout.tp, tensor_parallel)
+    yield from _misfits("--ep", layout.ep, [_divided("experts", d.experts)])
+    expert_ffn = d.expert_ffn if d.experts else 0
+    yield from _misfits("--etp", layout.etp, [_divided("an expert's width", expert_ffn)])
+
+
+def _divided(what: str, size: int) -> _Share:
+    return _Share(what, lambda ranks: size % ranks == 0, f"a divisor of {size}")
+
+
+def _query_groups(d: Dims) -> _Share:
+    """Ranks hold whole groups, or several ranks share one.
+
+    Each rank then holds an equal share of the rows of `linear_qkv`, wherever the cuts fall, and the ranks gather their
+    outputs. Source: `TransformerConfig.__post_init__` and `SelfAttention` of megatron-core 0.16.1.
+    """
+    rows = (d.heads + 2 * d.groups) * d.head_dim
+    return _Share(
+        "query groups",
+        lambda ranks: d.groups % ranks == 0 or (ranks % d.groups == 0 and rows % ranks == 0),
+        f"a divisor of {d.groups}, or a multiple that divides the {rows} rows of linear_qkv",
+    )
+
+
+def _misfits(flag: str, ranks: int, shares: list[_Share]) -> Iterator[Problem]:
+    choices = [n for n in range(1, 65) if all(share.fits(n) for share in shares)]
+    for what, fits, expected in shares:
+        if not fits(ranks):
+            yield Problem(
+                f"{what} {'do' if what[-1] == 's' else 'does'} not divide over {flag} {ranks}",
+                rule="every rank holds an equal share",
+                expected=expected,
+                found=f"{flag} {ranks}",
+                remedy=f"choose {flag} from {', '.join(map(str, choices))}",
+            )
+
+
+def shares_groups(model: Model, layout: Layout) -> bool:
+    """Whether several tensor parallel ranks share a query group, which needs a megatron-core of `SHARED_GROUPS`."""
+    return not model.dims.kv_lora and layout.tp > model.dims.groups
+
+
+def layout_notes(model: Model, layout: Layout) -> list[str]:
+    """What else a layout asks of Megatron-Core."""
+    if not shares_groups(model, layout):
+        return []
+    groups = f"--tp {layout.tp} is larger than the {model.dims.groups} query groups"
+    return [f"{groups}: this needs megatron-core{SHARED_GROUPS}"]

@@ -1,0 +1,159 @@
+"""What Megatron-Core adds to a request: sizes that its layout pads, arguments, the optimizer that wraps another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import yaml
+
+from reshard.algebra.dtypes import BY_NAME, dtype
+from reshard.errors import ReshardError
+from reshard.families.family import ENGINES, MCORE
+from reshard.families.flags import flags_not_restored
+from reshard.formats import iterations
+from reshard.formats.checkpoint import Iteration
+from reshard.formats.megatron.layouts import check_layout, layout_notes
+from reshard.formats.megatron.mcore import padded_vocabulary
+from reshard.formats.megatron.optimizer import NewOptimizer, is_distributed, new_optimizer
+from reshard.formats.megatron.writers import COMPUTED_BY
+from reshard.formats.provenance import RUN_CONFIG
+from reshard.formats.target import MASTERS, Request, stateless
+from reshard.transfer.plan import OutputFile
+
+FLOAT32 = BY_NAME["float32"]
+LORA = "megatron.bridge.peft.lora.LoRA"
+
+
+def fit(request: Request) -> Request:
+    """The request with its layers spread and its vocabulary padded. Raises ReshardError for what cannot be shared."""
+    model, dialect = request.declared, _engine(request)
+    layout = request.layout if model.dims.experts else replace(request.layout, etp=1)
+    layout = layout.over(model.dims.layers)
+    check_layout(model, layout)
+    rows = padded_vocabulary(model.dims.vocab, _vocabulary_unit(request), layout.tp)
+    return replace(request, dialect=dialect, model=model.padded(rows), layout=layout)
+
+
+def _engine(request: Request) -> str:
+    """The engine whose names are written. Raises ReshardError if it does not compute the family."""
+    family, wanted = request.declared.family, request.options.engine
+    if wanted == MCORE != family.computed_by:
+        raise ReshardError(
+            f"megatron-core's GPTModel does not compute the family {family.name}",
+            rule=f"it is computed by {ENGINES[family.computed_by]}",
+            found=f"--engine {wanted}",
+            remedy="leave out --engine",
+        )
+    return wanted or family.computed_by
+
+
+def _vocabulary_unit(request: Request) -> int:
+    given = request.declared.args.get("make_vocab_size_divisible_by")
+    return request.options.vocab_divisible_by or int(given or 128)
+
+
+def complete(request: Request) -> Request:
+    """Without the masters of weights in float32, where the optimizer is a plain one, which has none."""
+    states = dict(request.states)
+    if request.optimizer and states and not is_distributed(request.optimizer):
+        halves = {tensor.name for tensor in request.tensors if tensor.dtype != FLOAT32}
+        states[MASTERS] = {name: state for name, state in states[MASTERS].items() if name in halves}
+    return replace(request, states={state: planned for state, planned in states.items() if planned})
+
+
+def optimizer_of(request: Request) -> NewOptimizer | None:
+    """The optimizer of the source for this layout, if its states are wanted."""
+    if not request.states or not request.optimizer:
+        return None
+    return new_optimizer(
+        request.optimizer,
+        request.states,
+        mixed_precision=request.main_dtype != "float32",
+        expert_parallel=request.layout.ep > 1,
+    )
+
+
+def iteration_of(request: Request) -> Iteration:
+    """That of the source, or the step of its optimizer; what no run of several iterations wrote becomes a release."""
+    if isinstance(request.iteration, int):
+        return request.iteration
+    return (request.optimizer.step or 0) if request.states and request.optimizer else "release"
+
+
+def arguments(request: Request) -> dict[str, Any]:
+    """The `args` of a Megatron checkpoint: the model's, those that its own run was given, and the layout's."""
+    model, layout, main = request.declared, request.layout, request.main_dtype
+    given = request.options.transformer_impl or model.args.get("transformer_impl")
+    args = {
+        **model.args,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.virtual,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "context_parallel_size": 1,
+        "data_parallel_size": layout.stage_ranks // layout.tp,
+        "use_tp_pp_dp_mapping": False,
+        "world_size": layout.world_size,
+        "rank": 0,
+        "sequence_parallel": layout.tp > 1 and model.dims.experts > 0,  # experts need it
+        "transformer_impl": given or "transformer_engine",
+        "params_dtype": dtype(main),
+        "bf16": main == "bfloat16",
+        "fp16": main == "float16",
+    }
+    args.pop(COMPUTED_BY, None)
+    if request.dialect != MCORE:
+        args[COMPUTED_BY] = request.dialect
+    if request.adapter is None:
+        args["padded_vocab_size"] = model.dims.padded_vocab
+        args["make_vocab_size_divisible_by"] = _vocabulary_unit(request)
+    if optimizer := optimizer_of(request):
+        args["use_distributed_optimizer"] = optimizer.is_distributed
+    return args
+
+
+def load_with(request: Request) -> list[str]:
+    """What Megatron-LM has to be told to load the checkpoint, beside `--load`."""
+    if request.adapter is not None or request.dialect != MCORE:
+        return []
+    optimizer = optimizer_of(request)
+    flags = [] if iteration_of(request) == "release" else ["--no-load-optim", "--no-load-rng"]
+    if optimizer:
+        flags = [*optimizer.load_with]
+    return ["--use-checkpoint-args", *flags, *flags_not_restored(arguments(request))]
+
+
+def notes(request: Request) -> list[str]:
+    """What the engine computes otherwise, and what the layout asks of it."""
+    model, layout = request.declared, request.layout
+    found = layout_notes(model, layout)
+    if request.adapter is not None:
+        return found
+    if request.dialect != MCORE:
+        engine = ENGINES[request.dialect]
+        found.append(f"the checkpoint is for {engine}: megatron-core's own GPTModel has no such model")
+    found += [*model.family.config.notices(model.text), *stateless(request)]
+    if layout.stages and not request.options.layout.stages:
+        found.append(f"layers of the stages: {', '.join(map(str, layout.stages))}")
+    return found
+
+
+def run_config(request: Request, settings: Mapping[str, Any]) -> OutputFile:
+    """What Megatron-Bridge reads when it resumes: the layout, what was saved, and the adapter's settings."""
+    layout = request.layout
+    content = {
+        "model": {
+            "tensor_model_parallel_size": layout.tp,
+            "pipeline_model_parallel_size": layout.pp,
+            "virtual_pipeline_model_parallel_size": layout.virtual,
+            "expert_model_parallel_size": layout.ep,
+            "hf_model_id": str(request.options.base),
+        },
+        "checkpoint": {"save_optim": False, "save_rng": False, "fully_parallel_save": False},
+        "peft": {"_target_": LORA, **settings},
+    }
+    path = f"{iterations.name_of(iteration_of(request))}/{RUN_CONFIG}"
+    return OutputFile.of_bytes(path, yaml.safe_dump(content, sort_keys=False).encode())

@@ -1,0 +1,142 @@
+"""What lies beside the weights in the output: config, tokenizer, and the facts that reshard.json records."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from reshard.algebra.tensors import cells_of
+from reshard.algebra.views import View
+from reshard.errors import ReshardError, understood
+from reshard.families.config import portable_config
+from reshard.formats import companions
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.quantization import plain_config, settings_of
+from reshard.formats.target import Format, Request, main_dtype
+from reshard.plain import to_json
+from reshard.transfer.gather import castable
+from reshard.transfer.plan import OutputFile
+from reshard.version import __version__
+
+
+def find_companions(checkpoint: Checkpoint, request: Request) -> companions.Companions:
+    """What lies beside the source. Raises ReshardError naming files that nothing could load."""
+    if request.adapter is not None:
+        folders = [checkpoint.root] if request.options.tokenizer else []
+    else:
+        base = request.options.base
+        folders = [*checkpoint.beside, *([base] if base else []), checkpoint.root]
+    found = companions.find_companions(*folders)
+    companions.check(found)
+    return found
+
+
+def companion_files(
+    checkpoint: Checkpoint, request: Request, found: companions.Companions
+) -> Iterator[OutputFile]:
+    """config.json, true to the weights; tokenizer, chat template, generation config as they are.
+
+    An adapter takes what is there of tokenizer and template; it needs none.
+    """
+    left = {
+        companions.CONFIG,
+        *(() if checkpoint.quantization else companions.QUANTIZATION),
+    }  # that of a base
+    if request.adapter is not None:
+        left = {companions.CONFIG, "generation_config.json"}
+    else:
+        yield OutputFile.of_bytes(companions.CONFIG, _config(checkpoint, request))
+        if request.options.tokenizer and not found.has_tokenizer:
+            raise ReshardError(
+                "there is no tokenizer beside the checkpoint",
+                file=str(checkpoint.root),
+                rule="the output loads with no other folder",
+                expected="tokenizer.json, tokenizer.model or vocab.json",
+                found="; ".join(found.notes) or None,
+                remedy="give the Hugging Face folder that training started from (--base DIR), or --no-tokenizer",
+            )
+    for name, file in sorted(found.files.items()):
+        if name not in left:
+            yield companions.output_file(name, file)
+
+
+def _config(checkpoint: Checkpoint, request: Request) -> bytes:
+    """The config.json, which says that the weights are quantized where they are, whatever the base folder says."""
+    config, quantization = request.config, checkpoint.quantization
+    if not config:
+        raise ReshardError(
+            "there is no config.json beside the checkpoint",
+            file=str(checkpoint.root),
+            rule="the output loads with no other folder",
+            expected="the config.json of the model",
+            found="; ".join(checkpoint.notes) or None,
+            remedy="give the Hugging Face folder that training started from: --base DIR",
+        )
+    if quantization is None:
+        config = plain_config(config)
+    elif not settings_of(config) and quantization.settings:
+        config = {**config, "quantization_config": quantization.settings}
+    if request.quantization:
+        config = {**config, "quantization_config": request.quantization}
+    table = request.model.family.config if request.model else None
+    with understood(checkpoint.root / companions.CONFIG):
+        return to_json(portable_config(config, _computing_dtype(checkpoint, request), table))
+
+
+def _computing_dtype(checkpoint: Checkpoint, request: Request) -> str:
+    """What config.json calls the model's dtype: of a quantized one that of its other weights, in which it computes."""
+    if checkpoint.quantization is None and request.quantization is None:
+        return request.main_dtype
+    told = request.config.get("dtype") or request.config.get("torch_dtype")
+    scales = checkpoint.quantization.beside if checkpoint.quantization else ()
+    others = [each for each in request.tensors if castable(each.dtype) and each.name not in scales]
+    return str(told) if told else main_dtype(others or request.tensors)
+
+
+def facts(
+    checkpoint: Checkpoint, format: Format, request: Request, dropped: Mapping[str, int]
+) -> dict[str, Any]:
+    """What `reshard.json` records: what the output was made of, and what it is."""
+    model, sharded = request.model, format.target and format.target.sharded
+    found: dict[str, Any] = {
+        "reshard": __version__,
+        "source": {
+            "format": checkpoint.format,
+            "variant": checkpoint.variant,
+            "layout": checkpoint.layout.as_dict(),
+            "iteration": checkpoint.iteration,
+            "fingerprint": _fingerprint(checkpoint),
+            "files": _source_files(checkpoint),
+        },
+        "format": format.name,
+        "family": model.family.name if model else None,
+        "layout": request.layout.as_dict() if sharded else None,
+        "vocabulary": model.text["vocab_size"] if model else None,
+        "dtypes": dict(Counter(tensor.dtype.name for tensor in request.tensors)),
+        "dropped": dict(dropped),
+    }
+    if request.states:
+        found["optimizer"] = {state: len(planned) for state, planned in request.states.items()}
+    return found
+
+
+def _fingerprint(checkpoint: Checkpoint) -> str:
+    """SHA-256 over what the headers of the source say: names, dtypes, shapes, places, and checksums if recorded."""
+    digest = sha256()
+    for name, tensor in sorted(checkpoint.tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        for piece in tensor.view.pieces:
+            for cells in cells_of(View(tensor.shape, (piece,))):
+                storage = cells.storage
+                file = Path(storage.path).name
+                digest.update(f" {file} {storage.offset} {piece.start} {storage.crc32}".encode())
+    return digest.hexdigest()
+
+
+def _source_files(checkpoint: Checkpoint) -> dict[str, int]:
+    """Each file that holds weights, with its size: what the output was made of."""
+    paths = {cells.storage.path for tensor in checkpoint.tensors.values() for cells in cells_of(tensor.view)}
+    return {Path(path).name: Path(path).stat().st_size for path in sorted(paths)}

@@ -1,0 +1,170 @@
+"""The tensors of a target: how it calls them, of which dtype they are, and which logical tensors they are made of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Any
+
+from reshard.algebra.dtypes import DType, dtype
+from reshard.errors import Problem, ReshardError
+from reshard.families import live_names
+from reshard.families.binding import Bound, Dropped
+from reshard.families.live import Live
+from reshard.formats import fused
+from reshard.formats.target import HUB, KEEPS_ITS_DTYPE, LIVE, MASTERS, PlannedStates, Request
+from reshard.model.logical import LogicalTensors
+from reshard.transfer.gather import castable
+from reshard.transfer.plan import Planned
+
+
+def _no_such_dtype(wanted: str | None) -> ReshardError:
+    return ReshardError(
+        "weights cannot be converted to this dtype",
+        expected="float32, bfloat16 or float16",
+        found=f"--dtype {wanted}",
+        remedy="choose one of these with --dtype",
+    )
+
+
+class Types:
+    """The dtype of each tensor of the output: the one that is `wanted`, or its own."""
+
+    def __init__(self, wanted: str | None) -> None:
+        try:
+            self.wanted = dtype(wanted) if wanted else None
+        except KeyError:
+            raise _no_such_dtype(wanted) from None
+        if self.wanted and not castable(self.wanted):
+            raise _no_such_dtype(wanted)
+
+    def of(self, name: str, stored: DType) -> DType:
+        """The dtype that tensor `name` will have."""
+        if self.wanted is None or not castable(stored) or name.endswith(KEEPS_ITS_DTYPE):
+            return stored
+        return self.wanted
+
+
+@dataclass(frozen=True)
+class Names:
+    """How a target calls tensors: by `natives` where an engine has its own, else as on the hub, or `live` in memory."""
+
+    natives: Mapping[str, Bound] | None = None
+    live: Live | None = None
+
+    def tensors(self, logical: LogicalTensors, types: Types) -> list[Planned]:
+        """All tensors of the target. Raises ReshardError where it fuses tensors of different dtypes."""
+        if self.natives is not None:
+            return list(native_tensors(logical, self.natives, types))
+        return fused.live_tensors(_hub_tensors(logical, types), self.live)
+
+    def states(self, states: Mapping[str, LogicalTensors]) -> PlannedStates:
+        """The states of its tensors. Raises ReshardError where only a part of a fused tensor has one."""
+        held = {state: self._held(logical) for state, logical in states.items()}
+        problems = [
+            _partly_frozen(state, name, sources_of(bound) - logical.tensors.keys())
+            for state, logical in states.items()
+            for name, bound in (self.natives or {}).items()
+            if name not in (held[state] or {}) and not sources_of(bound).isdisjoint(logical.tensors)
+        ]
+        if problems:
+            raise ReshardError(problems)
+        return {
+            state: _named(state, replace(self, natives=held[state]).tensors(logical, _types(state)))
+            for state, logical in states.items()
+        }
+
+    def _held(self, logical: LogicalTensors) -> Mapping[str, Bound] | None:
+        """The tensors of an engine of which every part is there."""
+        if self.natives is None:
+            return None
+        return {name: b for name, b in self.natives.items() if sources_of(b) <= logical.tensors.keys()}
+
+
+def _types(state: str) -> Types:
+    return Types("float32" if state == MASTERS else None)
+
+
+def names_of(format: str, request: Request, logical: LogicalTensors) -> Names:
+    """How a format calls the tensors of a model. Raises ReshardError for those that it has no place for."""
+    model = request.model
+    if request.dialect in (HUB, LIVE):
+        model_type = model.family.name if model else request.config.get("model_type")
+        return Names(live=live_names(model_type) if request.dialect == LIVE else None)
+    binding = request.declared.binding(request.dialect)
+    problems = [
+        Problem(
+            f"{format} has no place for a tensor",
+            tensor=name,
+            rule="every tensor has a place in the target; nothing is left out silently",
+            expected=f"a rule of its family for the names of {request.dialect}",
+            remedy="choose another format with --to",
+        )
+        for name in logical.tensors
+        if name not in binding.hf and name not in binding.copies
+    ]
+    if problems:
+        raise ReshardError(problems)
+    return Names(binding.native)
+
+
+def _hub_tensors(logical: LogicalTensors, types: Types) -> Iterator[Planned]:
+    """All logical tensors under their Hugging Face names."""
+    for name, item in logical.tensors.items():
+        yield Planned(name, types.of(name, item.dtype), item.shape, partial(logical.view, name))
+
+
+def native_tensors(logical: LogicalTensors, natives: Mapping[str, Bound], types: Types) -> Iterator[Planned]:
+    """All tensors of an engine. Raises ReshardError where it fuses tensors of different dtypes."""
+    problems = []
+    usual = Counter(item.dtype for item in logical.tensors.values()).most_common(1)[0][0]
+    for name, bound in natives.items():
+        sources = sources_of(bound)
+        found = {logical.tensors[source].dtype for source in sources}
+        wanted = {types.of(source, logical.tensors[source].dtype) for source in sources}
+        wanted = wanted or {types.of(name, usual)}  # it is zeros alone
+        if len(wanted) > 1:
+            problems.append(
+                Problem(
+                    "tensors that are fused into one have different dtypes",
+                    tensor=", ".join(sorted(sources)),
+                    rule=f"{name} has one dtype",
+                    found=", ".join(sorted(map(str, found))),
+                    remedy="choose one for all: --dtype bfloat16",
+                )
+            )
+            continue
+        yield Planned(name, wanted.pop(), bound.shape, _native_compiler(logical, bound))
+    if problems:
+        raise ReshardError(problems)
+
+
+def _native_compiler(logical: LogicalTensors, bound: Bound) -> Callable[[], Any]:
+    return lambda: bound.view.through(logical.view)
+
+
+def sources_of(bound: Bound) -> set[str]:
+    """The tensors that one is made of."""
+    return {str(piece.source) for piece in bound.view.pieces if not isinstance(piece.source, Dropped)}
+
+
+def _named(state: str, tensors: Iterable[Planned]) -> dict[str, Planned]:
+    return {tensor.name: replace(tensor, name=f"{tensor.name} ({state})") for tensor in tensors}
+
+
+def _partly_frozen(state: str, name: str, missing: set[str]) -> Problem:
+    return Problem(
+        "a part of a tensor has an optimizer state, and the rest has none",
+        tensor=name,
+        rule=f"a fused tensor is trained as a whole, and has one {state}",
+        found=f"none for {', '.join(sorted(missing))}",
+        remedy="leave out --with-optimizer: frozen and trained tensors cannot be fused",
+    )
+
+
+def elements(tensors: Iterable[Planned]) -> int:
+    """How many numbers tensors hold."""
+    return sum(tensor.dtype.elements(prod(tensor.shape)) for tensor in tensors)
