@@ -36,7 +36,7 @@ def load(adapter: Path, base: Path, out: Path, layout: dict[str, int], spec: str
             base, start, to="megatron", transformer_impl=impl, vocab_divisible_by=1, no_tokenizer=True, **layout
         )  # fmt: skip
         checkpoint = reshard.open(start)
-        sizes = Layout(**layout)
+        sizes = Layout(**{"etp": layout.get("tp", 1), **layout})
         written = reshard.open(adapter).path
         logits = run_ranks(
             sizes.world_size, _rank, dict(checkpoint.args or {}), sizes, checkpoint.path, written, spec

@@ -122,7 +122,7 @@ def make(name: str, out: Path) -> None:
     )  # fmt: skip
     checkpoint = reshard.open(start)
     args = {**(checkpoint.args or {}), "moe_grouped_gemm": variant.spec == "te"}
-    sizes = Layout(**variant.layout)
+    sizes = Layout(**{"etp": variant.layout.get("tp", 1), **variant.layout})
     folder = out / name / "iter_0000003"
     folder.mkdir(parents=True)
     logits = run_ranks(sizes.world_size, _rank, variant, args, sizes, checkpoint.path, folder)

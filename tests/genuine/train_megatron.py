@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from reshard.algebra.layout import Layout
 from reshard.engines.megatron import parallel
-from reshard.engines.megatron.arguments import one_expert_at_a_time, to_store
+from reshard.engines.megatron.arguments import complete, one_expert_at_a_time, to_store
 from reshard.engines.megatron.checkpoint import Mismatch, SaveOptions, load_run, load_weights, save_checkpoint
 from reshard.engines.megatron.logits import Tokens
 from reshard.engines.megatron.model import Spec, build_model
@@ -77,6 +77,8 @@ def train_and_save(
     and without `resume` there is no optimizer to save. Raises RankError, with the cause, where a rank fails.
     """
     layout = layout or Layout()
+    if not vars(complete(args)).get("num_experts"):
+        layout = replace(layout, etp=layout.tp)  # as Megatron-LM has it: else half of the ranks save nothing
     if spec == "local" and steps:
         args = one_expert_at_a_time(args)
     recipe = _Recipe(
