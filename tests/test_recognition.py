@@ -13,6 +13,8 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
+import torch
+
 import reshard
 from reshard.errors import ReshardError
 from reshard.families.undeclared import BUILT_ALIKE
@@ -285,3 +287,22 @@ def test_what_is_said_twice_alike_is_no_contradiction(hf_model: Models, tmp_path
     config = json.loads((tmp_path / "portable" / "config.json").read_text())
     assert config["rope_scaling"] and config["rope_parameters"] and config["rope_theta"]
     reshard.convert(tmp_path / "portable", tmp_path / "there", to="megatron")
+
+
+@pytest.mark.parametrize(
+    ("name", "assumed"), [("mistral", "llama"), ("qwen2", "qwen2"), ("deepseek_v2", "deepseek_v2")]
+)
+def test_where_nothing_names_the_family_the_likeliest_is_assumed(
+    name: str, assumed: str, hf_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """In the arguments that Megatron-LM itself would have saved, no family is named."""
+    reshard.convert(hf_model(name), tmp_path / "m", to="megatron")
+    (tmp_path / "m" / "config.json").unlink()
+    file = tmp_path / "m" / "release" / "common.pt"
+    content = torch.load(file, weights_only=False)
+    del content["args"].hf_model_type
+    torch.save(content, file)
+    plan = reshard.convert(tmp_path / "m", tmp_path / "back", dry_run=True).plan
+    assert plan.facts["family"] == assumed
+    (note,) = (note for note in plan.notes if "is assumed" in note)
+    assert note.startswith(f"{assumed} is assumed; ") and (name == assumed or name in note)

@@ -13,6 +13,7 @@ from reshard.families.rules import Dims
 from reshard.families.undeclared import BEYOND_MEGATRON, BUILT_ALIKE
 from reshard.formats import WRITTEN
 from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.megatron.writers import MODEL_TYPE
 from reshard.formats.target import Kind
 from reshard.model.vocabulary import embedding_rows, padded_rows
 
@@ -157,7 +158,7 @@ def _fit(family: Family, config: Mapping[str, Any], checkpoint: Checkpoint) -> _
 
 
 def by_args(checkpoint: Checkpoint, forced: str | None) -> tuple[Family, list[str]]:
-    """The first family whose tensors, at the sizes that the arguments tell, are those of the checkpoint.
+    """The family that the arguments name, else the likeliest whose tensors, at the sizes that they tell, are there.
 
     Those that compute something else than the arguments say come in question only if no other does.
     """
@@ -172,6 +173,8 @@ def by_args(checkpoint: Checkpoint, forced: str | None) -> tuple[Family, list[st
     if forced:
         return _of_one_part(named(forced), checkpoint), []
     rows, given = embedding_rows(checkpoint), checkpoint.args or {}
+    if noted := declared(given.get(MODEL_TYPE)):
+        return _of_one_part(noted, checkpoint), []
     fitting: list[Family] = []
     others: list[Family] = []
     for family in likeliest():

@@ -17,7 +17,7 @@ from reshard.formats.checkpoint import Iteration
 from reshard.formats.megatron.layouts import check_layout, layout_notes
 from reshard.formats.megatron.mcore import padded_vocabulary
 from reshard.formats.megatron.optimizer import NewOptimizer, is_distributed, new_optimizer
-from reshard.formats.megatron.writers import COMPUTED_BY
+from reshard.formats.megatron.writers import COMPUTED_BY, MODEL_TYPE
 from reshard.formats.provenance import RUN_CONFIG
 from reshard.formats.target import MASTERS, Request, stateless
 from reshard.transfer.plan import OutputFile
@@ -100,6 +100,7 @@ def arguments(request: Request) -> dict[str, Any]:
         "rank": 0,
         "sequence_parallel": layout.tp > 1 and model.dims.experts > 0,  # experts need it
         "transformer_impl": given or "transformer_engine",
+        MODEL_TYPE: model.family.name,
         "params_dtype": dtype(main),
         "bf16": main == "bfloat16",
         "fp16": main == "float16",

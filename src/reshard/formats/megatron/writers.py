@@ -27,6 +27,9 @@ LAYOUT = (
 )
 """What ms-swift's arguments and Megatron-LM's say in the same words."""
 
+MODEL_TYPE = "hf_model_type"
+"""Among the arguments that reshard writes: the family, which the others do not always tell."""
+
 COMPUTED_BY = "computed_by"
 """Among the arguments that reshard writes: whose names they are, if not those of megatron-core's GPTModel."""
 
