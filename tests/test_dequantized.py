@@ -23,7 +23,7 @@ from reshard.oracle.transformers import transformers_logits
 from tests.commandline import reshard as command
 from tests.environments import python
 from tests.genuine import quantized
-from tests.judges import TOKENS
+from tests.judges import TOKENS, assert_same_tensors, tensors_of
 
 Models = Callable[..., Path]
 Tensors = dict[str, torch.Tensor]
@@ -312,8 +312,100 @@ def test_as_compressed_tensors_decompresses(kind: str, hf_model: Models, tmp_pat
     assert reshard.verify(source, tmp_path / "native").equal
 
 
+def four_bits(plain: Path, out: Path, method: str) -> Tensors:
+    """A folder whose projections are any four bits, packed as `method` does, and the weights that they are."""
+    draw = torch.Generator().manual_seed(0)
+    stored: Tensors = {}
+    weights: Tensors = {}
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            stored[name] = weights[name] = tensor
+            continue
+        columns, rows = tensor.shape
+        module, groups = name.removesuffix("weight"), rows // 16
+        values = torch.randint(0, 16, (rows, columns), generator=draw)
+        less = int(method == "gptq")  # which takes 1 off a zero point
+        zeros = torch.randint(less, 16 + less, (groups, columns), generator=draw)
+        scales = (torch.rand(groups, columns, generator=draw) / 100).half()
+        g_idx = torch.arange(rows) // 16
+        if method == "awq":
+            order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+            packed, points = packed_along(values, 1, order), packed_along(zeros, 1, order)
+        else:
+            g_idx = g_idx[torch.randperm(rows, generator=draw)]
+            packed, points = packed_along(values, 0), packed_along(zeros - less, 1)
+            stored[f"{module}g_idx"] = g_idx.int()
+            stored[f"{module}bias"] = torch.zeros(columns, dtype=torch.float16)
+        stored |= {f"{module}qweight": packed, f"{module}qzeros": points, f"{module}scales": scales}
+        weights[name] = ((values - zeros[g_idx]) * scales[g_idx]).T.contiguous()
+    told = {"quant_method": method, "bits": 4, "group_size": 16}
+    if method == "gptq_v2":
+        told |= {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}
+    quantized.with_tensors(plain, out, stored, told)
+    return weights
+
+
+def packed_along(values: torch.Tensor, axis: int, order: torch.Tensor | None = None) -> torch.Tensor:
+    """Eight values of four bits in an item of 32, the first in its lowest bits unless `order` says otherwise."""
+    eights = (values & 15).unflatten(axis, (-1, 8)).movedim(axis + 1, -1)
+    eights = eights if order is None else eights[..., order]
+    items = (eights << torch.arange(0, 32, 4)).sum(-1)
+    return torch.where(items >= 1 << 31, items - (1 << 32), items).int()
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq_v2", "gptq"])
+def test_four_bits_with_zero_points(method: str, hf_model: Models, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    expected = four_bits(hf_model("qwen3", dtype="float16"), source, method)
+    reshard.convert(source, tmp_path / "native", to="megatron", tp=2)
+    reshard.convert(tmp_path / "native", tmp_path / "out")
+    assert_same_tensors(tensors_of(tmp_path / "out"), expected)
+    assert reshard.verify(source, tmp_path / "out").equal
+
+
+def test_biases_that_gptq_adds_must_be_zeros(hf_model: Models, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    four_bits(hf_model("qwen3", dtype="float16"), source, "gptq")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.self_attn.q_proj.bias"][3] = 1
+    quantized.save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ReshardError, match="different values"):
+        reshard.convert(source, tmp_path / "out", to="megatron")
+
+
+def test_a_group_that_is_not_there(hf_model: Models, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    four_bits(hf_model("qwen3", dtype="float16"), source, "gptq")
+    tensors = load_file(source / "model.safetensors")
+    for number in (-1, 4):
+        tensors["model.layers.1.self_attn.q_proj.g_idx"][3] = number
+        quantized.save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ReshardError, match="a group that has no scale"):
+            reshard.convert(source, tmp_path / "out", to="megatron")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["W4A16_ASYM", "W3A16", "NVFP4A16", "nf4", "int8", "awq", "gptq"])
+@pytest.mark.parametrize("kind", ["awq", "gptq", "gptq desc_act"])
+def test_as_their_packages_unpack_four_bits(kind: str, hf_model: Models, tmp_path: Path) -> None:
+    plain, source = hf_model("qwen3", dtype="float16"), tmp_path / "source"
+    make = [python("quantizers"), "-m", "tests.genuine.make_quantized"]
+    kind, _, shuffled = kind.partition(" ")
+    subprocess.run([*make, kind, plain, source], check=True)
+    if shuffled:
+        tensors = load_file(source / "model.safetensors")
+        for name in [name for name in tensors if name.endswith("g_idx")]:
+            tensors[name] = tensors[name][torch.randperm(tensors[name].numel())]
+        quantized.save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    subprocess.run([*make, f"{kind}-plain", source, tmp_path / "expected.safetensors"], check=True)
+    expected = load_file(tmp_path / "expected.safetensors")
+    reshard.convert(source, tmp_path / "native", to="megatron", tp=2)
+    reshard.convert(tmp_path / "native", tmp_path / "out")
+    assert_same_tensors(tensors_of(tmp_path / "out"), expected)
+    assert reshard.verify(source, tmp_path / "native").equal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["W4A16_ASYM", "W3A16", "NVFP4A16", "nf4", "int8"])
 def test_what_is_not_computed_is_refused(kind: str, hf_model: Models, tmp_path: Path) -> None:
     source = tmp_path / "source"
     make = [python("quantizers"), "-m", "tests.genuine.make_quantized"]

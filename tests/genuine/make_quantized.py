@@ -3,6 +3,7 @@
 python -m tests.genuine.make_quantized KIND PLAIN OUT      quantize the folder PLAIN
 python -m tests.genuine.make_quantized logits FOLDER FILE  what transformers computes from a folder
 python -m tests.genuine.make_quantized plain FOLDER FILE   the weights as compressed-tensors decompresses them
+python -m tests.genuine.make_quantized awq-plain FOLDER FILE, gptq-plain, bnb-plain    the same of other packages
 """
 
 from __future__ import annotations
@@ -136,6 +137,44 @@ def plain(folder: Path, out: Path) -> None:
     save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, out)
 
 
+def awq_plain(folder: Path, out: Path) -> None:
+    """The weights as AutoAWQ unpacks them, by name, in float16."""
+    from awq.utils.packing_utils import dequantize_gemm
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]:
+        parts = [tensors.pop(f"{name}.{part}") for part in ("qweight", "qzeros", "scales")]
+        tensors[f"{name}.weight"] = dequantize_gemm(*parts, 4, GROUP).T.contiguous()
+    save_file(tensors, out)
+
+
+def gptq_plain(folder: Path, out: Path) -> None:
+    """The weights as auto-round's layer multiplies with them: what it makes of the rows of an identity."""
+    from auto_round_extension.torch.qlinear_torch_zp import QuantLinear
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]:
+        parts = {
+            part: tensors.pop(f"{name}.{part}") for part in ("qweight", "qzeros", "scales", "g_idx", "bias")
+        }
+        rows, columns = parts["g_idx"].numel(), parts["bias"].numel()
+        pieces = []
+        for at in range(0, columns, 32):  # with g_idx, it multiplies with no more columns than there are rows
+            layer = QuantLinear(4, GROUP, rows, 32, False, g_idx=True)
+            layer.g_idx, layer.qweight = parts["g_idx"], parts["qweight"][:, at : at + 32]
+            layer.scales, layer.qzeros = (
+                parts["scales"][:, at : at + 32],
+                parts["qzeros"][:, at // 8 : at // 8 + 4],
+            )
+            pieces.append(layer(torch.eye(rows, dtype=torch.float16)).T)
+        tensors[f"{name}.weight"] = torch.cat(pieces)
+        if parts["bias"].any():
+            tensors[f"{name}.bias"] = parts["bias"]
+    save_file(tensors, out)
+
+
 KINDS: dict[str, Callable[[Path, Path], None]] = {
     **{
         name: compressed(name)
@@ -147,11 +186,13 @@ KINDS: dict[str, Callable[[Path, Path], None]] = {
     "gptq": gptq,
     "logits": logits,
     "plain": plain,
+    "awq-plain": awq_plain,
+    "gptq-plain": gptq_plain,
 }
 
 if __name__ == "__main__":
     kind, source, target = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     KINDS[kind](source, target)
-    if kind not in ("logits", "plain"):
+    if kind != "logits" and "plain" not in kind:
         for file in source.glob("*token*"):
             shutil.copy(file, target)

@@ -82,7 +82,8 @@ class Checkpoint:
     its config says otherwise than the one in `root`. `beside` are folders whose tokenizer goes before the one
     there: that of an adapter, or of a Megatron-Bridge iteration. Where `flat` is true, a format keeps no shapes:
     tensors of one axis stand for those of as many elements that the family declares, until `model.resolve` reshapes
-    them. `quantization` says which tensors are quantized weights; None if none are.
+    them. `quantization` says which tensors are quantized weights; None if none are. Those in `spare` are left out if
+    the family does not have them and they are zeros.
     """
 
     path: Path
@@ -106,6 +107,7 @@ class Checkpoint:
     variant: str = ""
     flat: bool = False
     quantization: Quantization | None = None
+    spare: frozenset[str] = frozenset()
 
     @property
     def folders(self) -> tuple[Path, ...]:

@@ -8,7 +8,7 @@ the dtype that is wanted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import lcm, prod
 from typing import Any
@@ -30,10 +30,11 @@ from reshard.formats.quantization import (
     refusal,
 )
 from reshard.model.blocks import Blocks, Floats, small_floats
+from reshard.model.groups import grouped, packing_of
 from reshard.transfer.gather import RAW, as_float, cast, castable
 
 FLOAT32 = dtype("float32")
-BFLOAT16 = dtype("bfloat16")
+BFLOAT16, FLOAT16 = dtype("bfloat16"), dtype("float16")
 
 BLOCK = 1 << 17
 """Elements computed at a time: their float32 values stay in the cache of a core."""
@@ -158,18 +159,22 @@ def _floats(raw: Floats, stored: DType) -> Floats:
     return as_float(raw, stored).astype(np.float32, copy=False)
 
 
-def dequantized(checkpoint: Checkpoint, wanted: DType = BFLOAT16, purpose: str | None = None) -> Checkpoint:
+def dequantized(
+    checkpoint: Checkpoint, wanted: DType | None = None, purpose: str | None = None
+) -> Checkpoint:
     """`checkpoint` with plain weights of dtype `wanted` in place of quantized ones; other tensors are as they are.
 
-    Raises ReshardError naming the method, or the weights, whose arithmetic is not known here; `purpose` says what
-    plain weights are for.
+    By default they have bfloat16, or float16 where the scales do. Raises ReshardError naming the method, or the
+    weights, whose arithmetic is not known here; `purpose` says what plain weights are for.
     """
     found = checkpoint.quantization
     if found is None:
         return checkpoint
-    tables = [_table(weight, found, checkpoint.tensors) for weight in found.weights.values()]
-    if not tables or any(table is None for table in tables):
+    if not found.weights or not all(
+        _is_known(each, found, checkpoint.tensors) for each in found.weights.values()
+    ):
         raise refusal(found, checkpoint.path, purpose)
+    wanted = wanted or _dtype_of_scales(checkpoint)
     made = {
         name: _plain(name, weight, found, checkpoint.tensors, wanted)
         for name, weight in found.weights.items()
@@ -178,7 +183,7 @@ def dequantized(checkpoint: Checkpoint, wanted: DType = BFLOAT16, purpose: str |
     if problems := [problem for problem in made.values() if isinstance(problem, Problem)]:
         raise ReshardError(one_for_all(problems, found.weights, str(checkpoint.path)))
     dropped = checkpoint.dropped.copy()
-    used = {part_of(name, weight.scheme.beside[0]) for name, weight in found.weights.items()}
+    used = {part_of(name, role) for name, weight in found.weights.items() for role in _used(weight)}
     if unused := sum(checkpoint.tensors[name].nbytes for name in found.beside - used):
         dropped[UNUSED] += unused
     names = {weight.values: name for name, weight in found.weights.items()}
@@ -188,8 +193,31 @@ def dequantized(checkpoint: Checkpoint, wanted: DType = BFLOAT16, purpose: str |
         tensors={name: weights.get(name, plain[name]) for name in plain if name not in found.beside},
         quantization=None,
         dropped=dropped,
+        spare=frozenset(f"{name.removesuffix('weight')}bias" for name in found.weights)
+        if packing_of(found.settings)
+        else frozenset(),
         notes=[*checkpoint.notes, f"{len(weights)} quantized weights are dequantized to {wanted}: {found}"],
     )
+
+
+def _dtype_of_scales(checkpoint: Checkpoint) -> DType:
+    found = checkpoint.quantization
+    assert found is not None
+    kinds = {checkpoint.tensors[part_of(n, _used(w)[-1])].dtype for n, w in found.weights.items()}
+    return FLOAT16 if kinds == {FLOAT16} else BFLOAT16
+
+
+def _used(weight: Weight) -> tuple[str, ...]:
+    """Which parts beside its values make up a weight, the scales last."""
+    roles = weight.scheme.beside
+    return ("g_idx", "qzeros", "scales") if "qzeros" in roles else roles[:1]
+
+
+def _is_known(weight: Weight, found: Quantization, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether it is known here how to compute a weight."""
+    if "qzeros" in weight.scheme.beside:
+        return packing_of(found.settings) is not None
+    return _table(weight, found, tensors) is not None
 
 
 def _is_int4(settings: Mapping[str, Any]) -> bool:
@@ -215,7 +243,10 @@ def _plain(
     name: str, weight: Weight, found: Quantization, tensors: Mapping[str, Tensor], wanted: DType
 ) -> Tensor | Problem:
     """One weight, or why its scales do not tell its values."""
-    packed, scales = tensors[weight.values], tensors[part_of(name, weight.scheme.beside[0])]
+    packed, scales = tensors[weight.values], tensors[part_of(name, _used(weight)[-1])]
+    if packing := packing_of(found.settings):
+        qzeros, g_idx = tensors[part_of(name, "qzeros")], tensors.get(part_of(name, "g_idx"))
+        return grouped(packing, packed, qzeros, scales, g_idx, wanted) or _misfit(name, packed, scales, found)
     table = _table(weight, found, tensors)
     assert table is not None  # or the scheme was refused
     # Experts of MXFP4 are stored [expert, out, block, items of a block], and called [expert, in, out].
@@ -255,7 +286,9 @@ def _blocks(shape: Shape, scales: Shape, found: Quantization) -> tuple[int, int]
     return shape[-2] // grid[0], shape[-1] // grid[1]
 
 
-def _misfit(name: str, packed: Tensor, scales: Tensor, found: Quantization, extra: list[str]) -> Problem:
+def _misfit(
+    name: str, packed: Tensor, scales: Tensor, found: Quantization, extra: Sequence[str] = ()
+) -> Problem:
     beside = (
         f", beside them {', '.join(part_of(name, role).rpartition('.')[2] for role in extra)}"
         if extra

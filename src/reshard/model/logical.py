@@ -73,7 +73,9 @@ def logical_tensors(source: Resolved) -> LogicalTensors:
             for name, bound in binding.written()
             if name in checkpoint.tensors  # copies may be left out
         }
-        return LogicalTensors(checkpoint, found, _copies(checkpoint, binding))
+        return LogicalTensors(
+            checkpoint, found, [*_copies(checkpoint, binding), *_spare(checkpoint, binding)]
+        )
     _check(checkpoint, binding.native, {})
     found = {}
     for name, bound in binding.written():
@@ -92,12 +94,22 @@ def _zeros(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
     for name, bound in binding.native.items():
         reason = next(piece.source for piece in bound.view.pieces)
         if isinstance(reason, Dropped) and all(piece.source == reason for piece in bound.view.pieces):
-            tensor = checkpoint.tensors[name]
-            zeros = View.of(Cells(ZERO, tensor.dtype), tensor.view.numel).reshape(*tensor.shape)
             rule = f"{reason.reason}: they can be left out if they are zeros"
-            remedy = "the model was trained with them, and no model of its family on the hub has them"
-            result.append(Replica(name, Tensor(tensor.dtype, zeros), tensor, rule, remedy))
+            result.append(_must_be_zeros(name, checkpoint.tensors[name], rule))
     return result
+
+
+def _spare(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
+    """The tensors that a tool added and the family does not have."""
+    rule = "the family has no such tensor: it can be left out if it is zeros"
+    names = checkpoint.spare & checkpoint.tensors.keys() - binding.hf.keys() - binding.copies.keys()
+    return [_must_be_zeros(name, checkpoint.tensors[name], rule) for name in sorted(names)]
+
+
+def _must_be_zeros(name: str, tensor: Tensor, rule: str) -> Replica:
+    zeros = View.of(Cells(ZERO, tensor.dtype), tensor.view.numel).reshape(*tensor.shape)
+    remedy = "the model was trained with them, and no model of its family on the hub has them"
+    return Replica(name, Tensor(tensor.dtype, zeros), tensor, rule, remedy)
 
 
 def _tied(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[Replica]:
@@ -150,7 +162,9 @@ def _check(checkpoint: Checkpoint, wanted: Mapping[str, Bound], optional: Mappin
                 remedy="the checkpoint is incomplete, or of another family (--family)",
             )
         )
-    added = () if quantization else have.keys() - wanted.keys() - optional.keys()  # tools add biases, for one
+    added = (
+        () if quantization else have.keys() - wanted.keys() - optional.keys() - checkpoint.spare
+    )  # tools add biases, for one
     for name in sorted(added):
         problems.append(
             Problem(

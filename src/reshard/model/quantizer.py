@@ -302,7 +302,7 @@ def _notes(how: str, storage: Storage, chosen: list[Planned]) -> list[str]:
     if edges := [t.name for t in chosen if _is_cut(t.shape[-2], tall) or _is_cut(t.shape[-1], wide)]:
         notes.append(
             f"{listed(edges, 1)}: the last block is smaller than {tall} × {wide}, as in DeepSeek's own folders; "
-            "vLLM and SGLang load it, transformers 5.23 cannot dequantize it on a CPU"
+            "transformers 5.23 cannot dequantize it on a CPU"
         )
     return notes
 

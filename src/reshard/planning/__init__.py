@@ -18,7 +18,7 @@ from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.provenance import BASE, find_hints
 from reshard.formats.quantization import UNTOLD, settings_of
 from reshard.formats.target import HUB, MASTERS, Format, Kind, Options, Request, Target, main_dtype
-from reshard.model.dequantization import BFLOAT16, dequantized
+from reshard.model.dequantization import dequantized
 from reshard.model.logical import logical_tensors
 from reshard.model.quantizer import quantized
 from reshard.model.resolve import Resolved, config_of, contradictions, resolve, resolve_if_declared
@@ -61,7 +61,7 @@ def _planned(source: Path, checkpoint: Checkpoint, options: Options) -> Plan:
     if checkpoint.quantization and (options.dtype or options.quantize or not target.quantized):
         flags = {"--dtype": options.dtype, "--quantize": options.quantize, "--to": format.name}
         why = next(f"{flag} {value}" for flag, value in flags.items() if value)
-        checkpoint = dequantized(checkpoint, Types(options.dtype).wanted or BFLOAT16, why)
+        checkpoint = dequantized(checkpoint, Types(options.dtype).wanted, why)
     if options.with_optimizer:
         optimizer.refuse_unable(checkpoint, format)
     checkpoint, options = _with_hinted_base(checkpoint, options)

@@ -16,7 +16,7 @@ from reshard.errors import ReshardError
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.target import Options
-from reshard.model.dequantization import BFLOAT16, dequantized
+from reshard.model.dequantization import dequantized
 from reshard.model.logical import logical_tensors
 from reshard.model.resolve import config_of, read_config, resolve
 from reshard.planning.naming import Types
@@ -34,7 +34,7 @@ def merged_source(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint,
     if base and base.problems:
         raise ReshardError(base.problems)
     types = Types(options.dtype)
-    base = base and dequantized(base, types.wanted or BFLOAT16, "the base of an adapter that is merged")
+    base = base and dequantized(base, types.wanted, "the base of an adapter that is merged")
     weights, replicas, config = _hub_weights(base, options) if base else ({}, [], None)
     result = adapters.merged(adapter, weights or adapter.base, types.of)
     origin = base or checkpoint
