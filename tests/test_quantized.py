@@ -118,7 +118,7 @@ def test_a_family_that_is_forced(folders: Callable[[str], tuple[Path, Path]], tm
 def test_a_family_that_nobody_declared(folders: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     _, source = folders("qwen3_moe")
     folder = shutil.copytree(source, tmp_path / "source")
-    edit(folder, model_type="minimax_m2")
+    edit(folder, model_type="nobodys")
     reshard.convert(folder, tmp_path / "out", to="huggingface", max_shard_size="50KB")
     assert stored(tmp_path / "out") == stored(source)
     assert settings(tmp_path / "out") == settings(source)
