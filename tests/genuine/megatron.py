@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -132,11 +132,6 @@ class Variant:
     formats: tuple[Format, ...] = ("torch_dist", "torch")
     save: dict[str, Any] = field(default_factory=dict)
     start: str | None = None
-
-    def __post_init__(self) -> None:
-        """Give a dense model the expert groups of Megatron-LM, by which its ranks know who saves: as large as TP."""
-        if not self.args.get("num_experts"):
-            object.__setattr__(self, "layout", replace(self.layout, etp=self.layout.tp))
 
 
 _GROUPED = {"moe_grouped_gemm": True}
