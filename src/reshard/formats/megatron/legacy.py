@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -51,7 +51,7 @@ from reshard.formats.sharding import Split, join
 from reshard.formats.target import Request
 from reshard.formats.torchfiles.read import read_dict
 from reshard.formats.torchfiles.untrusted import stored_in
-from reshard.formats.torchfiles.write import NewTensor, layout_torch_file
+from reshard.formats.torchfiles.write import Image, NewTensor, layout_torch_file
 from reshard.transfer.plan import Block, OutputFile, Planned
 
 NAME = "megatron-legacy"
@@ -295,31 +295,58 @@ def lay_out(request: Request) -> list[OutputFile]:
     if transformer_engine and args.get("num_experts"):
         args = {**args, "moe_grouped_gemm": True}
     writer = _Writer(tensors, args, layout, transformer_engine)
-    files = []
+
+    def content(rank: Rank, first: int) -> dict[str, Any]:
+        own = {"rank": rank.pp * layout.stage_ranks + first}
+        return {
+            "args": Namespace(**stored_args({**args, **own}, layout, "torch")),
+            "checkpoint_version": 3.0,
+            "iteration": 0 if iteration == "release" else iteration,
+            **writer.models(rank, first % layout.etp),
+        }
+
+    files, sizes = [], {}
     for (tp, ep), first in sorted(stage_ranks(layout).items()):
-        for pp in range(layout.pp):
-            rank = Rank(tp, pp, ep)
-            own = {"rank": pp * layout.stage_ranks + first}
-            content = {
-                "args": Namespace(**stored_args({**args, **own}, layout, "torch")),
-                "checkpoint_version": 3.0,
-                "iteration": 0 if iteration == "release" else iteration,
-                **writer.models(rank, first % layout.etp),
-            }
+        for rank in (Rank(tp, pp, ep) for pp in range(layout.pp)):
+            file = _RankFile(partial(content, rank, first))
+            alike = file.alike()
+            if alike not in sizes:
+                sizes[alike] = file.size()
             path = f"{iterations.name_of(iteration)}/{folder_name(rank, layout)}/{FILE}"
-            files.append(_rank_file(path, content))
+            files.append(OutputFile(path, sizes[alike], file, file.literals))
     return [*files, OutputFile.of_bytes(iterations.TRACKER, str(iteration).encode())]
 
 
-def _rank_file(path: str, content: dict[str, Any]) -> OutputFile:
-    image = layout_torch_file(content)
-    blocks = [
-        Block(
-            slot.key.tensor.name, slot.key.tensor.dtype, slot.shape, slot.key.source, slot.offset, slot.crc_at
-        )
-        for slot in image.slots
-    ]
-    return OutputFile(path, image.size, blocks, lambda: iter(image.literals))
+class _RankFile:
+    """The file of one rank. Its image is made anew whenever it is asked for: thousands would not fit in memory."""
+
+    def __init__(self, content: Callable[[], dict[str, Any]]) -> None:
+        self._content = content
+
+    def size(self) -> int:
+        """The bytes of the file."""
+        return self._image().size
+
+    def alike(self) -> tuple[Any, ...]:
+        """What files of one size have in common: all but the values of tensors, and a rank that takes as many bytes."""
+        content = self._content()
+        states = [content[name] for name in content if name.startswith("model")]
+        tensors = [
+            (key, held and (held.dtype, held.shape)) for state in states for key, held in state.items()
+        ]
+        return (content["args"].rank.bit_length() + 7) // 8, len(states), *tensors
+
+    def literals(self) -> Iterator[tuple[int, bytes]]:
+        """What is around the tensors."""
+        return iter(self._image().literals)
+
+    def _image(self) -> Image:
+        return layout_torch_file(self._content())
+
+    def __iter__(self) -> Iterator[Block]:
+        for slot in self._image().slots:
+            held = slot.key
+            yield Block(held.tensor.name, held.dtype, slot.shape, held.source, slot.offset, slot.crc_at)
 
 
 class _Writer:
