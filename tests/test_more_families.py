@@ -171,13 +171,9 @@ def test_what_cwm_does_not_say_is_what_transformers_assumes() -> None:
     assert table.to_args(config)["window_attn_skip_freq"] == [0, 1, 1, 1, 0, 1]
 
 
-WINDOW = {"sliding_window": 6}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 UNDECLARED: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_k": 2, "moe_num_experts": 4, "moe_intermediate_size": 16},
-    "gemma": {},
-    "gemma2": {**WINDOW, "query_pre_attn_scalar": 8},
-    "gemma3_text": {**WINDOW, "query_pre_attn_scalar": 8},
     "olmo2": {},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "qwen3_next": {
@@ -250,5 +246,5 @@ def test_the_guide_lists_what_cannot_be_declared() -> None:
         r"^(\| `\w+` \| .*) \|$", GUIDE.read_text(encoding="utf-8").partition("## What is not")[2], re.M
     )
     assert rows == ["| " + " | ".join(row) for row in undeclared_rows()], "python -m tests.tables writes them"
-    assert BEYOND_MEGATRON.keys() == UNDECLARED.keys() | {"gemma3"}  # whose text model is gemma3_text
+    assert BEYOND_MEGATRON.keys() == UNDECLARED.keys()
     assert not BEYOND_MEGATRON.keys() & FAMILIES.keys()

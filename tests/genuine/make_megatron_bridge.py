@@ -17,6 +17,7 @@ import importlib
 import os
 import sys
 from itertools import groupby
+from typing import Any
 
 from tests.genuine import fake_te
 from tests.genuine.make_bridge import KERNELS, import_what_is_there, let_it_run_without_gpu
@@ -31,10 +32,28 @@ def run(command: str, base: str, out: str, *rest: str) -> None:
     run_ranks(tp * pp, _rank, base, out, (tp, pp, ep), checkpoint)
 
 
+def _know_nemotron_h() -> None:
+    """The config of Nemotron-H, which its folders on the hub bring as code, and the norm of mamba_ssm's kernels."""
+    import torch
+    from transformers import AutoConfig, PretrainedConfig
+
+    AutoConfig.register(
+        "nemotron_h", type("NemotronHConfig", (PretrainedConfig,), {"model_type": "nemotron_h"})
+    )
+
+    class Gated(torch.nn.Module):
+        def __init__(self, hidden_size: int, dtype: torch.dtype, **_: Any) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=dtype))
+
+    importlib.import_module("mamba_ssm.ops.triton.layernorm_gated").RMSNorm = Gated
+
+
 def _rank(base: str, out: str, layout: tuple[int, int, int], checkpoint: str | None) -> None:
     import torch
 
     let_it_run_without_gpu()
+    _know_nemotron_h()
     bridge = importlib.import_module("megatron.bridge").AutoBridge.from_hf_pretrained(
         base, torch_dtype=torch.bfloat16
     )

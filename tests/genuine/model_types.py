@@ -71,7 +71,22 @@ def gate_above_up(tensors: dict[str, torch.Tensor]) -> None:
         tensors[name.replace(".gate_proj.", ".gate_up_proj.")] = torch.cat([tensors.pop(name), up])
 
 
+def gemma3(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Two ropes and the pattern of windows as transformers 4 spells them, and the tower below its own name."""
+    for part in (config, config.get("text_config", {})):
+        if rope := part.pop("rope_parameters", None):
+            part["rope_theta"] = rope["full_attention"]["rope_theta"]
+            part["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+            part["rope_scaling"] = {"rope_type": "linear", "factor": rope["full_attention"]["factor"]}
+            part["sliding_window_pattern"] = part.pop("_sliding_window_pattern")
+            del part["layer_types"]
+    for name in [name for name in tensors if name.startswith("vision_tower.")]:
+        tensors[name.replace("vision_tower.", "vision_tower.vision_model.")] = tensors.pop(name)
+
+
 TEXT: dict[str, Any] = {key: value for key, value in COMMON.items() if not key.endswith("_token_id")}
+EVEN = {**TEXT, "vocab_size": 288}
+"""Megatron-Bridge pads no vocabulary that it loads from the hub."""
 MROPE = {**PLAIN_ROPE, "rope_type": "default", "mrope_section": [2, 1, 1]}
 SEES = {
     "image_token_id": 280,
@@ -117,6 +132,27 @@ LATENT = {**COMMON, **DEEPSEEK_V3, "q_lora_rank": 24, "n_routed_experts": 4}
 # Of 12 tokens, each attends to those that the indexer chooses.
 DSA = {**LATENT, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 8}
 SPARSE = {**EXPERTS, "moe_intermediate_size": 24, "num_experts": 4, "norm_topk_prob": True}
+GEMMA = {**EVEN, **WIDE_HEADS, "tie_word_embeddings": True}
+GEMMA3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 500000.0, "factor": 8.0},
+}
+GEMMA3 = {
+    **GEMMA,
+    "num_hidden_layers": 6,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 8,
+    "rope_parameters": GEMMA3_ROPE,
+}
+GEMMA3_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+    "vision_use_head": False,
+}
 
 TYPES: dict[str, Tiny] = {
     "minimax_m2": Tiny("MiniMaxM2ForCausalLM", MINIMAX_M2),
@@ -158,6 +194,17 @@ TYPES: dict[str, Tiny] = {
         "Qwen3VLMoeForConditionalGeneration",
         {"text_config": {**QWEN3_TEXT, **SPARSE}, "vision_config": QWEN3_VISION, **SEES},
         hub=transposed_experts,
+    ),
+    "gemma": Tiny("GemmaForCausalLM", GEMMA),
+    "gemma2": Tiny("Gemma2ForCausalLM", {**GEMMA, "query_pre_attn_scalar": 24, "sliding_window": 8}),
+    "gemma3_text": Tiny("Gemma3ForCausalLM", GEMMA3, hub=gemma3),
+    "gemma3": Tiny(
+        "Gemma3ForConditionalGeneration",
+        {"text_config": GEMMA3, "vision_config": GEMMA3_VISION, "mm_tokens_per_image": 4},
+        hub=gemma3,
+    ),
+    "nemotron": Tiny(
+        "NemotronForCausalLM", {**EVEN, "rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.5}}
     ),
 }
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from reshard.families.entries import (
     NEGATED,
     UNSET,
+    Activation,
     Args,
     Config,
     Const,
@@ -146,7 +147,6 @@ COMMON: tuple[Entry, ...] = (
         values=NEGATED,
     ),
     Precision(),
-    Const(args={"swiglu": True, "squared_relu": False}, computed={"hidden_act": "silu"}),
     Const(
         args={
             "normalization": "RMSNorm",
@@ -161,6 +161,7 @@ COMMON: tuple[Entry, ...] = (
         }
     ),
 )
+SWIGLU = Activation(args={"swiglu": True, "squared_relu": False}, computed={"hidden_act": "silu"})
 NO_BIAS = Const(args={"add_qkv_bias": False, "add_bias_linear": False})
 QKV_BIAS = Const(args={"add_qkv_bias": True, "add_bias_linear": False})
 QK_NORM = Const(args={"qk_layernorm": True})
@@ -229,7 +230,12 @@ def config_map(
 ) -> ConfigMap:
     """The map of a family whose config.json says `model_type` and `architectures: [architecture]`."""
     says = () if path else (Const(config={"model_type": model_type, "architectures": [architecture]}),)
-    usual = ((SlidingWindow, NO_WINDOW), (LayerTypes, ONE_WINDOW), (RopeLayers, ROPE_EVERYWHERE))
+    usual = (
+        (Activation, SWIGLU),
+        (SlidingWindow, NO_WINDOW),
+        (LayerTypes, ONE_WINDOW),
+        (RopeLayers, ROPE_EVERYWHERE),
+    )
     unless = [const for kind, const in usual if not any(isinstance(entry, kind) for entry in entries)]
     return ConfigMap(model_type, (*says, *COMMON, *entries, *unless), path)
 

@@ -151,6 +151,10 @@ class Const(Entry):
         yield from (text for _, text in _otherwise(config, says))
 
 
+class Activation(Const):
+    """How the MLP computes, in Megatron-LM's arguments and in keys of the config."""
+
+
 SAME = {"swish": "silu"}
 """Values of a config that mean the same as others, as in transformers."""
 
@@ -284,15 +288,24 @@ class FullAttention(Entry):
         return on and begin < config["num_hidden_layers"]
 
 
+@dataclass(frozen=True)
 class LayerTypes(Entry):
-    """gpt-oss: which layers attend to the window. Every second one attends to all, where the config does not say."""
+    """Which layers attend to the window. Each `full`-th one attends to all, where the config does not say.
+
+    `assumed` is what the engine takes where its arguments do not say: the window in all layers (0), or every N-th
+    layer without.
+    """
+
+    full: int = 2
+    assumed: int = 0
 
     def to_args(self, config: Config) -> Values:
         windowed = [int(kind == "sliding_attention") for kind in config.get("layer_types") or ()]
-        return {"window_attn_skip_freq": windowed or 2}
+        full = first(config, ("sliding_window_pattern", "_sliding_window_pattern"), self.full)
+        return {"window_attn_skip_freq": windowed or full}
 
     def to_config(self, args: Args) -> Values:
-        skip, layers = first(args, ("window_attn_skip_freq",), 0), args.get("num_layers", 0)
+        skip, layers = first(args, ("window_attn_skip_freq",), self.assumed), args.get("num_layers", 0)
         if isinstance(skip, int):  # every skip-th layer attends to all, counted from one; 0 stands for none
             skip = [not skip or (layer + 1) % skip for layer in range(layers)]
         return {"layer_types": ["sliding_attention" if each else "full_attention" for each in skip]}

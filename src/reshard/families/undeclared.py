@@ -10,10 +10,6 @@ from reshard.families.live import BLOCK_SPARSE, W132, Experts, Live
 
 BEYOND_MEGATRON: dict[str, str] = {
     "ernie4_5_moe": "the router adds a bias to softmax scores; Megatron-Core knows one for sigmoid scores only",
-    "gemma": "embeddings are multiplied by the square root of the hidden size",
-    "gemma2": "what attention and MLP return is normalised, and logits are capped",
-    "gemma3": "what attention and MLP return is normalised, and two rotary bases alternate",
-    "gemma3_text": "what attention and MLP return is normalised, and two rotary bases alternate",
     "olmo2": "what attention and MLP return is normalised, and what they take in is not",
     "olmoe": "queries are normalised over all heads at once; Megatron-Core normalises each head",
     "qwen3_next": "Megatron-Core stores the norm inside linear attention less one, which no re-indexing gives",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from reshard.families.rules import Rule, same
+from reshard.families.rules import Rule, native
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,14 @@ class Carried:
 
     In the engine that computes the family, `native` takes the place of that beginning; `others` say what other engines
     call it. Such tensors are whole on each rank of the first stage. At least one has to be there, unless the part is
-    `optional`.
+    `optional`. A matrix may be `transposed` there.
     """
 
     hub: str
     native: str
     others: Mapping[str, str] = field(default_factory=dict)
     optional: bool = False
+    transposed: bool = False
 
     def to_native(self, name: str, engine: str) -> str:
         """What `engine` calls the tensor that the hub calls `name`."""
@@ -36,6 +37,10 @@ class Carried:
             if name.startswith(prefix):
                 return self.hub + name.removeprefix(prefix)
         return None
+
+    def turned(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape on the other side of a tensor that has `shape` on one."""
+        return shape[::-1] if self.transposed else shape
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Within:
 
     def placed(self, rules: Iterable[Rule]) -> Iterator[Rule]:
         """The rules of the language model, with the names that its tensors have here."""
-        return (replace(rule, hf=self.to_hub(rule.hf)) for rule in rules)
+        return (replace(rule, hf=rule.hf and self.to_hub(rule.hf)) for rule in rules)
 
     def to_hub(self, name: str) -> str:
         """What a tensor of the language model is called here."""
@@ -75,11 +80,16 @@ class Within:
                     break
         return found
 
+    def part(self, name: str) -> Carried:
+        """The part that a carried tensor belongs to, by its name on the hub."""
+        return next(part for part in self.carried if name.startswith(part.hub))
+
     def copies(self, carried: Mapping[str, tuple[int, ...]], engine: str) -> Iterator[Rule]:
-        """A rule for each of the `carried` tensors, given by name on the hub and shape."""
+        """A rule for each of the `carried` tensors, given by name on the hub and shape there."""
         for name, shape in carried.items():
-            part = next(part for part in self.carried if name.startswith(part.hub))
-            yield same(name, part.to_native(name, engine), *shape)
+            part = self.part(name)
+            view = native(part.to_native(name, engine), *part.turned(shape))
+            yield Rule(name, view.permute(1, 0) if part.transposed else view)
 
     def missing(self, carried: Iterable[str]) -> list[str]:
         """The beginnings of the parts of which no tensor is there."""

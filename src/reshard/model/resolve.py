@@ -305,11 +305,15 @@ def _plain(checkpoint: Checkpoint, family: Family) -> list[str]:
 
 
 def _carried(checkpoint: Checkpoint, family: Family) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors that are carried, by their names on the hub."""
+    """The shapes on the hub of the tensors that are carried, by their names there."""
+    if family.within is None:
+        return {}
+    native = checkpoint.dialect == "mcore"
     quantization = checkpoint.quantization
     there = quantization.whole(checkpoint.tensors) if quantization else checkpoint.tensors
-    names = family.carried(there, native=checkpoint.dialect == "mcore")
-    return {hub: checkpoint.shape(name) or there[name].shape for name, hub in names.items()}
+    names = family.within.parts(there, native=native)
+    shapes = {hub: checkpoint.shape(name) or there[name].shape for name, hub in names.items()}
+    return {hub: family.within.part(hub).turned(shape) for hub, shape in shapes.items()} if native else shapes
 
 
 def _without_parts(checkpoint: Checkpoint, family: Family, carried: Collection[str]) -> list[Problem]:

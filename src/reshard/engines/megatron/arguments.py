@@ -44,6 +44,7 @@ DEFAULTS: dict[str, Any] = {
     "rotary_percent": 1.0,
     "rotary_scaling_factor": 1.0,
     "quick_geglu": False,
+    "squared_relu": False,
     "swiglu": False,
     "transformer_impl": "transformer_engine",
     "untie_embeddings_and_output_weights": False,
@@ -193,6 +194,10 @@ def config_fields(args: SimpleNamespace, config_class: type) -> dict[str, Any]:
 
         fields["gated_linear_unit"] = True
         fields["activation_func"] = quick_gelu
+    elif args.squared_relu:
+        from megatron.core.activations import squared_relu
+
+        fields["activation_func"] = squared_relu
     return fields
 
 

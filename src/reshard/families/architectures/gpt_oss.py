@@ -7,7 +7,17 @@ from dataclasses import dataclass
 
 from reshard.algebra.views import View, concat
 from reshard.families.config import EXPERTS_EVERYWHERE, GROUPED_HEADS, NO_QK_NORM
-from reshard.families.entries import Args, Config, Const, Key, LayerTypes, SlidingWindow, Values, first
+from reshard.families.entries import (
+    Activation,
+    Args,
+    Config,
+    Const,
+    Key,
+    LayerTypes,
+    SlidingWindow,
+    Values,
+    first,
+)
 from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.rope import RotaryEmbedding, rope_contradictions, rope_parameters, rotary_base
 from reshard.families.rules import Block, Dims, Rule, attention, decoder, ends, native, norms, same
@@ -126,9 +136,9 @@ GPT_OSS = Family(
         Const(args={"add_qkv_bias": True, "add_bias_linear": True}, config={"attention_bias": True}),
         NO_QK_NORM,
         Const(args={"softmax_type": "learnable"}),
-        Const(
-            args={"swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0},
-            computed={"swiglu_alpha": 1.702},
+        Activation(
+            args={"swiglu": False, "squared_relu": False, "quick_geglu": True, "glu_linear_offset": 1.0},
+            computed={"hidden_act": "silu", "swiglu_alpha": 1.702},
         ),
         Key("swiglu_limit", "activation_func_clamp_value", default=7.0),
         Key("num_local_experts", "num_experts", aliases=("num_experts",)),

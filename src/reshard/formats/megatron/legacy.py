@@ -161,11 +161,12 @@ class _Reader:
         self._local_experts = facts.experts // facts.layout.ep
         self._tied = facts.tied
         self._latent: dict[str, int] = {}
+        self._gated = True
         self._counts: dict[tuple[int, int], int] = {}
         self._found: dict[str, _Shards] = {}
 
     def learn(self, rank: Rank, content: Mapping[str, Any]) -> None:
-        """Learn how many layers each (chunk, stage) holds, as stages may be uneven, and how wide latents are."""
+        """Learn how many layers each (chunk, stage) holds, how wide latents are, and whether MLPs have a gate."""
         for chunk, state in enumerate(chunks_of(content)):
             layers = [
                 int(match[2]) for key in state if (match := _LAYER.match(key)) and match[1] == "decoder"
@@ -174,6 +175,8 @@ class _Reader:
             for key, stored in state.items():
                 if key.endswith(("linear_q_up_proj.weight", "linear_kv_up_proj.weight")):
                     self._latent[key.rpartition(".linear_")[2].replace("up", "down")] = stored.shape[1]
+                if key.endswith("mlp.linear_fc1.weight") and (down := state.get(key.replace("fc1", "fc2"))):
+                    self._gated = stored.shape[0] != down.shape[1]
 
     def add(self, rank: Rank, content: Mapping[str, Any]) -> None:
         """Add all tensors of one rank's file."""
@@ -201,7 +204,7 @@ class _Reader:
     def _split(self, name: str, part: Tensor) -> Split | None:
         """How a tensor was cut. Until 0.13, Transformer Engine cut the down projections of latent attention too."""
         latent = self._latent.get(name.rpartition(".linear_")[2], 0)
-        return Split(0) if part.shape[0] < latent else split_of(name)
+        return Split(0) if part.shape[0] < latent else split_of(name, self._gated)
 
     def _is_tied_copy(self, rank: Rank) -> bool:
         """With tied embeddings, the last of several stages holds a copy of the embedding as its head."""

@@ -17,10 +17,14 @@ from reshard.algebra.layout import Layout, SavedLayout
 from reshard.formats.sharding import Split
 
 FUSED_NORMS = {
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
-    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
+    f"{linear}.layer_norm_{kind}": f"{norm}.{kind}"
+    for linear, norm in (
+        ("self_attention.linear_qkv", "input_layernorm"),
+        ("mlp.linear_fc1", "pre_mlp_layernorm"),
+        ("self_attention.linear_q_up_proj", "self_attention.q_layernorm"),
+        ("self_attention.linear_kv_up_proj", "self_attention.kv_layernorm"),
+    )
+    for kind in ("weight", "bias")
 }
 """What a Transformer Engine layer spells differently, below a layer."""
 
@@ -74,6 +78,9 @@ PARALLEL_LINEARS = (
 )
 """Modules that save an `_extra_state` beside their weight."""
 
+LINEARS_BESIDE = ("multi_modal_projector.proj",)
+"""Such modules beside a language model, by their whole names: Megatron-Bridge's projector of Gemma 3."""
+
 
 BELOW = "language_model."
 """What a model of several parts puts before the names of its language model, in mcore-bridge and Megatron-Bridge."""
@@ -91,12 +98,22 @@ def below(names: Iterable[str]) -> str:
     return BELOW if any(map(is_carried, names)) else ""
 
 
-def split_of(name: str) -> Split | None:
-    """How tensor parallelism cuts the tensor called `name`; None if all ranks hold it whole."""
+def split_of(name: str, gated: bool = True) -> Split | None:
+    """How tensor parallelism cuts the tensor called `name`; None if all ranks hold it whole.
+
+    Where the MLP is not `gated`, linear_fc1 is the up projection alone.
+    """
     if is_carried(name):
         return None
     whole = SPLITS.get(".".join(name.rsplit(".", 2)[-2:]))
-    return whole or ADAPTER_SPLITS.get(".".join(name.rsplit(".", 4)[-4:]))
+    split = whole or ADAPTER_SPLITS.get(".".join(name.rsplit(".", 4)[-4:]))
+    return split._replace(parts=1) if split and not gated else split
+
+
+def is_gated(args: Mapping[str, Any]) -> bool:
+    """Whether the MLP of a model with these arguments of Megatron-LM has a gate; it has if they do not say."""
+    said = [args[name] for name in ("swiglu", "quick_geglu", "gated_linear_unit") if name in args]
+    return any(said) or not said
 
 
 class Place(NamedTuple):
@@ -176,9 +193,10 @@ class Spelling:
         return module
 
     def _fuses(self, plain: str, sparse: bool) -> bool:
-        if plain == "pre_mlp_layernorm.weight":
+        norm = plain.rpartition(".")[0]
+        if norm == "pre_mlp_layernorm":
             return not sparse if self.transformer_engine else self.torch_dist
-        if plain == "input_layernorm.weight":
+        if norm == "input_layernorm":
             return not self.latent and (self.transformer_engine or self.torch_dist)
         return self.latent and self.transformer_engine and not self.indexed
 

@@ -18,6 +18,7 @@ from reshard.formats.megatron.mcore import (
     Stages,
     below,
     is_carried,
+    is_gated,
     name_of,
     place_of,
     split_of,
@@ -73,7 +74,8 @@ def _shard(tensor: Planned, split: Split | None, index: int, ranks: int) -> Shar
 class RankStates:
     """Finds what each rank holds, and how its spec spells it.
 
-    `tensors` have reshard's own names, `args` are Megatron-LM's. `split` tells how tensor parallelism cuts a tensor.
+    `tensors` have reshard's own names, `args` are Megatron-LM's. `split` tells how tensor parallelism cuts a tensor,
+    given its name and whether the MLP is gated.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class RankStates:
         args: Mapping[str, Any],
         layout: Layout,
         transformer_engine: bool,
-        split: Callable[[str], Split | None] = split_of,
+        split: Callable[[str, bool], Split | None] = split_of,
     ) -> None:
         self.layout = layout
         self._te = transformer_engine
@@ -93,14 +95,14 @@ class RankStates:
         self._spelling = Spelling.of(names, transformer_engine=transformer_engine, torch_dist=False)
         self.stages = Stages(layout, int(args["num_layers"]))
         self._table = self.stages.table()
-        places = [place_of(tensor.name) for tensor in tensors]
+        places, gated = [place_of(tensor.name) for tensor in tensors], is_gated(args)
         sparse = {place[1:3] for place in places if place.expert is not None}
         self.below = below(tensor.name for tensor in tensors)
         self._held: dict[tuple[int, int], list[_Held]] = {}
         for place, tensor in zip(places, tensors, strict=True):
             for at, renamed in self._holders(place):
                 key = self._key(renamed, is_sparse=place[1:3] in sparse)
-                held = _Held(key, place.expert, tensor, split(tensor.name))
+                held = _Held(key, place.expert, tensor, split(tensor.name, gated))
                 self._held.setdefault(at, []).append(held)
 
     def _holders(self, place: Place) -> Iterator[tuple[tuple[int, int], Place]]:

@@ -28,12 +28,14 @@ from reshard.formats.dcp.chunks import ChunkFile
 from reshard.formats.dcp.metadata import DcpMetadata, DcpTensor, read_metadata, write_metadata
 from reshard.formats.megatron.mcore import (
     BELOW,
+    LINEARS_BESIDE,
     PARALLEL_LINEARS,
     Place,
     Spelling,
     Stages,
     below,
     is_carried,
+    is_gated,
     layout_of,
     name_of,
     place_of,
@@ -270,9 +272,16 @@ class _Writer:
     """Assigns the chunks of every tensor to ranks, as megatron-core would."""
 
     def __init__(
-        self, layout: Layout, layers: int, experts: int, spelling: Spelling, stacked: bool, below: str
+        self,
+        layout: Layout,
+        layers: int,
+        experts: int,
+        spelling: Spelling,
+        stacked: bool,
+        below: str,
+        gated: bool,
     ) -> None:
-        self.layout = layout
+        self.layout, self.gated = layout, gated
         self.below = below
         self.layers, self.experts = layers, experts
         self.spelling, self.stacked = spelling, stacked
@@ -285,7 +294,7 @@ class _Writer:
     def add(self, tensor: Planned, name: str, sparse: bool, prefix: str = "") -> None:
         """Cut one tensor, a weight or a state of the weight `name`, into the chunks of all ranks that hold it."""
         place = place_of(name)
-        split = split_of(name)
+        split = split_of(name, self.gated)
         ranks = self.layout.tp if place.expert is None else self.layout.etp
         key, lead, at = self._key(place, sparse)
         key = prefix + key
@@ -384,6 +393,7 @@ def lay_out(request: Request) -> list[OutputFile]:
         Spelling.of(places, transformer_engine=transformer_engine, torch_dist=True),
         stacked,
         below(places),
+        is_gated(args),
     )
     for tensor in tensors:
         place = places[tensor.name]
@@ -442,6 +452,7 @@ def _with_extra_state(place: Place, transformer_engine: bool) -> Iterator[str]:
     """
     module, _, kind = place.module.rpartition(".")
     if is_carried(name_of(place)):
+        yield from [module] if module in LINEARS_BESIDE else []
         return
     if kind == "weight" and module.rpartition(".")[2] in PARALLEL_LINEARS:
         yield module

@@ -69,27 +69,35 @@ def args_of_run_config(run_config: Mapping[str, Any]) -> dict[str, Any]:
     args = {name: value for name, value in fields.items() if not isinstance(value, Mapping)}
     for field, arg in (
         ("num_moe_experts", "num_experts"),
-        ("gated_linear_unit", "swiglu"),
         ("layernorm_zero_centered_gamma", "apply_layernorm_1p"),
         ("rope_scaling", "use_rope_scaling"),
     ):
         if field in args:
             args[arg] = args.pop(field)
-    if _called(fields.get("activation_func")) == "quick_gelu":
-        args.update(swiglu=False, quick_geglu=args.get("swiglu"))
+    args |= _activation(args.pop("gated_linear_unit", None), _called(fields.get("activation_func")))
     if "share_embeddings_and_output_weights" in args:
         args["untie_embeddings_and_output_weights"] = not args.pop("share_embeddings_and_output_weights")
     if "num_query_groups" in args:
         args["group_query_attention"] = args["num_query_groups"] is not None
     match args.get("window_size"):
-        case [int(left), int(right)] if left > 0:  # the hub's number, which counts the token itself
-            args["window_size"] = (left - 1, right)
+        case [int(left), 0] | int(left) if left > 0:  # the hub's number, which counts the token itself
+            args["window_size"] = (left - 1, 0)
     if (
         args.get("position_embedding_type") == "yarn"
     ):  # gpt-oss: what is not saved is as Megatron-Bridge sets it
         args = {name: value for name, value in args.items() if name != "rotary_scaling_factor" or value}
         args.setdefault("yarn_correction_range_round_to_int", False)
     return args
+
+
+def _activation(gated: Any, function: str | None) -> dict[str, Any]:
+    """Megatron-LM's arguments for the activation of an MLP. It has none for gates of other functions than these."""
+    if gated is None:
+        return {}
+    if not gated:
+        return {"swiglu": False, "squared_relu": function == "squared_relu"}
+    kind = {None: "swiglu", "silu": "swiglu", "quick_gelu": "quick_geglu"}.get(function, "gated_linear_unit")
+    return {"swiglu": False, kind: True}
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -167,10 +167,10 @@ def _states(tensors: list[Planned], model: Model, layout: Layout, transformer_en
     return RankStates(tensors, model.args, layout, transformer_engine, split)
 
 
-def _split_by_local_spec(name: str) -> Split | None:
+def _split_by_local_spec(name: str, gated: bool) -> Split | None:
     """The local spec cuts the down projections of latent attention, which TransformerEngine's holds whole."""
     down = name.endswith(("linear_q_down_proj.weight", "linear_kv_down_proj.weight"))
-    return Split(0) if down else split_of(name)
+    return Split(0) if down else split_of(name, gated)
 
 
 def adapters_of(folder: Path, base: Weights, *, transformer_engine: bool) -> Weights:

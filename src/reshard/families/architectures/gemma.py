@@ -1,0 +1,163 @@
+"""Gemma, Gemma 2 and Gemma 3: norms stored less one, embeddings scaled by the square root of the hidden size.
+
+Megatron-Bridge computes them; its names for the norms behind attention and MLP are those of its own row-parallel
+linear. Source: `models/gemma` of Megatron-Bridge 0.3.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from reshard.families.architectures.llama import dense
+from reshard.families.config import GROUPED_HEADS, NO_BIAS, NO_QK_NORM, QK_NORM, TIED
+from reshard.families.entries import (
+    Activation,
+    Args,
+    Config,
+    Const,
+    Entry,
+    Key,
+    LayerTypes,
+    SlidingWindow,
+    Values,
+    first,
+)
+from reshard.families.family import MEGATRON_BRIDGE, Family
+from reshard.families.rope import Rope, RotaryEmbedding, rope_parameters, rotary_base
+from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, same
+from reshard.families.within import Carried, Within
+
+
+def sandwich(d: Dims) -> Iterator[Rule]:
+    """What attention and MLP return is normalised, as is what they take in."""
+    yield from ends(d)
+    norms = [
+        same("input_layernorm.weight", "input_layernorm.weight", d.hidden),
+        same("post_attention_layernorm.weight", "self_attention.linear_proj.post_layernorm.weight", d.hidden),
+        same("pre_feedforward_layernorm.weight", "pre_mlp_layernorm.weight", d.hidden),
+        same("post_feedforward_layernorm.weight", "mlp.linear_fc2.post_layernorm.weight", d.hidden),
+    ]
+    yield from decoder(d, [*norms, *attention(d), *mlp(d)])
+
+
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True)
+class TwoRopes(RotaryEmbedding):
+    """Gemma 3: one base for layers with a window, another for those without, whose positions may be divided.
+
+    transformers 4 spells it `rope_local_base_freq`, `rope_theta` and `rope_scaling`; Megatron-Bridge has two numbers in
+    `rotary_base`.
+    """
+
+    def spellings(self) -> tuple[str, ...]:
+        return (*super().spellings(), "rope_local_base_freq")
+
+    def to_args(self, config: Config) -> Values:
+        rope = rope_parameters(config)
+        local, whole = rope.get(LOCAL), rope.get(GLOBAL, rope)
+        local = local or {"rope_theta": config.get("rope_local_base_freq") or 10000.0}
+        bases = (rotary_base(local, 10000.0), rotary_base(whole, 1000000.0))
+        return {"rotary_base": bases, "rope_scaling_factor": first(whole, ("factor",), 1.0)}
+
+    def to_config(self, args: Args) -> Values:
+        local, whole = map(float, args["rotary_base"])
+        factor = first(args, ("rope_scaling_factor",), 1.0)
+        scaling = {"rope_type": "linear", "factor": factor} if factor != 1 else {"rope_type": "default"}
+        return {
+            "rope_parameters": {
+                LOCAL: {"rope_type": "default", "rope_theta": local},
+                GLOBAL: {"rope_theta": whole, **scaling},
+            },
+            "rope_theta": whole,
+            "rope_local_base_freq": local,
+            "rope_scaling": scaling if factor != 1 else None,
+        }
+
+    def differs(self, config: Config) -> Iterator[tuple[str, str]]:
+        rope = rope_parameters(config)
+        kind = rope.get(GLOBAL, rope).get("rope_type", "default")
+        if kind not in ("default", "linear"):
+            yield "rope_parameters", f"rope_type is {kind!r}; Megatron-Bridge divides positions, or does not"
+
+
+class QueryScale(Entry):
+    """Gemma 3's `query_pre_attn_scalar`, by whose root Megatron-Bridge's `softmax_scale` divides."""
+
+    def to_args(self, config: Config) -> Values:
+        return {"softmax_scale": first(config, ("query_pre_attn_scalar",), 256) ** -0.5}
+
+    def to_config(self, args: Args) -> Values:
+        scale = args.get("softmax_scale")
+        return {"query_pre_attn_scalar": round(scale**-2)} if scale else {}
+
+
+GELU = {"swiglu": False, "squared_relu": False, "gated_linear_unit": True}
+TANH = "gelu_pytorch_tanh"
+COMMON = (
+    *GROUPED_HEADS,
+    Const(args={"apply_layernorm_1p": True}),
+    NO_BIAS,
+    Const(computed={"attention_bias": False}),
+    TIED,
+)
+
+GEMMA = Family(
+    "gemma",
+    "GemmaForCausalLM",
+    dense,
+    # The hub's Gemma says "gelu", and was trained with its approximation, which transformers computes all the same.
+    (*COMMON, Rope(), Activation(GELU, {"hidden_act": TANH}), NO_QK_NORM),
+    computed_by=MEGATRON_BRIDGE,
+    judged=(MEGATRON_BRIDGE,),
+)
+GEMMA2 = Family(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    sandwich,
+    (
+        *COMMON,
+        Rope(),
+        Activation(GELU, computed={"hidden_activation": TANH}),
+        SlidingWindow(default=4096),
+        LayerTypes(assumed=2),
+        Key("query_pre_attn_scalar", "query_pre_attn_scalar", default=256),
+        Key("attn_logit_softcapping", "attn_logit_softcapping", default=50.0),
+        Key("final_logit_softcapping", "final_logit_softcapping", default=30.0),
+        NO_QK_NORM,
+    ),
+    computed_by=MEGATRON_BRIDGE,
+    judged=(MEGATRON_BRIDGE,),
+)
+GEMMA3 = Family(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    sandwich,
+    (
+        *COMMON,
+        TwoRopes(),
+        Activation(GELU, computed={"hidden_activation": TANH}),
+        SlidingWindow(default=4096),
+        LayerTypes(full=6, assumed=6),
+        QueryScale(),
+        QK_NORM,
+    ),
+    computed_by=MEGATRON_BRIDGE,
+    judged=(MEGATRON_BRIDGE,),
+)
+PROJECTOR = "multi_modal_projector."
+GEMMA3_VISION = replace(
+    GEMMA3,
+    name="gemma3",
+    architecture="Gemma3ForConditionalGeneration",
+    within=Within(
+        hub=(("", "language_model."),),
+        carried=(
+            Carried("vision_tower.", "vision_tower."),
+            Carried(f"{PROJECTOR}mm_soft_emb_norm.", f"{PROJECTOR}mm_soft_embed_norm."),
+            Carried(f"{PROJECTOR}mm_input_projection_weight", f"{PROJECTOR}proj.weight", transposed=True),
+        ),
+    ),
+)

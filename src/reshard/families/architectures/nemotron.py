@@ -1,0 +1,44 @@
+"""Nemotron: layer norms stored less one, half of each head rotated, and an MLP without a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from reshard.families.config import GROUPED_HEADS, NO_BIAS, NO_QK_NORM
+from reshard.families.entries import Activation, Const, Key
+from reshard.families.family import MEGATRON_BRIDGE, Family
+from reshard.families.rope import Rope
+from reshard.families.rules import Dims, Rule, attention, decoder, ends, norms, same
+
+
+def rules(d: Dims) -> Iterator[Rule]:
+    """Norms have biases. Both sides store their weights less one."""
+    yield from ends(d)
+    yield same("model.norm.bias", "decoder.final_layernorm.bias", d.hidden)
+    block = [
+        *norms(d),
+        same("input_layernorm.bias", "input_layernorm.bias", d.hidden),
+        same("post_attention_layernorm.bias", "pre_mlp_layernorm.bias", d.hidden),
+        *attention(d),
+        same("mlp.up_proj.weight", "mlp.linear_fc1.weight", d.ffn, d.hidden),
+        same("mlp.down_proj.weight", "mlp.linear_fc2.weight", d.hidden, d.ffn),
+    ]
+    yield from decoder(d, block)
+
+
+NEMOTRON = Family(
+    "nemotron",
+    "NemotronForCausalLM",
+    rules,
+    (
+        *GROUPED_HEADS,
+        Rope(fraction=0.5),
+        Key("norm_eps", "norm_epsilon", also=("layernorm_epsilon",), default=1e-5),
+        Const(args={"normalization": "LayerNorm", "apply_layernorm_1p": True}),
+        Activation(args={"swiglu": False, "squared_relu": True}, computed={"hidden_act": "relu2"}),
+        NO_BIAS,
+        Const(computed={"attention_bias": False, "mlp_bias": False}),
+        NO_QK_NORM,
+    ),
+    judged=(MEGATRON_BRIDGE,),
+)

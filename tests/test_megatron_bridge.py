@@ -1,0 +1,67 @@
+"""Megatron-Bridge judges model types in both directions: it reads what reshard writes, and wrote what reshard reads.
+
+A model type is added to `TYPES` of tests/genuine/model_types.py (or is a variant of tests/genuine/huggingface.py), and
+its name to `NAMES` below.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import reshard
+from reshard.families.rope import both_spellings
+from reshard.formats.companions import portable_tokenizer_config
+from tests.environments import python
+from tests.genuine.huggingface import make_model
+from tests.genuine.model_types import LAYOUTS, TYPES, make_model_type
+from tests.test_mcore_bridge import assert_same, folders, tensors_of
+
+NAMES = {
+    **dict.fromkeys(("llama", "nemotron", "gemma", "gemma2", "gemma3_text", "gemma3"), LAYOUTS),
+}
+"""Model types, each with the TP, PP and EP sizes that it is judged at."""
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_megatron_bridge_reads_and_writes_the_same(name: str, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    if name in TYPES:
+        make_model_type(name, base)
+    else:
+        make_model(name, base, dtype="bfloat16", vocab_size=288)
+    as_transformers_4_spells(base)
+    jobs: list[str] = []
+    for tp, pp, ep in NAMES[name]:
+        theirs, ours, exported = folders(tmp_path, tp)
+        reshard.convert(base, ours, to="megatron", tp=tp, pp=pp, ep=ep, etp=1)
+        sizes = [str(size) for size in (tp, pp, ep)]
+        jobs += ["save", str(base), str(theirs), *sizes, "--"]
+        jobs += ["export", str(base), str(exported), *sizes, str(ours / "release"), "--"]
+    module = [python("megatron-bridge"), "-m", "tests.genuine.make_megatron_bridge"]
+    subprocess.run([*module, *jobs], check=True, timeout=600)
+
+    kept = tensors_of(base)
+    for tp, _, _ in NAMES[name]:
+        theirs, _, exported = folders(tmp_path, tp)
+        assert_same(tensors_of(exported), kept)
+        for known in ({"base": base}, {}):  # run_config.yaml alone tells the config
+            back = tmp_path / f"back-{tp}-{len(known)}"
+            reshard.convert(theirs, back, **known)
+            assert_same(tensors_of(back), kept)
+
+
+def as_transformers_4_spells(base: Path) -> None:
+    """Megatron-Bridge runs with transformers 4, and a folder of the hub can be read by it."""
+    for name, spelled in (("config.json", _older), ("tokenizer_config.json", portable_tokenizer_config)):
+        file = base / name
+        file.write_text(json.dumps(spelled(json.loads(file.read_text())), indent=2))
+
+
+def _older(config: dict[str, object]) -> dict[str, object]:
+    return {**config, **both_spellings(config), "torch_dtype": "bfloat16"}
