@@ -72,6 +72,8 @@ def main(data: Path, rounds: int, only: str) -> None:
     for peer in PEERS:
         if only in f"engines {peer.road}":
             _against_engine(peer, make(data / "base", BASE), data, rounds)
+    if only in "fp8":
+        _quantized(make(data / "base", BASE), data, rounds)
     for name, config in REAL_SIZES.items():
         if only in f"plan {name}":
             _plans(name, make(data / name.replace(" ", "-"), config, sparse=True), data, rounds)
@@ -165,6 +167,26 @@ def _against_engine(peer: Peer, model: Path, data: Path, rounds: int) -> None:
     theirs = [peer.python, "-m", "bench.peers", peer.peer, str(source), str(out)]
     contenders = [Contender("reshard", reshard, out), Contender(peer.peer, theirs, out, here)]
     _show(race(f"{peer.road} → huggingface", contenders, rounds))
+
+
+def _quantized(plain: Path, data: Path, rounds: int) -> None:
+    """Block FP8 made plain and back, beside a copy of the plain model and the publisher's formula in torch."""
+    fp8, out = data / "fp8", data / "out"
+    peer = [sys.executable, "-m", "bench.peers"]
+    subprocess.run([*RESHARD, str(plain), str(fp8), "--quantize", "fp8", *QUIET, "--overwrite"], check=True)
+    here = {"PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": str(os.cpu_count())}
+    roads = {
+        "fp8 → bfloat16": (fp8, ["--to", "huggingface", "--dtype", "bfloat16"], "fp8_cast_bf16"),
+        "fp8 → megatron, TP2·PP2": (fp8, ["--to", "megatron", *LAYOUTS["dense"]], ""),
+        "bfloat16 → fp8": (plain, ["--quantize", "fp8"], "bf16_cast_fp8"),
+    }
+    for road, (source, flags, theirs) in roads.items():
+        command = [*RESHARD, str(source), str(out), *flags, *QUIET]
+        contenders = [*_copies(plain, data / "cp"), Contender("reshard", command, out)]
+        if theirs:
+            command = [*peer, theirs, str(source), str(out)]
+            contenders.append(Contender(f"{theirs} in torch", command, out, here))
+        _show(race(road, contenders, rounds))
 
 
 def _show(rows: list[str]) -> None:

@@ -32,6 +32,42 @@ def dcp_to_torch_save(src: Path, dst: Path) -> None:
     convert(src, dst)
 
 
+def fp8_cast_bf16(src: Path, dst: Path) -> None:
+    """What DeepSeek's script of this name computes with a kernel for GPUs, in torch: file by file, block by block."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    dst.mkdir(parents=True)
+    for file in sorted(src.glob("*.safetensors")):
+        stored = load_file(file)
+        for name in [name for name in stored if name.endswith("_scale_inv")]:
+            scales, weight = stored.pop(name), name.removesuffix("_scale_inv")
+            rows, columns = stored[weight].shape
+            scales = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
+            stored[weight] = (stored[weight].float() * scales).to(torch.bfloat16)
+        save_file(stored, dst / file.name, metadata={"format": "pt"})
+
+
+def bf16_cast_fp8(src: Path, dst: Path) -> None:
+    """The other way round, by the formula of its `weight_quant`."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from torch.nn.functional import pad
+
+    dst.mkdir(parents=True)
+    for file in sorted(src.glob("*.safetensors")):
+        stored = load_file(file)
+        for name in [name for name in stored if name.endswith("_proj.weight")]:
+            rows, columns = stored[name].shape
+            padded = pad(stored[name].float(), (0, -columns % 128, 0, -rows % 128))
+            blocks = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+            scales = blocks.abs().amax((1, 3)) / 448
+            codes = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+            stored[name] = codes.flatten(2).flatten(0, 1)[:rows, :columns].contiguous()
+            stored[f"{name}_scale_inv"] = scales
+        save_file(stored, dst / file.name, metadata={"format": "pt"})
+
+
 def merge_weights(src: Path, dst: Path) -> None:
     """`accelerate merge-weights`."""
     from accelerate.utils import merge_fsdp_weights
