@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 import reshard
 from reshard.errors import ReshardError
 from reshard.formats.dcp.metadata import read_metadata
 from tests import commandline
-from tests.genuine.model_types import flat, make_model_type
+from tests.genuine.model_types import TYPES, flat, make_model_type
 from tests.judges import assert_same_tensors, tensors_of
+from tests.test_dcp_format import as_torch_reads, save
 
 NAMES = ("qwen2_5_vl", "qwen3_vl")
 
@@ -174,3 +176,17 @@ def test_what_another_engine_computes_is_not_trained_on_megatron_core(
     reshard.convert(model("qwen3_vl"), tmp_path / "m", to="megatron")
     with pytest.raises(ReshardError, match="does not compute the family"):
         reshard.verify(tmp_path / "m", model("qwen3_vl"), logits=True)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_names_in_memory(name: str, tied: bool, tmp_path: Path) -> None:
+    """A state dict of the live model becomes the hub's, and what is written has all keys of the live model."""
+    hub = make_model_type(name, tmp_path / "hub", tie_word_embeddings=tied)
+    kind = getattr(transformers, TYPES[name].architecture)
+    live = kind.from_pretrained(hub, dtype=torch.bfloat16).state_dict()
+    save({"model": live}, tmp_path / "live")
+    reshard.convert(tmp_path / "live", tmp_path / "back", base=hub)
+    assert_same_tensors(tensors_of(tmp_path / "back"), tensors_of(hub))
+    reshard.convert(hub, tmp_path / "dcp", to="dcp")
+    assert_same_tensors(as_torch_reads(tmp_path / "dcp")["model"], live)

@@ -30,19 +30,26 @@ W132 = Experts("mlp.experts", "w1", "w3", "w2")
 
 @dataclass(frozen=True)
 class Live:
-    """How a family differs in memory. `renames` are parts of names, (in memory, on the hub), in that order."""
+    """How a family differs in memory.
+
+    `renames` are parts of names, `begins` their beginnings of which one fits: (in memory, on the hub), in that order.
+    """
 
     experts: Experts | None = GATED
     renames: tuple[tuple[str, str], ...] = ()
+    begins: tuple[tuple[str, str], ...] = ()
 
     def to_hub(self, name: str) -> str:
         """The hub's name of a tensor that is not fused; one that has it already keeps it."""
         for live, hub in self.renames:
             name = name.replace(live, hub, 1)
-        return name
+        begin = next((pair for pair in self.begins if name.startswith(pair[0])), ("", ""))
+        return begin[1] + name.removeprefix(begin[0])
 
     def to_live(self, name: str) -> str:
         """The name in memory: the inverse of `to_hub`."""
+        begin = next((pair for pair in self.begins if name.startswith(pair[1])), ("", ""))
+        name = begin[0] + name.removeprefix(begin[1])
         for live, hub in reversed(self.renames):
             name = name.replace(hub, live, 1)
         return name

@@ -100,6 +100,12 @@ class Request:
         assert self.model is not None
         return self.model
 
+    def called(self, plain: str) -> str:
+        """What the hub, or a live model, calls a tensor that a language model by itself calls so."""
+        family = self.model.family if self.model else None
+        name = family.hub_name(plain) if family else plain
+        return family.live.to_live(name) if family and family.live and self.dialect == LIVE else name
+
     @property
     def tied(self) -> bool:
         """Whether the head of the model is its embedding."""

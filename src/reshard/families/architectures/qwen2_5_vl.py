@@ -6,6 +6,7 @@ from reshard.families.architectures.llama import dense
 from reshard.families.config import DERIVED_HEADS, NO_QK_NORM, QKV_BIAS
 from reshard.families.entries import FullAttention
 from reshard.families.family import MCORE_BRIDGE, MEGATRON_BRIDGE, Family
+from reshard.families.live import Live
 from reshard.families.rope import MultimodalRope
 from reshard.families.within import Carried, Within
 
@@ -16,5 +17,6 @@ QWEN2_5_VL = Family(
     (*DERIVED_HEADS, MultimodalRope(), FullAttention(), QKV_BIAS, NO_QK_NORM),
     computed_by=MCORE_BRIDGE,
     within=Within(hub=(), carried=(Carried("visual.", "visual.visual.", {MEGATRON_BRIDGE: "visual."}),)),
+    live=Live(None, begins=(("model.language_model.", "model."), ("model.visual.", "visual."))),
     judged=(MCORE_BRIDGE,),
 )

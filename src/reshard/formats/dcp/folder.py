@@ -339,10 +339,9 @@ def lay_out(request: Request) -> list[OutputFile]:
     for tensor in tensors:
         writer.name(NEST, tensor.name, writer.add(tensor))
     stored = writer.metadata.tensors
-    if request.tied and f"{NEST}.{HEAD}" not in stored and f"{NEST}.{EMBEDDING}" in stored:
-        writer.name(
-            NEST, HEAD, stored[f"{NEST}.{EMBEDDING}"]
-        )  # the state dict of the live model has it twice
+    head, embedding = request.called(HEAD), f"{NEST}.{request.called(EMBEDDING)}"
+    if request.tied and f"{NEST}.{head}" not in stored and embedding in stored:
+        writer.name(NEST, head, stored[embedding])  # the state dict of the live model has it twice
     if request.states and request.optimizer:
         optimizer = NewOptimizer(request.states, request.optimizer)
         writer.add_optimizer(optimizer, {tensor.name for tensor in tensors if len(tensor.shape) < 2})
