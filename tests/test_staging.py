@@ -8,14 +8,17 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections import namedtuple
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from reshard.errors import Problem, ReshardError
 from reshard.transfer.destination import space_problems, target_problems
-from reshard.transfer.staging import put_aside, recover, staged
+from reshard.transfer.journal import Identity, Journal
+from reshard.transfer.staging import put_aside, recover, remove_unfinished, staged, unfinished
 
 LEFT = "0123abcd"
 """What a run that was killed has in the names of what it left."""
@@ -41,7 +44,7 @@ def test_the_target_appears_when_the_block_ends(tmp_path: Path) -> None:
     target = tmp_path / "new" / "dst"
     with staged(target, {"file": 0}, overwrite=False) as folder:
         (folder / "file").touch()
-        assert folder.parent == target.parent and not target.exists()
+        assert folder.parent.parent == target.parent and not target.exists()
     assert names(target) == {"file"} and names(target.parent) == {"dst"}
 
 
@@ -67,7 +70,7 @@ def test_nothing_stays_when_the_block_fails(tmp_path: Path, error: BaseException
 
 def test_folders_that_others_use_meanwhile_stay(tmp_path: Path) -> None:
     with pytest.raises(ValueError), staged(tmp_path / "new" / "dst", {}, overwrite=False) as folder:
-        (folder.parent / "neighbour").touch()
+        (folder.parent.parent / "neighbour").touch()
         raise ValueError
     assert names(tmp_path / "new") == {"neighbour"}
 
@@ -92,7 +95,7 @@ def test_the_old_folder_comes_back_if_the_new_one_cannot_take_its_place(
     rename = Path.rename
 
     def fail_once(self: Path, target: Path) -> Path:
-        if ".partial-" in self.name:
+        if self.name == "output":
             raise OSError(5, "Input/output error")
         return rename(self, target)
 
@@ -152,7 +155,7 @@ def test_everything_is_durable_before_it_is_published(
 
     monkeypatch.setattr(os, "fsync", record)
     write(target, "deep/file")
-    assert synced == [(".dst.partial", False), ("deep", False), (tmp_path.name.partition("-")[0], True)]
+    assert synced == [("output", False), ("deep", False), (tmp_path.name.partition("-")[0], True)]
 
 
 def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
@@ -213,7 +216,7 @@ def test_nothing_of_a_run_that_lives_is_swept(tmp_path: Path) -> None:
         recover(tmp_path / "dst")
         with pytest.raises(ReshardError, match="another run is writing") as caught:
             write(tmp_path / "dst", "other")
-        assert str(folder) in str(caught.value.problems[0].found)
+        assert str(folder.parent) in str(caught.value.problems[0].found)
         assert names(tmp_path) == before
 
 
@@ -262,6 +265,147 @@ def test_two_runs_that_replace_the_same_folder_at_the_same_moment(
     assert caught.value.problems[0].found == f"other; what was there before is now {kept}"
     assert names(tmp_path / "dst") == {"other"} and names(kept) == {"old"}
     assert names(tmp_path) == {"dst", kept.name}
+
+
+ONE, OTHER = Identity("1", "a", "x"), Identity("1", "a", "y")
+
+
+def interrupted(target: Path, identity: Identity, error: BaseException, overwrite: bool = False) -> None:
+    """A run that has written one file of two when it ends."""
+    journal = Journal(identity, {"command": "reshard convert", "folder": str(Path.cwd()), "bytes": 8})
+    with (
+        suppress(type(error), ReshardError),
+        staged(target, {"done": 4, "rest": 4}, overwrite=overwrite, journal=journal) as folder,
+    ):
+        (folder / "done").write_text("done")
+        modified = (folder / "done").stat().st_mtime_ns
+        entry = {"file": "done", "bytes": 4, "modified": modified, "batches": [], "begun": {}, "late": []}
+        journal.add(entry)
+        raise error
+
+
+def continued(target: Path, identity: Identity | None = None) -> tuple[set[str], list[str]]:
+    """What a later run finds and hears."""
+    journal, heard = Journal(identity), list[str]()
+    stage = staged(
+        target,
+        {"done": 4, "rest": 4},
+        overwrite=True,
+        journal=journal,
+        on_resume=lambda note, _: heard.append(note),
+    )
+    with stage as folder:
+        there = names(folder)
+        assert set(journal.progress.files) == there
+        for file in ("done", "rest"):
+            (folder / file).write_text(file)
+    assert names(target) == {"done", "rest"} and names(target.parent) == {target.name}
+    return there, heard
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "full"), OSError(errno.EIO, "broken"), MemoryError()]
+)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_was_written_is_kept_where_the_same_command_may_succeed(
+    tmp_path: Path, error: BaseException, overwrite: bool
+) -> None:
+    if overwrite:
+        write(tmp_path / "dst", "old")
+    interrupted(tmp_path / "dst", ONE, error, overwrite)
+    (left,) = unfinished(tmp_path / "dst")
+    assert (left.nbytes, left.total, left.command, left.live) == (4, 8, "reshard convert", False)
+    assert (tmp_path / "dst").exists() == overwrite
+    recover(tmp_path / "dst")
+    there, heard = continued(tmp_path / "dst", ONE)
+    assert there == {"done"} and heard == ["continuing: 4 B of 8 B are written already"]
+
+
+def test_what_was_written_is_removed_where_the_same_command_cannot_succeed(tmp_path: Path) -> None:
+    for error in (ReshardError("the bytes changed"), ValueError(), SystemExit(1)):
+        interrupted(tmp_path / "dst", ONE, error)
+        assert names(tmp_path) == set()
+    refused = ReshardError("a file cannot be read")
+    refused.__cause__ = OSError(errno.ESTALE, "stale")
+    interrupted(tmp_path / "dst", ONE, refused)
+    assert len(unfinished(tmp_path / "dst")) == 1
+
+
+@pytest.mark.parametrize(
+    ("identity", "why"),
+    [
+        (OTHER, "it has other options"),
+        (Identity("1", "b", "y"), "the source has changed since"),
+        (Identity("2", "b", "y"), "another version of reshard wrote it"),
+        (None, "--no-resume is given"),
+    ],
+)
+def test_what_belongs_to_another_output_is_removed_in_one_line(
+    tmp_path: Path, identity: Identity | None, why: str
+) -> None:
+    interrupted(tmp_path / "dst", ONE, KeyboardInterrupt())
+    there, heard = continued(tmp_path / "dst", identity)
+    assert there == set() and heard == [f"starting anew: 4 B of an unfinished run are removed, as {why}"]
+
+
+@pytest.mark.parametrize("how", ["gone", "longer", "changed", "journal cut", "journal edited", "old folder"])
+def test_only_what_lies_there_as_it_was_left_is_continued(tmp_path: Path, how: str) -> None:
+    interrupted(tmp_path / "dst", ONE, KeyboardInterrupt())
+    (left,) = unfinished(tmp_path / "dst")
+    file, journal = left.folder / "output" / "done", left.folder / "journal"
+    if how == "gone":
+        file.unlink()
+    elif how == "longer":
+        file.write_text("longer")
+    elif how == "changed":
+        os.utime(file, ns=(0, 0))
+    elif how == "journal cut":
+        os.truncate(journal, journal.stat().st_size - 1)
+    elif how == "journal edited":
+        journal.write_bytes(journal.read_bytes().replace(b'"bytes":4,', b'"bytes":5,'))
+    else:
+        (left.folder / "replaced").mkdir()  # it was published
+    journal = Journal(ONE)
+    with suppress(KeyboardInterrupt), staged(tmp_path / "dst", {"done": 4}, overwrite=False, journal=journal):
+        assert journal.progress.files == {} and journal.is_open
+        raise KeyboardInterrupt
+    assert names(tmp_path) == set()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_what_another_user_wrote_is_not_continued(tmp_path: Path) -> None:
+    """In /tmp, for one, anybody may have foreseen the name of the folder, and made it."""
+    interrupted(tmp_path / "dst", ONE, KeyboardInterrupt())
+    (left,) = unfinished(tmp_path / "dst")
+    os.chown(left.folder / "journal", 65534, 65534)
+    there, heard = continued(tmp_path / "dst", ONE)
+    assert there == set() and "another user wrote it" in heard[0]
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_without_locks_nothing_is_continued(tmp_path: Path) -> None:
+    interrupted(tmp_path / "dst", ONE, KeyboardInterrupt())
+    assert names(tmp_path) == set()
+    there, heard = continued(tmp_path / "dst", ONE)
+    assert there == set() and len(heard) == 1 and "this file system has no locks" in heard[0]
+
+
+def test_unfinished_runs_are_removed_by_age_and_never_of_one_that_lives(tmp_path: Path) -> None:
+    interrupted(tmp_path / "dst", ONE, KeyboardInterrupt())
+    (left,) = unfinished(tmp_path / "dst")
+    os.utime(left.folder / "journal", (0, time.time() - 100))
+    assert remove_unfinished(tmp_path / "dst", 200) == [] and left.folder.exists()
+    with (
+        suppress(KeyboardInterrupt),
+        staged(tmp_path / "dst", {"done": 4, "rest": 4}, overwrite=False, journal=Journal(ONE)),
+    ):
+        assert unfinished(tmp_path / "dst")[0].live
+        with pytest.raises(ReshardError, match="another run is writing"):
+            remove_unfinished(tmp_path / "dst", 0)
+        raise KeyboardInterrupt
+    assert not unfinished(tmp_path / "dst")[0].live
+    assert [each.folder for each in remove_unfinished(tmp_path / "dst", 50)] == [left.folder]
+    assert names(tmp_path) == set() and remove_unfinished(tmp_path / "dst", 0) == []
 
 
 def spoil(folder: Path, how: str) -> None:

@@ -17,6 +17,7 @@ from reshard.inspection import Inspection, inspect_checkpoint
 from reshard.transfer.execute import worker_count
 from reshard.transfer.plan import Plan
 from reshard.transfer.sources import OnStep
+from reshard.transfer.staging import OnResume
 from reshard.verification import Comparison, compare_weights, open_sides
 
 StrPath = str | PathLike[str]
@@ -96,14 +97,18 @@ def convert(
     with_optimizer: bool = False,
     strict: bool = False,
     no_checksum: bool = False,
+    no_resume: bool = False,
+    command: str = "",
     on_step: OnStep = lambda step: None,
     on_plan: Callable[[Plan], None] = lambda plan: None,
     on_bytes: Callable[[int], None] = lambda count: None,
+    on_resume: OnResume = lambda note, nbytes: None,
 ) -> Conversion:
     """Carry the checkpoint at `src` to `dst`, in the format and layout that are asked for.
 
     `on_step` hears what is done until there is a plan; `on_plan` sees the plan before a byte is read, `on_bytes` the
-    count of each window that was written.
+    count of each window that was written. The same call continues a run that was interrupted: `on_resume` hears so, and
+    how many bytes are written already. `command` is what `inspect` names to continue this one.
     Raises ReshardError, with `dst` as it was before.
     """
     layout = Layout(tp, pp, vpp, ep, tp if etp is None else etp, stages)
@@ -137,9 +142,12 @@ def convert(
         workers=workers,
         strict=strict,
         checksum=not no_checksum,
+        resume=not no_resume,
+        command=command,
         on_step=on_step,
         on_plan=on_plan,
         on_bytes=on_bytes,
+        on_resume=on_resume,
     )
 
 

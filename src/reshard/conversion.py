@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from reshard.errors import Problem, ReshardError
 from reshard.formats.contents import foreign_in
@@ -13,9 +16,11 @@ from reshard.planning import Options, plan_conversion
 from reshard.transfer.compare import unequal_replicas
 from reshard.transfer.destination import space_problems, target_problems
 from reshard.transfer.execute import Report, execute, worker_count
+from reshard.transfer.journal import Identity, Journal
 from reshard.transfer.plan import Plan
 from reshard.transfer.sources import OnStep
-from reshard.transfer.staging import put_aside, recover, staged
+from reshard.transfer.staging import OnResume, put_aside, recover, reusable, staged
+from reshard.version import __version__
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,7 @@ class Conversion:
             "notes": plan.notes,
             "warnings": [warning.as_dict() for warning in (*plan.warnings, *self.warnings)],
             "written": self.report.nbytes if self.report else 0,
+            "resumed": self.report.resumed if self.report else 0,
             "nonfinite": self.report.nonfinite if self.report else [],
         }
 
@@ -53,27 +59,72 @@ def convert(
     workers: int | None = None,
     strict: bool = False,
     checksum: bool = True,
+    resume: bool = True,
+    command: str = "",
     on_step: OnStep = lambda step: None,
     on_plan: Callable[[Plan], None] = lambda plan: None,
     on_bytes: Callable[[int], None] = lambda count: None,
+    on_resume: OnResume = lambda note, nbytes: None,
 ) -> Conversion:
-    """Plan, check and convert. `target` appears whole, or stays as it was; raises ReshardError."""
+    """Plan, check and convert. `target` appears whole, or stays as it was; raises ReshardError.
+
+    What was written when the system or Ctrl-C ends the run is kept, unless `resume` is false, and the next run for the
+    same output continues from there. `command` does so, and is told to whoever finds it.
+    """
     plan = plan_conversion(source, options, on_step)
     on_plan(plan)
     warnings = check_destination(plan, target, overwrite=overwrite, dry_run=dry_run)
     if dry_run:
         return Conversion(plan, warnings=warnings)
     sizes = {file.path: file.size for file in plan.files}
-    with staged(target, sizes, overwrite=overwrite) as folder, plan.sources.unchanged():
-        problems = unequal_replicas(plan.replicas, worker_count(workers, memory))
-        if problems:
-            raise ReshardError(problems)
-        report = execute(plan, folder, memory=memory, workers=workers, checksum=checksum, on_bytes=on_bytes)
+    identity = _identity(plan, options, checksum=checksum) if resume else None
+    journal = Journal(identity, {"command": command, "folder": _here(), "bytes": plan.nbytes})
+    stage = staged(target, sizes, overwrite=overwrite, journal=journal, on_resume=on_resume)
+    with stage as folder, plan.sources.unchanged():
+        if not journal.progress.equal:
+            if problems := unequal_replicas(plan.replicas, worker_count(workers, memory)):
+                raise ReshardError(problems)
+            journal.add({"replicas": "equal"})
+        report = execute(
+            plan,
+            folder,
+            memory=memory,
+            workers=workers,
+            checksum=checksum,
+            on_bytes=on_bytes,
+            journal=journal,
+        )
         if strict and report.nonfinite:
             raise ReshardError([_nonfinite(name) for name in report.nonfinite])
         if overwrite and (problems := _in_the_way(plan, target, overwrite)):
             raise ReshardError(problems)  # hours may have passed
     return Conversion(plan, report, warnings)
+
+
+def _here() -> str:
+    """The folder in which a command is typed."""
+    try:
+        return str(Path.cwd())
+    except OSError:  # it is gone
+        return ""
+
+
+def _identity(plan: Plan, options: Options, *, checksum: bool) -> Identity:
+    """All that decides the bytes of the output: the program, what was read for the plan, the options and the files."""
+    wanted = replace(options, base=options.base and options.base.resolve())
+    told = sha256(f"{wanted!r} {checksum} {[path.resolve() for path in plan.sources.named]!r}".encode())
+    for file in plan.files:
+        told.update(f"\n{file.path!r} {file.size}".encode())
+    return Identity(_program(), plan.sources.digest(), told.hexdigest())
+
+
+def _program() -> str:
+    """A digest of the code that decides what is written: its version says too little of a checkout."""
+    package, digest = Path(__file__).parent, sha256(f"{__version__} {np.__version__}".encode())
+    for part in ("algebra", "families", "transfer", "formats", "model", "adapters", "planning"):
+        for path in sorted((package / part).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def check_destination(
@@ -87,7 +138,7 @@ def check_destination(
     if not dry_run:
         recover(target)
     problems = _in_the_way(plan, target, overwrite)
-    too_small = space_problems(target, plan.nbytes)
+    too_small = space_problems(target, plan.nbytes - reusable(target))
     problems += [] if dry_run else too_small
     if problems:
         raise ReshardError(problems)

@@ -190,7 +190,7 @@ def _compared(
 
     def work(index: int, stopped: Event) -> list[Row]:
         names = takewhile(lambda _: not stopped.is_set(), _taken(waiting))
-        return _differing(first, second, names, ledger, on_bytes)
+        return _differing(first, second, names, Comparer(stopped, ledger), on_bytes)
 
     found = [row for part in together(work, workers) for row in part]
     rows += [row for row in found if row.kind != ROUNDED]
@@ -229,9 +229,9 @@ def _tensor(side: Side, name: str) -> Tensor:
 
 
 def _differing(
-    first: Side, second: Side, names: Iterable[str], ledger: Ledger, on_bytes: Callable[[int], None]
+    first: Side, second: Side, names: Iterable[str], comparer: Comparer, on_bytes: Callable[[int], None]
 ) -> list[Row]:
-    comparer, rows = Comparer(ledger), []
+    rows = []
     try:
         for name in names:
             a, b = _tensor(first, name), _tensor(second, name)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -53,10 +55,25 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("full_disk")
 def test_a_write_error_leaves_nothing(copy: Copy) -> None:
     src = copy("qwen3")
-    problem = refusal("convert", src, src.parent / "new" / "folders" / "dst", *MEGATRON)
+    problem = refusal("convert", src, src.parent / "new" / "folders" / "dst", *MEGATRON, "--no-resume")
     assert problem["message"] == "the system refused to read or to write"
     assert problem["found"] == "No space left on device" and "free some space" in problem["remedy"]
     assert not (src.parent / "new").exists()
+
+
+def test_a_run_continues_when_the_disk_has_room_again(
+    copy: Copy, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    src = copy("qwen3")
+    command = convert(src, "--to", "huggingface", "--max-shard-size", "50KB", "--workers", "1")
+    request.getfixturevalue("full_disk")
+    result = reshard(*command)
+    assert result.code == 2 and "found: No space left on device" in result.err
+    assert "free some space, then run the same command again: " in result.err
+    monkeypatch.undo()
+    result = reshard(*command, "--json")
+    assert result.code == 0 and 0 < result.json["resumed"] < result.json["written"] == result.json["bytes"]
+    assert reshard("verify", src, src.parent / "dst").code == 0
 
 
 def test_a_write_error_leaves_the_old_checkpoint(
@@ -65,7 +82,7 @@ def test_a_write_error_leaves_the_old_checkpoint(
     src = copy("qwen3")
     shutil.copytree(originals("legacy"), src.parent / "dst")
     request.getfixturevalue("full_disk")  # only now: making the original needs room
-    refusal(*convert(src, *MEGATRON, "--overwrite"))  # compares what is there before and after
+    refusal(*convert(src, *MEGATRON, "--overwrite", "--no-resume"))  # compares what is there before and after
     assert reshard("verify", src, src.parent / "dst").code == 0
 
 
@@ -135,21 +152,52 @@ def ended(process: subprocess.Popen[str]) -> Result:
     return Result(process.returncode, out, err)
 
 
+SIGNALS = [
+    (signal.SIGINT, 130, ""),
+    (signal.SIGTERM, 143, " by SIGTERM"),
+    (signal.SIGHUP, 129, " by SIGHUP"),
+    (signal.SIGUSR1, 138, " by SIGUSR1"),
+]
+
+
 @pytest.mark.parametrize(
     ("number", "status", "by"),
-    [(signal.SIGINT, 130, ""), (signal.SIGTERM, 143, " by SIGTERM"), (signal.SIGHUP, 129, " by SIGHUP")],
+    SIGNALS,
 )
 @pytest.mark.parametrize("again", [False, True])
 def test_a_signal_in_the_middle(copy: Copy, number: int, status: int, by: str, again: bool) -> None:
     """Ctrl-C, the end of a job of Slurm, a terminal that is closed; some of them send it twice."""
     src = copy("qwen3")
     before = listing(src.parent)
-    process = begin_slowly(src, src.parent / "new" / "dst")
+    process = begin_slowly(src, src.parent / "new" / "dst", "--no-resume")
     process.send_signal(number)
     if again:
         process.send_signal(number)
     assert ended(process) == Result(status, "", f"interrupted{by}: nothing was changed\n")
     assert listing(src.parent) == before
+
+
+@pytest.mark.parametrize(("number", "status", "by"), SIGNALS)
+def test_a_run_that_a_signal_ended_says_how_to_continue(
+    copy: Copy, number: int, status: int, by: str
+) -> None:
+    src = copy("qwen3")
+    folder = src.parent / "a folder"
+    folder.mkdir()
+    dst = folder / "dst"
+    process = begin_slowly(src, dst, how="INT, gate")
+    process.send_signal(number)
+    time.sleep(0.2)
+    (src / "go").touch()
+    result = ended(process)
+    said, command = result.err.splitlines()
+    assert result.code == status and re.fullmatch(rf"interrupted{by}: .* of .* are written and kept", said)
+    assert command == f"continue with: reshard convert {src} '{dst}' --to megatron"
+    listed = reshard("inspect", dst)
+    assert listed.code == 1 and f"reshard convert {src} '{dst}' --to megatron" in listed.out
+    result = reshard(*shlex.split(command.partition("reshard ")[2]))
+    assert result.code == 0 and "note: continuing: " in result.err
+    assert reshard("verify", src, dst).code == 0 and {path.name for path in folder.iterdir()} == {"dst"}
 
 
 def test_a_hangup_that_is_ignored_stays_so(copy: Copy) -> None:
@@ -205,8 +253,9 @@ def test_a_signal_at_the_rename_is_told_as_it_is(
     assert result.code == 128 + number and result.out == ""
     by = "" if number == signal.SIGINT else " by SIGTERM"
     if when == "before":
-        assert result.err == "interrupted: nothing was changed\n"
-        assert listing(src.parent) == before
+        assert " are written and kept\ncontinue with: reshard convert " in result.err
+        now = listing(src.parent).items()
+        assert {path: state for path, state in now if not path.startswith(".dst.partial-")} == before
     else:
         assert result.err == f"interrupted{by}: {dst} is complete\n"
         assert {path.name for path in src.parent.iterdir()} == {"src", "dst"}

@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> Any:
 
 def _run(words: list[str]) -> Any:
     try:
-        return cli.main(args=words, prog_name="reshard", standalone_mode=False)
+        return cli.main(args=words, prog_name="reshard", standalone_mode=False, obj=tuple(words))
     except click.ClickException as error:
         vars(error)["message"] = shown(
             error.message

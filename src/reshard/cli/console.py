@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import math
+import shlex
 import signal
 import sys
 import threading
@@ -20,8 +21,9 @@ from typing import Any
 import click
 from rich.console import Console
 
-from reshard.errors import Problem, ReshardError
-from reshard.shown import escape, shown_json, shown_lines
+from reshard.errors import Problem, ReshardError, size
+from reshard.shown import escape, escape_lines, shown, shown_json, shown_lines
+from reshard.transfer.staging import Unfinished, unfinished
 
 SHOWN = 12
 """How many offenders are printed in full; the rest are counted."""
@@ -82,7 +84,7 @@ def handles_errors(function: Callable[..., Any]) -> Callable[..., Any]:
         except KeyboardInterrupt as error:
             stopped = error if isinstance(error, Interrupted) else Interrupted()
             with suppress(OSError):  # the terminal may be gone
-                stderr().print(escape(str(stopped)))
+                stderr().print(escape_lines(str(stopped)))
             sys.exit(128 + stopped.signal)
         except Exception as error:
             if debug:
@@ -97,23 +99,37 @@ def handles_errors(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Interrupted(KeyboardInterrupt):
-    """The user or the system asked the program to end; `complete` names the output if it is in its place."""
+    """The user or the system asked the program to end.
 
-    def __init__(self, number: int = signal.SIGINT, complete: Path | None = None) -> None:
+    `complete` names the output if it is in its place, `kept` is what the next run continues.
+    """
+
+    def __init__(
+        self, number: int = signal.SIGINT, complete: Path | None = None, kept: Unfinished | None = None
+    ) -> None:
         super().__init__()
         self.signal = number
         self.complete = complete
+        self.kept = kept
 
     def __str__(self) -> str:
         by = "" if self.signal == signal.SIGINT else f" by {signal.Signals(self.signal).name}"
-        return (
-            f"interrupted{by}: {f'{self.complete} is complete' if self.complete else 'nothing was changed'}"
-        )
+        return f"interrupted{by}: {f'{self.complete} is complete' if self.complete else self._left()}"
+
+    def _left(self) -> str:
+        if self.kept is None:
+            return "nothing was changed"
+        written = f"{size(self.kept.nbytes or 0)} of {size(self.kept.total or 0)} are written and kept"
+        return f"{written}\ncontinue with: {self.kept.command or 'the same call'}"
+
+
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""What ends a program: schedulers send the first, or, if they are asked to warn before that, the last of these."""
 
 
 @contextmanager
 def clean_end(target: Path) -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end what writes to `target` as Ctrl-C does, and raise Interrupted for all three."""
+    """Let `ENDING` signals end what writes to `target` as Ctrl-C does, and raise Interrupted for all of them."""
 
     def end(number: int, frame: Any) -> None:
         for each in before:
@@ -122,7 +138,7 @@ def clean_end(target: Path) -> Iterator[None]:
 
     # What is ignored stays so: nohup does that to SIGHUP. Only the main thread may have handlers.
     is_main = threading.current_thread() is threading.main_thread()
-    asked = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
+    asked = [each for each in ENDING if signal.getsignal(each) is signal.SIG_DFL]
     asked = asked if is_main else []
     before = {each: signal.signal(each, end) for each in asked}
     found = _identity(target)
@@ -130,7 +146,9 @@ def clean_end(target: Path) -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         number = error.signal if isinstance(error, Interrupted) else signal.SIGINT
-        raise Interrupted(number, None if _identity(target) in (None, found) else target) from error
+        complete = None if _identity(target) in (None, found) else target
+        kept = [each for each in unfinished(target) if each.nbytes and not each.live]
+        raise Interrupted(number, complete, kept[0] if kept else None) from error
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
@@ -184,19 +202,16 @@ def problems_of(error: Exception) -> list[Problem]:
     ]
 
 
+def typed() -> str:
+    """The command line that is being run, for a shell."""
+    words = click.get_current_context().find_root().obj or ()
+    return shown(shlex.join(["reshard", *words]))
+
+
 def common_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """`--json` and `--debug`, which every command has."""
     function = click.option("--debug", is_flag=True, help="Show the traceback of an error.")(function)
     return click.option("--json", "json_output", is_flag=True, help="Print JSON for machines.")(function)
-
-
-def size(nbytes: float) -> str:
-    """Bytes for people: 1.3 GB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.1f} TB"
 
 
 def count(number: float) -> str:
@@ -213,17 +228,17 @@ PLAIN_EVERY = 5.0
 
 
 @contextmanager
-def progress(what: str, total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+def progress(what: str, total: int, done: int = 0, *, quiet: bool) -> Iterator[Callable[[int], None]]:
     """Show bytes, rate and time left: a bar on a terminal, plain lines elsewhere, nothing if `quiet`."""
     console = stderr()
     if quiet:
         yield lambda count: None
     elif console.is_terminal:
         with _bar(console) as bar:
-            task = bar.add_task(what, total=total)
+            task = bar.add_task(what, total=total, completed=done)
             yield lambda count: bar.advance(task, count)
     else:
-        yield _PlainProgress(what, total, console)
+        yield _PlainProgress(what, total, done, console)
 
 
 def _bar(console: Console) -> Any:
@@ -260,10 +275,10 @@ class Watch:
     def __exit__(self, *error: object) -> None:
         self.end()
 
-    def begin(self, total: int) -> None:
-        """The steps are over, and so many bytes are worked on from now on."""
+    def begin(self, total: int, done: int = 0) -> None:
+        """The steps are over, and so many bytes are worked on from now on, of which some are done already."""
         self.end()
-        self.advance = self._shown.enter_context(progress(self._what, total, quiet=self._quiet))
+        self.advance = self._shown.enter_context(progress(self._what, total, done, quiet=self._quiet))
 
     def end(self) -> None:
         """Take away what is shown, so that something else can be printed."""
@@ -327,9 +342,9 @@ class _PlainSteps:
 class _PlainProgress:
     """A line now and then, for logs; runs of a few seconds print none."""
 
-    def __init__(self, what: str, total: int, console: Console) -> None:
+    def __init__(self, what: str, total: int, done: int, console: Console) -> None:
         self._what, self._total, self._console = what, total, console
-        self._done = 0
+        self._before = self._done = done
         self._begin = self._last = time.monotonic()
 
     def __call__(self, count: int) -> None:
@@ -337,7 +352,7 @@ class _PlainProgress:
         now = time.monotonic()
         if now - self._last >= PLAIN_EVERY:
             self._last = now
-            rate = self._done / (now - self._begin)
+            rate = (self._done - self._before) / (now - self._begin)
             left = (self._total - self._done) / rate
             self._console.print(
                 f"{self._what}: {size(self._done)} of {size(self._total)}, {size(rate)}/s, {left:.0f} s left"

@@ -20,13 +20,13 @@ from reshard.cli.console import (
     handles_errors,
     print_json,
     print_problems,
-    size,
     stderr,
     stdout,
+    typed,
 )
 from reshard.cli.options import iteration_option
 from reshard.conversion import Conversion
-from reshard.errors import listed
+from reshard.errors import listed, size
 from reshard.families.family import ENGINES
 from reshard.formats import WRITTEN
 from reshard.model.quantizer import STORAGES
@@ -107,6 +107,7 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 @click.option("--merge", is_flag=True, help="Merge the LoRA adapter SRC into the model at --base.")
 @click.option("--adapter", metavar="NAME", help="Which adapter of SRC, if it holds several.")
 @click.option("--lora-alpha", type=float, metavar="N", help="The adapter's alpha, where no file tells it.")
+@click.option("--no-resume", is_flag=True, help="Start anew, and keep nothing of a run that is interrupted.")
 @click.option("--strict", is_flag=True, help="NaN or Inf in the weights is an error.")
 @click.option("--no-checksum", is_flag=True, help="Do not check the CRC32 of what is read.")
 @click.option("--quiet", is_flag=True, help="Print warnings and errors only.")
@@ -115,7 +116,8 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 def command(src: Path, dst: Path, quiet: bool, json_output: bool, **options: Any) -> None:
     """Carry the checkpoint at SRC to DST, in any format and parallel layout.
 
-    The format of SRC is detected. DST appears whole or not at all; config and tokenizer travel along.
+    The format of SRC is detected. DST appears whole or not at all; config and tokenizer travel along. If a run is
+    interrupted, the same command continues it.
 
     \b
       reshard convert ckpt model                          Megatron to Hugging Face
@@ -147,12 +149,14 @@ def shown(
 
     `print_plan` shows what a dry run found, which has no result.
     """
-    silent = quiet or json_output
+    silent, total = quiet or json_output, 0
     begin = time.monotonic()
     with clean_end(dst):
         with Watch("convert", quiet=silent) as watch:
 
             def on_plan(plan: Plan) -> None:
+                nonlocal total
+                total = plan.nbytes
                 watch.end()
                 if not silent:
                     _print_notes(plan)
@@ -160,7 +164,20 @@ def shown(
                 if not print_plan:
                     watch.begin(plan.nbytes)
 
-            result = convert(on_step=watch.step, on_plan=on_plan, on_bytes=lambda count: watch.advance(count))
+            def on_resume(note: str, done: int) -> None:
+                watch.end()
+                if not silent:
+                    stderr().print(f"[bold]note:[/] {escape(note)}")
+                if done:
+                    watch.begin(total, done)
+
+            result = convert(
+                command=typed(),
+                on_step=watch.step,
+                on_plan=on_plan,
+                on_bytes=lambda count: watch.advance(count),
+                on_resume=on_resume,
+            )
         if json_output:
             print_json(result.as_dict())
             return

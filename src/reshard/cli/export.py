@@ -17,10 +17,13 @@ from reshard.cli.convert import shown
 @click.option("--merge", is_flag=True, help="Merge the adapter of a LoRA run into its base.")
 @click.option("--dtype", metavar="DTYPE", help="Convert weights to float32, bfloat16 or float16.")
 @click.option("--overwrite", is_flag=True, help="Replace the one checkpoint at DST.")
+@click.option("--no-resume", is_flag=True, help="Start anew, and keep nothing of a run that is interrupted.")
 @click.option("--quiet", is_flag=True, help="Print warnings and errors only.")
 @common_options
 @handles_errors
-def command(checkpoint: Path, dst: Path, quiet: bool, json_output: bool, **options: Any) -> None:
+def command(
+    checkpoint: Path, dst: Path, no_resume: bool, quiet: bool, json_output: bool, **options: Any
+) -> None:
     """Make a Hugging Face folder of a CHECKPOINT that `reshard train` left.
 
     The same as `reshard convert`, told everything by the record of the run that lies in the checkpoint.
@@ -33,7 +36,7 @@ def command(checkpoint: Path, dst: Path, quiet: bool, json_output: bool, **optio
     from reshard.train.final.finish import export
 
     shown(
-        lambda **hooks: export(checkpoint, dst, **options, **hooks),
+        lambda **hooks: export(checkpoint, dst, resume=not no_resume, **options, **hooks),
         dst,
         quiet=quiet,
         json_output=json_output,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import time
 from pathlib import Path
 
 import click
@@ -15,32 +17,83 @@ from reshard.cli.console import (
     handles_errors,
     print_json,
     print_problems,
-    size,
     stdout,
 )
 from reshard.cli.options import iteration_option
+from reshard.errors import size
 from reshard.formats.checkpoint import Checkpoint
 from reshard.inspection import OPTIMIZER, Inspection
 from reshard.shown import escape
+from reshard.transfer.staging import Unfinished, remove_unfinished, unfinished
+
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def _age(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
+    """Seconds of 90s, 30m, 12h or 7d."""
+    if value is None:
+        return None
+    match = re.fullmatch(r"(\d{1,9})([smhd])", value)
+    if not match:
+        raise click.BadParameter("give an age with a unit, for example 12h or 7d")
+    return float(int(match[1]) * UNITS[match[2]])
 
 
 @click.command("inspect")
 @click.argument("path", type=click.Path(path_type=Path))
 @iteration_option("Which step of a run; the one that its tracker names by default.")
+@click.option(
+    "--remove-unfinished",
+    "age",
+    callback=_age,
+    metavar="AGE",
+    help="Remove unfinished conversions to PATH without progress for this long, for example 12h or 7d.",
+)
 @common_options
 @handles_errors
-def command(path: Path, iteration: int | str | None, json_output: bool) -> None:
+def command(path: Path, iteration: int | str | None, age: float | None, json_output: bool) -> None:
     """Say what the checkpoint at PATH is, whether it is whole, and what to type next.
 
-    Reads headers and metadata only. Exit status: 0 whole, 1 problems were found, 2 nothing could be opened.
+    Reads headers and metadata only. Also lists unfinished conversions to PATH, with the commands that continue them.
+    Exit status: 0 whole, 1 problems were found, 2 nothing could be opened.
     """
+    removed = remove_unfinished(path, age) if age is not None else []
+    left = unfinished(path)
+    beside = {
+        "unfinished": [each.as_dict() for each in left],
+        "removed": [str(each.folder) for each in removed],
+    }
+    if not json_output:
+        _print_unfinished(left, removed)
+    if not path.exists() and (left or removed):
+        if json_output:
+            print_json({"path": str(path), **beside})
+        sys.exit(1 if left else 0)
     with Watch("inspect", quiet=json_output) as watch:
         found = api.inspect(path, iteration, on_step=watch.step)
     if json_output:
-        print_json(found.as_dict())
+        print_json({**found.as_dict(), **beside})
     else:
         _print(found)
     sys.exit(0 if found.whole else 1)
+
+
+def _print_unfinished(left: list[Unfinished], removed: list[Unfinished]) -> None:
+    console = stdout()
+    for each in removed:
+        console.print(f"[bold]{'removed':<10}[/] {escape(str(each.folder))}")
+    for each in left:
+        done = "" if each.nbytes is None else f"{size(each.nbytes)} of {size(each.total or 0)} written, "
+        state = "running now" if each.live else f"no progress for {_duration(time.time() - each.modified)}"
+        console.print(f"[bold]{'unfinished':<10}[/] {escape(str(each.folder))}: {done}{state}")
+        if each.command and not each.live:
+            console.print(f"[bold]{'continue':<10}[/] {escape(each.command)}")
+
+
+def _duration(seconds: float) -> str:
+    """A time for people, in the largest unit that it fills."""
+    unit = next((unit for unit in reversed(UNITS) if seconds >= UNITS[unit]), "s")
+    return f"{max(seconds, 0) / UNITS[unit]:.0f} {unit}"
 
 
 def _quantized(checkpoint: Checkpoint) -> str:

@@ -9,7 +9,8 @@ import click
 from rich.table import Table
 
 from reshard import api
-from reshard.cli.console import Watch, common_options, handles_errors, print_json, size, stderr, stdout
+from reshard.cli.console import Watch, common_options, handles_errors, print_json, stderr, stdout
+from reshard.errors import size
 from reshard.shown import escape
 from reshard.verification import Comparison
 

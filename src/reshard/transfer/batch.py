@@ -11,6 +11,7 @@ from isal.isal_zlib import crc32
 
 from reshard.algebra.dtypes import DType
 from reshard.transfer.gather import RAW, Gatherer
+from reshard.transfer.journal import Begun
 from reshard.transfer.plan import Block, OutputFile
 from reshard.transfer.sink import PAGE
 
@@ -19,14 +20,18 @@ WINDOW = 4 << 20
 
 
 class Stream:
-    """One block on its way, and what its bytes have shown so far."""
+    """One block on its way, and what its bytes have shown so far: those of an earlier run, too, if it was `begun`."""
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: Block, begun: Begun | None = None) -> None:
         self.block = block
         self.view = block.source()
         self.end = block.offset + block.nbytes
-        self.nonfinite = False
-        self._checksum = 0
+        self.nonfinite = begun is not None and begun.nonfinite
+        self._checksum = begun.checksum if begun else 0
+
+    def begun(self, end: int) -> Begun:
+        """How far the block is when all before byte `end` of its file is written."""
+        return Begun(end, self._checksum, self.nonfinite)
 
     def is_transposed(self) -> bool:
         """Whether neighbours in the target are no neighbours in the source."""
@@ -57,14 +62,14 @@ class Stream:
 class Batch:
     """Bytes `begin` to `end` of a file: some blocks side by side, and what lies around them."""
 
+    number: int
     begin: int
     end: int
     blocks: list[Block] = field(default_factory=list)
     literals: list[tuple[int, bytes]] = field(default_factory=list)
 
-    def windows(self, limit: int) -> Iterator[tuple[int, int]]:
-        """Cut into ranges of at most `limit` bytes, between pages and between elements."""
-        begin = self.begin
+    def windows(self, limit: int, begin: int) -> Iterator[tuple[int, int]]:
+        """Cut what lies behind `begin` into ranges of at most `limit` bytes, between pages and between elements."""
         while begin < self.end:
             end = min(self.end, begin + limit - begin % PAGE)
             for block in self.blocks:
@@ -96,12 +101,12 @@ class Batch:
 def batches(file: OutputFile) -> Iterator[Batch]:
     """Cut a file behind blocks: small ones together make a window, a large one is alone."""
     literals = sorted(file.literals(), key=lambda literal: literal[0])
-    batch = Batch(0, 0)
+    batch = Batch(0, 0, 0)
     for block in sorted(file.blocks, key=lambda block: block.offset):
         end = block.offset + block.nbytes
         if batch.blocks and end - batch.begin > WINDOW:
             yield _with_literals(batch, literals)
-            batch = Batch(batch.end, batch.end)
+            batch = Batch(batch.number + 1, batch.end, batch.end)
         batch.blocks.append(block)
         batch.end = end
     batch.end = file.size

@@ -30,9 +30,10 @@ class Difference(NamedTuple):
 
 
 class Comparer:
-    """Reads two tensors side by side. `ledger` collects the checksums of what passes."""
+    """Reads two tensors side by side until `stopped`. `ledger` collects the checksums of what passes."""
 
-    def __init__(self, ledger: Ledger | None = None) -> None:
+    def __init__(self, stopped: Event, ledger: Ledger | None = None) -> None:
+        self._stopped = stopped
         self._files = Files()
         self._sides = [Gatherer(self._files, ledger, WINDOW) for _ in range(2)]
 
@@ -47,6 +48,8 @@ class Comparer:
         step = WINDOW // first.dtype.itemsize
         elements, largest, at = 0, 0.0, 0
         for begin in range(0, first.view.numel, step):
+            if self._stopped.is_set():
+                break
             count = min(step, first.view.numel - begin)
             a, b = (
                 self._window(side, tensor, begin, count)
@@ -85,7 +88,7 @@ def unequal_replicas(replicas: Sequence[Replica], workers: int = 2) -> list[Prob
     """Problems of tensors that are stored more than once with different values, one for each file."""
 
     def work(worker: int, stopped: Event) -> list[tuple[int, Problem]]:
-        comparer, found = Comparer(), []
+        comparer, found = Comparer(stopped), []
         try:
             for index in takewhile(lambda _: not stopped.is_set(), range(worker, len(replicas), workers)):
                 at = _first_difference(comparer, replicas[index])

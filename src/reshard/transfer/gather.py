@@ -121,6 +121,17 @@ class Ledger:
                 del ranges[place]
             ranges.insert(place, (begin, end, value))
 
+    def touch(self, storage: Storage) -> None:
+        """Have a storage checked at the end, of which an earlier run has taken something."""
+        if storage.crc32 is not None:
+            with self._lock:
+                self._seen.setdefault(storage, [])
+
+    def is_right(self, storage: Storage) -> bool:
+        """Whether all bytes of a storage have passed, and are those that were recorded."""
+        with self._lock:
+            return self._seen.get(storage) == [(0, storage.nbytes, storage.crc32)]
+
     def settle(self, files: Files) -> list[Storage]:
         """Read what did not pass of each storage that was touched, and return those whose CRC32 is wrong."""
         wrong = []

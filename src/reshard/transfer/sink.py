@@ -28,7 +28,9 @@ WRITEBACK = 16 << 20
 
 
 class Sink:
-    """A new file of a known size, open for writing, in a folder that is there. Threads may write different parts of it.
+    """A file of a known size, open for writing, in a folder that is there. Threads may write different parts of it.
+
+    A file that an earlier run has begun is opened with what it holds.
 
     What is written has to be on the disk before the file is published, so the page cache would only be a detour:
     twice the memory traffic, and pages that displace the source's. Whole pages go to the disk directly where the
@@ -36,12 +38,13 @@ class Sink:
     """
 
     def __init__(self, path: Path, size: int) -> None:
-        self._cached = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._cached = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         os.ftruncate(self._cached, size)
         self._direct = _open_direct(path) if size >= DIRECT else None
         if self._direct is not None:
             allocate(self._cached, size)
         self._dirty = 0
+        self._is_lost = False
         self._writing = Lock()
 
     def write(self, data: memoryview, offset: int) -> None:
@@ -69,16 +72,36 @@ class Sink:
                 self._dirty = 0
                 start_writeback(self._cached)
 
-    def close(self) -> None:
-        """Make the file durable: the rename that publishes it must not overtake its bytes."""
-        os.fsync(self._cached)
+    def flush(self) -> None:
+        """Wait until what was written is on the disk."""
+        self._wait(getattr(os, "fdatasync", os.fsync))  # macOS has none
+
+    def close(self) -> int:
+        """Make the file durable, as the rename that publishes it must not overtake its bytes.
+
+        Returns the time of its last change, in nanoseconds.
+        """
+        self._wait(os.fsync)
+        modified = os.fstat(self._cached).st_mtime_ns
         self.abandon()
+        return modified
+
+    def _wait(self, sync: Callable[[int], None]) -> None:
+        """Wait for the disk. What it refused once is lost, though the kernel says so one time only."""
+        if self._is_lost:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        try:
+            sync(self._cached)
+        except OSError:
+            self._is_lost = True
+            raise
 
     def abandon(self) -> None:
-        """Close the file without waiting for the disk."""
-        os.close(self._cached)
-        if self._direct is not None:
-            os.close(self._direct)
+        """Close the file without waiting for the disk, if it is not closed."""
+        for descriptor in (self._cached, self._direct):
+            if descriptor is not None and descriptor >= 0:
+                os.close(descriptor)
+        self._cached, self._direct = -1, None
 
 
 class Buffer:

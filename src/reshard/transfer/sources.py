@@ -87,6 +87,14 @@ class Sources:
         digest = None if content is None or (first and first.digest is None) else _digest(content)
         self._notes[path] = _Note(first.stamp if first else stamp, digest)
 
+    def digest(self) -> str:
+        """A digest of the state in which all files were opened."""
+        digest = sha256()
+        for path, note in sorted(self._notes.items()):
+            state = note.digest or " ".join(map(str, note.stamp)).encode()
+            digest.update(os.fsencode(os.path.realpath(path)) + b"\0" + state)
+        return digest.hexdigest()
+
     @contextmanager
     def counted(self, on_step: OnStep) -> Iterator[None]:
         """Let `on_step` hear, while the block opens a checkpoint, how many files it has opened."""

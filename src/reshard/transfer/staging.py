@@ -1,15 +1,17 @@
 """Output appears whole or not at all: written under a name of its own, made durable, renamed last.
 
-Beside a destination `dst` there may lie, while a run lives or after it was killed:
+Beside a destination `dst` there may lie, while a run lives or after it ended before its time:
 
 - `.dst.lock-reshard`, locked by the run that writes to `dst` until it ends, however it ends. A lock is seen from other
   containers and, over NFS, from other machines, where a process number says nothing.
-- `.dst.partial-1f0c9e2a`, what a run has written so far, or the old folder that its output has replaced. Whoever can
-  take the lock may remove it.
+- `.dst.partial-1f0c9e2a`, a folder with what a run has written so far (`output`), and a journal of it. The name is a
+  digest of all that the output is made of, so the same command finds it and continues. Whoever can take the lock may
+  remove it. Once `dst` is there, it holds the old folder that was replaced.
 - `.dst.replaced-1f0c9e2a`, the old folder while the new one takes its place. It may be the only copy of it, so it is
   put back or left alone, never removed.
 
-Not all file systems have locks. There the rename decides: one of two runs has its output at `dst`, the other an error.
+Not all file systems have locks. There the names are random, no run continues another, and the rename decides: one of
+two runs has its output at `dst`, the other an error.
 """
 
 from __future__ import annotations
@@ -20,45 +22,142 @@ import glob
 import os
 import re
 import secrets
+import shlex
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
-from reshard.errors import ReshardError, listed
+from reshard.errors import ReshardError, listed, size
+from reshard.transfer.journal import Identity, Journal, Progress, read_journal, sync_folder
 
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 """What a rename says where something stands at the destination that it does not replace."""
 
+OUTPUT, JOURNAL, REPLACED = "output", "journal", "replaced"
+"""What lies in the folder of a run: what will be the destination, the journal, and then what was there before."""
+
+OnResume = Callable[[str, int], None]
+"""Hears in words what becomes of an unfinished conversion, and how many bytes of the output are there already."""
+
 
 @contextmanager
-def staged(target: Path, sizes: Mapping[str, int], *, overwrite: bool) -> Iterator[Path]:
-    """A new empty folder that becomes `target` when the block ends well, and vanishes when it does not.
+def staged(
+    target: Path,
+    sizes: Mapping[str, int],
+    *,
+    overwrite: bool,
+    journal: Journal | None = None,
+    on_resume: OnResume = lambda note, nbytes: None,
+) -> Iterator[Path]:
+    """A folder that becomes `target` when the block ends well.
 
     By then it must hold the files `sizes` (bytes by relative path) and nothing else. With `overwrite` the old folder is
     moved aside, and removed once the new one stands in its place. Ctrl-C leaves the old one or the new one, whole.
+
+    The folder is new and empty, unless a `journal` with an identity is given and an earlier block for the same identity
+    was ended by something that may pass: by the system, or by Ctrl-C. Then the journal, which is open in the block,
+    says what the folder holds. What was written for another identity is removed.
     Raises ReshardError if another run writes to `target`, and if the system refuses to read or to write.
     """
     target = Path(os.path.realpath(target))  # a link to a folder stays a link
-    folder = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
+    journal = journal or Journal()
+    kept = 0
     made: list[Path] = []
     try:
         _make(target.parent, made)
-        with _locked(target):
+        with _locked(target) as has_locks:
+            staging = _place(target, journal, has_locks, on_resume)
             try:
-                folder.mkdir()
-                with _there(folder, sizes):
-                    yield folder
-                _publish(folder, target, overwrite)
+                (staging / OUTPUT).mkdir(parents=True, exist_ok=True)
+                _open(journal, staging, sizes, has_locks, on_resume)
+                with _there(staging / OUTPUT, sizes):
+                    yield staging / OUTPUT
+                _publish(staging, target, overwrite)
+            except BaseException as error:
+                kept = _written(staging) if may_pass(error) else 0
+                raise
             finally:
-                _despite_ctrl_c(lambda: shutil.rmtree(folder, ignore_errors=True))
+                journal.close()
+                if not kept:
+                    _despite_ctrl_c(lambda: shutil.rmtree(staging, ignore_errors=True))
     except BaseException as error:
         with suppress(OSError):  # not empty: others use them meanwhile
             for path in reversed(made):
                 path.rmdir()
         if isinstance(error, OSError):
-            raise _refused(error, target) from error
+            raise _refused(error, target, kept) from error
+        if kept and isinstance(error, ReshardError):
+            on_resume(f"{size(kept)} are written and kept: the same command continues from there", 0)
         raise
+
+
+def _place(target: Path, journal: Journal, has_locks: bool, on_resume: OnResume) -> Path:
+    """The folder of a run. Unless another run may live, what others have left for the same target is removed."""
+    identity = journal.identity if has_locks else None
+    name = identity.name if identity else secrets.token_hex(4)
+    staging = target.with_name(f".{target.name}.partial-{name}")
+    for folder in _beside(target, "partial") if has_locks else ():
+        found = _journal_of(folder)
+        is_same = found is not None and folder == staging and found[0] == identity
+        if is_same and _is_ours(folder):
+            continue
+        if found and found[2].nbytes:
+            why = identity.why_not(found[0]) if identity else "--no-resume is given"
+            why = "another user wrote it" if is_same else why
+            on_resume(f"starting anew: {size(found[2].nbytes)} of an unfinished run are removed, as {why}", 0)
+        shutil.rmtree(folder, ignore_errors=True)
+        if folder == staging and folder.exists():  # of another user
+            staging = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
+    return staging
+
+
+def _open(
+    journal: Journal, staging: Path, sizes: Mapping[str, int], has_locks: bool, on_resume: OnResume
+) -> None:
+    """Open the journal, if the run can be continued."""
+    if journal.identity is None:
+        return
+    if not has_locks:
+        on_resume("this file system has no locks, so a run that is interrupted starts from the beginning", 0)
+        return
+    journal.open(staging / JOURNAL, staging / OUTPUT, sizes)
+    if done := journal.progress.nbytes:
+        on_resume(f"continuing: {size(done)} of {size(sum(sizes.values()))} are written already", done)
+
+
+def _journal_of(folder: Path) -> tuple[Identity, Mapping[str, Any], Progress] | None:
+    """The journal of a run that can be continued: its output has not been published."""
+    is_unfinished = (folder / OUTPUT).is_dir() and not (folder / REPLACED).exists()
+    return read_journal(folder / JOURNAL) if is_unfinished else None
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether the folder of a run belongs to who makes a folder there now: in /tmp, for one, anybody may make it."""
+    probe = folder / f"probe-{secrets.token_hex(4)}"
+    try:
+        probe.mkdir()
+        owner = probe.stat().st_uid
+        probe.rmdir()
+        return {path.lstat().st_uid for path in (folder, folder / OUTPUT, folder / JOURNAL)} == {owner}
+    except OSError:
+        return False
+
+
+def _written(folder: Path) -> int:
+    """Bytes of an output that a run which continues does not write again."""
+    found = _journal_of(folder)
+    return found[2].nbytes if found else 0
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether the same command may well succeed after this: it was interrupted, or the system refused something."""
+    causes = (error, error.__cause__) if isinstance(error, ReshardError) else (error,)
+    return any(isinstance(each, (OSError, MemoryError, KeyboardInterrupt)) for each in causes)
 
 
 def _make(folder: Path, made: list[Path]) -> None:
@@ -131,19 +230,20 @@ def _despite_ctrl_c(action: Callable[[], object]) -> None:
         raise again
 
 
-def _publish(folder: Path, target: Path, overwrite: bool) -> None:
-    """Make `folder` durable and put it in the place of `target`."""
+def _publish(staging: Path, target: Path, overwrite: bool) -> None:
+    """Make the output of a run durable and put it in the place of `target`."""
+    folder = staging / OUTPUT
     for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
-        _sync(path)
+        sync_folder(path)
     new = folder.stat()
-    aside = target.with_name(folder.name.replace(".partial-", ".replaced-"))
+    aside = target.with_name(f".{target.name}.replaced-{secrets.token_hex(4)}")
 
     def settle() -> None:
         """What is aside is of no use any more once the new folder stands there, and goes back where nothing does."""
         if _is(target, new):
             if aside.exists():
-                aside.rename(folder)
-            _sync(target.parent)
+                aside.rename(staging / REPLACED)
+            sync_folder(target.parent)
         elif aside.exists() and not target.exists():
             aside.rename(target)
 
@@ -158,14 +258,6 @@ def _publish(folder: Path, target: Path, overwrite: bool) -> None:
         if error.errno in TAKEN:
             raise _taken(target, aside) from error
         raise
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
@@ -203,7 +295,10 @@ def _spoilt(folder: Path, sizes: Mapping[str, int], found: Mapping[str, int]) ->
 
 
 def recover(target: Path) -> None:
-    """Put right what runs that were killed left beside `target`; leave alone what may be of one that lives."""
+    """Put right what runs that were killed left beside `target`.
+
+    What may be of one that lives is left alone, and what can be continued stays.
+    """
     target = Path(os.path.realpath(target))
     if not (_beside(target, "partial") or _beside(target, "replaced")):
         return
@@ -212,12 +307,118 @@ def recover(target: Path) -> None:
         if replaced and not (target.exists() and (not target.is_dir() or any(target.iterdir()))):
             replaced[-1].rename(target)  # which takes the place of an empty folder, too
         for leftover in _beside(target, "partial") if has_locks else ():
-            shutil.rmtree(leftover, ignore_errors=True)
+            if not _journal_of(leftover):
+                shutil.rmtree(leftover, ignore_errors=True)
 
 
 def put_aside(target: Path) -> list[Path]:
     """Old folders that were moved aside, and not put back because something else stands at `target`."""
     return _beside(Path(os.path.realpath(target)), "replaced")
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """What a run left that ended before its time, or is writing now.
+
+    `nbytes` of `total` are written (None if nobody can continue it), `modified` is the time of the last progress in
+    seconds, `command` continues it in any folder, `live` says that a run is at work.
+    """
+
+    folder: Path
+    nbytes: int | None
+    total: int | None
+    modified: float
+    command: str
+    live: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "folder": str(self.folder),
+            "written": self.nbytes,
+            "bytes": self.total,
+            "modified": datetime.fromtimestamp(self.modified).astimezone().isoformat(timespec="seconds"),
+            "command": self.command,
+            "live": self.live,
+        }
+
+
+def unfinished(target: Path) -> list[Unfinished]:
+    """The unfinished conversions beside a destination."""
+    target = Path(os.path.realpath(target))
+    found = []
+    live = _is_locked(target)
+    for folder in _beside(target, "partial"):
+        with suppress(OSError):  # it is just being removed
+            journal = _journal_of(folder)
+            path = folder / JOURNAL if journal else folder
+            facts = journal[1] if journal else {}
+            found.append(
+                Unfinished(
+                    folder,
+                    journal[2].nbytes if journal else None,
+                    facts.get("bytes"),
+                    path.stat().st_mtime,
+                    _anywhere(facts),
+                    live,
+                )
+            )
+    return found
+
+
+def _anywhere(facts: Mapping[str, Any]) -> str:
+    """The command that a journal was begun with, which may have paths from the folder where it was typed."""
+    command, folder = str(facts.get("command", "")), str(facts.get("folder", ""))
+    with suppress(OSError):  # this folder is gone
+        if command and folder and folder != str(Path.cwd()):
+            return f"cd {shlex.quote(folder)} && {command}"
+    return command
+
+
+def remove_unfinished(target: Path, age: float) -> list[Unfinished]:
+    """Remove, and return, the unfinished conversions that nothing was added to for `age` seconds.
+
+    Raises ReshardError if a run writes to `target`, or if the file system has no locks to tell.
+    """
+    target = Path(os.path.realpath(target))
+    if not unfinished(target):
+        return []
+    with _locked(target) as has_locks:
+        old = [each for each in unfinished(target) if each.modified <= time.time() - age]
+        if old and not has_locks:
+            raise ReshardError(
+                "this file system has no locks, so nobody can tell whether a run is still writing",
+                file=str(target.parent),
+                found=listed([str(each.folder) for each in old]),
+                remedy="make sure that no run is writing there, and remove these folders yourself",
+            )
+        for each in old:
+            shutil.rmtree(each.folder, ignore_errors=True)
+    return old
+
+
+def reusable(target: Path) -> int:
+    """Bytes of the disk that unfinished conversions hold, which the next one continues or removes."""
+    target = Path(os.path.realpath(target))
+    folders = [folder for folder in _beside(target, "partial") if _journal_of(folder)]
+    files = (path for folder in folders for path in folder.rglob("*") if path.is_file())
+    return sum(path.lstat().st_blocks * 512 for path in files)
+
+
+def _is_locked(target: Path) -> bool:
+    try:
+        lock = os.open(target.with_name(f".{target.name}.lock-reshard"), os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return False
 
 
 def _beside(target: Path, kind: str) -> list[Path]:
@@ -227,15 +428,19 @@ def _beside(target: Path, kind: str) -> list[Path]:
     return [path for path in found if name.fullmatch(path.name) and path.is_dir()]
 
 
-def _refused(error: OSError, target: Path) -> ReshardError:
-    """What the system says when a disk is full, a folder read-only, a file gone."""
+def _refused(error: OSError, target: Path, kept: int) -> ReshardError:
+    """What the system says when a disk is full, a folder read-only, a file gone. `kept` bytes are not lost."""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    first = "free some space" if is_full else "see to what the system reports"
     return ReshardError(
         "the system refused to read or to write",
         file=str(error.filename or target),
         rule="the destination appears whole or not at all",
         found=error.strerror or str(error),
-        remedy="free some space or choose another disk"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy=f"{first}, then run the same command again: {size(kept)} are written, and it continues from there"
+        if kept
+        else "free some space or choose another disk"
+        if is_full
         else "see to what the system reports, and run the same command again",
     )
 

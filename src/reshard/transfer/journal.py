@@ -1,0 +1,242 @@
+"""What an unfinished conversion has on the disk already, so that the same command can continue it.
+
+A journal is a file of lines that are only ever appended. Each begins with the CRC32 of the rest: a line that a crash
+cut short ends the journal, with all that follows. The first line says what the output is made of; each other line names
+bytes that were on the disk before it was written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+from zlib import crc32
+
+from reshard.algebra.storage import Storage
+
+EVERY = 256 << 20
+"""Bytes of a file, at most, that a run loses when it is killed or the machine fails: it waits for the disk so often."""
+
+
+class Identity(NamedTuple):
+    """Digests of all that decides the bytes of an output: the program, what it reads, and what it was told."""
+
+    version: str
+    sources: str
+    options: str
+
+    @property
+    def name(self) -> str:
+        """Eight hexadecimal digits for the name of a folder."""
+        return f"{crc32(' '.join(self).encode()):08x}"
+
+    def why_not(self, other: Identity) -> str:
+        """Why what belongs to `other` is of no use here."""
+        if self.version != other.version:
+            return "another version of reshard wrote it"
+        if self.sources != other.sources:
+            return "the source has changed since"
+        return "it has other options"
+
+
+class Begun(NamedTuple):
+    """A large block that is written up to byte `end` of its file, and what its bytes have shown so far."""
+
+    end: int
+    checksum: int
+    nonfinite: bool
+
+
+@dataclass
+class Written:
+    """What is on the disk of one output file. Batches are known by their numbers.
+
+    `modified` is set for a whole file: when it was written last, in nanoseconds. `late` are checksums (place, value)
+    that will be written when all else is.
+    """
+
+    nbytes: int = 0
+    modified: int | None = None
+    batches: set[int] = field(default_factory=set)
+    begun: dict[int, Begun] = field(default_factory=dict)
+    late: list[tuple[int, bytes]] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is left to do."""
+        return self.modified is not None
+
+    def is_at(self, path: Path, size: int) -> bool:
+        """Whether a file of this size lies there, and if it was whole, as it was left."""
+        try:
+            status = path.lstat()
+        except OSError:
+            return False
+        return status.st_size == size and self.modified in (None, status.st_mtime_ns)
+
+
+@dataclass
+class Progress:
+    """All that a journal says.
+
+    `unchecked` are storages with a checksum of which finished blocks took only a part, each with a tensor that has it.
+    """
+
+    equal: bool = False
+    """Whether tensors that are stored more than once were compared, and are the same."""
+    files: dict[str, Written] = field(default_factory=dict)
+    nonfinite: set[str] = field(default_factory=set)
+    unchecked: dict[Storage, str] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the output that are there."""
+        return sum(written.nbytes for written in self.files.values())
+
+    def apply(self, entry: Mapping[str, Any]) -> None:
+        """Take in one line. Raises KeyError, TypeError or ValueError if it is none of ours."""
+        self.equal = self.equal or entry.get("replicas") == "equal"
+        self.nonfinite.update(entry.get("nonfinite", ()))
+        for name, *place in entry.get("unchecked", ()):
+            self.unchecked[Storage(*place)] = name
+        for place in entry.get("checked", ()):
+            self.unchecked.pop(Storage(*place), None)
+        if "anew" in entry:
+            del self.files[entry["anew"]]
+        if "file" in entry:
+            written = self.files.setdefault(entry["file"], Written())
+            written.nbytes, written.modified = int(entry["bytes"]), entry.get("modified")
+            written.batches.update(entry["batches"])
+            written.begun = {int(number): Begun(*begun) for number, begun in entry["begun"].items()}
+            written.late += [(place, bytes.fromhex(value)) for place, value in entry["late"]]
+
+
+class Journal:
+    """The journal of one conversion. Until it is opened nothing is known, and what is added is forgotten.
+
+    `facts` are told to whoever finds the journal: the command that continues it, and how many bytes there will be.
+    """
+
+    def __init__(self, identity: Identity | None = None, facts: Mapping[str, Any] | None = None) -> None:
+        self.identity = identity
+        self.progress = Progress()
+        self._facts = dict(facts or {})
+        self._path = Path()
+        self._descriptor: int | None = None
+        self._end = 0
+        self._lock = Lock()
+        self._loose = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether what is added is kept."""
+        return self._descriptor is not None
+
+    def open(self, path: Path, folder: Path, sizes: Mapping[str, int]) -> None:
+        """Take in what a journal says that was begun for the same output; any other one is begun anew.
+
+        Files that do not lie in `folder` as the journal says, with their `sizes`, will be written anew.
+        """
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+        header, self.progress, self._end = _read(path)
+        if header is None or header[0] != self.identity:
+            self.progress, self._end = Progress(), 0
+        if os.fstat(self._descriptor).st_size > self._end:  # else it keeps its time
+            os.ftruncate(self._descriptor, self._end)
+        if not self._end and self.identity:
+            self._write({**self._facts, **self.identity._asdict()})
+        files = self.progress.files.items()
+        gone = [name for name, written in files if not written.is_at(folder / name, sizes[name])]
+        for name in gone:
+            self.add({"anew": name})
+        if gone:
+            self._sync()  # before there is a file of that name again
+
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """Note what is on the disk by now."""
+        if self._descriptor is None:
+            return
+        with self._lock:
+            before = self.progress.files.get(entry.get("file", ""), Written()).nbytes
+            self.progress.apply(entry)
+            self._write(entry)
+            if "file" in entry:
+                self._loose += entry["bytes"] - before
+            if self._loose >= EVERY:
+                self._sync()
+                self._loose = 0
+
+    def _write(self, entry: Mapping[str, Any]) -> None:
+        """Append a line, or nothing: what follows a line that is cut short would be ignored."""
+        assert self._descriptor is not None
+        text = json.dumps(entry, separators=(",", ":"))
+        line = f"{crc32(text.encode()):08x} {text}\n".encode()
+        try:
+            count = 0
+            while count < len(line):
+                count += os.write(self._descriptor, line[count:])
+        except OSError:
+            os.ftruncate(self._descriptor, self._end)
+            raise
+        self._end += len(line)
+
+    def _sync(self) -> None:
+        """Let a machine that fails forget nothing of what was noted."""
+        assert self._descriptor is not None
+        os.fsync(self._descriptor)
+        for folder in (self._path.parent, self._path.parent.parent):
+            sync_folder(folder)
+
+    def close(self) -> None:
+        """Write no more."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until a folder, with the names of what lies in it, is on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_journal(path: Path) -> tuple[Identity, Mapping[str, Any], Progress] | None:
+    """What a journal says: what it is of, the facts that it was begun with, and how far it came; None if nothing."""
+    header, progress, _ = _read(path)
+    return (*header, progress) if header else None
+
+
+def _read(path: Path) -> tuple[tuple[Identity, Mapping[str, Any]] | None, Progress, int]:
+    """The header, what follows it, and the byte behind the last line that is whole."""
+    header, progress, end = None, Progress(), 0
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError:
+        return None, progress, 0
+    for line in lines:
+        checksum, text = line[:8], line[9:-1]
+        if not line.endswith(b"\n") or checksum != b"%08x" % crc32(text):
+            break
+        try:
+            entry = json.loads(text)
+            if header is None:
+                header = Identity(*(str(entry[key]) for key in Identity._fields)), entry
+            else:
+                progress.apply(entry)
+        except (KeyError, TypeError, ValueError):
+            break
+        end += len(line)
+    return header, progress, end
+
+
+def as_entry(storage: Storage) -> list[Any]:
+    """A storage as a line has it."""
+    return [storage.path, storage.offset, storage.nbytes, storage.crc32]

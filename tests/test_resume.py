@@ -1,0 +1,211 @@
+"""The same command continues a conversion that was killed, and its output is what it would have been."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import pytest
+
+import reshard as api
+from reshard.transfer import batch, execute, journal
+from reshard.transfer.staging import unfinished
+from tests.bad_input.conftest import originals as originals
+from tests.bad_input.damage import edit_tensors, find, flip
+
+ROADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "shards": ("torch_dist", {"max_shard_size": "100KB"}),
+    "one file": ("legacy", {"dtype": "float32"}),
+    "torch_dist": ("qwen3", {"to": "megatron", "tp": 2, "pp": 2}),
+    "zip files": ("qwen3_moe", {"to": "megatron-legacy", "ep": 2}),
+    "zip files from zip files": ("torch_dist moe", {"to": "megatron-legacy", "tp": 2}),
+    "dcp": ("legacy moe", {"to": "dcp"}),
+}
+"""What is converted, and how: tensors that are cut and transposed, files with checksums on either side."""
+
+
+class Death:
+    """Ends a process before one of its system calls, as SIGKILL does, or as a machine does that fails.
+
+    Such a machine forgets all that no one had waited for; here it is overwritten.
+    """
+
+    def __init__(self, at: int | None, *, forgets: bool) -> None:
+        self.at, self.forgets = at, forgets
+        self.calls = 0
+        self._lock = Lock()
+        self._unsynced: dict[str, list[tuple[int, int]]] = {}
+
+    def before(self, patch: pytest.MonkeyPatch) -> None:
+        """Count all calls that change something on the disk."""
+        calls = {
+            os: ("pwrite", "write", "fsync", "fdatasync", "ftruncate", "mkdir", "rename", "unlink", "rmdir")
+        }
+        for module, names in calls.items():
+            for name in names:
+                patch.setattr(module, name, self._watched(name, getattr(module, name)))
+
+    def _watched(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **options: Any) -> Any:
+            if name == "write" and not self._path(args[0]).endswith("/journal"):
+                return call(*args)
+            with self._lock:
+                if self.calls == self.at:
+                    self._die()
+                self.calls += 1
+                result = call(*args, **options)
+                if name == "pwrite":
+                    self._unsynced.setdefault(self._path(args[0]), []).append((args[2], result))
+                elif name in ("fsync", "fdatasync"):
+                    self._unsynced.pop(self._path(args[0]), None)
+                return result
+
+        return watched
+
+    @staticmethod
+    def _path(descriptor: int) -> str:
+        return str(Path(f"/proc/self/fd/{descriptor}").readlink())
+
+    def _die(self) -> None:
+        for path, ranges in self._unsynced.items() if self.forgets else ():
+            with open(path, "r+b") as file:
+                for offset, length in ranges:
+                    file.seek(offset)
+                    file.write(b"\xaa" * length)
+        os._exit(9)
+
+
+def dying(convert: Callable[[], object], death: Death) -> int:
+    """Run something in a process that dies on the way; its exit status."""
+    child = os.fork()
+    if not child:
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                death.before(patch)
+                convert()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of many windows, each of which is noted."""
+    for module in (batch, execute):
+        monkeypatch.setattr(module, "WINDOW", 1 << 14)
+    for module in (execute, journal):
+        monkeypatch.setattr(module, "EVERY", 1 << 14)
+
+
+def killed_everywhere(src: Path, dst: Path, options: dict[str, Any], points: Callable[[int], range]) -> None:
+    """Kill a conversion at `points` of all its system calls, and the one that continues it, and compare the third."""
+
+    def convert() -> None:
+        api.convert(src, dst, workers=2, **options)
+
+    alive = Death(None, forgets=False)
+    with pytest.MonkeyPatch.context() as patch:
+        alive.before(patch)
+        convert()
+    expected, reached = content(dst), set()
+    for at in points(alive.calls):
+        shutil.rmtree(dst)
+        for death in (Death(at, forgets=bool(at % 2)), Death(at // 2, forgets=not at % 2)):
+            if not dst.exists():
+                reached.add(dying(convert, death))
+        if not dst.exists():
+            convert()
+        assert content(dst) == expected, at
+        assert {path.name for path in dst.parent.iterdir()} <= {"dst", *left(dst)}
+    assert reached <= {0, 9} and 9 in reached
+
+
+def left(dst: Path) -> list[str]:
+    """What is left when a run is killed behind its last rename; the next one for the same destination removes it."""
+    return [path.name for path in dst.parent.glob(".dst.*") if not (path / "output").exists()]
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder where waiting for the disk takes no time."""
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_it_continues_where_it_was_killed(originals: Callable[[str], Path], memory: Path, road: str) -> None:
+    source, options = ROADS[road]
+    killed_everywhere(
+        originals(source), memory / "dst", options, lambda calls: range(calls // 9, calls, calls // 4)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("road", ROADS)
+def test_it_continues_wherever_it_was_killed(
+    originals: Callable[[str], Path], tmp_path: Path, road: str
+) -> None:
+    """On a disk, where most is written past the page cache."""
+    source, options = ROADS[road]
+    killed_everywhere(originals(source), tmp_path / "dst", options, lambda calls: range(0, calls, 3))
+
+
+def kills(convert: Callable[[], object], dst: Path, step: int) -> Iterator[int]:
+    """Kill a conversion after some steps, and after more of them, until it ends before; yield what it has written."""
+    at = step
+    while dying(convert, Death(at, forgets=False)) == 9 and not dst.exists():
+        (found,) = unfinished(dst)
+        yield found.nbytes or 0
+        at += step
+    shutil.rmtree(dst, ignore_errors=True)
+
+
+def test_damage_is_found_though_the_bytes_passed_before(
+    originals: Callable[[str], Path], memory: Path
+) -> None:
+    """Checksums are of all bytes of a tensor, of which the first run has seen a part, and the second the rest."""
+    src, dst = memory / "src", memory / "dst"
+    shutil.copytree(originals("torch_dist"), src)
+    path = find(src, "__0_0.distcp")
+    flip(path, path.stat().st_size // 2)
+    passed = 0
+    for nbytes in kills(lambda: api.convert(src, dst), dst, 25):
+        passed += nbytes > 0
+        with pytest.raises(api.ReshardError, match="changed since they were written"):
+            api.convert(src, dst)
+        assert not unfinished(dst) and not dst.exists()
+    assert passed > 4
+
+
+def test_values_that_are_not_finite_are_told_of_both_runs(
+    originals: Callable[[str], Path], memory: Path
+) -> None:
+    src, dst = memory / "src", memory / "dst"
+    shutil.copytree(originals("qwen3"), src)
+
+    def spoil(tensors: dict[str, Any]) -> None:
+        for tensor in tensors.values():
+            tensor.flatten()[-1] = float("nan")
+
+    edit_tensors(src, spoil)
+    expected = api.convert(src, dst, to="megatron").report
+    shutil.rmtree(dst)
+    for _ in kills(lambda: api.convert(src, dst, to="megatron"), dst, 80):
+        report = api.convert(src, dst, to="megatron").report
+        assert expected and report and report.nonfinite == expected.nonfinite and report.resumed
+        shutil.rmtree(dst)
