@@ -16,6 +16,7 @@ DOCS = SOURCE.parents[1] / "docs"
 ORDER = (
     ("shown", "version"),
     ("errors", "plain"),
+    ("plugins",),
     ("algebra",),
     ("families", "transfer"),
     ("formats",),

@@ -20,7 +20,7 @@ import reshard as api
 from reshard.cli import cli
 from reshard.errors import listed
 from reshard.families import FAMILIES
-from reshard.formats import FORMATS, WRITTEN
+from reshard.formats import FORMATS, written
 from tests.commandline import in_terminal, reshard
 
 CONTRACT = {
@@ -107,7 +107,7 @@ def test_help_tells_every_command() -> None:
 
 def test_formats_to_choose_from_are_those_there_are() -> None:
     to = next(each for each in command("convert").params if each.name == "to")
-    assert isinstance(to.type, click.Choice) and set(to.type.choices) == WRITTEN.keys()
+    assert isinstance(to.type, click.Choice) and set(to.type.choices) == written().keys()
 
 
 def test_version() -> None:
@@ -409,7 +409,7 @@ def test_support(model: Path) -> None:
     result = reshard("support")
     assert result.code == 0 and all(name in result.out for name in [*FORMATS, *FAMILIES])
     found = reshard("support", "--json").json
-    assert {row["name"] for row in found["formats"] if row["read"] and row["written"]} == WRITTEN.keys()
+    assert {row["name"] for row in found["formats"] if row["read"] and row["written"]} == written().keys()
     assert {row["name"]: row["architecture"] for row in found["families"]} == {
         name: family.architecture for name, family in FAMILIES.items()
     }

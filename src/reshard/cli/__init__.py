@@ -7,8 +7,10 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -93,7 +95,9 @@ def main(argv: list[str] | None = None) -> Any:
     """Run the command line; the entry point of the `reshard` script."""
     _open_streams()
     try:
-        return _run(sys.argv[1:] if argv is None else argv)
+        with warnings.catch_warnings():
+            warnings.showwarning = partial(_show, warnings.showwarning)
+            return _run(sys.argv[1:] if argv is None else argv)
     except (BrokenPipeError, SystemExit) as ended:  # rich turns the first into the second
         if not isinstance(ended, BrokenPipeError) and not isinstance(ended.__context__, BrokenPipeError):
             raise
@@ -121,6 +125,16 @@ def _run(words: list[str]) -> Any:
         _silence(sys.stdout)
         click.echo(f"error: the output cannot be written\n  found: {error.strerror}", err=True)
         sys.exit(2)
+
+
+def _show(otherwise: Callable[..., None], message: Warning | str, *where: Any) -> None:
+    """Print a warning about another package as all problems are printed."""
+    if problem := getattr(message, "problem", None):
+        from reshard.cli.console import print_problems, stderr
+
+        print_problems([problem], stderr())
+    else:
+        otherwise(message, *where)
 
 
 def _open_streams() -> None:

@@ -28,7 +28,7 @@ from reshard.cli.options import iteration_option
 from reshard.conversion import Conversion
 from reshard.errors import listed, size
 from reshard.families.family import ENGINES
-from reshard.formats import WRITTEN
+from reshard.formats import written
 from reshard.model.quantizer import STORAGES
 from reshard.shown import escape
 from reshard.transfer.execute import peak_per_worker, worker_count
@@ -47,7 +47,9 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 @click.command("convert")
 @click.argument("src", type=click.Path(path_type=Path))
 @click.argument("dst", type=click.Path(path_type=Path))
-@click.option("--to", type=click.Choice(list(WRITTEN)), help="Format of DST; huggingface unless SRC is one.")
+@click.option(
+    "--to", type=click.Choice(list(written())), help="Format of DST; huggingface unless SRC is one."
+)
 @click.option(
     "--base", type=click.Path(path_type=Path), help="Hugging Face folder with config and tokenizer."
 )

@@ -1,6 +1,6 @@
 """Model architectures: one declaration each, used in both directions.
 
-A module in `architectures/` registers its families by being there.
+A module in `architectures/` registers its families by being there, another package by an entry point.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from reshard.families import architectures
 from reshard.families.family import Family
 from reshard.families.live import Live
 from reshard.families.undeclared import LIVE
+from reshard.plugins import Registry
 
 
 def declarations(package: ModuleType) -> Iterator[Family]:
@@ -24,9 +25,12 @@ def declarations(package: ModuleType) -> Iterator[Family]:
     yield from {id(family): family for family in found if isinstance(family, Family)}.values()
 
 
-FAMILIES: dict[str, Family] = {
-    family.name: family for family in sorted(declarations(architectures), key=lambda family: family.name)
-}
+FAMILIES = Registry(
+    "reshard.families",
+    Family,
+    lambda: sorted(declarations(architectures), key=lambda family: family.name),
+    lambda family: (family.name, *family.aliases),
+)
 """By the `model_type` of config.json."""
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.algebra.tensors import Tensor
-from reshard.errors import ReshardError, understood
+from reshard.errors import UNUSABLE, ReshardError, said, understood
 from reshard.formats import (
     companions,
     dcp,
@@ -26,10 +26,12 @@ from reshard.formats import (
 from reshard.formats.checkpoint import Checkpoint, Iteration, States
 from reshard.formats.places import belongs
 from reshard.formats.target import Format, Target
+from reshard.plugins import Registry, leave_out
 
-FORMATS: dict[str, Format] = {
-    each.name: each
-    for each in (
+FORMATS = Registry(
+    "reshard.formats",
+    Format,
+    lambda: (
         megatron.TORCH_DIST,
         megatron.LEGACY,
         dcp.FORMAT,
@@ -38,17 +40,29 @@ FORMATS: dict[str, Format] = {
         peft.FORMAT,
         internlm.FORMAT,
         huggingface.FORMAT,
-    )
-}
+    ),
+)
 """By name, in the order in which they are looked for: a folder that could be two of them is the first."""
 
-WRITTEN: dict[str, Target] = {each.name: each.target for each in FORMATS.values() if each.target}
-"""What can be written, by the name of its format."""
+
+def written() -> dict[str, Target]:
+    """What can be written, by the name of its format."""
+    return {each.name: each.target for each in FORMATS.values() if each.target}
 
 
 def detect(path: Path) -> str | None:
     """The format of what lies at `path`, or None."""
-    return next((each.name for each in FORMATS.values() if each.detect(path)), None)
+    return next((each.name for each in FORMATS.values() if _holds(path, each)), None)
+
+
+def _holds(path: Path, format: Format) -> bool:
+    try:
+        return format.detect(path)
+    except UNUSABLE as error:
+        leave_out(
+            f"the format {format.name} cannot tell whether a path holds it", said(error), "tell its authors"
+        )
+        return False
 
 
 def open_checkpoint(

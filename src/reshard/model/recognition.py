@@ -11,7 +11,7 @@ from reshard.families.binding import Binding
 from reshard.families.disagreements import foreign
 from reshard.families.rules import Dims
 from reshard.families.undeclared import BEYOND_MEGATRON, BUILT_ALIKE
-from reshard.formats import WRITTEN
+from reshard.formats import written
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.megatron.writers import MODEL_TYPE
 from reshard.formats.target import Kind
@@ -72,8 +72,9 @@ def not_known(model_type: Any) -> str:
     return f'model_type "{model_type}" is not known' if model_type else "config.json has no model_type"
 
 
-KEEPING = [name for name, target in WRITTEN.items() if target.keeps_names and Kind.MODEL in target.holds]
-KEEPS_NAMES = f"--to {' or --to '.join(KEEPING)} keeps the model as it is"
+def _keeping() -> str:
+    able = [name for name, to in written().items() if to.keeps_names and Kind.MODEL in to.holds]
+    return f"--to {' or --to '.join(able)} keeps the model as it is"
 
 
 def _beyond(model_type: str) -> Problem:
@@ -96,7 +97,7 @@ def _alike(model_type: Any, family: Family, checkpoint: Checkpoint) -> Problem:
             "scales, windows, rotary embedding and activation do not show in the names and shapes of tensors",
         ),
         found=f"model_type {model_type}" if model_type else None,
-        remedy=f"{insist}; {KEEPS_NAMES}" if checkpoint.dialect == "hf" else insist,
+        remedy=f"{insist}; {_keeping()}" if checkpoint.dialect == "hf" else insist,
     )
 
 

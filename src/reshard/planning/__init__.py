@@ -13,7 +13,7 @@ from reshard.algebra.layout import Layout
 from reshard.algebra.tensors import Replica
 from reshard.errors import ReshardError
 from reshard.families.model import Model
-from reshard.formats import FORMATS, WRITTEN, companions, huggingface, open_checkpoint, peft
+from reshard.formats import FORMATS, companions, huggingface, open_checkpoint, peft, written
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.provenance import BASE, find_hints
 from reshard.formats.quantization import UNTOLD, settings_of
@@ -99,7 +99,7 @@ def _format(source: Path, checkpoint: Checkpoint, kind: Kind, options: Options) 
 
 def _target(format: Format, checkpoint: Checkpoint, kind: Kind, options: Options) -> Target:
     """What the format can be written as. Raises ReshardError if it cannot hold what is asked for."""
-    target = WRITTEN[format.name]
+    target = written()[format.name]
     if kind not in target.holds:
         raise _not_held(checkpoint, kind, format)
     if not target.sharded and options.layout != Layout():
@@ -141,7 +141,7 @@ def _not_held(checkpoint: Checkpoint, kind: Kind, format: Format) -> ReshardErro
 
 
 def _able(kind: Kind) -> list[str]:
-    return [name for name, target in WRITTEN.items() if kind in target.holds]
+    return [name for name, target in written().items() if kind in target.holds]
 
 
 def _with_hinted_base(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint, Options]:
@@ -186,15 +186,15 @@ def _plan(source: Resolved, kind: Kind, format: Format, target: Target, options:
             checkpoint.optimizer,
         )
     )
-    naming = _adapter if kind is Kind.ADAPTER else _model
-    request, parameters, dropped, replicas, notes = naming(source, format, request)
-    request = target.complete(request)
+    is_adapter = kind is Kind.ADAPTER
+    content = _adapter(source, request) if is_adapter else _model(source, format.name, target, request)
+    request = target.complete(content.request)
     found = beside.find_companions(checkpoint, request)
     files = [*target.lay_out(request), *beside.companion_files(checkpoint, request, found)]
     planned = {file.path for file in files}
     given = {name: path for name, path in options.beside.items() if name not in planned}
     files += [OutputFile.of_bytes(name, read_source(path)) for name, path in given.items()]
-    facts = beside.facts(checkpoint, format, request, dropped)
+    facts = beside.facts(checkpoint, format, request, content.dropped)
     facts["files"] = sorted(file.path for file in files)
     files.append(OutputFile.of_bytes("reshard.json", to_json(facts)))
     told = [*checkpoint.notes, *found.notes, *source.notes, *(model.notes if model else ())]
@@ -203,10 +203,10 @@ def _plan(source: Resolved, kind: Kind, format: Format, target: Target, options:
         target=format.name,
         files=files,
         tensors=len(request.tensors),
-        parameters=parameters,
-        dropped=dropped,
-        replicas=replicas,
-        notes=[*dict.fromkeys([*told, *target.notes(request), *notes])],
+        parameters=content.parameters,
+        dropped=content.dropped,
+        replicas=content.replicas,
+        notes=[*dict.fromkeys([*told, *target.notes(request), *content.notes])],
         warnings=[*(model.warnings if model else ())],
         facts=facts,
         load_with=target.load_with(request),
@@ -225,28 +225,28 @@ class _Content(NamedTuple):
     notes: list[str]
 
 
-def _adapter(source: Resolved, format: Format, request: Request) -> _Content:
+def _adapter(source: Resolved, request: Request) -> _Content:
     request, base, notes = adapters.named(source.checkpoint, request)
     dropped = +(Counter(source.checkpoint.dropped) + Counter(base))
     return _Content(request, elements(request.tensors), dropped, source.checkpoint.replicas, notes)
 
 
-def _model(source: Resolved, format: Format, request: Request) -> _Content:
+def _model(source: Resolved, format: str, target: Target, request: Request) -> _Content:
     """The weights of a model, and the states of its optimizer if they are asked for."""
-    target, options, checkpoint = WRITTEN[format.name], request.options, source.checkpoint
+    options, checkpoint = request.options, source.checkpoint
     dtype = target.dtype or options.dtype
     if options.with_optimizer or target.dtype:
         checkpoint = optimizer.with_masters(checkpoint, dtype)
     dropped = Counter(checkpoint.dropped)
-    model, written = source.model, request.model
-    if model and written:
+    model, sized = source.model, request.model
+    if model and sized:
         # Padding rows took part in the softmax while the model trained: carry those that both sides have.
-        rows = min(written.dims.padded_vocab, model.dims.padded_vocab)
-        model, written = model.with_vocabulary(rows), written.with_vocabulary(rows)
-        dropped += _lost_padding(checkpoint, model, written, with_states=options.with_optimizer)
-    request = replace(request, model=written)
+        rows = min(sized.dims.padded_vocab, model.dims.padded_vocab)
+        model, sized = model.with_vocabulary(rows), sized.with_vocabulary(rows)
+        dropped += _lost_padding(checkpoint, model, sized, with_states=options.with_optimizer)
+    request = replace(request, model=sized)
     logical = logical_tensors(replace(source, checkpoint=checkpoint, model=model))
-    names = names_of(format.name, request, logical)
+    names = names_of(format, request, logical)
     states, notes = {}, []
     if options.with_optimizer:
         states = optimizer.logical_states(logical)
@@ -266,9 +266,9 @@ def _model(source: Resolved, format: Format, request: Request) -> _Content:
     return _Content(request, parameters, dropped, logical.replicas, notes)
 
 
-def _lost_padding(checkpoint: Checkpoint, model: Model, written: Model, *, with_states: bool) -> Counter[str]:
+def _lost_padding(checkpoint: Checkpoint, model: Model, sized: Model, *, with_states: bool) -> Counter[str]:
     """The bytes of those rows of Megatron's embedding and head that the output has not, and of their states."""
-    lost = model.dims.padded_vocab - written.dims.padded_vocab
+    lost = model.dims.padded_vocab - sized.dims.padded_vocab
     if checkpoint.dialect != "mcore" or lost <= 0:
         return Counter()
     tables = EMBEDDINGS["mcore"] if model.dims.tied else (*EMBEDDINGS["mcore"], "output_layer.weight")

@@ -10,7 +10,7 @@ from functools import partial
 from reshard.algebra.dtypes import BY_NAME
 from reshard.algebra.tensors import Tensor
 from reshard.errors import Problem, ReshardError
-from reshard.formats import WRITTEN
+from reshard.formats import written
 from reshard.formats.checkpoint import Checkpoint, States
 from reshard.formats.target import MASTERS, MOMENTS, Format
 from reshard.model.logical import Logical, LogicalTensors
@@ -24,7 +24,7 @@ REPLACED = "weights replaced by their masters"
 def refuse_unable(checkpoint: Checkpoint, format: Format) -> None:
     """Raise ReshardError if a format holds no optimizer states, or if the source has none that can be carried."""
     leave_out = "leave out --with-optimizer to convert the weights alone"
-    able = sorted(name for name, target in WRITTEN.items() if target.states)
+    able = sorted(name for name, target in written().items() if target.states)
     if format.name not in able:
         raise ReshardError(
             f"{format.name} holds no optimizer states",

@@ -1,0 +1,97 @@
+"""Families and formats that other installed packages bring, by entry points of their distributions.
+
+[project.entry-points."reshard.formats"]
+mine = "my_package:FORMAT"
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import UserDict
+from collections.abc import Callable, Collection, Iterable
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, TypeVar
+
+from reshard.errors import Problem, said
+
+T = TypeVar("T")
+
+
+class PluginWarning(UserWarning):
+    """Something that another package brings was left out; `problem` says what and why."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(str(problem))
+        self.problem = problem
+
+
+def leave_out(what: str, found: str, remedy: str, rule: str | None = None) -> None:
+    """Warn that something of another package is left out."""
+    problem = Problem(what, rule=rule, found=found, remedy=remedy, severity="warning")
+    warnings.warn(PluginWarning(problem), stacklevel=2)
+
+
+class Registry(UserDict[str, T]):
+    """Declarations by name: those of other packages, which know best what is theirs, before the `own`.
+
+    Both are imported when somebody looks first, so that they may import what they need of reshard. `names` tells all
+    names that a declaration takes. What cannot be loaded, is no `kind`, or takes a name that is taken, is left out with
+    a warning.
+    """
+
+    def __init__(
+        self,
+        group: str,
+        kind: type[T],
+        own: Callable[[], Iterable[T]],
+        names: Callable[[T], Collection[str]] = lambda each: (_name(each),),
+    ) -> None:
+        self._group, self._kind, self._own, self._names = group, kind, own, names
+
+    @cached_property
+    def data(self) -> dict[str, T]:  # type: ignore[override]
+        """All declarations."""
+        own = {_name(each): each for each in self._own()}
+        taken = {name: "reshard" for each in own.values() for name in self._names(each)}
+        found: dict[str, T] = {}
+        for entry in sorted(entry_points(group=self._group), key=lambda entry: (_package(entry), entry.name)):
+            brought = self._loaded(entry)
+            if brought is None or not self._is_free(brought, entry, taken):
+                continue
+            found[_name(brought)] = brought
+            taken |= dict.fromkeys(self._names(brought), _package(entry))
+        return {**found, **own}
+
+    def _loaded(self, entry: EntryPoint) -> T | None:
+        what = f"a {self._kind.__name__.lower()} of another package cannot be used: {_package(entry)}"
+        try:
+            brought: Any = entry.load()
+        except Exception as error:
+            leave_out(what, said(error), "install a version of it that fits this reshard, or uninstall it")
+            return None
+        if isinstance(brought, self._kind):
+            return brought
+        rule = f"an entry point of {self._group} names a {self._kind.__name__}"
+        leave_out(
+            what, f"{entry.value} is a {type(brought).__name__}", "tell its authors, or uninstall it", rule
+        )
+        return None
+
+    def _is_free(self, brought: T, entry: EntryPoint, taken: dict[str, str]) -> bool:
+        clashing = [name for name in self._names(brought) if name in taken]
+        if clashing:
+            leave_out(
+                f"a {self._kind.__name__.lower()} of another package is called as one that is there",
+                f"{', '.join(clashing)} in {_package(entry)}, and in {taken[clashing[0]]}",
+                f"the one of {taken[clashing[0]]} is used; uninstall the package whose you do not need",
+            )
+        return not clashing
+
+
+def _name(each: Any) -> str:
+    return str(each.name)
+
+
+def _package(entry: EntryPoint) -> str:
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
