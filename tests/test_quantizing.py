@@ -121,7 +121,7 @@ def assert_the_modules_that_transformers_replaces(folder: Path, chosen: set[str]
     layers = config.num_hidden_layers  # transformers drops those of multi-token prediction
     ours = {name.partition(".experts.")[0] + ".experts" if ".experts." in name else name for name in chosen}
     ours = {name.removesuffix(".weight") for name in ours if f".layers.{layers}." not in name}
-    assert replaced == ours
+    assert replaced == ours, (sorted(replaced - ours)[:4], sorted(ours - replaced)[:4])
 
 
 @pytest.mark.parametrize("kind", ["fp8", "fp8-ue8m0"])
@@ -422,6 +422,22 @@ def test_an_adapter_by_itself_is_refused(hf_model: Models, tmp_path: Path) -> No
     adapter = peft.make_adapter(hf_model("qwen3"), tmp_path / "adapter", r=4, target_modules="all-linear")
     with pytest.raises(ReshardError, match="has no place for quantized weights"):
         reshard.convert(adapter, tmp_path / "out", to="peft", quantize="fp8")
+
+
+def test_stacked_experts_are_refused_in_fp8(hf_model: Models, tmp_path: Path) -> None:
+    """As qwen3_vl_moe and llama4 have them: transformers would take the values without their scales."""
+    plain = hf_model("gpt_oss", dtype="bfloat16")
+    source = shutil.copytree(plain, tmp_path / "source")
+    config = json.loads((source / "config.json").read_text()) | {"model_type": "nobodys"}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ReshardError, match="experts that are stacked in one tensor"):
+        reshard.convert(source, tmp_path / "out", quantize="fp8")
+
+
+def test_a_width_that_is_no_multiple_of_32(hf_model: Models, tmp_path: Path) -> None:
+    plain = hf_model("gpt_oss", dtype="bfloat16", intermediate_size=80)
+    with pytest.raises(ReshardError, match="does not divide into blocks"):
+        reshard.convert(plain, tmp_path / "out", quantize="mxfp4")
 
 
 def test_nothing_to_quantize(hf_model: Models, tmp_path: Path) -> None:

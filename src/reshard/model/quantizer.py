@@ -243,7 +243,7 @@ def _storage(settings: Mapping[str, Any], scheme: str) -> Storage | None:
     return STORAGES["fp8-ue8m0" if settings.get("scale_fmt") == "ue8m0" else "fp8"]._replace(blocks=blocks)
 
 
-_LAYER = re.compile(r"(?:(?:model|language_model|text_model|thinker|mtp)\.)*layers\.\d+\.(.+)")
+_LAYER = re.compile(r"(?:(?:model|language_model|text_model|llm|thinker|mtp)\.)*layers\.\d+\.(.+)")
 """Names of a decoder layer; those of towers and of talkers are others."""
 
 _KEPT = {
@@ -258,12 +258,16 @@ _STACKED = ("experts.gate_up_proj", "experts.down_proj")
 def _is_linear(tensor: Planned) -> bool:
     """Whether a tensor is the weight of a linear layer of a decoder layer, which publishers quantize."""
     match = _LAYER.fullmatch(tensor.name)
-    if not match or not castable(tensor.dtype):
+    if not match or not castable(tensor.dtype) or len(tensor.shape) != 2:
         return False
-    if len(tensor.shape) == 3:
-        return match[1].endswith(_STACKED)
     module, _, last = match[1].rpartition(".")
-    return last == "weight" and len(tensor.shape) == 2 and _KEPT.isdisjoint(module.split("."))
+    return last == "weight" and _KEPT.isdisjoint(module.split("."))
+
+
+def _is_stacked(tensor: Planned) -> bool:
+    """Whether a tensor holds all experts of a decoder layer."""
+    match = _LAYER.fullmatch(tensor.name)
+    return bool(match) and len(tensor.shape) == 3 and tensor.name.endswith(_STACKED)
 
 
 class Quantized(NamedTuple):
@@ -282,8 +286,9 @@ def quantized(tensors: Iterable[Planned], how: str, config: Mapping[str, Any]) -
     storage, tensors = STORAGES[how], list(tensors)
     if (how == "mxfp4") != (config.get("model_type") == "gpt_oss"):
         raise _not_of_this_model(how, config)
-    chosen = {t.name for t in tensors if _is_linear(t) and (how != "mxfp4" or t.name.endswith(_STACKED))}
-    odd = [t for t in tensors if t.name in chosen and how == "mxfp4" and t.shape[1] % storage.blocks[1]]
+    stacked = {t.name for t in tensors if _is_stacked(t)}
+    odd = [t for t in tensors if t.name in stacked and (how != "mxfp4" or t.shape[1] % storage.blocks[1])]
+    chosen = stacked if how == "mxfp4" else {t.name for t in tensors if _is_linear(t)}
     if odd or not chosen:
         raise _nothing_fits(how, odd)
     stored = [part for t in tensors for part in (storage.planned(t) if t.name in chosen else (t,))]
@@ -336,6 +341,13 @@ def _not_of_this_model(how: str, config: Mapping[str, Any]) -> ReshardError:
 
 
 def _nothing_fits(how: str, odd: list[Planned]) -> ReshardError:
+    if odd and how != "mxfp4":
+        return ReshardError(
+            "experts that are stacked in one tensor cannot be quantized to FP8",
+            tensor=listed([tensor.name for tensor in odd], 1),
+            rule="transformers 5.23 loads FP8 experts that are a tensor each, and misreads the scales of others",
+            remedy="leave out --quantize",
+        )
     if odd:
         return ReshardError(
             "a weight does not divide into blocks",
