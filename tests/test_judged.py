@@ -10,7 +10,7 @@ pytest.importorskip("megatron.core")
 
 from reshard.families import FAMILIES, declared
 from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE
-from tests import test_families, test_mcore_bridge
+from tests import test_families, test_mcore_bridge, test_megatron_bridge
 from tests.genuine import make_bridge, make_swift
 from tests.genuine.huggingface import VARIANTS
 from tests.genuine.model_types import TYPES
@@ -21,11 +21,8 @@ CLASSES = {family.architecture: name for name, family in FAMILIES.items()}
 
 def families(names: Iterable[str]) -> set[str]:
     """The families of variants of tests/genuine/huggingface.py and of types of tests/genuine/model_types.py."""
-    types = {
-        VARIANTS[name][0] if name in VARIANTS else CLASSES.get(TYPES[name].architecture, name)
-        for name in names
-    }
-    return {family.name for each in types if (family := declared(each))}
+    types = (VARIANTS[name][0] if name in VARIANTS else name for name in names)
+    return {(declared(each) or FAMILIES[CLASSES[TYPES[each].architecture]]).name for each in types}
 
 
 JUDGED = {
@@ -35,7 +32,8 @@ JUDGED = {
         "baichuan",  # tests/test_more_families.py: it is of no class of transformers
     },
     MCORE_BRIDGE: families(test_mcore_bridge.NAMES) | {run.model_type for run in make_swift.RUNS.values()},
-    MEGATRON_BRIDGE: {run.model_type for run in make_bridge.RUNS.values()},
+    MEGATRON_BRIDGE: families(test_megatron_bridge.NAMES)
+    | {run.model_type for run in make_bridge.RUNS.values()},
 }
 """The families that each judge is asked about."""
 

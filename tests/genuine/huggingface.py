@@ -314,29 +314,34 @@ def randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
 def _save_with_mtp(
     model_type: str, settings: dict[str, Any], folder: Path, dtype: str, seed: int, max_shard_size: str
 ) -> None:
-    """A model with more layers than it declares; those beyond get the additional tensors of an MTP module.
-
-    Names as in deepseek-ai/DeepSeek-V3 on the hub, whose MTP module is `model.layers.61`, and in zai-org/GLM-4.5.
-    Its embedding and head are copies of the main model's.
-    """
+    """A model with more layers than it declares; those beyond become MTP modules."""
     layers, predicted = settings["num_hidden_layers"], settings["num_nextn_predict_layers"]
     _random_model(
         model_type, {**settings, "num_hidden_layers": layers + predicted}, dtype, seed
     ).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
-    hidden = settings["hidden_size"]
-    generator = torch.Generator().manual_seed(seed + 1)
+    add_mtp(tensors, layers, predicted, seed)
+    _save_tensors(tensors, folder, max_shard_size)
+    _edit_config(folder, {"num_hidden_layers": layers})
+
+
+def add_mtp(tensors: dict[str, torch.Tensor], layers: int, predicted: int, seed: int) -> None:
+    """Give layers beyond `layers` the additional tensors of an MTP module.
+
+    Names as in deepseek-ai/DeepSeek-V3 on the hub, whose MTP module is `model.layers.61`, and in zai-org/GLM-4.5.
+    Its embedding and head are copies of the main model's.
+    """
+    embedding = tensors["model.embed_tokens.weight"]
+    hidden, generator = embedding.shape[1], torch.Generator().manual_seed(seed + 1)
     for layer in range(layers, layers + predicted):
         prefix = f"model.layers.{layer}."
         for norm in ("enorm", "hnorm", "shared_head.norm"):
             weight = 1 + 0.2 * torch.randn(hidden, generator=generator)
-            tensors[f"{prefix}{norm}.weight"] = weight.to(getattr(torch, dtype))
+            tensors[f"{prefix}{norm}.weight"] = weight.to(embedding.dtype)
         projection = torch.randn(hidden, 2 * hidden, generator=generator) * (2 * hidden) ** -0.5
-        tensors[f"{prefix}eh_proj.weight"] = projection.to(getattr(torch, dtype))
-        tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[f"{prefix}eh_proj.weight"] = projection.to(embedding.dtype)
+        tensors[f"{prefix}embed_tokens.weight"] = embedding.clone()
         tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-    _save_tensors(tensors, folder, max_shard_size)
-    _edit_config(folder, {"num_hidden_layers": layers})
 
 
 def _save_mimo(settings: dict[str, Any], folder: Path, dtype: str, seed: int, max_shard_size: str) -> None:

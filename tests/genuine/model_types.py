@@ -15,13 +15,17 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.genuine import hub_names
+from tests.genuine.hub_names import CODE
 from tests.genuine.huggingface import (
     COMMON,
     DEEPSEEK_V3,
     EXPERTS,
+    GLM4_MOE,
     PLAIN_ROPE,
     WIDE_HEADS,
     YARN,
+    add_mtp,
     make_tokenizer,
     randomise,
 )
@@ -38,6 +42,7 @@ class Tiny:
 
     `lost` are beginnings of names that mcore-bridge loses when it loads or exports. `hub` turns the config and the
     tensors that transformers wrote into those of the hub, `exported` those that mcore-bridge names otherwise.
+    `code` are names under which the folder has the stand-in of its remote code.
     """
 
     architecture: str
@@ -45,6 +50,7 @@ class Tiny:
     lost: tuple[str, ...] = ()
     hub: Callable[[dict[str, Any], dict[str, torch.Tensor]], None] | None = None
     exported: Callable[[dict[str, torch.Tensor]], None] | None = None
+    code: tuple[str, ...] = ()
 
 
 def transposed_experts(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -131,6 +137,32 @@ MINIMAX_M2 = {
 LATENT = {**COMMON, **DEEPSEEK_V3, "q_lora_rank": 24, "n_routed_experts": 4}
 # Of 12 tokens, each attends to those that the indexer chooses.
 DSA = {**LATENT, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 8}
+GLM_VISION = {
+    **QWEN2_VISION,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "out_hidden_size": 64,
+    "image_size": 16,
+}
+GLM_TEXT = {**TEXT, "attention_bias": True, "rope_parameters": {**PARTIAL_ROPE, "mrope_section": [2, 1, 1]}}
+KIMI_VISION = {
+    "patch_size": 4,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "pos_emb_height": 4,
+    "pos_emb_width": 4,
+}
+KIMI = {
+    "text_config": {**TEXT, **LATENT, "model_type": "deepseek_v3"},
+    "vision_config": KIMI_VISION,
+    "projection_hidden_size": 16,
+    "tie_word_embeddings": False,
+    "image_token_id": 280,
+    "video_token_id": 281,
+}
+PLAIN_GLM = {**COMMON, **GLM4_MOE, "num_nextn_predict_layers": 0, "n_routed_experts": 4}
 SPARSE = {**EXPERTS, "moe_intermediate_size": 24, "num_experts": 4, "norm_topk_prob": True}
 GEMMA = {**EVEN, **WIDE_HEADS, "tie_word_embeddings": True}
 GEMMA3_ROPE = {
@@ -161,9 +193,45 @@ TYPES: dict[str, Tiny] = {
         {**COMMON, **WIDE_HEADS, "attention_bias": True, "rope_parameters": PARTIAL_ROPE},
         exported=gate_above_up,
     ),
-    "deepseek_v32": Tiny("DeepseekV32ForCausalLM", {**DSA, "rope_parameters": YARN}),
+    "deepseek_v32": Tiny(
+        "DeepseekV32ForCausalLM", {**DSA, "rope_parameters": YARN, "num_nextn_predict_layers": 1}
+    ),
     "glm4_moe_lite": Tiny("Glm4MoeLiteForCausalLM", LATENT),
-    "glm_moe_dsa": Tiny("GlmMoeDsaForCausalLM", DSA),
+    "glm_moe_dsa": Tiny(
+        "GlmMoeDsaForCausalLM", {**DSA, "num_nextn_predict_layers": 1}, hub=hub_names.without_copies
+    ),
+    "glm4v": Tiny(
+        "Glm4vForConditionalGeneration",
+        {"text_config": GLM_TEXT, "vision_config": GLM_VISION, **SEES},
+        exported=gate_above_up,
+    ),
+    "glm4v_moe": Tiny(
+        "Glm4vMoeForConditionalGeneration",
+        {
+            "text_config": {**TEXT, **PLAIN_GLM, "use_qk_norm": False, **GLM_TEXT},
+            "vision_config": GLM_VISION,
+            **SEES,
+        },
+    ),
+    "kimi_k25": Tiny(
+        "Kimi_K25ForConditionalGeneration", KIMI, hub=hub_names.kimi_k25, code=("modeling_kimi_k25.py",)
+    ),
+    "kimi_vl": Tiny(
+        "Kimi_K25ForConditionalGeneration", KIMI, hub=hub_names.kimi_vl, code=(CODE, "modeling_kimi_vl.py")
+    ),
+    "kimi_k2": Tiny("DeepseekV3ForCausalLM", LATENT, hub=hub_names.kimi_k2, code=(CODE,)),
+    "deepseek": Tiny(
+        "Glm4MoeForCausalLM",
+        {**PLAIN_GLM, "attention_bias": False, "use_qk_norm": False, "rope_parameters": PLAIN_ROPE},
+        hub=hub_names.deepseek,
+        code=(CODE,),
+    ),
+    "bailing_moe": Tiny(
+        "Glm4MoeForCausalLM",
+        {**PLAIN_GLM, "attention_bias": False, "num_nextn_predict_layers": 1},
+        hub=hub_names.bailing_moe,
+        code=(CODE,),
+    ),
     "qwen2_vl": Tiny(
         "Qwen2VLForConditionalGeneration",
         {
@@ -213,7 +281,12 @@ def make_model_type(name: str, folder: Path, seed: int = 0, **overrides: Any) ->
     """Write the model `name` of `TYPES` in bf16 to `folder` and return it. `overrides` replace keys of its config."""
     tiny = TYPES[name]
     kind = getattr(transformers, tiny.architecture)
-    config = kind.config_class(**{**tiny.settings, **overrides})
+    settings = {**tiny.settings, **overrides}
+    predicted = settings.get("num_nextn_predict_layers", 0)
+    if predicted:
+        layers = settings["num_hidden_layers"]
+        settings["num_hidden_layers"] = layers + predicted
+    config = kind.config_class(**settings)
     model = kind._from_config(config, dtype=torch.bfloat16)
     for module in model.modules():
         if hasattr(module, "e_score_correction_bias"):
@@ -221,10 +294,22 @@ def make_model_type(name: str, folder: Path, seed: int = 0, **overrides: Any) ->
     randomise(model, torch.Generator().manual_seed(seed))
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
-    if tiny.hub:
+    if tiny.hub or predicted:
         file, weights = folder / "config.json", folder / "model.safetensors"
         spelled, tensors = json.loads(file.read_text()), load_file(weights)
-        tiny.hub(spelled, tensors)
+        if predicted:
+            add_mtp(tensors, layers, predicted, seed)
+            spelled["num_hidden_layers"] = layers
+            for by_layer in (
+                "layer_types",
+                "mlp_layer_types",
+                "indexer_types",
+            ):  # which the hub does not have
+                spelled.pop(by_layer, None)
+        if tiny.hub:
+            tiny.hub(spelled, tensors)
         file.write_text(json.dumps(spelled, indent=2))
         save_file(tensors, weights, metadata={"format": "pt"})
+    for script in tiny.code:
+        (folder / script).write_bytes(Path(__file__).with_name(CODE).read_bytes())
     return folder

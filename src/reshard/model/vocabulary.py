@@ -18,7 +18,7 @@ from reshard.formats.megatron.mcore import padded_vocabulary
 from reshard.transfer.gather import Files, Gatherer
 
 EMBEDDINGS = {
-    "hf": ("model.embed_tokens.weight", "model.tok_embeddings.weight"),
+    "hf": ("model.embed_tokens.weight", "model.tok_embeddings.weight", "model.word_embeddings.weight"),
     "mcore": ("embedding.word_embeddings.weight",),
     "internlm": ("embedding.weight",),
     "internlm-interleaved": ("embedding.weight",),

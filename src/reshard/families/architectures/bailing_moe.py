@@ -1,0 +1,76 @@
+"""Ling and Ring (BailingMoE): GLM-4.5's layers under other names; the first version had a softmax router."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from reshard.families.architectures.deepseek_v3 import layers
+from reshard.families.config import DEEPSEEK_EXPERTS, GROUPED_HEADS, MTP, NO_BIAS, NORM_TOPK
+from reshard.families.entries import (
+    Args,
+    Config,
+    Const,
+    Entry,
+    Key,
+    RouterGroups,
+    SharedExperts,
+    SigmoidNorm,
+    Values,
+)
+from reshard.families.family import MCORE_BRIDGE, Family
+from reshard.families.rope import Rope
+from reshard.families.rules import Dims, Rule, attention, renamed
+
+HUB = {
+    "model.embed_tokens.": "model.word_embeddings.",
+    "self_attn.o_proj.": "attention.dense.",
+    "self_attn.q_norm.": "attention.query_layernorm.",
+    "self_attn.k_norm.": "attention.key_layernorm.",
+    "self_attn.": "attention.",
+    "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias",
+    "shared_head.norm.": "final_layernorm.",
+}
+
+
+def rules(d: Dims) -> Iterator[Rule]:
+    """Queries, keys and values are one projection, and MTP layers have no copy of embedding and head."""
+    return renamed(layers(d, attention(d, fused="query_key_value"), copies=False), HUB)
+
+
+class Router(Entry):
+    """Scores are a softmax in the first version; sigmoids, with a bias for the choice, in the second."""
+
+    score = Key("score_function", "moe_router_score_function", default="softmax")
+    bias = Key("moe_router_enable_expert_bias", "moe_router_enable_expert_bias", default=False)
+
+    def to_args(self, config: Config) -> Values:
+        args = {**self.score.to_args(config), **self.bias.to_args(config)}
+        return args | self._norm(args).to_args(config)
+
+    def to_config(self, args: Args) -> Values:
+        return {**self.score.to_config(args), **self.bias.to_config(args), **self._norm(args).to_config(args)}
+
+    def _norm(self, args: Args) -> Entry:
+        return SigmoidNorm() if args.get("moe_router_score_function") == "sigmoid" else NORM_TOPK
+
+
+# The width of the shared experts stands in the second version beside their number.
+BAILING_MOE = Family(
+    "bailing_moe",
+    "BailingMoeV2ForCausalLM",
+    rules,
+    (
+        *GROUPED_HEADS,
+        Rope(default_theta=600000.0, fraction=1.0),
+        NO_BIAS,
+        Const(config={"use_bias": False, "use_qkv_bias": False}, computed={"norm_head": False}),
+        Key("use_qk_norm", "qk_layernorm", default=False),
+        *(entry for entry in DEEPSEEK_EXPERTS if not isinstance(entry, SharedExperts)),
+        Key("num_experts", "num_experts"),
+        SharedExperts("num_shared_experts"),
+        Router(),
+        RouterGroups(),
+        MTP,
+    ),
+    judged=(MCORE_BRIDGE,),
+)

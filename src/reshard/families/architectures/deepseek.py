@@ -1,0 +1,34 @@
+"""DeepSeek-MoE: the experts of DeepSeek-V2 behind Llama's attention."""
+
+from __future__ import annotations
+
+from reshard.families.architectures import glm4_moe
+from reshard.families.config import (
+    DEEPSEEK_EXPERTS,
+    GROUPED_HEADS,
+    NO_BIAS,
+    NO_QK_NORM,
+    NORM_TOPK,
+    SOFTMAX_ROUTER,
+)
+from reshard.families.entries import Const
+from reshard.families.family import MCORE_BRIDGE, Family
+from reshard.families.rope import Rope
+
+# Its router computes what Megatron-Core's does; there is no implementation of the model here to compare logits with.
+DEEPSEEK = Family(
+    "deepseek",
+    "DeepseekForCausalLM",
+    glm4_moe.rules,
+    (
+        *GROUPED_HEADS,
+        Rope(),
+        NO_BIAS,
+        Const(config={"attention_bias": False, "moe_layer_freq": 1}, computed={"scoring_func": "softmax"}),
+        NO_QK_NORM,
+        *DEEPSEEK_EXPERTS,
+        SOFTMAX_ROUTER,
+        NORM_TOPK,
+    ),
+    judged=(MCORE_BRIDGE,),
+)
