@@ -25,6 +25,7 @@ NAMES = {
     **dict.fromkeys(("minimax_m2", "hy_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite"), MOE_LAYOUTS),
     **dict.fromkeys(("glm4v_moe", "kimi_k2", "kimi_k25", "kimi_vl", "deepseek", "bailing_moe"), MOE_LAYOUTS),
     **dict.fromkeys(("glm4", "glm4v"), STAGES),
+    **dict.fromkeys(("olmoe", "llama4"), MOE_LAYOUTS),
 }
 """Model types, each with the TP, PP and EP sizes that it is judged at."""
 

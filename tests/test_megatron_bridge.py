@@ -17,11 +17,12 @@ from reshard.families.rope import both_spellings
 from reshard.formats.companions import portable_tokenizer_config
 from tests.environments import python
 from tests.genuine.huggingface import make_model
-from tests.genuine.model_types import LAYOUTS, TYPES, make_model_type
+from tests.genuine.model_types import LAYOUTS, MOE_LAYOUTS, TYPES, make_model_type
 from tests.test_mcore_bridge import assert_same, folders, tensors_of
 
 NAMES = {
     **dict.fromkeys(("llama", "nemotron", "gemma", "gemma2", "gemma3_text", "gemma3"), LAYOUTS),
+    "olmoe": MOE_LAYOUTS,
 }
 """Model types, each with the TP, PP and EP sizes that it is judged at."""
 
@@ -39,7 +40,7 @@ def test_megatron_bridge_reads_and_writes_the_same(name: str, tmp_path: Path) ->
     jobs: list[str] = []
     for tp, pp, ep in NAMES[name]:
         theirs, ours, exported = folders(tmp_path, tp)
-        reshard.convert(base, ours, to="megatron", tp=tp, pp=pp, ep=ep, etp=1)
+        reshard.convert(base, ours, to="megatron", engine="megatron-bridge", tp=tp, pp=pp, ep=ep, etp=1)
         sizes = [str(size) for size in (tp, pp, ep)]
         jobs += ["save", str(base), str(theirs), *sizes, "--"]
         jobs += ["export", str(base), str(exported), *sizes, str(ours / "release"), "--"]

@@ -175,7 +175,6 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 UNDECLARED: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_k": 2, "moe_num_experts": 4, "moe_intermediate_size": 16},
     "olmo2": {},
-    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "qwen3_next": {
         **EXPERTS,
         "num_experts": 4,

@@ -271,6 +271,41 @@ TYPES: dict[str, Tiny] = {
         {"text_config": GEMMA3, "vision_config": GEMMA3_VISION, "mm_tokens_per_image": 4},
         hub=gemma3,
     ),
+    "olmoe": Tiny(
+        "OlmoeForCausalLM",
+        {
+            **EVEN,
+            "num_key_value_heads": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 24,
+        },
+    ),
+    "llama4": Tiny(
+        "Llama4ForConditionalGeneration",
+        {
+            "text_config": {
+                **TEXT,
+                **WIDE_HEADS,
+                "intermediate_size": 24,
+                "intermediate_size_mlp": 48,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 1,
+                "interleave_moe_layer_step": 2,
+            },
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 64,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 16,
+                "patch_size": 4,
+                "vision_output_dim": 32,
+                "projector_input_dim": 32,
+                "projector_output_dim": 32,
+            },
+        },
+    ),
     "nemotron": Tiny(
         "NemotronForCausalLM", {**EVEN, "rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.5}}
     ),

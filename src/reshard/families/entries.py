@@ -324,7 +324,7 @@ class Precision(Entry):
         return {"dtype": "bfloat16" if args.get("bf16") else "float16" if args.get("fp16") else "float32"}
 
 
-def _moe_layer_freq(sparse: Sequence[bool]) -> int | list[int]:
+def moe_layer_freq(sparse: Sequence[bool]) -> int | list[int]:
     """1 if all layers are sparse: Megatron-Core then stacks the layers of a checkpoint, and not for a list."""
     return 1 if all(sparse) else [int(layer) for layer in sparse]
 
@@ -335,7 +335,7 @@ class SparseStep(Entry):
     def to_args(self, config: Config) -> Values:
         step, dense = first(config, ("decoder_sparse_step",), 1), first(config, ("mlp_only_layers",), ())
         layers = range(config.get("num_hidden_layers", 0))
-        return {"moe_layer_freq": _moe_layer_freq([i not in dense and (i + 1) % step == 0 for i in layers])}
+        return {"moe_layer_freq": moe_layer_freq([i not in dense and (i + 1) % step == 0 for i in layers])}
 
     def to_config(self, args: Args) -> Values:
         layers = args.get("num_layers", 0)
@@ -359,7 +359,7 @@ class DenseFirst(Entry):
         sparse = [i >= dense for i in range(layers)]
         if config.get("first_k_dense_replace") is None and config.get("mlp_layer_types"):  # glm4_moe_lite
             sparse = [kind == "sparse" for kind in config["mlp_layer_types"][:layers]]
-        return {"moe_layer_freq": _moe_layer_freq(sparse)}
+        return {"moe_layer_freq": moe_layer_freq(sparse)}
 
     def to_config(self, args: Args) -> Values:
         layers = args.get("num_layers", 0)

@@ -145,7 +145,7 @@ class RopeLayers(Entry):
     def to_args(self, config: Config) -> Values:
         layers = config.get("num_hidden_layers", 0)
         interval = first(config, ("no_rope_layer_interval",), 4)
-        turned = first(config, ("no_rope_layers",), [(layer + 1) % interval for layer in range(layers)])
+        turned = config.get("no_rope_layers") or [(layer + 1) % interval for layer in range(layers)]
         if len(turned) < layers:
             raise ValueError(f"no_rope_layers is {turned!r}, for {layers} layers")
         return {"no_rope_freq": [int(not each) for each in turned[:layers]]}

@@ -11,7 +11,7 @@ Megatron-Core's names are those of its local layer spec with global layer and ex
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -310,6 +310,24 @@ def moe(
     if d.shared_gate:
         rules.append(same(f"{hf}.{shared}_gate.weight", "mlp.shared_experts.gate_weight", 1, d.hidden))
     return rules
+
+
+def stacked(hf: str, mcore: str, experts: int, shape: Sequence[int], one: Callable[[View], View]) -> Rule:
+    """One tensor of the hub [experts, …] for what every expert has, each as `one` makes it of a tensor of `shape`."""
+    each = (one(native(f"mlp.experts.{expert}.{mcore}", *shape)) for expert in range(experts))
+    return Rule(f"mlp.experts.{hf}", concat([view.reshape(1, *view.shape) for view in each]))
+
+
+def stacked_experts(d: Dims, *, transposed: bool = True) -> Block:
+    """Gated experts in two tensors, gate above up: [experts, inputs, outputs], or the other way round."""
+
+    def one(view: View) -> View:
+        return view.permute(1, 0) if transposed else view
+
+    return [
+        stacked("gate_up_proj", "linear_fc1.weight", d.experts, (2 * d.expert_ffn, d.hidden), one),
+        stacked("down_proj", "linear_fc2.weight", d.experts, (d.hidden, d.expert_ffn), one),
+    ]
 
 
 def under(hf: str, mcore: str, block: Iterable[Rule], layers: Sequence[int] = ()) -> Iterator[Rule]:

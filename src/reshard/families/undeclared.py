@@ -11,7 +11,6 @@ from reshard.families.live import BLOCK_SPARSE, W132, Experts, Live
 BEYOND_MEGATRON: dict[str, str] = {
     "ernie4_5_moe": "the router adds a bias to softmax scores; Megatron-Core knows one for sigmoid scores only",
     "olmo2": "what attention and MLP return is normalised, and what they take in is not",
-    "olmoe": "queries are normalised over all heads at once; Megatron-Core normalises each head",
     "qwen3_next": "Megatron-Core stores the norm inside linear attention less one, which no re-indexing gives",
 }
 """Why, by the `model_type` of config.json."""
@@ -35,7 +34,7 @@ GRANITE = Live(
 _BIAS = "mlp.gate.e_score_correction_bias"
 _PLAIN = (
     *("qwen3_next", "afmoe", "longcat_flash", "solar_open", "mellum"),
-    *("flex_olmo", "olmoe", "cohere2_moe", "hunyuan_v1_moe"),
+    *("flex_olmo", "cohere2_moe", "hunyuan_v1_moe"),
 )
 
 LIVE: dict[str, Live] = {

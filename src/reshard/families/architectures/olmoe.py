@@ -1,0 +1,46 @@
+"""OLMoE: experts in every layer, queries and keys normalised over all heads at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+from reshard.families.config import DERIVED_HEADS, EXPERTS_EVERYWHERE, NO_BIAS, NORM_TOPK, QK_NORM
+from reshard.families.entries import Const, Key
+from reshard.families.family import MCORE_BRIDGE, MEGATRON_BRIDGE, Family
+from reshard.families.live import Live
+from reshard.families.rope import Rope
+from reshard.families.rules import Dims, Rule, attention, decoder, ends, moe, norms, same
+
+
+def rules(d: Dims, module: str = "norm") -> Iterator[Rule]:
+    """The norms over all heads are modules of those who compute them, each under a name of its own."""
+    yield from ends(d)
+    wide = [
+        same(f"self_attn.{name}_norm.weight", f"self_attention.{name}_{module}.weight", heads * d.head_dim)
+        for name, heads in (("q", d.heads), ("k", d.groups))
+    ]
+    yield from decoder(d, [], [*norms(d), *attention(replace(d, qk_norm=False)), *wide, *moe(d)])
+
+
+OLMOE = Family(
+    "olmoe",
+    "OlmoeForCausalLM",
+    rules,
+    (
+        *DERIVED_HEADS,
+        Rope(),
+        NO_BIAS,
+        Const(computed={"attention_bias": False, "clip_qkv": None}),
+        QK_NORM,
+        *EXPERTS_EVERYWHERE,
+        Key("num_experts", "num_experts", aliases=("num_local_experts",), default=64),
+        Key("num_experts_per_tok", "moe_router_topk", default=8),
+        NORM_TOPK,
+    ),
+    dialects={MEGATRON_BRIDGE: partial(rules, module="layernorm")},
+    live=Live(),
+    computed_by=MCORE_BRIDGE,
+    judged=(MCORE_BRIDGE, MEGATRON_BRIDGE),
+)
