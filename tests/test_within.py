@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -190,3 +191,36 @@ def test_names_in_memory(name: str, tied: bool, tmp_path: Path) -> None:
     assert_same_tensors(tensors_of(tmp_path / "back"), tensors_of(hub))
     reshard.convert(hub, tmp_path / "dcp", to="dcp")
     assert_same_tensors(as_torch_reads(tmp_path / "dcp")["model"], live)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_adapter_of_a_part(name: str, tmp_path: Path) -> None:
+    """PEFT names it as the model in memory; where it trained the embedding, the head is one of its own."""
+    hub = make_model_type(name, tmp_path / "hub", tie_word_embeddings=True)
+    model = getattr(transformers, TYPES[name].architecture).from_pretrained(hub, dtype=torch.bfloat16)
+    targets = r".*language_model.*\.(q_proj|k_proj|v_proj)"
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets))
+    for key, parameter in wrapped.named_parameters():
+        if "lora_B" in key:
+            parameter.data = torch.randn_like(parameter)
+    wrapped.save_pretrained(tmp_path / "lora")
+    trained = load_file(tmp_path / "lora" / "adapter_model.safetensors")
+    wrapped.merge_and_unload().save_pretrained(tmp_path / "expected")
+    reshard.convert(tmp_path / "lora", tmp_path / "merged", merge=True, base=hub)
+    assert_same_tensors(tensors_of(tmp_path / "merged"), tensors_of(tmp_path / "expected"))
+
+    reshard.convert(tmp_path / "lora", tmp_path / "m", to="megatron", base=hub, tp=2)
+    keys = read_metadata(next(tmp_path.glob("m/*/.metadata"))).tensors
+    assert keys and all(key.startswith("language_model.decoder.layers.") for key in keys)
+    reshard.convert(tmp_path / "m", tmp_path / "back", base=hub)
+    again = load_file(tmp_path / "back" / "adapter_model.safetensors")
+    assert again.keys() == trained.keys()
+
+    whole = {key: tensor for key, tensor in trained.items() if "layers.0" in key}
+    embedding = tensors_of(hub)[next(key for key in tensors_of(hub) if key.endswith("embed_tokens.weight"))]
+    whole["base_model.model.model.language_model.embed_tokens.weight"] = embedding + 1
+    save_file(whole, tmp_path / "lora" / "adapter_model.safetensors", metadata={"format": "pt"})
+    reshard.convert(tmp_path / "lora", tmp_path / "untied", merge=True, base=hub)
+    assert torch.equal(tensors_of(tmp_path / "untied")["lm_head.weight"], embedding)
+    config = json.loads((tmp_path / "untied" / "config.json").read_text())
+    assert (config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"]) == (False, False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -53,6 +53,19 @@ class Adapter:
     whole: dict[str, Tensor]
     base: dict[str, Tensor]
     settings: Settings = field(default_factory=Settings)
+
+    def called(self, name: Callable[[str], str]) -> Adapter:
+        """The same with other names, which begin otherwise."""
+
+        def module(path: str) -> str:
+            return name(f"{path}.").removesuffix(".")
+
+        return Adapter(
+            {module(path): pair for path, pair in self.pairs.items()},
+            {name(path): tensor for path, tensor in self.whole.items()},
+            {name(path): tensor for path, tensor in self.base.items()},
+            self.settings,
+        )
 
     @property
     def ranks(self) -> list[int]:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from reshard.algebra.tensors import Tensor, cells_of
 from reshard.algebra.views import Piece, View
 from reshard.errors import Problem, ReshardError
-from reshard.families import declared
+from reshard.families import Family, declared
 from reshard.families.binding import Binding, Bound
 from reshard.families.rules import Dims
 from reshard.formats.checkpoint import Checkpoint
@@ -58,7 +58,7 @@ def under_hub_names(checkpoint: Checkpoint, config: Mapping[str, Any] | None) ->
 
     Raises ReshardError without a config, and for tensors that no module of the family has.
     """
-    dims, binding = _base(checkpoint, config)
+    family, dims, binding = _base(checkpoint, config)
     owners: dict[str, list[tuple[str, Bound]]] = {}
     for hub, bound in binding.hf.items():
         for native in dict.fromkeys(str(piece.source) for piece in bound.view.pieces):
@@ -67,6 +67,8 @@ def under_hub_names(checkpoint: Checkpoint, config: Mapping[str, Any] | None) ->
     problems = list(_mixed(checkpoint, dims))
     for name, tensor in checkpoint.tensors.items():
         found = dict(_under_hub_names(name, tensor, owners))
+        if family.live:
+            found = {family.live.begun_in_memory(hub): part for hub, part in found.items()}
         if not found:
             problems.append(_unknown(name, tensor))
         tensors.update(found)
@@ -184,8 +186,8 @@ def _first_row(bound: Bound) -> int:
     return min(piece.start for piece in bound.view.pieces)
 
 
-def _base(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> tuple[Dims, Binding]:
-    """The sizes of the adapter's base, and how its tensors lie in those of Megatron-Core."""
+def _base(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> tuple[Family, Dims, Binding]:
+    """The family of the adapter's base, its sizes, and how its tensors lie in those of Megatron-Core."""
     family = declared((config or {}).get("model_type"))
     if config is None or family is None:
         raise ReshardError(
@@ -197,10 +199,12 @@ def _base(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> tuple[Dim
             found=None if config is None else str(config.get("model_type")),
             remedy="name the Hugging Face folder that training started from: --base DIR",
         )
-    args = family.config.to_args(config)
+    text = family.config.text(config)
+    args = family.config.to_args(text)
     rows = next((t.shape[0] for name, t in checkpoint.tensors.items() if "word_embeddings" in name), None)
-    dims = Dims.from_args(args, int(config["vocab_size"]), rows)
-    return dims, Binding(family.rules(dims))
+    dims = Dims.from_args(args, int(text["vocab_size"]), rows)
+    rules = family.rules_of(checkpoint.engine) or family.rules
+    return family, dims, Binding(rules(dims))
 
 
 def _unknown(name: str, tensor: Tensor) -> Problem:

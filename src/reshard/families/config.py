@@ -89,7 +89,8 @@ class ConfigMap:
         inner = self._inner(config)
         if inner is None:
             return dict(text)
-        changed = {key: value for key, value in text.items() if inner.get(key, UNSET) != value}
+        before = self.text(config)
+        changed = {key: value for key, value in text.items() if before.get(key, UNSET) != value}
         beside = {key: value for key, value in changed.items() if key in config or key in OF_ALL}
         own = {key: value for key, value in changed.items() if key in inner or key not in OF_ALL}
         return {**config, **beside, **_nested(config, self.path, {**inner, **own})}

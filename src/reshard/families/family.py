@@ -89,8 +89,13 @@ class Family:
         return own if native or self.within is None else [self.within.from_hub(name) for name in own]
 
     def hub_name(self, plain: str) -> str:
-        """What the hub calls a tensor of the language model."""
-        return self.within.to_hub(plain) if self.within else plain
+        """What the hub calls a tensor of the language model; what is carried keeps its name."""
+        return self.within.to_hub(plain) if self.within and not self.carried([plain], native=False) else plain
+
+    def plain_name(self, name: str) -> str:
+        """The inverse, of a name on the hub or in memory."""
+        hub = self.live.begun_on_hub(name) if self.live else name
+        return self.within.from_hub(hub) if self.within and not self.carried([hub], native=False) else hub
 
     def differs(self, config: Mapping[str, Any]) -> list[tuple[str, str]]:
         """Where engines build another model than the config describes, and no tensor shows it, by key of the config."""

@@ -43,13 +43,21 @@ class Live:
         """The hub's name of a tensor that is not fused; one that has it already keeps it."""
         for live, hub in self.renames:
             name = name.replace(live, hub, 1)
+        return self.begun_on_hub(name)
+
+    def begun_on_hub(self, name: str) -> str:
+        """The name of a tensor or a module with the beginning that it has on the hub."""
         begin = next((pair for pair in self.begins if name.startswith(pair[0])), ("", ""))
         return begin[1] + name.removeprefix(begin[0])
 
+    def begun_in_memory(self, name: str) -> str:
+        """The inverse."""
+        begin = next((pair for pair in self.begins if name.startswith(pair[1])), ("", ""))
+        return begin[0] + name.removeprefix(begin[1])
+
     def to_live(self, name: str) -> str:
         """The name in memory: the inverse of `to_hub`."""
-        begin = next((pair for pair in self.begins if name.startswith(pair[1])), ("", ""))
-        name = begin[0] + name.removeprefix(begin[1])
+        name = self.begun_in_memory(name)
         for live, hub in reversed(self.renames):
             name = name.replace(hub, live, 1)
         return name

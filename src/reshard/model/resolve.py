@@ -77,7 +77,12 @@ def read_base(base: Path) -> dict[str, Any]:
 def config_of(checkpoint: Checkpoint, base: Path | None = None) -> dict[str, Any] | None:
     """The config of a checkpoint: that of `base`, else the one beside it, else what its reader derived; or None."""
     config = read_base(base) if base else read_config(checkpoint.root) or checkpoint.config
-    return {**config, **checkpoint.changes} if config else None
+    if not config:
+        return None
+    family = declared(config.get("model_type"))
+    if not family or not checkpoint.changes:
+        return {**config, **checkpoint.changes}
+    return family.config.whole(config, {**family.config.text(config), **checkpoint.changes})
 
 
 def resolve(

@@ -68,6 +68,8 @@ def named(checkpoint: Checkpoint, request: Request) -> tuple[Request, dict[str, 
         ]
         settings = adapter_config(adapter, str(options.base) if options.base else None)
         return replace(request, tensors=tensors, adapter=settings), {} if written else base, []
+    if live := request.model.family.live:
+        adapter = adapter.called(live.begun_on_hub)
     found = linears(adapter, request.model.binding(), same_bytes)
     rank = _rank(found, request.layout)
     settings = _settings(adapter, found, rank)

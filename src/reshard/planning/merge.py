@@ -13,6 +13,7 @@ from reshard.adapters import megatron
 from reshard.adapters.merge import unties
 from reshard.algebra.tensors import Replica, Tensor
 from reshard.errors import ReshardError
+from reshard.families import declared
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.target import Options
@@ -36,8 +37,14 @@ def merged_source(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint,
     types = Types(options.dtype)
     base = base and dequantized(base, types.wanted, "the base of an adapter that is merged")
     weights, replicas, config = _hub_weights(base, options) if base else ({}, [], None)
-    result = adapters.merged(adapter, weights or adapter.base, types.of)
     origin = base or checkpoint
+    family = declared((config_of(origin) or {}).get("model_type"))
+    if family:  # by which end of the model a tensor is, its name tells in a language model by itself
+        adapter = adapter.called(family.plain_name)
+        weights = {family.plain_name(name): tensor for name, tensor in weights.items()}
+    result = adapters.merged(adapter, weights or adapter.base, types.of)
+    if family:
+        result = {family.hub_name(name): tensor for name, tensor in result.items()}
     return (
         replace(
             origin,

@@ -45,7 +45,7 @@ from reshard.formats.megatron.rank_files import (
     stage_ranks,
 )
 from reshard.formats.megatron.ranks import Rank, RankStates
-from reshard.formats.megatron.request import arguments, iteration_of
+from reshard.formats.megatron.request import arguments, below, iteration_of
 from reshard.formats.megatron.writers import COMPUTED_BY
 from reshard.formats.sharding import Split, join
 from reshard.formats.target import Request
@@ -297,7 +297,7 @@ def lay_out(request: Request) -> list[OutputFile]:
     transformer_engine = args["transformer_impl"] != "local"
     if transformer_engine and args.get("num_experts"):
         args = {**args, "moe_grouped_gemm": True}
-    writer = _Writer(tensors, args, layout, transformer_engine)
+    writer = _Writer(tensors, args, layout, transformer_engine, below(request))
 
     def content(rank: Rank, first: int) -> dict[str, Any]:
         own = {"rank": rank.pp * layout.stage_ranks + first}
@@ -356,10 +356,15 @@ class _Writer:
     """Puts the state dicts of ranks together."""
 
     def __init__(
-        self, tensors: Sequence[Planned], args: Mapping[str, Any], layout: Layout, transformer_engine: bool
+        self,
+        tensors: Sequence[Planned],
+        args: Mapping[str, Any],
+        layout: Layout,
+        transformer_engine: bool,
+        below: str,
     ) -> None:
         self._layout, self._te = layout, transformer_engine
-        self._states = RankStates(tensors, args, layout, transformer_engine)
+        self._states = RankStates(tensors, args, layout, transformer_engine, below=below)
 
     def models(self, rank: Rank, etp: int) -> dict[str, dict[str, Any]]:
         """The state dict of a rank, or one for each of its virtual stages."""

@@ -93,11 +93,6 @@ def is_carried(name: str) -> bool:
     return not name.startswith(_LANGUAGE_MODEL)
 
 
-def below(names: Iterable[str]) -> str:
-    """What stands before the names of the language model: nothing, unless there are other parts beside it."""
-    return BELOW if any(map(is_carried, names)) else ""
-
-
 def split_of(name: str, gated: bool = True) -> Split | None:
     """How tensor parallelism cuts the tensor called `name`; None if all ranks hold it whole.
 

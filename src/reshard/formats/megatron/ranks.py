@@ -16,7 +16,6 @@ from reshard.formats.megatron.mcore import (
     Place,
     Spelling,
     Stages,
-    below,
     is_carried,
     is_gated,
     name_of,
@@ -75,7 +74,7 @@ class RankStates:
     """Finds what each rank holds, and how its spec spells it.
 
     `tensors` have reshard's own names, `args` are Megatron-LM's. `split` tells how tensor parallelism cuts a tensor,
-    given its name and whether the MLP is gated.
+    given its name and whether the MLP is gated; `below` stands before the names of a language model.
     """
 
     def __init__(
@@ -85,6 +84,7 @@ class RankStates:
         layout: Layout,
         transformer_engine: bool,
         split: Callable[[str, bool], Split | None] = split_of,
+        below: str = "",
     ) -> None:
         self.layout = layout
         self._te = transformer_engine
@@ -97,7 +97,7 @@ class RankStates:
         self._table = self.stages.table()
         places, gated = [place_of(tensor.name) for tensor in tensors], is_gated(args)
         sparse = {place[1:3] for place in places if place.expert is not None}
-        self.below = below(tensor.name for tensor in tensors)
+        self.below = below
         self._held: dict[tuple[int, int], list[_Held]] = {}
         for place, tensor in zip(places, tensors, strict=True):
             for at, renamed in self._holders(place):

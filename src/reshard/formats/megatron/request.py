@@ -15,7 +15,7 @@ from reshard.families.flags import flags_not_restored
 from reshard.formats import iterations
 from reshard.formats.checkpoint import Iteration
 from reshard.formats.megatron.layouts import check_layout, layout_notes
-from reshard.formats.megatron.mcore import padded_vocabulary
+from reshard.formats.megatron.mcore import BELOW, padded_vocabulary
 from reshard.formats.megatron.optimizer import NewOptimizer, is_distributed, new_optimizer
 from reshard.formats.megatron.writers import COMPUTED_BY, MODEL_TYPE
 from reshard.formats.provenance import RUN_CONFIG
@@ -80,6 +80,11 @@ def iteration_of(request: Request) -> Iteration:
     if isinstance(request.iteration, int):
         return request.iteration
     return (request.optimizer.step or 0) if request.states and request.optimizer else "release"
+
+
+def below(request: Request) -> str:
+    """What stands before the names of the language model: nothing, unless it is a part of a larger one."""
+    return BELOW if request.model and request.model.family.within else ""
 
 
 def arguments(request: Request) -> dict[str, Any]:

@@ -33,7 +33,6 @@ from reshard.formats.megatron.mcore import (
     Place,
     Spelling,
     Stages,
-    below,
     is_carried,
     is_gated,
     layout_of,
@@ -50,7 +49,7 @@ from reshard.formats.megatron.optimizer import (
     read_optimizer,
     torch_file,
 )
-from reshard.formats.megatron.request import arguments, iteration_of, optimizer_of, run_config
+from reshard.formats.megatron.request import arguments, below, iteration_of, optimizer_of, run_config
 from reshard.formats.megatron.seeds import exchanged
 from reshard.formats.megatron.writers import engine_of, recorded_args
 from reshard.formats.sharding import shard_boxes
@@ -392,7 +391,7 @@ def lay_out(request: Request) -> list[OutputFile]:
         int(args.get("num_experts") or 0),
         Spelling.of(places, transformer_engine=transformer_engine, torch_dist=True),
         stacked,
-        below(places),
+        below(request),
         is_gated(args),
     )
     for tensor in tensors:
