@@ -8,6 +8,9 @@ import numpy as np
 
 Floats = np.ndarray[Any, Any]
 
+STEP = 1 << 15
+"""Elements rounded at a time: their float32 values stay in the cache of a core."""
+
 
 class Blocks(NamedTuple):
     """Matrices [rows, columns], one below the other, in blocks of `tall` × `wide`; those at the edges are smaller.
@@ -50,18 +53,23 @@ class Blocks(NamedTuple):
             blocks = values.reshape(len(values), -1, self.wide)
             blocks *= scales[:, :, None]
 
-    def largest(self, values: Floats, first: int, last: int) -> Floats:
-        """The largest number of each block in the rows of scales `first` to `last`, whose rows are `values`."""
-        if self.tall > 1:
-            begin = self.rows_of(first)[0]
-            rows = [slice(*(each - begin for each in self.rows_of(row))) for row in range(first, last)]
-            values = np.stack([values[part].max(0) for part in rows])
-        if self.columns % self.wide:
-            room = np.zeros((len(values), self.across * self.wide), values.dtype)
-            room[:, : self.columns] = values
-            values = room
-        largest: Floats = values.reshape(len(values), -1, self.wide).max(2)
-        return largest
+    def largest(self, raw: Floats, first: int, last: int) -> Floats:
+        """The largest magnitude of each block in the rows of scales `first` to `last`, of which `raw` has the floats.
+
+        Both are bits: without the sign, those of floats are in order, and NaN is above all.
+        """
+        magnitude = raw.dtype.type((1 << (8 * raw.itemsize - 1)) - 1)
+        out = np.empty((last - first, self.across), raw.dtype)
+        begin, step = self.rows_of(first)[0], max(1, STEP // self.columns) if self.tall == 1 else 1
+        for low in range(first, last, step):
+            high = min(low + step, last)
+            rows = raw[self.rows_of(low)[0] - begin : self.rows_of(high - 1)[1] - begin] & magnitude
+            if self.tall > 1:
+                rows = rows.max(0, keepdims=True)  # there is one row of scales in a step
+            if self.columns % self.wide:
+                rows = np.pad(rows, ((0, 0), (0, -self.columns % self.wide)))
+            out[low - first : high - first] = rows.reshape(len(rows), -1, self.wide).max(2)
+        return out
 
 
 def small_floats(exponent_bits: int, mantissa_bits: int, bias: int, special: str = "") -> Floats:

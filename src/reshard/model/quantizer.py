@@ -18,14 +18,14 @@ from reshard.algebra.views import View
 from reshard.errors import ReshardError, listed
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.quantization import blocks_told, part_of
-from reshard.model.blocks import Blocks, Floats, codes_of, nearest_codes, small_floats
+from reshard.model.blocks import STEP, Blocks, Floats, codes_of, nearest_codes, small_floats
 from reshard.transfer.gather import as_float, castable
 from reshard.transfer.plan import Planned
 
 FLOAT32, BFLOAT16, UINT8 = dtype("float32"), dtype("bfloat16"), dtype("uint8")
 
-STEP = 1 << 15
-"""Elements rounded at a time: their float32 values stay in the cache of a core."""
+READ = 1 << 22
+"""Elements read at a time to find their scales: where a source is transposed, one read serves many rows."""
 
 
 class Scales(NamedTuple):
@@ -98,8 +98,7 @@ class _Quantized(Computed):
         blocks, weight = self._blocks, self.inputs[0]
         begin, end = blocks.rows_of(first)[0], blocks.rows_of(last - 1)[1]
         raw = read(weight, begin * blocks.columns, end * blocks.columns).reshape(end - begin, blocks.columns)
-        magnitude = raw.dtype.type((1 << (8 * raw.itemsize - 1)) - 1)
-        largest = blocks.largest(raw & magnitude, first, last)
+        largest = blocks.largest(raw, first, last)
         floats = as_float(largest, weight.dtype).astype(np.float32, copy=False)
         if self._method.finite and not np.isfinite(floats).all():
             raise self._nonfinite()
@@ -126,7 +125,7 @@ class QuantizedScales(_Quantized):
         across = self._blocks.across
         first, last = begin // across, -(-end // across)
         out = np.empty((last - first, across), np.uint32 if self.dtype == FLOAT32 else np.uint8)
-        step = max(1, STEP // (self._blocks.tall * self._blocks.columns))
+        step = max(1, READ // (self._blocks.tall * self._blocks.columns))
         for low in range(first, last, step):
             high = min(low + step, last)
             _, _, largest = self._read(low, high, read)
