@@ -18,6 +18,7 @@ from reshard.formats.provenance import RUN_CONFIG
 from tests import commandline
 from tests.environments import python
 from tests.genuine import make_bridge, make_swift
+from tests.genuine.model_types import SMALL_GEMMA3, make_model_type
 from tests.genuine.peers import make_base
 
 DATA = Path(__file__).parent / "data" / "peers"
@@ -102,6 +103,16 @@ def test_what_megatron_bridge_imported_converts_back(name: str, tmp_path: Path) 
     ours, theirs = (json.loads((each / "config.json").read_text()) for each in (tmp_path / "ours", base))
     assert ours["sliding_window"] == theirs["sliding_window"]
     assert ours["rope_parameters"] == theirs["rope_parameters"]
+
+
+def test_what_megatron_bridges_own_modules_hold_converts_back(tmp_path: Path) -> None:
+    """Gemma 3 with its tower: two ropes, norms behind attention and MLP, a transposed projector."""
+    base = make_model_type("gemma3", tmp_path / "base", **SMALL_GEMMA3)
+    result = reshard.convert(DATA / "bridge" / "gemma3", tmp_path / "ours", base=base)
+    assert not result.plan.warnings
+    assert_equal(tmp_path / "ours", base)
+    reshard.convert(base, tmp_path / "there", to="megatron", tp=1, pp=2)
+    assert_equal(tmp_path / "there", DATA / "bridge" / "gemma3", base=base)
 
 
 @pytest.mark.parametrize("name", BRIDGE)

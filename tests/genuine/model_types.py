@@ -311,6 +311,18 @@ TYPES: dict[str, Tiny] = {
     ),
 }
 
+# What tests/data/peers/bridge/gemma3 was made of, by `make_megatron_bridge save BASE OUT 1 2 1`.
+SMALL_GEMMA3 = {
+    "text_config": {
+        **GEMMA3,
+        "num_hidden_layers": 2,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+}
+
 
 def make_model_type(name: str, folder: Path, seed: int = 0, **overrides: Any) -> Path:
     """Write the model `name` of `TYPES` in bf16 to `folder` and return it. `overrides` replace keys of its config."""
