@@ -72,15 +72,16 @@ def test_a_format_and_a_family_of_another_package(
     (model / "config.json").write_text(json.dumps(config))
 
     known = json.loads(run("support", "--json").stdout)
-    assert {"name": "toy", "what": "one file of bytes, and an index", "read": True, "written": True} in known[
-        "formats"
-    ]
+    row = {"name": "toy", "what": "one file of bytes, and an index", "read": True, "written": True}
+    assert row in known["formats"]
     assert "toy" in [family["name"] for family in known["families"]]
     done = run("convert", model, tmp_path / "toy", "--to", "toy")
     assert done.returncode == 0 and "a toy of 39 tensors" in done.stderr
     assert json.loads((tmp_path / "toy" / "reshard.json").read_text())["family"] == "toy"
     found = json.loads(run("inspect", tmp_path / "toy", "--json").stdout)
-    assert (found["format"], found["family"], found["problems"]) == ("toy", "toy", [])
+    assert (found["format"], found["family"], found["tensors"]) == ("toy", "toy", 39)
+    (warning,) = found["problems"]
+    assert warning["message"] == "no framework has confirmed the conversion of this family"
     assert run("verify", model, tmp_path / "toy").returncode == 0
     sharded = run("convert", tmp_path / "toy", tmp_path / "sharded", "--to", "megatron", "--tp", 2)
     assert sharded.returncode == 0, sharded.stderr
@@ -89,6 +90,8 @@ def test_a_format_and_a_family_of_another_package(
     assert_same_tensors(tensors_of(tmp_path / "back"), tensors_of(model))
     refused = run("convert", model, tmp_path / "no", "--to", "toy", "--tp", 2)
     assert refused.returncode == 2 and "toy has no parallel layout" in refused.stderr
+    other = run("convert", hf_model("llama"), tmp_path / "no", "--to", "toy")
+    assert other.returncode == 2 and "the family llama is not declared for this engine" in other.stderr
 
     data = bytearray((tmp_path / "toy" / "toy.bin").read_bytes())
     data[-1] ^= 1

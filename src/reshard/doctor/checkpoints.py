@@ -163,7 +163,8 @@ def _of_problem(problem: Problem, inspection: Inspection) -> Finding:
 def _tokenizer(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Whether the tokenizer fits the embedding, chats, and opens in transformers 4."""
     companions = find_companions(*checkpoint.folders)
-    table = next((t for name in EMBEDDINGS[checkpoint.dialect] if (t := checkpoint.tensors.get(name))), None)
+    names = EMBEDDINGS.get(checkpoint.dialect, ())
+    table = next((t for name in names if (t := checkpoint.tensors.get(name))), None)
     tokens = companions.vocab_size
     if table is not None and tokens is not None and tokens > table.shape[0]:
         shows = f"tokens: {tokens}, embedding: {table.shape[0]}"

@@ -105,7 +105,7 @@ def _tokenizer_of_5(config: Mapping[str, Any], path: Path) -> Iterator[Finding]:
 
 def _small_vocabulary(checkpoint: Checkpoint, tokens: int | None, path: Path) -> Iterator[Finding]:
     """A tokenizer with hardly a token, as transformers 5 makes one where the files of the tokenizer are missing."""
-    tables = (checkpoint.tensors.get(name) for name in EMBEDDINGS[checkpoint.dialect])
+    tables = (checkpoint.tensors.get(name) for name in EMBEDDINGS.get(checkpoint.dialect, ()))
     rows = next((table.shape[0] for table in tables if table is not None), 0)
     if tokens is not None and tokens < 16 <= rows // 4:
         yield told("checkpoint-tiny-tokenizer", [Place(str(path), None, f"tokens: {tokens}")], {"rows": rows})

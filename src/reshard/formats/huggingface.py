@@ -16,7 +16,7 @@ from reshard.formats.target import Format, Request, Target
 from reshard.formats.torchfiles.read import read_dict
 from reshard.formats.wrappers import without_buffers
 from reshard.plain import JSON_MOST, json_of, to_json
-from reshard.transfer.plan import Block, OutputFile, Planned
+from reshard.transfer.plan import OutputFile, Planned
 from reshard.transfer.sources import read_source
 
 NAME = "huggingface"
@@ -177,7 +177,7 @@ def lay_out(request: Request) -> list[OutputFile]:
         "model.safetensors" if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors"
         for i in range(1, count + 1)
     ]
-    files = [_shard(name, shard) for name, shard in zip(names, shards, strict=True)]
+    files = [safetensors.output_file(name, shard) for name, shard in zip(names, shards, strict=True)]
     if count > 1:
         weight_map = {
             tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard
@@ -186,13 +186,6 @@ def lay_out(request: Request) -> list[OutputFile]:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         files.append(OutputFile.of_bytes("model.safetensors.index.json", to_json(index)))
     return files
-
-
-def _shard(name: str, tensors: list[Planned]) -> OutputFile:
-    header, offsets = safetensors.header_bytes((t.name, t.dtype, t.shape) for t in tensors)
-    blocks = [Block.whole(tensor, offsets[tensor.name]) for tensor in tensors]
-    size = len(header) + sum(tensor.nbytes for tensor in tensors)
-    return OutputFile(name, size, blocks, lambda: iter([(0, header)]))
 
 
 FORMAT = Format(

@@ -11,7 +11,7 @@ from reshard.formats import huggingface, iterations, safetensors
 from reshard.formats.checkpoint import Checkpoint, Iteration
 from reshard.formats.target import Format, Kind, Request, Target
 from reshard.plain import to_json
-from reshard.transfer.plan import Block, OutputFile
+from reshard.transfer.plan import OutputFile
 
 NAME = "peft"
 CONFIG = "adapter_config.json"
@@ -43,14 +43,8 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
 
 def lay_out(request: Request) -> list[OutputFile]:
     """The two files of an adapter, whose settings are the content of adapter_config.json."""
-    tensors, config = request.tensors, request.adapter or {}
-    header, offsets = safetensors.header_bytes((t.name, t.dtype, t.shape) for t in tensors)
-    blocks = [Block.whole(tensor, offsets[tensor.name]) for tensor in tensors]
-    size = len(header) + sum(tensor.nbytes for tensor in tensors)
-    return [
-        OutputFile(FILES[0], size, blocks, lambda: iter([(0, header)])),
-        OutputFile.of_bytes(CONFIG, to_json(dict(config))),
-    ]
+    config = OutputFile.of_bytes(CONFIG, to_json(dict(request.adapter or {})))
+    return [safetensors.output_file(FILES[0], request.tensors), config]
 
 
 FORMAT = Format(

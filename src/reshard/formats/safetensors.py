@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from reshard.algebra.views import View
 from reshard.errors import UNUSABLE, Problem, ReshardError, said
 from reshard.formats.torchfiles.untrusted import shape_of, sizes
 from reshard.plain import json_of
+from reshard.transfer.plan import Block, OutputFile, Planned
 from reshard.transfer.sources import open_source
 
 HEADER_LIMIT = 100_000_000
@@ -142,3 +143,11 @@ def _entry(path: Path, name: str, expected: str, found: str) -> Problem:
         found=found,
         remedy="the file is damaged or was written by a faulty tool: copy or write it again",
     )
+
+
+def output_file(path: str, tensors: Sequence[Planned]) -> OutputFile:
+    """A file with whole tensors, in this order."""
+    header, offsets = header_bytes((t.name, t.dtype, t.shape) for t in tensors)
+    blocks = [Block.whole(tensor, offsets[tensor.name]) for tensor in tensors]
+    size = len(header) + sum(tensor.nbytes for tensor in tensors)
+    return OutputFile(path, size, blocks, lambda: iter([(0, header)]))

@@ -1,11 +1,20 @@
-"""How tensor parallelism cuts a tensor into the shards of ranks, and how these become the whole again."""
+"""How tensor parallelism cuts a tensor into the shards of ranks, and how these become the whole again.
+
+A file of a rank that torch saves holds `Shard`s; both sides of the cut are the same for all engines.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
+from reshard.algebra.dtypes import DType
 from reshard.algebra.views import View, concat
+from reshard.errors import Problem
+from reshard.formats.torchfiles.write import Image
+from reshard.transfer.plan import Block, Planned
 
 
 class Split(NamedTuple):
@@ -47,3 +56,65 @@ def join(shards: list[View], split: Split) -> View:
     """The whole tensor from the shards of all ranks: the inverse of `shard`."""
     parts = [view.split(split.axis, split.parts, view.shape[split.axis] // split.parts) for view in shards]
     return concat(parts, split.axis + 1).merge(split.axis)
+
+
+class Shard(NamedTuple):
+    """What one rank holds of a tensor. `source` compiles its view."""
+
+    tensor: Planned
+    shape: tuple[int, ...]
+    source: Callable[[], View]
+
+    @property
+    def dtype(self) -> DType:
+        return self.tensor.dtype
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def __hash__(self) -> int:
+        return id(self.source)
+
+
+def shard_of(tensor: Planned, split: Split | None, index: int, ranks: int) -> Shard:
+    """The part of a tensor that one of `ranks` holds: all of it where it is not cut."""
+    if not split or ranks == 1:
+        return Shard(tensor, tensor.shape, tensor.source)
+    shape = list(tensor.shape)
+    shape[split.axis] //= ranks
+    return Shard(tensor, tuple(shape), lambda: shard(tensor.source(), split, index, ranks))
+
+
+def blocks_of(image: Image) -> Iterator[Block]:
+    """The blocks of a file whose tensors are shards."""
+    for slot in image.slots:
+        held = slot.key
+        yield Block(held.tensor.name, held.dtype, slot.shape, held.source, slot.offset, slot.crc_at)
+
+
+class Share(NamedTuple):
+    """A size that parallel ranks share, the numbers of ranks that can, and how to say it."""
+
+    what: str
+    fits: Callable[[int], bool]
+    expected: str
+
+
+def divided(what: str, size: int) -> Share:
+    """A size of which each rank holds as much as the others."""
+    return Share(what, lambda ranks: size % ranks == 0, f"a divisor of {size}")
+
+
+def misfits(flag: str, ranks: int, shares: Sequence[Share]) -> Iterator[Problem]:
+    """A problem for each size that so many ranks cannot share."""
+    choices = [n for n in range(1, 65) if all(share.fits(n) for share in shares)]
+    for what, fits, expected in shares:
+        if not fits(ranks):
+            yield Problem(
+                f"{what} {'do' if what[-1] == 's' else 'does'} not divide over {flag} {ranks}",
+                rule="every rank holds an equal share",
+                expected=expected,
+                found=f"{flag} {ranks}",
+                remedy=f"choose {flag} from {', '.join(map(str, choices))}",
+            )

@@ -347,11 +347,18 @@ def _mtp_layers(names: list[str], dialect: str, config: Mapping[str, Any]) -> in
     declared, layers = config.get("num_nextn_predict_layers") or 0, config.get("num_hidden_layers")
     if not isinstance(declared, int) or not isinstance(layers, int):
         return 0
+    if dialect not in vocabulary.EMBEDDINGS:
+        return declared
     return min(declared, max(0, _count(names, _LAYER) - layers))
 
 
 def _disagreements(checkpoint: Checkpoint, family: Family, dims: Dims) -> list[Problem]:
-    """Sizes on which the config and the tensors differ: one problem each, not one for every tensor."""
+    """Sizes on which the config and the tensors differ: one problem each, not one for every tensor.
+
+    What names mean in a dialect that another package brought is known to its rules alone, which find all that differs.
+    """
+    if checkpoint.dialect not in vocabulary.EMBEDDINGS:
+        return []
     mcore = checkpoint.dialect == "mcore"
     rows, hidden = vocabulary.embedding(checkpoint, family)[1].shape
     names = _plain(checkpoint, family)

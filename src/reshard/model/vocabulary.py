@@ -26,7 +26,7 @@ EMBEDDINGS = {
     "internlm2-interleaved": ("tok_embeddings.weight",),
     "torchtitan": ("tok_embeddings.weight",),
 }
-"""What each dialect calls the embedding, whatever the family."""
+"""What each dialect of reshard's own calls the embedding, whatever the family."""
 
 SPARE_ROWS = 1024
 """How many rows beyond the tokens, at most, are padding and not another model's vocabulary."""

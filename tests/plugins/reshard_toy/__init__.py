@@ -1,22 +1,41 @@
-"""What a package brings that reshard does not know: a family, and a format of one file."""
+"""What a package brings that reshard does not know: a family, and a format of one file with names of its own."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from reshard.algebra.dtypes import dtype
 from reshard.algebra.storage import Storage, StoredTensor
 from reshard.algebra.tensors import Tensor
+from reshard.families import torchtitan
 from reshard.families.architectures.llama import LLAMA
+from reshard.families.rules import Dims, Native, Rule
 from reshard.formats import iterations
 from reshard.formats.checkpoint import Checkpoint, Iteration
 from reshard.formats.target import Format, Request, Target
 from reshard.transfer.plan import Block, OutputFile
 from reshard.transfer.sources import read_source
 
-FAMILY = replace(LLAMA, name="toy", architecture="ToyForCausalLM", aliases={}, dialects={}, judged=())
+NAME = "toy"
+
+
+def rules(d: Dims) -> Iterator[Rule]:
+    """The names of torchtitan, in capitals, with layers called otherwise."""
+    for rule in torchtitan.llama(d):
+        yield replace(rule, view=rule.view.renamed(_called))
+
+
+def _called(source: Hashable) -> Hashable:
+    assert isinstance(source, Native)
+    return source._replace(name=source.name.replace("layers.{layer}", "{layer}.LAYER").replace("tok", "TOK"))
+
+
+FAMILY = replace(
+    LLAMA, name=NAME, architecture="ToyForCausalLM", aliases={}, dialects={NAME: rules}, judged=()
+)
 
 INDEX, DATA = "toy.json", "toy.bin"
 
@@ -36,7 +55,7 @@ def read(path: Path, iteration: Iteration | None = None) -> Checkpoint:
             strides.insert(0, strides[0] * size)
         storage = Storage(str(path / DATA), offset, nbytes)
         tensors[name] = Tensor.stored(StoredTensor(storage, dtype(kind), tuple(shape), tuple(strides)))
-    return Checkpoint(path, FORMAT.name, "hf", tensors, root=path)
+    return Checkpoint(path, NAME, NAME, tensors, root=path)
 
 
 def lay_out(request: Request) -> list[OutputFile]:
@@ -54,4 +73,6 @@ def notes(request: Request) -> list[str]:
     return [f"a toy of {len(request.tensors)} tensors"]
 
 
-FORMAT = Format("toy", "one file of bytes, and an index", detect, read, Target(lay_out, notes=notes))
+FORMAT = Format(
+    NAME, "one file of bytes, and an index", detect, read, Target(lay_out, names=(NAME,), notes=notes)
+)

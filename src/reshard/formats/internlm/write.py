@@ -6,35 +6,22 @@ Source: what `load_model_checkpoint` of InternEvo 0.4.9 asks for, and `partition
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from typing import NamedTuple
 
 from reshard.algebra.dtypes import dtype
 from reshard.algebra.layout import Layout
-from reshard.algebra.views import View
 from reshard.errors import Problem, ReshardError
 from reshard.families.rope import rope_parameters
 from reshard.families.rules import Dims
 from reshard.formats.internlm.config import CONFIG, engine_config, is_dynamic
 from reshard.formats.internlm.internevo import EMBEDDINGS, HEADS, place_of, split_of
-from reshard.formats.sharding import Split, shard
+from reshard.formats.sharding import Split, blocks_of, divided, misfits, shard_of
 from reshard.formats.target import Request
 from reshard.formats.torchfiles.write import NewTensor, image_bytes, layout_torch_file
-from reshard.transfer.plan import Block, OutputFile, Planned
+from reshard.transfer.plan import OutputFile, Planned
 
 HEAD = "output.weight"
-
-
-class _Shard(NamedTuple):
-    """What a rank's file holds of one tensor: the key of a slot of its image."""
-
-    tensor: Planned
-    source: Callable[[], View]
-
-    def __hash__(self) -> int:
-        return id(self.source)
 
 
 def fit(request: Request) -> Request:
@@ -52,20 +39,9 @@ def fit(request: Request) -> Request:
 
 
 def _layout_problems(d: Dims, layout: Layout) -> Iterator[Problem]:
-    for what, size in (
-        ("attention heads", d.heads),
-        ("query groups", d.groups),
-        ("the columns of the MLP", d.ffn),
-        ("the tokens of the vocabulary", d.vocab),
-    ):
-        if size % layout.tp:
-            yield Problem(
-                f"{what} do not divide over --tp {layout.tp}",
-                rule="every rank holds an equal share",
-                expected=f"a divisor of {size}",
-                found=f"--tp {layout.tp}",
-                remedy="choose another --tp",
-            )
+    shares = ("attention heads", d.heads), ("query groups", d.groups), ("the MLP's width", d.ffn)
+    rows = ("the vocabulary", d.vocab)
+    yield from misfits("--tp", layout.tp, [divided(*share) for share in (*shares, rows)])
     if layout.ep > 1:
         yield Problem("the model has no experts", found=f"--ep {layout.ep}", remedy="leave out --ep")
 
@@ -172,28 +148,14 @@ def split_of_new(name: str) -> Split | None:
 
 
 def _rank_file(path: str, held: list[tuple[str, Planned]], tp: int, ranks: int) -> OutputFile:
-    content = OrderedDict(_shards(held, tp, ranks))
-    image = layout_torch_file(content)
-    blocks = [
-        Block(
-            slot.key.tensor.name, slot.key.tensor.dtype, slot.shape, slot.key.source, slot.offset, slot.crc_at
-        )
-        for slot in image.slots
-    ]
-    return OutputFile(path, image.size, blocks, lambda: iter(image.literals))
+    image = layout_torch_file(OrderedDict(_shards(held, tp, ranks)))
+    return OutputFile(path, image.size, list(blocks_of(image)), lambda: iter(image.literals))
 
 
 def _shards(held: list[tuple[str, Planned]], tp: int, ranks: int) -> Iterator[tuple[str, NewTensor]]:
     """What one rank has of the tensors of its stage; the bias behind a sum over ranks only the first one has."""
     for key, tensor in held:
-        split, shape, source = split_of_new(tensor.name), list(tensor.shape), tensor.source
-        if split is None and tensor.name.endswith("bias") and tp > 0:
-            continue
-        if split and ranks > 1:
-            shape[split.axis] //= ranks
-            source = partial(_sharded, tensor, split, tp, ranks)
-        yield key, NewTensor(_Shard(tensor, source), tensor.dtype, tuple(shape))
-
-
-def _sharded(tensor: Planned, split: Split, tp: int, ranks: int) -> View:
-    return shard(tensor.source(), split, tp, ranks)
+        split = split_of_new(tensor.name)
+        if split or tp == 0 or not tensor.name.endswith("bias"):
+            part = shard_of(tensor, split, tp, ranks)
+            yield key, NewTensor(part, part.dtype, part.shape)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from reshard.algebra.layout import Layout
 from reshard.errors import Problem, ReshardError
 from reshard.families.model import Model
 from reshard.families.rules import Dims
+from reshard.formats.sharding import Share, divided, misfits
 
 SHARED_GROUPS = ">=0.16"
 """Versions of megatron-core that take more tensor parallel ranks than query groups; 0.15.3 refuses them."""
@@ -45,57 +45,32 @@ def check_layout(model: Model, layout: Layout) -> None:
     layout.chunks(d.layers)
 
 
-class _Share(NamedTuple):
-    """A size that parallel ranks share, the numbers of ranks that can, and how to say it."""
-
-    what: str
-    fits: Callable[[int], bool]
-    expected: str
-
-
 def _undivided(d: Dims, layout: Layout) -> Iterator[Problem]:
     """The sizes of a model of which not every rank would hold an equal share."""
     tensor_parallel = [
-        _divided("attention heads", d.heads),
+        divided("attention heads", d.heads),
         *([] if d.kv_lora else [_query_groups(d)]),
-        _divided("the MLP's width", d.ffn if len(d.sparse) < d.layers else 0),
-        _divided("the shared experts' width", d.shared_ffn),
+        divided("the MLP's width", d.ffn if len(d.sparse) < d.layers else 0),
+        divided("the shared experts' width", d.shared_ffn),
     ]
-    yield from _misfits("--tp", layout.tp, tensor_parallel)
-    yield from _misfits("--ep", layout.ep, [_divided("experts", d.experts)])
+    yield from misfits("--tp", layout.tp, tensor_parallel)
+    yield from misfits("--ep", layout.ep, [divided("experts", d.experts)])
     expert_ffn = d.expert_ffn if d.experts else 0
-    yield from _misfits("--etp", layout.etp, [_divided("an expert's width", expert_ffn)])
+    yield from misfits("--etp", layout.etp, [divided("an expert's width", expert_ffn)])
 
 
-def _divided(what: str, size: int) -> _Share:
-    return _Share(what, lambda ranks: size % ranks == 0, f"a divisor of {size}")
-
-
-def _query_groups(d: Dims) -> _Share:
+def _query_groups(d: Dims) -> Share:
     """Ranks hold whole groups, or several ranks share one.
 
     Each rank then holds an equal share of the rows of `linear_qkv`, wherever the cuts fall, and the ranks gather their
     outputs. Source: `TransformerConfig.__post_init__` and `SelfAttention` of megatron-core 0.16.1.
     """
     rows = (d.heads + 2 * d.groups) * d.head_dim
-    return _Share(
+    return Share(
         "query groups",
         lambda ranks: d.groups % ranks == 0 or (ranks % d.groups == 0 and rows % ranks == 0),
         f"a divisor of {d.groups}, or a multiple that divides the {rows} rows of linear_qkv",
     )
-
-
-def _misfits(flag: str, ranks: int, shares: list[_Share]) -> Iterator[Problem]:
-    choices = [n for n in range(1, 65) if all(share.fits(n) for share in shares)]
-    for what, fits, expected in shares:
-        if not fits(ranks):
-            yield Problem(
-                f"{what} {'do' if what[-1] == 's' else 'does'} not divide over {flag} {ranks}",
-                rule="every rank holds an equal share",
-                expected=expected,
-                found=f"{flag} {ranks}",
-                remedy=f"choose {flag} from {', '.join(map(str, choices))}",
-            )
 
 
 def shares_groups(model: Model, layout: Layout) -> bool:

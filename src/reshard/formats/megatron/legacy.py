@@ -47,7 +47,7 @@ from reshard.formats.megatron.rank_files import (
 from reshard.formats.megatron.ranks import Rank, RankStates
 from reshard.formats.megatron.request import arguments, below, iteration_of
 from reshard.formats.megatron.writers import COMPUTED_BY
-from reshard.formats.sharding import Split, join
+from reshard.formats.sharding import Split, blocks_of, join
 from reshard.formats.target import Request
 from reshard.formats.torchfiles.read import read_dict
 from reshard.formats.torchfiles.untrusted import stored_in
@@ -347,9 +347,7 @@ class _RankFile:
         return layout_torch_file(self._content())
 
     def __iter__(self) -> Iterator[Block]:
-        for slot in self._image().slots:
-            held = slot.key
-            yield Block(held.tensor.name, held.dtype, slot.shape, held.source, slot.offset, slot.crc_at)
+        return blocks_of(self._image())
 
 
 class _Writer:

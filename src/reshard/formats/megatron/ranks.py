@@ -6,12 +6,9 @@ A legacy file is exactly that, and so is the model of a running rank: both are l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod
 from typing import Any, NamedTuple
 
-from reshard.algebra.dtypes import DType
 from reshard.algebra.layout import Layout
-from reshard.algebra.views import View
 from reshard.formats.megatron.mcore import (
     Place,
     Spelling,
@@ -22,7 +19,7 @@ from reshard.formats.megatron.mcore import (
     place_of,
     split_of,
 )
-from reshard.formats.sharding import Split, shard
+from reshard.formats.sharding import Shard, Split, shard_of
 from reshard.transfer.plan import Planned
 
 
@@ -34,25 +31,6 @@ class Rank(NamedTuple):
     ep: int = 0
 
 
-class Shard(NamedTuple):
-    """What one rank holds of a tensor. `source` compiles its view."""
-
-    tensor: Planned
-    shape: tuple[int, ...]
-    source: Callable[[], View]
-
-    @property
-    def dtype(self) -> DType:
-        return self.tensor.dtype
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-    def __hash__(self) -> int:
-        return id(self.source)
-
-
 class _Held(NamedTuple):
     """A tensor that ranks of one virtual chunk hold, or a part of: its key in their state dicts, and how it is cut."""
 
@@ -60,14 +38,6 @@ class _Held(NamedTuple):
     expert: int | None
     tensor: Planned
     split: Split | None
-
-
-def _shard(tensor: Planned, split: Split | None, index: int, ranks: int) -> Shard:
-    if not split or ranks == 1:
-        return Shard(tensor, tensor.shape, tensor.source)
-    shape = list(tensor.shape)
-    shape[split.axis] //= ranks
-    return Shard(tensor, tuple(shape), lambda: shard(tensor.source(), split, index, ranks))
 
 
 class RankStates:
@@ -131,9 +101,9 @@ class RankStates:
         state: dict[str, Shard] = {}
         for key, expert, tensor, split in self._held.get((rank.pp, chunk), []):
             if expert is None:
-                state[key] = _shard(tensor, split, rank.tp, self.layout.tp)
+                state[key] = shard_of(tensor, split, rank.tp, self.layout.tp)
             elif expert // local == rank.ep:
-                state[key] = _shard(tensor, split, etp, self.layout.etp)
+                state[key] = shard_of(tensor, split, etp, self.layout.etp)
         return state
 
     def _key(self, place: Place, *, is_sparse: bool) -> str:

@@ -11,7 +11,7 @@ from isal.isal_zlib import crc32
 
 from reshard.algebra.dtypes import dtype
 from reshard.errors import Problem, ReshardError
-from reshard.formats.megatron.ranks import Shard
+from reshard.formats.sharding import Shard
 from reshard.train.megatron.weights import Coordinates, Weights
 from reshard.transfer.gather import RAW, Files, Gatherer
 

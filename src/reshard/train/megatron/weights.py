@@ -27,8 +27,8 @@ from reshard.families.model import Model
 from reshard.formats import open_checkpoint
 from reshard.formats.megatron.layouts import check_layout
 from reshard.formats.megatron.mcore import padded_vocabulary, place_of, split_of
-from reshard.formats.megatron.ranks import Rank, RankStates, Shard
-from reshard.formats.sharding import Split
+from reshard.formats.megatron.ranks import Rank, RankStates
+from reshard.formats.sharding import Shard, Split
 from reshard.model.logical import logical_tensors
 from reshard.model.resolve import resolve
 from reshard.planning.adapters import same_bytes
