@@ -54,17 +54,10 @@ def make(name: str, base: Path, out: Path) -> None:
 
 
 def _rank(run: Run, base: Path, out: Path) -> None:
-    import torch
 
     if run.model_type == "mimo":
         _know_mimo()
     let_it_run_without_gpu()
-    os.environ |= {
-        "RANK": str(torch.distributed.get_rank()),
-        "LOCAL_RANK": str(torch.distributed.get_rank()),
-        "WORLD_SIZE": str(run.ranks),
-        "LOCAL_WORLD_SIZE": str(run.ranks),
-    }
     arguments = importlib.import_module("swift.megatron.arguments")
     given: dict[str, Any] = {
         "model": str(base),
@@ -149,9 +142,11 @@ def _train(models: list[Any]) -> None:
 
 
 def let_it_run_without_gpu() -> None:
-    """What ms-swift and mcore-bridge ask of a GPU beside what megatron-core does."""
+    """What ms-swift and mcore-bridge ask of a GPU beside what megatron-core does, and of the launcher of a rank."""
     import torch
 
+    rank, ranks = (str(each()) for each in (torch.distributed.get_rank, torch.distributed.get_world_size))
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     for name in ("set_device", "empty_cache", "ipc_collect"):
         setattr(torch.cuda, name, lambda *_, **__: None)
     move = torch.Tensor.to

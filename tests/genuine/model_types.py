@@ -72,7 +72,7 @@ def flat(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
 
 def gate_above_up(tensors: dict[str, torch.Tensor]) -> None:
     """GLM-4 has gate and up in one on the hub, and apart in what mcore-bridge exports."""
-    for name in [name for name in tensors if ".gate_proj." in name and ".experts." not in name]:
+    for name in [name for name in tensors if ".gate_proj." in name and "visual" not in name]:
         up = tensors.pop(name.replace(".gate_proj.", ".up_proj."))
         tensors[name.replace(".gate_proj.", ".gate_up_proj.")] = torch.cat([tensors.pop(name), up])
 
