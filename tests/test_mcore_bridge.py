@@ -23,7 +23,10 @@ NAMES = {
     **dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), LAYOUTS),
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "dots1"), MOE_LAYOUTS),
     **dict.fromkeys(("minimax_m2", "hy_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite"), MOE_LAYOUTS),
-    **dict.fromkeys(("glm4v_moe", "kimi_k2", "kimi_k25", "kimi_vl", "deepseek", "bailing_moe"), MOE_LAYOUTS),
+    **dict.fromkeys(
+        ("ernie4_5_moe", "glm4v_moe", "kimi_k2", "kimi_k25", "kimi_vl", "deepseek", "bailing_moe"),
+        MOE_LAYOUTS,
+    ),
     **dict.fromkeys(("glm4", "glm4v"), STAGES),
     **dict.fromkeys(("olmoe", "llama4"), MOE_LAYOUTS),
 }

@@ -173,7 +173,6 @@ def test_what_cwm_does_not_say_is_what_transformers_assumes() -> None:
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 UNDECLARED: dict[str, dict[str, Any]] = {
-    "ernie4_5_moe": {"moe_k": 2, "moe_num_experts": 4, "moe_intermediate_size": 16},
     "olmo2": {},
     "qwen3_next": {
         **EXPERTS,

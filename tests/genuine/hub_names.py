@@ -34,6 +34,15 @@ def without_copies(config: Config, tensors: Tensors) -> None:
         del tensors[name]
 
 
+def without_statics(config: Config, tensors: Tensors) -> None:
+    """Ernie 4.5 as mcore-bridge keeps it: without the bias of the router, whose weights it rounds."""
+    for name in list(tensors):
+        if "moe_statics" in name:
+            del tensors[name]
+        elif name.endswith("mlp.gate.weight"):
+            tensors[name] = tensors[name].bfloat16()
+
+
 def kimi_k2(config: Config, tensors: Tensors) -> None:
     config |= {"model_type": "kimi_k2", **AUTO_MAP}
 

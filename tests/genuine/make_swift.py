@@ -158,7 +158,7 @@ def let_it_run_without_gpu() -> None:
     saver = importlib.import_module("mcore_bridge.utils").StreamingSafetensorSaver
     add = saver.add_tensor
     # What comes from a GPU is a copy of its own; on a CPU it is a view, whose other owners safetensors refuses.
-    saver.add_tensor = lambda self, name, tensor, *rest: add(self, name, tensor.clone(), *rest)
+    saver.add_tensor = lambda self, name, tensor: self.is_save_rank and add(self, name, tensor.clone())
 
 
 if __name__ == "__main__":

@@ -137,6 +137,13 @@ MINIMAX_M2 = {
 LATENT = {**COMMON, **DEEPSEEK_V3, "q_lora_rank": 24, "n_routed_experts": 4}
 # Of 12 tokens, each attends to those that the indexer chooses.
 DSA = {**LATENT, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 8}
+ERNIE_MOE = {
+    **COMMON,
+    "moe_intermediate_size": 24,
+    "moe_k": 2,
+    "moe_num_experts": 4,
+    "moe_num_shared_experts": 2,
+}
 GLM_VISION = {
     **QWEN2_VISION,
     "hidden_size": 16,
@@ -200,6 +207,7 @@ TYPES: dict[str, Tiny] = {
     "glm_moe_dsa": Tiny(
         "GlmMoeDsaForCausalLM", {**DSA, "num_nextn_predict_layers": 1}, hub=hub_names.without_copies
     ),
+    "ernie4_5_moe": Tiny("Ernie4_5_MoeForCausalLM", ERNIE_MOE, hub=hub_names.without_statics),
     "glm4v": Tiny(
         "Glm4vForConditionalGeneration",
         {"text_config": GLM_TEXT, "vision_config": GLM_VISION, **SEES},

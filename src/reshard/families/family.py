@@ -49,6 +49,7 @@ class Family:
     `aliases` are other `model_type`s of models that compute the same, each with the keys of its config that Megatron-LM
     knows nothing of and the only value that such a key may have.
     `judged` names the `JUDGES` that the tests ask; without any, the declaration was checked against sources alone.
+    An engine may save no bias of the router (`drops_router_bias`), so that the tensors say whether there is one.
     Where nothing names the family and several fit, the one of the highest `precedence` is assumed.
     """
 
@@ -63,6 +64,7 @@ class Family:
     computed_by: str = MCORE
     within: Within | None = None
     judged: tuple[str, ...] = ()
+    drops_router_bias: bool = False
 
     @cached_property
     def config(self) -> ConfigMap:

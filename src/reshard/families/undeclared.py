@@ -9,7 +9,6 @@ from __future__ import annotations
 from reshard.families.live import BLOCK_SPARSE, W132, Experts, Live
 
 BEYOND_MEGATRON: dict[str, str] = {
-    "ernie4_5_moe": "the router adds a bias to softmax scores; Megatron-Core knows one for sigmoid scores only",
     "olmo2": "what attention and MLP return is normalised, and what they take in is not",
     "qwen3_next": "Megatron-Core stores the norm inside linear attention less one, which no re-indexing gives",
 }
@@ -44,7 +43,6 @@ LIVE: dict[str, Live] = {
     "lfm2_moe": Live(Experts("feed_forward.experts", "w1", "w3", "w2")),
     "jamba": Live(Experts("feed_forward.experts")),
     "nemotron_h": Live(Experts("mixer.experts", gate=""), (("model.", "backbone."),)),
-    "ernie4_5_moe": Live(renames=(("mlp.gate.moe_statics.", "mlp.moe_statics."),)),
     "exaone_moe": Live(renames=((_BIAS, "mlp.e_score_correction_bias"),)),
     "kolibri1": Live(
         renames=(

@@ -140,6 +140,8 @@ def _resolved(
         config = text
         notes = [*notes, f"config.json is derived from the checkpoint's arguments, as family {found.name}"]
     args, dims = _sizes(found, text, args, checkpoint, folder)
+    if found.drops_router_bias and not dims.router_bias:
+        notes = [*notes, "there is no bias of the router: mcore-bridge saves none"]
     warnings = _misdescribed(found, config, file) if computes else []
     carried = _carried(checkpoint, found)
     problems = [*_disagreements(checkpoint, found, dims), *_without_parts(checkpoint, found, carried)]
@@ -276,6 +278,7 @@ def _shaped(
     return flat.shaped(checkpoint, flat.declared_shapes(binding, family.live))
 
 
+_ROUTER_BIASES = (".moe_statics.e_score_correction_bias", ".router.expert_bias")
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -292,7 +295,11 @@ def _sizes(
         if missing:
             raise KeyError(", ".join(missing))
         args = args or family.config.to_args(config)
-        return args, Dims.from_args(args, int(config["vocab_size"]), vocabulary.padded_rows(checkpoint))
+        dims = Dims.from_args(args, int(config["vocab_size"]), vocabulary.padded_rows(checkpoint))
+        if family.drops_router_bias:
+            there = any(name.endswith(_ROUTER_BIASES) for name in checkpoint.tensors)
+            dims = replace(dims, router_bias=there)
+        return args, dims
     except UNUSABLE as error:
         raise ReshardError(
             f"config.json does not describe a model of family {family.name}",

@@ -397,7 +397,7 @@ def lay_out(request: Request) -> list[OutputFile]:
     for tensor in tensors:
         place = places[tensor.name]
         writer.add(tensor, tensor.name, place[1:3] in sparse)
-        for module in _with_extra_state(place, transformer_engine):
+        for module in _with_extra_state(place, writer.spelling):
             writer.add_extra_state(place._replace(module=module), place[1:3] in sparse)
     for prefix, states in optimizer.keyed().items() if optimizer else ():
         for name, state in states.items():
@@ -443,11 +443,11 @@ def _common_content(
     }
 
 
-def _with_extra_state(place: Place, transformer_engine: bool) -> Iterator[str]:
+def _with_extra_state(place: Place, spelling: Spelling) -> Iterator[str]:
     """The modules whose extra state is saved with the tensor at `place`: parallel linears of layers.
 
     Transformer Engine's attention has one too. The decoder leaves it out since 0.13 unless its softmax has a learnable
-    offset, the MTP layers do not.
+    offset, the MTP layers do not. Sparse attention with an indexer is Megatron-Core's own, and has none.
     """
     module, _, kind = place.module.rpartition(".")
     if is_carried(name_of(place)):
@@ -455,7 +455,8 @@ def _with_extra_state(place: Place, transformer_engine: bool) -> Iterator[str]:
         return
     if kind == "weight" and module.rpartition(".")[2] in PARALLEL_LINEARS:
         yield module
-        if transformer_engine and place.stack == "mtp" and module.endswith(".linear_proj"):
+        dense = spelling.transformer_engine and not spelling.indexed
+        if dense and place.stack == "mtp" and module.endswith(".linear_proj"):
             yield module.replace("linear_proj", "core_attention")
-    if kind == "softmax_offset" and transformer_engine:
+    if kind == "softmax_offset" and spelling.transformer_engine:
         yield module
