@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
+from typing import overload
 
 from reshard import conversion, planning
 from reshard.algebra.layout import Layout
@@ -13,6 +14,7 @@ from reshard.conversion import Conversion
 from reshard.errors import ReshardError
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint, Iteration
+from reshard.formats.record import Integrity, check_record
 from reshard.inspection import Inspection, inspect_checkpoint
 from reshard.transfer.execute import worker_count
 from reshard.transfer.plan import Plan
@@ -21,6 +23,7 @@ from reshard.transfer.staging import OnResume
 from reshard.verification import Comparison, compare_weights, open_sides
 
 StrPath = str | PathLike[str]
+OnBytes = Callable[[int], None]
 _UNITS = {
     "": 1,
     "k": 10**3,
@@ -97,6 +100,7 @@ def convert(
     with_optimizer: bool = False,
     strict: bool = False,
     no_checksum: bool = False,
+    verify: bool = False,
     no_resume: bool = False,
     command: str = "",
     on_step: OnStep = lambda step: None,
@@ -142,6 +146,7 @@ def convert(
         workers=workers,
         strict=strict,
         checksum=not no_checksum,
+        verify=verify,
         resume=not no_resume,
         command=command,
         on_step=on_step,
@@ -151,22 +156,44 @@ def convert(
     )
 
 
+@overload
+def verify(
+    a: StrPath, b: None = None, *, on_total: OnBytes = ..., on_bytes: OnBytes = ..., on_step: OnStep = ...
+) -> Integrity: ...
+
+
+@overload
 def verify(
     a: StrPath,
     b: StrPath,
     *,
     base: StrPath | None = None,
     logits: bool = False,
+    on_step: OnStep = ...,
+    on_total: OnBytes = ...,
+    on_bytes: OnBytes = ...,
+) -> Comparison: ...
+
+
+def verify(
+    a: StrPath,
+    b: StrPath | None = None,
+    *,
+    base: StrPath | None = None,
+    logits: bool = False,
     on_step: OnStep = lambda step: None,
-    on_total: Callable[[int], None] = lambda total: None,
-    on_bytes: Callable[[int], None] = lambda count: None,
-) -> Comparison:
+    on_total: OnBytes = lambda total: None,
+    on_bytes: OnBytes = lambda count: None,
+) -> Comparison | Integrity:
     """Whether two checkpoints of any formats and layouts hold the same weights, bit for bit.
 
-    With `logits`, the same tokens also run through both, by transformers and by megatron-core. `on_step` hears what is
+    With `logits`, the same tokens also run through both, by transformers and by megatron-core. Without `b`, whether all
+    files of `a`, which `convert` wrote, are still those that its `reshard.json` names. `on_step` hears what is
     done next, `on_total` how many bytes will be compared, `on_bytes` the count of each tensor that was. Raises
     ReshardError if either cannot be read.
     """
+    if b is None:
+        return check_record(Path(a), worker_count(None, 1 << 30), on_total, on_bytes)
     first, second = open_sides(Path(a), Path(b), Path(base) if base else None, on_step)
     workers = worker_count(None, 1 << 30)
     result = compare_weights(first, second, workers=workers, on_total=on_total, on_bytes=on_bytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import Problem, ReshardError
-from reshard.formats.contents import foreign_in
+from reshard.formats.contents import RECORD, foreign_in
+from reshard.formats.record import digests_of, recorded, with_record
 from reshard.planning import Options, plan_conversion
 from reshard.transfer.compare import unequal_replicas
 from reshard.transfer.destination import space_problems, target_problems
 from reshard.transfer.execute import Report, execute, worker_count
-from reshard.transfer.journal import Identity, Journal
+from reshard.transfer.journal import Identity, Journal, sync
 from reshard.transfer.plan import Plan
 from reshard.transfer.sources import OnStep
 from reshard.transfer.staging import OnResume, put_aside, recover, reusable, staged
@@ -59,6 +60,7 @@ def convert(
     workers: int | None = None,
     strict: bool = False,
     checksum: bool = True,
+    verify: bool = False,
     resume: bool = True,
     command: str = "",
     on_step: OnStep = lambda step: None,
@@ -68,17 +70,22 @@ def convert(
 ) -> Conversion:
     """Plan, check and convert. `target` appears whole, or stays as it was; raises ReshardError.
 
+    With `verify` the output is read from the disk, and compared with what was written, before it is published.
     What was written when the system or Ctrl-C ends the run is kept, unless `resume` is false, and the next run for the
     same output continues from there. `command` does so, and is told to whoever finds it.
     """
     plan = plan_conversion(source, options, on_step)
+    identity = _identity(plan, options, checksum=checksum)
+    facts = {"command": command, "plan": identity.digest, "checksums": checksum}
+    with_record(plan, facts)
     on_plan(plan)
     warnings = check_destination(plan, target, overwrite=overwrite, dry_run=dry_run)
     if dry_run:
         return Conversion(plan, warnings=warnings)
     sizes = {file.path: file.size for file in plan.files}
-    identity = _identity(plan, options, checksum=checksum) if resume else None
-    journal = Journal(identity, {"command": command, "folder": _here(), "bytes": plan.nbytes})
+    journal = Journal(
+        identity if resume else None, {"command": command, "folder": _here(), "bytes": plan.nbytes}
+    )
     stage = staged(target, sizes, overwrite=overwrite, journal=journal, on_resume=on_resume)
     with stage as folder, plan.sources.unchanged():
         if not journal.progress.equal:
@@ -96,9 +103,28 @@ def convert(
         )
         if strict and report.nonfinite:
             raise ReshardError([_nonfinite(name) for name in report.nonfinite])
+        (folder / RECORD).write_bytes(recorded(plan, report.digests, facts))
+        sync(folder / RECORD)
+        if verify:
+            _read_back(plan, folder, report.digests, worker_count(workers, memory))
         if overwrite and (problems := _in_the_way(plan, target, overwrite)):
             raise ReshardError(problems)  # hours may have passed
     return Conversion(plan, report, warnings)
+
+
+def _read_back(plan: Plan, folder: Path, digests: Mapping[str, str], workers: int) -> None:
+    """Raise ReshardError naming each file of which the disk gives other bytes than were written."""
+    found = digests_of(folder, list(digests), workers)
+    if wrong := [name for name, digest in digests.items() if name != RECORD and found[name] != digest]:
+        raise ReshardError(
+            Problem(
+                "the disk gives other bytes than were written",
+                file=str(folder / name),
+                rule="the output is read back and compared (--verify)",
+                remedy="the disk, its controller or the memory is faulty: write to another disk",
+            )
+            for name in wrong
+        )
 
 
 def _here() -> str:
@@ -113,7 +139,7 @@ def _identity(plan: Plan, options: Options, *, checksum: bool) -> Identity:
     """All that decides the bytes of the output: the program, what was read for the plan, the options and the files."""
     wanted = replace(options, base=options.base and options.base.resolve())
     told = sha256(f"{wanted!r} {checksum} {[path.resolve() for path in plan.sources.named]!r}".encode())
-    for file in plan.files:
+    for file in (each for each in plan.files if each.path != RECORD):
         told.update(f"\n{file.path!r} {file.size}".encode())
     return Identity(_program(), plan.sources.digest(), told.hexdigest())
 

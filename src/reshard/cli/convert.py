@@ -109,6 +109,9 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 @click.option("--merge", is_flag=True, help="Merge the LoRA adapter SRC into the model at --base.")
 @click.option("--adapter", metavar="NAME", help="Which adapter of SRC, if it holds several.")
 @click.option("--lora-alpha", type=float, metavar="N", help="The adapter's alpha, where no file tells it.")
+@click.option(
+    "--verify", is_flag=True, help="Read the output back from the disk and compare it with what was written."
+)
 @click.option("--no-resume", is_flag=True, help="Start anew, and keep nothing of a run that is interrupted.")
 @click.option("--strict", is_flag=True, help="NaN or Inf in the weights is an error.")
 @click.option("--no-checksum", is_flag=True, help="Do not check the CRC32 of what is read.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import click
 from rich.table import Table
@@ -19,7 +20,7 @@ SHOWN = 40
 
 @click.command("verify")
 @click.argument("a", type=click.Path(path_type=Path))
-@click.argument("b", type=click.Path(path_type=Path))
+@click.argument("b", type=click.Path(path_type=Path), required=False)
 @click.option(
     "--base",
     type=click.Path(path_type=Path),
@@ -32,12 +33,16 @@ SHOWN = 40
 )
 @common_options
 @handles_errors
-def command(a: Path, b: Path, base: Path | None, logits: bool, json_output: bool) -> None:
+def command(a: Path, b: Path | None, base: Path | None, logits: bool, json_output: bool) -> None:
     """Compare the weights of two checkpoints bit for bit, whatever their formats and layouts.
+
+    Without B, check all files of A, which `convert` wrote, against the digests that it recorded in reshard.json.
 
     Of a run, the step that its tracker names is taken; another is named by its own folder, as RUN/iter_0000200.
     Exit status: 0 equal, 1 different, 2 one of them cannot be read.
     """
+    if b is None:
+        _check(a, base is not None or logits, json_output)
     with Watch("verify", quiet=json_output) as watch:
         found = api.verify(
             a,
@@ -52,6 +57,30 @@ def command(a: Path, b: Path, base: Path | None, logits: bool, json_output: bool
         print_json(found.as_dict())
     else:
         _print(found)
+    sys.exit(0 if found.equal else 1)
+
+
+def _check(folder: Path, is_compared: bool, json_output: bool) -> NoReturn:
+    """Check one folder against its own record."""
+    if is_compared:
+        raise click.UsageError("--base and --logits compare two checkpoints: name B")
+    with Watch("verify", quiet=json_output) as watch:
+        found = api.verify(folder, on_total=watch.begin, on_bytes=lambda count: watch.advance(count))
+    if json_output:
+        print_json(found.as_dict())
+    else:
+        for fault in found.faults[:SHOWN]:
+            stdout().print(f"{escape(fault.file)} {escape(fault.message)}")
+        if len(found.faults) > SHOWN:
+            stdout().print(f"… and {len(found.faults) - SHOWN} more (--json lists all)")
+        verdict = (
+            "[bold green]unchanged:[/]"
+            if found.equal
+            else f"[bold red]changed:[/] {len(found.faults)} faults;"
+        )
+        stdout().print(
+            f"{verdict} {found.files} files, {size(found.nbytes)}, read and compared with reshard.json"
+        )
     sys.exit(0 if found.equal else 1)
 
 

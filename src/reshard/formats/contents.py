@@ -13,7 +13,7 @@ from reshard.transfer.sources import noted
 
 RECORD = "reshard.json"
 FILES = "files"
-"""The key under which `reshard.json` lists what was written with it."""
+"""The key under which `reshard.json` names what was written with it, in a list or as the keys of an object."""
 
 _BESIDE = (
     *("README.md", "LICENSE*", ".gitattributes", "*.index.json", "training_args.bin", "trainer_state.json"),

@@ -20,6 +20,7 @@ from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import cells_of
 from reshard.errors import ReshardError
 from reshard.transfer.batch import WINDOW, Batch, Stream, batches
+from reshard.transfer.digests import Digest
 from reshard.transfer.gather import Files, Gatherer, Ledger, crc_problem
 from reshard.transfer.journal import EVERY, Begun, Journal, Written, as_entry
 from reshard.transfer.plan import OutputFile, Plan
@@ -35,11 +36,15 @@ PATIENCE = 1.0
 
 @dataclass
 class Report:
-    """What passed: bytes of the output, how many of them an earlier run had written, tensors that hold NaN or Inf."""
+    """What passed: bytes of the output, how many of them an earlier run had written, tensors that hold NaN or Inf.
+
+    `digests` are those of all files, by their paths.
+    """
 
     nbytes: int = 0
     resumed: int = 0
     nonfinite: list[str] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
 
 
 def worker_count(workers: int | None, memory: int) -> int:
@@ -103,6 +108,7 @@ class _Run:
         self.wide = min(WIDE_WINDOW, max(WINDOW, memory // 4))
         before = journal.progress
         self.report = Report(before.nbytes, before.nbytes, sorted(before.nonfinite))
+        self.report.digests = {path: each.digest for path, each in before.files.items() if each.is_whole}
         self.lock = Lock()
         self._names = dict(before.unchecked)
         self._unchecked = set(before.unchecked)
@@ -219,6 +225,7 @@ class _Job:
         if len(done) == len(parts):  # but the file was not closed: something has to be left to do
             done.remove(min(done, key=lambda batch: batch.end - batch.begin))
         self.sink = Sink(run.folder / file.path, file.size)
+        self.digest = Digest(file.size)
         self.waiting = [batch for batch in parts if batch not in done][::-1]
         self.active = 0
         self.begun = dict(before.begun)
@@ -276,10 +283,13 @@ class _Job:
         """Write the checksums that are left, make the file durable, and note that it is whole."""
         for place, checksum in self._late:
             self.sink.write(memoryview(checksum), place)
+            self.digest.drop(place, len(checksum))
         modified = self.sink.close()
+        digest = self.digest.finish(self._run.folder / self._file.path)
+        self._run.report.digests[self._file.path] = digest
         with self._saving, self._run.lock:
             entry = self._entry()
-        self._note({**entry, "bytes": self._file.size, "modified": modified})
+        self._note({**entry, "bytes": self._file.size, "modified": modified, "digest": digest})
 
     def _entry(self) -> dict[str, Any]:
         """What there is to note as soon as it is on the disk."""
@@ -331,6 +341,7 @@ class _Worker:
                 late += stream.sign(raw, begin)
                 taken.update(self.run.note(stream))
             job.sink.write(raw.data, begin)
+            job.digest.add(raw.data, begin)
             self.run.advance(len(raw))
             is_alone = len(streams) == 1 and bool(unsigned)
             job.wrote(batch, streams[0].begun(end) if is_alone else None, len(raw))

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -34,6 +35,11 @@ class Identity(NamedTuple):
         """Eight hexadecimal digits for the name of a folder."""
         return f"{crc32(' '.join(self).encode()):08x}"
 
+    @property
+    def digest(self) -> str:
+        """All of them in one."""
+        return sha256(" ".join(self).encode()).hexdigest()
+
     def why_not(self, other: Identity) -> str:
         """Why what belongs to `other` is of no use here."""
         if self.version != other.version:
@@ -55,12 +61,13 @@ class Begun(NamedTuple):
 class Written:
     """What is on the disk of one output file. Batches are known by their numbers.
 
-    `modified` is set for a whole file: when it was written last, in nanoseconds. `late` are checksums (place, value)
-    that will be written when all else is.
+    `modified`, when it was written last, in nanoseconds, and `digest` are set for a whole file. `late` are checksums
+    (place, value) that will be written when all else is.
     """
 
     nbytes: int = 0
     modified: int | None = None
+    digest: str = ""
     batches: set[int] = field(default_factory=set)
     begun: dict[int, Begun] = field(default_factory=dict)
     late: list[tuple[int, bytes]] = field(default_factory=list)
@@ -110,6 +117,7 @@ class Progress:
         if "file" in entry:
             written = self.files.setdefault(entry["file"], Written())
             written.nbytes, written.modified = int(entry["bytes"]), entry.get("modified")
+            written.digest = entry.get("digest", "")
             written.batches.update(entry["batches"])
             written.begun = {int(number): Begun(*begun) for number, begun in entry["begun"].items()}
             written.late += [(place, bytes.fromhex(value)) for place, value in entry["late"]]
@@ -190,7 +198,7 @@ class Journal:
         assert self._descriptor is not None
         os.fsync(self._descriptor)
         for folder in (self._path.parent, self._path.parent.parent):
-            sync_folder(folder)
+            sync(folder)
 
     def close(self) -> None:
         """Write no more."""
@@ -199,9 +207,9 @@ class Journal:
             self._descriptor = None
 
 
-def sync_folder(folder: Path) -> None:
-    """Wait until a folder, with the names of what lies in it, is on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder with the names of what lies in it, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -12,10 +12,10 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from datetime import datetime
+from datetime import datetime, timezone
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from reshard.errors import Problem, ReshardError
 
@@ -86,6 +86,17 @@ class Sources:
             self._on_step(f"{READING}: {len(self._notes) + 1} files")
         digest = None if content is None or (first and first.digest is None) else _digest(content)
         self._notes[path] = _Note(first.stamp if first else stamp, digest)
+
+    def as_list(self) -> list[dict[str, Any]]:
+        """What was read, for a record: paths below the first of `named`, or else names, with sizes and times."""
+        first = os.path.realpath(self.named[0]) if self.named else ""
+        found = []
+        for path, note in self._notes.items():
+            real = os.path.realpath(path)
+            shown = os.path.relpath(real, first) if real.startswith(first + os.sep) else Path(real).name
+            modified = datetime.fromtimestamp(note.stamp.modified / 1e9, timezone.utc)
+            found.append({"path": shown, "bytes": note.stamp.size, "modified": modified.isoformat()})
+        return sorted(found, key=lambda each: str(each["path"]))
 
     def digest(self) -> str:
         """A digest of the state in which all files were opened."""

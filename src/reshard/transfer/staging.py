@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import ReshardError, listed, size
-from reshard.transfer.journal import Identity, Journal, Progress, read_journal, sync_folder
+from reshard.transfer.journal import Identity, Journal, Progress, read_journal, sync
 
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 """What a rename says where something stands at the destination that it does not replace."""
@@ -234,7 +234,7 @@ def _publish(staging: Path, target: Path, overwrite: bool) -> None:
     """Make the output of a run durable and put it in the place of `target`."""
     folder = staging / OUTPUT
     for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
-        sync_folder(path)
+        sync(path)
     new = folder.stat()
     aside = target.with_name(f".{target.name}.replaced-{secrets.token_hex(4)}")
 
@@ -243,7 +243,7 @@ def _publish(staging: Path, target: Path, overwrite: bool) -> None:
         if _is(target, new):
             if aside.exists():
                 aside.rename(staging / REPLACED)
-            sync_folder(target.parent)
+            sync(target.parent)
         elif aside.exists() and not target.exists():
             aside.rename(target)
 
