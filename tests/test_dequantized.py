@@ -384,6 +384,79 @@ def test_a_group_that_is_not_there(hf_model: Models, tmp_path: Path) -> None:
             reshard.convert(source, tmp_path / "out", to="megatron")
 
 
+def looked_up(plain: Path, out: Path, *, nested: bool, **changed: object) -> Tensors:
+    """A folder with weights of four bits as bitsandbytes stores them, and the weights that they are."""
+    draw = torch.Generator().manual_seed(0)
+    stored: Tensors = {}
+    weights: Tensors = {}
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            stored[name] = weights[name] = tensor
+            continue
+        count = tensor.numel()
+        codes, table = torch.randint(0, 16, (count,), generator=draw), torch.randn(16, generator=draw)
+        absmax = torch.rand(-(-count // 32), generator=draw)
+        state = {"quant_type": "nf4", "blocksize": 32, "dtype": "bfloat16", "shape": list(tensor.shape)}
+        if nested:
+            indices = torch.randint(0, 256, absmax.shape, generator=draw)
+            outer, entries = (
+                torch.rand(-(-absmax.numel() // 50), generator=draw),
+                torch.randn(256, generator=draw),
+            )
+            absmax = entries[indices] * outer.repeat_interleave(50)[: absmax.numel()] + torch.tensor(0.25)
+            stored |= {f"{name}.nested_absmax": outer, f"{name}.nested_quant_map": entries}
+            state |= {"nested_blocksize": 50, "nested_offset": 0.25}
+        blob = torch.tensor(list(json.dumps(state | changed).encode()), dtype=torch.uint8)
+        stored |= {
+            name: (codes[0::2] << 4 | codes[1::2]).to(torch.uint8)[:, None],
+            f"{name}.absmax": indices.to(torch.uint8) if nested else absmax,
+            f"{name}.quant_map": table,
+            f"{name}.quant_state.bitsandbytes__nf4": blob,
+        }
+        values = table[codes] * absmax.repeat_interleave(32)[:count]
+        weights[name] = values.to(torch.bfloat16).reshape(tensor.shape)
+    told = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    quantized.with_tensors(plain, out, stored, told)
+    return weights
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_four_bits_of_a_table(nested: bool, hf_model: Models, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    expected = looked_up(hf_model("qwen3", dtype="bfloat16"), source, nested=nested)
+    reshard.convert(source, tmp_path / "native", to="megatron", tp=2)
+    plan = reshard.convert(tmp_path / "native", tmp_path / "out").plan
+    assert_same_tensors(tensors_of(tmp_path / "out"), expected)
+    assert "quantization data" not in plan.dropped
+    assert reshard.verify(source, tmp_path / "out").equal
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"shape": [3]},
+        {"shape": None},
+        {"shape": ["2", "3"]},
+        {"blocksize": 0},
+        {"blocksize": 48},
+        {"shape": []},
+    ],
+    ids=str,
+)
+def test_a_state_that_is_not_of_the_weight(
+    changed: dict[str, object], hf_model: Models, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    looked_up(hf_model("qwen3", dtype="bfloat16"), source, nested=False, **changed)
+    with pytest.raises(ReshardError, match="do not tell its values"):
+        reshard.convert(source, tmp_path / "out", to="megatron")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight.quant_state.bitsandbytes__nf4"][:] = ord("[")
+    quantized.save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ReshardError, match=r"cannot be read|do not tell"):
+        reshard.convert(source, tmp_path / "out", to="megatron")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["awq", "gptq", "gptq desc_act"])
 def test_as_their_packages_unpack_four_bits(kind: str, hf_model: Models, tmp_path: Path) -> None:
@@ -405,7 +478,21 @@ def test_as_their_packages_unpack_four_bits(kind: str, hf_model: Models, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["W4A16_ASYM", "W3A16", "NVFP4A16", "nf4", "int8"])
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
+def test_as_bitsandbytes_dequantizes(kind: str, hf_model: Models, tmp_path: Path) -> None:
+    """Its kernel for CPUs wants rows of whole blocks of 64; others, and GPUs, take the blocks one after another."""
+    plain, source = hf_model("qwen3", dtype="bfloat16", intermediate_size=128), tmp_path / "source"
+    make = [python("quantizers"), "-m", "tests.genuine.make_quantized"]
+    subprocess.run([*make, kind, plain, source], check=True)
+    subprocess.run([*make, f"{kind}-plain", source, tmp_path / "expected.safetensors"], check=True)
+    reshard.convert(source, tmp_path / "native", to="megatron", tp=2)
+    reshard.convert(tmp_path / "native", tmp_path / "out")
+    assert_same_tensors(tensors_of(tmp_path / "out"), load_file(tmp_path / "expected.safetensors"))
+    assert reshard.verify(source, tmp_path / "native").equal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["W4A16_ASYM", "W3A16", "NVFP4A16"])
 def test_what_is_not_computed_is_refused(kind: str, hf_model: Models, tmp_path: Path) -> None:
     source = tmp_path / "source"
     make = [python("quantizers"), "-m", "tests.genuine.make_quantized"]
@@ -564,18 +651,21 @@ def test_a_weight_that_is_no_matrix(
         reshard.convert(folder, tmp_path / "out", to="huggingface", dtype="bfloat16")
 
 
-@pytest.mark.parametrize("told", [None, {"quant_method": "bitsandbytes", "load_in_8bit": True}])
-def test_scales_of_another_arithmetic(
-    told: dict[str, object] | None, hf_model: Models, tmp_path: Path
-) -> None:
-    """bitsandbytes divides by 127, which nothing but its name for scales tells where the config says nothing."""
+def test_eight_bits_of_bitsandbytes(hf_model: Models, tmp_path: Path) -> None:
+    """It divides by 127, which nothing but its name for scales tells where the config says nothing."""
     plain, name = hf_model("qwen3", dtype="bfloat16"), "model.layers.0.mlp.up_proj"
     tensors = load_file(plain / "model.safetensors")
-    tensors[f"{name}.weight"] = tensors[f"{name}.weight"].to(torch.int8)
-    tensors[f"{name}.SCB"] = torch.ones(len(tensors[f"{name}.weight"]))
-    source = quantized.with_tensors(plain, tmp_path / "source", tensors, told)
+    codes = (tensors[f"{name}.weight"].float() * 300).clamp(-127, 127).to(torch.int8)
+    parts = {f"{name}.weight": codes, f"{name}.SCB": torch.rand(len(codes)) * 3}
+    told = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    source = quantized.with_tensors(plain, tmp_path / "source", tensors | parts, told)
+    reshard.convert(source, tmp_path / "out", to="huggingface", dtype="bfloat16")
+    weight = codes * parts[f"{name}.SCB"][:, None] * 7.874015718698502e-3
+    expected = tensors | {f"{name}.weight": weight.to(torch.bfloat16)}
+    assert_same_tensors(tensors_of(tmp_path / "out"), expected)
+    untold = quantized.with_tensors(plain, tmp_path / "untold", tensors | parts, None)
     with pytest.raises(ReshardError, match="the weights are quantized"):
-        reshard.convert(source, tmp_path / "out", to="megatron")
+        reshard.convert(untold, tmp_path / "native", to="megatron")
 
 
 def test_fp8_whose_config_does_not_say_so(fp8: Callable[[str], Path], tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 python -m tests.genuine.make_quantized KIND PLAIN OUT      quantize the folder PLAIN
 python -m tests.genuine.make_quantized logits FOLDER FILE  what transformers computes from a folder
 python -m tests.genuine.make_quantized plain FOLDER FILE   the weights as compressed-tensors decompresses them
-python -m tests.genuine.make_quantized awq-plain FOLDER FILE, gptq-plain, bnb-plain    the same of other packages
+python -m tests.genuine.make_quantized KIND-plain FOLDER FILE, of awq, gptq, nf4, fp4, int8: as their packages do
 """
 
 from __future__ import annotations
@@ -175,12 +175,31 @@ def gptq_plain(folder: Path, out: Path) -> None:
     save_file(tensors, out)
 
 
+def bnb_plain(folder: Path, out: Path) -> None:
+    """The weights as bitsandbytes dequantizes them, by name, in bfloat16."""
+    from bitsandbytes.functional import QuantState, dequantize_4bit, int8_vectorwise_dequant
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(".SCB")]:
+        module = name.removesuffix("SCB")
+        weight = int8_vectorwise_dequant(tensors[f"{module}weight"], tensors.pop(name))
+        tensors[f"{module}weight"] = weight.to(torch.bfloat16)
+        tensors.pop(f"{module}weight_format")
+    for name in [name.removesuffix(".absmax") for name in tensors if name.endswith(".weight.absmax")]:
+        parts = {key: tensors.pop(key) for key in list(tensors) if key.startswith(f"{name}.")}
+        state = QuantState.from_dict({key.removeprefix(f"{name}."): t for key, t in parts.items()}, "cpu")
+        tensors[name] = dequantize_4bit(tensors[name], state)
+    save_file(tensors, out)
+
+
 KINDS: dict[str, Callable[[Path, Path], None]] = {
     **{
         name: compressed(name)
         for name in ("W4A16", "W4A16_ASYM", "W3A16", "W8A8", "FP8", "FP8_DYNAMIC", "NVFP4A16")
     },
     "nf4": bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
+    "fp4": bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="fp4", bnb_4bit_quant_storage="bfloat16"),
     "int8": bitsandbytes(load_in_8bit=True),
     "awq": awq,
     "gptq": gptq,
@@ -188,6 +207,7 @@ KINDS: dict[str, Callable[[Path, Path], None]] = {
     "plain": plain,
     "awq-plain": awq_plain,
     "gptq-plain": gptq_plain,
+    **dict.fromkeys(("nf4-plain", "fp4-plain", "int8-plain"), bnb_plain),
 }
 
 if __name__ == "__main__":

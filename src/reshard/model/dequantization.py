@@ -29,6 +29,7 @@ from reshard.formats.quantization import (
     part_of,
     refusal,
 )
+from reshard.model import bitsandbytes
 from reshard.model.blocks import Blocks, Floats, small_floats
 from reshard.model.groups import grouped, packing_of
 from reshard.transfer.gather import RAW, as_float, cast, castable
@@ -210,11 +211,15 @@ def _dtype_of_scales(checkpoint: Checkpoint) -> DType:
 def _used(weight: Weight) -> tuple[str, ...]:
     """Which parts beside its values make up a weight, the scales last."""
     roles = weight.scheme.beside
+    if roles[0] in ("SCB", "{}.absmax"):
+        return (*weight.scheme.more, *roles[::-1])
     return ("g_idx", "qzeros", "scales") if "qzeros" in roles else roles[:1]
 
 
 def _is_known(weight: Weight, found: Quantization, tensors: Mapping[str, Tensor]) -> bool:
     """Whether it is known here how to compute a weight."""
+    if found.settings.get("quant_method") == "bitsandbytes":
+        return True
     if "qzeros" in weight.scheme.beside:
         return packing_of(found.settings) is not None
     return _table(weight, found, tensors) is not None
@@ -244,6 +249,8 @@ def _plain(
 ) -> Tensor | Problem:
     """One weight, or why its scales do not tell its values."""
     packed, scales = tensors[weight.values], tensors[part_of(name, _used(weight)[-1])]
+    if found.settings.get("quant_method") == "bitsandbytes":
+        return bitsandbytes.plain(name, weight, tensors, wanted) or _misfit(name, packed, scales, found)
     if packing := packing_of(found.settings):
         qzeros, g_idx = tensors[part_of(name, "qzeros")], tensors.get(part_of(name, "g_idx"))
         return grouped(packing, packed, qzeros, scales, g_idx, wanted) or _misfit(name, packed, scales, found)
