@@ -28,7 +28,7 @@ NAMES = {
         MOE_LAYOUTS,
     ),
     **dict.fromkeys(("glm4", "glm4v"), STAGES),
-    **dict.fromkeys(("olmoe", "llama4"), MOE_LAYOUTS),
+    **dict.fromkeys(("olmoe", "llama4", "qwen3_next"), MOE_LAYOUTS),
 }
 """Model types, each with the TP, PP and EP sizes that it is judged at."""
 
@@ -45,7 +45,7 @@ def test_mcore_bridge_reads_and_writes_the_same(name: str, tmp_path: Path) -> No
     jobs: list[str] = []
     for tp, pp, ep in NAMES[name]:
         theirs, ours, exported = folders(tmp_path, tp * pp)
-        reshard.convert(base, ours, to="megatron", tp=tp, pp=pp, ep=ep, etp=1)
+        reshard.convert(base, ours, to="megatron", tp=tp, pp=pp, ep=ep, etp=1, engine="mcore-bridge")
         give_it_a_step(ours)
         sizes = [str(size) for size in (tp, pp, ep)]
         jobs += ["save", str(base), str(theirs), *sizes, "--"]

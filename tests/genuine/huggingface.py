@@ -165,6 +165,16 @@ HY_V3: dict[str, Any] = {
     "moe_router_enable_expert_bias": True,
     "num_nextn_predict_layers": 0,
 }
+# Four value heads for two key heads, and both kinds of attention in every half of the model.
+DELTA: dict[str, Any] = {
+    **WIDE_HEADS,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.5},
+}
 INTERNLM3 = {**WIDE_HEADS, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 50000.0, "factor": 6.0}}
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -209,6 +219,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "bos_token_id": 1,
         },
     ),
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            **DELTA,
+            **EXPERTS,
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 80,
+            "num_nextn_predict_layers": 1,
+        },
+    ),
     "phi3": ("phi3", {"rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.75}}),
 }
 
@@ -248,6 +268,8 @@ def make_model(
         _save_internlm3(settings, folder, dtype, seed, max_shard_size)
     elif model_type == "mimo":
         _save_mimo(settings, folder, dtype, seed, max_shard_size)
+    elif "linear_num_key_heads" in settings:
+        _save_hybrid(model_type, settings, folder, dtype, seed, max_shard_size)
     elif settings.get("num_nextn_predict_layers"):
         _save_with_mtp(model_type, settings, folder, dtype, seed, max_shard_size)
     else:
@@ -342,6 +364,35 @@ def add_mtp(tensors: dict[str, torch.Tensor], layers: int, predicted: int, seed:
         tensors[f"{prefix}eh_proj.weight"] = projection.to(embedding.dtype)
         tensors[f"{prefix}embed_tokens.weight"] = embedding.clone()
         tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+
+
+def _save_hybrid(
+    model_type: str, settings: dict[str, Any], folder: Path, dtype: str, seed: int, max_shard_size: str
+) -> None:
+    """A model with more layers than it declares: those beyond are the MTP module, by the names of the hub.
+
+    Qwen/Qwen3-Next-80B-A3B-Instruct: the layer is `mtp.layers.0` and attends to all tokens. transformers drops it.
+    """
+    layers, predicted = settings["num_hidden_layers"], settings.pop("num_nextn_predict_layers", 0)
+    kinds = [*settings["layer_types"][:layers], *["full_attention"] * predicted]
+    deep = {**settings, "num_hidden_layers": layers + predicted, "layer_types": kinds}
+    _random_model(model_type, deep, dtype, seed).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    hidden, generator = settings["hidden_size"], torch.Generator().manual_seed(seed + 1)
+    for index in range(predicted):
+        numbered = f"model.layers.{layers + index}."
+        for name in [name for name in tensors if name.startswith(numbered)]:
+            tensors[f"mtp.layers.{index}.{name.removeprefix(numbered)}"] = tensors.pop(name)
+    if predicted:
+        for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+            weight = 0.2 * torch.randn(hidden, generator=generator)
+            tensors[f"mtp.{norm}.weight"] = weight.to(getattr(torch, dtype))
+        projection = torch.randn(hidden, 2 * hidden, generator=generator) * (2 * hidden) ** -0.5
+        tensors["mtp.fc.weight"] = projection.to(getattr(torch, dtype))
+    _save_tensors(tensors, folder, max_shard_size)
+    kept = {"num_hidden_layers": layers, "layer_types": kinds[:layers]}
+    # transformers 5 does not save it, and what reads the hub's configs looks for it.
+    _edit_config(folder, {**kept, "full_attention_interval": kinds.index("full_attention") + 1})
 
 
 def _save_mimo(settings: dict[str, Any], folder: Path, dtype: str, seed: int, max_shard_size: str) -> None:

@@ -17,6 +17,7 @@ import dataclasses
 import importlib
 import sys
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from tests.genuine import fake_te
@@ -82,7 +83,7 @@ def _arguments(
     tp, pp, ep = layout
     sizes = importlib.import_module("mcore_bridge").hf_to_mcore_config(hf_config)
     moe = bool(sizes.get("num_moe_experts"))
-    mtp = next((n for n in map(_predicted, (hf_config, _text(hf_config))) if n), None)
+    mtp = next((n for n in map(_predicted, (hf_config, _text(hf_config))) if n), None) or _stored(base)
     values: dict[str, Any] = dict(
         model=base,
         model_dir=base,
@@ -122,6 +123,13 @@ def _predicted(config: Any) -> int:
     """How many MTP layers a config names; mcore-bridge builds them only if it is told to."""
     names = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
     return next((getattr(config, name) for name in names if getattr(config, name, None)), 0)
+
+
+def _stored(base: str) -> int | None:
+    """How many MTP layers a folder has whose config names none, as that of Qwen3-Next."""
+    load_file = importlib.import_module("safetensors.torch").load_file
+    names = [name for file in Path(base).glob("*.safetensors") for name in load_file(file)]
+    return len({name.split(".")[2] for name in names if name.startswith("mtp.layers.")}) or None
 
 
 def as_in_training(model: Any) -> None:

@@ -70,7 +70,7 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 @click.option(
     "--engine",
     type=click.Choice(list(ENGINES)),
-    help="Who will load the Megatron checkpoint; the engine that `reshard support` names by default.",
+    help="Who will load the Megatron checkpoint. [default: who saved SRC, else as `reshard support` says]",
 )
 @click.option(
     "--trust",

@@ -28,8 +28,13 @@ class Bound(NamedTuple):
         return self.template.view.shape
 
     @property
+    def plus(self) -> float:
+        """What is added to each element of `view`."""
+        return self.template.plus
+
+    @property
     def view(self) -> View:
-        """The tensor as a view over the names of the other side."""
+        """The tensor, less `plus`, as a view over the names of the other side."""
 
         def fill(source: Hashable) -> Hashable:
             return source.format(layer=self.layer, expert=self.expert) if isinstance(source, str) else source
@@ -45,6 +50,7 @@ class _Template:
     experts: int
     copy: bool = False
     written: bool = True
+    plus: float = 0.0
 
     def instances(self) -> Iterator[tuple[str, Bound]]:
         for layer in self.layers or (None,):
@@ -66,7 +72,9 @@ class Binding:
         for rule in rules:
             if rule.hf:
                 view = rule.view.renamed(lambda source: source.name)  # type: ignore[attr-defined]
-                template = _Template(rule.hf, view, rule.layers, rule.experts, rule.copy, rule.written)
+                template = _Template(
+                    rule.hf, view, rule.layers, rule.experts, rule.copy, rule.written, rule.plus
+                )
                 (self.copies if rule.copy else self.hf).update(template.instances())
         self.native: dict[str, Bound] = {}
         for template in _inverted(rules):
@@ -80,17 +88,17 @@ class Binding:
 
 def _inverted(rules: Iterable[Rule]) -> Iterator[_Template]:
     """Turn rules round: each native tensor as a view over the Hugging Face tensors that lie in it."""
-    pieces: dict[tuple[Native, tuple[int, ...], int], list[Piece]] = {}
+    pieces: dict[tuple[Native, tuple[int, ...], int, float], list[Piece]] = {}
     for rule in rules:
         if rule.copy:
             continue
         for piece in rule.view.pieces:
             assert isinstance(piece.source, Native)
             source: Hashable = rule.hf or Dropped(rule.reason)
-            key = (piece.source, tuple(rule.layers), rule.experts)
+            key = (piece.source, tuple(rule.layers), rule.experts, -rule.plus)
             pieces.setdefault(key, []).append(piece.swapped(source))
-    for (tensor, layers, experts), parts in pieces.items():
+    for (tensor, layers, experts, plus), parts in pieces.items():
         view = View(tensor.shape, tuple(parts))
         if overlaps(view) or covered(view) != view.numel:
             raise ValueError(f"the rules for {tensor.name} {list(tensor.shape)} are no bijection")
-        yield _Template(tensor.name, view, layers, experts)
+        yield _Template(tensor.name, view, layers, experts, plus=plus)

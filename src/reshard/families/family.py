@@ -79,6 +79,14 @@ class Family:
         within = self.within
         return (lambda d: within.placed(rules(d))) if rules and within else rules
 
+    def engine_for(self, engine: str | None) -> str:
+        """The engine whose names the model has for `engine`, or for nobody in particular: the one that computes it.
+
+        Most families have the same names for all.
+        """
+        others = {other for part in (self.within.carried if self.within else ()) for other in part.others}
+        return engine if engine in ENGINES and engine in {*self.dialects, *others} else self.computed_by
+
     def carried(self, names: Iterable[str], *, native: bool) -> dict[str, str]:
         """Those of `names`, of the hub or of Megatron-Core, that are carried; and what the hub calls them."""
         return self.within.parts(names, native=native) if self.within else {}

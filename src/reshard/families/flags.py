@@ -10,6 +10,15 @@ from typing import Any
 
 from reshard.families.entries import Args, first
 
+LINEAR: dict[str, Any] = {
+    "linear_attention_freq": None,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+
 NOT_RESTORED: dict[str, Any] = {
     "layernorm_epsilon": 1e-5,
     "qk_layernorm": False,
@@ -37,6 +46,9 @@ NOT_RESTORED: dict[str, Any] = {
     "activation_func_clamp_value": None,
     "softmax_type": "vanilla",
     "window_attn_skip_freq": None,
+    "attention_output_gate": False,
+    "experimental_attention_variant": None,
+    **LINEAR,
     "yarn_original_max_position_embeddings": None,
     "yarn_beta_fast": None,
     "yarn_beta_slow": None,
@@ -67,7 +79,12 @@ def _latent_or_yarn(args: Args) -> bool:
     return _latent(args) or _yarn(args)
 
 
+def _linear(args: Args) -> bool:
+    return args.get("experimental_attention_variant") is not None
+
+
 _COUNTS: dict[str, Callable[[Args], bool]] = {
+    **dict.fromkeys(LINEAR, _linear),
     "rope_scaling_factor": _scales,
     **dict.fromkeys(
         ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type"),

@@ -27,7 +27,7 @@ class Native(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The tensor called `hf` is `view` (over `Native` sources), for each of `layers` and `experts`.
+    """The tensor called `hf` is `view` (over `Native` sources) plus `plus`, for each of `layers` and `experts`.
 
     A `copy` holds elements that another rule already carries (tied heads, an embedding stored twice):
     it is checked against the original and never a source of its own. `written` tells whether the hub's
@@ -41,6 +41,7 @@ class Rule:
     copy: bool = False
     written: bool = True
     reason: str = ""
+    plus: float = 0.0
 
 
 Block = list[Rule]
@@ -92,6 +93,13 @@ class Dims:
     index_dim: int
     indexed: tuple[int, ...]
     mtp: int
+    output_gate: bool
+    delta: tuple[int, ...]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
 
     def __post_init__(self) -> None:
         """Raise ValueError for what is not the size of a model: rules count to some sizes, and multiply others."""
@@ -105,6 +113,11 @@ class Dims:
         if (self.layers + self.mtp) * max(1, self.experts) > MOST_MODULES:
             raise ValueError(f"{self.layers} layers, {self.mtp} MTP layers and {self.experts} experts")
 
+    @property
+    def qkv_rows(self) -> int:
+        """The rows of linear_qkv: queries, each with a gate if there are any, keys and values."""
+        return (self.heads * (1 + self.output_gate) + 2 * self.groups) * self.head_dim
+
     @staticmethod
     def from_args(args: Mapping[str, Any], vocab: int, padded_vocab: int | None = None) -> Dims:
         """Read sizes from Megatron-LM `args`; `vocab` counts real tokens, `padded_vocab` embedding rows."""
@@ -116,6 +129,10 @@ class Dims:
         def latent(name: str) -> int:
             """A size of latent attention. Megatron-LM stores its defaults for those with every model."""
             return int(get(name)) if get("multi_latent_attention") else 0
+
+        def linear(name: str) -> int:
+            """A size of linear attention, likewise."""
+            return int(get(name)) if get("experimental_attention_variant") == "gated_delta_net" else 0
 
         heads, hidden, layers = args["num_attention_heads"], args["hidden_size"], args["num_layers"]
         grouped = get("group_query_attention", True)
@@ -151,6 +168,13 @@ class Dims:
                 get("dsa_indexer_topk_freq", 1), get("dsa_indexer_skip_topk_offset"), layers
             ),
             mtp=get("mtp_num_layers"),
+            output_gate=bool(get("attention_output_gate", False)),
+            delta=delta_layers(args, layers),
+            key_heads=linear("linear_num_key_heads"),
+            value_heads=linear("linear_num_value_heads"),
+            key_dim=linear("linear_key_head_dim"),
+            value_dim=linear("linear_value_head_dim"),
+            kernel=linear("linear_conv_kernel_dim"),
         )
 
 
@@ -164,6 +188,16 @@ def sparse_layers(freq: int | Sequence[int], layers: int) -> tuple[int, ...]:
 def indexed_layers(freq: int, offset: int, layers: int) -> tuple[int, ...]:
     """Which layers choose tokens for sparse attention by an indexer of their own; others take the choice before."""
     return tuple(i for i in range(min(layers, MOST_MODULES)) if max(i - offset + 1, 0) % freq == 0)
+
+
+def delta_layers(args: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """Which layers are gated delta nets, as Megatron-LM reads `--linear-attention-freq`; the others attend to all."""
+    freq = args.get("linear_attention_freq")
+    if args.get("experimental_attention_variant") != "gated_delta_net" or freq is None:
+        return ()
+    if isinstance(freq, int):
+        return tuple(layer for layer in range(min(layers, MOST_MODULES)) if (layer + 1) % freq)
+    return tuple(layer for layer, is_linear in enumerate(freq) if is_linear)
 
 
 def ends(d: Dims) -> Iterator[Rule]:
@@ -186,17 +220,24 @@ def norms(d: Dims) -> Block:
     ]
 
 
-def attention(d: Dims, fused: str = "", *, norm_all_heads: bool = False) -> Block:
+def attention(d: Dims, fused: str = "", *, norm_all_heads: bool = False, gates_last: bool = True) -> Block:
     """Grouped-query attention. linear_qkv holds, group by group, its query heads, its key, its value.
 
     On the hub they are three projections, or one called `fused` that holds all queries above all keys above all values.
-    Queries and keys are normalised head by head, or all heads at once, by modules of mcore-bridge.
+    Queries and keys are normalised head by head, or all heads at once, by modules of mcore-bridge. Where the output is
+    gated, `q_proj` holds each query before its gate, and a group has its gates after its queries, or in turn with them
+    if not `gates_last`.
     """
-    grouped = (d.groups, d.heads // d.groups + 2, d.head_dim)
-    rows = (d.heads + 2 * d.groups) * d.head_dim
+    queries = d.heads // d.groups
+    grouped = (d.groups, queries * (1 + d.output_gate) + 2, d.head_dim)
+    rows = d.qkv_rows
 
     def projections(kind: str, view: View, *inner: int) -> Block:
-        query = view[:, :-2].reshape(d.heads * d.head_dim, *inner)
+        query = view[:, :-2]
+        if d.output_gate and gates_last:
+            order = range(3, 3 + 1 + len(inner))
+            query = query.split(1, 2, queries).permute(0, 2, 1, *order)
+        query = query.reshape(d.heads * (1 + d.output_gate) * d.head_dim, *inner)
         key, value = (view[:, index].reshape(d.groups * d.head_dim, *inner) for index in (-2, -1))
         if fused:
             return [Rule(f"self_attn.{fused}.{kind}", concat([query, key, value]))]

@@ -10,7 +10,6 @@ from reshard.families.live import BLOCK_SPARSE, W132, Experts, Live
 
 BEYOND_MEGATRON: dict[str, str] = {
     "olmo2": "what attention and MLP return is normalised, and what they take in is not",
-    "qwen3_next": "Megatron-Core stores the norm inside linear attention less one, which no re-indexing gives",
 }
 """Why, by the `model_type` of config.json."""
 
@@ -32,7 +31,7 @@ GRANITE = Live(
 )
 _BIAS = "mlp.gate.e_score_correction_bias"
 _PLAIN = (
-    *("qwen3_next", "afmoe", "longcat_flash", "solar_open", "mellum"),
+    *("afmoe", "longcat_flash", "solar_open", "mellum"),
     *("flex_olmo", "cohere2_moe", "hunyuan_v1_moe"),
 )
 

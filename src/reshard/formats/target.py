@@ -74,7 +74,7 @@ class Request:
 
     `model` is at the sizes of the output, None for a family that nobody declared; `config` is its Hugging Face config.
     `iteration` and `optimizer` are those of the source. `adapter` are the settings of an adapter, None for a model.
-    `quantization` are those of weights that the plan quantizes.
+    `quantization` are those of weights that the plan quantizes. `engine` is the one that saved a source of Megatron's.
     """
 
     options: Options
@@ -88,6 +88,7 @@ class Request:
     states: PlannedStates = field(default_factory=dict)
     adapter: Mapping[str, Any] | None = None
     quantization: Mapping[str, Any] | None = None
+    engine: str | None = None
 
     @cached_property
     def main_dtype(self) -> str:

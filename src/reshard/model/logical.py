@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from reshard.errors import Problem, ReshardError, one_for_all
 from reshard.families.binding import Binding, Bound, Dropped
 from reshard.formats.checkpoint import Checkpoint
 from reshard.model.resolve import Resolved
+from reshard.model.shifted import rounding, shifted
 from reshard.model.vocabulary import EMBEDDINGS
 from reshard.transfer.plan import ZERO
 
@@ -30,23 +31,53 @@ class Logical(NamedTuple):
 
 
 class LogicalTensors:
-    """All logical tensors of a checkpoint. Views are compiled when asked for."""
+    """All logical tensors of a checkpoint. Views are compiled when asked for.
+
+    `are_weights` is false for states of an optimizer that are no weights, to which nothing is added.
+    """
 
     def __init__(
-        self, checkpoint: Checkpoint, tensors: Mapping[str, Logical], copies: Sequence[Replica] = ()
+        self,
+        checkpoint: Checkpoint,
+        tensors: Mapping[str, Logical],
+        copies: Sequence[Replica] = (),
+        are_weights: bool = True,
     ) -> None:
         self.checkpoint = checkpoint
         self.tensors = tensors
         self.replicas = [*checkpoint.replicas, *copies]
+        self.are_weights = are_weights
 
     def view(self, name: Hashable) -> View:
         """Where the elements of a logical tensor lie, as a view over `Cells`."""
         if isinstance(name, Dropped):
             return View((1 << 62,), View.of(Cells(ZERO, _ANY), 1 << 62).pieces)
-        bound = self.tensors[str(name)].bound
-        if bound is None:
+        logical = self.tensors[str(name)]
+        if logical.bound is None:
             return self.checkpoint.tensors[str(name)].view
-        return bound.view.through(lambda native: self.checkpoint.tensors[str(native)].view)
+        return self._made(str(name), logical.bound, logical.dtype, self._native)
+
+    def native_view(self, name: str, bound: Bound, dtype: DType) -> View:
+        """The same for the tensor `name` of an engine, made of logical tensors of `dtype`."""
+        return self._made(name, bound, dtype, self.view)
+
+    def keep_exact(self, name: str, bound: Bound | None, dtype: DType) -> None:
+        """Have a tensor compared before anything is written that is stored plus or less a number, and may lose by it.
+
+        `name` is that of a logical tensor, or of one of an engine that is made of such.
+        """
+        if bound is None or not bound.plus or not self.are_weights:
+            return
+        below = self._native if name in self.tensors else self.view
+        found = rounding(name, Tensor(dtype, bound.view.through(below)), bound.plus)
+        self.replicas += [found] if found else []
+
+    def _native(self, name: Hashable) -> View:
+        return self.checkpoint.tensors[str(name)].view
+
+    def _made(self, name: str, bound: Bound, dtype: DType, below: Callable[[Hashable], View]) -> View:
+        view = bound.view.through(below)
+        return shifted(name, Tensor(dtype, view), bound.plus) if bound.plus and self.are_weights else view
 
 
 _ANY = dtype("uint8")

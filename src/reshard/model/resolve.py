@@ -404,8 +404,9 @@ def _heads(checkpoint: Checkpoint, family: Family, dims: Dims) -> Iterator[tuple
         ("key-value heads", "num_key_value_heads", dims.groups, "k_proj"),
     ):
         first = checkpoint.shape(family.hub_name(f"model.layers.0.self_attn.{projection}.weight"))
-        if first and not dims.kv_lora and not first[0] % dims.head_dim:
-            yield what, key, wanted, first[0] // dims.head_dim
+        size = dims.head_dim * (1 + (dims.output_gate and projection == "q_proj"))
+        if first and not dims.kv_lora and not first[0] % size:
+            yield what, key, wanted, first[0] // size
 
 
 _LAYER = re.compile(r"(?:model\.|decoder\.)?(?:layers|blocks)\.(\d+)\.")

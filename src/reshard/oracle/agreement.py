@@ -56,10 +56,10 @@ def _logits(side: Side, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32
         from reshard.oracle.transformers import transformers_logits
 
         return transformers_logits(checkpoint.root, tokens)
-    if side.model and side.model.family.computed_by != MCORE:
+    if side.model and (engine := side.model.family.engine_for(checkpoint.engine)) != MCORE:
         raise ReshardError(
-            f"megatron-core's GPTModel does not compute the family {side.model.family.name}",
-            rule=f"it is computed by {ENGINES[side.model.family.computed_by]}",
+            f"megatron-core's GPTModel does not compute these weights of family {side.model.family.name}",
+            rule=f"it is computed by {ENGINES[engine]}",
             remedy="leave out --logits: the weights are compared all the same",
         )
     _require("megatron.core", "pip install torch psutil && pip install --no-deps megatron-core")

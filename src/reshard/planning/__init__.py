@@ -12,6 +12,7 @@ from reshard.algebra.dtypes import dtype
 from reshard.algebra.layout import Layout
 from reshard.algebra.tensors import Replica
 from reshard.errors import ReshardError
+from reshard.families.family import MCORE
 from reshard.families.model import Model
 from reshard.formats import FORMATS, companions, huggingface, open_checkpoint, peft, written
 from reshard.formats.checkpoint import Checkpoint
@@ -184,6 +185,7 @@ def _plan(source: Resolved, kind: Kind, format: Format, target: Target, options:
             source.config,
             checkpoint.iteration,
             checkpoint.optimizer,
+            engine=checkpoint.engine if checkpoint.dialect == MCORE else None,
         )
     )
     is_adapter = kind is Kind.ADAPTER

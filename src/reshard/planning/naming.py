@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any
 
 from reshard.algebra.dtypes import DType, dtype
 from reshard.errors import Problem, ReshardError
@@ -114,6 +113,8 @@ def names_of(format: str, request: Request, logical: LogicalTensors) -> Names:
 def _hub_tensors(logical: LogicalTensors, types: Types) -> Iterator[Planned]:
     """All logical tensors under their Hugging Face names."""
     for name, item in logical.tensors.items():
+        if not types.wanted:
+            logical.keep_exact(name, item.bound, item.dtype)
         yield Planned(name, types.of(name, item.dtype), item.shape, partial(logical.view, name))
 
 
@@ -137,13 +138,12 @@ def native_tensors(logical: LogicalTensors, natives: Mapping[str, Bound], types:
                 )
             )
             continue
-        yield Planned(name, wanted.pop(), bound.shape, _native_compiler(logical, bound))
+        stored = found.pop() if len(found) == 1 else usual
+        if not types.wanted:
+            logical.keep_exact(name, bound, stored)
+        yield Planned(name, wanted.pop(), bound.shape, partial(logical.native_view, name, bound, stored))
     if problems:
         raise ReshardError(problems)
-
-
-def _native_compiler(logical: LogicalTensors, bound: Bound) -> Callable[[], Any]:
-    return lambda: bound.view.through(logical.view)
 
 
 def sources_of(bound: Bound) -> set[str]:

@@ -78,7 +78,10 @@ def logical_states(weights: LogicalTensors) -> dict[str, LogicalTensors]:
     stateful = {name for found in states.values() for name in found}
     masters = {name: tensor for name, tensor in checkpoint.tensors.items() if name in stateful}
     masters.update(states.get(MASTERS, {}))
-    return {state: _of_state(weights, found) for state, found in {**states, MASTERS: masters}.items()}
+    return {
+        state: _of_state(weights, found, is_master=state == MASTERS)
+        for state, found in {**states, MASTERS: masters}.items()
+    }
 
 
 def _misfits(state: str, tensors: Mapping[str, Tensor], checkpoint: Checkpoint) -> list[Problem]:
@@ -97,14 +100,14 @@ def _misfits(state: str, tensors: Mapping[str, Tensor], checkpoint: Checkpoint) 
     ]
 
 
-def _of_state(weights: LogicalTensors, tensors: Mapping[str, Tensor]) -> LogicalTensors:
+def _of_state(weights: LogicalTensors, tensors: Mapping[str, Tensor], *, is_master: bool) -> LogicalTensors:
     checkpoint = replace(weights.checkpoint, tensors=dict(tensors), replicas=[])
     found = {}
     for name, item in weights.tensors.items():
         sources = sources_of(item.bound) if item.bound else {name}
         if sources <= tensors.keys():
             found[name] = Logical(tensors[min(sources)].dtype, item.shape, item.bound)
-    return LogicalTensors(checkpoint, found)
+    return LogicalTensors(checkpoint, found, are_weights=is_master)
 
 
 def carried(checkpoint: Checkpoint, states: Collection[str]) -> Counter[str]:

@@ -29,6 +29,9 @@ class Difference(NamedTuple):
     first: int
 
 
+UNCOUNTED = Difference(0, float("nan"), 0)
+
+
 class Comparer:
     """Reads two tensors side by side until `stopped`. `ledger` collects the checksums of what passes."""
 
@@ -91,9 +94,9 @@ def unequal_replicas(replicas: Sequence[Replica], workers: int = 2) -> list[Prob
         comparer, found = Comparer(stopped), []
         try:
             for index in takewhile(lambda _: not stopped.is_set(), range(worker, len(replicas), workers)):
-                at = _first_difference(comparer, replicas[index])
-                if at is not None:
-                    found.append((index, _problem(replicas[index], at)))
+                different = _replica_difference(comparer, replicas[index])
+                if different:
+                    found.append((index, _problem(replicas[index], different)))
         finally:
             comparer.close()
         return found
@@ -104,16 +107,15 @@ def unequal_replicas(replicas: Sequence[Replica], workers: int = 2) -> list[Prob
     return one_for_each_file(problem for _, problem in problems)
 
 
-def _first_difference(comparer: Comparer, replica: Replica) -> int | None:
-    """The first element that differs; the very first, where shapes or checksums do."""
+def _replica_difference(comparer: Comparer, replica: Replica) -> Difference | None:
+    """What differs; where shapes or checksums do, no elements are counted."""
     first, second = replica.first, replica.second
     if (first.dtype, first.shape) != (second.dtype, second.shape):
-        return 0
+        return UNCOUNTED
     ours, theirs = _storage(first), _storage(second)
     if ours and theirs and (ours == theirs or None not in (ours.crc32, theirs.crc32)):
-        return None if ours.crc32 == theirs.crc32 else 0
-    found = comparer.difference(first, second, any_nan=True)
-    return found.first if found else None
+        return None if ours.crc32 == theirs.crc32 else UNCOUNTED
+    return comparer.difference(first, second, any_nan=True)
 
 
 def _storage(tensor: Tensor) -> Storage | None:
@@ -127,12 +129,17 @@ def _storage(tensor: Tensor) -> Storage | None:
     return cells.storage if whole and in_order and cells.dtype == tensor.dtype else None
 
 
-def _problem(replica: Replica, element: int) -> Problem:
+def _problem(replica: Replica, different: Difference) -> Problem:
+    at, count = different.first, replica.first.view.numel
+    files = [tensor.file_of(at) for tensor in (replica.first, replica.second)]
     return Problem(
-        "a tensor is stored twice, with different values",
+        replica.message,
         tensor=replica.tensor,
-        file=replica.second.file_of(element),
+        file=files[1],
         rule=replica.rule,
-        expected=f"the values in {replica.first.file_of(element)}",
+        expected=f"the values in {files[0]}" if files[0] != files[1] else None,
+        found=f"{different.elements} of {count} elements differ, the first is element {at}"
+        if different.elements
+        else None,
         remedy=replica.remedy,
     )

@@ -52,9 +52,22 @@ DEFAULTS: dict[str, Any] = {
     "use_rotary_position_embeddings": False,
 }
 
+DELTA_FIELDS = (
+    "attention_output_gate",
+    "experimental_attention_variant",
+    "linear_attention_freq",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_value_head_dim",
+)
+"""What describes gated delta nets and gated attention, from 0.16 on."""
+
 # Arguments that mean the same under the same name in TransformerConfig or MLATransformerConfig. All others concern
 # speed, precision or training and do not change which function the weights compute.
 _SAME_NAME = (
+    *DELTA_FIELDS,
     "activation_func_clamp_value",
     "add_bias_linear",
     "add_qkv_bias",

@@ -150,6 +150,7 @@ def _repair_local_spec() -> None:
         moe_utils.te_general_gemm = None
     _repair_attention()
     _repair_norms()
+    _repair_delta_net()
 
 
 def _repair_experts() -> None:
@@ -193,19 +194,48 @@ def _repair_norms() -> None:
     """The plain torch norm refuses sequence parallelism, which MoE training with TP > 1 requires.
 
     All that sequence parallelism asks of a norm is a mark on its parameters, by which their gradients are
-    summed over the tensor parallel ranks.
+    summed over the tensor parallel ranks. It does not know weights that are stored less one either.
     """
     import torch
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
+    class ZeroCentredNorm(torch.nn.RMSNorm):  # type: ignore[misc]
+        def forward(self, inputs: Any) -> Any:
+            return torch.nn.functional.rms_norm(inputs, self.normalized_shape, 1 + self.weight, self.eps)
+
     def build(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        if config.layernorm_zero_centered_gamma and config.normalization != "RMSNorm":
+            raise NotImplementedError("a LayerNorm whose weight is stored less one")
         norm = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        norm = ZeroCentredNorm if config.layernorm_zero_centered_gamma else norm
         module = norm(hidden_size, eps=eps)
         for parameter in module.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return module
 
     WrappedTorchNorm.__new__ = staticmethod(build)
+
+
+def _repair_delta_net() -> None:
+    """Gated delta net refuses to be built without the kernels of flash-linear-attention, which need a GPU.
+
+    Megatron-Core (since 0.16) has the delta rule in plain torch beside them.
+    """
+    import torch
+
+    try:
+        from megatron.core.ssm import gated_delta_net
+    except ImportError:
+        return
+    if gated_delta_net.HAVE_FLA:
+        return
+
+    def l2norm(values: Any, dim: int = -1, eps: float = 1e-6) -> Any:
+        return values * torch.rsqrt(values.square().sum(dim, keepdim=True) + eps)
+
+    gated_delta_net.HAVE_FLA = True
+    gated_delta_net.l2norm = l2norm
+    gated_delta_net.chunk_gated_delta_rule = gated_delta_net.torch_chunk_gated_delta_rule
 
 
 def _repair_writers() -> None:

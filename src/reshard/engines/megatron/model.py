@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from reshard.algebra.layout import Layout
 from reshard.engines.megatron.arguments import complete, config_fields, stage_sizes, yarn_attributes
+from reshard.engines.megatron.delta import delta_block_spec, delta_fields, has_delta_nets
 from reshard.engines.megatron.parallel import supported
 from reshard.errors import ReshardError
 
@@ -67,6 +68,8 @@ def build_config(
         decisive["moe_shared_expert_gate"] = True  # from 0.16 on; before, a spec of one's own had it
     if getattr(args, "no_rope_freq", None):
         decisive["no_rope_freq"] = args.no_rope_freq  # from 0.13 on
+    if has_delta_nets(args):
+        decisive |= delta_fields(args)  # from 0.16 on
     if unknown := decisive.keys() - supported(config_class, **decisive):
         raise ReshardError(
             "this version of megatron-core cannot build the model",
@@ -180,7 +183,11 @@ def _select_stage(gpt_model: type, stage: int | None) -> tuple[bool, bool]:
 
 
 def _block_spec(args: SimpleNamespace, config: Any, spec: Spec, stage: int | None) -> Any:
-    """Layer by layer for mixtures of experts, one spec for all layers otherwise."""
+    """Layer by layer for mixtures of experts and delta nets, one spec for all layers otherwise."""
+    if has_delta_nets(args):
+        return delta_block_spec(
+            config, stage, _layer_spec(args, spec, args.num_experts), local=spec == "local"
+        )
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
     if args.num_experts:

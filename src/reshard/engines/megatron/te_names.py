@@ -13,6 +13,9 @@ from typing import Any
 
 # (name that the local modules give a sharded key, name that the TransformerEngine modules give it)
 _SHARDED = (
+    # Of a delta net nobody but TransformerEngine has a spec.
+    (r"\.input_layernorm\.(weight|bias)$", r".self_attention.in_proj.layer_norm_\1"),
+    (r"\.input_layernorm\.(weight|bias)$", r".self_attention.linear_qkv.layer_norm_\1"),
     # The local spec stores every MLP norm as if it were fused into fc1, in layers of experts too.
     (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
     # Multi-latent attention has no key map in the local spec: norms appear under their module names.

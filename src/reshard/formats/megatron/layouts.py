@@ -13,6 +13,9 @@ from reshard.formats.sharding import Share, divided, misfits
 SHARED_GROUPS = ">=0.16"
 """Versions of megatron-core that take more tensor parallel ranks than query groups; 0.15.3 refuses them."""
 
+SHARED_GATES = ">0.16.1"
+"""The same for gated attention: 0.16.1 gives each rank the gates of all ranks that share a group, and fails."""
+
 
 def check_layout(model: Model, layout: Layout) -> None:
     """Refuse a layout that the model cannot have; all that does not fit at once. Raises ReshardError."""
@@ -52,6 +55,7 @@ def _undivided(d: Dims, layout: Layout) -> Iterator[Problem]:
         *([] if d.kv_lora else [_query_groups(d)]),
         divided("the MLP's width", d.ffn if len(d.sparse) < d.layers else 0),
         divided("the shared experts' width", d.shared_ffn),
+        divided("key heads of linear attention", d.key_heads),
     ]
     yield from misfits("--tp", layout.tp, tensor_parallel)
     yield from misfits("--ep", layout.ep, [divided("experts", d.experts)])
@@ -65,7 +69,7 @@ def _query_groups(d: Dims) -> Share:
     Each rank then holds an equal share of the rows of `linear_qkv`, wherever the cuts fall, and the ranks gather their
     outputs. Source: `TransformerConfig.__post_init__` and `SelfAttention` of megatron-core 0.16.1.
     """
-    rows = (d.heads + 2 * d.groups) * d.head_dim
+    rows = d.qkv_rows
     return Share(
         "query groups",
         lambda ranks: d.groups % ranks == 0 or (ranks % d.groups == 0 and rows % ranks == 0),
@@ -83,4 +87,4 @@ def layout_notes(model: Model, layout: Layout) -> list[str]:
     if not shares_groups(model, layout):
         return []
     groups = f"--tp {layout.tp} is larger than the {model.dims.groups} query groups"
-    return [f"{groups}: this needs megatron-core{SHARED_GROUPS}"]
+    return [f"{groups}: this needs megatron-core{SHARED_GATES if model.dims.output_gate else SHARED_GROUPS}"]

@@ -20,6 +20,7 @@ FUSED_NORMS = {
     f"{linear}.layer_norm_{kind}": f"{norm}.{kind}"
     for linear, norm in (
         ("self_attention.linear_qkv", "input_layernorm"),
+        ("self_attention.in_proj", "input_layernorm"),
         ("mlp.linear_fc1", "pre_mlp_layernorm"),
         ("self_attention.linear_q_up_proj", "self_attention.q_layernorm"),
         ("self_attention.linear_kv_up_proj", "self_attention.kv_layernorm"),
@@ -43,6 +44,12 @@ SPLITS = {
     "linear_fc2.weight": Split(1),
     "eh_proj.weight": Split(0),
     "core_attention.softmax_offset": Split(0),
+    "in_proj.weight": Split(0),
+    "conv1d.weight": Split(0),
+    "out_proj.weight": Split(1),
+    "self_attention.A_log": Split(0),
+    "self_attention.dt_bias": Split(0),
+    **{f"weight.{part}": Split(0) for part in ("query", "key", "value", "z", "beta", "alpha")},
 }
 """By the last two components of a name; every other tensor is the same on all ranks."""
 
@@ -73,6 +80,8 @@ PARALLEL_LINEARS = (
     "linear_wk",
     "linear_weights_proj",
     "eh_proj",
+    "in_proj",
+    "out_proj",
     "linear_in",
     "linear_out",
 )
@@ -154,46 +163,43 @@ def unfused(module: str) -> str:
     return module.replace("mtp_model_layer.", "transformer_layer.")
 
 
-@dataclass(frozen=True, slots=True)
 class Spelling:
-    """How a layer is spelled: by Transformer Engine or by the local spec, in torch_dist or legacy files.
+    """How layers are spelled: by Transformer Engine or by the local spec, in torch_dist or legacy files.
 
-    torch_dist writes fused names under both specs, but only Transformer Engine keeps the norm before a
-    mixture of experts by itself, and only it fuses the norms of latent attention, unless an indexer reads what they
-    return.
+    `names` are those of all tensors. torch_dist writes fused names under both specs, but only Transformer Engine keeps
+    the norm before a mixture of experts by itself, and only it fuses the norms of latent attention, unless an indexer
+    reads what they return.
     """
 
-    transformer_engine: bool
-    torch_dist: bool
-    latent: bool
-    indexed: bool
+    def __init__(self, names: Iterable[str], *, transformer_engine: bool, torch_dist: bool) -> None:
+        self.transformer_engine, self._torch_dist = transformer_engine, torch_dist
+        places = [place_of(name) for name in names]
+        self._latent = any("linear_kv_up_proj" in place.module for place in places)
+        self.indexed = any("core_attention.indexer" in place.module for place in places)
+        self._sparse = {place[1:3] for place in places if place.expert is not None}
+        self._delta = {place[1:3] for place in places if "self_attention.in_proj." in place.module}
 
-    @classmethod
-    def of(cls, names: Iterable[str], *, transformer_engine: bool, torch_dist: bool) -> Spelling:
-        """The spelling of a model whose tensors have these names."""
-        latent = indexed = False
-        for name in names:
-            latent |= "linear_kv_up_proj" in name
-            indexed |= "core_attention.indexer" in name
-        return cls(transformer_engine, torch_dist, latent, indexed)
-
-    def module(self, module: str, sparse: bool) -> str:
-        """The spelling of a module below a layer that is (not) `sparse`."""
+    def module(self, module: str, layer: tuple[str, int | None]) -> str:
+        """The spelling of a module below a `layer`, which is one of the stack "decoder" or "mtp"."""
         prefix, inner = "", module
         if module.startswith("transformer_layer."):
             prefix, inner = "transformer_layer.", module.removeprefix("transformer_layer.")
         for fused, plain in FUSED_NORMS.items():
-            if inner == plain and self._fuses(plain, sparse):
+            if (
+                inner == plain
+                and self._fuses(plain, layer)
+                and ("in_proj" in fused) == (layer in self._delta)
+            ):
                 return prefix + fused
         return module
 
-    def _fuses(self, plain: str, sparse: bool) -> bool:
+    def _fuses(self, plain: str, layer: tuple[str, int | None]) -> bool:
         norm = plain.rpartition(".")[0]
         if norm == "pre_mlp_layernorm":
-            return not sparse if self.transformer_engine else self.torch_dist
+            return layer not in self._sparse if self.transformer_engine else self._torch_dist
         if norm == "input_layernorm":
-            return not self.latent and (self.transformer_engine or self.torch_dist)
-        return self.latent and self.transformer_engine and not self.indexed
+            return not self._latent and (self.transformer_engine or self._torch_dist)
+        return self._latent and self.transformer_engine and not self.indexed
 
 
 @dataclass(frozen=True, slots=True)

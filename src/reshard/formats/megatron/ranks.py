@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.algebra.layout import Layout
+from reshard.errors import ReshardError
 from reshard.formats.megatron.mcore import (
     Place,
     Spelling,
@@ -61,17 +62,24 @@ class RankStates:
         self._tied = not args.get("untie_embeddings_and_output_weights", False)
         self._experts = int(args.get("num_experts") or 0)
         self._mtp = int(args.get("mtp_num_layers") or 0)
-        names = (tensor.name for tensor in tensors)
-        self._spelling = Spelling.of(names, transformer_engine=transformer_engine, torch_dist=False)
+        names = [tensor.name for tensor in tensors]
+        if any(".in_proj.weight" in name for name in names):
+            raise ReshardError(
+                "a gated delta net cannot be laid out for one rank",
+                rule="reshard writes the files of ranks for all that megatron-core has but gated delta nets",
+                expected="a torch_dist checkpoint",
+                remedy="choose --to megatron",
+            )
+        self._spelling = Spelling(names, transformer_engine=transformer_engine, torch_dist=False)
         self.stages = Stages(layout, int(args["num_layers"]))
         self._table = self.stages.table()
-        places, gated = [place_of(tensor.name) for tensor in tensors], is_gated(args)
-        sparse = {place[1:3] for place in places if place.expert is not None}
+        gated = is_gated(args)
         self.below = below
         self._held: dict[tuple[int, int], list[_Held]] = {}
-        for place, tensor in zip(places, tensors, strict=True):
+        for tensor in tensors:
+            place = place_of(tensor.name)
             for at, renamed in self._holders(place):
-                key = self._key(renamed, is_sparse=place[1:3] in sparse)
+                key = self._key(renamed, place[1:3])
                 held = _Held(key, place.expert, tensor, split(tensor.name, gated))
                 self._held.setdefault(at, []).append(held)
 
@@ -106,10 +114,10 @@ class RankStates:
                 state[key] = shard_of(tensor, split, etp, self.layout.etp)
         return state
 
-    def _key(self, place: Place, *, is_sparse: bool) -> str:
+    def _key(self, place: Place, layer: tuple[str, int | None]) -> str:
         module = place.module
         if place.layer is not None:
-            module = self._spelling.module(module, is_sparse)
+            module = self._spelling.module(module, layer)
         if place.expert is not None:
             expert = place.expert % (self._experts // self.layout.ep)
             if self._te:

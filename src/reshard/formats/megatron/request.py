@@ -46,7 +46,7 @@ def _engine(request: Request) -> str:
             found=f"--engine {wanted}",
             remedy="leave out --engine",
         )
-    return wanted or family.computed_by
+    return family.engine_for(wanted or request.engine)
 
 
 def _vocabulary_unit(request: Request) -> int:
@@ -139,8 +139,9 @@ def notes(request: Request) -> list[str]:
     if request.adapter is not None:
         return found
     if request.dialect != MCORE:
-        engine = ENGINES[request.dialect]
-        found.append(f"the checkpoint is for {engine}: megatron-core's own GPTModel has no such model")
+        is_mcores = model.family.computed_by == MCORE
+        why = "stores it otherwise: --engine mcore" if is_mcores else "has no such model"
+        found.append(f"the checkpoint is for {ENGINES[request.dialect]}; megatron-core's own GPTModel {why}")
     found += [*model.family.config.notices(model.text), *stateless(request)]
     if layout.stages and not request.options.layout.stages:
         found.append(f"layers of the stages: {', '.join(map(str, layout.stages))}")

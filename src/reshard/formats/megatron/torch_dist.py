@@ -106,19 +106,20 @@ def _open(folder: Path, step: Iteration | None) -> Checkpoint:
     for key, entry in metadata.objects.items():
         dropped[_not_a_weight(key) or "other objects"] += entry.length
     reader.close()
+    tensors = reader.tensors()
     states = portable_states(metadata.tensors)
     optimizer = read_optimizer(common) if states else None
     return Checkpoint(
         path=folder,
         format=NAME,
         dialect="mcore",
-        tensors=reader.tensors(),
+        tensors=tensors,
         root=iterations.root_of(folder),
         beside=tuple(each for each in [folder / "tokenizer"] if each.is_dir()),
         layout=layout_of(args or {}),
         iteration=step,
         args=args,
-        engine=engine_of(folder, common),
+        engine=engine_of(folder, common, tensors),
         states=States({state: partial(_read_state, found) for state, found in states.items()}),
         optimizer=optimizer,
         dropped=dropped,
@@ -290,12 +291,12 @@ class _Writer:
         self.files: dict[int, ChunkFile] = {}
         self.problems: list[Problem] = []
 
-    def add(self, tensor: Planned, name: str, sparse: bool, prefix: str = "") -> None:
+    def add(self, tensor: Planned, name: str, prefix: str = "") -> None:
         """Cut one tensor, a weight or a state of the weight `name`, into the chunks of all ranks that hold it."""
         place = place_of(name)
         split = split_of(name, self.gated)
         ranks = self.layout.tp if place.expert is None else self.layout.etp
-        key, lead, at = self._key(place, sparse)
+        key, lead, at = self._key(place)
         key = prefix + key
         entry = self.metadata.tensors.setdefault(key, DcpTensor(tensor.dtype, (*lead, *tensor.shape), []))
         if entry.dtype != tensor.dtype:
@@ -314,9 +315,9 @@ class _Writer:
             for low, size in shard_boxes(tensor.shape, split, rank, ranks):
                 entry.chunks.append(file.add(tensor, low, size, at))
 
-    def add_extra_state(self, place: Place, sparse: bool) -> None:
+    def add_extra_state(self, place: Place) -> None:
         """The object that the module at `place` saves beside its weight."""
-        key, lead, at = self._key(place._replace(module=f"{place.module}._extra_state"), sparse)
+        key, lead, at = self._key(place._replace(module=f"{place.module}._extra_state"))
         if lead:
             shard = f"/shard_{'.'.join(map(str, at))}_{'.'.join(map(str, lead))}"
         else:
@@ -340,9 +341,9 @@ class _Writer:
                     )
                 )
 
-    def _key(self, place: Place, sparse: bool) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    def _key(self, place: Place) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
         """The key of a tensor, the leading axes that it stacks, and the place in them."""
-        module = place.module if place.layer is None else self.spelling.module(place.module, sparse)
+        module = place.module if place.layer is None else self.spelling.module(place.module, place[1:3])
         lead: tuple[int, ...] = ()
         at: tuple[int, ...] = ()
         if place.layer is None:
@@ -383,25 +384,25 @@ def lay_out(request: Request) -> list[OutputFile]:
     )
     transformer_engine, optimizer = args["transformer_impl"] != "local", optimizer_of(request)
     places = {tensor.name: place_of(tensor.name) for tensor in tensors}
-    sparse = {place[1:3] for place in places.values() if place.expert is not None}
-    stacked = not isinstance(args.get("moe_layer_freq"), (list, tuple)) and args.get("moe_layer_freq", 1) == 1
+    # Megatron-Core stacks the layers of a model that has one kind of them alone.
+    stacked = all(args.get(kind) in (None, 1) for kind in ("moe_layer_freq", "linear_attention_freq"))
     writer = _Writer(
         layout,
         int(args["num_layers"]),
         int(args.get("num_experts") or 0),
-        Spelling.of(places, transformer_engine=transformer_engine, torch_dist=True),
+        Spelling(places, transformer_engine=transformer_engine, torch_dist=True),
         stacked,
         below(request),
         is_gated(args),
     )
     for tensor in tensors:
         place = places[tensor.name]
-        writer.add(tensor, tensor.name, place[1:3] in sparse)
+        writer.add(tensor, tensor.name)
         for module in _with_extra_state(place, writer.spelling):
-            writer.add_extra_state(place._replace(module=module), place[1:3] in sparse)
+            writer.add_extra_state(place._replace(module=module))
     for prefix, states in optimizer.keyed().items() if optimizer else ():
         for name, state in states.items():
-            writer.add(state, name, places[name][1:3] in sparse, prefix)
+            writer.add(state, name, prefix)
     if optimizer:
         writer.refuse_gaps()
     if writer.problems:
@@ -449,7 +450,7 @@ def _with_extra_state(place: Place, spelling: Spelling) -> Iterator[str]:
     Transformer Engine's attention has one too. The decoder leaves it out since 0.13 unless its softmax has a learnable
     offset, the MTP layers do not. Sparse attention with an indexer is Megatron-Core's own, and has none.
     """
-    module, _, kind = place.module.rpartition(".")
+    module, _, kind = place.module.removesuffix(".query").rpartition(".")
     if is_carried(name_of(place)):
         yield from [module] if module in LINEARS_BESIDE else []
         return

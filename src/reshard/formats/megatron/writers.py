@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,14 @@ COMPUTED_BY = "computed_by"
 """Among the arguments that reshard writes: whose names they are, if not those of megatron-core's GPTModel."""
 
 
-def engine_of(folder: Path, common: Mapping[str, Any]) -> str:
-    """The engine whose names an iteration folder has: whose run wrote it, or whose names reshard gave it."""
+def engine_of(folder: Path, common: Mapping[str, Any], names: Iterable[str]) -> str:
+    """The engine whose names an iteration folder has: whose run wrote it, or whose names reshard gave it.
+
+    Gated delta nets tell it by their `names`: mcore-bridge saves a projection whole, Megatron-Core its parts.
+    """
+    kinds = {name.partition(".in_proj.weight")[2] for name in names if ".in_proj.weight" in name}
+    if kinds:
+        return "mcore-bridge" if kinds == {""} else "mcore"
     args = common.get("args")
     if isinstance(args, Namespace):
         return str(getattr(args, COMPUTED_BY, "mcore" if "num_layers" in args else "mcore-bridge"))

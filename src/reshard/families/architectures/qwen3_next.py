@@ -1,0 +1,177 @@
+"""Qwen3-Next: most layers are gated delta nets, the others have gated attention; experts in every layer, MTP.
+
+Two engines compute it, and store it differently. Megatron-Core's own modules (Megatron-LM, Megatron-Bridge, NeMo) keep
+the projections of a delta net apart, and its norm less one; of a group of heads, all queries come before all gates.
+mcore-bridge (ms-swift) keeps the projections in one tensor with rows by key head, the norm as it is, and each query
+before its gate. Source: `gated_delta_net.py` and `attention.py` of megatron-core 0.16.1, `gpt_bridge.py` of
+mcore-bridge 1.6.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+from reshard.algebra.views import View, concat
+from reshard.families.config import GROUPED_HEADS, MTP, NO_BIAS, QK_NORM, ROUTER, SOFTMAX_ROUTER
+from reshard.families.entries import NEGATED, Args, Config, Const, Entry, Key, SparseStep, Values, first
+from reshard.families.entries import same as one
+from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
+from reshard.families.live import Live
+from reshard.families.rope import Rope
+from reshard.families.rules import (
+    Block,
+    Dims,
+    Rule,
+    attention,
+    delta_layers,
+    ends,
+    mlp,
+    moe,
+    native,
+    norms,
+    same,
+    under,
+)
+
+Parts = Mapping[str, View]
+"""The parts of a projection, by the names that Megatron-Core gives them, each [key heads, rows, …]."""
+
+
+def _parts(name: str, heads: int, rows: Mapping[str, int], inner: tuple[int, ...], by_head: bool) -> Parts:
+    """The parts of the tensor `name`, each in a tensor of its own, or all in one whose rows are by key head."""
+    if not by_head:
+        return {
+            part: native(f"{name}.{part}", heads * n, *inner).split(0, heads, n) for part, n in rows.items()
+        }
+    whole = native(name, heads * sum(rows.values()), *inner).split(0, heads, sum(rows.values()))
+    ends = {part: sum(list(rows.values())[: i + 1]) for i, part in enumerate(rows)}
+    return {part: whole[:, end - rows[part] : end] for part, end in ends.items()}
+
+
+def delta_net(d: Dims, by_head: bool, on_the_hub: Callable[[Parts], Block]) -> Block:
+    """A gated delta net; `on_the_hub` says how its input projections are packed there."""
+    if not d.delta:
+        raise ValueError("the family has gated delta nets, and the sizes have none")
+    each = d.value_heads // d.key_heads
+    rows = {"query": d.key_dim, "key": d.key_dim, "value": each * d.value_dim}
+    more = {"z": each * d.value_dim, "beta": each, "alpha": each}
+    inputs = _parts("self_attention.in_proj.weight", d.key_heads, {**rows, **more}, (d.hidden,), by_head)
+    kernels = _parts("self_attention.conv1d.weight", d.key_heads, rows, (1, d.kernel), by_head)
+    width = d.value_heads * d.value_dim
+    norm = native("self_attention.out_norm.weight", d.value_dim)
+    return [
+        *on_the_hub(inputs),
+        Rule("linear_attn.conv1d.weight", concat([kernel.merge(0) for kernel in kernels.values()])),
+        same("linear_attn.A_log", "self_attention.A_log", d.value_heads),
+        same("linear_attn.dt_bias", "self_attention.dt_bias", d.value_heads),
+        Rule("linear_attn.norm.weight", norm, plus=0.0 if by_head else 1.0),
+        same("linear_attn.out_proj.weight", "self_attention.out_proj.weight", d.hidden, width),
+    ]
+
+
+def by_key_head(parts: Parts) -> Block:
+    """Two tensors whose rows are by key head, as in mcore-bridge."""
+
+    def rows(*names: str) -> View:
+        return concat([parts[name] for name in names], 1).merge(0)
+
+    return [
+        Rule("linear_attn.in_proj_qkvz.weight", rows("query", "key", "value", "z")),
+        Rule("linear_attn.in_proj_ba.weight", rows("beta", "alpha")),
+    ]
+
+
+def hybrid(d: Dims, by_head: bool, on_the_hub: Callable[[Parts], Block]) -> Iterator[Rule]:
+    """All layers: delta nets and gated attention, experts and dense MLPs. The MTP layer has attention."""
+    yield from ends(d)
+    delta, gated = delta_net(d, by_head, on_the_hub), attention(d, gates_last=not by_head)
+    experts = moe(d, shared="shared_expert") if d.experts else []
+    for attends, mixer in ((False, delta), (True, gated)):
+        for sparse, block in ((True, experts), (False, mlp(d))):
+            layers = [n for n in range(d.layers) if (n in d.delta, n in d.sparse) == (not attends, sparse)]
+            if layers:
+                block = [*norms(d), *mixer, *block]
+                yield from under("model.layers.{layer}", "decoder.layers.{layer}", block, layers)
+    if d.mtp > 1:
+        raise ValueError(f"the family has one MTP layer, and the sizes have {d.mtp}")
+    if d.mtp:
+        block = [*norms(d), *gated, *(experts or mlp(d))]
+        yield from under("mtp.layers.0", "mtp.layers.0.transformer_layer", block)
+        yield same("mtp.pre_fc_norm_embedding.weight", "mtp.layers.0.enorm.weight", d.hidden)
+        yield same("mtp.pre_fc_norm_hidden.weight", "mtp.layers.0.hnorm.weight", d.hidden)
+        yield same("mtp.fc.weight", "mtp.layers.0.eh_proj.weight", d.hidden, 2 * d.hidden)
+        yield same("mtp.norm.weight", "mtp.layers.0.final_layernorm.weight", d.hidden)
+
+
+class DeltaLayers(Entry):
+    """Which layers are delta nets: `layer_types` of transformers 5, every n-th one not by `full_attention_interval`."""
+
+    def to_args(self, config: Config) -> Values:
+        kinds = config.get("layer_types")
+        if not kinds:
+            return {"linear_attention_freq": first(config, ("full_attention_interval",), 4)}
+        linear = [int(kind == "linear_attention") for kind in kinds]
+        regular = (
+            n
+            for n in range(1, len(linear) + 1)
+            if linear == [int((i + 1) % n > 0) for i in range(len(linear))]
+        )
+        return {"linear_attention_freq": next(regular, linear)}
+
+    def to_config(self, args: Args) -> Values:
+        freq, layers = first(args, ("linear_attention_freq",), 4), args.get("num_layers", 0)
+        given = {**args, "linear_attention_freq": freq, "experimental_attention_variant": "gated_delta_net"}
+        linear = set(delta_layers(given, layers))
+        kinds = ["linear_attention" if layer in linear else "full_attention" for layer in range(layers)]
+        return {"layer_types": kinds, **({"full_attention_interval": freq} if isinstance(freq, int) else {})}
+
+    def contradictions(self, config: Config) -> Iterator[str]:
+        interval, kinds = config.get("full_attention_interval"), config.get("layer_types")
+        if interval and kinds and self.to_args(config) != self.to_args({"full_attention_interval": interval}):
+            yield f"full_attention_interval is {interval!r}, and layer_types says otherwise"
+
+
+DELTA_NET: tuple[Entry, ...] = (
+    Const(
+        args={
+            "experimental_attention_variant": "gated_delta_net",
+            "attention_output_gate": True,
+            "apply_layernorm_1p": True,
+        }
+    ),
+    DeltaLayers(),
+    one("linear_conv_kernel_dim", default=4),
+    one("linear_key_head_dim", default=128),
+    one("linear_value_head_dim", default=128),
+    one("linear_num_key_heads", default=16),
+    one("linear_num_value_heads", default=32),
+    *GROUPED_HEADS,
+    Rope(fraction=0.25),
+    NO_BIAS,
+    Const(config={"attention_bias": False}),
+    QK_NORM,
+    MTP,
+)
+SHARED_EXPERT: tuple[Entry, ...] = (
+    *ROUTER,
+    Key("num_experts", "num_experts", aliases=("num_local_experts",)),
+    SOFTMAX_ROUTER,
+    Key("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+    Const(args={"moe_shared_expert_gate": True}),
+)
+
+QWEN3_NEXT = Family(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    partial(hybrid, by_head=False, on_the_hub=by_key_head),
+    (
+        *DELTA_NET,
+        *SHARED_EXPERT,
+        Key("norm_topk_prob", "moe_router_pre_softmax", default=True, assumed=False, values=NEGATED),
+        SparseStep(),
+    ),
+    dialects={MCORE_BRIDGE: partial(hybrid, by_head=True, on_the_hub=by_key_head)},
+    judged=(MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE),
+    live=Live(),
+)
