@@ -20,6 +20,7 @@ from tests.genuine.model_types import LAYOUTS, MOE_LAYOUTS, STAGES, TYPES, make_
 
 NAMES = {
     **dict.fromkeys(("llama", "qwen2_tied", "qwen3", "ernie4_5"), LAYOUTS),
+    "muse_glimmer": LAYOUTS,
     **dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), LAYOUTS),
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "dots1"), MOE_LAYOUTS),
     **dict.fromkeys(("minimax_m2", "hy_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite"), MOE_LAYOUTS),

@@ -241,8 +241,8 @@ def test_the_reasons_are_those_of_megatron_core() -> None:
 
 def test_the_guide_lists_what_cannot_be_declared() -> None:
     rows = re.findall(
-        r"^(\| `\w+` \| .*) \|$", GUIDE.read_text(encoding="utf-8").partition("## What is not")[2], re.M
+        r"^(\| `[\w-]+` \| .*) \|$", GUIDE.read_text(encoding="utf-8").partition("## What is not")[2], re.M
     )
     assert rows == ["| " + " | ".join(row) for row in undeclared_rows()], "python -m tests.tables writes them"
-    assert BEYOND_MEGATRON.keys() == UNDECLARED.keys()
+    assert UNDECLARED.keys() <= BEYOND_MEGATRON.keys()
     assert not BEYOND_MEGATRON.keys() & FAMILIES.keys()

@@ -194,6 +194,25 @@ GEMMA3_VISION = {
 }
 
 TYPES: dict[str, Tiny] = {
+    "muse_glimmer": Tiny(
+        "MuseGlimmerForConditionalGeneration",
+        {
+            "text_config": {**TEXT, **WIDE_HEADS, "sliding_window": 8, "rope_parameters": PLAIN_ROPE},
+            "vision_config": {
+                "patch_size": 4,
+                "pos_emb_height": 4,
+                "pos_emb_width": 4,
+                "num_attention_heads": 2,
+                "num_hidden_layers": 1,
+                "hidden_size": 16,
+                "intermediate_size": 24,
+            },
+            "out_hidden_size": 64,
+            "projector_hidden_size": 24,
+            "image_token_id": 280,
+            "video_token_id": 281,
+        },
+    ),
     "minimax_m2": Tiny("MiniMaxM2ForCausalLM", MINIMAX_M2),
     "glm4": Tiny(
         "Glm4ForCausalLM",

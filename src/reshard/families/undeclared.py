@@ -1,7 +1,8 @@
 """Families of the hub that are not declared: why, and how their names in memory differ.
 
 Their names are the hub's in every format that keeps them, and need no declaration there. The first table says what is
-beyond the options of GPTModel in megatron-core 0.16.1; Megatron-Bridge has modules of its own for some of them.
+beyond megatron-core 0.16.1, and beyond the modules of mcore-bridge 1.6.5 and Megatron-Bridge 0.3.1 that can be built
+with it. Sources: `model/` of mcore-bridge, `models/` of Megatron-Bridge.
 """
 
 from __future__ import annotations
@@ -9,7 +10,15 @@ from __future__ import annotations
 from reshard.families.live import BLOCK_SPARSE, W132, Experts, Live
 
 BEYOND_MEGATRON: dict[str, str] = {
+    "bailing_hybrid": "linear attention that decays by head; mcore-bridge's module for it runs on a GPU alone",
+    "deepseek_v4": "compressed attention and hyper-connections, which megatron-core has after 0.16.1",
+    "deepseek_v41": "compressed attention and hyper-connections, which megatron-core has after 0.16.1",
+    "gemma4": "layers that share keys and values, and embeddings for each layer; not declared for mcore-bridge",
+    "gemma4_unified": "layers that share keys and values, and embeddings for each layer; not declared for mcore-bridge",
+    "glm5_next": "hybrid layers, which megatron-core has after 0.16.1, and a patch of mcore-bridge",
+    "nemotron-nas": "layers of different sizes, some without attention or MLP; not declared for Megatron-Bridge",
     "olmo2": "what attention and MLP return is normalised, and what they take in is not",
+    "qwen4_exp": "hyper-connections and embeddings of n-grams; not declared for mcore-bridge",
 }
 """Why, by the `model_type` of config.json."""
 

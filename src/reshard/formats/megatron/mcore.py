@@ -50,6 +50,7 @@ SPLITS = {
     "self_attention.A_log": Split(0),
     "self_attention.dt_bias": Split(0),
     **{f"weight.{part}": Split(0) for part in ("query", "key", "value", "z", "beta", "alpha")},
+    "self_attention.gate_proj.weight": Split(0),
 }
 """By the last two components of a name; every other tensor is the same on all ranks."""
 
@@ -79,6 +80,7 @@ PARALLEL_LINEARS = (
     "linear_wq_b",
     "linear_wk",
     "linear_weights_proj",
+    "gate_proj",
     "eh_proj",
     "in_proj",
     "out_proj",

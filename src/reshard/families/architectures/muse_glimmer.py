@@ -1,0 +1,49 @@
+"""Muse Glimmer: gated attention, norms on both sides of attention and MLP, windows without which nothing is turned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from reshard.families.config import GROUPED_HEADS, NO_BIAS, NO_QK_NORM
+from reshard.families.entries import Const, LayerTypes, SlidingWindow
+from reshard.families.family import MCORE_BRIDGE, Family
+from reshard.families.rope import Rope
+from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, same
+from reshard.families.within import Carried, Within
+
+
+def rules(d: Dims) -> Iterator[Rule]:
+    """The gate is a projection of its own; queries and keys are normalised without a weight."""
+    yield from ends(d)
+    norms = [
+        same(f"{hf}.weight", f"{mcore}.weight", d.hidden)
+        for hf, mcore in (
+            ("input_layernorm", "input_layernorm"),
+            ("post_attention_layernorm", "post_attention_layernorm"),
+            ("pre_feedforward_layernorm", "pre_mlp_layernorm"),
+            ("post_feedforward_layernorm", "post_feedforward_layernorm"),
+        )
+    ]
+    width = d.heads * d.head_dim
+    gate = same("self_attn.gate_proj.weight", "self_attention.gate_proj.weight", width, d.hidden)
+    yield from decoder(d, [*norms, *attention(d), gate, *mlp(d)])
+
+
+PARTS = ("vision_tower.", "vision_adapter.", "vision_projection.")
+MUSE_GLIMMER = Family(
+    "muse_glimmer",
+    "MuseGlimmerForConditionalGeneration",
+    rules,
+    (
+        *GROUPED_HEADS,
+        Rope(),
+        SlidingWindow(default=2048),
+        LayerTypes(full=4, assumed=4),
+        Const(args={"apply_layernorm_1p": True}, computed={"hidden_activation": "silu"}),
+        NO_BIAS,
+        NO_QK_NORM,
+    ),
+    computed_by=MCORE_BRIDGE,
+    within=Within(carried=tuple(Carried(f"model.{part}", f"visual.{part}") for part in PARTS)),
+    judged=(MCORE_BRIDGE,),
+)
