@@ -22,7 +22,7 @@ from tests.test_mcore_bridge import assert_same, folders, tensors_of
 
 NAMES = {
     **dict.fromkeys(("llama", "nemotron", "gemma", "gemma2", "gemma3_text", "gemma3"), LAYOUTS),
-    "olmoe": MOE_LAYOUTS,
+    **dict.fromkeys(("olmoe", "nemotron_h"), MOE_LAYOUTS),
 }
 """Model types, each with the TP, PP and EP sizes that it is judged at."""
 

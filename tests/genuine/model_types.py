@@ -90,6 +90,20 @@ def gemma3(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         tensors[name.replace("vision_tower.", "vision_tower.vision_model.")] = tensors.pop(name)
 
 
+def nemotron_h(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """The pattern of layers as the hub has it; what its code is called; and the bias of routers in float32."""
+    config["hybrid_override_pattern"] = "ME*-ME"
+    config["num_hidden_layers"] = 6
+    config["auto_map"] = {
+        "AutoConfig": "configuration_nemotron_h.NemotronHConfig",
+        "AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM",
+    }
+    del config["time_step_limit"]  # which transformers 5 alone can read
+    for name in tensors:
+        if name.endswith("e_score_correction_bias"):
+            tensors[name] = tensors[name].bfloat16().float()  # as Megatron-Bridge rounds it on its way in
+
+
 TEXT: dict[str, Any] = {key: value for key, value in COMMON.items() if not key.endswith("_token_id")}
 EVEN = {**TEXT, "vocab_size": 288}
 """Megatron-Bridge pads no vocabulary that it loads from the hub."""
@@ -332,6 +346,26 @@ TYPES: dict[str, Tiny] = {
                 "projector_output_dim": 32,
             },
         },
+    ),
+    "nemotron_h": Tiny(
+        "NemotronHForCausalLM",
+        {
+            **{
+                key: value
+                for key, value in EVEN.items()
+                if key not in ("num_hidden_layers", "rope_parameters")
+            },
+            **WIDE_HEADS,
+            **EXPERTS,
+            "hybrid_override_pattern": "ME*-ME",
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 16,
+            "n_groups": 2,
+            "n_routed_experts": 4,
+            "moe_shared_expert_intermediate_size": 40,
+        },
+        hub=nemotron_h,
     ),
     "nemotron": Tiny(
         "NemotronForCausalLM", {**EVEN, "rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.5}}

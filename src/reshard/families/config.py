@@ -79,10 +79,12 @@ class ConfigMap:
     def text(self, config: Config) -> Config:
         """The config of the language model, which lies at `path`; a config without it is its own.
 
-        What the larger model says of all its parts counts.
+        What the larger model says of all its parts counts. Where transformers 5 lists layers, it does not count them.
         """
         inner = self._inner(config)
-        return config if inner is None else {**inner, **{key: config[key] for key in OF_ALL if key in config}}
+        text = config if inner is None else {**inner, **{key: config[key] for key in OF_ALL if key in config}}
+        layers = text.get("layers_block_type")
+        return {"num_hidden_layers": len(layers), **text} if isinstance(layers, list) else text
 
     def whole(self, config: Config, text: Config) -> Values:
         """`config` with `text` in place of what it says of its language model."""

@@ -92,6 +92,8 @@ class Dims:
     index_heads: int
     index_dim: int
     indexed: tuple[int, ...]
+    pattern: tuple[int, ...]
+    mamba: tuple[int, ...]
     mtp: int
     output_gate: bool
     delta: tuple[int, ...]
@@ -166,6 +168,10 @@ class Dims:
             index_dim=get("dsa_indexer_head_dim"),
             indexed=indexed_layers(
                 get("dsa_indexer_topk_freq", 1), get("dsa_indexer_skip_topk_offset"), layers
+            ),
+            pattern=tuple(map(ord, get("hybrid_override_pattern", ""))),
+            mamba=tuple(
+                get(f"mamba_{size}") for size in ("num_heads", "head_dim", "num_groups", "state_dim")
             ),
             mtp=get("mtp_num_layers"),
             output_gate=bool(get("attention_output_gate", False)),

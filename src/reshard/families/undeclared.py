@@ -50,7 +50,6 @@ LIVE: dict[str, Live] = {
     "phimoe": Live(W132, ((".mlp.router.", ".mlp.gate."), *BLOCK_SPARSE.renames)),
     "lfm2_moe": Live(Experts("feed_forward.experts", "w1", "w3", "w2")),
     "jamba": Live(Experts("feed_forward.experts")),
-    "nemotron_h": Live(Experts("mixer.experts", gate=""), (("model.", "backbone."),)),
     "exaone_moe": Live(renames=((_BIAS, "mlp.e_score_correction_bias"),)),
     "kolibri1": Live(
         renames=(

@@ -179,7 +179,7 @@ def by_args(checkpoint: Checkpoint, forced: str | None) -> tuple[Family, list[st
     fitting: list[Family] = []
     others: list[Family] = []
     for family in likeliest():
-        if family.within:
+        if family.within and family.within.carried:
             continue
         try:
             derived = family.config.to_config(given)
@@ -205,7 +205,7 @@ def by_args(checkpoint: Checkpoint, forced: str | None) -> tuple[Family, list[st
 
 def _of_one_part(family: Family, checkpoint: Checkpoint) -> Family:
     """`family`. Raises ReshardError for one of several parts: arguments describe its language model alone."""
-    if family.within:
+    if family.within and family.within.carried:
         raise ReshardError(
             "the checkpoint's arguments do not tell the config of a model of several parts",
             file=str(checkpoint.path),

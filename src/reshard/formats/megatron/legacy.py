@@ -27,6 +27,7 @@ from reshard.formats.megatron.mcore import (
     PARALLEL_LINEARS,
     Place,
     is_carried,
+    is_hybrid,
     name_of,
     place_of,
     split_of,
@@ -294,6 +295,13 @@ def lay_out(request: Request) -> list[OutputFile]:
         request.layout,
         iteration_of(request),
     )
+    if is_hybrid(args):
+        raise ReshardError(
+            "a model of several kinds of layers cannot be written as a legacy checkpoint",
+            rule="a rank's share of a Mamba layer is cut from each of its parts",
+            found=f"hybrid_override_pattern {args['hybrid_override_pattern']}",
+            remedy="write torch_dist: --to megatron",
+        )
     transformer_engine = args["transformer_impl"] != "local"
     if transformer_engine and args.get("num_experts"):
         args = {**args, "moe_grouped_gemm": True}

@@ -122,6 +122,11 @@ def is_gated(args: Mapping[str, Any]) -> bool:
     return any(said) or not said
 
 
+def is_hybrid(args: Mapping[str, Any]) -> bool:
+    """Whether the model is a MambaModel, each of whose layers is of a kind of its own."""
+    return bool(args.get("hybrid_override_pattern"))
+
+
 class Place(NamedTuple):
     """What a name says about where its tensor lives."""
 

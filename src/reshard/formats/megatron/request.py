@@ -83,8 +83,9 @@ def iteration_of(request: Request) -> Iteration:
 
 
 def below(request: Request) -> str:
-    """What stands before the names of the language model: nothing, unless it is a part of a larger one."""
-    return BELOW if request.model and request.model.family.within else ""
+    """What stands before the names of the language model: nothing, unless other parts lie beside it."""
+    within = request.model.family.within if request.model else None
+    return BELOW if within and within.carried else ""
 
 
 def arguments(request: Request) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from reshard.formats.megatron.mcore import (
     Stages,
     is_carried,
     is_gated,
+    is_hybrid,
     layout_of,
     name_of,
     place_of,
@@ -384,8 +385,10 @@ def lay_out(request: Request) -> list[OutputFile]:
     )
     transformer_engine, optimizer = args["transformer_impl"] != "local", optimizer_of(request)
     places = {tensor.name: place_of(tensor.name) for tensor in tensors}
+    hybrid = is_hybrid(args)
     # Megatron-Core stacks the layers of a model that has one kind of them alone.
-    stacked = all(args.get(kind) in (None, 1) for kind in ("moe_layer_freq", "linear_attention_freq"))
+    kinds = ("moe_layer_freq", "linear_attention_freq")
+    stacked = not hybrid and all(args.get(kind) in (None, 1) for kind in kinds)
     writer = _Writer(
         layout,
         int(args["num_layers"]),
@@ -398,7 +401,7 @@ def lay_out(request: Request) -> list[OutputFile]:
     for tensor in tensors:
         place = places[tensor.name]
         writer.add(tensor, tensor.name)
-        for module in _with_extra_state(place, writer.spelling):
+        for module in _with_extra_state(place, writer.spelling, hybrid):
             writer.add_extra_state(place._replace(module=module))
     for prefix, states in optimizer.keyed().items() if optimizer else ():
         for name, state in states.items():
@@ -444,8 +447,10 @@ def _common_content(
     }
 
 
-def _with_extra_state(place: Place, spelling: Spelling) -> Iterator[str]:
+def _with_extra_state(place: Place, spelling: Spelling, hybrid: bool) -> Iterator[str]:
     """The modules whose extra state is saved with the tensor at `place`: parallel linears of layers.
+
+    A `hybrid` model keeps that of its head, too.
 
     Transformer Engine's attention has one too. The decoder leaves it out since 0.13 unless its softmax has a learnable
     offset, the MTP layers do not. Sparse attention with an indexer is Megatron-Core's own, and has none.
@@ -454,10 +459,12 @@ def _with_extra_state(place: Place, spelling: Spelling) -> Iterator[str]:
     if is_carried(name_of(place)):
         yield from [module] if module in LINEARS_BESIDE else []
         return
-    if kind == "weight" and module.rpartition(".")[2] in PARALLEL_LINEARS:
+    if module == "mixer.in_proj" or (kind == "weight" and module.rpartition(".")[2] in PARALLEL_LINEARS):
         yield module
         dense = spelling.transformer_engine and not spelling.indexed
         if dense and place.stack == "mtp" and module.endswith(".linear_proj"):
             yield module.replace("linear_proj", "core_attention")
-    if kind == "softmax_offset" and spelling.transformer_engine:
+    if (kind == "softmax_offset" and spelling.transformer_engine) or (
+        hybrid and place.module == "output_layer.weight"
+    ):
         yield module

@@ -1,0 +1,145 @@
+"""Nemotron-H and Nemotron 3: each layer is one of Mamba 2, attention, an MLP or experts, by a pattern.
+
+Megatron-Core's MambaModel computes it; Megatron-Bridge and Megatron-LM build that. Source: `ssm/mamba_mixer.py` of
+megatron-core 0.16.1, and `models/nemotronh` of Megatron-Bridge 0.3.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from reshard.algebra.views import concat
+from reshard.families.config import GROUPED_HEADS, NO_BIAS, NO_QK_NORM, ROUTER, SIGMOID_ROUTER
+from reshard.families.entries import Activation, Args, Config, Const, Entry, Key, Values, first
+from reshard.families.entries import same as alike
+from reshard.families.family import MEGATRON_BRIDGE, Family
+from reshard.families.live import Experts, Live
+from reshard.families.rules import Block, Dims, Rule, attention, ends, native, renamed, same, under
+from reshard.families.within import Within
+
+MAMBA, ATTENTION, MLP, EXPERTS = "M*-E"
+"""What Megatron-LM's `--hybrid-override-pattern` and the hub call the kinds of layers."""
+
+KINDS = {MAMBA: "linear_attention", ATTENTION: "full_attention", MLP: "mlp", EXPERTS: "moe"}
+"""What transformers 5 calls them, in `layers_block_type`."""
+
+
+def mamba(d: Dims) -> Block:
+    """torch_dist keeps the parts of `in_proj` and of the convolution apart, because ranks have a share of each."""
+    heads, size, groups, state = d.mamba
+    parts = {"z": heads * size, "x": heads * size, "B": groups * state, "C": groups * state, "dt": heads}
+
+    def joined(name: str, names: str, *inner: int) -> Rule:
+        return Rule(
+            f"mixer.{name}",
+            concat([native(f"mixer.{name}.{part}", parts[part], *inner) for part in names.split()]),
+        )
+
+    return [
+        same("norm.weight", "mixer.in_proj.layer_norm_weight", d.hidden),
+        joined("in_proj.weight", "z x B C dt", d.hidden),
+        joined("conv1d.weight", "x B C", 1, 4),
+        joined("conv1d.bias", "x B C"),
+        *(same(f"mixer.{name}", f"mixer.{name}", heads) for name in ("A_log", "D", "dt_bias")),
+        same("mixer.norm.weight", "mixer.norm.weight", heads * size),
+        same("mixer.out_proj.weight", "mixer.out_proj.weight", d.hidden, heads * size),
+    ]
+
+
+def mlp(d: Dims, ffn: int, hf: str, mcore: str) -> Block:
+    """An MLP without a gate."""
+    return [
+        same(f"{hf}.up_proj.weight", f"{mcore}.linear_fc1.weight", ffn, d.hidden),
+        same(f"{hf}.down_proj.weight", f"{mcore}.linear_fc2.weight", d.hidden, ffn),
+    ]
+
+
+def experts(d: Dims) -> Block:
+    """Router, experts and a shared one, without gates."""
+    one = mlp(d, d.expert_ffn, "mixer.experts.{expert}", "mlp.experts.{expert}")
+    return [
+        same("norm.weight", "pre_mlp_layernorm.weight", d.hidden),
+        same("mixer.gate.weight", "mlp.router.weight", d.experts, d.hidden),
+        same("mixer.gate.e_score_correction_bias", "mlp.router.expert_bias", d.experts),
+        *(Rule(rule.hf, rule.view, experts=d.experts) for rule in one),
+        *(mlp(d, d.shared_ffn, "mixer.shared_experts", "mlp.shared_experts") if d.shared_ffn else []),
+    ]
+
+
+def rules(d: Dims) -> Iterator[Rule]:
+    """Every layer has one norm, before whatever it is."""
+    final = same("model.norm.weight", "decoder.final_norm.weight", d.hidden)
+    yield from (final if rule.hf == final.hf else rule for rule in ends(d))
+    heads = renamed(attention(d), {"self_attn.": "mixer."})
+    blocks: dict[str, Block] = {
+        MAMBA: mamba(d),
+        ATTENTION: [same("norm.weight", "input_layernorm.weight", d.hidden), *heads],
+        MLP: [same("norm.weight", "pre_mlp_layernorm.weight", d.hidden), *mlp(d, d.ffn, "mixer", "mlp")],
+        EXPERTS: experts(d),
+    }
+    for kind, block in blocks.items():
+        layers = tuple(layer for layer, symbol in enumerate(d.pattern) if symbol == ord(kind))
+        if layers:
+            yield from under("model.layers.{layer}", "decoder.layers.{layer}", block, layers)
+
+
+class Pattern(Entry):
+    """Which layer is of which kind."""
+
+    def to_args(self, config: Config) -> Values:
+        names = {name: symbol for symbol, name in KINDS.items()} | {"mamba": MAMBA, "attention": ATTENTION}
+        named = (names[kind] for kind in config.get("layers_block_type") or ())
+        pattern = config.get("hybrid_override_pattern") or "".join(named)
+        return {
+            "hybrid_override_pattern": pattern,
+            "is_hybrid_model": True,
+            "moe_layer_freq": [int(symbol == EXPERTS) for symbol in pattern],
+        }
+
+    def to_config(self, args: Args) -> Values:
+        pattern = first(args, ("hybrid_override_pattern",), "")
+        return {
+            "hybrid_override_pattern": pattern,
+            "layers_block_type": [KINDS[symbol] for symbol in pattern],
+        }
+
+
+NEMOTRON_H = Family(
+    "nemotron_h",
+    "NemotronHForCausalLM",
+    rules,
+    (
+        *GROUPED_HEADS,
+        Pattern(),
+        Key("layer_norm_epsilon", "norm_epsilon", also=("layernorm_epsilon",), default=1e-5),
+        alike("mamba_num_heads"),
+        alike("mamba_head_dim"),
+        Key("n_groups", "mamba_num_groups"),
+        Key("ssm_state_size", "mamba_state_dim"),
+        Const(
+            args={"position_embedding_type": "none", "use_rotary_position_embeddings": False},
+            computed={"conv_kernel": 4, "use_conv_bias": True, "mamba_hidden_act": "silu"},
+        ),
+        Activation(args={"swiglu": False, "squared_relu": True}, computed={"mlp_hidden_act": "relu2"}),
+        NO_BIAS,
+        Const(computed={"attention_bias": False, "mlp_bias": False, "use_bias": False}),
+        NO_QK_NORM,
+        *ROUTER,
+        Key("n_routed_experts", "num_experts"),
+        alike("moe_shared_expert_intermediate_size"),
+        Key("routed_scaling_factor", "moe_router_topk_scaling_factor", none=1.0),
+        Const(args={"moe_router_dtype": "fp32"}),
+        *SIGMOID_ROUTER,
+    ),
+    live=Live(Experts("mixer.experts", gate=""), (("model.", "backbone."),)),
+    computed_by=MEGATRON_BRIDGE,
+    within=Within(
+        config=(),
+        hub=(
+            ("model.embed_tokens.", "backbone.embeddings."),
+            ("model.norm.", "backbone.norm_f."),
+            ("model.", "backbone."),
+        ),
+    ),
+    judged=(MEGATRON_BRIDGE,),
+)
