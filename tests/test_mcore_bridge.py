@@ -21,7 +21,9 @@ from tests.genuine.model_types import LAYOUTS, MOE_LAYOUTS, STAGES, TYPES, make_
 NAMES = {
     **dict.fromkeys(("llama", "qwen2_tied", "qwen3", "ernie4_5"), LAYOUTS),
     "muse_glimmer": LAYOUTS,
-    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), LAYOUTS),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision1_5", "ovis2_5"), LAYOUTS),
+    **dict.fromkeys(("internvl", "internvl_chat", "qwen2_5_omni"), LAYOUTS),
+    **dict.fromkeys(("qwen3_vl_moe", "qwen3_omni_moe"), MOE_LAYOUTS),
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "dots1"), MOE_LAYOUTS),
     **dict.fromkeys(("minimax_m2", "hy_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite"), MOE_LAYOUTS),
     **dict.fromkeys(
@@ -47,7 +49,6 @@ def test_mcore_bridge_reads_and_writes_the_same(name: str, tmp_path: Path) -> No
     for tp, pp, ep in NAMES[name]:
         theirs, ours, exported = folders(tmp_path, tp * pp)
         reshard.convert(base, ours, to="megatron", tp=tp, pp=pp, ep=ep, etp=1, engine="mcore-bridge")
-        give_it_a_step(ours)
         sizes = [str(size) for size in (tp, pp, ep)]
         jobs += ["save", str(base), str(theirs), *sizes, "--"]
         jobs += ["export", str(base), str(exported), *sizes, str(ours), "--"]
@@ -63,18 +64,13 @@ def test_mcore_bridge_reads_and_writes_the_same(name: str, tmp_path: Path) -> No
         assert_same(found, kept)
         back = tmp_path / f"back-{tp * pp}"
         reshard.convert(theirs, back, base=base)
-        assert_same(tensors_of(back), kept)
+        from_base = name in TYPES and TYPES[name].from_base
+        assert_same(tensors_of(back), tensors_of(base) if from_base else kept)
 
 
 def folders(path: Path, ranks: int) -> tuple[Path, Path, Path]:
     """What mcore-bridge saves, what reshard writes, and what mcore-bridge makes of it."""
     return path / f"theirs-{ranks}", path / f"ours-{ranks}", path / f"exported-{ranks}"
-
-
-def give_it_a_step(checkpoint: Path) -> None:
-    """ms-swift reads numbered iterations alone."""
-    (checkpoint / "release").rename(checkpoint / "iter_0000001")
-    (checkpoint / "latest_checkpointed_iteration.txt").write_text("1")
 
 
 def tensors_of(folder: Path, without: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ import reshard
 from reshard.errors import ReshardError
 from reshard.formats.dcp.metadata import read_metadata
 from tests import commandline
-from tests.genuine.model_types import TYPES, flat, make_model_type
+from tests.genuine.model_types import TYPES, make_model_type
 from tests.judges import assert_same_tensors, tensors_of
 from tests.test_dcp_format import as_torch_reads, save
 
@@ -67,7 +67,7 @@ def test_every_format_takes_all_parts(
 
 def test_what_is_carried_is_whole_in_the_first_stage(model: Callable[[str], Path], tmp_path: Path) -> None:
     reshard.convert(model("qwen3_vl"), tmp_path / "m", to="megatron", tp=2, pp=2)
-    tensors = read_metadata(tmp_path / "m" / "release" / ".metadata").tensors
+    tensors = read_metadata(tmp_path / "m" / "iter_0000000" / ".metadata").tensors
     carried = {key: tensor for key, tensor in tensors.items() if key.startswith("visual.visual.")}
     assert len(carried) == 39 and all(
         key.startswith("language_model.") for key in tensors.keys() - carried.keys()
@@ -83,7 +83,7 @@ def test_what_is_carried_is_whole_in_the_first_stage(model: Callable[[str], Path
             key.partition(".")[0]
             for key in torch.load(folder / "model_optim_rng.pt", weights_only=False)["model"]
         }
-        for folder in (tmp_path / "legacy" / "release").iterdir()
+        for folder in (tmp_path / "legacy" / "iter_0000000").iterdir()
     }
     first, last = {"language_model", "visual"}, {"language_model"}
     assert found == {f"mp_rank_{tp:02}_{pp:03}": last if pp else first for tp in (0, 1) for pp in (0, 1)}
@@ -109,8 +109,8 @@ def test_inspect_counts_what_is_carried(model: Callable[[str], Path]) -> None:
 def test_a_config_keeps_all_that_it_says(model: Callable[[str], Path], tmp_path: Path) -> None:
     """Flat, as the hub has it, or nested, as transformers 5 saves it; a change reaches the place that says it."""
 
-    nested, hub = model("qwen2_5_vl"), edited(model("qwen2_5_vl"), tmp_path / "flat", flat)
-    for source in (nested, hub):
+    nested = make_model_type("qwen2_5_vl", tmp_path / "nested", as_saved=True)
+    for source in (nested, model("qwen2_5_vl")):
         reshard.convert(source, tmp_path / "m" / source.name, to="megatron", dtype="float32")
         reshard.convert(tmp_path / "m" / source.name, tmp_path / f"back-{source.name}")
         before, after = (
@@ -180,7 +180,7 @@ def test_what_another_engine_computes_is_not_trained_on_megatron_core(
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", (*NAMES, "qwen2_vl", "qwen3_vl_moe", "internvl"))
 def test_names_in_memory(name: str, tied: bool, tmp_path: Path) -> None:
     """A state dict of the live model becomes the hub's, and what is written has all keys of the live model."""
     hub = make_model_type(name, tmp_path / "hub", tie_word_embeddings=tied)
@@ -196,7 +196,7 @@ def test_names_in_memory(name: str, tied: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_an_adapter_of_a_part(name: str, tmp_path: Path) -> None:
     """PEFT names it as the model in memory; where it trained the embedding, the head is one of its own."""
-    hub = make_model_type(name, tmp_path / "hub", tie_word_embeddings=True)
+    hub = make_model_type(name, tmp_path / "hub", as_saved=True, tie_word_embeddings=True)
     model = getattr(transformers, TYPES[name].architecture).from_pretrained(hub, dtype=torch.bfloat16)
     targets = r".*language_model.*\.(q_proj|k_proj|v_proj)"
     wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets))
@@ -224,3 +224,39 @@ def test_an_adapter_of_a_part(name: str, tmp_path: Path) -> None:
     assert torch.equal(tensors_of(tmp_path / "untied")["lm_head.weight"], embedding)
     config = json.loads((tmp_path / "untied" / "config.json").read_text())
     assert (config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"]) == (False, False)
+
+
+def test_transformers_computes_the_same_of_what_it_saved_and_what_came_back(tmp_path: Path) -> None:
+    """transformers 5 saves the experts of a new model with other axes than the hub has; both are read."""
+    saved = make_model_type("qwen3_vl_moe", tmp_path / "saved", as_saved=True)
+    hub = make_model_type("qwen3_vl_moe", tmp_path / "hub")
+    reshard.convert(saved, tmp_path / "m", to="megatron", tp=2, pp=2, ep=2, etp=1)
+    reshard.convert(tmp_path / "m", tmp_path / "back")
+    assert_same_tensors(tensors_of(tmp_path / "back"), tensors_of(hub))
+    assert_same_tensors(computed(tmp_path / "back"), computed(saved))
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "internvl", "internvl_qwen2", "qwen3_vl_tied"])
+def test_transformers_computes_the_same_of_what_came_back(name: str, tmp_path: Path) -> None:
+    hub = make_model_type(name, tmp_path / "hub")
+    reshard.convert(hub, tmp_path / "m", to="megatron", tp=2, pp=2)
+    reshard.convert(tmp_path / "m", tmp_path / "back")
+    assert_same_tensors(tensors_of(tmp_path / "back"), tensors_of(hub))
+    assert_same_tensors(computed(tmp_path / "back"), computed(hub))
+
+
+def computed(folder: Path) -> dict[str, torch.Tensor]:
+    """The logits that transformers computes of some text."""
+    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+    model = getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return {"logits": model(input_ids=torch.arange(4, 24)[None]).logits}
+
+
+def test_a_language_model_of_another_family_is_refused(model: Callable[[str], Path], tmp_path: Path) -> None:
+    def other(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        config["text_config"]["model_type"] = "internlm2"
+
+    source = edited(model("internvl"), tmp_path / "other", other)
+    with pytest.raises(ReshardError, match="of a family that it is not declared with"):
+        reshard.convert(source, tmp_path / "m", to="megatron")

@@ -344,7 +344,7 @@ def _save_with_mtp(
     tensors = load_file(folder / "model.safetensors")
     add_mtp(tensors, layers, predicted, seed)
     _save_tensors(tensors, folder, max_shard_size)
-    _edit_config(folder, {"num_hidden_layers": layers})
+    edit_config(folder, {"num_hidden_layers": layers})
 
 
 def add_mtp(tensors: dict[str, torch.Tensor], layers: int, predicted: int, seed: int) -> None:
@@ -392,7 +392,7 @@ def _save_hybrid(
     _save_tensors(tensors, folder, max_shard_size)
     kept = {"num_hidden_layers": layers, "layer_types": kinds[:layers]}
     # transformers 5 does not save it, and what reads the hub's configs looks for it.
-    _edit_config(folder, {**kept, "full_attention_interval": kinds.index("full_attention") + 1})
+    edit_config(folder, {**kept, "full_attention_interval": kinds.index("full_attention") + 1})
 
 
 def _save_mimo(settings: dict[str, Any], folder: Path, dtype: str, seed: int, max_shard_size: str) -> None:
@@ -417,7 +417,7 @@ def _save_mimo(settings: dict[str, Any], folder: Path, dtype: str, seed: int, ma
     _save_tensors(tensors, folder, max_shard_size)
     changes = {"num_hidden_layers": layers, "num_nextn_predict_layers": predicted, "attention_bias": True}
     changes |= {"layer_types": None, "model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
-    _edit_config(folder, changes)
+    edit_config(folder, changes)
 
 
 def _save_internlm3(
@@ -440,7 +440,7 @@ def _save_internlm3(
         if not name.endswith(".bias") or declared.get(name.split(".")[-2], bias)
     }
     _save_tensors(tensors, folder, max_shard_size)
-    _edit_config(folder, _internlm3_config(settings, qkv_bias, bias, dtype))
+    edit_config(folder, _internlm3_config(settings, qkv_bias, bias, dtype))
 
 
 def _internlm3_config(settings: dict[str, Any], qkv_bias: bool, bias: bool, dtype: str) -> dict[str, Any]:
@@ -469,7 +469,7 @@ def _save_tensors(tensors: dict[str, torch.Tensor], folder: Path, max_shard_size
     save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size, metadata={"format": "pt"})
 
 
-def _edit_config(folder: Path, changes: dict[str, Any]) -> None:
+def edit_config(folder: Path, changes: dict[str, Any]) -> None:
     path = folder / "config.json"
     config = {**json.loads(path.read_text(encoding="utf-8")), **changes}
     kept = {key: value for key, value in config.items() if value is not None or key not in changes}

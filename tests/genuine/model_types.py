@@ -5,7 +5,9 @@ What `save_pretrained` spells otherwise than the hub is respelled: see `Tiny`.
 
 from __future__ import annotations
 
+import importlib
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from reshard.formats.companions import portable_tokenizer_config
 from tests.genuine import hub_names
 from tests.genuine.hub_names import CODE
 from tests.genuine.huggingface import (
@@ -22,10 +25,12 @@ from tests.genuine.huggingface import (
     DEEPSEEK_V3,
     EXPERTS,
     GLM4_MOE,
+    GPT_OSS,
     PLAIN_ROPE,
     WIDE_HEADS,
     YARN,
     add_mtp,
+    edit_config,
     make_tokenizer,
     randomise,
 )
@@ -36,19 +41,25 @@ STAGES = ((1, 1, 1), (1, 2, 1))
 """mcore-bridge 1.6.5 cannot save GLM-4 over several tensor parallel ranks with megatron-core 0.16.1."""
 
 
+Edit = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
+
+
 @dataclass(frozen=True)
 class Tiny:
     """A small model of the class `architecture` of transformers, with `settings` for its config.
 
-    `lost` are beginnings of names that mcore-bridge loses when it loads or exports. `hub` turns the config and the
-    tensors that transformers wrote into those of the hub, `exported` those that mcore-bridge names otherwise.
+    `module` is the one below `remote` that has the class, where transformers has not. `lost` are beginnings of names
+    that mcore-bridge loses when it loads or exports; what speaks comes back `from_base`. `hub` turns the config and
+    the tensors that transformers wrote into those of the hub, `exported` those that mcore-bridge names otherwise.
     `code` are names under which the folder has the stand-in of its remote code.
     """
 
     architecture: str
     settings: Mapping[str, Any]
+    module: str = ""
     lost: tuple[str, ...] = ()
-    hub: Callable[[dict[str, Any], dict[str, torch.Tensor]], None] | None = None
+    from_base: bool = False
+    hub: Edit | None = None
     exported: Callable[[dict[str, torch.Tensor]], None] | None = None
     code: tuple[str, ...] = ()
 
@@ -61,13 +72,50 @@ def transposed_experts(config: dict[str, Any], tensors: dict[str, torch.Tensor])
 
 
 def flat(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """The config of a language model with a vision_config in it, as transformers 4 wrote it and the hub has it."""
+    """The config of a language model with a vision_config in it, as the hub has it."""
     text = config.pop("text_config")
-    rope = dict(text.pop("rope_parameters"))
-    theta = rope.pop("rope_theta")
-    config |= {key: value for key, value in text.items() if key not in ("model_type", "layer_types")}
-    config |= {"rope_theta": theta, "rope_scaling": {**rope, "type": "mrope", "rope_type": "default"}}
-    config |= {"torch_dtype": config.pop("dtype")}
+    for key in text.keys() - config.keys() - {"layer_types"}:
+        config[key] = text[key]
+
+
+def speaking(*modules: str) -> Edit:
+    """What turns answers into speech, which mcore-bridge copies by the beginning of its names: one layer of each."""
+
+    def add(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        config["enable_audio_output"] = True
+        for seed, module in enumerate(modules):
+            values = torch.randn(8, 8, generator=torch.Generator().manual_seed(seed))
+            tensors[f"{module}.model.layers.0.weight"] = values.bfloat16()
+
+    return add
+
+
+def published(*edits: Edit) -> Edit:
+    """These edits, and the words of transformers 4, which most configs of the hub have."""
+
+    def edit(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        for each in edits:
+            each(config, tensors)
+        _older(config)
+
+    return edit
+
+
+def _older(config: dict[str, Any]) -> None:
+    """Rotary embedding, dtype and number of experts as transformers 4 called them, at any depth."""
+    for value in list(config.values()):
+        if isinstance(value, dict):
+            _older(value)
+    if isinstance(config.get("rope_parameters"), dict):
+        rope = config.pop("rope_parameters")
+        scaling = (
+            None if rope["rope_type"] == "default" and len(rope) == 2 else {**rope, "type": rope["rope_type"]}
+        )
+        config |= {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+        (scaling or {}).pop("rope_theta", None)
+    for now, before in (("num_local_experts", "num_experts"), ("dtype", "torch_dtype")):
+        if now in config:
+            config[before] = config.pop(now)
 
 
 def gate_above_up(tensors: dict[str, torch.Tensor]) -> None:
@@ -280,6 +328,7 @@ TYPES: dict[str, Tiny] = {
             "vision_config": {**QWEN2_VISION, "embed_dim": 16, "hidden_size": 64, "mlp_ratio": 2},
             **SEES,
         },
+        hub=published(flat),
     ),
     "qwen2_5_vl": Tiny(
         "Qwen2_5_VLForConditionalGeneration",
@@ -294,15 +343,17 @@ TYPES: dict[str, Tiny] = {
             },
             **SEES,
         },
+        hub=published(flat),
     ),
     "qwen3_vl": Tiny(
         "Qwen3VLForConditionalGeneration",
         {"text_config": QWEN3_TEXT, "vision_config": QWEN3_VISION, **SEES},
+        hub=published(),
     ),
     "qwen3_vl_moe": Tiny(
         "Qwen3VLMoeForConditionalGeneration",
         {"text_config": {**QWEN3_TEXT, **SPARSE}, "vision_config": QWEN3_VISION, **SEES},
-        hub=transposed_experts,
+        hub=published(transposed_experts),
     ),
     "gemma": Tiny("GemmaForCausalLM", GEMMA),
     "gemma2": Tiny("Gemma2ForCausalLM", {**GEMMA, "query_pre_attn_scalar": 24, "sliding_window": 8}),
@@ -385,39 +436,217 @@ SMALL_GEMMA3 = {
 }
 
 
-def make_model_type(name: str, folder: Path, seed: int = 0, **overrides: Any) -> Path:
-    """Write the model `name` of `TYPES` in bf16 to `folder` and return it. `overrides` replace keys of its config."""
+TYPES |= {
+    "internvl": Tiny(
+        "InternVLForConditionalGeneration",
+        {
+            "text_config": {**TEXT, **WIDE_HEADS, "model_type": "qwen3"},
+            "vision_config": {
+                "model_type": "internvl_vision",
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": [16, 16],
+                "patch_size": [4, 4],
+            },
+            "image_token_id": 280,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+OMNI_AUDIO = {
+    "d_model": 16,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "num_mel_bins": 8,
+    "max_source_positions": 20,
+    "n_window": 4,
+    "output_dim": 64,
+}
+TYPES |= {
+    "qwen2_5_omni": Tiny(
+        "Qwen2_5OmniForConditionalGeneration",
+        {
+            "thinker_config": {
+                "text_config": {**TEXT, "rope_parameters": MROPE},
+                "audio_config": OMNI_AUDIO,
+                "vision_config": TYPES["qwen2_5_vl"].settings["vision_config"],
+            },
+            "talker_config": {},
+            "enable_audio_output": False,
+        },
+        hub=published(speaking("talker", "token2wav")),
+        lost=("talker.", "token2wav."),
+        from_base=True,
+    ),
+    "qwen3_omni_moe": Tiny(
+        "Qwen3OmniMoeForConditionalGeneration",
+        {
+            "thinker_config": {
+                "text_config": {**QWEN3_TEXT, **SPARSE},
+                "audio_config": {**OMNI_AUDIO, "downsample_hidden_size": 16},
+                "vision_config": QWEN3_VISION,
+            },
+            "enable_audio_output": False,
+        },
+        hub=published(speaking("talker", "code2wav")),
+        lost=("talker.", "code2wav."),
+        from_base=True,
+    ),
+}
+
+
+QWEN3_LLM = {**TEXT, **WIDE_HEADS, "model_type": "qwen3"}
+TYPES |= {
+    "internvl_chat": Tiny("InternVLChatModel", {"llm_config": QWEN3_LLM}, module="internvl_chat"),
+    "internvl_chat_moe": Tiny(
+        "InternVLChatModel",
+        {"llm_config": {**QWEN3_LLM, **SPARSE, "model_type": "qwen3_moe"}},
+        module="internvl_chat",
+    ),
+    "internvl_chat_gpt_oss": Tiny(
+        "InternVLChatModel",
+        {"llm_config": {**TEXT, **GPT_OSS, "model_type": "gpt_oss"}},
+        module="internvl_chat",
+    ),
+    "internvl_qwen2": Tiny(
+        "InternVLForConditionalGeneration",
+        {
+            **TYPES["internvl"].settings,
+            "text_config": {**TEXT, "tie_word_embeddings": True, "model_type": "qwen2"},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_vl_tied": Tiny(
+        "Qwen3VLForConditionalGeneration",
+        {
+            **TYPES["qwen3_vl"].settings,
+            "text_config": {**QWEN3_TEXT, "tie_word_embeddings": True},
+            "tie_word_embeddings": True,
+        },
+        hub=published(),
+    ),
+    "llava_onevision1_5": Tiny(
+        "LLaVAOneVision1_5_ForConditionalGeneration",
+        {"text_config": {**TEXT, **WIDE_HEADS}},
+        module="llavaonevision1_5",
+    ),
+    "ovis2_5": Tiny(
+        "Ovis2_5",
+        {
+            "llm_config": QWEN3_LLM,
+            "vit_config": {
+                "model_type": "siglip_vision_model",
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 16,
+                "patch_size": 4,
+            },
+        },
+        module="ovis2_5",
+    ),
+}
+
+
+# What tests/data/peers keeps is as small as can be.
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "head_dim": 8,
+    "moe_intermediate_size": 16,
+    "tie_word_embeddings": True,
+    "rope_parameters": {**PLAIN_ROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+}
+TYPES |= {
+    "small_qwen3_vl_moe": Tiny(
+        "Qwen3VLMoeForConditionalGeneration",
+        {
+            "text_config": {**QWEN3_TEXT, **SPARSE, **SMALL},
+            "vision_config": {**QWEN3_VISION, "depth": 1, "out_hidden_size": 32},
+            "tie_word_embeddings": True,
+            **SEES,
+        },
+        hub=published(transposed_experts),
+    ),
+    "small_qwen3_omni_moe": Tiny(
+        "Qwen3OmniMoeForConditionalGeneration",
+        {
+            "thinker_config": {
+                "text_config": {**QWEN3_TEXT, **SPARSE, **SMALL, "tie_word_embeddings": False},
+                "audio_config": {**OMNI_AUDIO, "downsample_hidden_size": 8, "output_dim": 32},
+                "vision_config": {**QWEN3_VISION, "depth": 1, "out_hidden_size": 32},
+            },
+            "enable_audio_output": False,
+        },
+        hub=published(speaking("talker", "code2wav")),
+    ),
+}
+
+
+def _with_vocabulary(settings: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """The settings with a vocabulary of another size, wherever they give it."""
+    inner = {key: _with_vocabulary(value, size) for key, value in settings.items() if isinstance(value, dict)}
+    return {**settings, **inner, **({"vocab_size": size} if "vocab_size" in settings else {})}
+
+
+def make_model_type(
+    name: str,
+    folder: Path,
+    seed: int = 0,
+    *,
+    as_saved: bool = False,
+    vocab: int = 0,
+    **overrides: Any,
+) -> Path:
+    """Write the model `name` of `TYPES` in bf16 to `folder` and return it. `overrides` replace keys of its config.
+
+    It is spelled as on the hub, or `as_saved` by transformers 5. `vocab` is another size of the vocabulary.
+    """
     tiny = TYPES[name]
-    kind = getattr(transformers, tiny.architecture)
-    settings = {**tiny.settings, **overrides}
+    module = (
+        importlib.import_module(f"tests.genuine.remote.modeling_{tiny.module}")
+        if tiny.module
+        else transformers
+    )
+    kind = getattr(module, tiny.architecture)
+    settings = (
+        _with_vocabulary({**tiny.settings, **overrides}, vocab) if vocab else {**tiny.settings, **overrides}
+    )
     predicted = settings.get("num_nextn_predict_layers", 0)
     if predicted:
         layers = settings["num_hidden_layers"]
         settings["num_hidden_layers"] = layers + predicted
     config = kind.config_class(**settings)
     model = kind._from_config(config, dtype=torch.bfloat16)
-    for module in model.modules():
-        if hasattr(module, "e_score_correction_bias"):
-            module.e_score_correction_bias = module.e_score_correction_bias.float()  # as on the hub
+    for each in model.modules():
+        if hasattr(each, "e_score_correction_bias"):
+            each.e_score_correction_bias = each.e_score_correction_bias.float()  # as on the hub
     randomise(model, torch.Generator().manual_seed(seed))
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
-    if tiny.hub or predicted:
-        file, weights = folder / "config.json", folder / "model.safetensors"
-        spelled, tensors = json.loads(file.read_text()), load_file(weights)
-        if predicted:
-            add_mtp(tensors, layers, predicted, seed)
-            spelled["num_hidden_layers"] = layers
-            for by_layer in (
-                "layer_types",
-                "mlp_layer_types",
-                "indexer_types",
-            ):  # which the hub does not have
-                spelled.pop(by_layer, None)
-        if tiny.hub:
-            tiny.hub(spelled, tensors)
-        file.write_text(json.dumps(spelled, indent=2))
-        save_file(tensors, weights, metadata={"format": "pt"})
+    tokenizer = folder / "tokenizer_config.json"
+    tokenizer.write_text(json.dumps(portable_tokenizer_config(json.loads(tokenizer.read_text())), indent=2))
+    if tiny.module:
+        shutil.copy(str(module.__file__), folder)
+        edit_config(
+            folder, {"auto_map": {"AutoConfig": f"modeling_{tiny.module}.{kind.config_class.__name__}"}}
+        )
+    file, weights = folder / "config.json", folder / "model.safetensors"
+    spelled, tensors = json.loads(file.read_text()), load_file(weights)
+    if predicted:
+        add_mtp(tensors, layers, predicted, seed)
+        spelled["num_hidden_layers"] = layers
+        for by_layer in ("layer_types", "mlp_layer_types", "indexer_types"):  # which the hub does not have
+            spelled.pop(by_layer, None)
+    if tiny.hub and not as_saved:
+        tiny.hub(spelled, tensors)
+    file.write_text(json.dumps(spelled, indent=2))
+    save_file(tensors, weights, metadata={"format": "pt"})
     for script in tiny.code:
         (folder / script).write_bytes(Path(__file__).with_name(CODE).read_bytes())
     return folder

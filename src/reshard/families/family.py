@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from reshard.errors import ReshardError
 from reshard.families.config import ConfigMap, config_map
 from reshard.families.entries import Entry
 from reshard.families.live import Live
@@ -50,6 +51,7 @@ class Family:
     knows nothing of and the only value that such a key may have.
     `judged` names the `JUDGES` that the tests ask; without any, the declaration was checked against sources alone.
     An engine may save no bias of the router (`drops_router_bias`), so that the tensors say whether there is one.
+    `languages` are the families that its language model may be of, where its config names one of several.
     Where nothing names the family and several fit, the one of the highest `precedence` is assumed.
     """
 
@@ -65,6 +67,22 @@ class Family:
     within: Within | None = None
     judged: tuple[str, ...] = ()
     drops_router_bias: bool = False
+    languages: tuple[Family, ...] = ()
+
+    def speaking(self, config: Mapping[str, Any]) -> Family:
+        """The same with the language model that `config` names. Raises ReshardError if it is none of `languages`."""
+        named = self.config.text(config).get("model_type")
+        found = next((each for each in self.languages if each.name == named), None)
+        if found:
+            return replace(self, rules=found.rules, entries=found.entries)
+        if self.languages and named != self.name:
+            raise ReshardError(
+                f"the language model of this {self.name} is of a family that it is not declared with",
+                expected=f"model_type {', '.join(each.name for each in self.languages)}",
+                found=f"model_type {named} in {'.'.join(self.config.path)} of config.json",
+                remedy="declare it: see docs/add-a-family.md",
+            )
+        return self
 
     @cached_property
     def config(self) -> ConfigMap:

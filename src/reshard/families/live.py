@@ -33,11 +33,13 @@ class Live:
     """How a family differs in memory.
 
     `renames` are parts of names, `begins` their beginnings of which one fits: (in memory, on the hub), in that order.
+    `transposed` is the module of experts that the hub stacks too, but as [E, H, 2F] and [E, F, H].
     """
 
     experts: Experts | None = GATED
     renames: tuple[tuple[str, str], ...] = ()
     begins: tuple[tuple[str, str], ...] = ()
+    transposed: str = ""
 
     def to_hub(self, name: str) -> str:
         """The hub's name of a tensor that is not fused; one that has it already keeps it."""

@@ -18,7 +18,8 @@ class Carried:
 
     In the engine that computes the family, `native` takes the place of that beginning; `others` say what other engines
     call it. Such tensors are whole on each rank of the first stage. At least one has to be there, unless the part is
-    `optional`. A matrix may be `transposed` there.
+    `optional`: engines may not keep it, and then it comes from the Hugging Face folder that training started from. A
+    matrix may be `transposed` there.
     """
 
     hub: str
@@ -91,8 +92,8 @@ class Within:
             view = native(part.to_native(name, engine), *part.turned(shape))
             yield Rule(name, view.permute(1, 0) if part.transposed else view)
 
-    def missing(self, carried: Iterable[str]) -> list[str]:
-        """The beginnings of the parts of which no tensor is there."""
+    def missing(self, carried: Iterable[str], *, optional: bool = False) -> list[str]:
+        """The beginnings of the parts, of those that are needed or `optional`, of which no tensor is there."""
         names = list(carried)
-        needed = (part.hub for part in self.carried if not part.optional)
-        return [hub for hub in needed if not any(name.startswith(hub) for name in names)]
+        wanted = (part.hub for part in self.carried if part.optional == optional)
+        return [hub for hub in wanted if not any(name.startswith(hub) for name in names)]

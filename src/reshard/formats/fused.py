@@ -45,7 +45,7 @@ def hub_tensors(tensors: Mapping[str, Tensor], live: Live) -> dict[str, Tensor]:
     """`tensors` of a live model under the names of the hub. Raises ReshardError listing those that are there twice."""
     result: dict[str, Tensor] = {}
     problems = []
-    for name, tensor in tensors.items():
+    for name, tensor in _as_on_the_hub(tensors, live).items():
         for hub, part in _parts(live, name, tensor):
             if hub in result:
                 problems.append(
@@ -62,6 +62,31 @@ def hub_tensors(tensors: Mapping[str, Tensor], live: Live) -> dict[str, Tensor]:
     if problems:
         raise ReshardError(problems)
     return result
+
+
+def _as_on_the_hub(tensors: Mapping[str, Tensor], live: Live) -> dict[str, Tensor]:
+    """The same with the axes of stacked experts as on the hub.
+
+    `save_pretrained` of transformers 5 writes a model that was not loaded from the hub as it is in memory. Gate and up
+    are together twice as wide as the input of down, on either side, so the two shapes tell which it is.
+    """
+    found = dict(tensors)
+    for name, down in tensors.items() if live.transposed else ():
+        prefix = name.removesuffix(FUSED_DOWN)
+        gate = tensors.get(prefix + FUSED_GATE)
+        if (
+            name == prefix
+            or not prefix.endswith(f".{live.transposed}.")
+            or gate is None
+            or (len(gate.shape), len(down.shape)) != (3, 3)
+        ):
+            continue
+        if gate.shape[1] == 2 * down.shape[2]:
+            swapped = {each: tensors[each] for each in (name, prefix + FUSED_GATE)}
+            found |= {
+                each: Tensor(tensor.dtype, tensor.view.permute(0, 2, 1)) for each, tensor in swapped.items()
+            }
+    return found
 
 
 def _parts(live: Live, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -101,7 +126,9 @@ def live_tensors(tensors: Iterable[Planned], live: Live | None) -> list[Planned]
     for tensor in tensors:
         name = live.to_live(tensor.name)
         place = _place(live.experts, name) if live.experts else None
-        if place is None:
+        if live.transposed and f".{live.transposed}." in name:
+            result[name] = _swapped(name, tensor)
+        elif place is None:
             result[name] = Planned(name, tensor.dtype, tensor.shape, tensor.source)
         else:
             stack = stacks.setdefault(place.fused, _Stack(place.fused, place.halves))
@@ -111,6 +138,12 @@ def live_tensors(tensors: Iterable[Planned], live: Live | None) -> list[Planned]
     if problems:
         raise ReshardError(problems)
     return [stacks[name].planned() if name in stacks else tensor for name, tensor in result.items()]
+
+
+def _swapped(name: str, tensor: Planned) -> Planned:
+    """Stacked experts with the axes of each in the other order."""
+    experts, *axes = tensor.shape
+    return Planned(name, tensor.dtype, (experts, *reversed(axes)), lambda: tensor.source().permute(0, 2, 1))
 
 
 class _Place(NamedTuple):

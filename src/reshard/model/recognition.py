@@ -41,10 +41,10 @@ def by_config(
     compared, that family will do. Raises ReshardError with what does not fit the closest family.
     """
     if forced:
-        return named(forced), []
+        return named(forced).speaking(config), []
     model_type = config.get("model_type")
     if family := declared(model_type) or _by_architecture(config):
-        return family, []
+        return family.speaking(config), []
     if model_type in BEYOND_MEGATRON:
         raise ReshardError(_beyond(str(model_type)))
     fits = (_fit(family, config, checkpoint) for family in likeliest())

@@ -14,7 +14,7 @@ from reshard.families.disagreements import COMPUTED, agreed
 from reshard.families.model import Model
 from reshard.families.rope import rope_contradictions
 from reshard.families.rules import Dims
-from reshard.formats import fused
+from reshard.formats import fused, huggingface
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.companions import read_object
 from reshard.formats.not_found import download
@@ -119,6 +119,8 @@ def _resolved(
     file = folder / "config.json"
     if config is not None:
         found, notes = recognition.by_config(config, checkpoint, family, computes=computes)
+        checkpoint, added = _completed(checkpoint, found, folder)
+        notes = [*notes, *added]
         if computes:
             _refuse_contradictions(config, file)
         config = {"model_type": found.name, **config}
@@ -326,6 +328,25 @@ def _carried(checkpoint: Checkpoint, family: Family) -> dict[str, tuple[int, ...
     names = family.within.parts(there, native=native)
     shapes = {hub: checkpoint.shape(name) or there[name].shape for name, hub in names.items()}
     return {hub: family.within.part(hub).turned(shape) for hub, shape in shapes.items()} if native else shapes
+
+
+def _completed(checkpoint: Checkpoint, family: Family, folder: Path) -> tuple[Checkpoint, list[str]]:
+    """A checkpoint with the parts that its engine does not keep, from the Hugging Face folder; and notes on them."""
+    if family.within is None or checkpoint.dialect != "mcore":
+        return checkpoint, []
+    absent = family.within.missing(_carried(checkpoint, family), optional=True)
+    there = huggingface.open_checkpoint(folder).tensors if absent and huggingface.detect(folder) else {}
+    added = {name: tensor for name, tensor in there.items() if name.startswith(tuple(absent))}
+    if not absent:
+        return checkpoint, []
+    named = ", ".join(f"{hub}*" for hub in absent)
+    if not added:
+        return checkpoint, [
+            f"the checkpoint has no {named}, nor has {folder}: give the model it was trained from (--base)"
+        ]
+    natives = (family.within.part(hub).to_native(hub, checkpoint.engine) for hub in added)
+    tensors = {**checkpoint.tensors, **dict(zip(natives, added.values(), strict=True))}
+    return replace(checkpoint, tensors=tensors), [f"{named} are copied from {folder}: the engine keeps none"]
 
 
 def _without_parts(checkpoint: Checkpoint, family: Family, carried: Collection[str]) -> list[Problem]:

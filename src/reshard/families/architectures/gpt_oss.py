@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from reshard.algebra.views import View, concat
+from reshard.algebra.views import View
 from reshard.families.config import EXPERTS_EVERYWHERE, GROUPED_HEADS, NO_QK_NORM
 from reshard.families.entries import (
     Activation,
@@ -20,7 +20,7 @@ from reshard.families.entries import (
 )
 from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE, Family
 from reshard.families.rope import RotaryEmbedding, rope_contradictions, rope_parameters, rotary_base
-from reshard.families.rules import Block, Dims, Rule, attention, decoder, ends, native, norms, same
+from reshard.families.rules import Block, Dims, Rule, attention, decoder, ends, norms, same, stacked
 
 
 def experts(d: Dims) -> Block:
@@ -28,20 +28,22 @@ def experts(d: Dims) -> Block:
     if not d.experts:
         raise ValueError("the family has experts, and the sizes have none")
 
-    def stacked(hf: str, mcore: str, shape: tuple[int, ...], one: Callable[[View], View]) -> Rule:
-        each = (one(native(f"mlp.experts.{e}.{mcore}", *shape)) for e in range(d.experts))
-        return Rule(f"mlp.experts.{hf}", concat([view.reshape(1, *view.shape) for view in each]))
-
     def in_turn(fc1: View) -> View:
         halves = fc1.split(0, 2, d.expert_ffn)
         return halves.permute(*reversed(range(len(halves.shape)))).merge(-2)
 
     wide = 2 * d.expert_ffn
     return [
-        stacked("gate_up_proj", "linear_fc1.weight", (wide, d.hidden), in_turn),
-        stacked("gate_up_proj_bias", "linear_fc1.bias", (wide,), in_turn),
-        stacked("down_proj", "linear_fc2.weight", (d.hidden, d.expert_ffn), lambda fc2: fc2.permute(1, 0)),
-        stacked("down_proj_bias", "linear_fc2.bias", (d.hidden,), lambda bias: bias),
+        stacked("gate_up_proj", "linear_fc1.weight", d.experts, (wide, d.hidden), in_turn),
+        stacked("gate_up_proj_bias", "linear_fc1.bias", d.experts, (wide,), in_turn),
+        stacked(
+            "down_proj",
+            "linear_fc2.weight",
+            d.experts,
+            (d.hidden, d.expert_ffn),
+            lambda fc2: fc2.permute(1, 0),
+        ),
+        stacked("down_proj_bias", "linear_fc2.bias", d.experts, (d.hidden,), lambda bias: bias),
     ]
 
 

@@ -1,20 +1,44 @@
-"""Qwen3-VL: Qwen3 with a vision tower."""
+"""Qwen3-VL, dense and with experts: Qwen3 with a vision tower."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from reshard.families.architectures.llama import dense
 from reshard.families.architectures.qwen3 import UNBIASED
-from reshard.families.config import GROUPED_HEADS
+from reshard.families.config import GROUPED_HEADS, QWEN_EXPERTS
 from reshard.families.family import MCORE_BRIDGE, MEGATRON_BRIDGE, Family
+from reshard.families.live import Live
 from reshard.families.rope import MultimodalRope
+from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, norms, same, stacked_experts
 from reshard.families.within import Carried, Within
 
+
+def sparse(d: Dims) -> Iterator[Rule]:
+    """The hub stacks the experts of a layer, [inputs, outputs] each."""
+    yield from ends(d)
+    block = [*norms(d), *attention(d)]
+    router = same("mlp.gate.weight", "mlp.router.weight", d.experts, d.hidden)
+    yield from decoder(d, [*block, *mlp(d)], [*block, router, *stacked_experts(d)])
+
+
+TOWER = Within(carried=(Carried("model.visual.", "visual.visual.", {MEGATRON_BRIDGE: "vision_model."}),))
 QWEN3_VL = Family(
     "qwen3_vl",
     "Qwen3VLForConditionalGeneration",
     dense,
     (*GROUPED_HEADS, MultimodalRope(), *UNBIASED),
     computed_by=MCORE_BRIDGE,
-    within=Within(carried=(Carried("model.visual.", "visual.visual.", {MEGATRON_BRIDGE: "vision_model."}),)),
+    within=TOWER,
+    judged=(MCORE_BRIDGE,),
+)
+QWEN3_VL_MOE = Family(
+    "qwen3_vl_moe",
+    "Qwen3VLMoeForConditionalGeneration",
+    sparse,
+    (*GROUPED_HEADS, MultimodalRope(), *UNBIASED, *QWEN_EXPERTS),
+    live=Live(experts=None, transposed="mlp.experts"),
+    computed_by=MCORE_BRIDGE,
+    within=TOWER,
     judged=(MCORE_BRIDGE,),
 )

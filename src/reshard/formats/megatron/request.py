@@ -10,7 +10,7 @@ import yaml
 
 from reshard.algebra.dtypes import BY_NAME, dtype
 from reshard.errors import ReshardError
-from reshard.families.family import ENGINES, MCORE
+from reshard.families.family import ENGINES, MCORE, MCORE_BRIDGE
 from reshard.families.flags import flags_not_restored
 from reshard.formats import iterations
 from reshard.formats.checkpoint import Iteration
@@ -76,10 +76,15 @@ def optimizer_of(request: Request) -> NewOptimizer | None:
 
 
 def iteration_of(request: Request) -> Iteration:
-    """That of the source, or the step of its optimizer; what no run of several iterations wrote becomes a release."""
+    """That of the source, or the step of its optimizer; what no run of several iterations wrote becomes a release.
+
+    ms-swift looks for numbered iterations alone.
+    """
     if isinstance(request.iteration, int):
         return request.iteration
-    return (request.optimizer.step or 0) if request.states and request.optimizer else "release"
+    if request.states and request.optimizer:
+        return request.optimizer.step or 0
+    return 0 if request.dialect == MCORE_BRIDGE else "release"
 
 
 def below(request: Request) -> str:
@@ -114,6 +119,8 @@ def arguments(request: Request) -> dict[str, Any]:
     args.pop(COMPUTED_BY, None)
     if request.dialect != MCORE:
         args[COMPUTED_BY] = request.dialect
+    if request.dialect == MCORE_BRIDGE and not request.states:  # or it looks for them
+        args |= {"no_save_optim": True, "no_save_rng": True}
     if request.adapter is None:
         args["padded_vocab_size"] = model.dims.padded_vocab
         args["make_vocab_size_divisible_by"] = _vocabulary_unit(request)

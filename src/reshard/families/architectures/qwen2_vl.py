@@ -1,6 +1,8 @@
-"""Qwen2.5-VL: Qwen2 with a vision tower."""
+"""Qwen2-VL and Qwen2.5-VL: Qwen2 with a vision tower."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from reshard.families.architectures.llama import dense
 from reshard.families.config import DERIVED_HEADS, NO_QK_NORM, QKV_BIAS
@@ -10,9 +12,9 @@ from reshard.families.live import Live
 from reshard.families.rope import MultimodalRope
 from reshard.families.within import Carried, Within
 
-QWEN2_5_VL = Family(
-    "qwen2_5_vl",
-    "Qwen2_5_VLForConditionalGeneration",
+QWEN2_VL = Family(
+    "qwen2_vl",
+    "Qwen2VLForConditionalGeneration",
     dense,
     (*DERIVED_HEADS, MultimodalRope(), FullAttention(), QKV_BIAS, NO_QK_NORM),
     computed_by=MCORE_BRIDGE,
@@ -20,3 +22,4 @@ QWEN2_5_VL = Family(
     live=Live(None, begins=(("model.language_model.", "model."), ("model.visual.", "visual."))),
     judged=(MCORE_BRIDGE,),
 )
+QWEN2_5_VL = replace(QWEN2_VL, name="qwen2_5_vl", architecture="Qwen2_5_VLForConditionalGeneration")

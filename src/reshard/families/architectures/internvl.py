@@ -1,0 +1,49 @@
+"""InternVL, in OpenGVLab's spelling and in that of transformers: a vision tower, and one of several language models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from reshard.families.architectures.gpt_oss import GPT_OSS
+from reshard.families.architectures.qwen2 import QWEN2
+from reshard.families.architectures.qwen3 import QWEN3, QWEN3_MOE
+from reshard.families.family import MCORE_BRIDGE, Family
+from reshard.families.live import Live
+from reshard.families.within import Carried, Within
+
+BELOW = (("", "language_model."),)
+IN_MEMORY = (
+    ("model.language_model.", "language_model.model."),
+    ("lm_head.", "language_model.lm_head."),
+    ("model.vision_tower.", "vision_tower."),
+    ("model.multi_modal_projector.", "multi_modal_projector."),
+)
+
+INTERNVL = Family(
+    "internvl",
+    "InternVLForConditionalGeneration",
+    QWEN3.rules,
+    QWEN3.entries,
+    live=Live(begins=IN_MEMORY),
+    languages=(QWEN2, QWEN3, QWEN3_MOE, GPT_OSS),
+    computed_by=MCORE_BRIDGE,
+    judged=(MCORE_BRIDGE,),
+    within=Within(
+        hub=BELOW,
+        carried=(
+            Carried("vision_tower.", "visual.vision_tower."),
+            Carried("multi_modal_projector.", "visual.multi_modal_projector."),
+        ),
+    ),
+)
+INTERNVL_CHAT = replace(
+    INTERNVL,
+    name="internvl_chat",
+    architecture="InternVLChatModel",
+    live=Live(),
+    within=Within(
+        config=("llm_config",),
+        hub=BELOW,
+        carried=(Carried("vision_model.", "visual.vision_model."), Carried("mlp1.", "visual.mlp1.")),
+    ),
+)

@@ -1,0 +1,24 @@
+"""Ovis 2.5: Qwen3 with a vision tower and an embedding of its visual tokens."""
+
+from __future__ import annotations
+
+from reshard.families.architectures.qwen3 import QWEN3
+from reshard.families.family import MCORE_BRIDGE, Family
+from reshard.families.within import Carried, Within
+
+OVIS2_5 = Family(
+    "ovis2_5",
+    "Ovis2_5",
+    QWEN3.rules,
+    QWEN3.entries,
+    computed_by=MCORE_BRIDGE,
+    judged=(MCORE_BRIDGE,),
+    within=Within(
+        config=("llm_config",),
+        hub=(("", "llm."),),
+        carried=(
+            Carried("visual_tokenizer.", "visual.visual_tokenizer."),
+            Carried("vte.", "visual.vte."),
+        ),
+    ),
+)

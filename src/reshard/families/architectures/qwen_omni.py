@@ -1,0 +1,45 @@
+"""Qwen2.5-Omni and Qwen3-Omni: a language model with towers for images and sound, and modules that speak."""
+
+from __future__ import annotations
+
+from reshard.families.architectures.qwen2_vl import QWEN2_VL
+from reshard.families.architectures.qwen3 import QWEN3_MOE
+from reshard.families.architectures.qwen3_vl import QWEN3_VL_MOE
+from reshard.families.family import MCORE_BRIDGE, Family
+from reshard.families.live import Live
+from reshard.families.within import Carried, Within
+
+
+def _thinker(vocoder: str) -> Within:
+    """mcore-bridge trains the thinker. Neither it nor a checkpoint of its has what turns answers into speech."""
+    return Within(
+        config=("thinker_config", "text_config"),
+        hub=(("", "thinker."),),
+        carried=(
+            Carried("thinker.visual.", "visual.visual."),
+            Carried("thinker.audio_tower.", "visual.audio_tower."),
+            Carried("talker.", "talker.", optional=True),
+            Carried(vocoder, vocoder, optional=True),
+        ),
+    )
+
+
+QWEN2_5_OMNI = Family(
+    "qwen2_5_omni",
+    "Qwen2_5OmniForConditionalGeneration",
+    QWEN2_VL.rules,
+    QWEN2_VL.entries,
+    computed_by=MCORE_BRIDGE,
+    judged=(MCORE_BRIDGE,),
+    within=_thinker("token2wav."),
+)
+QWEN3_OMNI_MOE = Family(
+    "qwen3_omni_moe",
+    "Qwen3OmniMoeForConditionalGeneration",
+    QWEN3_MOE.rules,  # the hub has a tensor for each expert
+    QWEN3_VL_MOE.entries,
+    live=Live(),
+    computed_by=MCORE_BRIDGE,
+    judged=(MCORE_BRIDGE,),
+    within=_thinker("code2wav."),
+)
