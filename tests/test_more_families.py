@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,7 @@ from reshard.algebra.layout import Layout
 from reshard.errors import ReshardError
 from reshard.families import FAMILIES
 from reshard.families.flags import flags_not_restored
+from reshard.families.rules import indexed_layers
 from reshard.families.undeclared import BEYOND_MEGATRON
 from reshard.oracle.transformers import transformers_logits
 from tests.genuine.huggingface import randomise
@@ -169,6 +171,40 @@ def test_what_cwm_does_not_say_is_what_transformers_assumes() -> None:
     table = FAMILIES["cwm"].config
     assert table.to_args(silent) == table.to_args(config)
     assert table.to_args(config)["window_attn_skip_freq"] == [0, 1, 1, 1, 0, 1]
+
+
+def test_the_bias_of_a_router_that_mcore_bridge_drops_is_kept(tmp_path: Path) -> None:
+    """Ernie 4.5: what mcore-bridge saves has none, and such a checkpoint converts too."""
+    sizes = {**SIZES, "moe_k": 2, "moe_num_experts": 4, "moe_intermediate_size": 16}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("ernie4_5_moe", **sizes))
+    randomise(model, torch.Generator().manual_seed(0))
+    hub, without = tmp_path / "hub", tmp_path / "without"
+    model.save_pretrained(hub)
+    shutil.copytree(hub, without)
+    tensors = {name: t for name, t in tensors_of(hub).items() if "moe_statics" not in name}
+    assert len(tensors) == len(tensors_of(hub)) - 3
+    save_file(tensors, without / "model.safetensors", metadata={"format": "pt"})
+    for source in (hub, without):
+        there, back = tmp_path / f"{source.name} there", tmp_path / f"{source.name} back"
+        to = reshard.convert(source, there, to="megatron", tp=2, ep=2, etp=1, no_tokenizer=True)
+        assert any("moe_statics" in note for note in to.plan.notes)
+        found = reshard.convert(there, back, no_tokenizer=True, family="ernie4_5_moe")
+        assert any("no bias of the router" in note for note in found.plan.notes) == (source == without)
+        assert_same_tensors(tensors_of(back), tensors_of(source))
+
+
+def test_layers_of_glm_5_may_share_an_indexer() -> None:
+    """zai-org/GLM-5.2 has one in the first three layers, and then in every fourth."""
+    table = FAMILIES["glm_moe_dsa"].config
+    types = ["full" if layer in (0, 1, 2, 6, 10) else "shared" for layer in range(12)]
+    told = table.to_args({"num_hidden_layers": 12, "indexer_types": types})
+    counted = {"num_hidden_layers": 12, "index_topk_freq": 4, "index_skip_topk_offset": 3}
+    assert table.to_args(counted)["dsa_indexer_topk_freq"] == told["dsa_indexer_topk_freq"] == 4
+    assert table.to_config(told)["indexer_types"] == types
+    found = indexed_layers(told["dsa_indexer_topk_freq"], told["dsa_indexer_skip_topk_offset"], 12)
+    assert found == (0, 1, 2, 6, 10)
+    with pytest.raises(ValueError, match="no interval"):
+        table.to_args({"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "full"]})
 
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}

@@ -94,6 +94,26 @@ def test_a_swift_checkpoint_keeps_its_layout_and_becomes_one_of_megatron_lm(tmp_
     assert_equal(tmp_path / "ours", checkpoint / "model.safetensors")
 
 
+def test_what_mcore_bridge_saved_of_two_ranks_converts_back(tmp_path: Path) -> None:
+    """MiniMax-M2, whose queries and keys are normalised over the heads of all ranks, at TP2·EP2."""
+    checkpoint, base = (DATA / "mcore-bridge" / name for name in ("minimax_m2", "base-minimax_m2"))
+    result = reshard.convert(checkpoint, tmp_path / "ours", base=base, no_tokenizer=True)
+    assert not result.plan.warnings
+    assert_equal(tmp_path / "ours", base)
+    assert reshard.open(checkpoint).layout.ep == 2
+
+
+def test_what_is_published_in_fp8_becomes_a_checkpoint_of_mcore_bridge(tmp_path: Path) -> None:
+    base = DATA / "mcore-bridge" / "base-minimax_m2"
+    reshard.convert(base, tmp_path / "fp8", to="huggingface", quantize="fp8", no_tokenizer=True)
+    reshard.convert(
+        tmp_path / "fp8", tmp_path / "plain", to="huggingface", dtype="bfloat16", no_tokenizer=True
+    )
+    reshard.convert(tmp_path / "fp8", tmp_path / "there", to="megatron", tp=2, ep=2, etp=1, no_tokenizer=True)
+    assert_equal(tmp_path / "there", tmp_path / "plain")
+    assert not reshard.verify(tmp_path / "there", base).equal
+
+
 @pytest.mark.parametrize("name", BRIDGE)
 def test_what_megatron_bridge_imported_converts_back(name: str, tmp_path: Path) -> None:
     base = DATA / "bridge" / f"base-{name}"
