@@ -387,13 +387,32 @@ def test_verify_says_what_rounding_explains(hf_model: Models, tmp_path: Path) ->
     assert command("verify", plain, tmp_path / "out").code == 1
 
 
+def test_verify_compares_two_kinds_of_quantization_by_value(hf_model: Models, tmp_path: Path) -> None:
+    plain = hf_model("qwen3", dtype="bfloat16")
+    first, second = tmp_path / "first", tmp_path / "second"
+    reshard.convert(plain, first, quantize="fp8")
+    reshard.convert(plain, second, quantize="fp8-ue8m0")
+    found = reshard.verify(first, second)
+    assert len(found.rows) > 20  # a scale may be a power of two by chance
+    assert all(row.kind == "values" and row.largest and row.largest < 0.05 for row in found.rows)
+    assert len([note for note in found.notes if "dequantized to float32" in note]) == 2
+    config = json.loads((first / "config.json").read_text())
+    config["quantization_config"].pop("modules_to_not_convert")
+    (first / "config.json").write_text(json.dumps(config))
+    reshard.convert(plain, tmp_path / "third", quantize="fp8")
+    found = reshard.verify(first, tmp_path / "third")
+    assert found.equal
+    assert "compared as stored" in " ".join(found.notes)
+
+
 def test_a_dry_run_shows_the_plan(hf_model: Models, tmp_path: Path) -> None:
     plain = hf_model("qwen3", dtype="bfloat16")
-    shown = command("convert", plain, tmp_path / "out", "--quantize", "fp8", "--dry-run", "--json")
+    words = ("convert", plain, tmp_path / "out", "--quantize", "fp8", "--json")
+    shown = command(*words, "--dry-run")
     assert shown.code == 0
     assert not (tmp_path / "out").exists()
-    reshard.convert(plain, tmp_path / "out", quantize="fp8")
-    sizes = {file["path"]: file["bytes"] for file in shown.json["files"]}
+    assert command(*words).code == 0
+    sizes = {file["path"]: file["bytes"] for file in shown.json["files"] if file["path"] != "reshard.json"}
     assert {name: (tmp_path / "out" / name).stat().st_size for name in sizes} == sizes
     found = command("inspect", tmp_path / "out", "--json").json
     assert found["parameters"] == shown.json["parameters"] == reshard.open(plain).parameters

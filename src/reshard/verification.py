@@ -18,7 +18,7 @@ from reshard.errors import ReshardError
 from reshard.families.model import Model
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
-from reshard.model.dequantization import BFLOAT16, dequantized
+from reshard.model.dequantization import BFLOAT16, FLOAT32, dequantized
 from reshard.model.logical import Logical, LogicalTensors, logical_tensors
 from reshard.model.quantizer import Stored, stored_weights
 from reshard.model.resolve import as_named, config_of, read_base, resolve
@@ -104,9 +104,16 @@ def open_sides(
 def _comparable(checkpoint: Checkpoint, other: Checkpoint) -> Checkpoint:
     """A quantized checkpoint that is compared with a plain one, with its values in the dtype of the other's weights.
 
-    Two quantized ones are compared as they are stored. Raises ReshardError if the values cannot be computed.
+    Two that are quantized alike are compared as they are stored, two others by their values in float32 if those of
+    both can be computed. Raises ReshardError if those that are compared with a plain one cannot.
     """
-    if checkpoint.problems or checkpoint.quantization is None or other.quantization:
+    ours, theirs = checkpoint.quantization, other.quantization
+    if checkpoint.problems or other.problems or ours is None:
+        return checkpoint
+    if theirs:
+        with suppress(ReshardError):
+            if ours.arithmetic != theirs.arithmetic and dequantized(other, FLOAT32):
+                return dequantized(checkpoint, FLOAT32)
         return checkpoint
     counted: Counter[DType] = Counter()
     for tensor in other.tensors.values():
@@ -122,7 +129,7 @@ def _side(checkpoint: Checkpoint, other: Checkpoint, base: Path | None, sources:
     before, checkpoint = checkpoint, _comparable(checkpoint, other)
     how = checkpoint.quantization
     notes = (f"compared as stored: {how}",) if how else tuple(checkpoint.notes[len(before.notes) :])
-    quantized = {} if how else stored_weights(before)
+    quantized = {} if how or other.quantization else stored_weights(before)
     if base is None and not (checkpoint.root / "config.json").is_file():
         base = other.root if (other.root / "config.json").is_file() else None
     try:

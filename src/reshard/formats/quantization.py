@@ -103,6 +103,9 @@ OF_ACTIVATIONS = (
 ALONE = ({"scale"}, {"scales"}, {"g_idx"}, {"{}_shape"})
 """Names that plain models may have, too: by themselves they show no quantized weight."""
 
+_MODULES = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude")
+"""Settings that list modules which are not quantized."""
+
 UNTOLD = "the weights are quantized, and config.json has no quantization_config: they load as plain numbers"
 
 
@@ -168,6 +171,11 @@ class Quantization:
         """What config.json calls it, or else what the names of tensors tell."""
         schemes = dict.fromkeys(weight.scheme.name for weight in self.weights.values())
         return str(self.settings.get("quant_method") or ", ".join(schemes))
+
+    @property
+    def arithmetic(self) -> dict[str, Any]:
+        """What the settings say of values and scales, and not of which modules have them."""
+        return {key: value for key, value in self.settings.items() if key not in _MODULES}
 
     def __str__(self) -> str:
         return ", ".join([self.method, *_details(self.settings)])

@@ -330,7 +330,7 @@ def _settings(how: str, storage: Storage, others: Iterable[Planned]) -> dict[str
 
 
 def _not_of_this_model(how: str, config: Mapping[str, Any]) -> ReshardError:
-    rule = "gpt-oss is published in MXFP4, its experts alone, and nothing loads it in FP8 or another model in MXFP4"
+    rule = "transformers loads gpt-oss in MXFP4, its experts alone, and other models in FP8"
     return ReshardError(
         "this model is not stored in this format",
         rule=rule,
