@@ -31,6 +31,7 @@ from reshard.families.rules import indexed_layers
 from reshard.families.undeclared import BEYOND_MEGATRON
 from reshard.oracle.transformers import transformers_logits
 from tests.genuine.huggingface import randomise
+from tests.genuine.model_types import make_model_type
 from tests.judges import (
     TOKENS,
     assert_agree,
@@ -205,6 +206,17 @@ def test_layers_of_glm_5_may_share_an_indexer() -> None:
     assert found == (0, 1, 2, 6, 10)
     with pytest.raises(ValueError, match="no interval"):
         table.to_args({"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "full"]})
+
+
+def test_megatron_computes_nemotron(tmp_path: Path) -> None:
+    """Layer norms with biases, stored less one; half of each head rotated; an MLP without a gate, by its own halves."""
+    source = make_model_type("nemotron", tmp_path / "hub")
+    expected = transformers_logits(source, TOKENS)
+    for to in ("megatron", "megatron-legacy"):
+        reshard.convert(source, tmp_path / to, to=to, tp=2, pp=2)
+        assert_agree(judged_by_megatron(tmp_path / to).logits, expected)
+        reshard.convert(tmp_path / to, tmp_path / f"{to}-back")
+        assert_same_tensors(tensors_of(tmp_path / f"{to}-back"), tensors_of(source))
 
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}

@@ -199,16 +199,21 @@ def _repair_norms() -> None:
     import torch
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    class ZeroCentredNorm(torch.nn.RMSNorm):  # type: ignore[misc]
+    class ZeroCentredRMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
         def forward(self, inputs: Any) -> Any:
             return torch.nn.functional.rms_norm(inputs, self.normalized_shape, 1 + self.weight, self.eps)
 
+    class ZeroCentredLayerNorm(torch.nn.LayerNorm):  # type: ignore[misc]
+        def forward(self, inputs: Any) -> Any:
+            given = (self.normalized_shape, 1 + self.weight, self.bias, self.eps)
+            return torch.nn.functional.layer_norm(inputs, *given)
+
+    plain: dict[str, Any] = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}
+    centred: dict[str, Any] = {"RMSNorm": ZeroCentredRMSNorm, "LayerNorm": ZeroCentredLayerNorm}
+
     def build(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
-        if config.layernorm_zero_centered_gamma and config.normalization != "RMSNorm":
-            raise NotImplementedError("a LayerNorm whose weight is stored less one")
-        norm = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
-        norm = ZeroCentredNorm if config.layernorm_zero_centered_gamma else norm
-        module = norm(hidden_size, eps=eps)
+        norms = centred if config.layernorm_zero_centered_gamma else plain
+        module = norms[config.normalization](hidden_size, eps=eps)
         for parameter in module.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return module

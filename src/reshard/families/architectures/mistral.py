@@ -13,5 +13,6 @@ MISTRAL = Family(
     "MistralForCausalLM",
     dense,
     (*GROUPED_HEADS, Rope(), SlidingWindow(default=4096), NO_BIAS, NO_QK_NORM),
+    precedence=1,  # before cwm, which says of each layer whether it has a window
     judged=(MCORE, MEGATRON_BRIDGE),
 )

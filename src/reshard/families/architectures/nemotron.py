@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from reshard.families.config import GROUPED_HEADS, NO_BIAS, NO_QK_NORM
 from reshard.families.entries import Activation, Const, Key
-from reshard.families.family import MEGATRON_BRIDGE, Family
+from reshard.families.family import MCORE, MEGATRON_BRIDGE, Family
 from reshard.families.rope import Rope
 from reshard.families.rules import Dims, Rule, attention, decoder, ends, norms, same
 
@@ -40,5 +40,5 @@ NEMOTRON = Family(
         Const(computed={"attention_bias": False, "mlp_bias": False}),
         NO_QK_NORM,
     ),
-    judged=(MEGATRON_BRIDGE,),
+    judged=(MCORE, MEGATRON_BRIDGE),
 )
