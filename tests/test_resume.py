@@ -162,7 +162,7 @@ def test_it_continues_wherever_it_was_killed(
 ) -> None:
     """On a disk, where most is written past the page cache."""
     source, options = ROADS[road]
-    killed_everywhere(originals(source), tmp_path / "dst", options, lambda calls: range(0, calls, 3))
+    killed_everywhere(originals(source), tmp_path / "dst", options, lambda calls: range(0, calls, 11))
 
 
 def kills(convert: Callable[[], object], dst: Path, step: int) -> Iterator[int]:

@@ -372,6 +372,14 @@ def test_only_what_lies_there_as_it_was_left_is_continued(tmp_path: Path, how: s
     assert names(tmp_path) == set()
 
 
+def test_a_journal_that_is_none_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / f".dst.partial-{LEFT}" / "output").mkdir(parents=True)
+    os.mkfifo(tmp_path / f".dst.partial-{LEFT}" / "journal")
+    assert [each.nbytes for each in unfinished(tmp_path / "dst")] == [None]
+    write(tmp_path / "dst", "new")
+    assert names(tmp_path) == {"dst"}
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 def test_what_another_user_wrote_is_not_continued(tmp_path: Path) -> None:
     """In /tmp, for one, anybody may have foreseen the name of the folder, and made it."""

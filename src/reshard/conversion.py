@@ -77,7 +77,7 @@ def convert(
     plan = plan_conversion(source, options, on_step)
     identity = _identity(plan, options, checksum=checksum)
     facts = {"command": command, "plan": identity.digest, "checksums": checksum}
-    with_record(plan, facts)
+    plan = with_record(plan, facts)
     on_plan(plan)
     warnings = check_destination(plan, target, overwrite=overwrite, dry_run=dry_run)
     if dry_run:

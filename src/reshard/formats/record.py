@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from threading import Event
 from typing import Any, NamedTuple
@@ -31,11 +31,10 @@ def recorded(plan: Plan, digests: Mapping[str, str], facts: Mapping[str, Any]) -
     return to_json({**content, "digest": NAME, FILES: files})
 
 
-def with_record(plan: Plan, facts: Mapping[str, Any]) -> None:
-    """Let the plan write a record that has a place for the digests, which `recorded` fills."""
-    content = recorded(plan, {}, facts)
-    plan.files = [file for file in plan.files if file.path != RECORD]
-    plan.files.append(OutputFile.of_bytes(RECORD, content))
+def with_record(plan: Plan, facts: Mapping[str, Any]) -> Plan:
+    """The plan with a record that has a place for the digests, which `recorded` fills."""
+    files = [file for file in plan.files if file.path != RECORD]
+    return replace(plan, files=[*files, OutputFile.of_bytes(RECORD, recorded(plan, {}, facts))])
 
 
 class Fault(NamedTuple):

@@ -66,11 +66,13 @@ class Digest:
         with self._lock:
             self._missing.update(range(offset // CELL, -(-(offset + nbytes) // CELL)))
 
-    def finish(self, path: Path) -> str:
-        """The digest in hexadecimal. What has not passed is read from the file, which lies at `path`."""
+    def finish(self, path: Path, is_stopped: Callable[[], bool]) -> str | None:
+        """The digest in hexadecimal. What has not passed is read from the file, which lies at `path`, until stopped."""
         if self._missing:
             with open(path, "rb", buffering=0) as file:
                 for cell in sorted(self._missing):
+                    if is_stopped():
+                        return None
                     self._set(cell, os.pread(file.fileno(), CELL, cell * CELL))
         return str(xxh3_128_hexdigest(self._digests))
 
@@ -90,4 +92,4 @@ def digest_of(path: Path, on_bytes: Callable[[int], None], is_stopped: Callable[
             digest.add(room[:count], offset)
             offset += count
             on_bytes(count)
-        return digest.finish(path) if offset == size else NONE
+        return (digest.finish(path, is_stopped) if offset == size else None) or NONE

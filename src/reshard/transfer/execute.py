@@ -125,8 +125,7 @@ class _Run:
         try:
             while not stopped.is_set() and (taken := self._take()):
                 job, batch = taken
-                if worker.write(job, batch, stopped) and job.is_written():
-                    job.close()
+                if worker.write(job, batch, stopped) and job.is_written() and job.close(stopped):
                     self._unfinished.discard(job)
         finally:
             worker.close()
@@ -225,7 +224,6 @@ class _Job:
         if len(done) == len(parts):  # but the file was not closed: something has to be left to do
             done.remove(min(done, key=lambda batch: batch.end - batch.begin))
         self.sink = Sink(run.folder / file.path, file.size)
-        self.digest = Digest(file.size)
         self.waiting = [batch for batch in parts if batch not in done][::-1]
         self.active = 0
         self.begun = dict(before.begun)
@@ -234,10 +232,16 @@ class _Job:
         self._late = list(before.late)
         """Checksums whose place was not in the window of their block."""
         self._begins = {batch.number: batch.begin for batch in parts}
+        self._digest = Digest(file.size)
         self._nbytes = sum(batch.end - batch.begin for batch in done)
         self._unsaved = _Unsaved()
         self._loose = 0
         self._saving = Lock()
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Write bytes that are not written again, but for late checksums."""
+        self.sink.write(data, offset)
+        self._digest.add(data, offset)
 
     def wrote(self, batch: Batch, begun: Begun | None, nbytes: int) -> None:
         """Count a window, after which a large block may have `begun`; wait for the disk now and then."""
@@ -279,17 +283,20 @@ class _Job:
             self.sink.flush()
             self._note(entry)
 
-    def close(self) -> None:
-        """Write the checksums that are left, make the file durable, and note that it is whole."""
+    def close(self, stopped: Event) -> bool:
+        """Write the checksums that are left, make the file durable, and note that it is whole. False if stopped."""
         for place, checksum in self._late:
             self.sink.write(memoryview(checksum), place)
-            self.digest.drop(place, len(checksum))
+            self._digest.drop(place, len(checksum))
+        digest = self._digest.finish(self._run.folder / self._file.path, stopped.is_set)
+        if digest is None:
+            return False
         modified = self.sink.close()
-        digest = self.digest.finish(self._run.folder / self._file.path)
         self._run.report.digests[self._file.path] = digest
         with self._saving, self._run.lock:
             entry = self._entry()
         self._note({**entry, "bytes": self._file.size, "modified": modified, "digest": digest})
+        return True
 
     def _entry(self) -> dict[str, Any]:
         """What there is to note as soon as it is on the disk."""
@@ -340,8 +347,7 @@ class _Worker:
                 stream = unsigned.popleft()
                 late += stream.sign(raw, begin)
                 taken.update(self.run.note(stream))
-            job.sink.write(raw.data, begin)
-            job.digest.add(raw.data, begin)
+            job.write(raw.data, begin)
             self.run.advance(len(raw))
             is_alone = len(streams) == 1 and bool(unsigned)
             job.wrote(batch, streams[0].begun(end) if is_alone else None, len(raw))

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from reshard.algebra.storage import Storage
+from reshard.errors import ReshardError
+from reshard.transfer.sources import read_source
 
 EVERY = 256 << 20
 """Bytes of a file, at most, that a run loses when it is killed or the machine fails: it waits for the disk so often."""
@@ -159,7 +161,7 @@ class Journal:
         if not self._end and self.identity:
             self._write({**self._facts, **self.identity._asdict()})
         files = self.progress.files.items()
-        gone = [name for name, written in files if not written.is_at(folder / name, sizes[name])]
+        gone = [name for name, written in files if not written.is_at(folder / name, sizes.get(name, -1))]
         for name in gone:
             self.add({"anew": name})
         if gone:
@@ -226,8 +228,8 @@ def _read(path: Path) -> tuple[tuple[Identity, Mapping[str, Any]] | None, Progre
     """The header, what follows it, and the byte behind the last line that is whole."""
     header, progress, end = None, Progress(), 0
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
-    except OSError:
+        lines = read_source(path).splitlines(keepends=True)
+    except (OSError, ReshardError):
         return None, progress, 0
     for line in lines:
         checksum, text = line[:8], line[9:-1]

@@ -89,11 +89,11 @@ class Sources:
 
     def as_list(self) -> list[dict[str, Any]]:
         """What was read, for a record: paths below the first of `named`, or else names, with sizes and times."""
-        first = os.path.realpath(self.named[0]) if self.named else ""
+        first = str(self.named[0].absolute()) if self.named else ""
         found = []
         for path, note in self._notes.items():
-            real = os.path.realpath(path)
-            shown = os.path.relpath(real, first) if real.startswith(first + os.sep) else Path(real).name
+            full = str(Path(path).absolute())
+            shown = os.path.relpath(full, first) if full.startswith(first + os.sep) else Path(full).name
             modified = datetime.fromtimestamp(note.stamp.modified / 1e9, timezone.utc)
             found.append({"path": shown, "bytes": note.stamp.size, "modified": modified.isoformat()})
         return sorted(found, key=lambda each: str(each["path"]))

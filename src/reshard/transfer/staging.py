@@ -353,11 +353,12 @@ def unfinished(target: Path) -> list[Unfinished]:
             journal = _journal_of(folder)
             path = folder / JOURNAL if journal else folder
             facts = journal[1] if journal else {}
+            total = facts.get("bytes")
             found.append(
                 Unfinished(
                     folder,
                     journal[2].nbytes if journal else None,
-                    facts.get("bytes"),
+                    total if isinstance(total, int) else None,
                     path.stat().st_mtime,
                     _anywhere(facts),
                     live,
