@@ -5,7 +5,7 @@ A file of a rank that torch saves holds `Shard`s; both sides of the cut are the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from reshard.algebra.dtypes import DType
 from reshard.algebra.views import View, concat
 from reshard.errors import Problem
-from reshard.formats.torchfiles.write import Image
+from reshard.formats.torchfiles.write import Slot
 from reshard.transfer.plan import Block, Planned
 
 
@@ -86,10 +86,9 @@ def shard_of(tensor: Planned, split: Split | None, index: int, ranks: int) -> Sh
     return Shard(tensor, tuple(shape), lambda: shard(tensor.source(), split, index, ranks))
 
 
-def blocks_of(image: Image) -> Iterator[Block]:
-    """The blocks of a file whose tensors are shards."""
-    for slot in image.slots:
-        held = slot.key
+def blocks_of(shards: Iterable[tuple[Shard, Slot]]) -> Iterator[Block]:
+    """The blocks of a file that torch saves, of shards and of where they lie."""
+    for held, slot in shards:
         yield Block(held.tensor.name, held.dtype, slot.shape, held.source, slot.offset, slot.crc_at)
 
 

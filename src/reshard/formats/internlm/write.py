@@ -149,7 +149,8 @@ def split_of_new(name: str) -> Split | None:
 
 def _rank_file(path: str, held: list[tuple[str, Planned]], tp: int, ranks: int) -> OutputFile:
     image = layout_torch_file(OrderedDict(_shards(held, tp, ranks)))
-    return OutputFile(path, image.size, list(blocks_of(image)), lambda: iter(image.literals))
+    blocks = list(blocks_of((slot.key, slot) for slot in image.slots))
+    return OutputFile(path, image.size, blocks, lambda: iter(image.literals))
 
 
 def _shards(held: list[tuple[str, Planned]], tp: int, ranks: int) -> Iterator[tuple[str, NewTensor]]:

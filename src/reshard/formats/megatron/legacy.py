@@ -48,7 +48,7 @@ from reshard.formats.megatron.rank_files import (
 from reshard.formats.megatron.ranks import Rank, RankStates
 from reshard.formats.megatron.request import arguments, below, iteration_of
 from reshard.formats.megatron.writers import COMPUTED_BY
-from reshard.formats.sharding import Split, blocks_of, join
+from reshard.formats.sharding import Shard, Split, blocks_of, join
 from reshard.formats.target import Request
 from reshard.formats.torchfiles.read import read_dict
 from reshard.formats.torchfiles.untrusted import stored_in
@@ -316,46 +316,49 @@ def lay_out(request: Request) -> list[OutputFile]:
             **writer.models(rank, first % layout.etp),
         }
 
-    files, sizes = [], {}
+    files: list[OutputFile] = []
+    outlines: dict[tuple[Any, ...], Image] = {}
     for (tp, ep), first in sorted(stage_ranks(layout).items()):
         for rank in (Rank(tp, pp, ep) for pp in range(layout.pp)):
-            file = _RankFile(partial(content, rank, first))
-            alike = file.alike()
-            if alike not in sizes:
-                sizes[alike] = file.size()
+            file = _RankFile(partial(content, rank, first), outlines)
             path = f"{iterations.name_of(iteration)}/{folder_name(rank, layout)}/{FILE}"
-            files.append(OutputFile(path, sizes[alike], file, file.literals))
+            files.append(OutputFile(path, file.outline.size, file, file.literals))
     return [*files, OutputFile.of_bytes(iterations.TRACKER, str(iteration).encode())]
 
 
 class _RankFile:
-    """The file of one rank. Its image is made anew whenever it is asked for: thousands would not fit in memory."""
+    """The file of one rank. Its content is made anew whenever it is asked for: thousands would not fit in memory.
 
-    def __init__(self, content: Callable[[], dict[str, Any]]) -> None:
-        self._content = content
+    Files that are alike but for the values of tensors have one outline: the image of the first of them.
+    """
 
-    def size(self) -> int:
-        """The bytes of the file."""
-        return self._image().size
+    def __init__(self, content: Callable[[], dict[str, Any]], outlines: dict[tuple[Any, ...], Image]) -> None:
+        self._content, first = content, content()
+        tensors = [(key, held and (held.dtype, held.shape)) for key, held in _entries(first)]
+        rank = (first["args"].rank.bit_length() + 7) // 8  # the bytes that its number takes
+        alike = (rank, len(first), len(self._shards(first)), *tensors)
+        self.outline = outlines.get(alike) or outlines.setdefault(alike, layout_torch_file(first))
 
-    def alike(self) -> tuple[Any, ...]:
-        """What files of one size have in common: all but the values of tensors, and a rank that takes as many bytes."""
-        content = self._content()
-        states = [content[name] for name in content if name.startswith("model")]
-        tensors = [
-            (key, held and (held.dtype, held.shape)) for state in states for key, held in state.items()
-        ]
-        return (content["args"].rank.bit_length() + 7) // 8, len(states), *tensors
+    @staticmethod
+    def _shards(content: Mapping[str, Any]) -> list[Shard]:
+        """What the rank holds, in the order of its slots: a shard under two names is stored once."""
+        held = (entry.key for _, entry in _entries(content) if entry)
+        return list(dict.fromkeys(key for key in held if isinstance(key, Shard)))
 
     def literals(self) -> Iterator[tuple[int, bytes]]:
         """What is around the tensors."""
-        return iter(self._image().literals)
-
-    def _image(self) -> Image:
-        return layout_torch_file(self._content())
+        return iter(layout_torch_file(self._content()).literals)
 
     def __iter__(self) -> Iterator[Block]:
-        return blocks_of(self._image())
+        shards = self._shards(self._content())
+        return blocks_of(zip(shards, self.outline.slots, strict=True))
+
+
+def _entries(content: Mapping[str, Any]) -> Iterator[tuple[str, NewTensor | None]]:
+    """All entries of the state dicts in a file."""
+    for name, state in content.items():
+        if name.startswith("model"):
+            yield from state.items()
 
 
 class _Writer:
