@@ -31,7 +31,8 @@ NAMES = {
         MOE_LAYOUTS,
     ),
     **dict.fromkeys(("glm4", "glm4v"), STAGES),
-    **dict.fromkeys(("olmoe", "llama4", "qwen3_next"), MOE_LAYOUTS),
+    **dict.fromkeys(("olmoe", "llama4", "qwen3_next", "qwen3_5_moe"), MOE_LAYOUTS),
+    "qwen3_5": LAYOUTS,
 }
 """Model types, each with the TP, PP and EP sizes that it is judged at."""
 

@@ -38,9 +38,18 @@ OTHERWISE = ("deepseek_v2", "gpt_oss")
 softmax, its gpt-oss clamps at 7.0 and not at `swiglu_limit`."""
 
 NEWER = {
-    "4.51": ("deepseek_v3_noq", "glm4_moe", "dots1", "ernie4_5", "smollm3", "cwm", "qwen3_next"),
-    "4.53": ("glm4_moe", "ernie4_5", "cwm", "qwen3_next"),
-    "4.57": ("cwm",),
+    "4.51": (
+        "deepseek_v3_noq",
+        "glm4_moe",
+        "dots1",
+        "ernie4_5",
+        "smollm3",
+        "cwm",
+        "qwen3_next",
+        "qwen3_5_text",
+    ),
+    "4.53": ("glm4_moe", "ernie4_5", "cwm", "qwen3_next", "qwen3_5_text"),
+    "4.57": ("cwm", "qwen3_5_text"),
 }
 """What each version does not know yet, or not whole."""
 

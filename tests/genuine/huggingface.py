@@ -229,6 +229,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_nextn_predict_layers": 1,
         },
     ),
+    "qwen3_5_text": ("qwen3_5_text", DELTA),
     "phi3": ("phi3", {"rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.75}}),
 }
 

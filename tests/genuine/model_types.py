@@ -23,6 +23,7 @@ from tests.genuine.hub_names import CODE
 from tests.genuine.huggingface import (
     COMMON,
     DEEPSEEK_V3,
+    DELTA,
     EXPERTS,
     GLM4_MOE,
     GPT_OSS,
@@ -69,6 +70,27 @@ def transposed_experts(config: dict[str, Any], tensors: dict[str, torch.Tensor])
     for name, tensor in tensors.items():
         if ".experts." in name and tensor.ndim == 3:
             tensors[name] = tensor.transpose(1, 2).contiguous()
+
+
+def delta_nets(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """What the hub has of Qwen3.5 beyond transformers: an MTP layer, experts that are stacked, some keys."""
+    config["text_config"] |= {"full_attention_interval": 2, "mtp_num_hidden_layers": 1}
+    config["text_config"]["mtp_use_dedicated_embeddings"] = False
+    hidden, last, main = config["text_config"]["hidden_size"], ".layers.3.", "model.language_model"
+    for name in [name for name in tensors if name.startswith(main + last)]:
+        tensors[f"mtp.layers.0.{name.removeprefix(main + last)}"] = tensors[name].flip(0).contiguous()
+    norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    for name, draw in zip((*norms, "fc"), torch.randn(4, hidden, 2 * hidden).bfloat16(), strict=True):
+        tensors[f"mtp.{name}.weight"] = (0.1 * draw if name == "fc" else draw[0, :hidden]).clone()
+    experts = config["text_config"].get("num_experts", 0)
+    for layer in range(4 if experts else 0):
+        prefix = f"{main}.layers.{layer}.mlp.experts"
+        each = [
+            {part: tensors.pop(f"{prefix}.{e}.{part}_proj.weight") for part in ("gate", "up", "down")}
+            for e in range(experts)
+        ]
+        tensors[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat([e["gate"], e["up"]]) for e in each])
+        tensors[f"{prefix}.down_proj"] = torch.stack([e["down"] for e in each])
 
 
 def flat(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -182,6 +204,18 @@ QWEN3_TEXT = {
     **WIDE_HEADS,
     "rope_parameters": {**PLAIN_ROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
 }
+DELTA_TEXT = {
+    **TEXT,
+    **DELTA,
+    "rope_parameters": {**DELTA["rope_parameters"], "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+}
+DELTA_MOE = {
+    **{key: value for key, value in DELTA_TEXT.items() if key != "intermediate_size"},
+    **EXPERTS,
+    "num_experts": 4,
+    "shared_expert_intermediate_size": 40,
+}
+DELTA_VISION = {key: value for key, value in QWEN3_VISION.items() if key != "deepstack_visual_indexes"}
 PARTIAL_ROPE = {**PLAIN_ROPE, "partial_rotary_factor": 0.5}
 # What transformers 5 does not know of it, it keeps and saves, as the hub has it.
 MINIMAX_M2 = {
@@ -354,6 +388,16 @@ TYPES: dict[str, Tiny] = {
         "Qwen3VLMoeForConditionalGeneration",
         {"text_config": {**QWEN3_TEXT, **SPARSE}, "vision_config": QWEN3_VISION, **SEES},
         hub=published(transposed_experts),
+    ),
+    "qwen3_5": Tiny(
+        "Qwen3_5ForConditionalGeneration",
+        {"text_config": DELTA_TEXT, "vision_config": DELTA_VISION, **SEES},
+        hub=delta_nets,
+    ),
+    "qwen3_5_moe": Tiny(
+        "Qwen3_5MoeForConditionalGeneration",
+        {"text_config": DELTA_MOE, "vision_config": DELTA_VISION, **SEES},
+        hub=delta_nets,
     ),
     "gemma": Tiny("GemmaForCausalLM", GEMMA),
     "gemma2": Tiny("Gemma2ForCausalLM", {**GEMMA, "query_pre_attn_scalar": 24, "sliding_window": 8}),

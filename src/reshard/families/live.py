@@ -34,12 +34,14 @@ class Live:
 
     `renames` are parts of names, `begins` their beginnings of which one fits: (in memory, on the hub), in that order.
     `transposed` is the module of experts that the hub stacks too, but as [E, H, 2F] and [E, F, H].
+    `stacked` is the module of experts that the hub stacks as they are in memory, and `save_pretrained` takes apart.
     """
 
     experts: Experts | None = GATED
     renames: tuple[tuple[str, str], ...] = ()
     begins: tuple[tuple[str, str], ...] = ()
     transposed: str = ""
+    stacked: str = ""
 
     def to_hub(self, name: str) -> str:
         """The hub's name of a tensor that is not fused; one that has it already keeps it."""

@@ -45,7 +45,8 @@ def hub_tensors(tensors: Mapping[str, Tensor], live: Live) -> dict[str, Tensor]:
     """`tensors` of a live model under the names of the hub. Raises ReshardError listing those that are there twice."""
     result: dict[str, Tensor] = {}
     problems = []
-    for name, tensor in _as_on_the_hub(tensors, live).items():
+    tensors = _stacked(tensors, live) if live.stacked else _as_on_the_hub(tensors, live)
+    for name, tensor in tensors.items():
         for hub, part in _parts(live, name, tensor):
             if hub in result:
                 problems.append(
@@ -87,6 +88,18 @@ def _as_on_the_hub(tensors: Mapping[str, Tensor], live: Live) -> dict[str, Tenso
                 each: Tensor(tensor.dtype, tensor.view.permute(0, 2, 1)) for each, tensor in swapped.items()
             }
     return found
+
+
+def _stacked(tensors: Mapping[str, Tensor], live: Live) -> dict[str, Tensor]:
+    """The same with the experts stacked that the hub stacks. Those of MTP layers stay as they are."""
+    main, mtp = ({n: t for n, t in tensors.items() if n.startswith("mtp.") == is_mtp} for is_mtp in (0, 1))
+    planned = [Planned(n, t.dtype, t.shape, partial(_view_of, t)) for n, t in main.items()]
+    made = live_tensors(planned, Live(Experts(live.stacked)))
+    return {**{each.name: main.get(each.name) or Tensor(each.dtype, each.source()) for each in made}, **mtp}
+
+
+def _view_of(tensor: Tensor) -> View:
+    return tensor.view
 
 
 def _parts(live: Live, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -11,6 +11,7 @@ from typing import Any
 from reshard.errors import UNUSABLE, Problem, ReshardError, said, understood
 from reshard.families import FAMILIES, Family, declared, live_names
 from reshard.families.disagreements import COMPUTED, agreed
+from reshard.families.entries import first
 from reshard.families.model import Model
 from reshard.families.rope import rope_contradictions
 from reshard.families.rules import Dims
@@ -125,10 +126,10 @@ def _resolved(
             _refuse_contradictions(config, file)
         config = {"model_type": found.name, **config}
         text = dict(found.config.text(config))
-        named = text.get("num_nextn_predict_layers") or 0
+        named = first(text, MTP_LAYERS, 0)
         there = _mtp_layers(_plain(checkpoint, found), checkpoint.dialect, text)
         if there != named:
-            text.update(dict.fromkeys(("num_nextn_predict_layers", *text.keys() & {"num_mtp_layers"}), there))
+            text.update(dict.fromkeys((MTP_LAYERS[0], *text.keys() & {*MTP_LAYERS}), there))
             notes = [*notes, f"MTP layers: config.json names {named}, the checkpoint has {there}"]
         if true := vocabulary.corrected(checkpoint, text, folder):
             text["vocab_size"], why = true
@@ -281,6 +282,7 @@ def _shaped(
 
 
 _ROUTER_BIASES = (".moe_statics.e_score_correction_bias", ".router.expert_bias")
+MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -292,7 +294,8 @@ def _sizes(
     folder: Path,
 ) -> tuple[Mapping[str, Any], Dims]:
     """Megatron-LM's arguments (`args`, or what the config says) and sizes. Raises ReshardError naming unusable keys."""
-    missing = [key for key in SIZES if not isinstance(config.get(key), int) or config[key] < 1]
+    needed = [key for key in SIZES if key != "intermediate_size" or "moe_intermediate_size" not in config]
+    missing = [key for key in needed if not isinstance(config.get(key), int) or config[key] < 1]
     try:
         if missing:
             raise KeyError(", ".join(missing))

@@ -31,6 +31,7 @@ from reshard.families.rules import (
     native,
     norms,
     same,
+    stacked_experts,
     under,
 )
 
@@ -82,11 +83,18 @@ def by_key_head(parts: Parts) -> Block:
     ]
 
 
-def hybrid(d: Dims, by_head: bool, on_the_hub: Callable[[Parts], Block]) -> Iterator[Rule]:
-    """All layers: delta nets and gated attention, experts and dense MLPs. The MTP layer has attention."""
+def hybrid(
+    d: Dims, by_head: bool, on_the_hub: Callable[[Parts], Block], stacked: bool = False
+) -> Iterator[Rule]:
+    """All layers: delta nets and gated attention, experts and dense MLPs. The MTP layer has attention.
+
+    Experts may be `stacked` on the hub, in all layers but that of MTP.
+    """
     yield from ends(d)
     delta, gated = delta_net(d, by_head, on_the_hub), attention(d, gates_last=not by_head)
-    experts = moe(d, shared="shared_expert") if d.experts else []
+    apart = moe(d, shared="shared_expert") if d.experts else []
+    beside = [rule for rule in apart if not rule.experts]
+    experts = [*beside, *stacked_experts(d, transposed=False)] if stacked else apart
     for attends, mixer in ((False, delta), (True, gated)):
         for sparse, block in ((True, experts), (False, mlp(d))):
             layers = [n for n in range(d.layers) if (n in d.delta, n in d.sparse) == (not attends, sparse)]
@@ -96,7 +104,7 @@ def hybrid(d: Dims, by_head: bool, on_the_hub: Callable[[Parts], Block]) -> Iter
     if d.mtp > 1:
         raise ValueError(f"the family has one MTP layer, and the sizes have {d.mtp}")
     if d.mtp:
-        block = [*norms(d), *gated, *(experts or mlp(d))]
+        block = [*norms(d), *gated, *(apart or mlp(d))]
         yield from under("mtp.layers.0", "mtp.layers.0.transformer_layer", block)
         yield same("mtp.pre_fc_norm_embedding.weight", "mtp.layers.0.enorm.weight", d.hidden)
         yield same("mtp.pre_fc_norm_hidden.weight", "mtp.layers.0.hnorm.weight", d.hidden)

@@ -191,12 +191,9 @@ class Spelling:
         prefix, inner = "", module
         if module.startswith("transformer_layer."):
             prefix, inner = "transformer_layer.", module.removeprefix("transformer_layer.")
+        other = "linear_qkv" if layer in self._delta else "in_proj"  # which a layer has one of
         for fused, plain in FUSED_NORMS.items():
-            if (
-                inner == plain
-                and self._fuses(plain, layer)
-                and ("in_proj" in fused) == (layer in self._delta)
-            ):
+            if inner == plain and self._fuses(plain, layer) and other not in fused:
                 return prefix + fused
         return module
 

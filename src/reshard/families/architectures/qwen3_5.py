@@ -1,0 +1,70 @@
+"""Qwen3.5, dense and with experts: Qwen3-Next's layers under other names, with a vision tower.
+
+The hub keeps the input projections of a delta net apart, queries, keys and values together, and stacks experts.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from reshard.algebra.views import View, concat
+from reshard.families.architectures.qwen3_next import DELTA_NET, SHARED_EXPERT, Parts, hybrid
+from reshard.families.config import MTP
+from reshard.families.entries import Const, Key
+from reshard.families.family import MCORE, MCORE_BRIDGE, Family
+from reshard.families.live import Experts, Live
+from reshard.families.rope import MultimodalRope, Rope
+from reshard.families.rules import Block, Rule
+from reshard.families.within import Carried, Within
+
+
+def by_kind(parts: Parts) -> Block:
+    """Queries above keys above values, each in the order of heads; the other projections by themselves."""
+
+    def all_heads(*names: str) -> View:
+        return concat([parts[name].merge(0) for name in names])
+
+    return [
+        Rule("linear_attn.in_proj_qkv.weight", all_heads("query", "key", "value")),
+        Rule("linear_attn.in_proj_z.weight", all_heads("z")),
+        Rule("linear_attn.in_proj_b.weight", all_heads("beta")),
+        Rule("linear_attn.in_proj_a.weight", all_heads("alpha")),
+    ]
+
+
+apart, by_head = (partial(hybrid, by_head=each, on_the_hub=by_kind) for each in (False, True))
+VISION = Within(carried=(Carried("model.visual.", "visual.visual."),))
+PREDICTED = Key(
+    "mtp_num_hidden_layers", "mtp_num_layers", aliases=("num_nextn_predict_layers",), default=0, none=0
+)
+TEXT = (*(entry for entry in DELTA_NET if entry != MTP and not isinstance(entry, Rope)), PREDICTED)
+PLAIN, SEES = (*TEXT, Rope(fraction=0.25)), (*TEXT, MultimodalRope(fraction=0.25))
+# Every layer has experts, whose scores are normalised over those that are chosen. No key says either.
+EXPERTS = (
+    *SHARED_EXPERT,
+    Key("moe_intermediate_size", "moe_ffn_hidden_size", also=("ffn_hidden_size",)),
+    Const(args={"moe_router_pre_softmax": False, "moe_layer_freq": 1}),
+)
+# transformers saves one tensor for each expert; of Qwen3.6, the hub stacks those of the MTP layer too.
+STACKED = Live(Experts("mtp.layers.0.mlp.experts"), stacked="mlp.experts")
+
+QWEN3_5 = Family(
+    "qwen3_5",
+    "Qwen3_5ForConditionalGeneration",
+    by_head,
+    SEES,
+    computed_by=MCORE_BRIDGE,
+    within=VISION,
+    judged=(MCORE_BRIDGE,),
+)
+QWEN3_5_MOE = Family(
+    "qwen3_5_moe",
+    "Qwen3_5MoeForConditionalGeneration",
+    partial(by_head, stacked=True),
+    (*SEES, *EXPERTS),
+    live=STACKED,
+    computed_by=MCORE_BRIDGE,
+    within=VISION,
+    judged=(MCORE_BRIDGE,),
+)
+QWEN3_5_TEXT = Family("qwen3_5_text", "Qwen3_5ForCausalLM", apart, PLAIN, judged=(MCORE,))

@@ -1,0 +1,76 @@
+"""The norm of a delta net, which Megatron-Core stores less one: exact, or refused, or rounded where that is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import reshard
+from reshard.errors import ReshardError
+from tests.judges import assert_same_tensors, tensors_of
+
+Models = Callable[..., Path]
+NORM = "model.layers.2.linear_attn.norm.weight"
+
+
+@pytest.fixture
+def folder(hf_model: Models, tmp_path: Path) -> Path:
+    """Qwen3-Next in bfloat16, with one element of one norm that less one is no bfloat16."""
+    source = hf_model("qwen3_next", dtype="bfloat16")
+    copy = tmp_path / "hub"
+    copy.mkdir()
+    for file in source.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(source / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("linear_attn.norm.weight"):
+            tensors[name] = tensor.clamp(min=0.5)
+    tensors[NORM][3] = 0.1
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+def test_what_less_one_is_rounded_is_refused_before_anything_is_written(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ReshardError) as raised:
+        reshard.convert(folder, tmp_path / "megatron", to="megatron")
+    (problem,) = raised.value.problems
+    assert "out_norm" in str(problem.tensor) and "layers.2" in str(problem.tensor)
+    assert problem.found == "1 of 12 elements differ, the first is element 3"
+    assert "--dtype" in str(problem.remedy)
+    assert not (tmp_path / "megatron").exists()
+    # mcore-bridge stores it as it is.
+    reshard.convert(folder, tmp_path / "swift", to="megatron", engine="mcore-bridge")
+    assert reshard.verify(tmp_path / "swift", folder).equal
+
+
+def test_rounding_is_asked_for_by_dtype_and_float32_loses_nothing(folder: Path, tmp_path: Path) -> None:
+    reshard.convert(folder, tmp_path / "rounded", to="megatron", dtype="bfloat16")
+    found = reshard.verify(tmp_path / "rounded", folder)
+    assert [row.tensor for row in found.rows] == [NORM]
+    reshard.convert(folder, tmp_path / "wide", to="megatron", dtype="float32")
+    reshard.convert(tmp_path / "wide", tmp_path / "back", dtype="bfloat16")
+    assert_same_tensors(tensors_of(tmp_path / "back"), tensors_of(folder))
+
+
+def test_a_trained_norm_that_the_hub_would_round_is_refused_too(folder: Path, tmp_path: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: tensor.float() for name, tensor in tensors.items()}
+    tensors[NORM][3] = 1.001  # less one, as bfloat16 has it near zero, finer than near one
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    trained, other = tmp_path / "trained", tmp_path / "other"
+    reshard.convert(folder, trained, to="megatron", dtype="bfloat16")
+    with pytest.raises(ReshardError, match="a norm cannot be stored plus one without rounding") as raised:
+        reshard.convert(trained, tmp_path / "hub again")
+    assert NORM in str(raised.value)
+    reshard.convert(trained, other, to="megatron", tp=2)  # which changes no value
+    name = "decoder.layers.2.self_attention.out_norm.weight"
+    first, second = (reshard.open(each).tensors[name] for each in (trained, other))
+    assert first.shape == second.shape
+    reshard.convert(trained, tmp_path / "a", dtype="float32")
+    reshard.convert(other, tmp_path / "b", dtype="float32")
+    assert_same_tensors(tensors_of(tmp_path / "a"), tensors_of(tmp_path / "b"))
+    assert tensors_of(tmp_path / "a")[NORM][3] == 1 + torch.tensor(0.001).bfloat16().float()
