@@ -219,18 +219,8 @@ def test_megatron_computes_nemotron(tmp_path: Path) -> None:
         assert_same_tensors(tensors_of(tmp_path / f"{to}-back"), tensors_of(source))
 
 
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 UNDECLARED: dict[str, dict[str, Any]] = {
     "olmo2": {},
-    "qwen3_next": {
-        **EXPERTS,
-        "num_experts": 4,
-        "shared_expert_intermediate_size": 16,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-    },
 }
 
 
