@@ -92,7 +92,9 @@ def test_what_is_carried_is_whole_in_the_first_stage(model: Callable[[str], Path
 def test_the_names_of_another_engine(model: Callable[[str], Path], tmp_path: Path) -> None:
     reshard.convert(model("qwen3_vl"), tmp_path / "m", to="megatron", engine="megatron-bridge")
     assert any(name.startswith("vision_model.blocks") for name in reshard.open(tmp_path / "m").tensors)
-    reshard.convert(tmp_path / "m", tmp_path / "other", to="megatron", tp=2)
+    reshard.convert(tmp_path / "m", tmp_path / "same", to="megatron", tp=2)
+    assert reshard.open(tmp_path / "same").tensors.keys() == reshard.open(tmp_path / "m").tensors.keys()
+    reshard.convert(tmp_path / "m", tmp_path / "other", to="megatron", engine="mcore-bridge", pp=2)
     assert any(name.startswith("visual.visual.blocks") for name in reshard.open(tmp_path / "other").tensors)
     assert reshard.verify(tmp_path / "other", model("qwen3_vl")).equal
     with pytest.raises(ReshardError, match="does not compute the family qwen3_vl"):
@@ -175,7 +177,7 @@ def test_what_another_engine_computes_is_not_trained_on_megatron_core(
     done = commandline.reshard("train", "sft", *words, "--dry-run")
     assert done.code == 2 and "megatron-core's GPTModel does not compute the family qwen3_vl" in done.err
     reshard.convert(model("qwen3_vl"), tmp_path / "m", to="megatron")
-    with pytest.raises(ReshardError, match="does not compute the family"):
+    with pytest.raises(ReshardError, match="does not compute these weights of family qwen3_vl"):
         reshard.verify(tmp_path / "m", model("qwen3_vl"), logits=True)
 
 
