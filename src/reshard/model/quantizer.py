@@ -39,7 +39,8 @@ class Method(NamedTuple):
     """How values and scales come from a weight, and how they are stored.
 
     `table` rounds (`nearest_codes`), `packed` values make an item of `values`. `scales` makes scales of the largest
-    magnitude of each block. A weight is read as `reads`, if that is given.
+    magnitude of each block. A weight is read as `reads`, if that is given, and has to be `finite` where no code stands
+    for NaN or Inf.
     """
 
     table: Floats
