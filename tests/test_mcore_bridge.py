@@ -23,6 +23,8 @@ NAMES = {
     "muse_glimmer": LAYOUTS,
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision1_5", "ovis2_5"), LAYOUTS),
     **dict.fromkeys(("internvl", "internvl_chat", "qwen2_5_omni"), LAYOUTS),
+    **dict.fromkeys(("internvl_qwen2", "qwen3_vl_tied"), LAYOUTS),
+    "internvl_chat_moe": MOE_LAYOUTS[1:],
     **dict.fromkeys(("qwen3_vl_moe", "qwen3_omni_moe"), MOE_LAYOUTS),
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "dots1"), MOE_LAYOUTS),
     **dict.fromkeys(("minimax_m2", "hy_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite"), MOE_LAYOUTS),

@@ -26,7 +26,6 @@ from tests.genuine.huggingface import (
     DELTA,
     EXPERTS,
     GLM4_MOE,
-    GPT_OSS,
     PLAIN_ROPE,
     WIDE_HEADS,
     YARN,
@@ -548,11 +547,6 @@ TYPES |= {
     "internvl_chat_moe": Tiny(
         "InternVLChatModel",
         {"llm_config": {**QWEN3_LLM, **SPARSE, "model_type": "qwen3_moe"}},
-        module="internvl_chat",
-    ),
-    "internvl_chat_gpt_oss": Tiny(
-        "InternVLChatModel",
-        {"llm_config": {**TEXT, **GPT_OSS, "model_type": "gpt_oss"}},
         module="internvl_chat",
     ),
     "internvl_qwen2": Tiny(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from reshard.families.architectures.gpt_oss import GPT_OSS
 from reshard.families.architectures.qwen2 import QWEN2
 from reshard.families.architectures.qwen3 import QWEN3, QWEN3_MOE
 from reshard.families.family import MCORE_BRIDGE, Family
@@ -25,7 +24,7 @@ INTERNVL = Family(
     QWEN3.rules,
     QWEN3.entries,
     live=Live(begins=IN_MEMORY),
-    languages=(QWEN2, QWEN3, QWEN3_MOE, GPT_OSS),
+    languages=(QWEN2, QWEN3, QWEN3_MOE),
     computed_by=MCORE_BRIDGE,
     judged=(MCORE_BRIDGE,),
     within=Within(

@@ -22,4 +22,9 @@ QWEN2_VL = Family(
     live=Live(None, begins=(("model.language_model.", "model."), ("model.visual.", "visual."))),
     judged=(MCORE_BRIDGE,),
 )
-QWEN2_5_VL = replace(QWEN2_VL, name="qwen2_5_vl", architecture="Qwen2_5_VLForConditionalGeneration")
+QWEN2_5_VL = replace(
+    QWEN2_VL,
+    name="qwen2_5_vl",
+    architecture="Qwen2_5_VLForConditionalGeneration",
+    judged=(MCORE_BRIDGE, MEGATRON_BRIDGE),
+)

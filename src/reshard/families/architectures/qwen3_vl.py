@@ -30,7 +30,7 @@ QWEN3_VL = Family(
     (*GROUPED_HEADS, MultimodalRope(), *UNBIASED),
     computed_by=MCORE_BRIDGE,
     within=TOWER,
-    judged=(MCORE_BRIDGE,),
+    judged=(MCORE_BRIDGE, MEGATRON_BRIDGE),
 )
 QWEN3_VL_MOE = Family(
     "qwen3_vl_moe",
@@ -40,5 +40,5 @@ QWEN3_VL_MOE = Family(
     live=Live(experts=None, transposed="mlp.experts"),
     computed_by=MCORE_BRIDGE,
     within=TOWER,
-    judged=(MCORE_BRIDGE,),
+    judged=(MCORE_BRIDGE, MEGATRON_BRIDGE),
 )
