@@ -73,4 +73,5 @@ BAILING_MOE = Family(
         MTP,
     ),
     judged=(MCORE_BRIDGE,),
+    precedence=-1,  # Megatron-Core's tensors are those of other families too
 )

@@ -31,4 +31,5 @@ DEEPSEEK = Family(
         NORM_TOPK,
     ),
     judged=(MCORE_BRIDGE,),
+    precedence=-1,  # Megatron-Core's tensors are those of other families too
 )

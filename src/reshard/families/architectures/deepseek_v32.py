@@ -14,6 +14,8 @@ from reshard.families.rules import Block, Dims, Rule, indexed_layers, latent_att
 
 def indexer(d: Dims) -> Block:
     """The heads that score tokens; they take the low-rank query in."""
+    if not d.index_heads:
+        raise ValueError("the family has an indexer, and the sizes have none")
     hf, mcore = "self_attn.indexer", "self_attention.core_attention.indexer"
     return [
         same(f"{hf}.wq_b.weight", f"{mcore}.linear_wq_b.weight", d.index_heads * d.index_dim, d.q_lora),

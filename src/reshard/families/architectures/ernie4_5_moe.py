@@ -89,5 +89,6 @@ ERNIE4_5_MOE = Family(
     live=Live(renames=(("mlp.gate.moe_statics.", "mlp.moe_statics."),)),
     computed_by=MCORE_BRIDGE,
     judged=(MCORE_BRIDGE,),
+    precedence=-1,  # Megatron-Core's tensors are those of other families too
     drops_router_bias=True,
 )

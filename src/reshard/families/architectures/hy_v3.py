@@ -60,4 +60,5 @@ HY_V3 = Family(
         )
     ),
     judged=(MCORE, MCORE_BRIDGE),
+    precedence=-1,  # Megatron-Core's tensors are those of other families too
 )
