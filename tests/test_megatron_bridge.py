@@ -24,7 +24,7 @@ VISION = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 NAMES = {
     **dict.fromkeys(VISION[:2], LAYOUTS),
     VISION[2]: MOE_LAYOUTS,
-    **dict.fromkeys(("llama", "nemotron", "gemma", "gemma2", "gemma3_text", "gemma3"), LAYOUTS),
+    **dict.fromkeys(("llama", "nemotron", "gemma", "gemma2", "gemma3_text", "gemma3", "mistral3"), LAYOUTS),
     **dict.fromkeys(("olmoe", "nemotron_h", "qwen3_next"), MOE_LAYOUTS),
 }
 """Model types, each with the TP, PP and EP sizes that it is judged at."""

@@ -461,6 +461,36 @@ TYPES: dict[str, Tiny] = {
         },
         hub=nemotron_h,
     ),
+    "mistral3": Tiny(  # at the heads of all Ministral 3: Megatron-Bridge takes them for granted
+        "Mistral3ForConditionalGeneration",
+        {
+            "tie_word_embeddings": False,
+            "text_config": {
+                **EVEN,
+                "model_type": "mistral",
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "num_hidden_layers": 2,
+                "sliding_window": None,
+                "rope_parameters": {
+                    **PLAIN_ROPE,
+                    "llama_4_scaling_beta": 0.1,
+                    "original_max_position_embeddings": 64,
+                },
+            },
+            "vision_config": {
+                "model_type": "pixtral",
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "head_dim": 8,
+                "image_size": 16,
+                "patch_size": 4,
+            },
+        },
+    ),
     "nemotron": Tiny(
         "NemotronForCausalLM", {**EVEN, "rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.5}}
     ),

@@ -1,0 +1,41 @@
+"""Ministral 3: Mistral with a vision tower, whose queries are scaled by their position beyond the original context."""
+
+from __future__ import annotations
+
+from reshard.families.architectures.llama import dense
+from reshard.families.config import GROUPED_HEADS, NO_BIAS, NO_QK_NORM
+from reshard.families.entries import Args, Config, SlidingWindow, Values
+from reshard.families.family import MEGATRON_BRIDGE, Family
+from reshard.families.rope import RotaryEmbedding, rope_parameters, rotary_base
+from reshard.families.within import Carried, Within
+
+
+class KeptRope(RotaryEmbedding):
+    """YaRN and the scale of far queries, which Megatron-Bridge takes from config.json: arguments tell neither."""
+
+    def to_args(self, config: Config) -> Values:
+        return {
+            "position_embedding_type": "yarn",
+            "use_rotary_position_embeddings": False,
+            "rotary_base": rotary_base(rope_parameters(config), 1000000.0),
+        }
+
+    def to_config(self, args: Args) -> Values:
+        return {}
+
+
+MISTRAL3 = Family(
+    "mistral3",
+    "Mistral3ForConditionalGeneration",
+    dense,
+    (*GROUPED_HEADS, KeptRope(), SlidingWindow(default=None), NO_BIAS, NO_QK_NORM),
+    computed_by=MEGATRON_BRIDGE,
+    within=Within(
+        hub=(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
+        carried=(
+            Carried("vision_tower.", "vision_tower."),
+            Carried("multi_modal_projector.", "multi_modal_projector."),
+        ),
+    ),
+    judged=(MEGATRON_BRIDGE,),
+)
