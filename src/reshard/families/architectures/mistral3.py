@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from reshard.families.architectures.llama import dense
 from reshard.families.config import GROUPED_HEADS, NO_BIAS, NO_QK_NORM
 from reshard.families.entries import Args, Config, SlidingWindow, Values
@@ -22,6 +24,13 @@ class KeptRope(RotaryEmbedding):
 
     def to_config(self, args: Args) -> Values:
         return {}
+
+    def differs(self, config: Config) -> Iterator[tuple[str, str]]:
+        if "llama_4_scaling_beta" not in rope_parameters(config):  # Mistral Small 3
+            yield (
+                "rope_parameters",
+                "no llama_4_scaling_beta; Megatron-Bridge's model cannot be built without",
+            )
 
 
 MISTRAL3 = Family(
