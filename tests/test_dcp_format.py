@@ -381,7 +381,7 @@ def test_a_tensor_that_is_there_fused_and_by_itself(tmp_path: Path) -> None:
 
 
 def test_experts_that_are_missing_cannot_be_fused(tmp_path: Path) -> None:
-    live_and_hub("olmoe", tmp_path / "hub")
+    live_and_hub("flex_olmo", tmp_path / "hub")
     tensors = tensors_of(tmp_path / "hub")
     del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
     save({"model": tensors}, tmp_path / "dcp")
