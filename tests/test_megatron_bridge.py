@@ -20,10 +20,10 @@ from tests.genuine.huggingface import make_model
 from tests.genuine.model_types import LAYOUTS, MOE_LAYOUTS, TYPES, make_model_type
 from tests.test_mcore_bridge import assert_same, folders, tensors_of
 
-VISION = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+VISION = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe")
 NAMES = {
     **dict.fromkeys(VISION[:2], LAYOUTS),
-    VISION[2]: MOE_LAYOUTS,
+    **dict.fromkeys(VISION[2:], MOE_LAYOUTS),
     **dict.fromkeys(("llama", "nemotron", "gemma", "gemma2", "gemma3_text", "gemma3", "mistral3"), LAYOUTS),
     **dict.fromkeys(("olmoe", "nemotron_h", "qwen3_next"), MOE_LAYOUTS),
 }
@@ -57,7 +57,7 @@ def test_megatron_bridge_reads_and_writes_the_same(name: str, tmp_path: Path) ->
     for tp, _, _ in NAMES[name]:
         theirs, _, exported = folders(tmp_path, tp)
         assert_same(tensors_of(exported), kept)
-        # run_config.yaml alone tells the config, but not that of Qwen's towers
+        # run_config.yaml alone tells the config, but not that of towers
         for known in ({"base": base}, *([] if name in VISION else [{}])):
             back = tmp_path / f"back-{tp}-{len(known)}"
             reshard.convert(theirs, back, **known)

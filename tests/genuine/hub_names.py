@@ -34,6 +34,12 @@ def without_copies(config: Config, tensors: Tensors) -> None:
         del tensors[name]
 
 
+def rounded_bias(config: Config, tensors: Tensors) -> None:
+    """Megatron-Bridge 0.3.1 rounds the bias of a router to bfloat16, which it stores as float32."""
+    for name in [name for name in tensors if name.endswith("e_score_correction_bias")]:
+        tensors[name] = tensors[name].bfloat16().float()
+
+
 def without_statics(config: Config, tensors: Tensors) -> None:
     """Ernie 4.5 as mcore-bridge keeps it: without the bias of the router, whose weights it rounds."""
     for name in list(tensors):

@@ -334,6 +334,7 @@ TYPES: dict[str, Tiny] = {
             "vision_config": GLM_VISION,
             **SEES,
         },
+        hub=hub_names.rounded_bias,
     ),
     "kimi_k25": Tiny(
         "Kimi_K25ForConditionalGeneration", KIMI, hub=hub_names.kimi_k25, code=("modeling_kimi_k25.py",)

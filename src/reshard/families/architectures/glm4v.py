@@ -41,5 +41,5 @@ GLM4V_MOE = Family(
     live=Live(),
     computed_by=MCORE_BRIDGE,
     within=TOWER,
-    judged=(MCORE_BRIDGE,),
+    judged=(MCORE_BRIDGE, MEGATRON_BRIDGE),
 )
