@@ -38,7 +38,7 @@ def assert_plan(trainee: Trainee) -> str:
         raise ReshardError(problems)
     held, trained = max(each.all for each in counts), max(each.trained for each in counts)
     return (
-        f"{len(found)} ranks, {trainee.run.layout}: {trainee.weights.parameters:,} parameters, at most {held:,} on a "
+        f"{len(found)} ranks, {trainee.layout}: {trainee.weights.parameters:,} parameters, at most {held:,} on a "
         f"rank, of which {trained:,} are trained"
     )
 
