@@ -95,7 +95,7 @@ MORE_CASES = {
     "the same layout": Case(QWEN2, Sizes(tp=2, pp=2), Sizes(tp=2, pp=2)),
     "distributed over replicas": Case(QWEN2, Sizes(tp=2, dp=2), Sizes(pp=4), distributed=True),
     "experts": Case(QWEN3_MOE, Sizes(tp=2, ep=2, etp=1), Sizes(ep=4)),
-    "experts, a key for each layer": Case(EACH_LAYER, Sizes(pp=2), Sizes(tp=2), bf16=False),
+    "experts, a key for each layer": Case(EACH_LAYER, Sizes(pp=2), Sizes(tp=2, etp=2), bf16=False),
     "experts with an optimizer of their own from now on": Case(
         QWEN3_MOE, Sizes(pp=2), Sizes(ep=2), distributed=True, alone=False
     ),

@@ -79,6 +79,8 @@ def train_and_save(
     layout = layout or Layout()
     if not vars(complete(args)).get("num_experts"):
         layout = replace(layout, etp=layout.tp)  # as Megatron-LM has it: else half of the ranks save nothing
+    elif steps and layout.ep == 1 and layout.etp != layout.tp:
+        raise ValueError(f"megatron-core lets experts that tensor parallel ranks share drift apart: {layout}")
     if spec == "local" and steps:
         args = one_expert_at_a_time(args)
     recipe = _Recipe(
