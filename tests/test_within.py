@@ -101,6 +101,15 @@ def test_the_names_of_another_engine(model: Callable[[str], Path], tmp_path: Pat
         reshard.convert(model("qwen3_vl"), tmp_path / "refused", to="megatron", engine="mcore")
 
 
+@pytest.mark.parametrize("engine", ["megatron-bridge", "mcore"])
+def test_an_engine_that_has_no_omni_models(engine: str, tmp_path: Path) -> None:
+    base = make_model_type("qwen2_5_omni", tmp_path / "base")
+    done = commandline.reshard("convert", base, tmp_path / "out", "--to", "megatron", "--engine", engine)
+    assert done.code == 2 and not (tmp_path / "out").exists()
+    assert "the family qwen2_5_omni" in done.err and f"--engine {engine}" in done.err
+    assert "pass --engine mcore-bridge, or leave out --engine" in done.err
+
+
 def test_inspect_counts_what_is_carried(model: Callable[[str], Path]) -> None:
     found = commandline.reshard("inspect", model("qwen3_vl"), "--json").json
     sizes = [tensor.numel() for name, tensor in tensors_of(model("qwen3_vl")).items() if "visual" in name]

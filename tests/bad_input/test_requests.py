@@ -101,6 +101,25 @@ def test_a_layout_for_a_hugging_face_folder(copy: Copy) -> None:
     assert problem["found"].startswith("TP2 · PP2") and "--to megatron" in problem["remedy"]
 
 
+@pytest.mark.parametrize("flags", [(), ("--to", "dcp")])
+def test_an_engine_for_a_format_that_is_the_same_for_all(copy: Copy, flags: tuple[str, ...]) -> None:
+    problem = refusal(*convert(copy("torch_dist"), "--engine", "mcore-bridge", *flags))
+    name = flags[-1] if flags else "huggingface"
+    assert problem["message"] == f"--engine is for Megatron checkpoints; {name} is the same for all engines"
+    assert problem["found"] == f"--engine mcore-bridge --to {name}"
+    assert problem["remedy"].startswith("leave out --engine")
+    assert problem["remedy"].endswith("--to megatron or --to megatron-legacy")
+
+
+def test_an_engine_that_the_family_is_not_declared_for(copy: Copy) -> None:
+    problem = refusal(*convert(copy("qwen3"), *MEGATRON, "--engine", "megatron-bridge"))
+    assert problem["message"] == "the family qwen3 is not declared for Megatron-Bridge (NeMo)"
+    assert problem["rule"] == "it is computed by megatron-core"
+    assert problem["expected"] == "megatron-core or mcore-bridge (ms-swift)"
+    assert problem["found"] == "--engine megatron-bridge"
+    assert problem["remedy"] == "pass --engine mcore or --engine mcore-bridge, or leave out --engine"
+
+
 def test_a_hugging_face_folder_without_a_format_to_go_to(copy: Copy) -> None:
     assert "--to megatron" in refusal(*convert(copy("qwen3")))["remedy"]
 

@@ -97,13 +97,24 @@ class Family:
         within = self.within
         return (lambda d: within.placed(rules(d))) if rules and within else rules
 
+    @property
+    def _spelled(self) -> set[str]:
+        """The engines that call some of its tensors otherwise than the one that computes it."""
+        parts = self.within.carried if self.within else ()
+        return {*self.dialects, *(other for part in parts for other in part.others)} & ENGINES.keys()
+
+    @property
+    def engines(self) -> list[str]:
+        """The engines known to have it: the one that computes it, its judges, and those with names of their own."""
+        known = {self.computed_by, *self.judged, *self._spelled}
+        return [engine for engine in ENGINES if engine in known]
+
     def engine_for(self, engine: str | None) -> str:
         """The engine whose names the model has for `engine`, or for nobody in particular: the one that computes it.
 
         Most families have the same names for all.
         """
-        others = {other for part in (self.within.carried if self.within else ()) for other in part.others}
-        return engine if engine in ENGINES and engine in {*self.dialects, *others} else self.computed_by
+        return engine if engine in self._spelled else self.computed_by
 
     def carried(self, names: Iterable[str], *, native: bool) -> dict[str, str]:
         """Those of `names`, of the hub or of Megatron-Core, that are carried; and what the hub calls them."""

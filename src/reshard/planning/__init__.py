@@ -109,6 +109,13 @@ def _target(format: Format, checkpoint: Checkpoint, kind: Kind, options: Options
             found=str(options.layout),
             remedy="leave out the layout (that of the source is detected), or add --to megatron",
         )
+    if options.engine and MCORE not in target.names:
+        able = [name for name, each in written().items() if MCORE in each.names and kind in each.holds]
+        raise ReshardError(
+            f"--engine is for Megatron checkpoints; {format.name} is the same for all engines",
+            found=f"--engine {options.engine} --to {format.name}",
+            remedy=f"leave out --engine (reshard detects who saved the source), or pass --to {' or --to '.join(able)}",
+        )
     if target.dtype and Types(options.dtype).wanted not in (None, dtype(target.dtype)):
         raise ReshardError(
             f"{format.name} holds {target.dtype} alone",

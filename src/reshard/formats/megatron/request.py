@@ -37,14 +37,19 @@ def fit(request: Request) -> Request:
 
 
 def _engine(request: Request) -> str:
-    """The engine whose names are written. Raises ReshardError if it does not compute the family."""
+    """The engine whose names are written. Raises ReshardError if it is not known to have the family."""
     family, wanted = request.declared.family, request.options.engine
-    if wanted == MCORE != family.computed_by:
+    if wanted and wanted not in family.engines:
+        known = [f"--engine {engine}" for engine in family.engines]
+        able = " or ".join(ENGINES[engine] for engine in family.engines)
         raise ReshardError(
-            f"megatron-core's GPTModel does not compute the family {family.name}",
+            f"megatron-core's GPTModel does not compute the family {family.name}"
+            if wanted == MCORE
+            else f"the family {family.name} is not declared for {ENGINES.get(wanted, wanted)}",
             rule=f"it is computed by {ENGINES[family.computed_by]}",
+            expected=able,
             found=f"--engine {wanted}",
-            remedy="leave out --engine",
+            remedy=f"pass {' or '.join(known)}, or leave out --engine",
         )
     return family.engine_for(wanted or request.engine)
 
