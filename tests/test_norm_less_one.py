@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import reshard
 from reshard.errors import ReshardError
+from tests.commandline import reshard as command
 from tests.judges import assert_same_tensors, tensors_of
 
 Models = Callable[..., Path]
@@ -56,13 +57,47 @@ def test_rounding_is_asked_for_by_dtype_and_float32_loses_nothing(folder: Path, 
     assert_same_tensors(tensors_of(tmp_path / "back"), tensors_of(folder))
 
 
-def test_a_trained_norm_that_the_hub_would_round_is_refused_too(folder: Path, tmp_path: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    tensors = {name: tensor.float() for name, tensor in tensors.items()}
-    tensors[NORM][3] = 1.001  # less one, as bfloat16 has it near zero, finer than near one
+def trained_to(folder: Path, value: float, out: Path) -> Path:
+    """A bfloat16 checkpoint of Megatron-Core whose norm has an element of `value`, finer than bfloat16 near one."""
+    tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+    tensors[NORM][3] = value
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    trained, other = tmp_path / "trained", tmp_path / "other"
-    reshard.convert(folder, trained, to="megatron", dtype="bfloat16")
+    reshard.convert(folder, out, to="megatron", dtype="bfloat16")
+    return out
+
+
+def test_verify_names_a_norm_that_the_hub_rounded(folder: Path, tmp_path: Path) -> None:
+    trained = trained_to(folder, 1.001, tmp_path / "trained")
+    reshard.convert(trained, tmp_path / "hub again", dtype="bfloat16")
+    reshard.convert(folder, tmp_path / "swift", to="megatron", engine="mcore-bridge", dtype="bfloat16")
+    for sides in ((trained, tmp_path / "hub again"), (tmp_path / "swift", trained)):
+        found = reshard.verify(*sides)
+        (row,) = found.rounded
+        assert found.equal and (row.tensor, row.kind) == (NORM, "rounded sum")
+        assert row.a == "1 of 12 elements"
+        assert row.largest == torch.tensor(0.001).bfloat16().double().item()
+    shown = command("verify", trained, tmp_path / "hub again")
+    words = " ".join(shown.out.split())
+    assert shown.code == 0 and "equal but for rounding:" in words
+    assert f"{NORM} 1 of 12 elements are rounded, largest difference 0.000999" in words
+    assert "stores less one, and the other rounded: 1 (largest difference 0.000999)" in words
+    assert "quantizing" not in words
+    (row,) = command("verify", trained, tmp_path / "hub again", "--json").json["rounded"]
+    assert row["tensor"] == NORM
+
+
+def test_verify_sees_what_two_norms_less_one_differ_by(folder: Path, tmp_path: Path) -> None:
+    """Though plus one, in bfloat16, they would be the same."""
+    one = trained_to(folder, 1.001, tmp_path / "one")
+    other = trained_to(folder, 1.0012, tmp_path / "other")
+    assert [(row.tensor, row.kind) for row in reshard.verify(one, other).rows] == [(NORM, "values")]
+    reshard.convert(one, tmp_path / "cut", to="megatron", tp=2)
+    found = reshard.verify(one, tmp_path / "cut")
+    assert found.equal and not found.rounded
+
+
+def test_a_trained_norm_that_the_hub_would_round_is_refused_too(folder: Path, tmp_path: Path) -> None:
+    trained, other = trained_to(folder, 1.001, tmp_path / "trained"), tmp_path / "other"
     with pytest.raises(ReshardError, match="a norm cannot be stored plus one without rounding") as raised:
         reshard.convert(trained, tmp_path / "hub again")
     assert NORM in str(raised.value)

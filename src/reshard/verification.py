@@ -22,6 +22,7 @@ from reshard.model.dequantization import BFLOAT16, FLOAT32, dequantized
 from reshard.model.logical import Logical, LogicalTensors, logical_tensors
 from reshard.model.quantizer import Stored, stored_weights
 from reshard.model.resolve import as_named, config_of, read_base, resolve
+from reshard.model.shifted import FLOAT64
 from reshard.transfer.compare import Comparer, unequal_replicas
 from reshard.transfer.gather import Files, Ledger, castable, crc_problem
 from reshard.transfer.sources import OnStep, Sources, noted
@@ -29,6 +30,11 @@ from reshard.transfer.threads import together
 
 ROUNDED = "rounded"
 """The kind of a difference that quantizing explains."""
+
+ROUNDED_SUM = "rounded sum"
+"""The kind of a difference that rounding a norm explains, which the other side stores less one."""
+
+EXPLAINED = (ROUNDED, ROUNDED_SUM)
 
 
 class Row(NamedTuple):
@@ -45,7 +51,8 @@ class Row(NamedTuple):
 class Comparison:
     """What `verify` found. Equal, and true, if there are no rows and, where asked for, the logits agree.
 
-    `rounded` are tensors that are quantized on one side: those of the other side, quantized likewise, are the same.
+    `rounded` are tensors that are quantized on one side: those of the other side, quantized likewise, are the same. And
+    norms that one side stores less one: plus one, and rounded to their dtype, they are those of the other side.
     """
 
     tensors: int
@@ -200,7 +207,7 @@ def _compared(
         return _differing(first, second, names, Comparer(stopped, ledger), on_bytes)
 
     found = [row for part in together(work, workers) for row in part]
-    rows += [row for row in found if row.kind != ROUNDED]
+    rows += [row for row in found if row.kind not in EXPLAINED]
     _settle(ledger)
     model = first.model or second.model
     sides = (("A", first), ("B", second))
@@ -215,7 +222,7 @@ def _compared(
         if side.model
         for warning in side.model.warnings
     ]
-    rounded = sorted(row for row in found if row.kind == ROUNDED)
+    rounded = sorted(row for row in found if row.kind in EXPLAINED)
     family = model.family.name if model else None
     return Comparison(len(same), nbytes, sorted(rows), family, notes=notes, rounded=rounded)
 
@@ -235,25 +242,40 @@ def _tensor(side: Side, name: str) -> Tensor:
     return Tensor(side.tensors.tensors[name].dtype, side.tensors.view(name))
 
 
+def _exact(first: Side, second: Side, name: str) -> list[Tensor]:
+    """A tensor of both sides before anything is rounded: as stored, or in float64 where one stores it less a number."""
+    sides = (first, second)
+    if first.tensors.plus(name) == second.tensors.plus(name):
+        return [Tensor(side.tensors.tensors[name].dtype, side.tensors.stored_view(name)) for side in sides]
+    return [Tensor(FLOAT64, side.tensors.view(name)) for side in sides]
+
+
 def _differing(
     first: Side, second: Side, names: Iterable[str], comparer: Comparer, on_bytes: Callable[[int], None]
 ) -> list[Row]:
     rows = []
     try:
         for name in names:
-            a, b = _tensor(first, name), _tensor(second, name)
+            a, b = _exact(first, second, name)
             found = comparer.difference(a, b)
             if found:
                 values = f"{found.elements} of {a.view.numel} elements"
-                kind = ROUNDED if _is_rounding(comparer, first, second, name) else "values"
-                rows.append(Row(name, kind, values, values, found.largest))
-            on_bytes(a.nbytes)
+                rows.append(Row(name, _kind(comparer, first, second, name), values, values, found.largest))
+            on_bytes(first.tensors.tensors[name].nbytes)
     finally:
         comparer.close()
     return rows
 
 
-def _is_rounding(comparer: Comparer, first: Side, second: Side, name: str) -> bool:
+def _kind(comparer: Comparer, first: Side, second: Side, name: str) -> str:
+    """What explains that a tensor is not the same on both sides."""
+    if first.tensors.plus(name) != second.tensors.plus(name):
+        differ = comparer.difference(_tensor(first, name), _tensor(second, name))
+        return "values" if differ else ROUNDED_SUM
+    return ROUNDED if _is_quantized(comparer, first, second, name) else "values"
+
+
+def _is_quantized(comparer: Comparer, first: Side, second: Side, name: str) -> bool:
     """Whether one side quantizes to what the other one stores."""
     for side, other in ((first, second), (second, first)):
         if stored := side.quantized.get(name):

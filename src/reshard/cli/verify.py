@@ -13,7 +13,7 @@ from reshard import api
 from reshard.cli.console import Watch, common_options, handles_errors, print_json, stderr, stdout
 from reshard.errors import size
 from reshard.shown import escape
-from reshard.verification import Comparison
+from reshard.verification import ROUNDED, ROUNDED_SUM, Comparison, Row
 
 SHOWN = 40
 
@@ -84,6 +84,30 @@ def _check(folder: Path, is_compared: bool, json_output: bool) -> NoReturn:
     sys.exit(0 if found.equal else 1)
 
 
+def _print_rounded(found: Comparison) -> None:
+    """What is equal but for rounding: quantized weights as a whole, and norms that are stored less one by name."""
+    console = stdout()
+    sums = [row for row in found.rounded if row.kind == ROUNDED_SUM]
+    for row in sums[:SHOWN]:
+        console.print(f"{escape(row.tensor)} {row.a} are rounded, largest difference {row.largest or 0:.3g}")
+    if len(sums) > SHOWN:
+        console.print(f"… and {len(sums) - SHOWN} more (--json lists all)")
+    quantized = [row for row in found.rounded if row.kind == ROUNDED]
+    parts = [f"{found.tensors - len(found.rounded)} tensors bit for bit"]
+    if quantized:
+        what = "are what quantizing those of the other side gives, bit for bit"
+        parts.append(f"{len(quantized)} {what} {_largest(quantized)}")
+    if sums:
+        parts.append(
+            f"norms that one side stores less one, and the other rounded: {len(sums)} {_largest(sums)}"
+        )
+    console.print(f"[bold green]equal but for rounding:[/] {'; '.join(parts)}")
+
+
+def _largest(rows: list[Row]) -> str:
+    return f"(largest difference {max(row.largest or 0 for row in rows):.3g})"
+
+
 def _print(found: Comparison) -> None:
     console = stdout()
     for note in found.notes:
@@ -99,14 +123,12 @@ def _print(found: Comparison) -> None:
         console.print(table)
         if len(found.rows) > SHOWN:
             console.print(f"… and {len(found.rows) - SHOWN} more (--json lists all)")
-        console.print(f"[bold red]different:[/] {len(found.rows)} tensors; {found.tensors} were compared")
-    elif found.rounded:
-        gap = max(row.largest or 0 for row in found.rounded)
+        more = f"; {len(found.rounded)} more differ by rounding alone" if found.rounded else ""
         console.print(
-            f"[bold green]equal but for rounding:[/] {found.tensors - len(found.rounded)} tensors bit for bit; "
-            f"{len(found.rounded)} are what quantizing those of the other side gives, bit for bit "
-            f"(largest difference {gap:.3g})"
+            f"[bold red]different:[/] {len(found.rows)} tensors; {found.tensors} were compared{more}"
         )
+    elif found.rounded:
+        _print_rounded(found)
     else:
         console.print(f"[bold green]equal:[/] {found.tensors} tensors, {size(found.nbytes)}, bit for bit")
     if found.logits:

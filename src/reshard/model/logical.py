@@ -57,6 +57,16 @@ class LogicalTensors:
             return self.checkpoint.tensors[str(name)].view
         return self._made(str(name), logical.bound, logical.dtype, self._native)
 
+    def plus(self, name: str) -> float:
+        """What `view` adds to each element that is stored, before it is rounded to the tensor's dtype."""
+        bound = self.tensors[name].bound
+        return bound.plus if bound and self.are_weights else 0.0
+
+    def stored_view(self, name: str) -> View:
+        """The same as `view`, with nothing added."""
+        bound = self.tensors[name].bound
+        return bound.view.through(self._native) if bound else self.view(name)
+
     def native_view(self, name: str, bound: Bound, dtype: DType) -> View:
         """The same for the tensor `name` of an engine, made of logical tensors of `dtype`."""
         return self._made(name, bound, dtype, self.view)
