@@ -11,7 +11,7 @@ from reshard.families.binding import Binding
 from reshard.families.disagreements import foreign
 from reshard.families.rules import Dims
 from reshard.families.undeclared import BEYOND_MEGATRON, BUILT_ALIKE
-from reshard.formats import written
+from reshard.formats import huggingface, written
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.megatron.writers import MODEL_TYPE
 from reshard.formats.target import Kind
@@ -74,7 +74,8 @@ def not_known(model_type: Any) -> str:
 
 def _keeping() -> str:
     able = [name for name, to in written().items() if to.keeps_names and Kind.MODEL in to.holds]
-    return f"--to {' or --to '.join(able)} keeps the model as it is"
+    *others, last = sorted(able, key=lambda name: name != huggingface.NAME)
+    return f"--to {', '.join(others)} or {last} keeps the model as it is"
 
 
 def _beyond(model_type: str) -> Problem:
