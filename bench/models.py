@@ -150,13 +150,53 @@ GLM_4_5: dict[str, Any] = {
     "use_qk_norm": True,
     "vocab_size": 151552,
 }
+QWEN3_5_397B: dict[str, Any] = {
+    "model_type": "qwen3_5_moe",
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "tie_word_embeddings": False,
+    "text_config": {
+        "model_type": "qwen3_5_moe_text",
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "num_hidden_layers": 60,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 64,
+        "moe_intermediate_size": 1024,
+        "shared_expert_intermediate_size": 1024,
+        "num_experts_per_tok": 10,
+        "num_experts": 512,
+        "full_attention_interval": 4,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 15,
+        "mtp_num_hidden_layers": 1,
+        "dtype": "bfloat16",
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10],
+            "mrope_interleaved": True,
+        },
+    },
+    "vision_config": {"model_type": "qwen3_5_moe", "depth": 27, "hidden_size": 1152},
+}
 REAL_SIZES: dict[str, dict[str, Any]] = {
     "DeepSeek-V3": DEEPSEEK_V3,
     "DeepSeek-V3 in FP8": {**DEEPSEEK_V3, **FP8_BLOCKS},
     "Kimi-K2 in FP8": {**KIMI_K2, **FP8_BLOCKS},
     "GLM-4.5 in FP8": {**GLM_4_5, **FP8_CHANNELS},
+    "Qwen3.5-397B": QWEN3_5_397B,
 }
-"""Headers of what is published, on sparse files: for plans."""
+"""Headers of what is published, on sparse files: for plans. Of a vision tower there is one tensor."""
 
 Stored = tuple[str, DType, tuple[int, ...]]
 
@@ -198,9 +238,14 @@ def _shards(config: Mapping[str, Any]) -> Iterator[list[Stored]]:
 def _tensors(config: Mapping[str, Any]) -> Iterator[Stored]:
     family = declared(config["model_type"])
     assert family
-    dims = Dims.from_args(family.config.to_args(config), config["vocab_size"])
+    text = family.config.text(config)
+    dims = Dims.from_args(family.config.to_args(text), text["vocab_size"])
+    rules = family.rules_of(family.computed_by)
+    assert rules
+    for carried in family.within.carried if family.within else ():
+        yield f"{carried.hub}blocks.0.attn.qkv.weight", BF16, (3456, 1152)
     method = config.get("quantization_config", {}).get("quant_method")
-    for name, bound in Binding(family.rules(dims)).written():
+    for name, bound in Binding(rules(dims)).written():
         if not (method and name.endswith("_proj.weight") and "eh_proj" not in name):
             yield name, BF16, bound.shape
             continue
