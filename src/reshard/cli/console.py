@@ -202,10 +202,13 @@ def problems_of(error: Exception) -> list[Problem]:
     ]
 
 
+_PRINTING = ("--json", "--debug", "--quiet")
+
+
 def typed() -> str:
-    """The command line that is being run, for a shell."""
+    """The command line that is being run, for a shell, without what changes the printing alone."""
     words = click.get_current_context().find_root().obj or ()
-    return shown(shlex.join(["reshard", *words]))
+    return shown(shlex.join(["reshard", *(word for word in words if word not in _PRINTING)]))
 
 
 def common_options(function: Callable[..., Any]) -> Callable[..., Any]:
