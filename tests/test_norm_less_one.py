@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from transformers import AutoModelForCausalLM
 
 import reshard
 from reshard.errors import ReshardError
 from tests.commandline import reshard as command
 from tests.judges import assert_same_tensors, tensors_of
+from tests.test_optimizer import values
 
 Models = Callable[..., Path]
 NORM = "model.layers.2.linear_attn.norm.weight"
@@ -109,3 +113,36 @@ def test_a_trained_norm_that_the_hub_would_round_is_refused_too(folder: Path, tm
     reshard.convert(other, tmp_path / "b", dtype="float32")
     assert_same_tensors(tensors_of(tmp_path / "a"), tensors_of(tmp_path / "b"))
     assert tensors_of(tmp_path / "a")[NORM][3] == 1 + torch.tensor(0.001).bfloat16().float()
+
+
+def stepped(source: Path, out: Path) -> Path:
+    """A checkpoint of torch, after one step of AdamW in float32 by gradients that are made up."""
+    draw = torch.Generator().manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for weight in model.parameters():
+        weight.grad = torch.randn(weight.shape, generator=draw)
+    optimizer.step()
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=out, no_dist=True)
+    (out / "config.json").write_bytes((source / "config.json").read_bytes())
+    return out
+
+
+def test_masters_are_stored_less_one_and_moments_as_they_are(hf_model: Models, tmp_path: Path) -> None:
+    run = stepped(hf_model("qwen3_next"), tmp_path / "checkpoint-1")
+    options = {"with_optimizer": True, "no_tokenizer": True}
+    reshard.convert(run, tmp_path / "megatron", to="megatron", dtype="bfloat16", **options)
+    reshard.convert(tmp_path / "megatron", tmp_path / "back", to="dcp", dtype="float32", **options)
+    hub, back = values(run), values(tmp_path / "back")
+    native = values(reshard.open(tmp_path / "megatron").path)
+    norm = "decoder.layers.2.self_attention.out_norm.weight"
+    less_one = hub[f"model.{NORM}"] - 1
+    assert less_one.any()
+    assert torch.equal(native[f"optimizer.state.param.{norm}"], less_one)
+    assert torch.equal(native[norm], less_one.bfloat16())
+    assert torch.equal(back[f"model.{NORM}"], hub[f"model.{NORM}"])
+    for moment in ("exp_avg", "exp_avg_sq"):
+        name = f"optimizer.state.{NORM}.{moment}"
+        assert torch.equal(native[f"optimizer.state.{moment}.{norm}"], hub[name])
+        assert torch.equal(back[name], hub[name])
