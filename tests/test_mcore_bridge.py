@@ -34,7 +34,7 @@ NAMES = {
     ),
     **dict.fromkeys(("glm4", "glm4v"), STAGES),
     **dict.fromkeys(("olmoe", "llama4", "qwen3_next", "qwen3_5_moe"), MOE_LAYOUTS),
-    "qwen3_5": LAYOUTS,
+    **dict.fromkeys(("qwen3_5", "minicpmv4_6"), LAYOUTS),
 }
 """Model types, each with the TP, PP and EP sizes that it is judged at."""
 

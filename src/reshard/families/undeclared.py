@@ -16,7 +16,6 @@ BEYOND_MEGATRON: dict[str, str] = {
     "gemma4": "layers that share keys and values, and embeddings for each layer; not declared for mcore-bridge",
     "gemma4_unified": "layers that share keys and values, and embeddings for each layer; not declared for mcore-bridge",
     "glm5_next": "hybrid layers, which megatron-core has after 0.16.1, and a patch of mcore-bridge",
-    "minicpmv4_6": "Qwen3.5 with a vision tower; not declared for mcore-bridge",
     "nemotron-nas": "layers of different sizes, some without attention or MLP; not declared for Megatron-Bridge",
     "olmo2": "what attention and MLP return is normalised, and what they take in is not",
     "qwen3_asr": "Qwen3 behind an audio tower of a package of its own; not declared for mcore-bridge",

@@ -1,10 +1,11 @@
-"""Qwen3.5, dense and with experts: Qwen3-Next's layers under other names, with a vision tower.
+"""Qwen3.5, dense and with experts: Qwen3-Next's layers under other names, with a vision tower. And MiniCPM-V 4.6.
 
 The hub keeps the input projections of a delta net apart, queries, keys and values together, and stacks experts.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from reshard.algebra.views import View, concat
@@ -66,5 +67,16 @@ QWEN3_5_MOE = Family(
     computed_by=MCORE_BRIDGE,
     within=VISION,
     judged=(MCORE_BRIDGE,),
+)
+MINICPM_V = replace(
+    QWEN3_5,
+    name="minicpmv4_6",
+    architecture="MiniCPMV4_6ForConditionalGeneration",
+    within=Within(
+        carried=(
+            Carried("model.vision_tower.", "visual.vision_tower."),
+            Carried("model.merger.", "visual.merger."),
+        )
+    ),
 )
 QWEN3_5_TEXT = Family("qwen3_5_text", "Qwen3_5ForCausalLM", apart, PLAIN, judged=(MCORE,))
