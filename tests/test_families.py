@@ -25,6 +25,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderL
 
 import reshard
 from reshard.algebra.layout import Layout
+from reshard.errors import ReshardError
 from reshard.oracle.transformers import Logits, load_model, transformers_logits
 from tests.genuine.huggingface import VARIANTS
 from tests.judges import (
@@ -106,6 +107,16 @@ def test_modules_of_transformer_engine_find_all_their_keys(
     folder = converted(name, to, WIDE[name])
     result = transformer_engine.submit(judged_by_megatron, folder, spec="te").result(timeout=120)
     assert (result.missing, result.unexpected, result.other) == ((), (), ())
+
+
+def test_modules_of_transformer_engine_are_given_no_other_names(
+    converted: Callable[..., Path], transformer_engine: Executor
+) -> None:
+    """So that finding all keys means something: local modules call the norm before experts otherwise."""
+    folder = converted("qwen3_moe", "megatron", WIDE["qwen3_moe"], transformer_impl="local")
+    with pytest.raises(ReshardError, match="does not find a weight") as raised:
+        transformer_engine.submit(judged_by_megatron, folder, spec="te").result(timeout=120)
+    assert "pre_mlp_layernorm" in str(raised.value)
 
 
 # megatron-core cannot build latent attention and delta nets of its local modules without help, so nobody has these.

@@ -92,7 +92,8 @@ def _load_torch_dist(chunks: list[Any], folder: Path) -> Mismatch:
 
     keys = stored_keys(folder)
     wanted = _wanted(chunks, _key_style(keys), every)
-    te_names.follow_checkpoint(wanted, keys)
+    if not te_names.are_asked_for(chunks):
+        te_names.follow_checkpoint(wanted, keys)
     # To dist_checkpointing, "missing" is what the model does not ask for: the reverse of load_state_dict's words.
     loaded, unexpected, missing = dist_checkpointing.load(
         wanted, str(folder), strict=StrictHandling.RETURN_ALL
@@ -252,7 +253,9 @@ def _load_legacy(chunks: list[Any], folder: Path) -> Mismatch:
     stored = torch.load(file, map_location="cpu", weights_only=False, pickle_module=inert_pickle)
     found = []
     for index, chunk in enumerate(chunks):
-        state = te_names.legacy_to_local(chunk, stored[model_key(chunks, index)])
+        state = stored[model_key(chunks, index)]
+        if not te_names.are_asked_for(chunks):
+            state = te_names.legacy_to_local(chunk, state)
         result = chunk.load_state_dict(state, strict=False)
         found.append(Mismatch.of(result.missing_keys, result.unexpected_keys))
     return Mismatch.union(found)

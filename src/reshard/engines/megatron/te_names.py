@@ -2,7 +2,7 @@
 
 TransformerEngine does not run on a CPU, and the same weights under its names must still be judged there. Both
 kinds of modules compute the same function; where their names differ, the local model here asks for the name that the
-checkpoint uses. Names that agree are left to megatron-core.
+checkpoint uses. Names that agree are left to megatron-core, and modules of TransformerEngine are given no other names.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ _SHARDED = (
     (r"\.self_attention\.q_layernorm\.(weight|bias)$", r".self_attention.linear_q_up_proj.layer_norm_\1"),
     (r"\.self_attention\.kv_layernorm\.(weight|bias)$", r".self_attention.linear_kv_up_proj.layer_norm_\1"),
 )
+
+
+def are_asked_for(chunks: list[Any]) -> bool:
+    """Whether the modules are TransformerEngine's own, which have to find their names as they are."""
+    return any(getattr(chunk.config, "transformer_impl", None) == "transformer_engine" for chunk in chunks)
 
 
 def follow_checkpoint(wanted: Mapping[str, Any], keys: frozenset[str]) -> None:
