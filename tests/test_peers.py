@@ -18,7 +18,7 @@ from reshard.formats.provenance import RUN_CONFIG
 from tests import commandline
 from tests.environments import python
 from tests.genuine import make_bridge, make_swift
-from tests.genuine.model_types import SMALL_GEMMA3, make_model_type
+from tests.genuine.model_types import SMALL_GEMMA3, SMALL_QWEN3_5, make_model_type
 from tests.genuine.peers import make_base
 
 DATA = Path(__file__).parent / "data" / "peers"
@@ -133,6 +133,18 @@ def test_what_megatron_bridges_own_modules_hold_converts_back(tmp_path: Path) ->
     assert_equal(tmp_path / "ours", base)
     reshard.convert(base, tmp_path / "there", to="megatron", tp=1, pp=2)
     assert_equal(tmp_path / "there", DATA / "bridge" / "gemma3", base=base)
+
+
+def test_what_ms_swift_saved_of_gated_delta_nets_converts_back(tmp_path: Path) -> None:
+    """Qwen3.5 with its tower at TP2: delta nets by key head, each query before its gate, norms as on the hub."""
+    base = make_model_type("qwen3_5", tmp_path / "base", as_saved=True, **SMALL_QWEN3_5)
+    result = reshard.convert(DATA / "swift" / "qwen3_5", tmp_path / "ours", base=base)
+    assert not result.plan.warnings
+    assert_equal(tmp_path / "ours", base)
+    ours, theirs = (load_file(each / "model.safetensors") for each in (tmp_path / "ours", base))
+    assert ours.keys() == theirs.keys()
+    reshard.convert(base, tmp_path / "there", to="megatron")
+    assert_equal(tmp_path / "there", DATA / "swift" / "qwen3_5", base=base)
 
 
 @pytest.mark.parametrize("peer, name", [("swift", "qwen3_omni_moe"), ("bridge", "qwen3_vl_moe")])

@@ -527,6 +527,27 @@ SMALL_GEMMA3 = {
     }
 }
 
+# What tests/data/peers/swift/qwen3_5 was made of, by `make_mcore_bridge save BASE OUT 2 1 1`.
+SMALL_QWEN3_5 = {
+    "text_config": {
+        **DELTA_TEXT,
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "full_attention_interval": 2,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 4,
+        "linear_value_head_dim": 6,
+        "tie_word_embeddings": True,
+    },
+    "vision_config": {**DELTA_VISION, "depth": 1, "out_hidden_size": 16},
+    "tie_word_embeddings": True,
+}
+
 
 TYPES |= {
     "internvl": Tiny(
