@@ -17,6 +17,7 @@ import reshard
 from reshard.errors import ReshardError
 from reshard.formats.dcp.metadata import read_metadata
 from tests import commandline
+from tests.genuine.huggingface import make_model
 from tests.genuine.model_types import TYPES, make_model_type
 from tests.judges import assert_same_tensors, tensors_of
 from tests.test_dcp_format import as_torch_reads, save
@@ -99,6 +100,14 @@ def test_the_names_of_another_engine(model: Callable[[str], Path], tmp_path: Pat
     assert reshard.verify(tmp_path / "other", model("qwen3_vl")).equal
     with pytest.raises(ReshardError, match="does not compute the family qwen3_vl"):
         reshard.convert(model("qwen3_vl"), tmp_path / "refused", to="megatron", engine="mcore")
+
+
+def test_ms_swift_gets_a_numbered_iteration_of_any_family(tmp_path: Path) -> None:
+    base = make_model("llama", tmp_path / "base")
+    for engine, tracked in (("mcore-bridge", "0"), ("mcore", "release"), (None, "release")):
+        out = tmp_path / str(engine)
+        reshard.convert(base, out, to="megatron", engine=engine)
+        assert (out / "latest_checkpointed_iteration.txt").read_text() == tracked
 
 
 @pytest.mark.parametrize("engine", ["megatron-bridge", "mcore"])

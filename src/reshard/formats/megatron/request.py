@@ -89,7 +89,12 @@ def iteration_of(request: Request) -> Iteration:
         return request.iteration
     if request.states and request.optimizer:
         return request.optimizer.step or 0
-    return 0 if request.dialect == MCORE_BRIDGE else "release"
+    return 0 if _is_for_swift(request) else "release"
+
+
+def _is_for_swift(request: Request) -> bool:
+    """Whether ms-swift will load it, in names of its own or in those that all engines have."""
+    return MCORE_BRIDGE in (request.dialect, request.options.engine)
 
 
 def below(request: Request) -> str:
@@ -124,7 +129,7 @@ def arguments(request: Request) -> dict[str, Any]:
     args.pop(COMPUTED_BY, None)
     if request.dialect != MCORE:
         args[COMPUTED_BY] = request.dialect
-    if request.dialect == MCORE_BRIDGE and not request.states:  # or it looks for them
+    if _is_for_swift(request) and not request.states:  # or it looks for them
         args |= {"no_save_optim": True, "no_save_rng": True}
     if request.adapter is None:
         args["padded_vocab_size"] = model.dims.padded_vocab
