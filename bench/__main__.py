@@ -81,13 +81,13 @@ def main(data: Path, rounds: int, only: str) -> None:
 
 def _plans(name: str, model: Path, data: Path, rounds: int) -> None:
     """What it takes to plan a model of real size: nothing is written."""
-    out = data / "out"
-    for target, layout in (("megatron", "8 8 32"), ("megatron-legacy", "8 8 32"), ("huggingface", "")):
-        sizes = [
-            word for pair in zip(("--tp", "--pp", "--ep"), layout.split(), strict=False) for word in pair
-        ]
-        command = [*RESHARD, str(model), str(out), "--to", target, *sizes, "--dry-run", *QUIET]
-        command += [] if sizes else ["--dtype", "bfloat16"]
+    out, has_delta_nets = data / "out", name.startswith("Qwen3.5")
+    layout = ["--tp", "2" if has_delta_nets else "8", "--pp", "8", "--ep", "32", "--etp", "1"]
+    flags = {"megatron": layout, "megatron-legacy": layout, "huggingface": ["--dtype", "bfloat16"]}
+    if has_delta_nets:  # which have no files of ranks
+        del flags["megatron-legacy"]
+    for target, given in flags.items():
+        command = [*RESHARD, str(model), str(out), "--to", target, *given, "--dry-run", *QUIET]
         _show(race(f"plan {name} → {target}", [Contender("reshard --dry-run", command, out)], rounds))
 
 
