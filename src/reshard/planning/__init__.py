@@ -118,8 +118,8 @@ def _target(format: Format, checkpoint: Checkpoint, kind: Kind, options: Options
         )
     if target.dtype and Types(options.dtype).wanted not in (None, dtype(target.dtype)):
         raise ReshardError(
-            f"{format.name} holds {target.dtype} alone",
-            rule="the engine makes its weights of these, in the dtype that its own config names",
+            f"{format.name} stores weights in {target.dtype} only",
+            rule="the engine casts them to the dtype that its own config names",
             found=f"--dtype {options.dtype}",
             remedy="leave out --dtype",
         )

@@ -41,10 +41,8 @@ def companion_files(
 
     An adapter takes what is there of tokenizer and template; it needs none.
     """
-    left = {
-        companions.CONFIG,
-        *(() if checkpoint.quantization else companions.QUANTIZATION),
-    }  # that of a base
+    of_base = () if checkpoint.quantization else companions.QUANTIZATION
+    left = {companions.CONFIG, *of_base}
     if request.adapter is not None:
         left = {companions.CONFIG, "generation_config.json"}
     else:

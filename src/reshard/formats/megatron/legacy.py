@@ -289,12 +289,8 @@ class _Reader:
 
 def lay_out(request: Request) -> list[OutputFile]:
     """A file for each rank, and the tracker."""
-    tensors, args, layout, iteration = (
-        request.tensors,
-        arguments(request),
-        request.layout,
-        iteration_of(request),
-    )
+    tensors, layout = request.tensors, request.layout
+    args, iteration = arguments(request), iteration_of(request)
     if is_hybrid(args):
         raise ReshardError(
             "a model of several kinds of layers cannot be written as a legacy checkpoint",

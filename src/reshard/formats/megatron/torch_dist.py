@@ -377,12 +377,8 @@ class _Writer:
 
 def lay_out(request: Request) -> list[OutputFile]:
     """The files of one iteration and the tracker that names it."""
-    tensors, args, layout, iteration = (
-        request.tensors,
-        arguments(request),
-        request.layout,
-        iteration_of(request),
-    )
+    tensors, layout = request.tensors, request.layout
+    args, iteration = arguments(request), iteration_of(request)
     transformer_engine, optimizer = args["transformer_impl"] != "local", optimizer_of(request)
     places = {tensor.name: place_of(tensor.name) for tensor in tensors}
     hybrid = is_hybrid(args)
