@@ -2,17 +2,19 @@
 
 Names and configs are those of the hub: moonshotai/Kimi-K2-Instruct, Kimi-K2.5 and Kimi-VL-A3B-Instruct,
 deepseek-ai/deepseek-moe-16b-base, inclusionAI/Ling-mini-2.0. Each function turns a config and the tensors of the kin
-into them.
+into them, or what transformers 5 saves into what the hub has.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 Config = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
+Edit = Callable[[Config, Tensors], None]
 CODE = "remote_code.py"
 AUTO_MAP = {"auto_map": {"AutoConfig": "remote_code.RemoteConfig"}}
 
@@ -111,3 +113,112 @@ def bailing_moe(config: Config, tensors: Tensors) -> None:
     }
     config |= {"score_function": "sigmoid", "moe_router_enable_expert_bias": True, "use_bias": False}
     config |= {"use_qkv_bias": False, "use_qk_norm": True, "partial_rotary_factor": 0.5}
+
+
+def transposed_experts(config: Config, tensors: Tensors) -> None:
+    """Stacked experts as on the hub, [experts, in, out]; transformers 5 saves those of a new model transposed."""
+    for name, tensor in tensors.items():
+        if ".experts." in name and tensor.ndim == 3:
+            tensors[name] = tensor.transpose(1, 2).contiguous()
+
+
+def delta_nets(config: Config, tensors: Tensors) -> None:
+    """What the hub has of Qwen3.5 beyond transformers: an MTP layer, experts that are stacked, some keys."""
+    config["text_config"] |= {"full_attention_interval": 2, "mtp_num_hidden_layers": 1}
+    config["text_config"]["mtp_use_dedicated_embeddings"] = False
+    hidden, last, main = config["text_config"]["hidden_size"], ".layers.3.", "model.language_model"
+    for name in [name for name in tensors if name.startswith(main + last)]:
+        tensors[f"mtp.layers.0.{name.removeprefix(main + last)}"] = tensors[name].flip(0).contiguous()
+    norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    for name, draw in zip((*norms, "fc"), torch.randn(4, hidden, 2 * hidden).bfloat16(), strict=True):
+        tensors[f"mtp.{name}.weight"] = (0.1 * draw if name == "fc" else draw[0, :hidden]).clone()
+    experts = config["text_config"].get("num_experts", 0)
+    for layer in range(4 if experts else 0):
+        prefix = f"{main}.layers.{layer}.mlp.experts"
+        each = [
+            {part: tensors.pop(f"{prefix}.{e}.{part}_proj.weight") for part in ("gate", "up", "down")}
+            for e in range(experts)
+        ]
+        tensors[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat([e["gate"], e["up"]]) for e in each])
+        tensors[f"{prefix}.down_proj"] = torch.stack([e["down"] for e in each])
+
+
+def flat(config: Config, tensors: Tensors) -> None:
+    """The config of a language model with a vision_config in it, as the hub has it."""
+    text = config.pop("text_config")
+    for key in text.keys() - config.keys() - {"layer_types"}:
+        config[key] = text[key]
+
+
+def speaking(*modules: str) -> Edit:
+    """What turns answers into speech, which mcore-bridge copies by the beginning of its names: one layer of each."""
+
+    def add(config: Config, tensors: Tensors) -> None:
+        config["enable_audio_output"] = True
+        for seed, module in enumerate(modules):
+            values = torch.randn(8, 8, generator=torch.Generator().manual_seed(seed))
+            tensors[f"{module}.model.layers.0.weight"] = values.bfloat16()
+
+    return add
+
+
+def published(*edits: Edit) -> Edit:
+    """These edits, and the words of transformers 4, which most configs of the hub have."""
+
+    def edit(config: Config, tensors: Tensors) -> None:
+        for each in edits:
+            each(config, tensors)
+        _older(config)
+
+    return edit
+
+
+def _older(config: Config) -> None:
+    """Rotary embedding, dtype and number of experts as transformers 4 called them, at any depth."""
+    for value in list(config.values()):
+        if isinstance(value, dict):
+            _older(value)
+    if isinstance(config.get("rope_parameters"), dict):
+        rope = config.pop("rope_parameters")
+        scaling = (
+            None if rope["rope_type"] == "default" and len(rope) == 2 else {**rope, "type": rope["rope_type"]}
+        )
+        config |= {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+        (scaling or {}).pop("rope_theta", None)
+    for now, before in (("num_local_experts", "num_experts"), ("dtype", "torch_dtype")):
+        if now in config:
+            config[before] = config.pop(now)
+
+
+def gate_above_up(tensors: Tensors) -> None:
+    """GLM-4 has gate and up in one on the hub, and apart in what mcore-bridge exports."""
+    for name in [name for name in tensors if ".gate_proj." in name and "visual" not in name]:
+        up = tensors.pop(name.replace(".gate_proj.", ".up_proj."))
+        tensors[name.replace(".gate_proj.", ".gate_up_proj.")] = torch.cat([tensors.pop(name), up])
+
+
+def gemma3(config: Config, tensors: Tensors) -> None:
+    """Two ropes and the pattern of windows as transformers 4 spells them, and the tower below its own name."""
+    for part in (config, config.get("text_config", {})):
+        if rope := part.pop("rope_parameters", None):
+            part["rope_theta"] = rope["full_attention"]["rope_theta"]
+            part["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+            part["rope_scaling"] = {"rope_type": "linear", "factor": rope["full_attention"]["factor"]}
+            part["sliding_window_pattern"] = part.pop("_sliding_window_pattern")
+            del part["layer_types"]
+    for name in [name for name in tensors if name.startswith("vision_tower.")]:
+        tensors[name.replace("vision_tower.", "vision_tower.vision_model.")] = tensors.pop(name)
+
+
+def nemotron_h(config: Config, tensors: Tensors) -> None:
+    """The pattern of layers as the hub has it; what its code is called; and the bias of routers in float32."""
+    config["hybrid_override_pattern"] = "ME*-ME"
+    config["num_hidden_layers"] = 6
+    config["auto_map"] = {
+        "AutoConfig": "configuration_nemotron_h.NemotronHConfig",
+        "AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM",
+    }
+    del config["time_step_limit"]  # which transformers 5 alone can read
+    for name in tensors:
+        if name.endswith("e_score_correction_bias"):
+            tensors[name] = tensors[name].bfloat16().float()  # as Megatron-Bridge rounds it on its way in

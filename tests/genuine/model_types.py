@@ -22,10 +22,7 @@ from tests.genuine import hub_names
 from tests.genuine.hub_names import CODE
 from tests.genuine.huggingface import (
     COMMON,
-    DEEPSEEK_V3,
-    DELTA,
     EXPERTS,
-    GLM4_MOE,
     PLAIN_ROPE,
     WIDE_HEADS,
     YARN,
@@ -34,14 +31,36 @@ from tests.genuine.huggingface import (
     make_tokenizer,
     randomise,
 )
+from tests.genuine.tiny_configs import (
+    DELTA_MOE,
+    DELTA_TEXT,
+    DELTA_VISION,
+    DSA,
+    ERNIE_MOE,
+    EVEN,
+    GEMMA,
+    GEMMA3,
+    GEMMA3_VISION,
+    GLM_TEXT,
+    GLM_VISION,
+    KIMI,
+    LATENT,
+    MINIMAX_M2,
+    MROPE,
+    PARTIAL_ROPE,
+    PLAIN_GLM,
+    QWEN2_VISION,
+    QWEN3_TEXT,
+    QWEN3_VISION,
+    SEES,
+    SPARSE,
+    TEXT,
+)
 
 LAYOUTS = ((1, 1, 1), (2, 2, 1))
 MOE_LAYOUTS = ((1, 1, 1), (2, 2, 2))
 STAGES = ((1, 1, 1), (1, 2, 1))
 """mcore-bridge 1.6.5 cannot save GLM-4 over several tensor parallel ranks with megatron-core 0.16.1."""
-
-
-Edit = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
 
 
 @dataclass(frozen=True)
@@ -59,234 +78,10 @@ class Tiny:
     module: str = ""
     lost: tuple[str, ...] = ()
     from_base: bool = False
-    hub: Edit | None = None
+    hub: hub_names.Edit | None = None
     exported: Callable[[dict[str, torch.Tensor]], None] | None = None
     code: tuple[str, ...] = ()
 
-
-def transposed_experts(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Stacked experts as on the hub, [experts, in, out]; transformers 5 saves those of a new model transposed."""
-    for name, tensor in tensors.items():
-        if ".experts." in name and tensor.ndim == 3:
-            tensors[name] = tensor.transpose(1, 2).contiguous()
-
-
-def delta_nets(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """What the hub has of Qwen3.5 beyond transformers: an MTP layer, experts that are stacked, some keys."""
-    config["text_config"] |= {"full_attention_interval": 2, "mtp_num_hidden_layers": 1}
-    config["text_config"]["mtp_use_dedicated_embeddings"] = False
-    hidden, last, main = config["text_config"]["hidden_size"], ".layers.3.", "model.language_model"
-    for name in [name for name in tensors if name.startswith(main + last)]:
-        tensors[f"mtp.layers.0.{name.removeprefix(main + last)}"] = tensors[name].flip(0).contiguous()
-    norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
-    for name, draw in zip((*norms, "fc"), torch.randn(4, hidden, 2 * hidden).bfloat16(), strict=True):
-        tensors[f"mtp.{name}.weight"] = (0.1 * draw if name == "fc" else draw[0, :hidden]).clone()
-    experts = config["text_config"].get("num_experts", 0)
-    for layer in range(4 if experts else 0):
-        prefix = f"{main}.layers.{layer}.mlp.experts"
-        each = [
-            {part: tensors.pop(f"{prefix}.{e}.{part}_proj.weight") for part in ("gate", "up", "down")}
-            for e in range(experts)
-        ]
-        tensors[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat([e["gate"], e["up"]]) for e in each])
-        tensors[f"{prefix}.down_proj"] = torch.stack([e["down"] for e in each])
-
-
-def flat(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """The config of a language model with a vision_config in it, as the hub has it."""
-    text = config.pop("text_config")
-    for key in text.keys() - config.keys() - {"layer_types"}:
-        config[key] = text[key]
-
-
-def speaking(*modules: str) -> Edit:
-    """What turns answers into speech, which mcore-bridge copies by the beginning of its names: one layer of each."""
-
-    def add(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        config["enable_audio_output"] = True
-        for seed, module in enumerate(modules):
-            values = torch.randn(8, 8, generator=torch.Generator().manual_seed(seed))
-            tensors[f"{module}.model.layers.0.weight"] = values.bfloat16()
-
-    return add
-
-
-def published(*edits: Edit) -> Edit:
-    """These edits, and the words of transformers 4, which most configs of the hub have."""
-
-    def edit(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        for each in edits:
-            each(config, tensors)
-        _older(config)
-
-    return edit
-
-
-def _older(config: dict[str, Any]) -> None:
-    """Rotary embedding, dtype and number of experts as transformers 4 called them, at any depth."""
-    for value in list(config.values()):
-        if isinstance(value, dict):
-            _older(value)
-    if isinstance(config.get("rope_parameters"), dict):
-        rope = config.pop("rope_parameters")
-        scaling = (
-            None if rope["rope_type"] == "default" and len(rope) == 2 else {**rope, "type": rope["rope_type"]}
-        )
-        config |= {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
-        (scaling or {}).pop("rope_theta", None)
-    for now, before in (("num_local_experts", "num_experts"), ("dtype", "torch_dtype")):
-        if now in config:
-            config[before] = config.pop(now)
-
-
-def gate_above_up(tensors: dict[str, torch.Tensor]) -> None:
-    """GLM-4 has gate and up in one on the hub, and apart in what mcore-bridge exports."""
-    for name in [name for name in tensors if ".gate_proj." in name and "visual" not in name]:
-        up = tensors.pop(name.replace(".gate_proj.", ".up_proj."))
-        tensors[name.replace(".gate_proj.", ".gate_up_proj.")] = torch.cat([tensors.pop(name), up])
-
-
-def gemma3(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Two ropes and the pattern of windows as transformers 4 spells them, and the tower below its own name."""
-    for part in (config, config.get("text_config", {})):
-        if rope := part.pop("rope_parameters", None):
-            part["rope_theta"] = rope["full_attention"]["rope_theta"]
-            part["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
-            part["rope_scaling"] = {"rope_type": "linear", "factor": rope["full_attention"]["factor"]}
-            part["sliding_window_pattern"] = part.pop("_sliding_window_pattern")
-            del part["layer_types"]
-    for name in [name for name in tensors if name.startswith("vision_tower.")]:
-        tensors[name.replace("vision_tower.", "vision_tower.vision_model.")] = tensors.pop(name)
-
-
-def nemotron_h(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """The pattern of layers as the hub has it; what its code is called; and the bias of routers in float32."""
-    config["hybrid_override_pattern"] = "ME*-ME"
-    config["num_hidden_layers"] = 6
-    config["auto_map"] = {
-        "AutoConfig": "configuration_nemotron_h.NemotronHConfig",
-        "AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM",
-    }
-    del config["time_step_limit"]  # which transformers 5 alone can read
-    for name in tensors:
-        if name.endswith("e_score_correction_bias"):
-            tensors[name] = tensors[name].bfloat16().float()  # as Megatron-Bridge rounds it on its way in
-
-
-TEXT: dict[str, Any] = {key: value for key, value in COMMON.items() if not key.endswith("_token_id")}
-EVEN = {**TEXT, "vocab_size": 288}
-"""Megatron-Bridge pads no vocabulary that it loads from the hub."""
-MROPE = {**PLAIN_ROPE, "rope_type": "default", "mrope_section": [2, 1, 1]}
-SEES = {
-    "image_token_id": 280,
-    "video_token_id": 281,
-    "vision_start_token_id": 278,
-    "vision_end_token_id": 279,
-}
-QWEN2_VISION = {
-    "depth": 2,
-    "num_heads": 2,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-}
-QWEN3_VISION = {
-    **QWEN2_VISION,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "out_hidden_size": 64,
-    "deepstack_visual_indexes": [0],
-    "num_position_embeddings": 16,
-}
-QWEN3_TEXT = {
-    **TEXT,
-    **WIDE_HEADS,
-    "rope_parameters": {**PLAIN_ROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
-}
-DELTA_TEXT = {
-    **TEXT,
-    **DELTA,
-    "rope_parameters": {**DELTA["rope_parameters"], "mrope_section": [2, 1, 1], "mrope_interleaved": True},
-}
-DELTA_MOE = {
-    **{key: value for key, value in DELTA_TEXT.items() if key != "intermediate_size"},
-    **EXPERTS,
-    "num_experts": 4,
-    "shared_expert_intermediate_size": 40,
-}
-DELTA_VISION = {key: value for key, value in QWEN3_VISION.items() if key != "deepstack_visual_indexes"}
-PARTIAL_ROPE = {**PLAIN_ROPE, "partial_rotary_factor": 0.5}
-# What transformers 5 does not know of it, it keeps and saves, as the hub has it.
-MINIMAX_M2 = {
-    **COMMON,
-    **WIDE_HEADS,
-    "intermediate_size": 24,
-    "num_experts_per_tok": 2,
-    "num_local_experts": 4,
-    "scoring_func": "sigmoid",
-    "rotary_dim": 8,
-    "use_qk_norm": True,
-    "qk_norm_type": "per_layer",
-    "use_routing_bias": True,
-}
-LATENT = {**COMMON, **DEEPSEEK_V3, "q_lora_rank": 24, "n_routed_experts": 4}
-# Of 12 tokens, each attends to those that the indexer chooses.
-DSA = {**LATENT, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 8}
-ERNIE_MOE = {
-    **COMMON,
-    "moe_intermediate_size": 24,
-    "moe_k": 2,
-    "moe_num_experts": 4,
-    "moe_num_shared_experts": 2,
-}
-GLM_VISION = {
-    **QWEN2_VISION,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "out_hidden_size": 64,
-    "image_size": 16,
-}
-GLM_TEXT = {**TEXT, "attention_bias": True, "rope_parameters": {**PARTIAL_ROPE, "mrope_section": [2, 1, 1]}}
-KIMI_VISION = {
-    "patch_size": 4,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 2,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "pos_emb_height": 4,
-    "pos_emb_width": 4,
-}
-KIMI = {
-    "text_config": {**TEXT, **LATENT, "model_type": "deepseek_v3"},
-    "vision_config": KIMI_VISION,
-    "projection_hidden_size": 16,
-    "tie_word_embeddings": False,
-    "image_token_id": 280,
-    "video_token_id": 281,
-}
-PLAIN_GLM = {**COMMON, **GLM4_MOE, "num_nextn_predict_layers": 0, "n_routed_experts": 4}
-SPARSE = {**EXPERTS, "moe_intermediate_size": 24, "num_experts": 4, "norm_topk_prob": True}
-GEMMA = {**EVEN, **WIDE_HEADS, "tie_word_embeddings": True}
-GEMMA3_ROPE = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
-    "full_attention": {"rope_type": "linear", "rope_theta": 500000.0, "factor": 8.0},
-}
-GEMMA3 = {
-    **GEMMA,
-    "num_hidden_layers": 6,
-    "query_pre_attn_scalar": 24,
-    "sliding_window": 8,
-    "rope_parameters": GEMMA3_ROPE,
-}
-GEMMA3_VISION = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 16,
-    "patch_size": 4,
-    "vision_use_head": False,
-}
 
 TYPES: dict[str, Tiny] = {
     "muse_glimmer": Tiny(
@@ -312,7 +107,7 @@ TYPES: dict[str, Tiny] = {
     "glm4": Tiny(
         "Glm4ForCausalLM",
         {**COMMON, **WIDE_HEADS, "attention_bias": True, "rope_parameters": PARTIAL_ROPE},
-        exported=gate_above_up,
+        exported=hub_names.gate_above_up,
     ),
     "deepseek_v32": Tiny(
         "DeepseekV32ForCausalLM", {**DSA, "rope_parameters": YARN, "num_nextn_predict_layers": 1}
@@ -325,7 +120,7 @@ TYPES: dict[str, Tiny] = {
     "glm4v": Tiny(
         "Glm4vForConditionalGeneration",
         {"text_config": GLM_TEXT, "vision_config": GLM_VISION, **SEES},
-        exported=gate_above_up,
+        exported=hub_names.gate_above_up,
     ),
     "glm4v_moe": Tiny(
         "Glm4vMoeForConditionalGeneration",
@@ -362,7 +157,7 @@ TYPES: dict[str, Tiny] = {
             "vision_config": {**QWEN2_VISION, "embed_dim": 16, "hidden_size": 64, "mlp_ratio": 2},
             **SEES,
         },
-        hub=published(flat),
+        hub=hub_names.published(hub_names.flat),
     ),
     "qwen2_5_vl": Tiny(
         "Qwen2_5_VLForConditionalGeneration",
@@ -377,27 +172,27 @@ TYPES: dict[str, Tiny] = {
             },
             **SEES,
         },
-        hub=published(flat),
+        hub=hub_names.published(hub_names.flat),
     ),
     "qwen3_vl": Tiny(
         "Qwen3VLForConditionalGeneration",
         {"text_config": QWEN3_TEXT, "vision_config": QWEN3_VISION, **SEES},
-        hub=published(),
+        hub=hub_names.published(),
     ),
     "qwen3_vl_moe": Tiny(
         "Qwen3VLMoeForConditionalGeneration",
         {"text_config": {**QWEN3_TEXT, **SPARSE}, "vision_config": QWEN3_VISION, **SEES},
-        hub=published(transposed_experts),
+        hub=hub_names.published(hub_names.transposed_experts),
     ),
     "qwen3_5": Tiny(
         "Qwen3_5ForConditionalGeneration",
         {"text_config": DELTA_TEXT, "vision_config": DELTA_VISION, **SEES},
-        hub=delta_nets,
+        hub=hub_names.delta_nets,
     ),
     "qwen3_5_moe": Tiny(
         "Qwen3_5MoeForConditionalGeneration",
         {"text_config": DELTA_MOE, "vision_config": DELTA_VISION, **SEES},
-        hub=delta_nets,
+        hub=hub_names.delta_nets,
     ),
     "minicpmv4_6": Tiny(
         "MiniCPMV4_6ForConditionalGeneration",
@@ -415,15 +210,15 @@ TYPES: dict[str, Tiny] = {
             "image_token_id": 280,
             "video_token_id": 281,
         },
-        hub=delta_nets,
+        hub=hub_names.delta_nets,
     ),
     "gemma": Tiny("GemmaForCausalLM", GEMMA),
     "gemma2": Tiny("Gemma2ForCausalLM", {**GEMMA, "query_pre_attn_scalar": 24, "sliding_window": 8}),
-    "gemma3_text": Tiny("Gemma3ForCausalLM", GEMMA3, hub=gemma3),
+    "gemma3_text": Tiny("Gemma3ForCausalLM", GEMMA3, hub=hub_names.gemma3),
     "gemma3": Tiny(
         "Gemma3ForConditionalGeneration",
         {"text_config": GEMMA3, "vision_config": GEMMA3_VISION, "mm_tokens_per_image": 4},
-        hub=gemma3,
+        hub=hub_names.gemma3,
     ),
     "olmoe": Tiny(
         "OlmoeForCausalLM",
@@ -478,7 +273,7 @@ TYPES: dict[str, Tiny] = {
             "n_routed_experts": 4,
             "moe_shared_expert_intermediate_size": 40,
         },
-        hub=nemotron_h,
+        hub=hub_names.nemotron_h,
     ),
     "mistral3": Tiny(  # at the heads of all Ministral 3: Megatron-Bridge takes them for granted
         "Mistral3ForConditionalGeneration",
@@ -590,7 +385,7 @@ TYPES |= {
             "talker_config": {},
             "enable_audio_output": False,
         },
-        hub=published(speaking("talker", "token2wav")),
+        hub=hub_names.published(hub_names.speaking("talker", "token2wav")),
         lost=("talker.", "token2wav."),
         from_base=True,
     ),
@@ -604,7 +399,7 @@ TYPES |= {
             },
             "enable_audio_output": False,
         },
-        hub=published(speaking("talker", "code2wav")),
+        hub=hub_names.published(hub_names.speaking("talker", "code2wav")),
         lost=("talker.", "code2wav."),
         from_base=True,
     ),
@@ -634,7 +429,7 @@ TYPES |= {
             "text_config": {**QWEN3_TEXT, "tie_word_embeddings": True},
             "tie_word_embeddings": True,
         },
-        hub=published(),
+        hub=hub_names.published(),
     ),
     "llava_onevision1_5": Tiny(
         "LLaVAOneVision1_5_ForConditionalGeneration",
@@ -679,7 +474,7 @@ TYPES |= {
             "tie_word_embeddings": True,
             **SEES,
         },
-        hub=published(transposed_experts),
+        hub=hub_names.published(hub_names.transposed_experts),
     ),
     "small_qwen3_omni_moe": Tiny(
         "Qwen3OmniMoeForConditionalGeneration",
@@ -691,7 +486,7 @@ TYPES |= {
             },
             "enable_audio_output": False,
         },
-        hub=published(speaking("talker", "code2wav")),
+        hub=hub_names.published(hub_names.speaking("talker", "code2wav")),
     ),
 }
 

@@ -1,0 +1,130 @@
+"""Small configs, in the words of transformers 5: what the model types of `model_types` have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.genuine.huggingface import (
+    COMMON,
+    DEEPSEEK_V3,
+    DELTA,
+    EXPERTS,
+    GLM4_MOE,
+    PLAIN_ROPE,
+    WIDE_HEADS,
+)
+
+TEXT: dict[str, Any] = {key: value for key, value in COMMON.items() if not key.endswith("_token_id")}
+EVEN = {**TEXT, "vocab_size": 288}
+"""Megatron-Bridge pads no vocabulary that it loads from the hub."""
+MROPE = {**PLAIN_ROPE, "rope_type": "default", "mrope_section": [2, 1, 1]}
+SEES = {
+    "image_token_id": 280,
+    "video_token_id": 281,
+    "vision_start_token_id": 278,
+    "vision_end_token_id": 279,
+}
+QWEN2_VISION = {
+    "depth": 2,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+QWEN3_VISION = {
+    **QWEN2_VISION,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "out_hidden_size": 64,
+    "deepstack_visual_indexes": [0],
+    "num_position_embeddings": 16,
+}
+QWEN3_TEXT = {
+    **TEXT,
+    **WIDE_HEADS,
+    "rope_parameters": {**PLAIN_ROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+}
+DELTA_TEXT = {
+    **TEXT,
+    **DELTA,
+    "rope_parameters": {**DELTA["rope_parameters"], "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+}
+DELTA_MOE = {
+    **{key: value for key, value in DELTA_TEXT.items() if key != "intermediate_size"},
+    **EXPERTS,
+    "num_experts": 4,
+    "shared_expert_intermediate_size": 40,
+}
+DELTA_VISION = {key: value for key, value in QWEN3_VISION.items() if key != "deepstack_visual_indexes"}
+PARTIAL_ROPE = {**PLAIN_ROPE, "partial_rotary_factor": 0.5}
+# What transformers 5 does not know of it, it keeps and saves, as the hub has it.
+MINIMAX_M2 = {
+    **COMMON,
+    **WIDE_HEADS,
+    "intermediate_size": 24,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+    "scoring_func": "sigmoid",
+    "rotary_dim": 8,
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "use_routing_bias": True,
+}
+LATENT = {**COMMON, **DEEPSEEK_V3, "q_lora_rank": 24, "n_routed_experts": 4}
+# Of 12 tokens, each attends to those that the indexer chooses.
+DSA = {**LATENT, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 8}
+ERNIE_MOE = {
+    **COMMON,
+    "moe_intermediate_size": 24,
+    "moe_k": 2,
+    "moe_num_experts": 4,
+    "moe_num_shared_experts": 2,
+}
+GLM_VISION = {
+    **QWEN2_VISION,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "out_hidden_size": 64,
+    "image_size": 16,
+}
+GLM_TEXT = {**TEXT, "attention_bias": True, "rope_parameters": {**PARTIAL_ROPE, "mrope_section": [2, 1, 1]}}
+KIMI_VISION = {
+    "patch_size": 4,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "pos_emb_height": 4,
+    "pos_emb_width": 4,
+}
+KIMI = {
+    "text_config": {**TEXT, **LATENT, "model_type": "deepseek_v3"},
+    "vision_config": KIMI_VISION,
+    "projection_hidden_size": 16,
+    "tie_word_embeddings": False,
+    "image_token_id": 280,
+    "video_token_id": 281,
+}
+PLAIN_GLM = {**COMMON, **GLM4_MOE, "num_nextn_predict_layers": 0, "n_routed_experts": 4}
+SPARSE = {**EXPERTS, "moe_intermediate_size": 24, "num_experts": 4, "norm_topk_prob": True}
+GEMMA = {**EVEN, **WIDE_HEADS, "tie_word_embeddings": True}
+GEMMA3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 500000.0, "factor": 8.0},
+}
+GEMMA3 = {
+    **GEMMA,
+    "num_hidden_layers": 6,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 8,
+    "rope_parameters": GEMMA3_ROPE,
+}
+GEMMA3_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+    "vision_use_head": False,
+}
