@@ -27,7 +27,7 @@ from tests.commandline import reshard as command
 from tests.environments import python
 from tests.genuine import peft, quantized
 from tests.judges import assert_merged, assert_same_tensors, tensors_of
-from tests.test_dequantized import assert_as_transformers, bits, published, unpacked
+from tests.test_dequantized import assert_as_transformers, published, unpacked
 
 Models = Callable[..., Path]
 Tensors = dict[str, torch.Tensor]
@@ -80,7 +80,7 @@ def assert_quantized(folder: Path, plain: Tensors, kind: str) -> set[str]:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype, name
-        np.testing.assert_array_equal(bits(found[name]), bits(tensor), err_msg=name)
+        np.testing.assert_array_equal(quantized.bits(found[name]), quantized.bits(tensor), err_msg=name)
     return chosen
 
 
@@ -164,7 +164,7 @@ def test_blocks_at_the_edges(hf_model: Models, tmp_path: Path) -> None:
 def assert_same_bits(ours: Tensors, reference: Tensors) -> None:
     assert ours.keys() == reference.keys()
     for name, tensor in reference.items():
-        np.testing.assert_array_equal(bits(ours[name]), bits(tensor), err_msg=name)
+        np.testing.assert_array_equal(quantized.bits(ours[name]), quantized.bits(tensor), err_msg=name)
 
 
 def of_many_kinds(shape: tuple[int, ...], dtype: torch.dtype, *, finite: bool = True) -> torch.Tensor:
@@ -245,7 +245,7 @@ def test_scales_that_are_not_of_bfloat16_move_once(hf_model: Models, tmp_path: P
     reshard.convert(first, second, quantize="fp8")
     reshard.convert(second, third, quantize="fp8")
     was, now = tensors_of(first), tensors_of(second)
-    moved = {name for name in was if not np.array_equal(bits(was[name]), bits(now[name]))}
+    moved = {name for name in was if not np.array_equal(quantized.bits(was[name]), quantized.bits(now[name]))}
     assert moved
     assert all(name.endswith("_scale_inv") for name in moved)
     assert all(((was[name] / now[name]) - 1).abs().max() <= 2**-8 for name in moved)

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config, PreTrainedModel
@@ -75,3 +76,19 @@ def dequantized_by_transformers(folder: Path) -> PreTrainedModel:
     else:
         how = Mxfp4Config(dequantize=True)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=how)
+
+
+def assert_holds(folder: Path, expected: Mapping[str, torch.Tensor]) -> None:
+    """That a plain folder has these tensors to the bit, and nothing that tells of quantization."""
+    found = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        np.testing.assert_array_equal(bits(found[name]), bits(tensor), err_msg=name)
+    config = json.loads((folder / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert config["dtype"] == "bfloat16"
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.contiguous().view(torch.uint8).numpy()
