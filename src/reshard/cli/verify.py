@@ -76,7 +76,7 @@ def _check(folder: Path, is_compared: bool, json_output: bool) -> NoReturn:
         verdict = (
             "[bold green]unchanged:[/]"
             if found.equal
-            else f"[bold red]changed:[/] {len(found.faults)} faults;"
+            else f"[bold red]changed:[/] {len(found.faults)} {'problem' if len(found.faults) == 1 else 'problems'};"
         )
         stdout().print(
             f"{verdict} {found.files} files, {size(found.nbytes)}, read and compared with reshard.json"
@@ -89,17 +89,17 @@ def _print_rounded(found: Comparison) -> None:
     console = stdout()
     sums = [row for row in found.rounded if row.kind == ROUNDED_SUM]
     for row in sums[:SHOWN]:
-        console.print(f"{escape(row.tensor)} {row.a} are rounded, largest difference {row.largest or 0:.3g}")
+        console.print(f"{escape(row.tensor)} {row.a} are rounded: largest difference {row.largest or 0:.3g}")
     if len(sums) > SHOWN:
         console.print(f"… and {len(sums) - SHOWN} more (--json lists all)")
     quantized = [row for row in found.rounded if row.kind == ROUNDED]
     parts = [f"{found.tensors - len(found.rounded)} tensors bit for bit"]
     if quantized:
-        what = "are what quantizing those of the other side gives, bit for bit"
+        what = "match the other side once that is quantized, bit for bit"
         parts.append(f"{len(quantized)} {what} {_largest(quantized)}")
     if sums:
         parts.append(
-            f"norms that one side stores less one, and the other rounded: {len(sums)} {_largest(sums)}"
+            f"norms that one side stores less one and the other rounded: {len(sums)} {_largest(sums)}"
         )
     console.print(f"[bold green]equal but for rounding:[/] {'; '.join(parts)}")
 

@@ -331,7 +331,7 @@ def _settings(how: str, storage: Storage, others: Iterable[Planned]) -> dict[str
 
 
 def _not_of_this_model(how: str, config: Mapping[str, Any]) -> ReshardError:
-    rule = "transformers loads gpt-oss in MXFP4, its experts alone, and other models in FP8"
+    rule = "transformers loads gpt-oss in MXFP4 (experts only) and other models in FP8"
     return ReshardError(
         "this model is not stored in this format",
         rule=rule,
