@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export TORCHDYNAMO_DISABLE := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-all lint bench clean
+.PHONY: demo test test-all lint bench fuzz faults clean
 
 demo: $(VENV)/.ready  ## Hugging Face -> Megatron-Core, train, and back, with every step checked
 	$(BIN)/python -m demo
@@ -28,6 +28,12 @@ lint: $(VENV)/.ready
 
 bench: $(VENV)/.ready  ## wall time and memory beside cp and beside other tools
 	$(BIN)/python -m bench
+
+fuzz: $(VENV)/.ready  ## every parser for a minute of processor time, guided by coverage
+	$(BIN)/python -m tests.fuzz
+
+faults: $(VENV)/.ready  ## conversions with system calls that fail, and a table of what came of it
+	$(BIN)/python -m tests.faults
 
 # torch comes first and by itself, at the version that the tests know. megatron-core comes without its
 # requirements, which would pull in CUDA packages that nothing here uses.

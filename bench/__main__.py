@@ -1,4 +1,4 @@
-"""`python -m bench [--data DIR] [--rounds N] [--only WORD]`: the tables of docs/performance.md."""
+"""`python -m bench [--data DIR] [--rounds N] [--only WORD]`: the tables of docs/performance.md and docs/scale.md."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import click
 
+from bench import costs, scale, sync
 from bench.models import QWEN2_5_3B, QWEN3_MOE, REAL_SIZES, make
 from bench.race import HEADER, Contender, race
 
@@ -74,6 +75,14 @@ def main(data: Path, rounds: int, only: str) -> None:
             _against_engine(peer, make(data / "base", BASE), data, rounds)
     if only in "fp8":
         _quantized(make(data / "base", BASE), data, rounds)
+    if only in "sync":
+        _show(["", *sync.HEADER])
+        for row in sync.rows(data, rounds):
+            _show([row])
+    if only in "costs":
+        _show(list(costs.rows(data, rounds)))
+    if only in "scale":
+        _show(list(scale.rows(data)))
     for name, config in REAL_SIZES.items():
         if only in f"plan {name}":
             _plans(name, make(data / name.replace(" ", "-"), config, sparse=True), data, rounds)

@@ -34,6 +34,31 @@ QWEN2_5_3B: dict[str, Any] = {
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
 }
+LLAMA_3_1_405B: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "mlp_bias": False,
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
 QWEN3_MOE: dict[str, Any] = {
     **QWEN2_5_3B,
     "model_type": "qwen3_moe",
@@ -227,11 +252,14 @@ def make(folder: Path, config: Mapping[str, Any], *, sparse: bool = False) -> Pa
 
 def _shards(config: Mapping[str, Any]) -> Iterator[list[Stored]]:
     shard: list[Stored] = []
+    size = 0
     for stored in _tensors(config):
-        if shard and sum(map(_nbytes, shard)) + _nbytes(stored) > SHARD:
+        nbytes = _nbytes(stored)
+        if shard and size + nbytes > SHARD:
             yield shard
-            shard = []
+            shard, size = [], 0
         shard.append(stored)
+        size += nbytes
     yield shard
 
 

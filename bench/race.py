@@ -25,7 +25,7 @@ class Contender:
 
     def run(self) -> None:
         """One run: wall and processor seconds, and the largest resident size of the process in bytes."""
-        _remove(self.output)
+        self.clear()
         os.sync()  # what the run before left dirty is not this one's to pay for
         launched = subprocess.run(
             [sys.executable, "-I", "-S", "-c", LAUNCHER, *self.command],
@@ -39,6 +39,13 @@ class Contender:
         self.seconds.append(float(seconds))
         self.cpu.append(float(cpu))
         self.peak.append(int(peak))
+
+    def clear(self) -> None:
+        """Remove what it has written."""
+        if self.output.is_dir():
+            shutil.rmtree(self.output)
+        else:
+            self.output.unlink(missing_ok=True)
 
 
 LAUNCHER = """
@@ -62,7 +69,7 @@ def race(title: str, contenders: list[Contender], rounds: int = 5) -> list[str]:
                 contender.cpu.clear()
                 contender.peak.clear()
     for contender in contenders:
-        _remove(contender.output)
+        contender.clear()
     first = contenders[0]
     return [
         f"| {title} | {c.name} | {median(c.seconds):.2f} ({min(c.seconds):.2f}–{max(c.seconds):.2f}) "
@@ -75,10 +82,3 @@ HEADER = [
     "| road | who | wall s, median (min–max) | ÷ first | CPU s | peak RSS MiB |",
     "|---|---|---|---|---|---|",
 ]
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

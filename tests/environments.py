@@ -67,6 +67,7 @@ ENVIRONMENTS = {
         ("autoawq==0.2.9", "auto-round==0.16.1", "torchao==0.18.0"),
         on=TESTS,
     ),
+    "executors": Environment(("ray==2.60.0", "mpi4py==4.1.2"), on=TESTS),
     "internevo": Environment(("einops", "requests"), ("InternEvo==0.4.9",), on=TESTS),
     "bridges": Environment(("omegaconf",), ("megatron-bridge==0.3.1", "mcore-bridge==1.6.5"), on=TESTS),
     "megatron-bridge": Environment(
@@ -104,6 +105,7 @@ ENVIRONMENTS = {
         ("ms-swift==4.6.0", "mcore-bridge==1.6.5", "triton==3.7.0"),
         on=TESTS,
     ),
+    "fuzz": Environment(("atheris==3.0.0",), on=TESTS),
     "verl": Environment(
         (
             *("ray==2.60.0", "hydra-core", "codetiming", "tensordict==0.15.3", "pyvers"),

@@ -27,17 +27,18 @@ CONTRACT = {
     "inspect": "--json",
     "convert": "--to --base --tp --pp --vpp --ep --etp --iteration --family --trust --dtype --max-shard-size "
     "--vocab-divisible-by --memory --workers --dry-run --overwrite --no-tokenizer --json --quiet --debug",
-    "verify": "--base --logits --json",
+    "verify": "--base --logits --proof --json",
     "train": "",
     "export": "",
-    "doctor": "--lang --list --explain --json",
+    "doctor": "--lang --list --explain --json --python",
     "support": "--json",
 }
 BESIDES = {
     "inspect": "--iteration --remove-unfinished --debug",
     "convert": "--stages --transformer-impl --strict --strip --no-checksum --with-optimizer "
-    "--merge --adapter --lora-alpha --engine --quantize --no-resume --verify",
-    "verify": "--debug",
+    "--merge --adapter --lora-alpha --engine --quantize --no-resume --verify --push-to-hub --private"
+    " --on --no-sync",
+    "verify": "--memory --debug",
     "train": "",  # its methods have the flags: tests/train/test_cli.py
     "export": "--merge --dtype --overwrite --no-resume --quiet --json --debug",
     "doctor": "--quiet --debug",
@@ -325,7 +326,6 @@ def test_names_are_counted_only_where_there_are_more(hf_model: Callable[..., Pat
     ("words", "then"),
     [
         (("inspect", "Qwen/Qwen3-8B"), "name Qwen3-8B"),
-        (("convert", "https://huggingface.co/Qwen/Qwen3-8B", "dst"), "name Qwen3-8B"),
         (("convert", "megatron", "dst", "--base", "Qwen/Qwen3-8B"), "--base Qwen3-8B"),
         (("verify", "megatron", "model", "--base", "Qwen/Qwen3-8B"), "--base Qwen3-8B"),
     ],
@@ -346,6 +346,11 @@ def test_an_id_of_the_hub_is_no_folder_and_how_to_get_it_is_said(
     assert f"hf download Qwen/Qwen3-8B --local-dir Qwen3-8B, and then {then};" in result.err
     for path in ("Qwen", "./a/b/c", "/nothing/here", "model/nothing"):
         assert "hf download" not in reshard(*(path if "Qwen" in word else word for word in words)).err
+
+
+def test_the_page_of_a_model_is_its_id() -> None:
+    told = reshard("convert", "https://huggingface.co/Qwen/Qwen3-8B", "dst")
+    assert told.code == 2 and "HF_HUB_OFFLINE is set" in told.err and "hf download Qwen/Qwen3-8B" in told.err
 
 
 def test_verify_equal(model: Path, megatron: Path) -> None:

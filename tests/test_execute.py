@@ -27,7 +27,9 @@ from reshard.transfer import execute as execute_module
 from reshard.transfer import gather as gather_module
 from reshard.transfer.batch import has_nonfinite
 from reshard.transfer.execute import execute
-from reshard.transfer.gather import RAW, Files, Gatherer, Ledger, cast
+from reshard.transfer.gather import RAW, Files, Gatherer, cast
+from reshard.transfer.ledger import Ledger
+from reshard.transfer.memory import shared
 from reshard.transfer.plan import ZERO, Block, OutputFile, Plan
 from reshard.transfer.sink import Buffer, Sink
 
@@ -137,7 +139,7 @@ def test_a_file_is_written_whole_with_its_checksums(tmp_path: Path) -> None:
     target.mkdir()
     file = OutputFile("sub/f", 16 + body + 10, blocks, lambda: iter([(4, b"head")]))
     seen: list[int] = []
-    report = execute(plan([file]), target, workers=2, on_bytes=seen.append)
+    report = execute(plan([file]), target, share=shared(2, 1 << 30), on_bytes=seen.append)
     content = (target / "sub/f").read_bytes()
     expected = np.concatenate([left, right], 1).tobytes()
     checksum = zlib.crc32(expected).to_bytes(4, "little")
@@ -231,7 +233,7 @@ def test_many_files_and_more_blocks_than_threads(tmp_path: Path) -> None:
         files.append(OutputFile(f"{number:02d}", 3200, blocks))
     target = tmp_path / "out"
     target.mkdir()
-    execute(plan(files), target, workers=4)
+    execute(plan(files), target, share=shared(4, 1 << 30))
     written = b"".join(path.read_bytes() for path in sorted(target.iterdir()))
     assert written == values.tobytes()
 
@@ -262,7 +264,11 @@ def test_any_file_of_literals_and_blocks_is_put_together(tmp_path_factory, data)
     with pytest.MonkeyPatch.context() as patch:
         for module in (batch_module, execute_module):
             patch.setattr(module, "WINDOW", 1 << 17)
-        execute(plan([OutputFile("f", len(expected), blocks, lambda: iter(literals))]), target, workers=3)
+        execute(
+            plan([OutputFile("f", len(expected), blocks, lambda: iter(literals))]),
+            target,
+            share=shared(3, 1 << 30),
+        )
     assert (target / "f").read_bytes() == bytes(expected)
 
 

@@ -12,6 +12,7 @@ from reshard.algebra.dtypes import dtype
 from reshard.algebra.layout import Layout
 from reshard.algebra.tensors import Cells
 from reshard.algebra.views import Piece, View, covered, overlaps
+from reshard.coverage import prove
 from reshard.errors import ReshardError
 from reshard.formats import open_checkpoint
 from reshard.planning import Options, plan_conversion
@@ -74,6 +75,13 @@ def test_a_model_of_671_billion_parameters_is_planned_from_headers(tmp_path: Pat
     sizes = [file.size for file in ranks]
     assert max(sizes) < 6e9
     assert "3, 4, 4" in " ".join(plan.notes), "61 layers on 16 stages are spread unevenly, and that is said"
+    checkpoint = open_checkpoint(model)
+    found = prove(plan, checkpoint)
+    assert found, found.faults
+    # Layer 61, which predicts more tokens, stores embedding and head again.
+    assert found.source.copies == 2 * DEEPSEEK_V3["vocab_size"] * DEEPSEEK_V3["hidden_size"]
+    assert found.source.elements == checkpoint.parameters == found.source.used + found.source.copies
+    assert found.target.elements == found.source.used + found.target.zeros
 
 
 def test_the_audit_names_what_does_not_add_up() -> None:

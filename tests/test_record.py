@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import zlib
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reshard as api
-from reshard.transfer import digests
+from reshard.transfer import digests, ledger
 from reshard.transfer.digests import Digest, digest_of
 from tests.bad_input.damage import converted, cut, find, flip
 from tests.commandline import listing, reshard
@@ -57,6 +59,46 @@ def written(hf_model: Callable[..., Path], tmp_path: Path) -> Path:
     return tmp_path / "dst"
 
 
+def sources_of(written: Path) -> dict[str, dict[str, Any]]:
+    return {each["path"]: each for each in json.loads((written / "reshard.json").read_text())["sources"]}
+
+
+def test_each_source_has_the_crc32_of_the_whole_file(hf_model: Callable[..., Path], tmp_path: Path) -> None:
+    src = hf_model("qwen3")
+    converted(src, tmp_path / "mc", "--to", "megatron", "--tp", 4)
+    converted(tmp_path / "mc", tmp_path / "hf")
+    for folder, written in ((src, tmp_path / "mc"), (tmp_path / "mc", tmp_path / "hf")):
+        found = sources_of(written)
+        assert len(found) > 5 and any(name.endswith((".distcp", ".safetensors")) for name in found)
+        for name, each in found.items():
+            content = (folder / name).read_bytes()
+            assert (each["read"], each["bytes"]) == (len(content), len(content)) and "ranges" not in each
+            assert each["crc32"] == f"{zlib.crc32(content):08x}", name
+    converted(src, tmp_path / "unchecked", "--to", "megatron", "--no-checksum")
+    assert not any("crc32" in each for each in sources_of(tmp_path / "unchecked").values())
+
+
+def test_a_source_that_was_read_in_part_says_so(
+    hf_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "LITTLE", 0)
+    monkeypatch.setattr(ledger, "SHARE", 1 << 40)
+    src = hf_model("qwen3")
+    converted(src, tmp_path / "mc", "--to", "megatron", "--tp", 4)
+    converted(tmp_path / "mc", tmp_path / "hf")
+    content = (src / "model.safetensors").read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    found = sources_of(tmp_path / "mc")["model.safetensors"]
+    assert found["ranges"] == [[header, len(content)]] and found["read"] == len(content) - header
+    assert found["crc32"] == f"{zlib.crc32(content[header:]):08x}"
+    for name, each in sources_of(tmp_path / "hf").items():
+        content = (tmp_path / "mc" / name).read_bytes()
+        ranges = each.get("ranges", [[0, len(content)]])
+        assert each["read"] == sum(end - begin for begin, end in ranges)
+        assert each["crc32"] == f"{zlib.crc32(b''.join(content[b:e] for b, e in ranges)):08x}", name
+        assert not name.endswith(".distcp") or 0.5 < each["read"] / each["bytes"] < 1
+
+
 def spoil(folder: Path, how: str) -> dict[str, str]:
     """Change a folder; what `verify` says of its files."""
     first, second = find(folder, "__1_0.distcp"), find(folder, "__2_0.distcp")
@@ -78,11 +120,21 @@ def spoil(folder: Path, how: str) -> dict[str, str]:
         size = first.stat().st_size
         cut(first, 0.5)
         return {"release/__1_0.distcp": f"has {size // 2:,} bytes and not {size:,}"}
+    if how == "edited":
+        record = folder / "reshard.json"
+        record.write_bytes(record.read_bytes().replace(b'"tp": 4', b'"tp": 2'))
+        return {"reshard.json": "was changed since it was written"}
+    if how == "all":
+        return {
+            name: told
+            for each in ("edited", "foreign", "missing")
+            for name, told in spoil(folder, each).items()
+        }
     (folder / "release" / "alien").touch()
     return {"release/alien": "was not written with the others"}
 
 
-@pytest.mark.parametrize("how", ["flipped", "swapped", "missing", "cut", "foreign"])
+@pytest.mark.parametrize("how", ["flipped", "swapped", "missing", "cut", "foreign", "edited", "all"])
 def test_whatever_changed_is_found_by_name_without_the_source(written: Path, how: str) -> None:
     result = reshard("verify", written)
     assert result.code == 0 and result.out.startswith("unchanged: 13 files, "), result
@@ -110,6 +162,30 @@ def test_a_folder_without_a_record_is_told(written: Path) -> None:
         assert result.code == 2 and "Traceback" not in result.err
     result = reshard("verify", written, "--logits")
     assert result.code == 2 and "name B" in result.err
+
+
+def test_a_read_that_gives_fewer_bytes_is_no_other_content(
+    hf_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file server may do so, and so may a signal: what is asked for is not always what comes at once."""
+    pread, preadv = os.pread, os.preadv
+    monkeypatch.setattr(os, "pread", lambda fd, size, offset: pread(fd, min(size, 1000), offset))
+    monkeypatch.setattr(os, "preadv", lambda fd, parts, offset: preadv(fd, [parts[0][:1000]], offset))
+    src, dst, back = hf_model("qwen3"), tmp_path / "dst", tmp_path / "back"
+    assert reshard("convert", src, dst, "--to", "megatron-legacy", "--tp", "2", "--verify").code == 0
+    assert reshard("verify", dst).code == 0
+    assert reshard("convert", dst, back).code == 0
+    monkeypatch.undo()
+    assert reshard("verify", dst).code == 0 and reshard("verify", src, back).code == 0
+
+
+def test_a_record_of_another_kind_is_not_taken_for_damage(written: Path) -> None:
+    path = written / "reshard.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "digest": "BLAKE3", "reshard": "9.0"}))
+    result = reshard("verify", written)
+    assert result.code == 2 and "the digests are of another kind" in result.err
+    assert "BLAKE3, written by reshard 9.0" in result.err and "Traceback" not in result.err
 
 
 def test_a_disk_that_gives_other_bytes_is_found_before_anything_is_published(

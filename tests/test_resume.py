@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 import reshard as api
-from reshard.transfer import batch, execute, journal
+from reshard import conversion
+from reshard.transfer import batch, execute, job, journal, ledger
 from reshard.transfer.staging import unfinished
 from tests.bad_input.conftest import originals as originals
 from tests.bad_input.damage import edit_tensors, find, flip
@@ -107,7 +108,7 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of many windows, each of which is noted."""
     for module in (batch, execute):
         monkeypatch.setattr(module, "WINDOW", 1 << 14)
-    for module in (execute, journal):
+    for module in (job, journal):
         monkeypatch.setattr(module, "EVERY", 1 << 14)
 
 
@@ -173,6 +174,68 @@ def kills(convert: Callable[[], object], dst: Path, step: int) -> Iterator[int]:
         yield found.nbytes or 0
         at += step
     shutil.rmtree(dst, ignore_errors=True)
+
+
+@pytest.mark.parametrize("road", ["shards", "torch_dist"])
+def test_the_record_tells_what_both_runs_have_read(
+    originals: Callable[[str], Path], memory: Path, monkeypatch: pytest.MonkeyPatch, road: str
+) -> None:
+    """Nothing is read again for the checksums of the sources: the journal has what the first run has read."""
+    monkeypatch.setattr(ledger, "LITTLE", 0)
+    monkeypatch.setattr(ledger, "SHARE", 1 << 40)
+    src, dst = memory / "src", memory / "dst"
+    shutil.copytree(originals(ROADS[road][0]), src)
+    options = {**ROADS[road][1], "workers": 1}
+    api.convert(src, dst, **options)
+    expected, resumed = (dst / "reshard.json").read_bytes(), 0
+    shutil.rmtree(dst)
+    for nbytes in kills(lambda: api.convert(src, dst, **options), dst, 40):
+        api.convert(src, dst, **options)
+        resumed += nbytes > 0
+        assert (dst / "reshard.json").read_bytes() == expected
+        shutil.rmtree(dst)
+    assert resumed
+
+
+def test_what_nobody_waits_for_is_continued_until_the_machine_fails(
+    originals: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, options = ROADS["torch_dist"]
+    src, dst, boot = originals(source), tmp_path / "dst", tmp_path / "boot_id"
+    api.convert(src, dst, **options)
+    expected = content(dst)
+    shutil.rmtree(dst)
+    boot.write_text("one")
+    monkeypatch.setattr(conversion, "BOOT", boot)
+    with pytest.MonkeyPatch.context() as patch:
+        waits: list[int] = []
+        for name in ("fsync", "fdatasync"):
+            patch.setattr(os, name, waits.append)
+        api.convert(src, dst, no_sync=True, **options)
+    assert not waits and content(dst) == expected
+    shutil.rmtree(dst)
+
+    def resumed(**how: bool) -> int:
+        done = api.convert(src, dst, **options, **how)
+        assert content(dst) == expected
+        shutil.rmtree(dst)
+        assert done.report
+        return done.report.resumed
+
+    found = []
+    for nbytes in kills(lambda: api.convert(src, dst, workers=1, no_sync=True, **options), dst, 60):
+        if len(found) % 3 == 1:
+            boot.write_text(f"restarted at {nbytes}")
+        found.append((nbytes, resumed(no_sync=len(found) % 3 < 2)))
+    assert any(nbytes for nbytes, _ in found[::3])
+    assert [nbytes for nbytes, _ in found[::3]] == [again for _, again in found[::3]]
+    assert not any(again for index, (_, again) in enumerate(found) if index % 3), "it may be lost"
+
+
+def test_what_nobody_waits_for_cannot_be_read_back(originals: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(api.ReshardError, match="--no-sync and --verify cannot be combined"):
+        api.convert(originals("qwen3"), tmp_path / "dst", to="megatron", no_sync=True, verify=True)
+    assert not (tmp_path / "dst").exists()
 
 
 def test_damage_is_found_though_the_bytes_passed_before(

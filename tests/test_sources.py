@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from reshard.algebra.tensors import cells_of
 from reshard.errors import ReshardError
 from reshard.formats import open_checkpoint
 from reshard.transfer.sources import noted
+from tests.commandline import reshard
 
 CHANGED = "a source changed while it was read"
 Change = Callable[[Path], object]
@@ -147,3 +150,16 @@ DATA = Path(__file__).parent / "data"
 )
 def test_all_files_that_engines_wrote_are_noted(name: str) -> None:
     assert_noted(DATA / name)
+
+
+def test_what_cannot_be_read_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system names no file when it is handed an open one."""
+
+    def fails(*given: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pread", fails)
+    for path in (model, shards(model)[0]):
+        result = reshard("inspect", path)
+        assert result.code == 2 and "Input/output error" in result.err
+        assert re.search(rf"file: {re.escape(str(model))}/\S+", result.err)

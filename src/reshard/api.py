@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from os import PathLike
-from pathlib import Path
-from typing import overload
+from typing import TYPE_CHECKING, Literal, overload
 
 from reshard import conversion, planning
 from reshard.algebra.layout import Layout
@@ -15,12 +14,17 @@ from reshard.errors import ReshardError
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint, Iteration
 from reshard.formats.record import Integrity, check_record
-from reshard.inspection import Inspection, inspect_checkpoint
-from reshard.transfer.execute import worker_count
+from reshard.stores import source_path, typed_path
+from reshard.transfer.memory import Meter, Need, plainly, shared
 from reshard.transfer.plan import Plan
 from reshard.transfer.sources import OnStep
 from reshard.transfer.staging import OnResume
-from reshard.verification import Comparison, compare_weights, open_sides
+
+if TYPE_CHECKING:
+    from reshard.coverage import Proof
+    from reshard.hub.push import OnUpload
+    from reshard.inspection import Inspection
+    from reshard.verification import Comparison
 
 StrPath = str | PathLike[str]
 OnBytes = Callable[[int], None]
@@ -41,7 +45,7 @@ def parse_size(size: int | str, flag: str = "size") -> int:
     """Bytes of "5GB", "1GiB", "500M" or a plain number. Raises ReshardError naming `flag`."""
     if isinstance(size, int):
         return size
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", size.lower())
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]i?)?b?\s*", size.lower())
     if not match:
         raise ReshardError(
             f"{flag} is no size",
@@ -54,7 +58,7 @@ def parse_size(size: int | str, flag: str = "size") -> int:
 
 def open(path: StrPath, iteration: Iteration | None = None) -> Checkpoint:
     """Open a checkpoint of any format, reading headers and metadata only. Raises ReshardError."""
-    return open_checkpoint(Path(path), iteration)
+    return open_checkpoint(source_path(path), iteration)
 
 
 def inspect(
@@ -64,7 +68,9 @@ def inspect(
 
     Raises ReshardError.
     """
-    return inspect_checkpoint(Path(path), iteration, on_step)
+    from reshard.inspection import inspect_checkpoint
+
+    return inspect_checkpoint(source_path(path), iteration, on_step)
 
 
 def convert(
@@ -90,6 +96,7 @@ def convert(
     transformer_impl: str | None = None,
     memory: int | str = "1GiB",
     workers: int | None = None,
+    on: str | None = None,
     dry_run: bool = False,
     overwrite: bool = False,
     no_tokenizer: bool = False,
@@ -102,23 +109,38 @@ def convert(
     no_checksum: bool = False,
     verify: bool = False,
     no_resume: bool = False,
+    no_sync: bool = False,
+    push_to_hub: str | None = None,
+    private: bool = False,
     command: str = "",
     on_step: OnStep = lambda step: None,
     on_plan: Callable[[Plan], None] = lambda plan: None,
     on_bytes: Callable[[int], None] = lambda count: None,
     on_resume: OnResume = lambda note, nbytes: None,
+    on_upload: OnUpload = lambda address, nbytes: None,
 ) -> Conversion:
     """Carry the checkpoint at `src` to `dst`, in the format and layout that are asked for.
 
+    `on` names other machines that do the work, as `--on` of the command line: "dask://scheduler:8786".
     `on_step` hears what is done until there is a plan; `on_plan` sees the plan before a byte is read, `on_bytes` the
     count of each window that was written. The same call continues a run that was interrupted: `on_resume` hears so, and
-    how many bytes are written already. `command` is what `inspect` names to continue this one.
+    how many bytes are written already. `command` is what `inspect` names to continue this one. `on_upload` hears where
+    `push_to_hub` uploads to, and how much.
     Raises ReshardError, with `dst` as it was before.
     """
+    if private and not push_to_hub:
+        raise ReshardError(
+            "--private is for --push-to-hub", remedy="add --push-to-hub Org/Name, or leave out --private"
+        )
+    push = None
+    if push_to_hub:
+        from reshard.hub.push import Push
+
+        push = Push(push_to_hub, private, overwrite)
     layout = Layout(tp, pp, vpp, ep, tp if etp is None else etp, stages)
     options = planning.Options(
         to=to,
-        base=Path(base) if base else None,
+        base=source_path(base) if base else None,
         layout=layout,
         iteration=iteration,
         family=family,
@@ -136,29 +158,37 @@ def convert(
         lora_alpha=lora_alpha,
         with_optimizer=with_optimizer,
     )
-    return conversion.convert(
-        Path(src),
-        Path(dst),
-        options,
+    how = conversion.How(
         dry_run=dry_run,
         overwrite=overwrite,
         memory=parse_size(memory, "--memory"),
         workers=workers,
+        on=on,
         strict=strict,
         checksum=not no_checksum,
         verify=verify,
         resume=not no_resume,
+        sync=not no_sync,
         command=command,
+        push=push,
         on_step=on_step,
         on_plan=on_plan,
         on_bytes=on_bytes,
         on_resume=on_resume,
+        on_upload=on_upload,
     )
+    return conversion.convert(source_path(src), typed_path(dst), options, how)
 
 
 @overload
 def verify(
-    a: StrPath, b: None = None, *, on_total: OnBytes = ..., on_bytes: OnBytes = ..., on_step: OnStep = ...
+    a: StrPath,
+    b: None = None,
+    *,
+    memory: int | str = ...,
+    on_total: OnBytes = ...,
+    on_bytes: OnBytes = ...,
+    on_step: OnStep = ...,
 ) -> Integrity: ...
 
 
@@ -169,34 +199,63 @@ def verify(
     *,
     base: StrPath | None = None,
     logits: bool = False,
+    memory: int | str = ...,
+    proof: Literal[False] = False,
     on_step: OnStep = ...,
     on_total: OnBytes = ...,
     on_bytes: OnBytes = ...,
 ) -> Comparison: ...
 
 
+@overload
+def verify(
+    a: StrPath, b: StrPath, *, base: StrPath | None = None, proof: Literal[True], on_step: OnStep = ...
+) -> Proof: ...
+
+
+@plainly()
 def verify(
     a: StrPath,
     b: StrPath | None = None,
     *,
     base: StrPath | None = None,
     logits: bool = False,
+    memory: int | str = "1GiB",
+    proof: bool = False,
     on_step: OnStep = lambda step: None,
     on_total: OnBytes = lambda total: None,
     on_bytes: OnBytes = lambda count: None,
-) -> Comparison | Integrity:
+) -> Comparison | Integrity | Proof:
     """Whether two checkpoints of any formats and layouts hold the same weights, bit for bit.
 
     With `logits`, the same tokens also run through both, by transformers and by megatron-core. Without `b`, whether all
-    files of `a`, which `convert` wrote, are still those that its `reshard.json` names. `on_step` hears what is
-    done next, `on_total` how many bytes will be compared, `on_bytes` the count of each tensor that was. Raises
+    files of `a`, which `convert` wrote, are still those that its `reshard.json` names. With `proof`, the plan by which
+    `convert` made `b` of `a` is made again, and instead of values elements are counted: each of `a` is used once or
+    dropped by a rule, each of `b` written once. `base` then replaces the base folder of that plan. `on_step` hears what
+    is done next, `on_total` how many bytes will be compared, `on_bytes` the count of each tensor that was. Raises
     ReshardError if either cannot be read.
     """
+    meter = Meter(parse_size(memory, "--memory"))
+    if proof:
+        from reshard.coverage import prove_output
+
+        if b is None or logits:
+            raise ReshardError(
+                "a proof needs the source and the output, and counts elements alone",
+                remedy="name both: reshard verify SRC DST --proof",
+            )
+        return prove_output(source_path(a), source_path(b), source_path(base) if base else None, on_step)
     if b is None:
-        return check_record(Path(a), worker_count(None, 1 << 30), on_total, on_bytes)
-    first, second = open_sides(Path(a), Path(b), Path(base) if base else None, on_step)
-    workers = worker_count(None, 1 << 30)
-    result = compare_weights(first, second, workers=workers, on_total=on_total, on_bytes=on_bytes)
+        return check_record(source_path(a), shared(None, meter.left(Need())).threads, on_total, on_bytes)
+    from reshard.verification import compare_weights, need_of, open_sides
+
+    with meter.bounding():
+        first, second = open_sides(
+            source_path(a), source_path(b), source_path(base) if base else None, on_step
+        )
+    need = need_of(first, second)
+    share = shared(None, meter.left(need), need, (first.sources | second.sources).paths)
+    result = compare_weights(first, second, share, on_total=on_total, on_bytes=on_bytes)
     if logits:
         from reshard.oracle.agreement import compare_logits
 

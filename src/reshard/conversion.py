@@ -2,35 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
+from functools import partial
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from threading import Event
+from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Problem, ReshardError
-from reshard.formats.contents import RECORD, foreign_in
-from reshard.formats.record import digests_of, recorded, with_record
+from reshard.formats.contents import RECORD, foreign_among, foreign_in
+from reshard.formats.record import digests_of, is_written, with_record, without_record, write_record
 from reshard.planning import Options, plan_conversion
+from reshard.remote import Worker, absolute, identity_of
+from reshard.stores import StorePath
+from reshard.stores.bucket import Bucket
+from reshard.transfer import executors
 from reshard.transfer.compare import unequal_replicas
-from reshard.transfer.destination import space_problems, target_problems
-from reshard.transfer.execute import Report, execute, worker_count
-from reshard.transfer.journal import Identity, Journal, sync
+from reshard.transfer.destination import bucket_problems, space_problems, target_problems
+from reshard.transfer.execute import Report, execute
+from reshard.transfer.journal import Identity, Journal
+from reshard.transfer.marker import marker_in
+from reshard.transfer.memory import Meter, Share, plainly, shared
 from reshard.transfer.plan import Plan
 from reshard.transfer.sources import OnStep
+from reshard.transfer.spread import spread
 from reshard.transfer.staging import OnResume, put_aside, recover, reusable, staged
-from reshard.version import __version__
+from reshard.transfer.uploading import Uploads, room, staging_folder, uploading
+
+if TYPE_CHECKING:
+    from reshard.hub.push import OnUpload, Push
+
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+"""What Linux calls each of its runs."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """A plan, and what passed when it was carried out (None after a dry run). `warnings` are about the destination."""
+    """A plan, the threads for it, and what passed when it was carried out (None after a dry run).
+
+    `warnings` are about the destination. `uploaded` is the address of the repository that has the files too.
+    """
 
     plan: Plan
+    share: Share
     report: Report | None = None
     warnings: list[Problem] = field(default_factory=list)
+    uploaded: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The content of `convert --json`."""
@@ -46,76 +64,216 @@ class Conversion:
             "written": self.report.nbytes if self.report else 0,
             "resumed": self.report.resumed if self.report else 0,
             "nonfinite": self.report.nonfinite if self.report else [],
+            "uploaded": self.uploaded,
         }
 
 
-def convert(
-    source: Path,
-    target: Path,
-    options: Options,
-    *,
-    dry_run: bool = False,
-    overwrite: bool = False,
-    memory: int = 1 << 30,
-    workers: int | None = None,
-    strict: bool = False,
-    checksum: bool = True,
-    verify: bool = False,
-    resume: bool = True,
-    command: str = "",
-    on_step: OnStep = lambda step: None,
-    on_plan: Callable[[Plan], None] = lambda plan: None,
-    on_bytes: Callable[[int], None] = lambda count: None,
-    on_resume: OnResume = lambda note, nbytes: None,
-) -> Conversion:
-    """Plan, check and convert. `target` appears whole, or stays as it was; raises ReshardError.
+@plainly()
+@dataclass(frozen=True)
+class How:
+    """How a conversion is carried out, and who hears of it. No byte of the output depends on any of it.
 
-    With `verify` the output is read from the disk, and compared with what was written, before it is published.
+    `memory` is in bytes. With `on` other machines do the work: `transfer/executors.py` says how they are named, and
+    `workers` and `memory` are then those of each part. With `verify` the output is read from the disk, and compared
+    with what was written, before it is published.
+
     What was written when the system or Ctrl-C ends the run is kept, unless `resume` is false, and the next run for the
     same output continues from there. `command` does so, and is told to whoever finds it.
+
+    Unless `sync` is true, nothing waits for the disk: when the machine fails, what was written lately may be lost, of
+    a complete output too, and an interrupted run is continued until the machine starts anew.
+
+    With `push` the files are then uploaded to the hub; if that fails, the same call repeats the upload alone.
     """
-    plan = plan_conversion(source, options, on_step)
-    identity = _identity(plan, options, checksum=checksum)
-    facts = {"command": command, "plan": identity.digest, "checksums": checksum}
+
+    dry_run: bool = False
+    overwrite: bool = False
+    memory: int = 1 << 30
+    workers: int | None = None
+    on: str | None = None
+    strict: bool = False
+    checksum: bool = True
+    verify: bool = False
+    resume: bool = True
+    sync: bool = True
+    command: str = ""
+    push: Push | None = None
+    on_step: OnStep = lambda step: None
+    on_plan: Callable[[Plan], None] = lambda plan: None
+    on_bytes: Callable[[int], None] = lambda count: None
+    on_resume: OnResume = lambda note, nbytes: None
+    on_upload: OnUpload = lambda address, nbytes: None
+
+    def check(self, target: Path) -> None:
+        """Raise ReshardError for what does not go together."""
+        if not self.sync and (self.verify or self.on):
+            other = "--verify" if self.verify else "--on"
+            raise ReshardError(
+                f"--no-sync and {other} cannot be combined",
+                rule="--verify reads the output from the disk, and with --on several machines have to see all of it",
+                remedy="leave out one of them",
+            )
+        if self.on:
+            executors.check(self.on, target)
+        if isinstance(target, StorePath):
+            Bucket(target)  # or nothing can be written there
+            if self.push:
+                raise ReshardError(
+                    "--push-to-hub uploads a folder on this machine",
+                    file=str(target),
+                    remedy="name a folder as the destination, or leave out --push-to-hub",
+                )
+
+
+def convert(source: Path, target: Path, options: Options, how: How | None = None) -> Conversion:
+    """Plan, check and convert. `target` appears whole, or stays as it was; raises ReshardError."""
+    how = how or How()
+    how.check(target)
+    given = options
+    if how.on:
+        source, options = absolute(source, options)
+    meter = Meter(how.memory)
+    with meter.bounding():
+        plan = plan_conversion(source, options, how.on_step)
+    identity = identity_of(plan, options, checksum=how.checksum)
+    facts = {
+        "command": how.command,
+        "options": given.as_dict(),
+        "plan": identity.digest,
+        "checksums": how.checksum,
+    }
     plan = with_record(plan, facts)
-    on_plan(plan)
-    warnings = check_destination(plan, target, overwrite=overwrite, dry_run=dry_run)
-    if dry_run:
-        return Conversion(plan, warnings=warnings)
-    sizes = {file.path: file.size for file in plan.files}
-    journal = Journal(
-        identity if resume else None, {"command": command, "folder": _here(), "bytes": plan.nbytes}
-    )
-    stage = staged(target, sizes, overwrite=overwrite, journal=journal, on_resume=on_resume)
-    with stage as folder, plan.sources.unchanged():
-        if not journal.progress.equal:
-            if problems := unequal_replicas(plan.replicas, worker_count(workers, memory)):
-                raise ReshardError(problems)
-            journal.add({"replicas": "equal"})
-        report = execute(
-            plan,
-            folder,
-            memory=memory,
-            workers=workers,
-            checksum=checksum,
-            on_bytes=on_bytes,
-            journal=journal,
+    upload = how.push.begun(plan, identity.digest) if how.push else None
+    how.on_plan(plan)
+    left = meter.left(plan.need)
+    sent = left // 3 if isinstance(target, StorePath) else 0
+    share = shared(how.workers, left - sent, plan.need, plan.sources.paths)
+    if upload and is_written(target, plan, identity.digest):
+        note = f"{target} is complete already, and is what this command writes: only the upload is left"
+        how.on_resume(note, 0)
+        result = Conversion(plan, share, None if how.dry_run else Report(plan.nbytes, plan.nbytes))
+    else:
+        warnings = check_destination(
+            plan, target, share.threads, overwrite=how.overwrite, dry_run=how.dry_run
         )
-        if strict and report.nonfinite:
-            raise ReshardError([_nonfinite(name) for name in report.nonfinite])
-        (folder / RECORD).write_bytes(recorded(plan, report.digests, facts))
-        sync(folder / RECORD)
-        if verify:
-            _read_back(plan, folder, report.digests, worker_count(workers, memory))
-        if overwrite and (problems := _in_the_way(plan, target, overwrite)):
-            raise ReshardError(problems)  # hours may have passed
-    return Conversion(plan, report, warnings)
+        result = Conversion(plan, share, warnings=warnings)
+    if how.dry_run:
+        return result
+    if upload:
+        upload.create()
+    if result.report is None:
+        same = identity if how.sync else _until_restart(identity)
+        kept = {"command": how.command, "folder": _here(), "bytes": plan.nbytes}
+        journal = Journal(same if how.resume else None, kept, durable=how.sync)
+        work = _Work(plan, target, share, sent // share.threads, journal, facts, how)
+        result = replace(result, report=work.done_by(source, options))
+    if upload:
+        upload.send(target, options, how.on_upload)
+        result = replace(result, uploaded=upload.url)
+    return result
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A plan that is about to be written. Of the memory, `part` bytes a thread are for what is sent to a store."""
+
+    plan: Plan
+    target: Path
+    share: Share
+    part: int
+    journal: Journal
+    facts: Mapping[str, Any]
+    how: How
+
+    def done_by(self, source: Path, options: Options) -> Report:
+        """Write and publish it, on this machine or on those that were named."""
+        how = self.how
+        if how.on is None:
+            return self._carried_out(execute)
+        with executors.opened(how.on) as executor:
+            same = identity_of(self.plan, options, checksum=how.checksum, inodes=False)
+            worker = Worker(source, options, same, how.checksum, how.memory, how.workers or executor.threads)
+            return self._carried_out(partial(spread, executor=executor, perform=worker))
+
+    def _carried_out(self, write: Callable[..., Report]) -> Report:
+        """Write what was planned, with its record, and publish it."""
+        plan, how, journal = self.plan, self.how, self.journal
+        sizes = {file.path: file.size for file in plan.files}
+        with self._stage(sizes) as (folder, uploads), plan.sources.unchanged():
+            if not journal.progress.equal:
+                if problems := unequal_replicas(plan.replicas, self.share):
+                    raise ReshardError(problems)
+                journal.add({"replicas": "equal"})
+            report = write(
+                without_record(plan),
+                folder,
+                share=self.share,
+                checksum=how.checksum,
+                on_bytes=_unheard if uploads else how.on_bytes,
+                on_file=uploads.take if uploads else _not_moved,
+                journal=journal,
+            )
+            if how.strict and report.nonfinite:
+                raise ReshardError([_nonfinite(name) for name in report.nonfinite])
+            sizes[RECORD] = write_record(plan, folder, report, self.facts, journal)
+            report.nbytes += sizes[RECORD]
+            if uploads:
+                uploads.finish()
+            else:
+                how.on_bytes(sizes[RECORD])
+            if how.verify:
+                _read_back(plan, self.target if uploads else folder, report.digests, self.share.threads)
+            if how.overwrite and not uploads and (problems := _in_the_way(plan, self.target, overwrite=True)):
+                raise ReshardError(problems)  # hours may have passed
+        return report
+
+    @contextmanager
+    def _stage(self, sizes: Mapping[str, int]) -> Iterator[tuple[Path, Uploads | None]]:
+        """The folder where the output is put together, and what uploads it if the destination is in a store."""
+        how, target = self.how, self.target
+        if not isinstance(target, StorePath):
+            with staged(
+                target, sizes, overwrite=how.overwrite, journal=self.journal, on_resume=how.on_resume
+            ) as folder:
+                yield folder, None
+            return
+        bucket = Bucket(target)
+        with uploading(
+            bucket,
+            sizes,
+            last=_last(self.plan),
+            old=list(bucket.listing()) if how.overwrite else [],
+            threads=self.share.threads,
+            memory=self.part,
+            journal=self.journal,
+            on_bytes=how.on_bytes,
+            on_resume=how.on_resume,
+        ) as uploads:
+            yield uploads.folder, uploads
+
+
+def _last(plan: Plan) -> list[str]:
+    """What makes files a checkpoint, in the order in which it is uploaded: all that has no tensor, the record last.
+
+    What a format writes beside its weights (index, tracker, metadata) stands before the companions in a plan, and goes
+    after them.
+    """
+    names = [file.path for file in plan.files if file.path != RECORD and not any(True for _ in file.blocks)]
+    return [*reversed(names), RECORD]
+
+
+def _unheard(count: int) -> None:
+    """Progress is what has been uploaded."""
+
+
+def _not_moved(name: str, stopped: Event) -> None:
+    """A file of a local destination stays until all are there."""
 
 
 def _read_back(plan: Plan, folder: Path, digests: Mapping[str, str], workers: int) -> None:
     """Raise ReshardError naming each file of which the disk gives other bytes than were written."""
     found = digests_of(folder, list(digests), workers)
-    if wrong := [name for name, digest in digests.items() if name != RECORD and found[name] != digest]:
+    if wrong := [name for name, digest in digests.items() if found[name] != digest]:
         raise ReshardError(
             Problem(
                 "the disk gives other bytes than were written",
@@ -135,32 +293,25 @@ def _here() -> str:
         return ""
 
 
-def _identity(plan: Plan, options: Options, *, checksum: bool) -> Identity:
-    """All that decides the bytes of the output: the program, what was read for the plan, the options and the files."""
-    wanted = replace(options, base=options.base and options.base.resolve())
-    told = sha256(f"{wanted!r} {checksum} {[path.resolve() for path in plan.sources.named]!r}".encode())
-    for file in (each for each in plan.files if each.path != RECORD):
-        told.update(f"\n{file.path!r} {file.size}".encode())
-    return Identity(_program(), plan.sources.digest(), told.hexdigest())
-
-
-def _program() -> str:
-    """A digest of the code that decides what is written: its version says too little of a checkout."""
-    package, digest = Path(__file__).parent, sha256(f"{__version__} {np.__version__}".encode())
-    for part in ("algebra", "families", "transfer", "formats", "model", "adapters", "planning"):
-        for path in sorted((package / part).rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
+def _until_restart(identity: Identity) -> Identity | None:
+    """The same output in this run of the system, as what is not synced may be lost with it; None if nothing tells."""
+    try:
+        boot = BOOT.read_text().strip()
+    except OSError:
+        return None
+    return identity._replace(options=f"{identity.options} {boot}")
 
 
 def check_destination(
-    plan: Plan, target: Path, *, overwrite: bool = False, dry_run: bool = False
+    plan: Plan, target: Path, threads: int = 1, *, overwrite: bool = False, dry_run: bool = False
 ) -> list[Problem]:
     """Raise ReshardError if the result of a plan cannot appear at `target`, with every reason; return warnings.
 
     In a dry run, a disk that is too small is one of them: space may be found until it counts. Any other run first puts
     right what runs that were killed left beside `target`.
     """
+    if isinstance(target, StorePath):
+        return _check_bucket(plan, target, threads, overwrite=overwrite, dry_run=dry_run)
     if not dry_run:
         recover(target)
     problems = _in_the_way(plan, target, overwrite)
@@ -169,6 +320,24 @@ def check_destination(
     if problems:
         raise ReshardError(problems)
     return [replace(problem, severity="warning") for problem in too_small] + _kept(target)
+
+
+def _check_bucket(
+    plan: Plan, target: StorePath, threads: int, *, overwrite: bool, dry_run: bool
+) -> list[Problem]:
+    """The same of a destination in a store."""
+    bucket = Bucket(target)
+    left = marker_in(bucket)
+    names = sorted(bucket.listing().keys() - (left.names if left else set()))
+    foreign = foreign_among(names, target) if overwrite and names else None
+    problems = bucket_problems(plan.sources.paths, bucket.url, names, foreign=foreign)
+    needed = room({file.path: file.size for file in plan.files}, _last(plan), threads)
+    place = staging_folder(bucket)
+    too_small = space_problems(place, needed - reusable(place))
+    problems += [] if dry_run else too_small
+    if problems:
+        raise ReshardError(problems)
+    return [replace(problem, severity="warning") for problem in too_small]
 
 
 def _in_the_way(plan: Plan, target: Path, overwrite: bool) -> list[Problem]:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from reshard.shown import shown
 
@@ -49,6 +50,24 @@ class ReshardError(Exception):
             problems = Problem(problems, **fields)  # type: ignore[arg-type]
         self.problems = [problems] if isinstance(problems, Problem) else list(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The problems and the cause survive the way from another process."""
+        return type(self), (self.problems,), {"__cause__": self.__cause__}
+
+
+def no_memory(error: Exception) -> Problem:
+    """What to say when the system refuses memory, wherever that is noticed."""
+    return Problem(
+        "the system gives no more memory",
+        found=str(error) or None,
+        remedy="end other programs, pass a smaller --memory, or raise what limits the process: `ulimit -v`, "
+        "the container's memory",
+    )
+
+
+class RunFailedError(ReshardError):
+    """What was begun has failed, and left something behind: no refusal of the request. Commands exit with status 1."""
 
 
 def said(error: Exception) -> str:

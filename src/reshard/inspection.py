@@ -15,6 +15,7 @@ from reshard.families.model import Model
 from reshard.formats import huggingface, iterations, open_checkpoint
 from reshard.formats.checkpoint import Checkpoint, Iteration
 from reshard.formats.companions import check, find_companions
+from reshard.formats.places import is_here
 from reshard.formats.provenance import BASE, find_hints
 from reshard.formats.quantization import UNTOLD
 from reshard.formats.target import Kind
@@ -89,7 +90,7 @@ def inspect_checkpoint(
         return _inspect_adapter(checkpoint, path)
     problems = list(checkpoint.problems)
     hints = find_hints([checkpoint.path, checkpoint.root], checkpoint.args)
-    bases = {hint.kind: Path(hint.value) for hint in hints if (Path(hint.value) / "config.json").is_file()}
+    bases = {hint.kind: Path(hint.value) for hint in hints if is_here(hint.value, "config.json")}
     has_config = (checkpoint.root / "config.json").is_file()
     model: Model | None = None
     unknown: tuple[str, ...] = ()
@@ -221,6 +222,8 @@ def _next_command(
     words = ["reshard", "convert", path.as_posix().rstrip("/") or "/"]
     root = iterations.root_of(path.with_suffix("") if path.is_file() else path)
     target = (root.resolve() if root.name in ("", "..") else root).as_posix().rstrip("/")
+    if target.startswith(("hf://", "http")):  # where nothing can be written
+        target = root.name.partition("@")[0]
     if checkpoint.format == huggingface.NAME:
         if model is None:
             return ""  # it can only stay what it is

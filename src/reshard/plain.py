@@ -1,25 +1,14 @@
-"""JSON and YAML: what others wrote, read as plain data in bounded time and memory.
-
-Both nest, and a nest that is deep enough ends a recursive parser. YAML also has aliases: nine lists that each name the
-one before nine times are 600 bytes and four hundred million values. And YAML 1.1 reads `1:0:0` as an integer of base
-60, which takes quadratic time.
-"""
+"""JSON that others wrote, read as plain data in bounded time and memory: a nest that is deep enough ends its parser."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-import yaml
-
 JSON_MOST = 128 << 20
 """Bytes of a JSON file, at most: vocabularies and indices of the largest models have a third of it."""
-YAML_MOST = 1 << 20
-"""The same of YAML, whose parser takes ten seconds for so much."""
-NODES = 100_000
-"""Values in a YAML file, with each alias counted as what it stands for."""
-DIGITS = 100
-"""Characters of a number in YAML."""
+JSON_WEIGHT = 12
+"""Bytes of memory that a byte of a tokenizer's JSON becomes while it is read: its text, and objects."""
 
 
 def json_of(content: bytes) -> Any:
@@ -34,57 +23,3 @@ def to_json(content: Any) -> bytes:
     """JSON as Hugging Face folders have it: two spaces, a newline at the end. What is no character is escaped."""
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     return text.encode("utf-8", "backslashreplace")
-
-
-def yaml_of(content: bytes, loader: type[Yaml] | None = None) -> Any:
-    """The value that YAML describes, by default as SafeLoader reads it. Raises ValueError."""
-    try:
-        return yaml.load(content.decode("utf-8"), loader or Yaml)
-    except RecursionError:
-        raise ValueError("it is nested too deep") from None
-    except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
-        raise ValueError(str(error)) from error
-
-
-class Yaml(yaml.SafeLoader):
-    """A safe loader of bounded time: it expands no more than `NODES` values. Raises YAMLError for more."""
-
-    def __init__(self, text: str) -> None:
-        if len(text) > YAML_MOST:
-            raise yaml.YAMLError(f"{len(text):,} characters, where a config has at most {YAML_MOST:,}")
-        super().__init__(text)
-
-    def construct_document(self, node: yaml.Node) -> Any:
-        """The value of a whole file."""
-        _count(node, {})
-        return super().construct_document(node)
-
-    def construct_number(self, node: yaml.ScalarNode) -> int | float:
-        """An integer or a float as people write it."""
-        if len(node.value) > DIGITS:
-            line = node.start_mark.line + 1
-            raise yaml.YAMLError(f"a number of {len(node.value)} characters, on line {line}")
-        is_integer = node.tag.endswith(":int")
-        return self.construct_yaml_int(node) if is_integer else self.construct_yaml_float(node)
-
-
-for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
-    Yaml.add_constructor(_tag, Yaml.construct_number)
-
-
-def _count(node: yaml.Node, counted: dict[yaml.Node, int | None]) -> int:
-    """How many values a node stands for. Raises YAMLError for too many, and for a node that holds itself."""
-    if node not in counted:
-        counted[node] = None
-        children: list[yaml.Node] = []
-        if isinstance(node, yaml.MappingNode):
-            children = [each for pair in node.value for each in pair]
-        elif isinstance(node, yaml.SequenceNode):
-            children = node.value
-        counted[node] = 1 + sum(_count(child, counted) for child in children)
-    found = counted[node]
-    if found is None:
-        raise yaml.YAMLError(f"the value on line {node.start_mark.line + 1} holds itself")
-    if found > NODES:
-        raise yaml.YAMLError(f"its aliases stand for more than {NODES:,} values")
-    return found

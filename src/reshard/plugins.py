@@ -6,14 +6,20 @@ mine = "my_package:FORMAT"
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import UserDict
 from collections.abc import Callable, Collection, Iterable
-from functools import cached_property
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeVar
+from contextlib import suppress
+from functools import cache, cached_property
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard.errors import Problem, said
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 T = TypeVar("T")
 
@@ -49,13 +55,18 @@ class Registry(UserDict[str, T]):
     ) -> None:
         self._group, self._kind, self._own, self._names = group, kind, own, names
 
+    @property
+    def is_as_shipped(self) -> bool:
+        """Whether there is nothing but the `own`, which nobody has loaded yet."""
+        return "data" not in vars(self) and not _entry_points(self._group)
+
     @cached_property
     def data(self) -> dict[str, T]:  # type: ignore[override]
         """All declarations."""
         own = {_name(each): each for each in self._own()}
         taken = {name: "reshard" for each in own.values() for name in self._names(each)}
         found: dict[str, T] = {}
-        for entry in sorted(entry_points(group=self._group), key=lambda entry: (_package(entry), entry.name)):
+        for entry in sorted(_entry_points(self._group), key=lambda entry: (_package(entry), entry.name)):
             brought = self._loaded(entry)
             if brought is None or not self._is_free(brought, entry, taken):
                 continue
@@ -95,3 +106,34 @@ def _name(each: Any) -> str:
 
 def _package(entry: EntryPoint) -> str:
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
+
+
+def _entry_points(group: str) -> Collection[EntryPoint]:
+    if not _is_named():
+        return ()
+    from importlib.metadata import entry_points  # with half of the standard library
+
+    return entry_points(group=group)
+
+
+@cache
+def _is_named() -> bool:
+    """Whether metadata of an installed package may name a group of ours: parsing all of it takes ten times as long."""
+    if any(hasattr(finder, "find_distributions") and finder is not PathFinder for finder in sys.meta_path):
+        return True
+    for folder in map(Path, sys.path):
+        if folder.is_file():  # an archive
+            return True
+        with suppress(OSError):
+            if any(map(_names_us, folder.iterdir())):
+                return True
+    return False
+
+
+def _names_us(info: Path) -> bool:
+    if not info.name.endswith(("-info", "-INFO")):
+        return False
+    try:
+        return b"[reshard." in (info / "entry_points.txt").read_bytes()
+    except OSError:  # most have none
+        return False

@@ -24,7 +24,9 @@ from reshard.model.quantizer import Stored, stored_weights
 from reshard.model.resolve import as_named, config_of, read_base, resolve
 from reshard.model.shifted import FLOAT64
 from reshard.transfer.compare import Comparer, unequal_replicas
-from reshard.transfer.gather import Files, Ledger, castable, crc_problem
+from reshard.transfer.gather import Files, castable, crc_problem
+from reshard.transfer.ledger import Ledger
+from reshard.transfer.memory import Need, Share, most
 from reshard.transfer.sources import OnStep, Sources, noted
 from reshard.transfer.threads import together
 
@@ -108,6 +110,21 @@ def open_sides(
         return _side(first, second, base, sources), _side(second, first, base, sources)
 
 
+def need_of(first: Side, second: Side) -> Need:
+    """What computing the tensors of two sides takes at least, and what quantizing those of one as the other stores."""
+    needs = []
+    for side, other in ((first, second), (second, first)):
+        weights = {
+            name: other.tensors.tensors[name] for name in side.quantized if name in other.tensors.tensors
+        }
+        kinds = {(side.quantized[n].storage.names, w.dtype, w.shape): n for n, w in weights.items()}
+        made = most(
+            side.quantized[n].storage.need({(dtype, shape): n}) for (_, dtype, shape), n in kinds.items()
+        )
+        needs.append(Need.of(other.checkpoint.tensors).beside(made))
+    return most(needs)
+
+
 def _comparable(checkpoint: Checkpoint, other: Checkpoint) -> Checkpoint:
     """A quantized checkpoint that is compared with a plain one, with its values in the dtype of the other's weights.
 
@@ -160,8 +177,8 @@ def _config(checkpoint: Checkpoint, base: Path | None) -> Mapping[str, Any]:
 def compare_weights(
     first: Side,
     second: Side,
+    share: Share,
     *,
-    workers: int = 2,
     on_total: Callable[[int], None] = lambda total: None,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Comparison:
@@ -170,17 +187,17 @@ def compare_weights(
     Raises ReshardError if a file is damaged, or changes meanwhile.
     """
     with (first.sources | second.sources).unchanged():
-        return _compared(first, second, workers, on_total, on_bytes)
+        return _compared(first, second, share, on_total, on_bytes)
 
 
 def _compared(
     first: Side,
     second: Side,
-    workers: int,
+    share: Share,
     on_total: Callable[[int], None],
     on_bytes: Callable[[int], None],
 ) -> Comparison:
-    problems = unequal_replicas([*first.tensors.replicas, *second.tensors.replicas], workers)
+    problems = unequal_replicas([*first.tensors.replicas, *second.tensors.replicas], share)
     if problems:
         raise ReshardError(problems)
     ours, theirs = first.tensors.tensors, second.tensors.tensors
@@ -204,9 +221,9 @@ def _compared(
 
     def work(index: int, stopped: Event) -> list[Row]:
         names = takewhile(lambda _: not stopped.is_set(), _taken(waiting))
-        return _differing(first, second, names, Comparer(stopped, ledger), on_bytes)
+        return _differing(first, second, names, Comparer(stopped, share, ledger), on_bytes)
 
-    found = [row for part in together(work, workers) for row in part]
+    found = [row for part in together(work, share.threads) for row in part]
     rows += [row for row in found if row.kind not in EXPLAINED]
     _settle(ledger)
     model = first.model or second.model

@@ -42,7 +42,7 @@ def disturbed(excerpt: str, rng: random.Random) -> str:
         lines.append(rng.choice([queue for queue in queues if queue]).pop(0))
         if "{}" in prefix and rng.random() < 0.1:
             lines.append(prefix.format(9) + rng.choice(NOISE))
-    return "\n".join(f"\x1b[31m{line}\x1b[0m" if rng.random() < 0.1 else line for line in [*lines, NOISE[0]])
+    return "\n".join(f"\x1b[31m{line}\x1b[0m" if rng.random() < 0.1 else line for line in [*lines, NOISE[-1]])
 
 
 def test_failures_are_recognised_however_their_logs_are_disturbed() -> None:

@@ -36,7 +36,7 @@ AT_BEGINNING = {"reshard.doctor.tracebacks._FRAMES"}
 OWN = {"reshard.doctor.entries._PARTS"}
 """Held against our own texts."""
 ENDLESS = 1.0
-QUICK = 0.05
+QUICK = 0.15
 """Seconds that no line twice as long as any may take, unless the time grows as the line does."""
 GENERAL = [
     *"a0_é \t\n./\\()[{<\"'`:=-+|#*^",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 import reshard
 from reshard.doctor.finding import Finding
 from reshard.doctor.grpo import fits
-from reshard.doctor.keywords import REMOVED
 
 LOADED = 'AutoModelForCausalLM.from_pretrained("m", device_map="auto")'
 FREE = 'AutoModelForCausalLM.from_pretrained("m", device_map=None)'
@@ -296,15 +294,6 @@ def test_a_map_for_each_process_does_not_help_if_the_kind_of_launch_is_forced(tm
 def test_a_script_is_never_run(tmp_path: Path) -> None:
     assert diagnosed(tmp_path, f"open({str(tmp_path / 'ran')!r}, 'w')\nraise SystemExit(3)") == []
     assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_the_frameworks_take_the_new_names_and_not_the_old_ones(name: str) -> None:
-    """Held against the classes themselves, so that the table cannot go stale."""
-    transformers, trl = pytest.importorskip("transformers"), pytest.importorskip("trl")
-    taken = inspect.signature(getattr(trl, name, None) or getattr(transformers, name)).parameters
-    assert not REMOVED[name].keys() & taken.keys()
-    assert {new for new in REMOVED[name].values() if new} <= taken.keys()
 
 
 def test_the_batch_arithmetic_is_that_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ from tests.commandline import reshard
 METHODS = ("sft", "dpo", "grpo")
 FLAGS = (
     "--model --data --eval-data --output --engine --lora --full --parallel --tp --pp --vpp --ep --cp --nproc --nnodes "
-    "--node-rank --rendezvous --reward --merge --no-merge --resume --config --dry-run --overwrite --options --quiet "
-    "--json --debug --help"
+    "--node-rank --rendezvous --reward --merge --no-merge --nan-steps --resume --config --dry-run --overwrite "
+    "--options --quiet --json --debug --help"
 )
 
 
@@ -69,6 +69,28 @@ def test_a_config_that_spreads_the_model_is_refused_with_the_cure(
     config.write_text(f"model: {tiny('qwen2')}\ndata: {data['sft']}\nlora: true\ndevice_map: auto\n")
     result = reshard("train", "sft", "--config", config, "-o", tmp_path / "out")
     assert result.code == 2 and "device_map=None" in result.err and f"{config}:4" in result.err
+
+
+@pytest.mark.slow
+def test_a_run_that_diverges_fails_and_names_the_checkpoint_to_go_on_from(
+    tmp_path: Path, tiny: Callable[..., Path], data: dict[str, Path]
+) -> None:
+    words = ["--model", tiny("qwen3"), "--data", data["sft"], "-o", tmp_path / "out", "--nproc", "1"]
+    steps = [
+        "--learning_rate",
+        "1e30",
+        "--lr_scheduler_type",
+        "constant",
+        "--max_steps",
+        "4",
+        "--save_steps",
+        "1",
+    ]
+    result = reshard("train", "sft", *words, *steps)
+    assert result.code == 1, result.err
+    assert "training diverged" in result.err and "step 2:" in result.err
+    assert f"the last checkpoint is whole: {tmp_path / 'out/checkpoint-1'}" in result.err
+    assert not (tmp_path / "out/final").exists() and not (tmp_path / "out/final.unchecked").exists()
 
 
 def test_a_checkpoint_without_a_record_cannot_be_exported(tiny: Callable[..., Path], tmp_path: Path) -> None:

@@ -142,6 +142,21 @@ def test_other_bits_than_trained_keep_the_folder_from_its_name(tiny: Models, tmp
     assert "✗" in (run.output / "report.html").read_text()
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_keep_the_folder_from_its_name(
+    value: float, tiny: Models, tmp_path: Path
+) -> None:
+    run, checkpoint = trained(tiny("qwen3"), tmp_path / "out")
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors["model.norm.weight"][3] = value
+    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    leave(run, checkpoint, digests(checkpoint))
+    finished = finish(run)
+    assert wrong(finished) == {"converted": "a weight is NaN or infinite"}
+    assert finished.problems[0].tensor == "model.norm.weight"
+    assert not (run.output / "final").exists()
+
+
 def test_a_tensor_that_is_missing_is_named(tiny: Models, tmp_path: Path) -> None:
     run, checkpoint = trained(tiny("qwen3"), tmp_path / "out")
     tensors = load_file(checkpoint / "model.safetensors")

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from reshard.errors import ReshardError
+from reshard.errors import ReshardError, RunFailedError
 from reshard.train.launching import launch
 from reshard.train.launching.places import first_host, place_of
 from reshard.train.run import Ranks, Run
@@ -113,12 +113,17 @@ def test_ranks_train_and_the_run_is_recorded(make_run: Callable[..., Run], tmp_p
     assert not (run.output / "logs").exists()
 
 
-def test_a_refusal_of_ranks_is_raised_once(make_run: Callable[..., Run]) -> None:
-    run = make_run(fail="refuse", rank=1)
+@pytest.mark.parametrize(("at", "failed", "outcome"), [(1, False, "refused"), (2, True, "failed")])
+def test_a_refusal_of_ranks_is_raised_once_and_after_a_step_the_run_has_failed(
+    make_run: Callable[..., Run], at: int, failed: bool, outcome: str
+) -> None:
+    run, said = make_run(fail="refuse", rank=1, at=at), StringIO()
     with pytest.raises(ReshardError) as caught:
-        launch.launch(run, quiet=True)
+        launch.launch(run, quiet=True, console=Console(file=said, soft_wrap=True))
     assert [problem.message for problem in caught.value.problems] == ["the plan does not hold"]
-    assert history_of(run.output).outcome == "refused"
+    assert isinstance(caught.value, RunFailedError) is failed  # exit status 1, not 2
+    assert history_of(run.output).outcome == outcome
+    assert ("the last checkpoint is whole: " in said.getvalue()) is failed
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGHUP])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -79,11 +80,16 @@ def test_weights_that_do_not_change_stop_the_run(tiny: Tiny, tmp_path: Path) -> 
 
 def _with_norm(model: Path, folder: Path, value: float) -> Path:
     """The model with another value in its last norm."""
+    return _with(model, folder, "model.norm.weight", value)
+
+
+def _with(model: Path, folder: Path, tensor: str, value: float) -> Path:
+    """The model with another value at the end of a tensor: of the embedding, that is a token of no data."""
     folder.mkdir()
     for file in model.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     tensors = load_file(folder / "model.safetensors")
-    tensors["model.norm.weight"][0] = value
+    tensors[tensor].reshape(-1)[-1] = value
     save_file(tensors, folder / "model.safetensors")
     return folder
 
@@ -91,8 +97,26 @@ def _with_norm(model: Path, folder: Path, value: float) -> Path:
 def test_a_loss_that_is_no_number_stops_the_run(tiny: Tiny, tmp_path: Path) -> None:
     folder = _with_norm(tiny("qwen3"), tmp_path / "model", np.nan)
     run = run_of(folder, write_chats(tmp_path), tmp_path / "out")
-    with pytest.raises(RankError, match="training diverged"):
+    with pytest.raises(RankError, match="training diverged") as caught:
         train(run)
+    found = "step 1: gradient norm nan, learning rate .*; rank 0: loss nan, records 'user What is"
+    assert re.search(found, str(caught.value)), str(caught.value)
+
+
+def test_weights_that_are_not_finite_are_not_saved_though_the_loss_is(tiny: Tiny, tmp_path: Path) -> None:
+    unseen = _with(tiny("qwen3_moe"), tmp_path / "model", "model.embed_tokens.weight", np.inf)
+    run = run_of(unseen, write_chats(tmp_path), tmp_path / "out", train_iters=2, save_interval=1)
+    with pytest.raises(RankError, match="weights hold NaN or Inf, and are not saved"):
+        train(run)
+    assert not list(run.output.glob("iter_*"))
+
+
+def test_more_steps_that_are_nan_may_be_allowed_and_are_not_saved(tiny: Tiny, tmp_path: Path) -> None:
+    folder = _with_norm(tiny("qwen3"), tmp_path / "model", np.nan)
+    run = run_of(folder, write_chats(tmp_path), tmp_path / "out", train_iters=3, save_interval=1)
+    with pytest.raises(RankError, match="step 2: gradient norm nan"):
+        train(replace(run, nan_steps=2))
+    assert not list(run.output.glob("iter_*"))
 
 
 def test_a_run_of_skipped_steps_saves_nothing(tiny: Tiny, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,19 @@ def test_a_line_that_is_not_finished_waits(tmp_path: Path) -> None:
     with file.open("a") as more:
         more.write('te", "text": "b"}\nbroken by a kill\n[1]\n')
     assert [row["text"] for row in tail.rows()] == ["b"]
+
+
+def test_a_row_that_does_not_fit_on_the_disk_is_not_torn(tmp_path: Path) -> None:
+    append(tmp_path, {"event": "begin", "steps": 9})
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, limits[1]))
+    try:
+        with pytest.raises(OSError):
+            append(tmp_path, {"event": "note", "text": "too long"})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
 def test_listeners_hear_what_is_written(tmp_path: Path) -> None:

@@ -416,3 +416,34 @@ def test_groups_of_tensor_parallel_ranks_accumulate_and_compare(ran: Trainer) ->
     halves = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
     assert ran("tp+fsdp2", **halves).losses == pytest.approx(ran("one").losses, abs=FOUR_DIGITS)
     same_as(ran("tp+fsdp2", "dpo"), ran("one", "dpo"))
+
+
+def exploding(ran: Trainer, output: Path, **options: Any) -> Run:
+    """A run whose first step is so large that the loss of the second is NaN."""
+    run = ran("one").run
+    told = {"learning_rate": 1e30, "lr_scheduler_type": "constant", "save_steps": 1, "save_total_limit": 1}
+    return replace(run, output=output, options={**run.options, **told, **options})
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_loss_that_is_nan_stops_the_run_and_keeps_the_last_good_checkpoint(
+    ranks: int, ran: Trainer, tmp_path: Path
+) -> None:
+    bad = train(exploding(ran, tmp_path, per_device_train_batch_size=4 // ranks, logging_steps=4), ranks)
+    assert bad.failed and not (tmp_path / "trained.json").exists()
+    assert "training diverged" in bad.log and "step 2: gradient norm nan, learning rate 1e+30" in bad.log
+    assert "rank 0: loss nan, records 'user What is" in bad.log
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_a_run_that_is_allowed_more_nan_steps_ends_without_saving_them(ran: Trainer, tmp_path: Path) -> None:
+    bad = train(replace(exploding(ran, tmp_path), nan_steps=9), 1)
+    assert bad.failed and not (tmp_path / "trained.json").exists()
+    assert [row["loss"] for row in bad.rows[1:]] == ["nan"] * 3
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_weights_that_overflow_are_not_saved(ran: Trainer, tmp_path: Path) -> None:
+    bad = train(exploding(ran, tmp_path, learning_rate=1e39), 1)
+    assert bad.failed and not list(tmp_path.glob("checkpoint-*"))
+    assert "weights hold NaN or Inf, and are not saved" in bad.log

@@ -46,13 +46,14 @@ class Adapter:
     """`pairs` by module (`model.layers.0.self_attn.q_proj`), weights by name (`lm_head.weight`).
 
     `whole` are weights that were trained in whole (`modules_to_save`, biases), `base` those of the base model that lie
-    beside them.
+    beside them. `others` are bytes of other adapters that lie there.
     """
 
     pairs: dict[str, Pair]
     whole: dict[str, Tensor]
     base: dict[str, Tensor]
     settings: Settings = field(default_factory=Settings)
+    others: int = 0
 
     def called(self, name: Callable[[str], str]) -> Adapter:
         """The same with other names, which begin otherwise."""
@@ -65,6 +66,7 @@ class Adapter:
             {name(path): tensor for path, tensor in self.whole.items()},
             {name(path): tensor for path, tensor in self.base.items()},
             self.settings,
+            self.others,
         )
 
     @property
@@ -107,7 +109,14 @@ def find(checkpoint: Checkpoint, name: str | None = None, alpha: float | None = 
         problems = list(rank_problems(settings, ((m, pair.rank) for m, pair in pairs.items())))
     if problems:
         raise ReshardError(one_for_all(problems, pairs, settings.source))
-    return Adapter(pairs, *_whole(checkpoint, parsed, chosen, settings), settings)
+    others = sum(
+        checkpoint.tensors[key].nbytes for key, part in parsed.items() if _is_of_another(part, chosen)
+    )
+    return Adapter(pairs, *_whole(checkpoint, parsed, chosen, settings), settings, others)
+
+
+def _is_of_another(part: PairPart | Whole, chosen: str) -> bool:
+    return (isinstance(part, PairPart) or part.trained) and part.adapter != chosen
 
 
 def _whole(
@@ -117,7 +126,7 @@ def _whole(
     whole: dict[str, Tensor] = {}
     base: dict[str, Tensor] = {}
     for key, part in parsed.items():
-        if isinstance(part, PairPart) or (part.trained and part.adapter != chosen):
+        if isinstance(part, PairPart) or _is_of_another(part, chosen):
             continue
         # save_pretrained, which names no adapter, writes nothing but what was trained
         trained = part.trained or not (chosen or ".base_layer." in key or part.replaced)

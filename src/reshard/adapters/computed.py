@@ -7,6 +7,7 @@ For embeddings and for parameters (experts) PEFT rounds the product to that dtyp
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 
 from reshard.algebra.dtypes import DType, dtype
 from reshard.algebra.tensors import Computed, Read, Tensor
-from reshard.transfer.gather import RAW, as_float, cast
+from reshard.transfer.gather import CAST, RAW, as_float, cast
 
 FLOAT32 = dtype("float32")
 BLOCK = 1 << 17
@@ -29,6 +30,18 @@ WHOLE_RANK = 192
 
 LANES = 8
 """Numbers that the norm of torch 2.13 adds up side by side, on x86."""
+
+READ = 1 << 20
+"""Numbers that become float32 at a time."""
+
+FLOATS = 16
+"""Bytes that a number takes while it is read and becomes float32, at most."""
+
+EACH = 44
+"""Bytes that each element of a block takes at most, from what is read of the base to what is rounded."""
+
+MULTIPLYING = 8 << 20
+"""Bytes into which BLAS copies parts of what it multiplies, at most."""
 
 Floats = np.ndarray[Any, Any]
 
@@ -64,11 +77,32 @@ class Merged(Computed):
         columns = self._base.shape[1]
         out = np.empty(end - begin, RAW[self.dtype.itemsize])
         right = _floats(read, self._delta.right)
-        for first, last in self._blocks(begin // columns, -(-end // columns)):
-            raw = self._rows(first, last, right, read)
-            low, high = max(begin, first * columns), min(end, last * columns)
-            out[low - begin : high - begin] = raw[low - first * columns : high - first * columns]
+        for block in self._blocks(begin // columns, -(-end // columns)):
+            change = self._product(*block, right, read)
+            for first, last in self._within(*block):
+                low, high = max(begin, first * columns), min(end, last * columns)
+                if low < high:
+                    raw = self._rows(first, last, change[first - block[0] : last - block[0]], right, read)
+                    out[low - begin : high - begin] = raw[low - first * columns : high - first * columns]
         return out
+
+    @property
+    def few(self) -> int:
+        return self._step * self._base.shape[1]
+
+    def room(self, count: int) -> int:
+        rows, columns = self._base.shape
+        left, right, magnitude = self._delta.left, self._delta.right, self._delta.magnitude
+        tall = min(rows, self._step)
+        numbers = 0 if magnitude is None else magnitude.view.numel + 3 * columns
+        product = tall * (2 * columns * 4 + left.shape[1] * FLOATS) + MULTIPLYING
+        block = max(product + max(BLOCK, columns) * EACH, READ * FLOATS)
+        return count * self.dtype.itemsize + right.view.numel * 4 + block + numbers * FLOATS
+
+    @property
+    def _step(self) -> int:
+        """Rows of a block."""
+        return max(BLOCK // self._base.shape[1] // ROWS, 1) * ROWS
 
     def _blocks(self, first: int, last: int) -> list[tuple[int, int]]:
         """Ranges of rows that hold rows `first` to `last`, each of `ROWS` or more where there are so many.
@@ -76,25 +110,29 @@ class Merged(Computed):
         They do not depend on the range: BLAS may add up the edges of a product in another order than the rest, so an
         element has to come from the same product each time.
         """
-        rows, columns = self._base.shape
-        step = max(BLOCK // columns // ROWS, 1) * ROWS
+        rows, step = self._base.shape[0], self._step
         starts = range(first - first % step, last, step)
         return [(start, min(start + step, rows)) for start in starts]
 
-    def _rows(self, first: int, last: int, right: Floats, read: Read) -> Floats:
-        """Raw elements of rows `first` to `last`."""
-        weight, change = self._parts(first, last, right, read)
+    def _within(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """A block in parts of `BLOCK` elements, or of a row: what is computed element by element does not need all."""
+        step = max(BLOCK // self._base.shape[1], 1)
+        return ((low, min(low + step, last)) for low in range(first, last, step))
+
+    def _rows(self, first: int, last: int, change: Floats, right: Floats, read: Read) -> Floats:
+        """Raw elements of rows `first` to `last`, of which `change` is the product."""
+        weight, change = self._parts(first, last, change, read)
         total = weight + change
         if self._delta.magnitude is not None:
             total = self._factors(first, last, total, right, read) * total
         return cast(np.ascontiguousarray(total, np.float32).reshape(-1).view(np.uint32), FLOAT32, self.dtype)
 
-    def _parts(self, first: int, last: int, right: Floats, read: Read) -> tuple[Floats, Floats]:
+    def _parts(self, first: int, last: int, change: Floats, read: Read) -> tuple[Floats, Floats]:
         """The base and what is added to it, in rows `first` to `last`."""
         columns = self._base.shape[1]
         raw = read(self._base, first * columns, last * columns)
         weight = as_float(_as(raw, self._base.dtype, self.dtype), self.dtype).reshape(-1, columns)
-        change = self._product(first, last, right, read) * np.float32(self._delta.scale)
+        change = change * np.float32(self._delta.scale)
         if self._delta.rounded:
             change = _rounded(change, self.dtype)
         return weight, change
@@ -125,9 +163,14 @@ class Merged(Computed):
             if self._column_norms is None:
                 rows, columns = self._base.shape
                 squares = np.zeros((1, columns), np.float32)
-                for first, last in self._blocks(0, rows):
-                    weight, change = self._parts(first, last, right, read)
-                    squares = np.add.reduce(np.concatenate([squares, np.square(weight + change)]), 0)[None]
+                for block in self._blocks(0, rows):
+                    product = self._product(*block, right, read)
+                    for first, last in self._within(*block):
+                        part = product[first - block[0] : last - block[0]]
+                        weight, change = self._parts(first, last, part, read)
+                        squares = np.add.reduce(np.concatenate([squares, np.square(weight + change)]), 0)[
+                            None
+                        ]
                 self._column_norms = np.sqrt(squares[0])
             return self._column_norms
 
@@ -139,6 +182,9 @@ class Shifted(Computed):
         self.dtype = dtype
         self.inputs = (base, bias)
         self._scale = np.float32(scale)
+
+    def room(self, count: int) -> int:
+        return count * (3 * FLOATS + CAST)
 
     def values(self, begin: int, end: int, read: Read) -> Floats:
         base, bias = self.inputs
@@ -169,8 +215,12 @@ def _norms_of_rows(values: Floats) -> Floats:
 
 def _floats(read: Read, tensor: Tensor, begin: int = 0, end: int | None = None) -> Floats:
     """Elements of a tensor as float32; all of it unless a range is given."""
-    raw = read(tensor, begin, tensor.view.numel if end is None else end)
-    return as_float(raw, tensor.dtype).astype(np.float32, copy=False)
+    end = tensor.view.numel if end is None else end
+    out = np.empty(end - begin, np.float32)
+    for low in range(begin, end, READ):
+        high = min(low + READ, end)
+        out[low - begin : high - begin] = as_float(read(tensor, low, high), tensor.dtype)
+    return out
 
 
 def _as(raw: Floats, stored: DType, wanted: DType) -> Floats:

@@ -23,7 +23,7 @@ def notes(adapter: Adapter) -> list[str]:
     known = f"alpha {alpha:g} ({settings.source})" if alpha is not None else "alpha not known"
     patterns = settings.config.get("rank_pattern")
     noted = [settings.config.get("r"), *(patterns.values() if isinstance(patterns, dict) else ())]
-    ranks = ", ".join(str(rank) for rank in dict.fromkeys(noted if settings.written else adapter.ranks))
+    ranks = ", ".join(dict.fromkeys(map(str, noted if settings.written else adapter.ranks)))
     targets = sorted({_LAYER.sub("", module) for module in adapter.pairs})
     found = [f"LoRA of rank {ranks}, {known}, on {listed(targets, SHOWN)}"]
     if any(pair.magnitude is not None for pair in adapter.pairs.values()):
@@ -33,9 +33,7 @@ def notes(adapter: Adapter) -> list[str]:
     if adapter.base:
         found.append(f"{len(adapter.base)} weights of the base lie beside it")
     if settings.base:
-        found.append(
-            f"the base was {settings.base}{'' if Path(settings.base).is_dir() else ', which is not here'}"
-        )
+        found.append(f"the base was {settings.base}{'' if settings.base_is_here else ', which is not here'}")
     return found
 
 
@@ -65,7 +63,7 @@ def fused_notes(checkpoint: Checkpoint, settings: Settings) -> list[str]:
 def next_command(settings: Settings, path: Path, *, with_base: bool = True) -> str:
     """The command that merges the adapter; without `with_base`, into the weights that lie beside it."""
     target = path.as_posix().rstrip("/") or "/"
-    there = settings.base if settings.base and Path(settings.base).is_dir() else "BASE_FOLDER"
+    there = settings.base if settings.base and settings.base_is_here else "BASE_FOLDER"
     words = ["reshard", "convert", target, f"{target}-merged", "--merge"]
     words += ["--base", there] if with_base else []
     return shlex.join([*words, *([] if settings.alpha("") is not None else ["--lora-alpha", "ALPHA"])])

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +19,7 @@ from reshard.errors import Problem, ReshardError
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.companions import read_object
 from reshard.formats.peft import CONFIG
-from reshard.formats.places import belongs
+from reshard.formats.places import belongs, is_here
 from reshard.formats.provenance import read_run_config
 from reshard.plain import JSON_MOST, json_of
 from reshard.transfer.sources import read_source
@@ -41,12 +43,26 @@ class Settings:
     def base(self) -> str | None:
         """Where the base model was when the adapter was trained: a hint, true on another machine."""
         value = self.config.get("base_model_name_or_path")
-        return str(value) if value else None
+        return value if isinstance(value, str) and value else None
+
+    @property
+    def base_is_here(self) -> bool:
+        """Whether that is a folder of this machine."""
+        return self.base is not None and is_here(self.base, ".")
 
     def alpha(self, module: str) -> float | None:
-        """`lora_alpha` of one module, or None if nothing tells it."""
+        """`lora_alpha` of one module, or None if nothing tells it. Raises ReshardError if it is not finite."""
         value = self._of("alpha_pattern", module, self.config.get("lora_alpha"))
-        return float(value) if isinstance(value, int | float) else None
+        if not isinstance(value, int | float):
+            return None
+        if not abs(value) <= sys.float_info.max:
+            raise ReshardError(
+                "lora_alpha is not a finite number",
+                file=self.source,
+                found=reprlib.repr(value),
+                remedy="pass the alpha that the adapter was trained with: --lora-alpha N",
+            )
+        return float(value)
 
     def rank(self, module: str) -> int | None:
         """The rank that the config says one module has."""
@@ -70,6 +86,14 @@ class Settings:
         """As PEFT's `get_pattern_key`: the first pattern that matches the end of the module's name."""
         keys = self.config.get(patterns)
         keys = keys if isinstance(keys, Mapping) else {}
+        if endless := [key for key in keys if _is_endless(key)]:
+            raise ReshardError(
+                f"matching a key of {patterns} could take forever",
+                file=self.source,
+                expected=f"at most {REPEATS} of * + {{ in a regular expression, and none behind a group",
+                found=reprlib.repr(endless[0]),
+                remedy=f"write the key in {CONFIG} as a simpler expression",
+            )
         try:
             return next((keys[key] for key in keys if re.match(rf"(.*\.)?({key})$", module)), default)
         except re.error as error:
@@ -79,6 +103,16 @@ class Settings:
                 found=f"{error.pattern!r}: {error}",
                 remedy=f"correct the key in {CONFIG}",
             ) from None
+
+
+REPEATS, CHOICES = 3, 8
+"""So many repetitions and optional parts, at most, may a regular expression of an adapter have."""
+
+
+def _is_endless(pattern: str) -> bool:
+    """Whether backtracking could take exponential time, or a polynomial of a high degree, in the length of a name."""
+    repeats = len(re.findall(r"[*+{]", pattern))
+    return bool(re.search(r"\)[*+{]", pattern)) or repeats > REPEATS or pattern.count("?") > CHOICES
 
 
 def missing_alpha(module: str | None = None, file: str | None = None) -> Problem:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,8 @@ class Cells(NamedTuple):
 class Computed(ABC):
     """Elements that are computed from others, such as the sum of a weight and an adapter: a source like `Cells`.
 
-    It is the one thing that is not re-indexing. `inputs` are all it reads, so that plan and audit see through it.
+    It is the one thing that is not re-indexing. `inputs` are all it reads, so that plan and audit see through it, and
+    `room` is what it takes, so that memory is bounded before any is taken.
     """
 
     dtype: DType
@@ -34,6 +36,23 @@ class Computed(ABC):
     def values(self, begin: int, end: int, read: Read) -> np.ndarray[Any, Any]:
         """Raw elements `begin` to `end`, in row-major order. `read(tensor, begin, end)` gives those of an input."""
 
+    @abstractmethod
+    def room(self, count: int) -> int:
+        """Bytes at most of the arrays that computing `count` elements side by side takes.
+
+        What is read for them counts, and so does the result; what computing the inputs takes does not.
+        """
+
+    @property
+    def few(self) -> int:
+        """Elements of which it does not pay to compute fewer at a time: a block that is computed as a whole, if any."""
+        return FEW
+
+    @cached_property
+    def least(self) -> int:
+        """Bytes without which nothing can be computed: room for `few` elements, and for those that they are made of."""
+        return self.room(self.few) + max(least_room(tensor.view) for tensor in self.inputs)
+
     def runs(self, begin: int, count: int, step: int, length: int, read: Read) -> np.ndarray[Any, Any]:
         """Raw elements of `count` runs of `length`, each `step` after the one before: some columns of a matrix.
 
@@ -42,6 +61,13 @@ class Computed(ABC):
         span = self.values(begin, begin + (count - 1) * step + length, read)
         strides = (step * span.itemsize, span.itemsize)
         return as_strided(span, (count, length), strides).flatten()
+
+    def room_of_runs(self, count: int, step: int, length: int) -> int:
+        """What `room` says, of `count` runs: a source that overrides `runs` needs less."""
+        return self.room((count - 1) * step + length) + count * length * self.dtype.itemsize
+
+
+FEW = 1 << 14
 
 
 Source = Cells | Computed
@@ -87,11 +113,17 @@ class Tensor(NamedTuple):
 def cells_of(view: View) -> Iterator[Cells]:
     """Everything that is read for a view, those inputs included that its elements are computed from."""
     for piece in view.pieces:
-        if isinstance(piece.source, Computed):
+        if isinstance(piece.source, Cells):
+            yield piece.source
+        elif isinstance(piece.source, Computed):
             for tensor in piece.source.inputs:
                 yield from cells_of(tensor.view)
-        elif isinstance(piece.source, Cells):
-            yield piece.source
+
+
+def least_room(view: View) -> int:
+    """Bytes without which the elements of a view cannot be computed; 0 if all of them are stored."""
+    sources = (piece.source for piece in view.pieces)
+    return max((source.least for source in sources if isinstance(source, Computed)), default=0)
 
 
 Read = Callable[[Tensor, int, int], "np.ndarray[Any, Any]"]

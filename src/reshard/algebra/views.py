@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -153,6 +154,13 @@ def _merged(axes: Iterable[Axis]) -> tuple[Axis, ...]:
     return tuple(merged)
 
 
+@lru_cache(maxsize=4096)  # the layers of a model repeat the same few shapes
+def _whole(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> tuple[Axis, ...] | None:
+    """The axes of a whole tensor; None if it is empty."""
+    mine = row_major(shape)
+    return _merged(zip(shape, strides or mine, mine, strict=True)) if prod(shape) else None
+
+
 def _tidy(axes: Iterable[Axis]) -> tuple[Axis, ...]:
     """The axes of a piece: by falling target stride, merged."""
     return _merged(sorted(axes, key=_by_target))
@@ -168,9 +176,8 @@ class View:
     @staticmethod
     def of(source: Hashable, *shape: int, start: int = 0, strides: Sequence[int] | None = None) -> View:
         """All of `source` as a tensor of `shape`, from `start`, contiguous unless `strides` are given."""
-        mine = row_major(shape)
-        axes = _merged(zip(shape, strides or mine, mine, strict=True))
-        return View(tuple(shape), (Piece(source, start, 0, axes),) if prod(shape) else ())
+        axes = _whole(shape, tuple(strides) if strides else None)
+        return View(shape, () if axes is None else (Piece(source, start, 0, axes),))
 
     @property
     def numel(self) -> int:

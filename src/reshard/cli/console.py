@@ -11,19 +11,24 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 
-from reshard.errors import Problem, ReshardError, size
+from reshard.errors import Problem, ReshardError, RunFailedError, no_memory, size
 from reshard.shown import escape, escape_lines, shown, shown_json, shown_lines
-from reshard.transfer.staging import Unfinished, unfinished
+from reshard.stores import StorePath
+from reshard.stores.address import without_secrets
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from reshard.transfer.staging import Unfinished
 
 SHOWN = 12
 """How many offenders are printed in full; the rest are counted."""
@@ -35,12 +40,16 @@ PIPE_WIDTH = 200
 
 def stdout() -> Console:
     """Where results go. Rich follows NO_COLOR, and drops colour and wrapping for pipes."""
+    from rich.console import Console  # needed only where something is printed
+
     width = None if sys.stdout.isatty() else PIPE_WIDTH
     return Console(soft_wrap=True, highlight=False, width=width)
 
 
 def stderr() -> Console:
     """Where progress, notes and errors go."""
+    from rich.console import Console
+
     return Console(stderr=True, soft_wrap=True, highlight=False)
 
 
@@ -60,8 +69,11 @@ def _strict(content: Any) -> Any:
     return str(content) if isinstance(content, float) and not math.isfinite(content) else content
 
 
-def print_problems(problems: list[Problem], console: Console) -> None:
-    """Every offender with what was found and what to do; many alike are counted."""
+def print_problems(problems: Sequence[Problem], console: Console | None = None) -> None:
+    """Every offender with what was found and what to do, on stderr by default; many alike are counted."""
+    if not problems:
+        return
+    console = console or stderr()
     for problem in problems[:SHOWN]:
         style = "bold red" if problem.severity == "error" else "bold yellow"
         first, *rest = str(problem).split("\n")
@@ -79,8 +91,8 @@ def handles_errors(function: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args: Any, debug: bool, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
-        except BrokenPipeError:
-            raise  # the reader of our output went away
+        except (BrokenPipeError, click.ClickException):
+            raise  # the reader of our output went away; click shows how the command is used
         except KeyboardInterrupt as error:
             stopped = error if isinstance(error, Interrupted) else Interrupted()
             with suppress(OSError):  # the terminal may be gone
@@ -88,12 +100,12 @@ def handles_errors(function: Callable[..., Any]) -> Callable[..., Any]:
             sys.exit(128 + stopped.signal)
         except Exception as error:
             if debug:
-                click.echo(shown_lines(traceback.format_exc()), err=True, nl=False)
-            problems = problems_of(error)
+                click.echo(shown_lines(without_secrets(traceback.format_exc())), err=True, nl=False)
+            problems, status = problems_of(error), 1 if isinstance(error, RunFailedError) else 2
         if kwargs.get("json_output"):
             print_json({"problems": [problem.as_dict() for problem in problems]})
-        print_problems(problems, stderr())
-        sys.exit(2)
+        print_problems(problems)
+        sys.exit(status)
 
     return wrapped
 
@@ -130,6 +142,7 @@ ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 @contextmanager
 def clean_end(target: Path) -> Iterator[None]:
     """Let `ENDING` signals end what writes to `target` as Ctrl-C does, and raise Interrupted for all of them."""
+    from reshard.transfer.uploading import unfinished_at  # it loads numpy, which no help needs
 
     def end(number: int, frame: Any) -> None:
         for each in before:
@@ -147,14 +160,21 @@ def clean_end(target: Path) -> Iterator[None]:
     except KeyboardInterrupt as error:
         number = error.signal if isinstance(error, Interrupted) else signal.SIGINT
         complete = None if _identity(target) in (None, found) else target
-        kept = [each for each in unfinished(target) if each.nbytes and not each.live]
+        kept = []
+        with suppress(ReshardError):  # what keeps a store from answering is told when the run is continued
+            kept = [each for each in unfinished_at(target) if each.nbytes and not each.live]
         raise Interrupted(number, complete, kept[0] if kept else None) from error
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def _identity(path: Path) -> tuple[int, int] | str | None:
+    """What changes when a whole output takes its place at a destination."""
+    if isinstance(path, StorePath):
+        from reshard.transfer.uploading import finished_at
+
+        return finished_at(path)
     try:
         status = path.stat()
     except OSError:
@@ -176,7 +196,7 @@ def problems_of(error: Exception) -> list[Problem]:
             )
         ]
     if isinstance(error, MemoryError):
-        return [Problem("there is not enough memory", remedy="choose a smaller --memory or fewer --workers")]
+        return [no_memory(error)]
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
         return [
             Problem(
@@ -208,7 +228,7 @@ _PRINTING = ("--json", "--debug", "--quiet")
 def typed() -> str:
     """The command line that is being run, for a shell, without what changes the printing alone."""
     words = click.get_current_context().find_root().obj or ()
-    return shown(shlex.join(["reshard", *(word for word in words if word not in _PRINTING)]))
+    return shown(without_secrets(shlex.join(["reshard", *(word for word in words if word not in _PRINTING)])))
 
 
 def common_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -233,10 +253,9 @@ PLAIN_EVERY = 5.0
 @contextmanager
 def progress(what: str, total: int, done: int = 0, *, quiet: bool) -> Iterator[Callable[[int], None]]:
     """Show bytes, rate and time left: a bar on a terminal, plain lines elsewhere, nothing if `quiet`."""
-    console = stderr()
     if quiet:
         yield lambda count: None
-    elif console.is_terminal:
+    elif (console := stderr()).is_terminal:
         with _bar(console) as bar:
             task = bar.add_task(what, total=total, completed=done)
             yield lambda count: bar.advance(task, count)
@@ -283,6 +302,15 @@ class Watch:
         self.end()
         self.advance = self._shown.enter_context(progress(self._what, total, done, quiet=self._quiet))
 
+    def upload(self, what: str) -> None:
+        """Show an upload by huggingface_hub: its own bars on a terminal, plain lines elsewhere."""
+        from huggingface_hub.utils import disable_progress_bars
+
+        self.end()
+        if self._quiet or not stderr().is_terminal:
+            disable_progress_bars()
+            self._shown.enter_context(_steps(quiet=self._quiet))(what)
+
     def end(self) -> None:
         """Take away what is shown, so that something else can be printed."""
         self._shown.close()
@@ -291,12 +319,11 @@ class Watch:
 @contextmanager
 def _steps(*, quiet: bool) -> Iterator[Callable[[str], None]]:
     """Show what is being done, and for how long: a spinner on a terminal, plain lines elsewhere."""
-    console = stderr()
     if quiet:
         yield lambda step: None
-    elif console.is_terminal and not console.is_dumb_terminal:
+    elif (console := stderr()).is_terminal and not console.is_dumb_terminal:
         with _spinner(console) as spinner:
-            task = spinner.add_task("", total=None)
+            task = spinner.add_task("starting", total=None)
             yield lambda step: spinner.update(task, description=step)
     else:
         with _PlainSteps(console) as plain:
@@ -319,7 +346,7 @@ class _PlainSteps:
     """A line after `PATIENCE` and then now and then, for logs, even while a step itself says nothing."""
 
     def __init__(self, console: Console) -> None:
-        self._console, self._step = console, ""
+        self._console, self._step = console, "starting"
         self._ended = Event()
         self._thread = Thread(target=self._tell, daemon=True)
 

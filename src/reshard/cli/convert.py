@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 from reshard import api
-from reshard.api import parse_size
 from reshard.cli.console import (
     Watch,
     clean_end,
@@ -24,14 +23,14 @@ from reshard.cli.console import (
     stdout,
     typed,
 )
-from reshard.cli.options import iteration_option
+from reshard.cli.options import iteration_option, memory_option
 from reshard.conversion import Conversion
 from reshard.errors import listed, size
 from reshard.families.family import ENGINES
 from reshard.formats import written
 from reshard.model.quantizer import STORAGES
 from reshard.shown import escape
-from reshard.transfer.execute import peak_per_worker, worker_count
+from reshard.stores import source_path, typed_path
 from reshard.transfer.plan import Plan
 
 POSITIVE = click.IntRange(min=1)
@@ -45,13 +44,13 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 
 
 @click.command("convert")
-@click.argument("src", type=click.Path(path_type=Path))
-@click.argument("dst", type=click.Path(path_type=Path))
+@click.argument("src", type=source_path)
+@click.argument("dst", type=typed_path)
 @click.option(
     "--to", type=click.Choice(list(written())), help="Format of DST; huggingface unless SRC is one."
 )
 @click.option(
-    "--base", type=click.Path(path_type=Path), help="Hugging Face folder with config and tokenizer."
+    "--base", type=source_path, metavar="PATH", help="Hugging Face folder with config and tokenizer."
 )
 @click.option(
     "--tp",
@@ -99,8 +98,15 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     type=click.Choice(["transformer_engine", "local"]),
     help="Layer spec whose tensor names to write; Transformer Engine by default, as Megatron-LM.",
 )
-@click.option("--memory", default="1GiB", show_default=True, metavar="SIZE", help="Bound on buffers.")
-@click.option("--workers", type=POSITIVE, metavar="N", help="Threads; two a core by default.")
+@memory_option
+@click.option(
+    "--workers", type=POSITIVE, metavar="N", help="Threads; two a core by default. With --on, of each part."
+)
+@click.option(
+    "--on",
+    metavar="WHERE",
+    help="Let other machines do the work: dask://HOST:PORT, ray, slurm:partition=P,nodes=N,time=MIN, or mpi.",
+)
 @click.option("--dry-run", is_flag=True, help="Print the plan, or what stands in its way, and write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace the one checkpoint at DST.")
 @click.option("--no-tokenizer", is_flag=True, help="Go on without a tokenizer.")
@@ -113,8 +119,19 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     "--verify", is_flag=True, help="Read the output back from the disk and compare it with what was written."
 )
 @click.option("--no-resume", is_flag=True, help="Start anew, and keep nothing of a run that is interrupted.")
+@click.option(
+    "--no-sync",
+    is_flag=True,
+    help="Do not wait for the disk: if the machine fails within a minute, DST may be lost or damaged.",
+)
 @click.option("--strict", is_flag=True, help="NaN or Inf in the weights is an error.")
-@click.option("--no-checksum", is_flag=True, help="Do not check the CRC32 of what is read.")
+@click.option("--no-checksum", is_flag=True, help="Neither check nor record CRC32s of what is read.")
+@click.option(
+    "--push-to-hub",
+    metavar="ORG/NAME",
+    help="Then upload DST to this Hugging Face repository, with a model card, in one commit.",
+)
+@click.option("--private", is_flag=True, help="Make the repository private if it is new.")
 @click.option("--quiet", is_flag=True, help="Print warnings and errors only.")
 @common_options
 @handles_errors
@@ -122,7 +139,8 @@ def command(src: Path, dst: Path, quiet: bool, json_output: bool, **options: Any
     """Carry the checkpoint at SRC to DST, in any format and parallel layout.
 
     The format of SRC is detected. DST appears whole or not at all; config and tokenizer travel along. If a run is
-    interrupted, the same command continues it.
+    interrupted, the same command continues it. SRC, DST and --base can be URLs (s3://, gs://, oss://, az://), SRC and
+    --base also https://, hf:// and Org/Model of the hub.
 
     \b
       reshard convert ckpt model                          Megatron to Hugging Face
@@ -130,15 +148,12 @@ def command(src: Path, dst: Path, quiet: bool, json_output: bool, **options: Any
       reshard convert ckpt ckpt2 --to megatron --pp 2     Megatron to another layout
       reshard convert lora merged --merge --base model    a LoRA adapter into its base
     """
-    memory, workers = options["memory"], options["workers"]
     shown(
         lambda **hooks: api.convert(src, dst, **options, **hooks),
         dst,
         quiet=quiet,
         json_output=json_output,
-        print_plan=(lambda plan: _print_plan(plan, parse_size(memory), workers))
-        if options["dry_run"]
-        else None,
+        print_plan=_print_plan if options["dry_run"] else None,
     )
 
 
@@ -148,7 +163,7 @@ def shown(
     *,
     quiet: bool,
     json_output: bool,
-    print_plan: Callable[[Plan], None] | None = None,
+    print_plan: Callable[[Conversion], None] | None = None,
 ) -> None:
     """Run a conversion that takes `on_step`, `on_plan` and `on_bytes`, and show its notes, its progress and its result.
 
@@ -165,7 +180,7 @@ def shown(
                 watch.end()
                 if not silent:
                     _print_notes(plan)
-                print_problems(plan.warnings, stderr())
+                print_problems(plan.warnings)
                 if not print_plan:
                     watch.begin(plan.nbytes)
 
@@ -176,25 +191,32 @@ def shown(
                 if done:
                     watch.begin(total, done)
 
+            def on_upload(address: str, nbytes: int) -> None:
+                watch.end()
+                if not silent:
+                    stderr().print(f"[bold]note:[/] uploading {size(nbytes)} to {escape(address)}")
+                watch.upload(f"uploading to {address}")
+
             result = convert(
                 command=typed(),
                 on_step=watch.step,
                 on_plan=on_plan,
                 on_bytes=lambda count: watch.advance(count),
                 on_resume=on_resume,
+                on_upload=on_upload,
             )
         if json_output:
             print_json(result.as_dict())
             return
         if not quiet and print_plan:
-            print_plan(result.plan)
+            print_plan(result)
         elif not quiet:
             _print_result(result, dst, time.monotonic() - begin)
         _print_warnings(result)
 
 
 def _print_warnings(result: Conversion) -> None:
-    print_problems(result.warnings, stderr())
+    print_problems(result.warnings)
     if result.report and result.report.nonfinite:
         names = escape(listed(result.report.nonfinite, 5))
         stderr().print(f"[bold yellow]warning:[/] NaN or Inf in {names} (--strict refuses it)")
@@ -205,8 +227,8 @@ def _print_notes(plan: Plan) -> None:
         stderr().print(f"[bold]note:[/] {escape(note)}")
 
 
-def _print_plan(plan: Plan, memory: int, workers: int | None) -> None:
-    console = stdout()
+def _print_plan(result: Conversion) -> None:
+    plan, share, console = result.plan, result.share, stdout()
     console.print(
         f"{plan.source} → {plan.target}: {count(plan.parameters)} parameters in {plan.tensors} tensors"
     )
@@ -215,8 +237,7 @@ def _print_plan(plan: Plan, memory: int, workers: int | None) -> None:
     if len(plan.files) > 40:
         console.print(f"  … and {len(plan.files) - 40} more files (--json lists all)")
     console.print(f"  {size(plan.nbytes):>10}  in {len(plan.files)} files")
-    threads = worker_count(workers, memory)
-    console.print(f"buffers: at most {size(threads * peak_per_worker(memory))} in {threads} threads")
+    console.print(f"buffers: at most {size(share.threads * share.each)} in {share.threads} threads")
     for rule, nbytes in plan.dropped.items():
         console.print(f"dropped: {escape(rule)}, {size(nbytes)}")
     console.print("unmatched: none")
@@ -229,6 +250,8 @@ def _print_result(result: Conversion, dst: Path, seconds: float) -> None:
         stderr().print(f"[bold]load with:[/] {escape(flags)}")
     for rule, nbytes in plan.dropped.items():
         console.print(f"dropped: {escape(rule)}, {size(nbytes)}")
+    if result.uploaded:
+        console.print(f"uploaded: {escape(result.uploaded)}")
     console.print(
         f"{escape(str(dst))}: {plan.target}, {count(plan.parameters)} parameters in {plan.tensors} tensors, "
         f"{size(plan.nbytes)} in {seconds:.1f} s ({size(plan.nbytes / seconds)}/s)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import click
 from rich.cells import set_cell_size
@@ -13,7 +14,7 @@ from reshard.doctor import Finding, diagnose
 from reshard.doctor.diagnosis import bytes_of_logs
 from reshard.doctor.entries import Entry, catalogue, find
 from reshard.doctor.environment import Environment, diagnose_environment, look_around
-from reshard.doctor.finding import LANGUAGES
+from reshard.doctor.finding import LANGUAGES, Text
 from reshard.doctor.machine import PACKAGES
 from reshard.doctor.rules import rules
 from reshard.doctor.words import locale_language as locale_language
@@ -54,6 +55,9 @@ LABELS = {
 @click.option("--lang", type=click.Choice(LANGUAGES), help="Language of causes and cures; by the locale.")
 @click.option("--list", "list_all", is_flag=True, help="List the catalogue of failures.")
 @click.option("--explain", metavar="ID", help="Explain a failure: an entry of the catalogue, or a rule.")
+@click.option(
+    "--python", metavar="PATH", help="Look at the environment of this interpreter, not of reshard's own."
+)
 @click.option("--quiet", is_flag=True, help="Print one line for each finding.")
 @common_options
 @handles_errors
@@ -62,6 +66,7 @@ def command(
     lang: str | None,
     list_all: bool,
     explain: str | None,
+    python: str | None,
     quiet: bool,
     json_output: bool,
 ) -> None:
@@ -74,18 +79,23 @@ def command(
 
     \b
       reshard doctor                              the environment
+      reshard doctor --python venv/bin/python     another environment
       reshard doctor train.log train.py ckpt/     a run that failed
       reshard doctor ckpt/                        a checkpoint
+      reshard doctor ckpt/ base/                  whether a checkpoint and a base belong together
+      reshard doctor run/                         the folder of a run: its logs, configs and checkpoints
       torchrun … 2>&1 | reshard doctor -          a log from a pipe
       reshard doctor --explain ID                 one failure of the catalogue
 
     Each finding says how sure it is. The first one is to be mended first.
 
-    Exit status: 0 nothing wrong, 1 findings, 2 a target cannot be read.
+    Exit status: 0 no errors (there may be warnings), 1 errors, 2 a target cannot be read.
     """
     language = lang or locale_language()
     if targets and (list_all or explain):
         raise click.UsageError("--list and --explain take no target")
+    if python and (targets or list_all or explain):
+        raise click.UsageError("--python looks at an environment, and takes no target")
     if list_all:
         _list(language, json_output)
         return
@@ -95,8 +105,12 @@ def command(
         else:
             _explain(find(explain), language, json_output)
         return
-    environment = None if targets else look_around()
-    findings = _diagnosed(targets, json_output) if environment is None else diagnose_environment(environment)
+    environment = None if targets else look_around(python)
+    read: list[Text] = []
+    if environment is None:
+        findings = _diagnosed(targets, json_output, read.append)
+    else:
+        findings = diagnose_environment(environment)
     if json_output:
         shown = {} if environment is None else {"environment": environment.as_dict()}
         print_json({**shown, "findings": [finding.as_dict(lang) for finding in findings]})
@@ -105,18 +119,18 @@ def command(
     else:
         if environment is not None:
             _print_environment(environment, language)
-        _print(findings, language)
-    sys.exit(1 if findings else 0)
+        _print(findings, read, language)
+    sys.exit(1 if any(finding.severity == "error" for finding in findings) else 0)
 
 
 LONG = 32 << 20
 """Bytes of logs from which on progress is shown: two seconds."""
 
 
-def _diagnosed(targets: tuple[str, ...], json_output: bool) -> list[Finding]:
+def _diagnosed(targets: tuple[str, ...], json_output: bool, on_read: Callable[[Text], None]) -> list[Finding]:
     total = bytes_of_logs(*targets)
     with progress("read", total, quiet=json_output or total < LONG) as advance:
-        return diagnose(*targets, on_bytes=advance)
+        return diagnose(*targets, on_bytes=advance, on_read=on_read)
 
 
 def _print_environment(environment: Environment, language: str) -> None:
@@ -141,9 +155,12 @@ def _print_lines(findings: list[Finding], language: str) -> None:
         stdout().print(escape(f"{where}{words[finding.severity]}: {said}"))
 
 
-def _print(findings: list[Finding], language: str) -> None:
+def _print(findings: list[Finding], read: list[Text], language: str) -> None:
+    """Findings, or what was read without one."""
     console, words = stdout(), LABELS[language]
-    if not findings:
+    for each in read:
+        console.print(escape(each.of(language)))
+    if not findings and not read:
         console.print(f"[bold green]{words['clean']}[/]")
     for finding in findings:
         _print_finding(finding, language)

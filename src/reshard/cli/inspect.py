@@ -24,7 +24,9 @@ from reshard.errors import size
 from reshard.formats.checkpoint import Checkpoint
 from reshard.inspection import OPTIMIZER, Inspection
 from reshard.shown import escape
-from reshard.transfer.staging import Unfinished, remove_unfinished, unfinished
+from reshard.stores import StorePath, source_path
+from reshard.transfer.staging import Unfinished
+from reshard.transfer.uploading import remove_unfinished_at, unfinished_at
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -40,7 +42,7 @@ def _age(ctx: click.Context, param: click.Parameter, value: str | None) -> float
 
 
 @click.command("inspect")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=source_path)
 @iteration_option("Which step of a run; the one that its tracker names by default.")
 @click.option(
     "--remove-unfinished",
@@ -54,18 +56,20 @@ def _age(ctx: click.Context, param: click.Parameter, value: str | None) -> float
 def command(path: Path, iteration: int | str | None, age: float | None, json_output: bool) -> None:
     """Say what the checkpoint at PATH is, whether it is whole, and what to type next.
 
-    Reads headers and metadata only. Also lists unfinished conversions to PATH, with the commands that continue them.
+    Reads headers and metadata only, also of a URL or of Org/Model on the hub. Also lists unfinished conversions to
+    PATH, with the commands that continue them.
     Exit status: 0 whole, 1 problems were found, 2 nothing could be opened.
     """
-    removed = remove_unfinished(path, age) if age is not None else []
-    left = unfinished(path)
+    removed = remove_unfinished_at(path, age) if age is not None else []
+    left = unfinished_at(path)
     beside = {
         "unfinished": [each.as_dict() for each in left],
         "removed": [str(each.folder) for each in removed],
     }
     if not json_output:
         _print_unfinished(left, removed)
-    if not path.exists() and (left or removed):
+    is_inside = isinstance(path, StorePath)  # what a run left is where the checkpoint will be
+    if (left or removed) and (is_inside or not path.exists()):
         if json_output:
             print_json({"path": str(path), **beside})
         sys.exit(1 if left else 0)

@@ -88,6 +88,12 @@ _OPTIONS = [
     click.option(
         "--merge/--no-merge", default=None, help="With --lora: write the merged model too (default)."
     ),
+    click.option(
+        "--nan-steps",
+        type=POSITIVE,
+        metavar="N",
+        help="Stop after N steps in a row whose loss is NaN or Inf; 1.",
+    ),
     click.option("--resume", is_flag=True, default=None, help="Go on from the last checkpoint in OUT."),
     click.option("--config", type=PATH, help="YAML file with any of these and of the engine's options."),
     click.option("--dry-run", is_flag=True, help="Check everything, print the plan, and stop."),
@@ -152,7 +158,7 @@ _method("grpo", "Group relative policy optimization: prompts, and a reward for w
 
 def _print_preflight(found: Preflight, *, quiet: bool, starts: bool) -> None:
     """The plan, and what to think about; what forbids it is raised after."""
-    print_problems(found.warnings, stderr())
+    print_problems(found.warnings)
     if not quiet:
         console = stderr()
         for name, value in found.rows():
@@ -167,7 +173,7 @@ def _print_finished(run: Run, finished: Finished) -> None:
     for check in finished.checks:
         mark = "[green]✓[/]" if check.right else "[bold red]✗[/]"
         console.print(f"{mark} {escape(check.name)}: {escape(check.found)}")
-    print_problems(finished.problems, stderr())
+    print_problems(finished.problems)
     if finished.whole:
         console.print(f"[bold]{escape(str(finished.merged or finished.final))}[/] is ready")
         console.print(f"report: {escape(str(run.output / 'report.html'))}")

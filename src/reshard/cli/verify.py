@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 from rich.table import Table
 
 from reshard import api
 from reshard.cli.console import Watch, common_options, handles_errors, print_json, stderr, stdout
+from reshard.cli.options import memory_option
 from reshard.errors import size
 from reshard.shown import escape
+from reshard.stores import source_path
 from reshard.verification import ROUNDED, ROUNDED_SUM, Comparison, Row
+
+if TYPE_CHECKING:
+    from reshard.coverage import Proof
 
 SHOWN = 40
 
 
 @click.command("verify")
-@click.argument("a", type=click.Path(path_type=Path))
-@click.argument("b", type=click.Path(path_type=Path), required=False)
+@click.argument("a", type=source_path)
+@click.argument("b", type=source_path, required=False)
 @click.option(
     "--base",
-    type=click.Path(path_type=Path),
+    type=source_path,
+    metavar="PATH",
     help="Hugging Face folder with the config, for a side that has none.",
 )
 @click.option(
@@ -31,24 +37,36 @@ SHOWN = 40
     is_flag=True,
     help="Also run the same tokens through both, with transformers or megatron-core.",
 )
+@click.option(
+    "--proof",
+    is_flag=True,
+    help="Instead of values, count elements: each of A is used once or dropped by a rule, each of B is written once. "
+    "`convert` made B of A.",
+)
+@memory_option
 @common_options
 @handles_errors
-def command(a: Path, b: Path | None, base: Path | None, logits: bool, json_output: bool) -> None:
+def command(
+    a: Path, b: Path | None, base: Path | None, logits: bool, proof: bool, memory: str, json_output: bool
+) -> None:
     """Compare the weights of two checkpoints bit for bit, whatever their formats and layouts.
 
     Without B, check all files of A, which `convert` wrote, against the digests that it recorded in reshard.json.
 
     Of a run, the step that its tracker names is taken; another is named by its own folder, as RUN/iter_0000200.
-    Exit status: 0 equal, 1 different, 2 one of them cannot be read.
+    Exit status: 0 equal or balanced, 1 different or not, 2 one of them cannot be read.
     """
+    if proof:
+        _prove(a, b, base, logits, json_output)
     if b is None:
-        _check(a, base is not None or logits, json_output)
+        _check(a, base is not None or logits, memory, json_output)
     with Watch("verify", quiet=json_output) as watch:
         found = api.verify(
             a,
             b,
             base=base,
             logits=logits,
+            memory=memory,
             on_step=watch.step,
             on_total=watch.begin,
             on_bytes=lambda count: watch.advance(count),
@@ -60,12 +78,14 @@ def command(a: Path, b: Path | None, base: Path | None, logits: bool, json_outpu
     sys.exit(0 if found.equal else 1)
 
 
-def _check(folder: Path, is_compared: bool, json_output: bool) -> NoReturn:
+def _check(folder: Path, is_compared: bool, memory: str, json_output: bool) -> NoReturn:
     """Check one folder against its own record."""
     if is_compared:
         raise click.UsageError("--base and --logits compare two checkpoints: name B")
     with Watch("verify", quiet=json_output) as watch:
-        found = api.verify(folder, on_total=watch.begin, on_bytes=lambda count: watch.advance(count))
+        found = api.verify(
+            folder, memory=memory, on_total=watch.begin, on_bytes=lambda count: watch.advance(count)
+        )
     if json_output:
         print_json(found.as_dict())
     else:
@@ -76,12 +96,77 @@ def _check(folder: Path, is_compared: bool, json_output: bool) -> NoReturn:
         verdict = (
             "[bold green]unchanged:[/]"
             if found.equal
-            else f"[bold red]changed:[/] {len(found.faults)} {'problem' if len(found.faults) == 1 else 'problems'};"
+            else f"[bold red]changed:[/] {_count_of(len(found.faults), 'problem')};"
         )
         stdout().print(
             f"{verdict} {found.files} files, {size(found.nbytes)}, read and compared with reshard.json"
         )
     sys.exit(0 if found.equal else 1)
+
+
+def _prove(a: Path, b: Path | None, base: Path | None, logits: bool, json_output: bool) -> NoReturn:
+    """Count what the plan did by which `b` was made of `a`."""
+    if b is None or logits:
+        raise click.UsageError("--proof needs SRC and DST, and counts elements alone")
+    with Watch("verify", quiet=json_output) as watch:
+        found = api.verify(a, b, base=base, proof=True, on_step=watch.step)
+    if json_output:
+        print_json(found.as_dict())
+    else:
+        _print_proof(found, a, b)
+    sys.exit(0 if found.balanced else 1)
+
+
+def _print_proof(found: Proof, a: Path, b: Path) -> None:
+    console, source, target = stdout(), found.source, found.target
+    rows: list[tuple[int, str]] = [(source.used, "used once" if not source.shared else "used")]
+    if source.shared:
+        rows.append((source.shared, "of these, used for more than one tensor of B"))
+    rows += [(elements, f"dropped: {rule}") for rule, elements in sorted(source.unused.items())]
+    if source.copies:
+        rows.append(
+            (source.copies, "stored again: compared with a copy that is used, before anything was written")
+        )
+    _print_counts(f"A  {escape(str(a))}: {source.elements:,} elements in {source.tensors:,} tensors", rows)
+    for rule, nbytes in sorted(source.dropped.items()):
+        if rule not in source.unused:
+            console.print(f"   no tensors of the model, dropped: {escape(rule)}, {nbytes:,} bytes")
+    if source.elsewhere:
+        console.print(f"   used from files outside A: {source.elsewhere:,} bytes")
+    rows = [(target.elements - target.computed - target.zeros, "from A")]
+    rows += [(target.computed, "computed from A")] if target.computed else []
+    rows += [(target.zeros, "zeros, as padding")] if target.zeros else []
+    rows += [(target.copies, "more, in copies for ranks that share a tensor")] if target.copies else []
+    _print_counts(f"B  {escape(str(b))}: {target.elements:,} elements in {target.tensors:,} tensors", rows)
+    rows = [
+        (target.bytes_of_tensors, "of tensors"),
+        (target.bytes_of_headers, "of headers, indexes and configs"),
+        (target.bytes_copied, "of files copied as they are"),
+        (target.bytes_between, "of zeros between them"),
+    ]
+    _print_counts(f"   {target.bytes:,} bytes in {target.files:,} files", [row for row in rows if row[0]])
+    for fault in found.faults[:SHOWN]:
+        console.print(f"{escape(fault.tensor)}: {escape(fault.message)}")
+    if len(found.faults) > SHOWN:
+        console.print(f"… and {len(found.faults) - SHOWN} more (--json lists all)")
+    if found.balanced:
+        told = "the recorded plan" if found.recorded else "a plan with the recorded options"
+        console.print(f"[bold green]balanced:[/] {told}, {target.blocks:,} blocks compiled and counted")
+    else:
+        told = _count_of(len(found.faults), "problem")
+        console.print(f"[bold red]unbalanced:[/] {told}; please report this with the lines above")
+
+
+def _print_counts(title: str, rows: list[tuple[int, str]]) -> None:
+    stdout().print(title)
+    width = max(len(f"{number:,}") for number, _ in rows)
+    for number, what in rows:
+        stdout().print(f"   {number:>{width},} {escape(what)}")
+
+
+def _count_of(number: int, what: str) -> str:
+    """A number of things."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _print_rounded(found: Comparison) -> None:

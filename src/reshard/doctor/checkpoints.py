@@ -16,8 +16,10 @@ from reshard.formats import iterations
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.companions import CODE_MOST, find_companions, read_object
 from reshard.formats.megatron import legacy, torch_dist
+from reshard.formats.target import Options
 from reshard.inspection import NO_CONFIG, NO_TOKENIZER, Inspection, inspect_checkpoint
 from reshard.model.vocabulary import EMBEDDINGS
+from reshard.planning import plan_conversion
 from reshard.shown import shown
 from reshard.transfer.sources import read_source
 
@@ -47,7 +49,7 @@ def diagnose_checkpoint(path: Path) -> tuple[list[Finding], str]:
         inspection = inspect_checkpoint(_tracked(path))
     except ReshardError as error:
         if not is_meant(path):
-            raise
+            raise (_unknown(path) if path.is_file() else error) from None
         return [_damage(problem, path) for problem in error.problems], ""
     checkpoint = inspection.checkpoint
     findings = [_of_problem(problem, inspection) for problem in inspection.problems if not _lacks(problem)]
@@ -61,6 +63,43 @@ def diagnose_checkpoint(path: Path) -> tuple[list[Finding], str]:
     return findings, inspection.next
 
 
+def of_pair(first: Path, second: Path) -> list[Finding]:
+    """Whether a checkpoint and a folder of the hub belong together, as `convert --base` takes them.
+
+    The base is the second, unless only the first has a config.json. Raises nothing: what does not fit is a finding.
+    """
+    checkpoint, base = (second, first) if _has_config(first) and not _has_config(second) else (first, second)
+    try:
+        plan_conversion(checkpoint, Options(to="huggingface", base=base))
+    except ReshardError as error:
+        return [_misfit(problem, checkpoint, base) for problem in error.problems]
+    return []
+
+
+def _has_config(path: Path) -> bool:
+    return (path / "config.json").is_file()
+
+
+def _misfit(problem: Problem, checkpoint: Path, base: Path) -> Finding:
+    values = {
+        "message": translated(problem.message),
+        "shows": _lines(_said(problem, "tensor", "rule", "expected", "found")),
+        "remedy": translated(problem.remedy or "name the model that the checkpoint was trained from"),
+        "path": checkpoint,
+        "base": base,
+    }
+    return told("base-does-not-fit", [Place(problem.file or str(base), None, problem.tensor or "")], values)
+
+
+def _unknown(path: Path) -> ReshardError:
+    return ReshardError(
+        "this file is nothing that the doctor knows",
+        file=str(path),
+        expected="weights: a file that begins as safetensors, a zip archive (torch.save) or a pickle",
+        remedy="check where the file comes from; of a checkpoint, name the folder",
+    )
+
+
 def _tracked(path: Path) -> Path:
     """The path itself; where it is a Megatron run without a tracker file, its last iteration."""
     steps = iterations.found_in(path)
@@ -69,8 +108,26 @@ def _tracked(path: Path) -> Path:
 
 def is_meant(path: Path) -> bool:
     """Whether a path was meant to be a checkpoint: a file of weights, or a folder with a part of one."""
+    if path.is_file():
+        return _begins_as_weights(path)
     folders = [path, *(child for child in path.glob("*") if child.is_dir())]
-    return path.is_file() or any(next(folder.glob(mark), None) for folder in folders for mark in MARKS)
+    return any(next(folder.glob(mark), None) for folder in folders for mark in MARKS)
+
+
+def _begins_as_weights(path: Path) -> bool:
+    """Whether a file begins as safetensors, zip archives, pickles or pointers of Git LFS do, or holds only zeros."""
+    with path.open("rb") as file:
+        begin = file.read(64)
+    starts = (
+        b"PK\x03\x04",
+        b"PK\x05\x06",
+        b"\x80\x02",
+        b"\x80\x03",
+        b"\x80\x04",
+        b"\x80\x05",
+        b"version https",
+    )
+    return begin.startswith(starts) or begin[8:9] == b"{" or not begin.strip(b"\0")
 
 
 def _damage(problem: Problem, path: Path) -> Finding:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from reshard.doctor.configtext import ConfigText, read_config
-from reshard.doctor.finding import Finding, Place
+from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.grpo import KEYS, grpo_arithmetic
-from reshard.doctor.keywords import REMOVED, certainty, wording
+from reshard.doctor.history.calls import Refused
+from reshard.doctor.history.keys import Keys
+from reshard.doctor.history.messages import read_from
+from reshard.doctor.history.scripts import wording
+from reshard.doctor.history.versions import Versions
 from reshard.doctor.machine import find_gpus
 from reshard.doctor.rules import told
 from reshard.doctor.spread import SPREAD
@@ -20,12 +21,14 @@ RUN = {"learning_rate", "per_device_train_batch_size", "num_train_epochs", "outp
 """Keys by which a config of a run is known."""
 FOREIGN = {"base_model", "model", "rlhf_type", "train_type", "tuner_type", "teacher_model", "adapter"}
 """Keys of Axolotl and ms-swift, which have arguments of their own."""
+OF_SWIFT = {"rlhf_type", "train_type", "tuner_type", "teacher_model"}
+OF_ACCELERATE = {"distributed_type", "compute_environment", "fsdp_config", "deepspeed_config"}
 
 
 def diagnose_config(path: str) -> list[Finding]:
     """What will go wrong with a config. Raises ReshardError if it cannot be read."""
     config = read_config(path)
-    rules = (_text, _accelerate, _deepspeed, _llamafactory, _trl)
+    rules = (_text, _accelerate, _deepspeed, _llamafactory, _trl, _keys)
     return [finding for rule in rules for finding in rule(config)]
 
 
@@ -50,12 +53,7 @@ OF_FSDP1 = (
 
 
 def _accelerate(config: ConfigText) -> Iterator[Finding]:
-    if not config.content.keys() & {
-        "distributed_type",
-        "compute_environment",
-        "fsdp_config",
-        "deepspeed_config",
-    }:
+    if not config.content.keys() & OF_ACCELERATE:
         return
     if config.get("fsdp_config.fsdp_state_dict_type") == "SHARDED_STATE_DICT":
         where = config.changed("fsdp_config.fsdp_state_dict_type", "FULL_STATE_DICT")
@@ -220,11 +218,6 @@ def _llamafactory(config: ConfigText) -> Iterator[Finding]:
         yield told("env-no-bf16", [config.changed("flash_attn", "sdpa")], values)
     if given.get("do_train") and given.get("stage") in STAGES[1:] and not given.get("template"):
         yield told("config-no-template", [config.place("stage")], certainty="possible")
-    for key in given.keys() - llamafactory_keys():
-        near = get_close_matches(str(key), llamafactory_keys(), 1, 0.8)
-        if near:
-            values = {"key": key, "near": near[0]}
-            yield told("config-unknown-key", [config.renamed(key, near[0])], values, certainty="likely")
 
 
 def _clashes(given: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
@@ -254,12 +247,6 @@ def _clashes(given: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
     yield found("streaming", ["stage"] if "max_steps" not in given and given.get("do_train") else [])
 
 
-@lru_cache(maxsize=1)
-def llamafactory_keys() -> frozenset[str]:
-    """All arguments of LLaMA-Factory and of the TrainingArguments that it inherits."""
-    return frozenset(Path(__file__).with_name("llamafactory_keys.txt").read_text(encoding="utf-8").split())
-
-
 # --------------------------------------------------------------------------------------------------------- TRL
 
 
@@ -270,15 +257,6 @@ def _trl(config: ConfigText) -> Iterator[Finding]:
     for key in ("device_map", "model_init_kwargs.device_map"):
         if config.get(key) in SPREAD:
             yield told("script-device-map", [config.changed(key, None)])
-    removed = {**REMOVED["DPOConfig"], **REMOVED["SFTConfig"], **REMOVED["GRPOConfig"]}
-    for key in sorted((removed.keys() & given.keys()) - _of_others(given)):
-        values = wording("TRL", key, removed[key])
-        sure, evidence = certainty("TrainingArguments" if key in REMOVED["TrainingArguments"] else "TRL")
-        place = config.renamed(key, removed[key]) if removed[key] else config.dropped(key)
-        kind = "warning" if sure == "possible" else "error"
-        yield told(
-            "script-removed-keyword", [place], values, severity=kind, certainty=sure, evidence=[evidence]
-        )
     if "num_generations" in given or "reward_funcs" in given:
         yield from grpo_arithmetic(
             {key: given.get(key) for key in KEYS},
@@ -288,6 +266,68 @@ def _trl(config: ConfigText) -> Iterator[Finding]:
         yield told("config-two-precisions", [config.changed("fp16", False), config.place("bf16")])
 
 
-def _of_others(given: Mapping[str, Any]) -> set[str]:
-    """Names that one kind of run has lost and another one has: those of GRPO are no mistake beside its own."""
-    return {"max_completion_length"} if "num_generations" in given or "reward_funcs" in given else set()
+# -------------------------------------------------------------------------------------------------------- keys
+
+
+def _keys(config: ConfigText) -> Iterator[Finding]:
+    """Keys that the program does not read: of another release, or a slip of the pen."""
+    program = _program(config)
+    if program is None:
+        return
+    versions = Versions.beside(config.path)
+    keys = Keys(program, versions)
+    if keys.table is None:
+        return
+    slips: dict[str, str] = {}
+    for key in _asked(config, program):
+        name = key.rpartition(".")[2]
+        if why := keys.gone(name):
+            sure, evidence = versions.certainty(why.table, why.bounds.until if why.bounds else None)
+            proof = [evidence, read_from(why.table)]
+            yield _of_other_release(config, key, keys, why, sure, proof)
+        elif near := keys.near(name):
+            slips[key] = near
+    if slips:
+        names = ", ".join(key.rpartition(".")[2] for key in slips)
+        values = {"program": keys.schema.program, "key": names, "near": ", ".join(slips.values())}
+        places, proof = [config.renamed(*each) for each in slips.items()], [read_from(keys.table)]
+        yield told("config-unknown-key", places, values, certainty="likely", evidence=proof)
+
+
+def _of_other_release(
+    config: ConfigText, key: str, keys: Keys, why: Refused, sure: str, proof: list[Text]
+) -> Finding:
+    assert why.bounds is not None
+    package, name = why.table.package, key.rpartition(".")[2]
+    if why.bounds.since is None:
+        values = wording(keys.schema.program, name, why.renamed, package, why.bounds.specifier)
+        place = config.renamed(key, why.renamed) if why.renamed else config.dropped(key)
+        return told("script-removed-keyword", [place], values, certainty=sure, evidence=proof)
+    values = {"name": name, "package": package, "release": why.bounds.shown}
+    values["pin"] = f"{package}{why.bounds.specifier}"
+    return told("script-name-later", [config.place(key)], values, certainty=sure, evidence=proof)
+
+
+def _program(config: ConfigText) -> str | None:
+    """Which program reads a config, as far as its keys tell."""
+    given = config.content
+    if isinstance(given.get("zero_optimization"), Mapping):
+        return "deepspeed"
+    if given.keys() & OF_ACCELERATE:
+        return "accelerate"
+    if _is_llamafactory(config):
+        return "llamafactory"
+    if "base_model" in given:
+        return "axolotl"
+    if given.keys() & OF_SWIFT:
+        return "ms-swift"
+    return "trl" if RUN & given.keys() and not FOREIGN & given.keys() else None
+
+
+def _asked(config: ConfigText, program: str) -> list[str]:
+    """The keys of a config that are looked up: those that the program reads itself."""
+    if program == "deepspeed":
+        free = ("optimizer.params.", "scheduler.params.")
+        return [key for key in config.spots if not key.startswith(free)]
+    nested = ("fsdp_config.", "deepspeed_config.") if program == "accelerate" else ()
+    return [key for key in config.spots if "." not in key or key.startswith(nested)]

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -16,7 +15,8 @@ import yaml
 from reshard.doctor.finding import Place
 from reshard.doctor.reading import decoded
 from reshard.errors import ReshardError
-from reshard.plain import Yaml
+from reshard.plain_yaml import Yaml
+from reshard.stores import as_path
 
 
 class _Loader(Yaml):
@@ -108,7 +108,7 @@ def read_config(path: str) -> ConfigText:
     """Parse a config: JSON by its suffix, else YAML. Raises ReshardError with the line of the mistake."""
     lenient = False
     try:
-        text = decoded(Path(path).read_bytes()).removeprefix("\ufeff")
+        text = decoded(as_path(path).read_bytes()).removeprefix("\ufeff")
         if path.endswith(".json"):
             content, lenient = _json(text)
         else:

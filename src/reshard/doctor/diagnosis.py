@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from os import PathLike
 from pathlib import Path
 
-from reshard.doctor.checkpoints import diagnose_checkpoint
+from reshard.doctor.checkpoints import diagnose_checkpoint, of_pair
 from reshard.doctor.configs import diagnose_config
 from reshard.doctor.environment import diagnose_environment
 from reshard.doctor.finding import CERTAINTIES, Finding, Text
-from reshard.doctor.launches import diagnose_launch
+from reshard.doctor.folders import configs_in, logs_in
+from reshard.doctor.freezes import diagnose_freeze, versions_in
+from reshard.doctor.launches import SHELL, diagnose_launch, processes_of, under_launch
 from reshard.doctor.logs import BEGIN, STDIN, diagnose_log
 from reshard.doctor.notebooks import diagnose_notebook
 from reshard.doctor.reading import encoding_of
@@ -21,47 +25,114 @@ from reshard.doctor.scripts import diagnose_script
 from reshard.doctor.words import words
 from reshard.errors import Problem, ReshardError
 from reshard.shown import shown
+from reshard.stores import as_path, is_remote, typed_path
 
 CONFIGS = {".yaml", ".yml", ".json"}
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".distcp"}
 
 
-def diagnose(*targets: str | PathLike[str], on_bytes: Callable[[int], None] | None = None) -> list[Finding]:
+def diagnose(
+    *targets: str | PathLike[str],
+    on_bytes: Callable[[int], None] = lambda count: None,
+    on_read: Callable[[Text], None] = lambda read: None,
+) -> list[Finding]:
     """What is wrong with logs, scripts, configs and checkpoints; with the environment if there is no target.
 
     "-" is a log on standard input. Several targets are seen together: what one shows and another explains is one
-    finding. The first finding is the one to mend first. `on_bytes` is told of the bytes of logs as they are read.
+    finding. The first finding is the one to fix first. `on_bytes` is told of the bytes of logs as they are read,
+    `on_read` what each target without findings was taken for, and how much of it was read.
     Raises ReshardError for a target that cannot be read.
     """
     if not targets:
         return diagnose_environment()
-    found: list[Finding] = []
-    commands: list[str] = []
-    problems: list[Problem] = []
-    for target in dict.fromkeys(map(str, targets)):
-        found += _of_target(target, commands, problems, on_bytes)
-    if problems:
-        raise ReshardError(problems)
-    return [typed(finding, commands) for finding in combined(found)]
+    paths = (str(typed_path(str(each))) if is_remote(str(each)) else str(each) for each in targets)
+    named = list(dict.fromkeys(paths))
+    seen = _Seen(on_bytes, on_read)
+    found = [finding for target in named for finding in seen.of_target(target)]
+    if seen.problems:
+        raise ReshardError(seen.problems)
+    if len(seen.checkpoints) == 2:
+        found += of_pair(*seen.checkpoints)
+    launch = next((started for target in named if (started := processes_of(target))), None)
+    found = [under_launch(finding, *launch) if launch else finding for finding in found]
+    return [typed(finding, seen.commands) for finding in combined(found)]
 
 
-def _of_target(
-    target: str,
-    commands: list[str],
-    problems: list[Problem],
-    on_bytes: Callable[[int], None] | None,
+@dataclass
+class _Seen:
+    """What the targets of one diagnosis have shown besides findings."""
+
+    on_bytes: Callable[[int], None]
+    on_read: Callable[[Text], None]
+    commands: list[str] = field(default_factory=list)
+    """Commands that convert a checkpoint."""
+    checkpoints: list[Path] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    """Why targets cannot be read."""
+
+    def of_target(self, target: str) -> Sequence[Finding]:
+        """The findings of one target."""
+        try:
+            if is_checkpoint(target):
+                path = as_path(target)
+                return self._of_folder(path) if path.is_dir() else self._of_weights(path)
+            kind = kind_of(target)
+            if kind is diagnose_log:
+                return _of_text(target, self.on_bytes, self.on_read)
+            return kind(target)
+        except ReshardError as error:
+            self.problems += error.problems
+            return []
+
+    def _of_weights(self, path: Path) -> Sequence[Finding]:
+        findings, command = diagnose_checkpoint(path)
+        self.commands.append(command)
+        self.checkpoints.append(path)
+        return findings
+
+    def _of_folder(self, folder: Path) -> Sequence[Finding]:
+        """The findings of a checkpoint, or of the folder of a run: its logs and configs as well."""
+        logs, configs = logs_in(folder), configs_in(folder)
+        try:
+            found = list(self._of_weights(folder))
+        except ReshardError:
+            if not logs:
+                raise
+            found = []
+        for path in logs:
+            found += _of_text(str(path), self.on_bytes, self.on_read)
+        for path in configs:
+            with suppress(ReshardError):  # files of other tools
+                found += diagnose_config(str(path))
+        return found
+
+
+def _of_text(
+    target: str, on_bytes: Callable[[int], None], on_read: Callable[[Text], None]
 ) -> Sequence[Finding]:
-    """The findings of one target. The command that converts a checkpoint and what is unreadable are collected."""
-    try:
-        if is_checkpoint(target):
-            findings, command = diagnose_checkpoint(Path(target))
-            commands.append(command)
-            return findings
-        kind = kind_of(target)
-        return diagnose_log(target, on_bytes) if kind is diagnose_log else kind(target)
-    except ReshardError as error:
-        problems += error.problems
-        return []
+    """The findings of a log, or of a list of packages."""
+    if target != STDIN and (versions := versions_in(_first_lines(as_path(target)))):
+        if not (found := diagnose_freeze(target, versions)):
+            on_read(words("read-packages", target=target, count=len(versions)))
+        return found
+    count = 0
+
+    def counted(lines: int) -> None:
+        nonlocal count
+        count += lines
+
+    if not (found := diagnose_log(target, on_bytes, counted)):
+        on_read(words("read-lines", target="stdin" if target == STDIN else target, count=count))
+    return found
+
+
+MOST_PACKAGES = 5000
+"""Lines of a file that are looked at for whether it is a list of packages."""
+
+
+def _first_lines(path: Path) -> list[str]:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return [line.rstrip("\n") for line in islice(file, MOST_PACKAGES)]
 
 
 def bytes_of_logs(*targets: str) -> int:
@@ -72,13 +143,13 @@ def bytes_of_logs(*targets: str) -> int:
 
 def is_checkpoint(target: str) -> bool:
     """Whether a target is a folder, or a file of weights."""
-    path = Path(target)
+    path = as_path(target)
     return target != STDIN and (path.is_dir() or (path.exists() and path.suffix in WEIGHTS))
 
 
 def kind_of(target: str) -> Callable[[str], list[Finding]]:
     """What diagnoses a target that is no checkpoint. Raises ReshardError if there is nothing."""
-    path = Path(target)
+    path = as_path(target)
     if target == STDIN:
         return diagnose_log
     if not path.exists():
@@ -104,7 +175,7 @@ def _kind(path: Path) -> Callable[[str], list[Finding]]:
         return diagnose_script
     if path.suffix == ".ipynb":
         return diagnose_notebook
-    if path.suffix in (".sh", ".bash", ".slurm", ".sbatch"):
+    if path.suffix in SHELL:
         return diagnose_launch
     return diagnose_config if path.suffix in CONFIGS else diagnose_log
 

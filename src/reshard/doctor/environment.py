@@ -11,7 +11,7 @@ from reshard.doctor.finding import Finding, Place
 from reshard.doctor.machine import Environment, Gpu, look_around, unmet
 from reshard.doctor.rules import told
 from reshard.doctor.words import words
-from reshard.plain import yaml_of
+from reshard.plain_yaml import yaml_of
 
 __all__ = ["Environment", "Gpu", "diagnose_environment", "look_around"]
 

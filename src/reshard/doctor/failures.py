@@ -16,21 +16,25 @@ from reshard.doctor.tracebacks import Line, Traceback, end_of_message, frame_of
 _WENT_ON = re.compile(
     r"""['"]?(?:train_|eval_)?(?:loss|runtime)['"]?\s*[:=]\s*['"]?\d | \biteration\s+\d+\s*/ | train_runtime
       | \bstep\s*(?:[:=]\s*)?\d.{0,500}\bloss\b
-      | ^(?!\s*(?:Loading|Map|Filter|Fetching|Download|Generating|Tokeniz|Resolving|Capturing)).*\b100%\|
+      | ^(?!.{0,200}\b(?:Loading|Map|Filter|Fetching|Download|Generating|Tokeniz|Resolving|Capturing)).*\b100%\|
       | \b(?i:successfully|(?:training|run|export|conversion|evaluation)\ (?:is\ )?(?:complete|finished|done)
             |(?:model|weights|checkpoint|tokenizer|adapter)s?\ saved|saved\ (?:model|weights|checkpoint|to)
             |saving\ (?:model|tokenizer|checkpoint)|nothing\ wrong\ found)\b""",
     re.VERBOSE,
 )
-_NAME = r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)"
+_NAME = (
+    r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*"
+    r"(?:Error|Exception|Interrupt|Exit|Invalid|Mismatch|Failure|NotFound|Timeout|Iteration|Impossible|Unavailable)"
+)
 _EXCEPTION = re.compile(
-    rf"[\s^]*(?P<name>{_NAME})\^*\s?: ?\^?(?P<message>.*\S)|\s*(?P<bare>(?:[A-Za-z_]\w*\.)*[A-Z]\w*Error)$"
+    rf"[\s^]*(?P<name>{_NAME})\^*\s?: ?\^?(?P<message>.*\S)"
+    r"|\s*(?P<bare>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Iteration))$"
 )
 """At the beginning of a line; the carets are what is left of colours."""
 _WITHIN = re.compile(rf"\((?P<name>{_NAME}): (?P<message>[^()]*(?:\([^()]*\)[^()]*)*)\)")
 _NAMED = re.compile(rf"(?<![\w.])(?P<name>{_NAME}): (?P<message>.*\S)")
 _QUIET = re.compile(
-    r"(?<![=\w])(?:DEBUG|INFO|WARN|WARNING|Warning|UserWarning|\w+Warning)\b|^\s*(?:except|raise|#)\b|^\[?[IW]\d{3,4}"
+    r"\bXFAIL\b|(?<![=\w])(?:DEBUG|INFO|WARN|WARNING|Warning|UserWarning|\w+Warning)\b|^\s*(?:except|raise|#)\b|^\[?[IW]\d{3,4}"
 )
 """Lines that only mention an exception."""
 _ASSERTION = re.compile(r"\bAssertion [`'\"].{0,1000} failed")
@@ -99,14 +103,30 @@ def loose_failure(lines: Sequence[Line]) -> Traceback | None:
                 break  # who started the launcher tells of its end
             if not _CONSEQUENCE.search(line.text) and (found := search(line)):
                 return _failure(after, at, *found)
-    return _cut_off(after) or _exit_status(after) or _begun(after)
+    quoted = next(((at, found) for at, line in enumerate(after) if (found := _quoted(line))), None)
+    if quoted:
+        return _failure(after, quoted[0], *quoted[1])
+    return _cut_off(after) or _exit_status(after) or _begun(after) or _last_words(after)
 
 
 def _after_progress(lines: Sequence[Line]) -> Sequence[Line]:
     """What stands after the last line that shows that the run went on, which may itself end in an error."""
-    went_on = (at for at, line in enumerate(lines) if _WENT_ON.search(line.text) and not _is_error(line.text))
-    last = max(went_on, default=-1)
+    last = max((at for at, line in enumerate(lines) if _went_on(line)), default=-1)
     return lines[last + 1 :]
+
+
+def progress(lines: Sequence[Line]) -> dict[str, int]:
+    """The number of the last line of each stream that shows that its process went on."""
+    return {line.stream: line.number for line in lines if _went_on(line)}
+
+
+def _went_on(line: Line) -> bool:
+    """Whether a line shows it. One that is very long holds data, in which any word may stand."""
+    return len(line.text) < DATA and bool(_WENT_ON.search(line.text)) and not _is_error(line.text)
+
+
+DATA = 2000
+"""Characters from which on a line is taken for data."""
 
 
 def _is_error(text: str) -> bool:
@@ -128,6 +148,21 @@ def _within(line: Line) -> tuple[str, str] | None:
     if match is None and _LOGGED.search(line.text):
         match = _NAMED.search(line.text)
     return (match["name"], match["message"]) if match else None
+
+
+def _quoted(line: Line) -> tuple[str, str] | None:
+    """An exception in somebody's own sentence, up to the mark that ends the quotation."""
+    match = None if _QUIET.search(line.text) else _NAMED.search(line.text)
+    if match is None or _CONSEQUENCE.search(line.text):
+        return None
+    before = line.text[: match.start()].rstrip()[-1:]
+    message = match["message"]
+    if before in _CLOSING:
+        message = message.split(_CLOSING[before])[0]
+    return match["name"], message
+
+
+_CLOSING = {"`": "`", "“": "”", '"': '"', "「": "」", "'": "' "}
 
 
 def _assertion(line: Line) -> tuple[str, str] | None:
@@ -164,11 +199,22 @@ def _cut_off(lines: Sequence[Line]) -> Traceback | None:
     if not told or any(_LAUNCHER.search(line.text) for line in told):
         return None
     same = [line for line in told if line.stream == told[-1].stream]
-    frames = [frame for line in same if (frame := frame_of(line.text))]
-    if not frames or not any(frame_of(line.text) for line in same[-3:]):
+    found = [(at, frame) for at, line in enumerate(same) if (frame := frame_of(line.text))]
+    if not found:
         return None
-    last = same[-1].number
-    return Traceback(same[0].stream, same[0].number, last, last, CUT_OFF, frames[-1], frames)
+    (at, innermost), frames = found[-1], [frame for _, frame in found]
+    first, last, stream = same[0].number, same[-1].number, same[0].stream
+    rest = [line for line in same[at + 1 :] if not _is_source(line.text)]
+    if rest:  # the message, without the name of its exception
+        end = rest[end_of_message(rest, 0) - 1].number
+        message = "\n".join(line.text.strip() for line in rest if line.number <= end)
+        return Traceback(stream, first, rest[0].number, end, "", message, frames)
+    return Traceback(stream, first, last, last, CUT_OFF, innermost, frames) if at >= len(same) - 3 else None
+
+
+def _is_source(text: str) -> bool:
+    """Whether a line below a frame shows its code, or marks a part of it."""
+    return text[:1] in (" ", "\t", "│", "|") or not text.strip(" ^~")
 
 
 def _exit_status(lines: Sequence[Line]) -> Traceback | None:
@@ -187,6 +233,40 @@ def _begun(lines: Sequence[Line]) -> Traceback | None:
         return None
     message = line.text[line.text.index(START) :].strip()
     return Traceback(line.stream, line.number, line.number, line.number, CUT_OFF, message, [message])
+
+
+LAST = 3
+"""Lines at the end of a log in which a failure is taken for one in whatever words."""
+_FAILS = re.compile(
+    r"""\b(?i:errors?|failed|failure|failing|fatal|abort(?:ed|ing)|crash(?:ed)?|denied|refused|unrecognized
+        |giving\ up|cannot|can['’]?t|could\ not|couldn['’]?t|unable\ to|not\ found|no\ such|not\ supported
+        |unsupported|out\ of\ memory|undefined|mismatch|not\ installed|killed|stopped|invalid|timed\ out|no\ space)\b
+      | 报错 | 错误 | 失败 | 无法 | 找不到 | 不支持""",
+    re.VERBOSE,
+)
+_FINE = re.compile(
+    r"""\b(?i:(?:0|no|without|not\ an)\ (?:\w+\ )?(?:errors?|failures?)
+        |(?:errors?|failed|failures?)['"]?\s*[:=]\s*(?:0|none|null|false)\b
+        |warning:\ errors|ignor(?:ed|ing)|skipp(?:ed|ing)|falling\ back|fall\ ?back|deprecated|continuing|retry
+        |will\ be\ (?:used|set|ignored)|instead|using\ default|default(?:s|ing)\ to|(?:is|are)\ off)\b
+      | \bharmless""",
+    re.VERBOSE,
+)
+"""What a program says that helps itself, or that all is well."""
+_QUOTES = re.compile(r"\((?:\w+\.)*\w+(?:Error|Exception): |errno: 97\b")
+"""A warning that says why something optional is missing, or that the next address is tried."""
+
+
+def _last_words(lines: Sequence[Line]) -> Traceback | None:
+    """What a log ends in, where that tells of a failure in words that nothing else here knows."""
+    told = [line for line in lines if line.text.strip()][-LAST:]
+    if any("(ignored)" in line.text for line in told):
+        return None  # make went on
+    fails = (each for each in told if _FAILS.search(each.text) and not _FINE.search(each.text))
+    line = next((each for each in fails if len(each.text) < DATA and not _QUOTES.search(each.text)), None)
+    if line is None:
+        return None
+    return Traceback(line.stream, line.number, line.number, line.number, "", line.text.strip())
 
 
 def asks(message: str) -> str:

@@ -9,7 +9,14 @@ from reshard.doctor.log import Log, Traceback
 from reshard.doctor.words import words
 
 BY_KIND = frozenset(
-    {"module-not-found", "import-name-missing", "module-attribute-missing", "unexpected-keyword"}
+    {
+        "module-not-found",
+        "import-name-missing",
+        "module-attribute-missing",
+        "unexpected-keyword",
+        "object-attribute-missing",
+        "unknown-argument",
+    }
 )
 """They explain the first failure where no other entry does, and never surely."""
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from reshard.doctor.finding import Finding, Place
 from reshard.doctor.reading import clipped
 from reshard.doctor.rules import told
+from reshard.doctor.words import words
 from reshard.errors import ReshardError
 
+SHELL = (".sh", ".bash", ".slurm", ".sbatch")
 _LAUNCHER = re.compile(
     r"\b(?:torchrun|accelerate\s+launch|deepspeed|torch\.distributed\.(?:run|launch)|megatron\s+\w+|swift\s+\w+)\b"
 )
@@ -40,6 +43,28 @@ def diagnose_launch(path: str) -> list[Finding]:
     return [
         finding for number, line in _commands(text) for finding in _launch(path, number, line, text, numbers)
     ]
+
+
+def processes_of(path: str) -> tuple[Place, int] | None:
+    """The first command of a shell script that starts several processes, and how many on each machine."""
+    if not path.endswith(SHELL) or not Path(path).is_file():
+        return None
+    text = Path(path).read_text(encoding="utf-8", errors="replace")
+    numbers = {match[1]: match[2] for match in _VARIABLE.finditer(text)}
+    for line, command in _commands(text):
+        told_of = (_PROCESSES, _NPROC, _OF_ALL)
+        count = next((found for each in told_of if (found := _number(each.search(command), numbers))), 1)
+        if count > 1:
+            return Place(path, line, clipped(" ".join(command.split()), 200)), count
+    return None
+
+
+def under_launch(finding: Finding, place: Place, count: int) -> Finding:
+    """A finding about a script, now that a launch of several processes was seen beside it."""
+    if finding.id != "script-device-map" or finding.severity == "error":
+        return finding
+    seen = words("launch-starts", place=place, count=count)
+    return replace(finding, severity="error", certainty="sure", evidence=(seen,))
 
 
 def _commands(text: str) -> Iterator[tuple[int, str]]:

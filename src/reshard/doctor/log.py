@@ -73,12 +73,15 @@ def _unescaped(line: Line) -> list[Line]:
 PACKAGES = (
     *("torch", "transformers", "accelerate", "trl", "peft", "deepspeed", "safetensors", "tokenizers"),
     *("megatron-core", "transformer-engine", "flash-attn", "vllm", "verl", "ms-swift", "datasets", "numpy"),
+    *("triton", "bitsandbytes", "xformers", "huggingface-hub", "llamafactory", "axolotl"),
 )
 _ALIASES = {
     "pytorch": "torch",
     "megatron_core": "megatron-core",
     "flash_attn": "flash-attn",
     "swift": "ms-swift",
+    "huggingface_hub": "huggingface-hub",
+    "ms_swift": "ms-swift",
 }
 _VERSION = re.compile(
     r"(?<![\w.-])(?P<name>" + "|".join([*PACKAGES, *_ALIASES]).replace("-", "[-_]") + r")[\"'`]?(?: info)?"

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
+from reshard.doctor.artefacts import VETOED, mixed_up
 from reshard.doctor.collectives import compared
 from reshard.doctor.entries import Entry, catalogue
 from reshard.doctor.failures import CUT_OFF, EXIT, asks, is_launchers
-from reshard.doctor.finding import Finding, Place, Text
+from reshard.doctor.finding import CERTAINTIES, Finding, Place, Text
+from reshard.doctor.history.messages import of_failure
 from reshard.doctor.kinds import BY_KIND, filled_in, told_of
 from reshard.doctor.log import Log, Traceback, read_log
 from reshard.doctor.match import Match, first_sign, match_log
 from reshard.doctor.reading import clipped, encoding_of, lines_of
 from reshard.doctor.rules import told
-from reshard.doctor.upstream import search_of
+from reshard.doctor.shapes import computed, contradict
+from reshard.doctor.upstream import own_code, search_of
 from reshard.doctor.words import words
 from reshard.errors import ReshardError
 from reshard.shown import shown_lines
+from reshard.stores import as_path
 
 STDIN = "-"
 UNKNOWN = "unknown-failure"
 UNKNOWN_THAT_ASKS = "unknown-failure-that-asks"
+SHAPES = "shapes-differ"
 WORKER_UNSEEN = "worker-traceback-missing"
 LARGEST = 64 << 20
 """Bytes that are reasonable to hold as one text; a file is read line by line, however long it is."""
@@ -33,13 +37,18 @@ BEGIN = 4096
 """Bytes that show what a file is."""
 
 
-def diagnose_log(target: str, on_bytes: Callable[[int], None] | None = None) -> list[Finding]:
+def diagnose_log(
+    target: str,
+    on_bytes: Callable[[int], None] = lambda count: None,
+    on_lines: Callable[[int], None] = lambda count: None,
+) -> list[Finding]:
     """The findings of one log, the first cause first. `target` is a path, or "-" for standard input.
 
-    `on_bytes` is told of bytes as they are read. Raises ReshardError if there is nothing that can be read.
+    `on_bytes` is told of bytes as they are read, `on_lines` of lines. Raises ReshardError if there is nothing that can
+    be read.
     """
     try:
-        with nullcontext(sys.stdin.buffer) if target == STDIN else Path(target).open("rb") as file:
+        with nullcontext(sys.stdin.buffer) if target == STDIN else as_path(target).open("rb") as file:
             begin = file.read(BEGIN)
             if target == STDIN and (not begin or encoding_of(begin) is None):
                 raise ReshardError(
@@ -47,19 +56,39 @@ def diagnose_log(target: str, on_bytes: Callable[[int], None] | None = None) -> 
                     expected="the log of a run",
                     remedy="pipe both streams of the run: COMMAND 2>&1 | reshard doctor -",
                 )
-            return diagnose_text(target, lines_of(file, begin, on_bytes or (lambda count: None)))
+            return diagnose_text(target, _counted(lines_of(file, begin, on_bytes), on_lines))
     except OSError as error:
         raise ReshardError("a log cannot be read", file=target, found=error.strerror) from None
+
+
+def _counted(lines: Iterable[str], on_lines: Callable[[int], None]) -> Iterator[str]:
+    for line in lines:
+        on_lines(1)
+        yield line
 
 
 def diagnose_text(name: str, content: str | Iterable[str]) -> list[Finding]:
     """The findings of a log that is at hand, as text or as its lines; `name` is what it is called."""
     log = read_log(name, content)
     matches = match_log(log, catalogue().values())
+    root = first_sign(log)
+    said = root.said if root else ""
+    matches = [
+        each for each in matches if not contradict(each.entry.id, said if each.at_root else each.line.text)
+    ]
     symptoms = tuple(match.entry.id for match in matches if match.entry.kind == "symptom")
     causes = [match for match in matches if match.entry.kind != "symptom"]
-    root = first_sign(log)
+    if root is not None and (mixed := mixed_up(root, _last_line(root, log))):
+        rest = [match for match in matches if not match.at_root or match.entry.id not in VETOED]
+        if not any(match.at_root for match in rest):
+            return [mixed, *(_finding(match, log, ()) for match in rest)]
+    if root is not None and (known := _of_history(root, log, causes)) is not None:
+        return known
     if root is not None and all(match.entry.kind in WARNINGS for match in causes):
+        if any(match.line.number == root.last for match in matches):
+            return [
+                _finding(match, log, ()) for match in matches
+            ]  # what it says is known: a warning, a symptom
         if is_launchers(root):
             if symptoms and not causes:
                 return [_finding(match, log, ()) for match in matches]
@@ -70,10 +99,51 @@ def diagnose_text(name: str, content: str | Iterable[str]) -> list[Finding]:
     return [_finding(match, log, ()) for match in matches]
 
 
+GUESSED = {
+    **dict.fromkeys(("import-removed", "kw-removed", "hf-remote-code-too-old"), "api-is-gone"),
+    **dict.fromkeys(
+        ("hf-unknown-architecture", "vllm-unknown-architecture", "peft-config-newer"), "api-came-later"
+    ),
+}
+"""Entries that guess which side is too old, and what the history calls it where they are right."""
+
+
+def _of_history(root: Traceback, log: Log, causes: list[Match]) -> list[Finding] | None:
+    """What the history of releases says of the first failure, and the rest of the log.
+
+    It goes before entries that know the kind of the exception only, or guess otherwise. Other entries that explain the
+    failure keep their word, with the history's before it.
+    """
+    found = of_failure(root, log)
+    if found is None:
+        return None
+    own = next((match for match in causes if match.at_root or match.line.number == root.last), None)
+    rest = [_finding(match, log, ()) for match in causes if match is not own]
+    if (
+        own is None
+        or own.entry.id in BY_KIND
+        or found.id not in (GUESSED.get(own.entry.id, found.id), "api-between")
+    ):
+        return [replace(found, also=(own.entry.id,) if own else ()), *rest]
+    entry = _finding(own, log, ())
+    cure = Text(
+        *(f"{one.rstrip()}\n{two}" for one, two in zip(_both(found.cure), _both(entry.cure), strict=True))
+    )
+    sure = min(found.certainty, entry.certainty, key=CERTAINTIES.index)
+    proof = (found.title, *found.evidence, *entry.evidence)
+    return [replace(entry, cure=cure, certainty=sure, evidence=proof), *rest]
+
+
+def _both(text: Text) -> tuple[str, str]:
+    return text.en, text.zh
+
+
 LONGEST_SAID = 2000
 """Characters of a message that are shown as the cause."""
 SHOWN = 300
 """Characters of a line that are shown: some messages list every model there is."""
+NEAR = 12
+"""Lines between two that belong to one message."""
 WARNINGS = ("warning", "silent")
 """Kinds of entries that no run dies of."""
 
@@ -99,7 +169,23 @@ def _told_by(match: Match, log: Log) -> list[Text]:
     if match.entry.id == "hang-nccl":
         return compared(log)
     root = first_sign(log)
-    return told_of(root, log) if match.entry.id in BY_KIND and root else []
+    if root is None or not match.at_root:
+        return []
+    of_kind = told_of(root, log) if match.entry.id in BY_KIND else []
+    of_shapes = computed(_with_table(root, log))
+    return [*of_kind, *([of_shapes] if of_shapes else [])]
+
+
+TABLE = 60
+"""Lines before a failure in which transformers lists the tensors that do not fit."""
+
+
+def _with_table(root: Traceback, log: Log) -> str:
+    """What a failure said, and the lines around it in which shapes are told."""
+    near = (
+        line.text for line in log.lines if line.stream == root.stream and 0 <= root.last - line.number < TABLE
+    )
+    return "\n".join([root.said, *near])
 
 
 def _cure(match: Match, log: Log) -> Text:
@@ -107,13 +193,16 @@ def _cure(match: Match, log: Log) -> Text:
     return filled_in(match.entry.cure, root, log) if match.entry.id in BY_KIND and root else match.entry.cure
 
 
+def _last_line(root: Traceback, log: Log) -> Place:
+    """Where a failure stands, with the first line of what it said."""
+    said = (root.message if root.exception in (CUT_OFF, EXIT) else root.said).split("\n")[0]
+    return Place(log.name, root.last, clipped(said, SHOWN))
+
+
 def _unseen(root: Traceback, log: Log) -> Finding:
     """A log that has the launcher's word only that a worker failed."""
-    last = (root.message if root.exception == EXIT else root.said).split("\n")[0]
     who = log.facts.get("first rank to die", "?")
-    return told(
-        WORKER_UNSEEN, [Place(log.name, root.last, clipped(last, SHOWN))], {"who": who}, certainty="likely"
-    )
+    return told(WORKER_UNSEEN, [_last_line(root, log)], {"who": who}, certainty="likely")
 
 
 def _unknown(root: Traceback, log: Log, symptoms: tuple[str, ...]) -> Finding:
@@ -122,15 +211,19 @@ def _unknown(root: Traceback, log: Log, symptoms: tuple[str, ...]) -> Finding:
     first = root.root
     said = words("cut-off") if first.exception == CUT_OFF else Text.same(_quoted(first.said))
     frames = [f"  {frame}" for frame in first.frames[-6:]]
+    frames += [f"    {shown_lines(first.source)}"] if first.source else []
     quoted = Text("\n".join([*frames, said.en]), "\n".join([*frames, said.zh]))
-    last = (root.message if root.exception == CUT_OFF else root.said).split("\n")[0]
-    place = Place(log.name, root.last, clipped(last, SHOWN))
+    place = _last_line(root, log)
     asked = clipped(asks(root.message), LONGEST_SAID)
     values: dict[str, object] = {"who": root.stream or "?", "shown": quoted, "asked": asked}
-    values["near"] = ", ".join(near) or "–"
+    values["near"] = words("near-entries", near=", ".join(near)) if near else Text.same("")
     known = None if first.exception in (CUT_OFF, EXIT) else search_of(first)
     upstream = words("search-upstream", name=known[0], url=known[1]) if known else Text.same("")
+    if own := own_code(first):
+        upstream = words("own-code", frame=own)
     values["upstream"] = Text(*(f"{text}\n" if text else "" for text in (upstream.en, upstream.zh)))
+    if shapes := computed(_with_table(root, log)):
+        return told(SHAPES, [place], {"shown": quoted, "shapes": shapes}, certainty="likely")
     found = told(UNKNOWN_THAT_ASKS if asked else UNKNOWN, [place], values, certainty="possible")
     return replace(found, id=UNKNOWN, also=symptoms)
 
@@ -141,16 +234,19 @@ def _quoted(said: str) -> str:
 
 
 _WORD = re.compile(r"[A-Za-z_][A-Za-z_.]{2,}")
+LIKE = 0.3
+"""The share of a failure's words, rare ones counting more, that an entry has to have to come near it."""
 
 
 def nearest(text: str, entries: Iterable[Entry], count: int = 3) -> list[str]:
     """The ids of entries whose excerpts share most words with a text; rare words count most."""
     known = {entry.id: set(_WORD.findall(entry.excerpt.lower())) for entry in entries}
     asked = set(_WORD.findall(text.lower()))
-    common = {word: sum(word in each for each in known.values()) for word in asked}
+    weight = {word: 1 / (1 + sum(word in each for each in known.values())) for word in asked}
+    total = sum(weight.values())
 
-    def score(identifier: str) -> float:
-        return sum(1 / common[word] for word in asked & known[identifier])
+    def share(identifier: str) -> float:
+        return sum(weight[word] for word in asked & known[identifier]) / total
 
-    ranked = sorted(known, key=score, reverse=True)
-    return [identifier for identifier in ranked[:count] if score(identifier) > 0.5]
+    ranked = sorted(known, key=share, reverse=True) if total else []
+    return [identifier for identifier in ranked[:count] if share(identifier) >= LIKE]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
-import platform
 import re
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, requires, version
-from importlib.util import find_spec
+from inspect import getsource
 from pathlib import Path
 from shutil import disk_usage, which
 from typing import Any
@@ -19,6 +18,8 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
+
+from reshard.errors import ReshardError
 
 PACKAGES = (
     *(
@@ -73,6 +74,8 @@ class Environment:
     cuda: str | None = None
     nccl: str | None = None
     shm: int | None = None
+    python: str = ""
+    """Version and path of the interpreter whose packages these are."""
 
     def has(self, package: str, specifier: str) -> bool:
         """Whether a package is installed in one of these versions."""
@@ -97,7 +100,7 @@ class Environment:
     def as_dict(self) -> dict[str, Any]:
         """What `reshard doctor` shows, in its order; None for what is not there."""
         return {
-            "python": platform.python_version(),
+            "python": self.python,
             **{package: self.versions.get(package) for package in PACKAGES},
             "CUDA of torch": "none (CPU build)" if self.cuda == "" else self.cuda,
             "NCCL": self.nccl,
@@ -111,31 +114,83 @@ class Environment:
         }
 
 
-def look_around() -> Environment:
-    """The environment of this process. Nothing of what is looked at is imported."""
+def look_around(python: str | None = None) -> Environment:
+    """The environment of this process, or of another interpreter. Nothing of what is looked at is imported.
+
+    Raises ReshardError if there is no such interpreter.
+    """
     gpus, driver = find_gpus()
+    seen = _installed() if python is None else _asked(python)
+    nccl = (seen["versions"].get(f"nvidia-nccl-cu{major}") for major in (13, 12, 11))
     return Environment(
-        dict(_versions()),
+        {name: version for name, version in seen["versions"].items() if name in PACKAGES},
         gpus,
         driver,
         dict(os.environ),
-        requires=dict(_requirements()),
-        cuda=_cuda(),
-        nccl=_nccl(),
+        requires=seen["requires"],
+        cuda=_cuda(seen["torch"]),
+        nccl=next((each for each in nccl if each), None),
         shm=disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
+        python=f"{seen['python']} ({seen['executable']})",
     )
 
 
-def _versions() -> Iterator[tuple[str, str]]:
-    for package in PACKAGES:
-        with suppress(PackageNotFoundError):
-            yield package, version(package)
+NAMES = (*PACKAGES, *(f"nvidia-nccl-cu{major}" for major in (13, 12, 11)))
 
 
-def _requirements() -> Iterator[tuple[str, list[str]]]:
-    for package in PACKAGES:
-        with suppress(PackageNotFoundError):
-            yield package, requires(package) or []
+def _installed(names: Sequence[str] = NAMES) -> dict[str, Any]:
+    """Versions and requirements of packages, and where torch lies. Its source also runs in other interpreters."""
+    import platform
+    import sys
+    from importlib.metadata import PackageNotFoundError, distribution
+    from importlib.util import find_spec
+
+    seen: dict[str, Any] = {"versions": {}, "requires": {}, "python": platform.python_version()}
+    seen["executable"] = sys.executable
+    for name in names:
+        try:
+            found = distribution(name)
+        except PackageNotFoundError:
+            continue
+        seen["versions"][name] = found.version
+        seen["requires"][name] = found.requires or []
+    torch = find_spec("torch")
+    seen["torch"] = torch.origin if torch else None
+    return seen
+
+
+ASK = """
+from __future__ import annotations
+import json
+{function}
+print(json.dumps(_installed({names!r})))
+"""
+PATIENCE = 60
+"""Seconds for which another interpreter may take to start."""
+
+
+def _asked(python: str) -> dict[str, Any]:
+    """What another interpreter has installed, in its own words."""
+    path = which(python)
+    code = ASK.format(
+        function=getsource(_installed).replace("Sequence[str] = NAMES", "list"), names=list(NAMES)
+    )
+    try:
+        if path is None:
+            raise FileNotFoundError("there is no such program")
+        ran = subprocess.run([path, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True)
+        seen: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        status = (
+            f"exit status {error.returncode}" if isinstance(error, subprocess.CalledProcessError) else None
+        )
+        raise ReshardError(
+            "this is no interpreter of Python that runs",
+            file=python,
+            found=status or str(error),
+            remedy="name the interpreter of the environment that trains, such as /opt/venv/bin/python",
+        ) from None
+    return seen
 
 
 def unmet(environment: Environment) -> Iterator[tuple[str, Requirement]]:
@@ -151,21 +206,13 @@ def unmet(environment: Environment) -> Iterator[tuple[str, Requirement]]:
                     yield package, needs
 
 
-def _cuda() -> str | None:
+def _cuda(torch: str | None) -> str | None:
     """The CUDA that torch was built for, read in the text of its version.py."""
-    found = find_spec("torch")
-    path = Path(found.origin).with_name("version.py") if found and found.origin else None
+    path = Path(torch).with_name("version.py") if torch else None
     if path is None or not path.is_file():
         return None
     match = re.search(r"^cuda\b[^=\n]*= *(?:'([\d.]+)'|None)", path.read_text(encoding="utf-8"), re.MULTILINE)
     return (match[1] or "") if match else None
-
-
-def _nccl() -> str | None:
-    for major in (13, 12, 11):
-        with suppress(PackageNotFoundError):
-            return version(f"nvidia-nccl-cu{major}")
-    return None
 
 
 def find_gpus() -> tuple[list[Gpu], str | None]:

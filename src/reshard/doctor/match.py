@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -11,10 +12,11 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from reshard.doctor.entries import Entry
-from reshard.doctor.failures import CUT_OFF, EXIT, is_consequence, is_launchers, loose_failure
+from reshard.doctor.failures import CUT_OFF, EXIT, is_consequence, is_launchers, loose_failure, progress
 from reshard.doctor.finding import CERTAINTIES, Text
 from reshard.doctor.kinds import BY_KIND
 from reshard.doctor.log import Line, Log, Traceback
+from reshard.doctor.messages import begun
 from reshard.doctor.reading import clipped
 from reshard.doctor.words import words
 
@@ -27,6 +29,8 @@ class Match:
     line: Line
     score: float
     evidence: list[Text] = field(default_factory=list)
+    told_apart: bool = False
+    """Whether more than its text was seen: what it needs, a hint, or an affected version."""
     at_root: bool = False
     certainty: str = "likely"
     also: tuple[str, ...] = ()
@@ -38,29 +42,109 @@ IN_ROOT = 2.0
 
 def match_log(log: Log, entries: Iterable[Entry]) -> list[Match]:
     """The entries that a log shows, the first cause first."""
-    lines = log.ordered
-    text = "\n".join(line.text for line in lines)
-    ends = list(accumulate(len(line.text) + 1 for line in lines))
-    root = first_sign(log)
+    root, alive = first_sign(log), living(log)
+    failures = [*alive, *([root] if root and root not in alive else [])]
+    whole = _Passage(log.ordered, failures)
+    live = _Passage(live_lines(log), failures)
     matches = []
     for entry in entries:
-        found = next((hit for pattern in entry.patterns if (hit := pattern.search(text))), None)
-        if found is None or not _applies(entry, text, log.versions):
+        passage = live if entry.kind in FATAL else whole
+        line = next((hit for pattern in entry.patterns if (hit := passage.hit(pattern))), None)
+        if line is None or not _applies(entry, whole.text, log.versions):
             continue
         if entry.id in BY_KIND and not (root and _explains(entry, root)):
             continue
-        line = lines[bisect_right(ends, max(found.start(), found.end() - 1))]
         if root and _explains(entry, root) and line.number != root.last:
-            line = next((each for each in lines if each.number == root.last), line)
-        matches.append(_weighed(entry, line, text, log, root))
-    loose = [root] if root and root not in log.tracebacks else []
-    kept = _folded(_ranked(matches, [*log.tracebacks, *loose]))
+            line = next((each for each in whole.lines if each.number == root.last), line)
+        matches.append(_weighed(entry, line, whole.text, log, root))
+    if not any(match.at_root or match.entry.kind in FATAL for match in matches):
+        matches += _begun(live, whole.text, root)
+    kept = _folded(_ranked(matches, failures, root))
     return sorted(kept, key=_order)
+
+
+FATAL = ("error", "hang")
+"""Kinds of entries that a run dies of: what it said before it went on is none of these."""
+
+
+def _begun(live: _Passage, text: str, root: Traceback | None) -> list[Match]:
+    """Entries whose message is there in part only: not those that something in the log speaks against."""
+    found = [
+        Match(entry, live.line(at), CUT_SHORT)
+        for entry, at in begun(live.text)
+        if entry.kind in FATAL and not any(pattern.search(text) for pattern in entry.unless)
+    ]
+    for match in found:
+        match.at_root = root is not None and (
+            match.line.number == root.last or root.first <= match.line.number <= root.end
+        )
+    fit = [match for match in found if all(pattern.search(text) for pattern in match.entry.needs)]
+    return fit or found
+
+
+CUT_SHORT = 0.5
+"""The score of an entry of whose message the log has the beginning only: less than is needed to be sure."""
+
+
+class _Passage:
+    """Lines as one text, in which a pattern may span lines only inside of one of `failures`."""
+
+    def __init__(self, lines: Sequence[Line], failures: Sequence[Traceback]) -> None:
+        self.lines = lines
+        self.text = "\n".join(line.text for line in lines)
+        self._ends = list(accumulate(len(line.text) + 1 for line in lines))
+        self._failures = failures
+
+    def line(self, position: int) -> Line:
+        """The line in which a character of the text stands."""
+        return self.lines[bisect_right(self._ends, position)]
+
+    def hit(self, pattern: re.Pattern[str]) -> Line | None:
+        """The line in which a pattern ends, where it is found first."""
+        found = pattern.search(self.text)
+        if found is None:
+            return None
+        first, last = self.line(found.start()), self.line(max(found.start(), found.end() - 1))
+        if first is last or _failure(first, self._failures) == _failure(last, self._failures):
+            return last
+        return self._inside(pattern)
+
+    def _inside(self, pattern: re.Pattern[str]) -> Line | None:
+        """The same for a pattern that joins what one failure said with lines around it: in each failure alone."""
+        for failure in self._failures:
+            said = [line for line in self.lines if _is_in(line, failure)]
+            if said and pattern.search("\n".join(line.text for line in said)):
+                return next((line for line in said if line.number == failure.last), said[-1])
+        return next((line for line in self.lines if pattern.search(line.text)), None)
+
+
+def living(log: Log) -> list[Traceback]:
+    """The tracebacks that their process did not go on after.
+
+    Where a launcher tells at the end that a process has failed, and nothing else says why, all of them count.
+    """
+    before = progress(log.lines)
+    alive = [each for each in log.tracebacks if each.last > before.get(each.stream, 0)]
+    if alive or not log.tracebacks:
+        return alive
+    sign = loose_failure(log.lines)
+    return log.tracebacks if sign is not None and sign.exception in (EXIT, CUT_OFF) else []
+
+
+def live_lines(log: Log) -> list[Line]:
+    """Lines by stream, as far as they stand after the last sign that their process went on, or in a failure."""
+    before, alive = progress(log.lines), living(log)
+    return [
+        line
+        for line in log.ordered
+        if line.number > before.get(line.stream, 0) or any(_is_in(line, each) for each in alive)
+    ]
 
 
 def first_failure(log: Log) -> Traceback | None:
     """The traceback of the rank that died first, not those of ranks that lost a peer."""
-    own = [each for each in log.tracebacks if not is_consequence(each)] or log.tracebacks
+    alive = living(log)
+    own = [each for each in alive if not is_consequence(each)] or alive
     named = log.facts.get("first rank to die")
     by_rank = [each for each in own if named is not None and each.stream.split("/")[-1] == named]
     return next(iter(by_rank or own), None)
@@ -102,17 +186,19 @@ def _inside(version: str, specifier: str) -> bool | None:
 
 
 def _weighed(entry: Entry, line: Line, text: str, log: Log, root: Traceback | None) -> Match:
-    match = Match(entry, line, 1.0)
+    match = Match(entry, line, 1.0, told_apart=bool(entry.needs))
     if root and _explains(entry, root):
         match.score += IN_ROOT
         match.at_root = True
         match.evidence.append(_first(root))
     seen = [hit[0] for pattern in entry.hints if (hit := pattern.search(text))]
     if seen:
+        match.told_apart = True
         match.score += 1 + 0.25 * len(seen)
         match.evidence += [words("log-shows", text=_short(hit)) for hit in seen[:3]]
     for name, specifier in entry.versions.items():
         if name in log.versions and _inside(log.versions[name], specifier):
+            match.told_apart = True
             match.score += 1
             told = {"name": name, "version": log.versions[name], "affected": specifier}
             match.evidence.append(words("version-affected", **told))
@@ -139,19 +225,23 @@ CLEAR = 0.75
 """How far an entry must be ahead of others that explain the same line to be said to be sure."""
 
 
-def _ranked(matches: list[Match], tracebacks: list[Traceback]) -> list[Match]:
-    """Say how sure each is: where one of those that explain the same failure is sure, the others are dropped."""
+def _ranked(matches: list[Match], failures: list[Traceback], root: Traceback | None) -> list[Match]:
+    """Say how sure each is: where one of those that explain the same failure is sure, the others are dropped.
+
+    What explains another failure than the first is not sure to be the cause of this one.
+    """
     rivals: dict[object, list[Match]] = {}
     for match in matches:
-        rivals.setdefault(_failure(match.line, tracebacks), []).append(match)
+        rivals.setdefault(_failure(match.line, failures), []).append(match)
     kept = []
     for same in rivals.values():
         same = [match for match in same if match.entry.id not in BY_KIND] or same
         same.sort(key=lambda match: (-match.score, match.entry.id))
         best = same[0]
         ahead = best.score - same[1].score if len(same) > 1 else best.score
-        distinct = not best.entry.hints or len(best.evidence) > 0
-        best.certainty = "sure" if ahead >= CLEAR and distinct else "likely"
+        distinct = best.told_apart or not (best.entry.hints or best.entry.versions)
+        first = best.at_root or root is None or best.entry.kind not in FATAL
+        best.certainty = "sure" if ahead >= CLEAR and distinct and first else "likely"
         for other in same[1:]:
             other.certainty = "possible"
         kept += same if best.certainty != "sure" else [best, *_elsewhere(same[1:], best)]
@@ -164,12 +254,14 @@ def _elsewhere(others: list[Match], best: Match) -> list[Match]:
     return [other for other in others if other.entry.kind == "symptom" and best.entry.kind != "symptom"]
 
 
-def _failure(line: Line, tracebacks: list[Traceback]) -> object:
-    """What a line is part of: a traceback, with its message, or only itself."""
-    for traceback in tracebacks:
-        if traceback.stream == line.stream and traceback.first <= line.number <= traceback.end:
-            return traceback.stream, traceback.first
-    return line.number
+def _failure(line: Line, failures: Sequence[Traceback]) -> object:
+    """What a line is part of: a failure, with its message, or only itself."""
+    found = next((each for each in failures if _is_in(line, each)), None)
+    return (found.stream, found.first) if found else line.number
+
+
+def _is_in(line: Line, failure: Traceback) -> bool:
+    return failure.stream == line.stream and failure.root.first <= line.number <= failure.end
 
 
 def _folded(matches: list[Match]) -> list[Match]:

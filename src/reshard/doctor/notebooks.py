@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
-import json
+import codecs
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from reshard.doctor.finding import Finding, Place
@@ -15,6 +14,8 @@ from reshard.doctor.logs import diagnose_text
 from reshard.doctor.scripts import diagnose_source
 from reshard.doctor.source import parsed
 from reshard.errors import ReshardError
+from reshard.plain import json_of
+from reshard.stores import as_path
 
 _COMMAND = re.compile(r"^(\s*)(?=\S)(?:[%!?].*|.*\?\s*)$")
 """Lines that are for the notebook, not for Python."""
@@ -26,7 +27,7 @@ def diagnose_notebook(path: str) -> list[Finding]:
     Raises ReshardError if it is no notebook.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+        content = json_of(as_path(path).read_bytes().removeprefix(codecs.BOM_UTF8))
         cells = [cell for cell in content["cells"] if cell.get("cell_type") == "code"]
         numbers = [at for at, cell in enumerate(content["cells"], 1) if cell.get("cell_type") == "code"]
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:

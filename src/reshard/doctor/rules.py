@@ -22,6 +22,7 @@ CAUSES: dict[str, tuple[str, ...]] = {
     "script-device-map": (
         *("device-map-distributed", "device-map-zero3", "dtensor-mixed-cat-ddp", "dtensor-ddp"),
         *("dtensor-mixed-copy", "dtensor-sharded-then-ddp", "devices-mixed"),
+        *("dtensor-mixed-cat", "dtensor-mixed", "dtensor-mixed-clip", "dtensor-mixed-submodule"),
         *("data-parallel-spread-model", "quantized-other-device"),
     ),
     "script-export-device-map": ("dtensor-mixed-copy", "dtensor-copy-sharded", "dtensor-mixed"),
@@ -42,7 +43,9 @@ CAUSES: dict[str, tuple[str, ...]] = {
     "checkpoint-vocabulary": ("vocab-index", "vllm-vocab-size", "hf-set-tensor-shape"),
     "env-no-bf16": ("bf16", "fa2-arch", "vllm-bf16"),
     "env-more-processes-than-gpus": ("dup-gpu", "cuda-invalid-ordinal"),
-    "script-removed-keyword": ("kw-removed",),
+    "script-removed-keyword": ("kw-removed", "api-is-gone"),
+    "script-name-gone": ("import-removed", "api-is-gone"),
+    "script-name-later": ("import-name-missing", "api-came-later"),
     "script-grpo-arithmetic": ("grpo-div", "grpo-one"),
     "script-rank-guard": ("hang-gloo", "hang-nccl", "collective-mismatch"),
     "script-no-set-device": ("dup-gpu",),

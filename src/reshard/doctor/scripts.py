@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 from reshard.doctor.exporters import export_device_map, first_rank_only
 from reshard.doctor.finding import Finding, Place
 from reshard.doctor.grpo import KEYS, grpo_arithmetic
-from reshard.doctor.keywords import REMOVED, certainty, wording
+from reshard.doctor.history.scripts import history_findings
 from reshard.doctor.rules import told
 from reshard.doctor.source import Call, Source, rank_side, read_source
 from reshard.doctor.spread import device_map_findings
 from reshard.doctor.words import words
 
 Rule = Callable[[Source], Iterator[Finding]]
-RULES: list[Rule] = [device_map_findings, export_device_map, first_rank_only]
+RULES: list[Rule] = [device_map_findings, export_device_map, first_rank_only, history_findings]
 SHARDERS = ("fully_shard", "FSDP", "FullyShardedDataParallel", "parallelize_module")
 
 
@@ -270,45 +270,6 @@ def _is_one_device(value: ast.expr) -> bool:
     if isinstance(value, ast.Dict):
         return len(value.values) == 1 and _is_one_device(value.values[0])
     return isinstance(value, ast.Constant) and (value.value == 0 or value.value in ("cuda", "cuda:0"))
-
-
-@rule
-def removed_keyword(source: Source) -> Iterator[Finding]:
-    """Arguments of older versions of TRL and transformers."""
-    for call in source.find(*REMOVED):
-        for keyword in call.node.keywords:
-            if keyword.arg in REMOVED[call.last]:
-                new = REMOVED[call.last][keyword.arg]
-                values = wording(call.last, keyword.arg, new)
-                sure, evidence = certainty(call.last)
-                place = _renamed(source, keyword, new) if new else _dropped(source, keyword)
-                severity = "warning" if sure == "possible" else "error"
-                yield told(
-                    "script-removed-keyword",
-                    [place],
-                    values,
-                    severity=severity,
-                    certainty=sure,
-                    evidence=[evidence],
-                )
-
-
-def _renamed(source: Source, keyword: ast.keyword, new: str) -> Place:
-    line = source.lines[keyword.lineno - 1]
-    return source.place(keyword.lineno, re.sub(rf"\b{keyword.arg}(\s*=)", rf"{new}\1", line, count=1))
-
-
-def _dropped(source: Source, keyword: ast.keyword) -> Place:
-    """The line without a keyword: as a comment if it stands alone, else with the rest of the call."""
-    if keyword.end_lineno != keyword.lineno:
-        return source.place(keyword.lineno)
-    line = source.lines[keyword.lineno - 1]
-    before, after = line[: keyword.col_offset], line[keyword.end_col_offset :]
-    if not before.strip() and after.strip() in ("", ","):
-        return source.place(keyword.lineno, f"# {line.strip()}")
-    if match := re.match(r"\s*,\s*", after):
-        return source.place(keyword.lineno, before + after[match.end() :])
-    return source.place(keyword.lineno, re.sub(r",\s*$", "", before) + after)
 
 
 @rule

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 from reshard.doctor.finding import Place
 from reshard.errors import ReshardError
+from reshard.stores import as_path
 
 _RANK = (
     r"(?:(?<![\w.])(?:\w+\.)*(?:get_)?(?:local_|global_|dp_|dist_)?(?:process_|global_|local_)?(?:rank|process_index)\b(?:\(\))?"
@@ -203,7 +203,7 @@ def _option(call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
 def read_source(path: str) -> Source:
     """Parse a script. Raises ReshardError if it is no Python."""
     try:
-        raw = Path(path).read_bytes()
+        raw = as_path(path).read_bytes()
         tree = ast.parse(raw)  # of bytes: by the encoding that the script declares, as Python does
         encoding, _ = tokenize.detect_encoding(BytesIO(raw).readline)
         return parsed(path, "\n".join(raw.decode(encoding).splitlines()), tree)

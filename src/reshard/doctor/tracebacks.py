@@ -33,6 +33,8 @@ class Traceback:
     message: str
     frames: list[str] = field(default_factory=list)
     before: Traceback | None = None
+    source: str = ""
+    """The line of code of the innermost frame, if the log shows it."""
 
     @property
     def said(self) -> str:
@@ -111,8 +113,19 @@ def _traceback(lines: list[Line], start: int) -> tuple[Traceback | None, int]:
             if not message and raised[1] == "AssertionError":
                 message = _asserted(lines[start + 1 : at])
             first, last, ended = lines[start].number, lines[at].number, lines[end - 1].number
-            return Traceback(lines[start].stream, first, last, ended, raised[1], message, frames), end
+            found = Traceback(lines[start].stream, first, last, ended, raised[1], message, frames)
+            found.source = _source(lines[start + 1 : at])
+            return found, end
     return None, len(lines)
+
+
+def _source(lines: list[Line]) -> str:
+    """The code below the last frame. Marks of a notebook and of rich stand before it, carets below."""
+    last = max((at for at, line in enumerate(lines) if frame_of(line.text)), default=len(lines))
+    code = [
+        re.sub(r"^[\s│|]*(?:[-❱>]+\s*)?(?:\d+\s)?\s*", "", line.text) for line in lines[last + 1 : last + 3]
+    ]
+    return next((text.strip() for text in code if text.strip(" ^~│╰─╯")), "")
 
 
 def _taken_in(found: Traceback, lines: list[Line], at: int) -> int:

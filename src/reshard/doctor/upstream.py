@@ -56,6 +56,17 @@ def search_of(root: Traceback) -> tuple[str, str] | None:
     return name, f"https://github.com/{REPOSITORIES[name]}/issues?q={query}"
 
 
+_LIBRARY = re.compile(r"(?:site|dist)-packages/|/lib(?:64)?/python\d|^<|/opt/|/usr/|(?:^|/)(?:Cell|ipython)")
+
+
+def own_code(root: Traceback) -> str | None:
+    """The innermost frame, if it lies in a file of the user's own: no package, and no copy of a known one."""
+    if not root.frames or not root.exception:
+        return None
+    frame = root.frames[-1]
+    return None if _LIBRARY.search(frame) or package_of(frame) else frame
+
+
 def package_of(frame: str) -> str | None:
     """The folder of a known package that a frame's file lies in."""
     path = frame.rsplit(":", 1)[0]

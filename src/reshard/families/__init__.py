@@ -18,11 +18,23 @@ from reshard.families.undeclared import LIVE
 from reshard.plugins import Registry
 
 
-def declarations(package: ModuleType) -> Iterator[Family]:
-    """The families that the modules of a package declare, each once, though modules import them from each other."""
-    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."))
-    found = [value for name in names for value in vars(import_module(name)).values()]
-    yield from {id(family): family for family in found if isinstance(family, Family)}.values()
+def declarations(package: ModuleType, like: str = "") -> Iterator[Family]:
+    """The families that the modules of a package declare, each once, though modules import them from each other.
+
+    Modules are imported one by one, those first whose names begin as `like`.
+    """
+    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+    seen = set()
+    for name in sorted(names, key=lambda name: -_in_common(name, like)):
+        for value in vars(import_module(f"{package.__name__}.{name}")).values():
+            if isinstance(value, Family) and id(value) not in seen:
+                seen.add(id(value))
+                yield value
+
+
+def _in_common(a: str, b: str) -> int:
+    """With how many characters both begin."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 FAMILIES = Registry(
@@ -43,8 +55,8 @@ def declared(model_type: Any) -> Family | None:
     """The family that `model_type` in a config names, by its name or an alias; None if nobody declared it."""
     if not isinstance(model_type, str):
         return None
-    alias = next((family for family in FAMILIES.values() if model_type in family.aliases), None)
-    return FAMILIES.get(model_type, alias)
+    found = declarations(architectures, model_type) if FAMILIES.is_as_shipped else FAMILIES.values()
+    return next((each for each in found if model_type in (each.name, *each.aliases)), None)
 
 
 def live_names(model_type: Any) -> Live | None:

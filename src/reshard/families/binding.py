@@ -35,11 +35,15 @@ class Bound(NamedTuple):
     @property
     def view(self) -> View:
         """The tensor, less `plus`, as a view over the names of the other side."""
+        return self.template.view.renamed(self._filled)
 
-        def fill(source: Hashable) -> Hashable:
-            return source.format(layer=self.layer, expert=self.expert) if isinstance(source, str) else source
+    @property
+    def sources(self) -> Iterator[Hashable]:
+        """The names that `view` is over, one for each piece."""
+        return (self._filled(piece.source) for piece in self.template.view.pieces)
 
-        return self.template.view.renamed(fill)
+    def _filled(self, source: Hashable) -> Hashable:
+        return source.format(layer=self.layer, expert=self.expert) if isinstance(source, str) else source
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.algebra.tensors import Tensor
-from reshard.errors import UNUSABLE, ReshardError, said, understood
+from reshard.errors import UNUSABLE, ReshardError, said, size, understood
 from reshard.formats import (
     companions,
     dcp,
@@ -27,6 +27,8 @@ from reshard.formats.checkpoint import Checkpoint, Iteration, States
 from reshard.formats.places import belongs
 from reshard.formats.target import Format, Target
 from reshard.plugins import Registry, leave_out
+from reshard.transfer.marker import MARKER, parsed_marker
+from reshard.transfer.sources import read_source
 
 FORMATS = Registry(
     "reshard.formats",
@@ -76,6 +78,7 @@ def open_checkpoint(
     """
     if not path.exists():
         raise not_found.nothing_there(path)
+    refuse_unfinished(path)
     folder, was_step = descent.descend(path, lambda place: detect(place) is not None, iteration)
     iteration = None if was_step else iteration
     name = detect(folder) if folder else None
@@ -103,6 +106,20 @@ def open_checkpoint(
             f"the folder has Hugging Face weights too: the {kept} weights are used; for the others, pass {other}"
         )
     return checkpoint
+
+
+def refuse_unfinished(path: Path) -> None:
+    """Raise ReshardError if a conversion to a store has not come to its end there, or in the folder above."""
+    for folder in (path, path.parent):
+        if (folder / MARKER).is_file():
+            marker = parsed_marker(read_source(folder / MARKER))
+            raise ReshardError(
+                "this is an unfinished conversion, and no checkpoint",
+                file=str(folder),
+                rule=f"{MARKER} lies there until all files do",
+                found=f"{size(marker.uploaded)} of {size(marker.total)} are uploaded" if marker else None,
+                remedy=f"continue it: {marker.anywhere}" if marker else "run the conversion again",
+            )
 
 
 def _config_beside(checkpoint: Checkpoint) -> Mapping[str, Any] | None:

@@ -6,7 +6,6 @@ complete. They are copied as bytes; nothing in them is run, and none is a link t
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ from typing import Any
 
 from reshard.errors import Problem, ReshardError, understood
 from reshard.formats.places import belongs
-from reshard.plain import JSON_MOST, json_of, to_json
+from reshard.plain import JSON_MOST, JSON_WEIGHT, json_of, to_json
+from reshard.stores import as_path
 from reshard.transfer.plan import OutputFile
 from reshard.transfer.sources import open_source, read_source
 
@@ -119,7 +119,7 @@ def find_companions(*folders: str | Path) -> Companions:
     files: dict[str, Path] = {}
     code: dict[str, None] = {}
     left_out: list[Path] = []
-    for folder in map(Path, folders):
+    for folder in map(as_path, folders):
         for path in [*_plain_of(folder), *_code_of(folder)]:
             name = path.relative_to(folder).as_posix()
             if name in files or not path.is_file():
@@ -170,7 +170,7 @@ def output_file(name: str, file: Path) -> OutputFile:
             return OutputFile.of_bytes(name, to_json(portable))
     if file.suffix == ".json":
         return OutputFile.of_bytes(name, read_source(file, JSON_MOST))
-    os.close(open_source(file))  # noted now, and read when it is written, however long it is
+    open_source(file).close()  # noted now, and read when it is written, however long it is
     return OutputFile.copy_of(name, file)
 
 
@@ -191,7 +191,10 @@ def portable_tokenizer_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain_of(folder: Path) -> Iterator[Path]:
-    return (path for pattern in (*BESIDES, *TOKENIZER) for path in sorted(folder.glob(pattern)))
+    """Where companions may lie: they need not be there."""
+    for pattern in (*BESIDES, *TOKENIZER):
+        # A glob takes a file that cannot be looked at for one that is not there.
+        yield from sorted(folder.glob(pattern)) if "*" in pattern else [folder / pattern]
 
 
 _CLASS = re.compile(r"([^\W\d]\w*)\.\w+")
@@ -234,11 +237,8 @@ _POINTER = b"version https://git-lfs"
 
 
 def _head(path: Path) -> bytes:
-    descriptor = open_source(path)
-    try:
-        return os.read(descriptor, 64)
-    finally:
-        os.close(descriptor)
+    with open_source(path) as file:
+        return file.read(0, 64)
 
 
 def _matches(names: Iterable[str], patterns: Iterable[str]) -> Iterator[str]:
@@ -257,7 +257,7 @@ def _vocab_size_of_tokenizer(tokenizer: Mapping[str, Any]) -> int | None:
 
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object that a file holds. Raises ReshardError if it holds none."""
-    content: Any = read_source(path, JSON_MOST)
+    content: Any = read_source(path, JSON_MOST, JSON_WEIGHT)
     if content.startswith(_POINTER):
         raise _pointer(path)
     try:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from reshard.errors import ReshardError
 from reshard.formats import open_checkpoint
 from reshard.formats.companions import find_companions, read_object
+from reshard.stores import StorePath
 from reshard.transfer.sources import noted
 
 RECORD = "reshard.json"
@@ -53,9 +55,10 @@ def foreign_in(folder: Path) -> list[str]:
     one are foreign, and where a checkpoint cannot be opened, everything is.
     """
     folder = folder.resolve()
-    listed = _listed(folder)
-    own = _of_the_checkpoint(folder) if listed is None else listed
-    patterns = _BESIDE if listed is None and own else ()
+    if isinstance(folder, StorePath):
+        there = (path for path in folder.rglob("*") if path.is_file())
+        return foreign_among([path.relative_to(folder).as_posix() for path in there], folder)
+    own, patterns = _own(folder)
     kept = {parent for name in own for parent in name.parents}
     found = []
     for place, folders, files in os.walk(folder):
@@ -68,6 +71,24 @@ def foreign_in(folder: Path) -> list[str]:
         folders[:] = [name for name, path in inside.items() if path in kept or path in _DOWNLOADED.parents]
         found += [f"{path}/" for name, path in inside.items() if name not in folders]
     return sorted(found)
+
+
+def foreign_among(names: Iterable[str], folder: Path) -> list[str]:
+    """The same of a folder in a store, in which there are the files `names`."""
+    own, patterns = _own(folder)
+    paths = map(PurePosixPath, names)
+    return sorted(
+        str(path)
+        for path in paths
+        if path not in own and not any(fnmatchcase(path.name, pattern) for pattern in patterns)
+    )
+
+
+def _own(folder: Path) -> tuple[set[PurePosixPath], tuple[str, ...]]:
+    """What is of the checkpoint in a folder: paths, and patterns of names."""
+    listed = _listed(folder)
+    own = _of_the_checkpoint(folder) if listed is None else listed
+    return own, _BESIDE if listed is None and own else ()
 
 
 def _listed(folder: Path) -> set[PurePosixPath] | None:

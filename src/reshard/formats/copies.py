@@ -8,6 +8,7 @@ from pathlib import Path
 
 from reshard.algebra.storage import StoredTensor
 from reshard.errors import Problem
+from reshard.stores import open_file
 
 EDGE = 1 << 16
 """Bytes compared at either end of two files: the last ones hold the checksums of a whole archive."""
@@ -55,11 +56,10 @@ def explained(problems: Sequence[Problem], files: Iterable[Path]) -> Sequence[Pr
     seen: dict[tuple[int, bytes, bytes], Path] = {}
     copies = []
     for path in filter(Path.is_file, sorted(files)):
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            head = file.read(EDGE)
-            file.seek(max(0, size - EDGE))
-            first = seen.setdefault((size, head, file.read(EDGE)), path)
+        with open_file(path) as file:
+            size = file.size
+            ends = file.read(0, EDGE), file.read(max(0, size - EDGE), EDGE)
+        first = seen.setdefault((size, *ends), path)
         if first != path and any(file.startswith((str(first), str(path))) for file in broken):
             copies.append(copy_problem(str(path), f"the same {size} bytes as in {first}"))
     return copies or problems

@@ -16,6 +16,7 @@ from reshard.formats.target import Format, Request, Target
 from reshard.formats.torchfiles.read import read_dict
 from reshard.formats.wrappers import without_buffers
 from reshard.plain import JSON_MOST, json_of, to_json
+from reshard.stores import as_path, fetch_heads
 from reshard.transfer.plan import OutputFile, Planned
 from reshard.transfer.sources import read_source
 
@@ -37,7 +38,9 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
     problems: list[Problem] = []
     tensors: dict[str, Tensor] = {}
     index = _index(path)
-    files = _indexed_files(index, problems) if index else _plain_files(path)
+    named = _weight_map(index) if index else {}
+    files = _indexed_files(index, named, problems) if index else _plain_files(path)
+    fetch_heads(files)
     for file in files:
         try:
             found = read_weights(file)
@@ -57,7 +60,7 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
         ]
         tensors.update(found)
     if index and not problems:
-        problems += _index_mismatches(index, tensors)
+        problems += _index_mismatches(index, named, tensors)
     if problems:
         raise ReshardError(problems)
     dropped = Counter({"rotary buffers": without_buffers(tensors)})
@@ -98,8 +101,8 @@ def _weight_map(index: Path) -> dict[str, str]:
         ) from None
 
 
-def _indexed_files(index: Path, problems: list[Problem]) -> list[Path]:
-    shards = [Path(file) for file in sorted(set(_weight_map(index).values()))]
+def _indexed_files(index: Path, named: Mapping[str, str], problems: list[Problem]) -> list[Path]:
+    shards = [as_path(file) for file in sorted(set(named.values()))]
     problems += [
         Problem(
             "a shard is missing",
@@ -143,8 +146,9 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     }
 
 
-def _index_mismatches(index: Path, tensors: Mapping[str, Tensor]) -> Iterator[Problem]:
-    named = _weight_map(index)
+def _index_mismatches(
+    index: Path, named: Mapping[str, str], tensors: Mapping[str, Tensor]
+) -> Iterator[Problem]:
     for name in sorted(named.keys() - tensors.keys()):
         yield Problem(
             "a tensor is missing",

@@ -8,6 +8,7 @@ from typing import Any
 
 from reshard.errors import Problem, ReshardError
 from reshard.formats.checkpoint import Iteration
+from reshard.stores import open_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
 LONGEST = 20
@@ -105,8 +106,8 @@ def _tracked(tracker: Path, listed: str) -> Iteration:
             )
         )
     # Not by `sources`: a run that goes on writes it again, and the iteration is chosen by then.
-    with tracker.open("rb") as file:
-        text = file.read(LONGEST + 1).decode("utf-8", "replace").strip()
+    with open_file(tracker) as file:
+        text = file.read(0, LONGEST + 1).decode("utf-8", "replace").strip()
     if text != "release" and not (text.isascii() and text.isdigit() and len(text) < LONGEST):
         raise ReshardError(
             "the tracker file cannot be read",

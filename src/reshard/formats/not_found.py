@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from reshard.errors import Problem, ReshardError, listed
 from reshard.formats.checkpoint import Iteration
+from reshard.stores import is_remote
+from reshard.stores.address import PROTOCOLS
 
 ABOVE, BELOW = 3, 64
 """How many folders above and below are looked at."""
@@ -15,8 +18,20 @@ ABOVE, BELOW = 3, 64
 
 def nothing_there(path: Path) -> ReshardError:
     """The error for a path that does not exist, which may be the name of a model of the hub."""
-    near = next(parent for parent in path.absolute().parents if parent.exists())
-    found = f"{near} holds {_listed(child.name for child in near.iterdir())}" if near.is_dir() else None
+    if not is_remote(path) and path.parts and re.fullmatch(r"[a-z][a-z0-9+.-]*:", path.parts[0]):
+        return ReshardError(
+            "this URL names nothing that reshard reads",
+            file=str(path),
+            expected=f"a path, or one of {', '.join(f'{scheme}://' for scheme in PROTOCOLS)} and a name",
+            remedy="correct the URL, or download what is there and name the folder",
+        )
+    found = None
+    with suppress(ReshardError):  # a store may answer for what was named, and not for what is above it
+        near = next((parent for parent in path.absolute().parents if parent.exists()), None)
+        if near is None:
+            found = f"{[path, *path.parents][-1]} is not there either"
+        elif near.is_dir():
+            found = f"{near} holds {_listed(child.name for child in near.iterdir())}"
     return ReshardError(
         "there is nothing at this path",
         file=str(path),
@@ -30,11 +45,11 @@ def download(path: Path, then: str) -> str | None:
 
     `then` says how to name the folder that the download makes.
     """
-    hub = _hub_id(path)
+    hub = None if is_remote(path) else _hub_id(path)
     if hub is None:
         return None
     return (
-        f"{hub} looks like the id of a model on the hub, and reshard reads folders: "
+        f"{hub} looks like the id of a model on the hub, and is not on this machine: "
         f"hf download {hub} --local-dir {path.name}, and then {then}; otherwise check the path"
     )
 

@@ -9,13 +9,13 @@ followed to where the weights of the same folder lie, under the same name, and t
 
 from __future__ import annotations
 
-import os
 import reprlib
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from reshard.errors import ReshardError
 from reshard.formats import safetensors
+from reshard.stores import realpath
 
 LONGEST = 255
 """Bytes of the name of a file, at most."""
@@ -30,9 +30,17 @@ def below(folder: Path, name: Any) -> Path:
     return folder / path
 
 
+def is_here(name: str, file: str = "") -> bool:
+    """Whether what a file names, which may have been on another machine, is there, or has a `file` in it."""
+    try:
+        return (Path(name) / file).exists()
+    except (OSError, ValueError):  # a name that no file system takes
+        return False
+
+
 def belongs(path: Path, folder: Path) -> bool:
     """Whether the file `path` of `folder` is a part of what lies there, and not a link to something else."""
-    real, home = _real(path), _real(folder)
+    real, home = realpath(path), realpath(folder)
     if home in real.parents:
         return True
     repository = next((parent.parent for parent in home.parents if parent.name == "snapshots"), None)
@@ -41,11 +49,7 @@ def belongs(path: Path, folder: Path) -> bool:
     if real.name != path.name and real.parent.name != "blobs":
         return False
     links = (link for link in folder.glob("*.safetensors") if link.is_symlink())
-    return any(_real(link).parent == real.parent and _is_weights(link) for link in links)
-
-
-def _real(path: Path) -> Path:
-    return Path(os.path.realpath(path))  # where links lead in a circle, resolve() raises RuntimeError
+    return any(realpath(link).parent == real.parent and _is_weights(link) for link in links)
 
 
 def _is_weights(file: Path) -> bool:

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from reshard.errors import ReshardError
-from reshard.plain import JSON_MOST, Yaml, json_of, yaml_of
+from reshard.plain import JSON_MOST, json_of
+from reshard.stores import as_path
 from reshard.transfer.sources import read_source
 
 ARGS_JSON = "args.json"
@@ -77,7 +76,7 @@ def find_hints(folders: Sequence[str | Path], args: Mapping[str, Any] | None = N
     hint of kind `UNREADABLE`.
     """
     hints: list[Hint] = []
-    for folder in dict.fromkeys(map(Path, folders)):
+    for folder in dict.fromkeys(map(as_path, folders)):
         hints += _hints_of_file(folder / ARGS_JSON, _SWIFT)
         hints += _hints_of_file(folder / RUN_CONFIG, _BRIDGE)
     return [*hints, *_hints_of(args or {}, _MEGATRON_LM, ARGS, None)]
@@ -85,7 +84,7 @@ def find_hints(folders: Sequence[str | Path], args: Mapping[str, Any] | None = N
 
 def read_run_config(folder: str | Path) -> dict[str, Any] | None:
     """`run_config.yaml` in `folder` as plain data; None if there is none. Raises ValueError if it is broken."""
-    path = Path(folder) / RUN_CONFIG
+    path = as_path(folder) / RUN_CONFIG
     return _read(path) if path.is_file() else None
 
 
@@ -117,7 +116,7 @@ def _hints_of(
 
 
 def _exists(value: str, folder: Path | None) -> bool:
-    path = Path(value)
+    path = as_path(value)
     if not path.is_absolute():
         if folder is None:
             return False
@@ -133,22 +132,12 @@ def _read(path: Path) -> dict[str, Any]:
         raw = read_source(path, JSON_MOST)
     except ReshardError as error:
         raise ValueError(error.problems[0].message) from error
-    content = json_of(raw) if path.suffix == ".json" else yaml_of(raw, _PlainData)
+    if path.suffix == ".json":
+        content = json_of(raw)
+    else:
+        from reshard.plain_yaml import Untagged, yaml_of  # only checkpoints of some engines have any
+
+        content = yaml_of(raw, Untagged)
     if not isinstance(content, dict):
         raise ValueError("not a mapping")
     return content
-
-
-class _PlainData(Yaml):
-    """Reads YAML of any tags; what a tag asks for is not built, its mapping, sequence or text is kept."""
-
-
-def _without_its_tag(loader: Yaml, _: str, node: yaml.Node) -> Any:
-    if isinstance(node, yaml.MappingNode):
-        return loader.construct_mapping(node, deep=True)
-    if isinstance(node, yaml.SequenceNode):
-        return loader.construct_sequence(node, deep=True)
-    return node.value
-
-
-_PlainData.add_multi_constructor("", _without_its_tag)

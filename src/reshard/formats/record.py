@@ -10,31 +10,84 @@ from threading import Event
 from typing import Any, NamedTuple
 
 import numpy as np
+from xxhash import xxh3_128_hexdigest
 
 from reshard.errors import ReshardError
 from reshard.formats.companions import read_object
 from reshard.formats.contents import FILES, RECORD, foreign_in
-from reshard.plain import to_json
+from reshard.formats.not_found import nothing_there
+from reshard.formats.target import Options
+from reshard.plain import json_of, to_json
 from reshard.transfer.digests import NAME, NONE, digest_of
+from reshard.transfer.execute import Report
+from reshard.transfer.journal import Journal
+from reshard.transfer.ledger import Passed
 from reshard.transfer.plan import OutputFile, Plan
+from reshard.transfer.sources import read_source
 from reshard.transfer.threads import together
 
+OWN = "record"
+"""The key of the XXH3-128 of the record itself, with zeros in its place."""
 
-def recorded(plan: Plan, digests: Mapping[str, str], facts: Mapping[str, Any]) -> bytes:
-    """The content of `reshard.json`, as long without `digests` as it is with them."""
+
+def recorded(
+    plan: Plan, digests: Mapping[str, str], facts: Mapping[str, Any], passed: Passed | None = None
+) -> bytes:
+    """The content of `reshard.json`, as long without `digests` as it is with them. `passed` is that of `Report`."""
     files = {
         file.path: {"bytes": file.size, "digest": digests.get(file.path, NONE)}
         for file in sorted(plan.files, key=lambda file: file.path)
         if file.path != RECORD
     }
-    content = {**plan.facts, **facts, "numpy": np.__version__, "sources": plan.sources.as_list()}
-    return to_json({**content, "digest": NAME, FILES: files})
+    content = {**plan.facts, **facts, "numpy": np.__version__, "sources": plan.sources.as_list(passed)}
+    unsigned = to_json({**content, "digest": NAME, FILES: files, OWN: NONE})
+    return _with_own(unsigned, NONE, xxh3_128_hexdigest(unsigned))
+
+
+def _with_own(content: bytes, before: str, after: str) -> bytes:
+    """A record with another digest of itself, which stands last."""
+    head, _, tail = content.rpartition(before.encode())
+    return head + after.encode() + tail
+
+
+def _is_own(content: bytes) -> bool:
+    """Whether a record is as it was written."""
+    own = json_of(content).get(OWN)
+    return isinstance(own, str) and xxh3_128_hexdigest(_with_own(content, own, NONE)) == own
 
 
 def with_record(plan: Plan, facts: Mapping[str, Any]) -> Plan:
     """The plan with a record that has a place for the digests, which `recorded` fills."""
-    files = [file for file in plan.files if file.path != RECORD]
-    return replace(plan, files=[*files, OutputFile.of_bytes(RECORD, recorded(plan, {}, facts))])
+    whole = {path: [(0, size, 0)] for path, size in plan.sources.sizes().items()}  # as most sources are read
+    record = OutputFile.of_bytes(RECORD, recorded(plan, {}, facts, whole if facts["checksums"] else None))
+    return replace(plan, files=[*without_record(plan).files, record])
+
+
+def without_record(plan: Plan) -> Plan:
+    """The plan of all that is written before the record is."""
+    return replace(plan, files=[file for file in plan.files if file.path != RECORD])
+
+
+def write_record(plan: Plan, folder: Path, report: Report, facts: Mapping[str, Any], journal: Journal) -> int:
+    """Write `reshard.json`, now that all else is written, and wait for the disk. Returns its bytes."""
+    content = recorded(plan, report.digests, facts, report.passed)
+    (folder / RECORD).write_bytes(content)
+    journal.sync(folder / RECORD)
+    return len(content)
+
+
+OF_THE_HUB = ("README.md", ".gitattributes")
+"""What a download from the hub has beside the files of an upload, and no loader of weights reads."""
+
+
+def is_written(folder: Path, plan: Plan, digest: str) -> bool:
+    """Whether a folder has the files of a plan, with their sizes, and a record that names the plan by its `digest`."""
+    try:
+        told = read_object(folder / RECORD).get("plan")
+        sizes = {file.path: (folder / file.path).stat().st_size for file in plan.files if file.path != RECORD}
+    except (OSError, ReshardError):
+        return False
+    return told == digest and sizes == {file.path: file.size for file in plan.files if file.path != RECORD}
 
 
 class Fault(NamedTuple):
@@ -72,8 +125,12 @@ def check_record(
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Integrity:
     """Compare what lies in a folder with its own `reshard.json`. Raises ReshardError if that has no digests."""
-    written = _written(folder)
-    faults = [Fault(name, "was not written with the others") for name in foreign_in(folder)]
+    files = read_record(folder)[FILES]
+    written = {name: (told["bytes"], told["digest"]) for name, told in files.items()}
+    foreign = [name for name in foreign_in(folder) if name not in OF_THE_HUB]
+    faults = [Fault(name, "was not written with the others") for name in foreign]
+    if not _is_own(read_source(folder / RECORD)):
+        faults.append(Fault(RECORD, "was changed since it was written"))
     whole = []
     for name, (size, _) in written.items():
         path = folder / name
@@ -123,24 +180,49 @@ def digests_of(
     return {name: digest for part in together(work, workers) for name, digest in part.items()}
 
 
-def _written(folder: Path) -> dict[str, tuple[int, str]]:
-    """Size and digest of each file, by its path. Raises ReshardError if there is no record of them."""
+def read_record(folder: Path) -> dict[str, Any]:
+    """What `reshard.json` says. Raises ReshardError if there is none, or none that this version can read."""
+    if not folder.exists():
+        raise nothing_there(folder)
     path = folder / RECORD
-    if path.is_file():
-        files = read_object(path).get(FILES)
-        if isinstance(files, dict):
-            try:
-                found = {str(name): (int(each["bytes"]), str(each["digest"])) for name, each in files.items()}
-            except (KeyError, TypeError, ValueError):
-                found = {}
-            if found and not any(_leaves(name) for name in found):
-                return found
-    raise ReshardError(
-        "there is no record of digests here",
-        file=str(folder),
-        expected=f"{RECORD}, as `reshard convert` writes it",
-        remedy="name the checkpoint that it was made from, too: reshard verify SRC DST",
-    )
+    found = read_object(path) if path.is_file() else {}
+    files = found.get(FILES)
+    if not isinstance(files, dict) or not files or not all(map(_is_file, files.items())):
+        raise ReshardError(
+            "there is no record of digests here",
+            file=str(folder),
+            expected=f"{RECORD}, as `reshard convert` writes it",
+            remedy="compare the weights with those that it was made from (reshard verify SRC DST), or convert again",
+        )
+    if found.get("digest") != NAME:
+        raise ReshardError(
+            "the digests are of another kind",
+            file=str(path),
+            expected=NAME,
+            found=f"{found.get('digest')}, written by reshard {found.get('reshard')}",
+            remedy="check the folder with the version of reshard that wrote it, or with a newer one",
+        )
+    return found
+
+
+def options_of(record: Mapping[str, Any], folder: Path) -> Options:
+    """The options by which a folder was written. Raises ReshardError if its record does not tell them."""
+    try:
+        return Options.of_dict(record["options"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ReshardError(
+            "the record does not tell how the output was planned",
+            file=str(folder / RECORD),
+            expected="options, as this version of reshard writes them",
+            found=f"written by reshard {record.get('reshard')}",
+            remedy="use the version of reshard that wrote it, or convert again",
+        ) from error
+
+
+def _is_file(item: tuple[str, Any]) -> bool:
+    name, told = item
+    kinds = isinstance(told, dict) and (type(told.get("bytes")), type(told.get("digest"))) == (int, str)
+    return kinds and not _leaves(name)
 
 
 def _leaves(name: str) -> bool:

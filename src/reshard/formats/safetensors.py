@@ -7,7 +7,6 @@ leave gaps or end beyond the file; there is no checksum, so sizes are all that c
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -32,9 +31,9 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 
     Raises ReshardError if the file is cut short or is no safetensors file.
     """
-    with os.fdopen(open_source(path), "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        first = file.read(8)
+    with open_source(path) as file:
+        size = file.size
+        first = file.read(0, 8)
         length = int.from_bytes(first, "little") if size >= 8 else 0
         if first == b"version ":
             raise _broken(path, "weights", "a Git LFS pointer", "fetch the content with `git lfs pull`")
@@ -42,7 +41,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
             raise _broken(
                 path, "a header that fits in the file", f"{length} bytes of header in {size} bytes of file"
             )
-        raw = file.read(length)
+        raw = file.read(8, length)
     try:
         header = json_of(raw)
     except ValueError as error:
@@ -56,6 +55,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """All tensors of a file. Raises ReshardError listing every entry that does not fit."""
     header, begin = read_header(path)
+    file = str(path)
     available = path.stat().st_size - begin
     tensors: dict[str, Tensor] = {}
     problems: list[Problem] = []
@@ -63,17 +63,18 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     for name, entry in header.items():
         try:
             dtype = BY_SAFETENSORS[entry["dtype"]]
-            shape = _in_items(dtype, list(shape_of(entry["shape"])))
+            shape = _in_items(dtype, shape_of(entry["shape"]))
             first, last = sizes(entry["data_offsets"])
         except UNUSABLE as error:
             problems.append(_entry(path, name, "dtype, shape and data_offsets that are known", said(error)))
             continue
         spans.append((first, last, name))
-        if last - first != prod(shape) * dtype.itemsize:
-            expected = f"{prod(shape) * dtype.itemsize} bytes for {dtype} {list(shape)}"
+        nbytes = prod(shape) * dtype.itemsize
+        if last - first != nbytes:
+            expected = f"{nbytes} bytes for {dtype} {list(shape)}"
             problems.append(_entry(path, name, expected, f"{last - first} bytes"))
             continue
-        storage = Storage(str(path), begin + first, last - first)
+        storage = Storage(file, begin + first, nbytes)
         tensors[name] = Tensor(dtype, View.of(Cells(storage, dtype), *shape))
     end = 0
     for first, last, name in sorted(spans):
@@ -111,9 +112,9 @@ def header_bytes(tensors: Iterable[tuple[str, DType, tuple[int, ...]]]) -> tuple
     return len(text).to_bytes(8, "little") + text, offsets
 
 
-def _in_items(dtype: DType, shape: list[int]) -> tuple[int, ...]:
+def _in_items(dtype: DType, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape in items of a tensor that the header says has `shape`. Raises ValueError if rows end inside a byte."""
-    return tuple(shape) if dtype.bits is None or not shape else (*shape[:-1], dtype.items(shape[-1]))
+    return shape if dtype.bits is None or not shape else (*shape[:-1], dtype.items(shape[-1]))
 
 
 def _in_elements(dtype: DType, shape: tuple[int, ...]) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -62,6 +62,26 @@ class Options:
     lora_alpha: float | None = None
     with_optimizer: bool = False
     beside: Mapping[str, Path] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What is not as by default, for a record; of the files beside it only the names."""
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        told = {name: value for name, value in found.items() if value != getattr(Options(), name)}
+        plain: dict[str, Any] = {"base": str, "layout": asdict, "beside": sorted}
+        return {name: plain[name](value) if name in plain else value for name, value in told.items()}
+
+    @staticmethod
+    def of_dict(told: Mapping[str, Any]) -> Options:
+        """The options of a record, without files beside it. Raises TypeError or ValueError if it has others."""
+        found = {name: value for name, value in told.items() if name != "beside"}
+        if "base" in found:
+            found["base"] = Path(found["base"])
+        if "layout" in found:
+            layout: dict[str, Any] = {**found["layout"], "stages": tuple(found["layout"]["stages"])}
+            found["layout"] = Layout(**layout)
+        if "strip" in found:
+            found["strip"] = tuple(found["strip"])
+        return Options(**found)
 
 
 PlannedStates = Mapping[str, Mapping[str, Planned]]

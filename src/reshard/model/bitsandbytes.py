@@ -19,7 +19,7 @@ from reshard.errors import ReshardError
 from reshard.formats.quantization import Weight, part_of
 from reshard.model.blocks import Floats
 from reshard.plain import json_of
-from reshard.transfer.gather import Files, Gatherer, cast
+from reshard.transfer.gather import CAST, Files, Gatherer, cast
 
 FLOAT32 = dtype("float32")
 RECIPROCAL_OF_127 = np.float32(7.874015718698502e-3)
@@ -53,6 +53,9 @@ class LookedUp(Computed):
         floats *= scales[begin - low * self._size : end - low * self._size]
         return cast(floats.view(np.uint32), FLOAT32, self.dtype)
 
+    def room(self, count: int) -> int:
+        return count * (12 + CAST) + (self._size + self._nested) * 24 + (1 << 14)
+
     def _scales(self, low: int, high: int, read: Read) -> Floats:
         raw = read(self.inputs[1], low, high)
         if not self._nested:
@@ -71,6 +74,9 @@ class Rowwise(Computed):
 
     def __init__(self, packed: Tensor, largest: Tensor, wanted: DType) -> None:
         self.dtype, self.inputs = wanted, (packed, largest)
+
+    def room(self, count: int) -> int:
+        return count * (12 + CAST) + 16 * self.inputs[0].shape[1]
 
     def values(self, begin: int, end: int, read: Read) -> Floats:
         packed, largest = self.inputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +40,10 @@ class Blocks(NamedTuple):
         scales: Floats = rows // self.rows * self.high + rows % self.rows // self.tall
         return scales
 
+    def scales_of(self, rows: int) -> int:
+        """How many rows of scales `rows` rows have, at most, wherever they begin."""
+        return rows if self.tall == 1 else 2 * (rows // min(self.tall, self.rows) + 1)
+
     def rows_of(self, scales: int) -> tuple[int, int]:
         """The first and the last row of a row of scales."""
         matrix, block = divmod(scales, self.high)
@@ -60,12 +65,16 @@ class Blocks(NamedTuple):
         """
         magnitude = raw.dtype.type((1 << (8 * raw.itemsize - 1)) - 1)
         out = np.empty((last - first, self.across), raw.dtype)
-        begin, step = self.rows_of(first)[0], max(1, STEP // self.columns) if self.tall == 1 else 1
+        begin, several = self.rows_of(first)[0], max(1, STEP // self.columns)
+        step = several if self.tall == 1 else 1
         for low in range(first, last, step):
             high = min(low + step, last)
-            rows = raw[self.rows_of(low)[0] - begin : self.rows_of(high - 1)[1] - begin] & magnitude
-            if self.tall > 1:
-                rows = rows.max(0, keepdims=True)  # there is one row of scales in a step
+            rows = raw[self.rows_of(low)[0] - begin : self.rows_of(high - 1)[1] - begin]
+            if self.tall == 1:
+                rows = rows & magnitude
+            else:  # there is one row of scales in a step
+                parts = (rows[at : at + several] & magnitude for at in range(0, len(rows), several))
+                rows = reduce(np.maximum, (part.max(0, keepdims=True) for part in parts))
             if self.columns % self.wide:
                 rows = np.pad(rows, ((0, 0), (0, -self.columns % self.wide)))
             out[low - first : high - first] = rows.reshape(len(rows), -1, self.wide).max(2)

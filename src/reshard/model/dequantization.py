@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import lcm, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from reshard.formats.quantization import (
 from reshard.model import bitsandbytes
 from reshard.model.blocks import Blocks, Floats, small_floats
 from reshard.model.groups import grouped, packing_of
-from reshard.transfer.gather import RAW, as_float, cast, castable
+from reshard.transfer.gather import CAST, RAW, as_float, cast, castable
 
 FLOAT32 = dtype("float32")
 BFLOAT16, FLOAT16 = dtype("bfloat16"), dtype("float16")
@@ -81,27 +81,26 @@ _POWERS[0] = 2.0**-127
 """Scales that are exponents alone: 2^(s - 127)."""
 
 
-class Dequantized(Computed):
-    """A weight [..., rows, columns] of `packed` values, each times the scale [..., ⌈rows/m⌉, ⌈columns/n⌉] of its block.
+class _Arithmetic(NamedTuple):
+    """What weights of one shape have in common.
 
-    `table` says what a byte of `packed` means. `blocks` is (m, n).
+    `shape` is [..., rows, columns], with a scale for each of its `blocks`. A row has `items` items of packed values, of
+    which `table` says what a byte means. `dtype` is that of the weights.
     """
 
-    def __init__(
-        self,
-        packed: Tensor,
-        scales: Tensor,
-        shape: Shape,
-        table: Floats,
-        blocks: tuple[int, int],
-        dtype: DType,
-    ) -> None:
-        self.dtype = dtype
+    shape: Shape
+    blocks: Blocks
+    items: int
+    table: Floats
+    dtype: DType
+
+
+class Dequantized(Computed):
+    """A weight [..., rows, columns] of `packed` values, each times the scale of its block."""
+
+    def __init__(self, packed: Tensor, scales: Tensor, arithmetic: _Arithmetic) -> None:
         self.inputs = (packed, scales)
-        rows = prod(shape[:-1])
-        self._blocks = Blocks(rows if scales.view.numel == 1 else shape[-2], shape[-1], *blocks)
-        self._items = packed.view.numel // rows
-        self._table = table.view(f"u{4 * table.shape[1]}")[:, 0]
+        _, self._blocks, self._items, self._table, self.dtype = arithmetic
 
     def values(self, begin: int, end: int, read: Read) -> Floats:
         columns = self._blocks.columns
@@ -110,11 +109,32 @@ class Dequantized(Computed):
         out = self._computed(packed, first, last, slice(0, columns), read)
         return out.reshape(-1)[begin - first * columns : end - first * columns]
 
+    def room(self, count: int) -> int:
+        columns = self._blocks.columns
+        return self._room(count // columns + 2, columns) + count * self.dtype.itemsize
+
+    def room_of_runs(self, count: int, step: int, length: int) -> int:
+        columns, unit = self._blocks.columns, self._unit
+        if step != columns or length + 2 * unit > columns:
+            return super().room_of_runs(count, step, length)
+        return self._room(count, length + 2 * unit) + count * length * self.dtype.itemsize
+
+    def _room(self, rows: int, columns: int) -> int:
+        (packed, scales), blocks = self.inputs, self._blocks
+        read = rows * (columns * self._items // blocks.columns + 1) * packed.dtype.itemsize
+        read += blocks.scales_of(rows) * blocks.across * (scales.dtype.itemsize + 12)
+        step = max(BLOCK, columns) * (8 + CAST)
+        return read + rows * (columns * self.dtype.itemsize + 24) + step
+
+    @property
+    def _unit(self) -> int:
+        """Columns that can be computed without others: whole blocks of whole items."""
+        return lcm(self._blocks.wide, self._blocks.columns // self._items)
+
     def runs(self, begin: int, count: int, step: int, length: int, read: Read) -> Floats:
         """Some columns, as a row-parallel rank has them: whole blocks of those alone are computed."""
         first, low = divmod(begin, self._blocks.columns)
-        packed, each = self.inputs[0], self._blocks.columns // self._items
-        unit = lcm(self._blocks.wide, each)
+        packed, each, unit = self.inputs[0], self._blocks.columns // self._items, self._unit
         start, stop = low // unit * unit, min(-(-(low + length) // unit) * unit, self._blocks.columns)
         if (
             step != self._blocks.columns
@@ -171,15 +191,12 @@ def dequantized(
     found = checkpoint.quantization
     if found is None:
         return checkpoint
-    if not found.weights or not all(
-        _is_known(each, found, checkpoint.tensors) for each in found.weights.values()
-    ):
+    kinds = {(each.scheme, checkpoint.tensors[each.values].dtype): each for each in found.weights.values()}
+    if not kinds or not all(_is_known(each, found, checkpoint.tensors) for each in kinds.values()):
         raise refusal(found, checkpoint.path, purpose)
     wanted = wanted or _dtype_of_scales(checkpoint)
-    made = {
-        name: _plain(name, weight, found, checkpoint.tensors, wanted)
-        for name, weight in found.weights.items()
-    }
+    plainly = _Plainly(found, checkpoint.tensors, wanted)
+    made = {name: plainly.plain(name, weight) for name, weight in found.weights.items()}
     weights = {name: tensor for name, tensor in made.items() if isinstance(tensor, Tensor)}
     if problems := [problem for problem in made.values() if isinstance(problem, Problem)]:
         raise ReshardError(one_for_all(problems, found.weights, str(checkpoint.path)))
@@ -244,31 +261,55 @@ def _table(weight: Weight, found: Quantization, tensors: Mapping[str, Tensor]) -
     return _VALUES.get(weight.scheme.name, {}).get(tensors[weight.values].dtype.name)
 
 
-def _plain(
-    name: str, weight: Weight, found: Quantization, tensors: Mapping[str, Tensor], wanted: DType
-) -> Tensor | Problem:
-    """One weight, or why its scales do not tell its values."""
-    packed, scales = tensors[weight.values], tensors[part_of(name, _used(weight)[-1])]
-    if found.settings.get("quant_method") == "bitsandbytes":
-        return bitsandbytes.plain(name, weight, tensors, wanted) or _misfit(name, packed, scales, found)
-    if packing := packing_of(found.settings):
-        qzeros, g_idx = tensors[part_of(name, "qzeros")], tensors.get(part_of(name, "g_idx"))
-        return grouped(packing, packed, qzeros, scales, g_idx, wanted) or _misfit(name, packed, scales, found)
-    table = _table(weight, found, tensors)
-    assert table is not None  # or the scheme was refused
-    # Experts of MXFP4 are stored [expert, out, block, items of a block], and called [expert, in, out].
-    turned = weight.scheme.name == "MXFP4"
-    axes = 2 if turned else len(packed.shape) - 1
-    each = packed.dtype.itemsize * table.shape[1]
-    stored = (*packed.shape[:axes], prod(packed.shape[axes:]) * each)
-    blocks = _blocks(stored, scales.shape, found) if len(stored) > 1 and all(stored) else None
-    if weight.scheme.name == "packed int" and blocks != (1, of_first_group(found.settings, "group_size")):
-        blocks = None  # a row may end in an item that is not full
-    extra = [role for role in weight.scheme.more if part_of(name, role) in tensors]
-    if blocks is None or extra or not _is_scale(scales.dtype):
-        return _misfit(name, packed, scales, found, extra)
-    view = View.of(Dequantized(packed, scales, stored, table, blocks, wanted), *stored)
-    return Tensor(wanted, view.permute(0, 2, 1) if turned else view)
+class _Plainly:
+    """Makes plain weights of dtype `wanted`. What layers have in common is found out once."""
+
+    def __init__(self, found: Quantization, tensors: Mapping[str, Tensor], wanted: DType) -> None:
+        self._found, self._tensors, self._wanted = found, tensors, wanted
+        self._packing = packing_of(found.settings)
+        self._is_bitsandbytes = found.settings.get("quant_method") == "bitsandbytes"
+        self._known: dict[Any, _Arithmetic | None] = {}
+
+    def plain(self, name: str, weight: Weight) -> Tensor | Problem:
+        """One weight, or why its scales do not tell its values."""
+        found, tensors, wanted = self._found, self._tensors, self._wanted
+        packed, scales = tensors[weight.values], tensors[part_of(name, _used(weight)[-1])]
+        if self._is_bitsandbytes:
+            return bitsandbytes.plain(name, weight, tensors, wanted) or _misfit(name, packed, scales, found)
+        if packing := self._packing:
+            qzeros, g_idx = tensors[part_of(name, "qzeros")], tensors.get(part_of(name, "g_idx"))
+            plain = grouped(packing, packed, qzeros, scales, g_idx, wanted)
+            return plain or _misfit(name, packed, scales, found)
+        key = (weight.scheme, packed.dtype, packed.shape, scales.dtype, scales.shape)
+        if key not in self._known:
+            self._known[key] = self._arithmetic(weight, packed, scales)
+        arithmetic = self._known[key]
+        extra = [role for role in weight.scheme.more if part_of(name, role) in tensors]
+        if arithmetic is None or extra:
+            return _misfit(name, packed, scales, found, extra)
+        view = View.of(Dequantized(packed, scales, arithmetic), *arithmetic.shape)
+        return Tensor(wanted, view.permute(0, 2, 1) if weight.scheme.name == "MXFP4" else view)
+
+    def _arithmetic(self, weight: Weight, packed: Tensor, scales: Tensor) -> _Arithmetic | None:
+        """How values and scales make a weight; None if it is not told."""
+        found, settings = self._found, self._found.settings
+        table = _table(weight, found, self._tensors)
+        assert table is not None  # or the scheme was refused
+        # Experts of MXFP4 are stored [expert, out, block, items of a block], and called [expert, in, out].
+        axes = 2 if weight.scheme.name == "MXFP4" else len(packed.shape) - 1
+        each = packed.dtype.itemsize * table.shape[1]
+        shape = (*packed.shape[:axes], prod(packed.shape[axes:]) * each)
+        blocks = _blocks(shape, scales.shape, found) if len(shape) > 1 and all(shape) else None
+        if weight.scheme.name == "packed int" and blocks != (1, of_first_group(settings, "group_size")):
+            blocks = None  # a row may end in an item that is not full
+        if blocks is None or not _is_scale(scales.dtype):
+            return None
+        rows = prod(shape[:-1])
+        height = rows if scales.view.numel == 1 else shape[-2]
+        values = table.view(f"u{4 * table.shape[1]}")[:, 0]
+        return _Arithmetic(
+            shape, Blocks(height, shape[-1], *blocks), packed.view.numel // rows, values, self._wanted
+        )
 
 
 def _is_scale(stored: DType) -> bool:

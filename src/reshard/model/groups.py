@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reshard.algebra.dtypes import DType, dtype
-from reshard.algebra.tensors import Computed, Read, Tensor
+from reshard.algebra.tensors import FEW, Computed, Read, Tensor
 from reshard.algebra.views import View
 from reshard.errors import ReshardError
 from reshard.model.blocks import Floats
-from reshard.transfer.gather import RAW, as_float, cast, castable
+from reshard.transfer.gather import CAST, RAW, as_float, cast, castable
 
 FLOAT32 = dtype("float32")
 EACH = 8
@@ -69,6 +69,23 @@ class Grouped(Computed):
         first, last = begin // self._columns, -(-end // self._columns)
         out = self._computed(first, last, 0, self._columns, read).reshape(-1)
         return out[begin - first * self._columns : end - first * self._columns]
+
+    @property
+    def few(self) -> int:
+        return max(FEW, EACH * self._columns)
+
+    def room(self, count: int) -> int:
+        return self._room(count // self._columns + 2, self._columns)
+
+    def room_of_runs(self, count: int, step: int, length: int) -> int:
+        if step != self._columns or length + 2 * EACH > step:
+            return super().room_of_runs(count, step, length)
+        return self._room(count, length + 2 * EACH) + count * length * self.dtype.itemsize
+
+    def _room(self, rows: int, columns: int) -> int:
+        groups, rows = self.inputs[2].shape[0], rows + 2 * EACH * self._packing.by_rows
+        used = groups if len(self.inputs) > 3 else min(groups, rows // self._size + 2)
+        return rows * (columns * (12 + CAST) + 24) + used * columns * 32
 
     def runs(self, begin: int, count: int, step: int, length: int, read: Read) -> Floats:
         first, low = divmod(begin, self._columns)

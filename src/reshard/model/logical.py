@@ -120,7 +120,7 @@ def logical_tensors(source: Resolved) -> LogicalTensors:
     _check(checkpoint, binding.native, {})
     found = {}
     for name, bound in binding.written():
-        native = next(piece.source for piece in bound.view.pieces)
+        native = next(bound.sources)
         found[name] = Logical(checkpoint.tensors[str(native)].dtype, bound.shape, bound)
     return LogicalTensors(checkpoint, found, _zeros(checkpoint, binding))
 
@@ -133,8 +133,8 @@ def _zeros(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
     """The tensors of an engine that have no place on the hub at all, and so must be zeros."""
     result = []
     for name, bound in binding.native.items():
-        reason = next(piece.source for piece in bound.view.pieces)
-        if isinstance(reason, Dropped) and all(piece.source == reason for piece in bound.view.pieces):
+        reason = next(bound.sources)
+        if isinstance(reason, Dropped) and all(source == reason for source in bound.sources):
             rule = f"{reason.reason}: they can be left out if they are zeros"
             result.append(_must_be_zeros(name, checkpoint.tensors[name], rule))
     return result
@@ -173,8 +173,8 @@ def _copies(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
     result = []
     quantized = checkpoint.quantization.weights.keys() if checkpoint.quantization else set()
     for name in sorted(checkpoint.tensors.keys() & binding.copies.keys()):
-        native = next(piece.source for piece in binding.copies[name].view.pieces)
-        original = next(piece.source for piece in binding.native[str(native)].view.pieces)
+        native = next(binding.copies[name].sources)
+        original = next(binding.native[str(native)].sources)
         if not quantized.isdisjoint((name, str(original))):
             continue  # rounded, each in its own way
         first, second = checkpoint.tensors[str(original)], checkpoint.tensors[name]

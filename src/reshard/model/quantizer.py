@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reshard.algebra.dtypes import DType, dtype
-from reshard.algebra.tensors import Computed, Read, Tensor
+from reshard.algebra.tensors import FEW, Computed, Read, Tensor, least_room
 from reshard.algebra.views import View
 from reshard.errors import ReshardError, listed
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.quantization import blocks_told, part_of
 from reshard.model.blocks import STEP, Blocks, Floats, codes_of, nearest_codes, small_floats
 from reshard.transfer.gather import as_float, castable
+from reshard.transfer.memory import Need, most
 from reshard.transfer.plan import Planned
 
 FLOAT32, BFLOAT16, UINT8 = dtype("float32"), dtype("bfloat16"), dtype("uint8")
@@ -105,6 +106,12 @@ class _Quantized(Computed):
             raise self._nonfinite()
         return raw, begin, floats
 
+    def _room(self, scales: int, rows: int) -> int:
+        """What it takes to read so many rows at a time, and to make so many rows of scales."""
+        blocks = self._blocks
+        read = rows * blocks.columns * self.inputs[0].dtype.itemsize
+        return read + scales * blocks.across * 32 + max(STEP, blocks.columns) * 48
+
     def _nonfinite(self) -> ReshardError:
         return ReshardError(
             "a weight holds NaN or Inf",
@@ -121,6 +128,17 @@ class QuantizedScales(_Quantized):
     def __init__(self, name: str, weight: Tensor, method: Method, tall: int, wide: int) -> None:
         super().__init__(name, weight, method, tall, wide)
         self.dtype = method.stored
+
+    @property
+    def few(self) -> int:
+        blocks = self._blocks
+        return max(blocks.across, READ // 4 // (blocks.tall * blocks.wide))
+
+    def room(self, count: int) -> int:
+        blocks = self._blocks
+        scales = count // blocks.across + 2
+        rows = min(scales * blocks.tall, max(READ // blocks.columns, blocks.tall))
+        return self._room(scales, rows) + count * self.dtype.itemsize
 
     def values(self, begin: int, end: int, read: Read) -> Floats:
         across = self._blocks.across
@@ -140,6 +158,17 @@ class QuantizedValues(_Quantized):
     def __init__(self, name: str, weight: Tensor, method: Method, tall: int, wide: int) -> None:
         super().__init__(name, weight, method, tall, wide)
         self.dtype = method.values
+
+    @property
+    def few(self) -> int:
+        return max(FEW, self._blocks.tall * self._blocks.columns)
+
+    def room(self, count: int) -> int:
+        blocks = self._blocks
+        rows = count * self._method.packed // blocks.columns + 2
+        return (
+            self._room(blocks.scales_of(rows), rows + 2 * blocks.tall) + rows * (blocks.columns + 24) + count
+        )
 
     def values(self, begin: int, end: int, read: Read) -> Floats:
         blocks, packed = self._blocks, self._method.packed
@@ -191,6 +220,14 @@ class Storage(NamedTuple):
         return (
             Tensor(values.dtype, View.of(values, *shape)),
             Tensor(scales.dtype, View.of(scales, *grid)),
+        )
+
+    def need(self, names: Mapping[tuple[DType, tuple[int, ...]], str]) -> Need:
+        """What quantizing takes at least, of weights whose `names` stand by their dtypes and shapes."""
+        return most(
+            Need(least_room(part.view), name)
+            for (dtype, shape), name in names.items()
+            for part in self.parts(name, Tensor(dtype, View.of(None, *shape)))
         )
 
     def planned(self, tensor: Planned) -> Iterator[Planned]:
@@ -271,11 +308,12 @@ def _is_stacked(tensor: Planned) -> bool:
 
 
 class Quantized(NamedTuple):
-    """The tensors of a Hugging Face folder, its `quantization_config`, and what users have to know of it."""
+    """The tensors of a Hugging Face folder, its `quantization_config`, what users have to know of it, what it takes."""
 
     tensors: list[Planned]
     settings: dict[str, Any]
     notes: list[str]
+    need: Need
 
 
 def quantized(tensors: Iterable[Planned], how: str, config: Mapping[str, Any]) -> Quantized:
@@ -293,7 +331,9 @@ def quantized(tensors: Iterable[Planned], how: str, config: Mapping[str, Any]) -
         raise _nothing_fits(how, odd)
     stored = [part for t in tensors for part in (storage.planned(t) if t.name in chosen else (t,))]
     settings = _settings(how, storage, [t for t in tensors if t.name not in chosen])
-    return Quantized(stored, settings, _notes(how, storage, [t for t in tensors if t.name in chosen]))
+    weights = [t for t in tensors if t.name in chosen]
+    need = storage.need({(t.dtype, t.shape): t.name for t in weights})
+    return Quantized(stored, settings, _notes(how, storage, weights), need)
 
 
 def _is_cut(size: int, block: int) -> bool:

@@ -28,6 +28,9 @@ class Shifted(Computed):
         self.inputs = (tensor,)
         self.by = by
 
+    def room(self, count: int) -> int:
+        return 40 * count  # three arrays of float64, what is read, and what is on its way to float64
+
     def values(self, begin: int, end: int, read: Read) -> np.ndarray[Any, Any]:
         (tensor,) = self.inputs
         found = as_float(read(tensor, begin, end), tensor.dtype).astype(np.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 from reshard.algebra.tensors import Tensor
 from reshard.errors import Problem, ReshardError
 from reshard.families import Family
+from reshard.families.model import Model
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.companions import find_companions
 from reshard.formats.megatron.mcore import padded_vocabulary
@@ -30,6 +32,22 @@ EMBEDDINGS = {
 
 SPARE_ROWS = 1024
 """How many rows beyond the tokens, at most, are padding and not another model's vocabulary."""
+
+
+PADDING = "vocabulary padding"
+"""The rule by which rows beyond the vocabulary stay behind."""
+
+
+def lost_padding(
+    checkpoint: Checkpoint, model: Model, rows: int, *, with_states: bool = False
+) -> Counter[str]:
+    """The bytes of the last `rows` of Megatron's embedding and head, which an output has not, and of their states."""
+    if checkpoint.dialect != "mcore" or rows <= 0:
+        return Counter()
+    tables = EMBEDDINGS["mcore"] if model.dims.tied else (*EMBEDDINGS["mcore"], "output_layer.weight")
+    held = [checkpoint.tensors, *(checkpoint.states.values() if with_states else ())]
+    width = sum(tensors[name].dtype.itemsize for tensors in held for name in tables if name in tensors)
+    return Counter({PADDING: rows * width * model.dims.hidden})
 
 
 def embedding_rows(checkpoint: Checkpoint) -> int:

@@ -13,7 +13,6 @@ from reshard.algebra.layout import Layout
 from reshard.algebra.tensors import Replica
 from reshard.errors import ReshardError
 from reshard.families.family import MCORE
-from reshard.families.model import Model
 from reshard.formats import FORMATS, companions, huggingface, open_checkpoint, peft, written
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.provenance import BASE, find_hints
@@ -23,10 +22,11 @@ from reshard.model.dequantization import dequantized
 from reshard.model.logical import logical_tensors
 from reshard.model.quantizer import quantized
 from reshard.model.resolve import Resolved, config_of, contradictions, resolve, resolve_if_declared
-from reshard.model.vocabulary import EMBEDDINGS
+from reshard.model.vocabulary import lost_padding
 from reshard.plain import to_json
 from reshard.planning import adapters, beside, merge, optimizer
 from reshard.planning.naming import Types, elements, names_of
+from reshard.transfer.memory import NOTHING, Need
 from reshard.transfer.plan import OutputFile, Plan
 from reshard.transfer.sources import OnStep, noted, read_source
 
@@ -219,25 +219,29 @@ def _plan(source: Resolved, kind: Kind, format: Format, target: Target, options:
         warnings=[*(model.warnings if model else ())],
         facts=facts,
         load_with=target.load_with(request),
+        need=content.need,
+        outputs=[*request.tensors, *(state for each in request.states.values() for state in each.values())],
     )
-    plan.audit([*request.tensors, *(state for each in request.states.values() for state in each.values())])
+    plan.audit(plan.outputs)
     return plan
 
 
 class _Content(NamedTuple):
-    """A request with its tensors and their parameters; the bytes left by rule; what has to be equal; what to tell."""
+    """A request with its tensors and their parameters; the bytes left by rule; what has to be equal; what to tell; the
+    memory to compute its tensors."""
 
     request: Request
     parameters: int
     dropped: Counter[str]
     replicas: list[Replica]
     notes: list[str]
+    need: Need
 
 
 def _adapter(source: Resolved, request: Request) -> _Content:
     request, base, notes = adapters.named(source.checkpoint, request)
     dropped = +(Counter(source.checkpoint.dropped) + Counter(base))
-    return _Content(request, elements(request.tensors), dropped, source.checkpoint.replicas, notes)
+    return _Content(request, elements(request.tensors), dropped, source.checkpoint.replicas, notes, NOTHING)
 
 
 def _model(source: Resolved, format: str, target: Target, request: Request) -> _Content:
@@ -252,7 +256,8 @@ def _model(source: Resolved, format: str, target: Target, request: Request) -> _
         # Padding rows took part in the softmax while the model trained: carry those that both sides have.
         rows = min(sized.dims.padded_vocab, model.dims.padded_vocab)
         model, sized = model.with_vocabulary(rows), sized.with_vocabulary(rows)
-        dropped += _lost_padding(checkpoint, model, sized, with_states=options.with_optimizer)
+        lost = model.dims.padded_vocab - sized.dims.padded_vocab
+        dropped += lost_padding(checkpoint, model, lost, with_states=options.with_optimizer)
     request = replace(request, model=sized)
     logical = logical_tensors(replace(source, checkpoint=checkpoint, model=model))
     names = names_of(format, request, logical)
@@ -264,23 +269,12 @@ def _model(source: Resolved, format: str, target: Target, request: Request) -> _
             notes.append("the fp32 masters are optimizer states too; --dtype float32 makes them the weights")
     if checkpoint.quantization and not (checkpoint.quantization.settings or settings_of(request.config)):
         notes.append(UNTOLD)
-    tensors, settings = names.tensors(logical, Types(dtype)), None
+    tensors, settings, need = names.tensors(logical, Types(dtype)), None, Need.of(checkpoint.tensors)
     parameters = checkpoint.parameters if checkpoint.quantization else elements(tensors)
     if options.quantize:
         request = replace(request, config={**request.config, "dtype": main_dtype(tensors)})
-        tensors, settings, told = quantized(tensors, options.quantize, request.config)
-        notes += told
+        tensors, settings, told, more = quantized(tensors, options.quantize, request.config)
+        notes, need = [*notes, *told], need.beside(more)
     held = names.states({state: states[state] for state in states if state in target.states})
     request = replace(request, tensors=tensors, states=held, quantization=settings)
-    return _Content(request, parameters, dropped, logical.replicas, notes)
-
-
-def _lost_padding(checkpoint: Checkpoint, model: Model, sized: Model, *, with_states: bool) -> Counter[str]:
-    """The bytes of those rows of Megatron's embedding and head that the output has not, and of their states."""
-    lost = model.dims.padded_vocab - sized.dims.padded_vocab
-    if checkpoint.dialect != "mcore" or lost <= 0:
-        return Counter()
-    tables = EMBEDDINGS["mcore"] if model.dims.tied else (*EMBEDDINGS["mcore"], "output_layer.weight")
-    held = [checkpoint.tensors, *(checkpoint.states.values() if with_states else ())]
-    width = sum(tensors[name].dtype.itemsize for tensors in held for name in tables if name in tensors)
-    return Counter({"vocabulary padding": lost * width * model.dims.hidden})
+    return _Content(request, parameters, dropped, logical.replicas, notes, need)

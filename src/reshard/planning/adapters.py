@@ -26,6 +26,10 @@ from reshard.planning.naming import Types
 from reshard.transfer.gather import Files, Gatherer
 from reshard.transfer.plan import Planned
 
+BASE_WEIGHTS, OTHER_ADAPTERS = "base weights", "other adapters"
+SHARED = "lora_A that projections share"
+"""Rules by which tensors beside an adapter, and copies of its own, stay behind."""
+
 
 def resolved(checkpoint: Checkpoint, target: Target, options: Options) -> Resolved:
     """An adapter, with the model that it adapts where its sizes say how projections lie in the linears of an engine.
@@ -59,7 +63,11 @@ def named(checkpoint: Checkpoint, request: Request) -> tuple[Request, dict[str, 
     """The request with tensors and settings, what stays behind of the base, in bytes by rule, and notes."""
     options, types = request.options, Types(request.options.dtype)
     adapter = adapters.find(checkpoint, options.adapter, options.lora_alpha)
-    base = {"base weights": sum(tensor.nbytes for tensor in adapter.base.values())}
+    base = {
+        BASE_WEIGHTS: sum(tensor.nbytes for tensor in adapter.base.values()),
+        OTHER_ADAPTERS: adapter.others,
+        SHARED: 0,
+    }
     if request.model is None:
         written = checkpoint.format == peft.NAME
         tensors = [
@@ -67,10 +75,14 @@ def named(checkpoint: Checkpoint, request: Request) -> tuple[Request, dict[str, 
             for name, tensor in _as_peft(adapter, with_base=written)
         ]
         settings = adapter_config(adapter, str(options.base) if options.base else None)
-        return replace(request, tensors=tensors, adapter=settings), {} if written else base, []
+        if written:
+            del base[BASE_WEIGHTS]
+        return replace(request, tensors=tensors, adapter=settings), base, []
     if live := request.model.family.live:
         adapter = adapter.called(live.begun_on_hub)
     found = linears(adapter, request.model.binding(), same_bytes)
+    shared = (dict.fromkeys(pair.a for pair in each.pairs.values()) for each in found.values() if each.shared)
+    base[SHARED] = sum(a.nbytes for different in shared for a in [*different][1:])
     rank = _rank(found, request.layout)
     settings = _settings(adapter, found, rank)
     request = replace(request, tensors=_as_linears(found, rank, types), adapter=settings)

@@ -17,6 +17,7 @@ from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.quantization import plain_config, settings_of
 from reshard.formats.target import Format, Request, main_dtype
 from reshard.plain import to_json
+from reshard.stores import as_path
 from reshard.transfer.gather import castable
 from reshard.transfer.plan import OutputFile
 from reshard.version import __version__
@@ -124,17 +125,19 @@ def facts(
 def _fingerprint(checkpoint: Checkpoint) -> str:
     """SHA-256 over what the headers of the source say: names, dtypes, shapes, places, and checksums if recorded."""
     digest = sha256()
+    names: dict[str, str] = {}
     for name, tensor in sorted(checkpoint.tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        told = [f"{name} {tensor.dtype.name} {list(tensor.shape)}"]
         for piece in tensor.view.pieces:
             for cells in cells_of(View(tensor.shape, (piece,))):
                 storage = cells.storage
-                file = Path(storage.path).name
-                digest.update(f" {file} {storage.offset} {piece.start} {storage.crc32}".encode())
+                file = names.get(storage.path) or names.setdefault(storage.path, Path(storage.path).name)
+                told.append(f" {file} {storage.offset} {piece.start} {storage.crc32}")
+        digest.update("".join(told).encode())
     return digest.hexdigest()
 
 
 def _source_files(checkpoint: Checkpoint) -> dict[str, int]:
     """Each file that holds weights, with its size: what the output was made of."""
     paths = {cells.storage.path for tensor in checkpoint.tensors.values() for cells in cells_of(tensor.view)}
-    return {Path(path).name: Path(path).stat().st_size for path in sorted(paths)}
+    return {Path(path).name: as_path(path).stat().st_size for path in sorted(paths)}

@@ -10,8 +10,8 @@ from typing import Any
 
 from reshard import adapters
 from reshard.adapters import megatron
-from reshard.adapters.merge import unties
-from reshard.algebra.tensors import Replica, Tensor
+from reshard.adapters.merge import HEAD, unties
+from reshard.algebra.tensors import Cells, Computed, Replica, Tensor, cells_of
 from reshard.errors import ReshardError
 from reshard.families import declared
 from reshard.formats import open_checkpoint
@@ -20,7 +20,12 @@ from reshard.formats.target import Options
 from reshard.model.dequantization import dequantized
 from reshard.model.logical import logical_tensors
 from reshard.model.resolve import config_of, read_config, resolve
+from reshard.model.vocabulary import lost_padding
+from reshard.planning.adapters import OTHER_ADAPTERS
 from reshard.planning.naming import Types
+
+REPLACED = "weights that the adapter replaces"
+"""The rule by which weights stay behind that an adapter has trained in whole."""
 
 
 def merged_source(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint, Options]:
@@ -36,13 +41,15 @@ def merged_source(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint,
         raise ReshardError(base.problems)
     types = Types(options.dtype)
     base = base and dequantized(base, types.wanted, "the base of an adapter that is merged")
-    weights, replicas, config = _hub_weights(base, options) if base else ({}, [], None)
+    weights, replicas, config, dropped = _hub_weights(base, options) if base else ({}, [], None, Counter())
     origin = base or checkpoint
     family = declared((config_of(origin) or {}).get("model_type"))
     if family:  # by which end of the model a tensor is, its name tells in a language model by itself
         adapter = adapter.called(family.plain_name)
         weights = {family.plain_name(name): tensor for name, tensor in weights.items()}
+    dropped[OTHER_ADAPTERS] += adapter.others
     result = adapters.merged(adapter, weights or adapter.base, types.of)
+    dropped[REPLACED] += _replaced(adapter, weights, result)
     if family:
         result = {family.hub_name(name): tensor for name, tensor in result.items()}
     return (
@@ -58,7 +65,7 @@ def merged_source(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint,
             beside=(checkpoint.root,),
             states={},
             optimizer=None,
-            dropped=+Counter({**origin.dropped, **checkpoint.dropped}),
+            dropped=+(Counter({**origin.dropped, **checkpoint.dropped}) + dropped),
             replicas=[*checkpoint.replicas, *replicas],
             notes=[*checkpoint.notes, *(base.notes if base else []), *_notes(adapter, base)],
         ),
@@ -83,7 +90,7 @@ def _base_folder(checkpoint: Checkpoint, adapter: adapters.Adapter, options: Opt
     if options.base:
         return options.base
     hint = adapter.settings.base
-    if hint and Path(hint).is_dir():
+    if hint and adapter.settings.base_is_here:
         checkpoint.notes.append(f"the base is {hint}, as {adapter.settings.source} says")
         return Path(hint)
     raise ReshardError(
@@ -98,14 +105,38 @@ def _base_folder(checkpoint: Checkpoint, adapter: adapters.Adapter, options: Opt
 
 def _hub_weights(
     base: Checkpoint, options: Options
-) -> tuple[Mapping[str, Tensor], list[Replica], Mapping[str, Any] | None]:
-    """The base's weights under hub names, what must be equal among them, and the config if no file has it."""
+) -> tuple[Mapping[str, Tensor], list[Replica], Mapping[str, Any] | None, Counter[str]]:
+    """The base's weights under hub names, what must be equal among them, the config if no file has it, what is left."""
     if base.dialect == "hf":
-        return base.tensors, base.replicas, base.config
+        return base.tensors, base.replicas, base.config, Counter()
     resolved = resolve(base, family=options.family)
     logical = logical_tensors(resolved)
     weights = {name: Tensor(item.dtype, logical.view(name)) for name, item in logical.tensors.items()}
-    return weights, logical.replicas, resolved.config
+    model = resolved.model
+    dropped = lost_padding(base, model, model.dims.padded_vocab - model.dims.vocab) if model else Counter()
+    return weights, logical.replicas, resolved.config, dropped
+
+
+def _replaced(adapter: adapters.Adapter, weights: Mapping[str, Tensor], result: Mapping[str, Tensor]) -> int:
+    """Bytes of weights in the place of which the adapter has its own, and that are not the head of the result."""
+    own = {**adapter.base, **adapter.whole} if weights else adapter.whole
+    head = set(cells_of(result[HEAD].view)) if HEAD in result else set()
+    return sum(
+        _stored_bytes(tensor)
+        for name, tensor in (weights or adapter.base).items()
+        if name in own and head.isdisjoint(cells_of(tensor.view))
+    )
+
+
+def _stored_bytes(tensor: Tensor) -> int:
+    """Bytes that lie on the disk of a tensor, and of all that it is computed from."""
+    found = 0
+    for piece in tensor.view.pieces:
+        if isinstance(piece.source, Computed):
+            found += sum(map(_stored_bytes, piece.source.inputs))
+        elif isinstance(piece.source, Cells):
+            found += piece.numel * piece.source.dtype.itemsize
+    return found
 
 
 def _changes(adapter: adapters.Adapter, weights: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -148,7 +148,7 @@ def native_tensors(logical: LogicalTensors, natives: Mapping[str, Bound], types:
 
 def sources_of(bound: Bound) -> set[str]:
     """The tensors that one is made of."""
-    return {str(piece.source) for piece in bound.view.pieces if not isinstance(piece.source, Dropped)}
+    return {str(source) for source in bound.sources if not isinstance(source, Dropped)}
 
 
 def _named(state: str, tensors: Iterable[Planned]) -> dict[str, Planned]:

@@ -22,7 +22,7 @@ from reshard.errors import Problem, ReshardError
 from reshard.formats import iterations, open_checkpoint
 from reshard.formats.companions import CONFIG, read_object
 from reshard.inspection import inspect_checkpoint
-from reshard.plain import yaml_of
+from reshard.plain_yaml import yaml_of
 from reshard.train import data, outputs
 from reshard.train.run import RECORD, Run, read_record
 

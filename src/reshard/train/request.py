@@ -9,13 +9,13 @@ from typing import Any
 
 from reshard.algebra.layout import Layout
 from reshard.errors import Problem, ReshardError
-from reshard.plain import yaml_of
+from reshard.plain_yaml import yaml_of
 from reshard.train.run import ENGINES, PARALLEL, RECORD, SIZES, Ranks, Run
 
 PATHS = ("model", "data", "output")
 OURS = {
     *(*PATHS, "eval_data", "engine", "lora", "parallel", *SIZES),
-    *("nproc", "nnodes", "node_rank", "rendezvous", "reward", "resume", "merge"),
+    *("nproc", "nnodes", "node_rank", "rendezvous", "reward", "resume", "merge", "nan_steps"),
 }
 """What reshard takes itself; every other name is an option of the engine."""
 
@@ -71,6 +71,7 @@ def run_of(
             rendezvous=given.get("rendezvous"),
         ),
         reward=given.get("reward"),
+        nan_steps=_number(given, "nan_steps", 1),
         resume=_switch(given, "resume", False),
         merge=_switch(given, "merge", True),
         options=options,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from reshard.algebra.layout import Layout
-from reshard.errors import Problem, ReshardError
+from reshard.errors import UNUSABLE, Problem, ReshardError
+from reshard.plain import json_of
 
 METHODS = ("sft", "dpo", "grpo")
 ENGINES = ("trl", "megatron")
@@ -51,6 +51,8 @@ class Run:
     eval_data: Path | None = None
     """What the model is evaluated on while it is trained."""
     resume: bool = False
+    nan_steps: int = 1
+    """Steps in a row whose loss or gradient norm is not finite, after which the run stops."""
     merge: bool = True
     """Write the merged model beside the adapter in the end."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -79,7 +81,7 @@ class Run:
 def read_record(file: Path) -> dict[str, Any]:
     """The content of a `run.json`. Raises ReshardError if there is none, or if it is none."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json_of(file.read_bytes())
         Run.of_dict(content)
     except OSError as error:
         raise ReshardError(
@@ -89,7 +91,7 @@ def read_record(file: Path) -> dict[str, Any]:
             expected=f"the {RECORD} that `reshard train` leaves in its output and in each checkpoint",
             remedy="name such a folder, or use `reshard convert` and tell it --base",
         ) from None
-    except (ValueError, KeyError, TypeError) as error:
+    except UNUSABLE as error:
         raise ReshardError(
             "the record of a run cannot be read",
             file=str(file),

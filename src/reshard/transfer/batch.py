@@ -12,11 +12,9 @@ from isal.isal_zlib import crc32
 from reshard.algebra.dtypes import DType
 from reshard.transfer.gather import RAW, Gatherer
 from reshard.transfer.journal import Begun
+from reshard.transfer.memory import WINDOW
 from reshard.transfer.plan import Block, OutputFile
 from reshard.transfer.sink import PAGE
-
-WINDOW = 4 << 20
-"""Bytes written at a time: small enough for the cache, large enough for the disk."""
 
 
 class Stream:

@@ -14,11 +14,16 @@ from reshard.algebra.dtypes import DType
 from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Replica, Tensor
 from reshard.errors import Problem, one_for_each_file
-from reshard.transfer.gather import RAW, Files, Gatherer, Ledger, as_float, castable
+from reshard.transfer.gather import Files, Gatherer, as_float, castable
+from reshard.transfer.ledger import Ledger
+from reshard.transfer.memory import Share
 from reshard.transfer.threads import together
 
 WINDOW = 1 << 20
-"""Bytes that are compared at a time, few enough for the cache of a core, with what they are cast from."""
+"""Bytes that are compared at a time, at most: few enough for the cache of a core, with what they are cast from."""
+
+EACH = 32
+"""Bytes that are taken for a byte that is compared: both sides, masks, and the differences as float64."""
 
 
 class Difference(NamedTuple):
@@ -33,12 +38,16 @@ UNCOUNTED = Difference(0, float("nan"), 0)
 
 
 class Comparer:
-    """Reads two tensors side by side until `stopped`. `ledger` collects the checksums of what passes."""
+    """Reads two tensors side by side until `stopped`. `ledger` collects the checksums of what passes.
 
-    def __init__(self, stopped: Event, ledger: Ledger | None = None) -> None:
+    It takes the part of one thread of `share`.
+    """
+
+    def __init__(self, stopped: Event, share: Share, ledger: Ledger | None = None) -> None:
         self._stopped = stopped
         self._files = Files()
-        self._sides = [Gatherer(self._files, ledger, WINDOW) for _ in range(2)]
+        self._gatherer = Gatherer(self._files, ledger, share.gathering)
+        self._size = min(WINDOW, share.wide // EACH)
 
     def close(self) -> None:
         self._files.close()
@@ -48,16 +57,13 @@ class Comparer:
 
         With `any_nan`, one NaN is as good as another: processors round it to different ones.
         """
-        step = WINDOW // first.dtype.itemsize
+        step = self._size // first.dtype.itemsize
         elements, largest, at = 0, 0.0, 0
         for begin in range(0, first.view.numel, step):
             if self._stopped.is_set():
                 break
             count = min(step, first.view.numel - begin)
-            a, b = (
-                self._window(side, tensor, begin, count)
-                for side, tensor in zip(self._sides, (first, second), strict=True)
-            )
+            a, b = (self._gatherer.read(tensor, begin, begin + count) for tensor in (first, second))
             if np.array_equal(a, b):
                 continue
             unequal = a != b
@@ -68,11 +74,6 @@ class Comparer:
                 elements += found
                 largest = max(largest, _gap(a[unequal], b[unequal], first.dtype), key=_nan_last)
         return Difference(elements, largest, at) if elements else None
-
-    def _window(self, side: Gatherer, tensor: Tensor, begin: int, count: int) -> np.ndarray[Any, Any]:
-        out = np.empty(count, RAW[tensor.dtype.itemsize])
-        side.fill(tensor.view.window(begin, begin + count), tensor.dtype, out)
-        return out
 
 
 def _nan_last(value: float) -> tuple[bool, float]:
@@ -87,13 +88,15 @@ def _gap(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], dtype: DType) -> floa
     return float(gap.max())
 
 
-def unequal_replicas(replicas: Sequence[Replica], workers: int = 2) -> list[Problem]:
+def unequal_replicas(replicas: Sequence[Replica], share: Share) -> list[Problem]:
     """Problems of tensors that are stored more than once with different values, one for each file."""
 
     def work(worker: int, stopped: Event) -> list[tuple[int, Problem]]:
-        comparer, found = Comparer(stopped), []
+        comparer, found = Comparer(stopped, share), []
         try:
-            for index in takewhile(lambda _: not stopped.is_set(), range(worker, len(replicas), workers)):
+            for index in takewhile(
+                lambda _: not stopped.is_set(), range(worker, len(replicas), share.threads)
+            ):
                 different = _replica_difference(comparer, replicas[index])
                 if different:
                     found.append((index, _problem(replicas[index], different)))
@@ -103,7 +106,7 @@ def unequal_replicas(replicas: Sequence[Replica], workers: int = 2) -> list[Prob
 
     if not replicas:
         return []
-    problems = sorted((each for part in together(work, workers) for each in part), key=itemgetter(0))
+    problems = sorted((each for part in together(work, share.threads) for each in part), key=itemgetter(0))
     return one_for_each_file(problem for _, problem in problems)
 
 

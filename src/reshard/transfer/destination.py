@@ -26,7 +26,7 @@ def target_problems(sources: Sequence[Path], target: Path, *, foreign: Sequence[
         return [_holds_sources(sources[0], inside, target)]
     if there.is_dir() and any(there.iterdir()):
         if foreign is None:
-            return [_not_empty(target)]
+            return [_not_empty(target, [path.name for path in target.iterdir()])]
         if foreign:
             return [_holds_more(target, foreign)]
         if sources[0].resolve() in there.parents and not (there / "reshard.json").is_file():
@@ -39,6 +39,18 @@ def target_problems(sources: Sequence[Path], target: Path, *, foreign: Sequence[
         remedy = f"name a folder in it: {target / sources[0].name}"
         return [Problem("the destination is a mount point", file=str(target), rule=BESIDE, remedy=remedy)]
     return _unwritable(_above(there))
+
+
+def bucket_problems(
+    sources: Sequence[Path], url: str, names: Sequence[str], *, foreign: Sequence[str] | None
+) -> list[Problem]:
+    """The same of a destination in a store, where the objects `names` are."""
+    inside = [path for path in sources if f"{path}/".startswith(f"{url}/")]
+    if inside:
+        return [_holds_sources(sources[0], inside, url)]
+    if names and foreign is None:
+        return [_not_empty(url, names)]
+    return [_holds_more(url, foreign)] if foreign else []
 
 
 def space_problems(target: Path, needed: int) -> list[Problem]:
@@ -78,7 +90,7 @@ def _links(path: Path) -> Iterator[Path]:
         path = path.parent / path.readlink()
 
 
-def _holds_sources(source: Path, inside: Sequence[Path], target: Path) -> Problem:
+def _holds_sources(source: Path, inside: Sequence[Path], target: Path | str) -> Problem:
     is_named = inside[0] == source
     return Problem(
         "the source lies inside the destination"
@@ -101,17 +113,17 @@ def _part_of_the_source(source: Path, target: Path) -> Problem:
     )
 
 
-def _not_empty(target: Path) -> Problem:
+def _not_empty(target: Path | str, names: Sequence[str]) -> Problem:
     return Problem(
         "the destination is not empty",
         file=str(target),
         rule="old shards or a stale index never remain beside new ones",
-        found=listed(sorted(path.name for path in target.iterdir()), 5),
+        found=listed(sorted(names), 5),
         remedy="choose another folder, or give --overwrite to replace it",
     )
 
 
-def _holds_more(target: Path, foreign: Sequence[str]) -> Problem:
+def _holds_more(target: Path | str, foreign: Sequence[str]) -> Problem:
     return Problem(
         "the destination contains files that --overwrite does not delete",
         file=str(target),

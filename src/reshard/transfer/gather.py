@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from threading import Lock
+from functools import partial
 from typing import Any
 
 import numpy as np
-from isal.isal_zlib import crc32, crc32_combine
 from numpy.lib.stride_tricks import as_strided
 
 from reshard.algebra.dtypes import DType
@@ -17,6 +15,8 @@ from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Computed, Tensor
 from reshard.algebra.views import Axis, Piece
 from reshard.errors import Problem, ReshardError
+from reshard.stores import File, open_file
+from reshard.transfer.ledger import Ledger, Passed, join
 
 RAW: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """Elements are moved as integers of their width, whatever they mean."""
@@ -30,55 +30,53 @@ GAP = 32 << 10
 SPAN = 2 << 20
 """Bytes that are read at a time to pick elements from: they stay in the cache of the processor."""
 
+CAST = 20
+"""Bytes that `cast` takes for an element, at most: those of float64 on their way to bfloat16."""
+
+LEAST = 2 << 20
+"""Bytes that a `Gatherer` takes at least, beside what computing takes: reads of a few kilobytes would take too long."""
+
 
 class Files:
-    """Open file descriptors, least recently used first, for one thread."""
+    """Open files, least recently used first, for one thread."""
 
     def __init__(self, limit: int = 128) -> None:
-        self._open: OrderedDict[str, int] = OrderedDict()
+        self._open: OrderedDict[str, File] = OrderedDict()
         self._limit = limit
 
-    def descriptor(self, path: str) -> int:
-        """A descriptor for reading `path`."""
+    def _file(self, path: str) -> File:
         found = self._open.get(path)
         if found is not None:
             self._open.move_to_end(path)
             return found
         while len(self._open) >= self._limit:
-            os.close(self._open.popitem(last=False)[1])
-        opened = self._open[path] = os.open(path, os.O_RDONLY)
+            self._open.popitem(last=False)[1].close()
+        opened = self._open[path] = open_file(path)
         return opened
 
     def read(self, path: str, parts: Iterable[tuple[int, memoryview]]) -> None:
         """Fill memory with the bytes of `path` from the offset beside it.
 
-        Files are read and not mapped: a page of a mapping that cannot be read kills the process. Raises ReshardError if
-        the file ends before, or if the system cannot read it.
+        Raises ReshardError if the file ends before, or if it cannot be read.
         """
         try:
-            descriptor = self.descriptor(path)
-            for offset, out in parts:
-                count = os.preadv(descriptor, (out,), offset)
-                while count < len(out):
-                    more = os.preadv(descriptor, (out[count:],), offset + count)
-                    if not more:
-                        raise self._short(path, offset + len(out))
-                    count += more
+            file = self._file(path)
+            end = file.fill(parts)
+            found = None if end is None else f"{file.size} bytes"
         except OSError as error:
             raise _unreadable(path, error) from error
-
-    def _short(self, path: str, end: int) -> ReshardError:
-        return ReshardError(
-            "a file ends before its tensors do",
-            file=path,
-            expected=f"at least {end} bytes",
-            found=f"{os.fstat(self.descriptor(path)).st_size} bytes",
-            remedy="the file changed or was cut short while it was read: copy it again",
-        )
+        if end is not None:
+            raise ReshardError(
+                "a file ends before its tensors do",
+                file=path,
+                expected=f"at least {end} bytes",
+                found=found,
+                remedy="the file changed or was cut short while it was read: copy it again",
+            )
 
     def close(self) -> None:
         while self._open:
-            os.close(self._open.popitem()[1])
+            self._open.popitem()[1].close()
 
 
 def _unreadable(path: str, error: OSError) -> ReshardError:
@@ -90,108 +88,62 @@ def _unreadable(path: str, error: OSError) -> ReshardError:
     )
 
 
-class Ledger:
-    """The CRC32 of every storage that recorded one, put together from the ranges that passed by."""
-
-    def __init__(self) -> None:
-        self._seen: dict[Storage, list[tuple[int, int, int]]] = {}
-        self._lock = Lock()
-
-    def record(self, storage: Storage, begin: int, data: memoryview) -> None:
-        """Note that bytes `begin` and on of `storage` were `data`. What came before is not counted again."""
-        if storage.crc32 is None:
-            return
-        end = begin + len(data)
-        value = crc32(data)
-        with self._lock:
-            ranges = self._seen.setdefault(storage, [])
-            place = len(ranges)
-            while place and ranges[place - 1][0] > begin:
-                place -= 1
-            before = ranges[place - 1] if place else None
-            after = ranges[place] if place < len(ranges) else None
-            if (before and before[1] > begin) or (after and after[0] < end):
-                return
-            if before and before[1] == begin:
-                begin, value = before[0], crc32_combine(before[2], value, end - begin)
-                place -= 1
-                del ranges[place]
-            if after and after[0] == end:
-                value, end = crc32_combine(value, after[2], after[1] - end), after[1]
-                del ranges[place]
-            ranges.insert(place, (begin, end, value))
-
-    def touch(self, storage: Storage) -> None:
-        """Have a storage checked at the end, of which an earlier run has taken something."""
-        if storage.crc32 is not None:
-            with self._lock:
-                self._seen.setdefault(storage, [])
-
-    def is_right(self, storage: Storage) -> bool:
-        """Whether all bytes of a storage have passed, and are those that were recorded."""
-        with self._lock:
-            return self._seen.get(storage) == [(0, storage.nbytes, storage.crc32)]
-
-    def settle(self, files: Files) -> list[Storage]:
-        """Read what did not pass of each storage that was touched, and return those whose CRC32 is wrong."""
-        wrong = []
-        room = np.empty(SPAN, np.uint8)
-        for storage, ranges in self._seen.items():
-            total, position = 0, 0
-            for begin, end, value in [*ranges, (storage.nbytes, storage.nbytes, 0)]:
-                while position < begin:
-                    part = room[: begin - position].data
-                    files.read(storage.path, [(storage.offset + position, part)])
-                    total = crc32(part, total)
-                    position += len(part)
-                total = crc32_combine(total, value, end - begin)
-                position = end
-            if total != storage.crc32:
-                wrong.append(storage)
-        return wrong
-
-
 class Gatherer:
     """Reads pieces for one thread. `limit` bounds what it holds at a time beside the result, in bytes."""
 
-    def __init__(self, files: Files, ledger: Ledger | None, limit: int = 32 << 20) -> None:
+    def __init__(self, files: Files, ledger: Ledger | None, limit: int = 64 << 20) -> None:
+        self._passed: Passed = {}
         self._files = files
         self._ledger = ledger
         self._limit = limit
         self._room = np.empty(0, np.uint8)
 
-    def fill(self, pieces: tuple[Piece, ...], dtype: DType, out: np.ndarray[Any, Any]) -> None:
+    def fill(
+        self, pieces: tuple[Piece, ...], dtype: DType, out: np.ndarray[Any, Any], limit: int | None = None
+    ) -> None:
         """Put the elements of `pieces` at their places in `out`, whose items are as wide as `dtype`."""
+        limit = self._limit if limit is None else limit
         for piece in pieces:
             source = piece.source
             if isinstance(source, Computed):
-                self._compute(source, piece, dtype, out)
+                self._compute(source, piece, dtype, out, limit)
             elif isinstance(source, Cells) and source.storage.path:
-                self._place(source, piece, dtype, out)
+                self._place(source, piece, dtype, out, limit)
             else:
                 _strided(out, piece.at, [(n, t) for n, _, t in piece.axes])[...] = 0
 
-    def read(self, tensor: Tensor, begin: int, end: int) -> np.ndarray[Any, Any]:
+    def read(self, tensor: Tensor, begin: int, end: int, limit: int | None = None) -> np.ndarray[Any, Any]:
         """Raw elements `begin` to `end` of a tensor, in row-major order."""
         out = np.empty(end - begin, RAW[tensor.dtype.itemsize])
-        self.fill(tensor.view.window(begin, end), tensor.dtype, out)
+        self.fill(tensor.view.window(begin, end), tensor.dtype, out, limit)
         return out
 
-    def _compute(self, source: Computed, piece: Piece, dtype: DType, out: np.ndarray[Any, Any]) -> None:
+    def _compute(
+        self, source: Computed, piece: Piece, dtype: DType, out: np.ndarray[Any, Any], limit: int
+    ) -> None:
         """Compute runs of elements, or all that lies between the first and the last one, and pick from it."""
-        if (piece.source_end - piece.start) * source.dtype.itemsize > self._limit:
-            for part in _halves(piece):
-                self._compute(source, part, dtype, out)
-            return
+        count = piece.source_end - piece.start
         packed, length, repeats = _packed(piece, 0)
-        if len(repeats) == 1:
+        is_runs = len(repeats) == 1
+        # Half of the limit is for what its inputs take, unless either needs more; so that all of `least` fits.
+        few = source.room(source.few)
+        most = max(few, min(limit // 2, limit - (source.least - few)))
+        room = source.room_of_runs(*repeats[0][:2], length) if is_runs else source.room(count)
+        if source.dtype != dtype:
+            room += packed.numel * CAST
+        if packed.numel > source.few and room > most:
+            for part in _halves(piece):
+                self._compute(source, part, dtype, out, limit)
+            return
+        read = partial(self.read, limit=limit - min(room, most))
+        if is_runs:
             ((count, step, _),) = repeats
-            span = source.runs(piece.start, count, step, length, self.read)
+            span = source.runs(piece.start, count, step, length, read)
         else:
-            packed, span = piece, source.values(piece.start, piece.source_end, self.read)
+            packed, span = piece, source.values(piece.start, piece.source_end, read)
         self._pick(span, source.dtype, packed, dtype, out)
 
-    def _place(self, cells: Cells, piece: Piece, dtype: DType, out: np.ndarray[Any, Any]) -> None:
+    def _place(self, cells: Cells, piece: Piece, dtype: DType, out: np.ndarray[Any, Any], limit: int) -> None:
         """Read long runs of elements where they belong; read others with what lies between them, and pick."""
         size = cells.dtype.itemsize
         if cells.dtype == dtype and (run := _run(piece)) * size >= RUN:
@@ -200,9 +152,10 @@ class Gatherer:
         # A checksum is of all bytes: where there is one, a gap that is read now need not be read at the end.
         is_summed = self._ledger is not None and cells.storage.crc32 is not None
         packed, length, repeats = _packed(piece, cells.storage.nbytes if is_summed else GAP // size)
-        if packed.source_end * size > min(self._limit, SPAN):
+        most = min(limit // (size if cells.dtype == dtype else size + CAST), SPAN // size)
+        if packed.axes and packed.source_end > most:
             for part in _halves(piece):
-                self._place(cells, part, dtype, out)
+                self._place(cells, part, dtype, out, limit)
             return
         room = self._room_of(packed.source_end * size).view(RAW[size])
         self._read(cells, _starts(piece.start, 0, repeats), length, room)
@@ -228,15 +181,22 @@ class Gatherer:
         self, cells: Cells, starts: Iterable[tuple[int, int]], length: int, out: np.ndarray[Any, Any]
     ) -> None:
         """Read `length` elements from each start to their place in `out`, and note them in the ledger."""
-        size, offset, memory = cells.dtype.itemsize, cells.storage.offset, out.view(np.uint8).data
+        size, memory = cells.dtype.itemsize, out.view(np.uint8).data
         nbytes = length * size
         places = ((start * size, memory[at * size : at * size + nbytes]) for start, at in starts)
-        if self._ledger is None or cells.storage.crc32 is None:
-            self._files.read(cells.storage.path, ((offset + begin, part) for begin, part in places))
+        storage = cells.storage
+        if self._ledger is None or not self._ledger.counts(storage):
+            self._files.read(storage.path, ((storage.offset + begin, part) for begin, part in places))
             return
-        for begin, part in places:
-            self._files.read(cells.storage.path, [(offset + begin, part)])
-            self._ledger.record(cells.storage, begin, part)
+        noted = list(places)
+        self._files.read(storage.path, ((storage.offset + begin, part) for begin, part in noted))
+        for begin, part in noted:
+            join(self._passed, {storage.path: self._ledger.record(storage, begin, part)})
+
+    def take_passed(self) -> Passed:
+        """What this thread has added to the ledger since it was last asked."""
+        passed, self._passed = self._passed, {}
+        return passed
 
 
 def _run(piece: Piece) -> int:

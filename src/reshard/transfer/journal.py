@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from reshard.algebra.storage import Storage
-from reshard.errors import ReshardError
+from reshard.errors import UNUSABLE, ReshardError
+from reshard.transfer.ledger import Passed, join
 from reshard.transfer.sources import read_source
 
 EVERY = 256 << 20
@@ -50,6 +51,11 @@ class Identity(NamedTuple):
             return "the source has changed since"
         return "it has other options"
 
+    def differs(self, other: Identity) -> str:
+        """What makes this other than `other`."""
+        words = {"version": "other code", "sources": "other files", "options": "other options or sizes"}
+        return ", ".join(words[name] for name in words if getattr(self, name) != getattr(other, name))
+
 
 class Begun(NamedTuple):
     """A large block that is written up to byte `end` of its file, and what its bytes have shown so far."""
@@ -64,7 +70,8 @@ class Written:
     """What is on the disk of one output file. Batches are known by their numbers.
 
     `modified`, when it was written last, in nanoseconds, and `digest` are set for a whole file. `late` are checksums
-    (place, value) that will be written when all else is.
+    (place, value) that will be written when all else is. `elsewhere` tells the state of a whole file that was uploaded,
+    and is not in the folder any more.
     """
 
     nbytes: int = 0
@@ -73,6 +80,7 @@ class Written:
     batches: set[int] = field(default_factory=set)
     begun: dict[int, Begun] = field(default_factory=dict)
     late: list[tuple[int, bytes]] = field(default_factory=list)
+    elsewhere: str | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -93,6 +101,7 @@ class Progress:
     """All that a journal says.
 
     `unchecked` are storages with a checksum of which finished blocks took only a part, each with a tensor that has it.
+    `passed` are the ranges of the sources that these blocks were made of.
     """
 
     equal: bool = False
@@ -100,22 +109,32 @@ class Progress:
     files: dict[str, Written] = field(default_factory=dict)
     nonfinite: set[str] = field(default_factory=set)
     unchecked: dict[Storage, str] = field(default_factory=dict)
+    passed: Passed = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the output that are there."""
         return sum(written.nbytes for written in self.files.values())
 
+    @property
+    def uploaded(self) -> int:
+        """Bytes of those that were uploaded."""
+        return sum(written.nbytes for written in self.files.values() if written.elsewhere is not None)
+
     def apply(self, entry: Mapping[str, Any]) -> None:
-        """Take in one line. Raises KeyError, TypeError or ValueError if it is none of ours."""
+        """Take in one line. Raises one of `UNUSABLE` if it is none of ours."""
         self.equal = self.equal or entry.get("replicas") == "equal"
         self.nonfinite.update(entry.get("nonfinite", ()))
         for name, *place in entry.get("unchecked", ()):
             self.unchecked[Storage(*place)] = name
         for place in entry.get("checked", ()):
             self.unchecked.pop(Storage(*place), None)
+        join(self.passed, entry.get("passed", {}))
+        if "uploaded" in entry:
+            self.files[entry["uploaded"]].elsewhere = str(entry["state"])
         if "anew" in entry:
             del self.files[entry["anew"]]
+            self.passed.clear()  # nobody knows which of them made that file
         if "file" in entry:
             written = self.files.setdefault(entry["file"], Written())
             written.nbytes, written.modified = int(entry["bytes"]), entry.get("modified")
@@ -129,12 +148,20 @@ class Journal:
     """The journal of one conversion. Until it is opened nothing is known, and what is added is forgotten.
 
     `facts` are told to whoever finds the journal: the command that continues it, and how many bytes there will be.
+    Where nobody waits for the disk, nothing is `durable`: what it says then holds until the machine fails.
     """
 
-    def __init__(self, identity: Identity | None = None, facts: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        identity: Identity | None = None,
+        facts: Mapping[str, Any] | None = None,
+        *,
+        durable: bool = True,
+    ) -> None:
         self.identity = identity
+        self.durable = durable
         self.progress = Progress()
-        self._facts = dict(facts or {})
+        self.facts = dict(facts or {})
         self._path = Path()
         self._descriptor: int | None = None
         self._end = 0
@@ -142,14 +169,20 @@ class Journal:
         self._loose = 0
 
     @property
+    def text(self) -> str:
+        """All lines so far."""
+        return self._path.read_bytes()[: self._end].decode() if self.is_open else ""
+
+    @property
     def is_open(self) -> bool:
         """Whether what is added is kept."""
         return self._descriptor is not None
 
-    def open(self, path: Path, folder: Path, sizes: Mapping[str, int]) -> None:
+    def open(self, path: Path, folder: Path, sizes: Mapping[str, int], elsewhere: Mapping[str, str]) -> None:
         """Take in what a journal says that was begun for the same output; any other one is begun anew.
 
-        Files that do not lie in `folder` as the journal says, with their `sizes`, will be written anew.
+        Files that do not lie in `folder` as the journal says, with their `sizes`, will be written anew, unless they
+        were uploaded and their state is still that in `elsewhere`.
         """
         self._path = path
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
@@ -159,9 +192,17 @@ class Journal:
         if os.fstat(self._descriptor).st_size > self._end:  # else it keeps its time
             os.ftruncate(self._descriptor, self._end)
         if not self._end and self.identity:
-            self._write({**self._facts, **self.identity._asdict()})
+            self._write({**self.facts, **self.identity._asdict()})
         files = self.progress.files.items()
-        gone = [name for name, written in files if not written.is_at(folder / name, sizes.get(name, -1))]
+        gone = [
+            name
+            for name, written in files
+            if (
+                elsewhere.get(name) != written.elsewhere
+                if written.elsewhere is not None
+                else not written.is_at(folder / name, sizes.get(name, -1))
+            )
+        ]
         for name in gone:
             self.add({"anew": name})
         if gone:
@@ -198,9 +239,15 @@ class Journal:
     def _sync(self) -> None:
         """Let a machine that fails forget nothing of what was noted."""
         assert self._descriptor is not None
-        os.fsync(self._descriptor)
+        if self.durable:
+            os.fsync(self._descriptor)
         for folder in (self._path.parent, self._path.parent.parent):
-            sync(folder)
+            self.sync(folder)
+
+    def sync(self, path: Path) -> None:
+        """Wait until a file, or a folder with the names of what lies in it, is on the disk, if it is to be durable."""
+        if self.durable:
+            _sync(path)
 
     def close(self) -> None:
         """Write no more."""
@@ -209,8 +256,7 @@ class Journal:
             self._descriptor = None
 
 
-def sync(path: Path) -> None:
-    """Wait until a file, or a folder with the names of what lies in it, is on the disk."""
+def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -224,14 +270,23 @@ def read_journal(path: Path) -> tuple[Identity, Mapping[str, Any], Progress] | N
     return (*header, progress) if header else None
 
 
+def parsed_journal(content: bytes) -> tuple[Identity, Mapping[str, Any], Progress] | None:
+    """The same of a journal that lies elsewhere."""
+    header, progress, _ = _parsed(content)
+    return (*header, progress) if header else None
+
+
 def _read(path: Path) -> tuple[tuple[Identity, Mapping[str, Any]] | None, Progress, int]:
     """The header, what follows it, and the byte behind the last line that is whole."""
-    header, progress, end = None, Progress(), 0
     try:
-        lines = read_source(path).splitlines(keepends=True)
+        return _parsed(read_source(path))
     except (OSError, ReshardError):
-        return None, progress, 0
-    for line in lines:
+        return None, Progress(), 0
+
+
+def _parsed(content: bytes) -> tuple[tuple[Identity, Mapping[str, Any]] | None, Progress, int]:
+    header, progress, end = None, Progress(), 0
+    for line in content.splitlines(keepends=True):
         checksum, text = line[:8], line[9:-1]
         if not line.endswith(b"\n") or checksum != b"%08x" % crc32(text):
             break
@@ -241,7 +296,7 @@ def _read(path: Path) -> tuple[tuple[Identity, Mapping[str, Any]] | None, Progre
                 header = Identity(*(str(entry[key]) for key in Identity._fields)), entry
             else:
                 progress.apply(entry)
-        except (KeyError, TypeError, ValueError):
+        except UNUSABLE:
             break
         end += len(line)
     return header, progress, end

@@ -8,7 +8,7 @@ block is executed, so the plan of a model with half a million shards fits in mem
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -20,6 +20,7 @@ from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Replica
 from reshard.algebra.views import View
 from reshard.errors import Problem, ReshardError
+from reshard.transfer.memory import Need
 from reshard.transfer.sources import Sources
 
 ZERO = Storage("", 0, 0)
@@ -95,7 +96,8 @@ class Plan:
 
     `dropped` maps the name of a rule to what it leaves behind, in bytes; `warnings` tell what a user has to know though
     nothing stands in the way; `facts` become `reshard.json`; `load_with` are flags with which Megatron-LM loads the
-    result; `sources` are all files that were read for the plan, those of the tensors among them.
+    result; `need` is what computing its tensors takes at least; `sources` are all files that were read for the plan,
+    those of the tensors among them; `outputs` are all tensors that the files hold.
     """
 
     source: str
@@ -109,7 +111,9 @@ class Plan:
     warnings: list[Problem] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     load_with: list[str] = field(default_factory=list)
+    need: Need = field(default_factory=Need)
     sources: Sources = field(default_factory=Sources)
+    outputs: Sequence[Planned] = ()
 
     @cached_property
     def nbytes(self) -> int:

@@ -34,13 +34,15 @@ class Sink:
 
     What is written has to be on the disk before the file is published, so the page cache would only be a detour:
     twice the memory traffic, and pages that displace the source's. Whole pages go to the disk directly where the
-    file system can do that (tmpfs, for one, cannot), the rest through the cache.
+    file system can do that (tmpfs, for one, cannot), the rest through the cache. A file that need not be `durable` is
+    left to the cache, and to the system to write when it likes.
     """
 
-    def __init__(self, path: Path, size: int) -> None:
+    def __init__(self, path: Path, size: int, *, durable: bool = True) -> None:
         self._cached = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         os.ftruncate(self._cached, size)
-        self._direct = _open_direct(path) if size >= DIRECT else None
+        self._durable = durable
+        self._direct = _open_direct(path) if durable and size >= DIRECT else None
         if self._direct is not None:
             allocate(self._cached, size)
         self._dirty = 0
@@ -68,7 +70,7 @@ class Sink:
         with self._writing:  # the kernel lets one write a file at a time, and the others spin
             _write(self._cached, data, offset, SLICE)
             self._dirty += len(data)
-            if self._dirty >= WRITEBACK:
+            if self._durable and self._dirty >= WRITEBACK:
                 self._dirty = 0
                 start_writeback(self._cached)
 
@@ -90,6 +92,8 @@ class Sink:
         """Wait for the disk. What it refused once is lost, though the kernel says so one time only."""
         if self._is_lost:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if not self._durable:
+            return
         try:
             sync(self._cached)
         except OSError:
@@ -119,7 +123,10 @@ class Buffer:
 
 
 def _pages(nbytes: int) -> np.ndarray[Any, Any]:
-    return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)  # a mapping begins at a page
+    try:
+        return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)  # a mapping begins at a page
+    except OSError as error:
+        raise MemoryError(f"{nbytes:,} bytes") from error
 
 
 def _address(data: memoryview) -> int:

@@ -8,16 +8,19 @@ reading one can wait for ever, have no end, or do something.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from datetime import datetime, timezone
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from isal.isal_zlib import crc32
+
 from reshard.errors import Problem, ReshardError
+from reshard.stores import File, Stamp, as_path, is_remote, open_file, realpath, refresh
+from reshard.transfer.ledger import Passed, Range, checksum
+from reshard.transfer.memory import expect
 
 MOST = 2 << 30
 """Bytes of a file that is read whole, at most: ten times the metadata of the largest models."""
@@ -27,38 +30,13 @@ OnStep = Callable[[str], None]
 
 READING = "reading headers"
 
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFSOCK: "a socket",
-}
-
-
-class Stamp(NamedTuple):
-    """What tells one state of a file from another, as far as the system keeps it."""
-
-    size: int
-    modified: int
-    inode: int
-
-    @staticmethod
-    def of(descriptor: int) -> Stamp:
-        """The stamp of an open file: opening it is what makes a file server look."""
-        status = os.fstat(descriptor)
-        return Stamp(status.st_size, status.st_mtime_ns, status.st_ino)
-
-    def __str__(self) -> str:
-        modified = datetime.fromtimestamp(self.modified / 1e9).isoformat(" ", "milliseconds")
-        return f"{self.size:,} bytes, modified {modified}, inode {self.inode}"
-
 
 class _Note(NamedTuple):
-    """A file as it was when it was first opened; of one that was read whole, what it said."""
+    """A file as it was when it was first opened; of one that was read whole, digest and CRC32 of what it said."""
 
     stamp: Stamp
     digest: bytes | None
+    crc32: int = 0
 
 
 class Sources:
@@ -72,7 +50,7 @@ class Sources:
     @property
     def paths(self) -> list[Path]:
         """All that is read, `named` first and then each file, as it was opened."""
-        return [*self.named, *map(Path, self._notes)]
+        return [*self.named, *map(as_path, self._notes)]
 
     def __or__(self, other: Sources) -> Sources:
         both = Sources(*self.named, *other.named)
@@ -84,26 +62,37 @@ class Sources:
         first = self._notes.get(path)
         if first is None and self._on_step:
             self._on_step(f"{READING}: {len(self._notes) + 1} files")
-        digest = None if content is None or (first and first.digest is None) else _digest(content)
-        self._notes[path] = _Note(first.stamp if first else stamp, digest)
+        stamp = first.stamp if first else stamp
+        if content is None or (first and first.digest is None):
+            self._notes[path] = _Note(stamp, None)
+        else:
+            self._notes[path] = _Note(stamp, _digest(content), crc32(content))
 
-    def as_list(self) -> list[dict[str, Any]]:
-        """What was read, for a record: paths below the first of `named`, or else names, with sizes and times."""
-        first = str(self.named[0].absolute()) if self.named else ""
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file that was not read whole when it was opened, by its path."""
+        return {path: note.stamp.size for path, note in self._notes.items() if note.digest is None}
+
+    def as_list(self, passed: Passed | None = None) -> list[dict[str, Any]]:
+        """What was read, for a record: paths below the first of `named`, or else names, with sizes and times.
+
+        With `passed`, how many bytes of each were read, and their CRC32; `ranges` (begin and end) if these are not all.
+        """
+        first = self.named[0].absolute() if self.named else None
         found = []
         for path, note in self._notes.items():
-            full = str(Path(path).absolute())
-            shown = os.path.relpath(full, first) if full.startswith(first + os.sep) else Path(full).name
-            modified = datetime.fromtimestamp(note.stamp.modified / 1e9, timezone.utc)
-            found.append({"path": shown, "bytes": note.stamp.size, "modified": modified.isoformat()})
+            full = as_path(path).absolute()
+            shown = full.relative_to(first).as_posix() if first and first in full.parents else full.name
+            read = {} if passed is None else _as_read(note, passed.get(path, []))
+            found.append({"path": shown, **note.stamp.as_dict(), **read})
         return sorted(found, key=lambda each: str(each["path"]))
 
-    def digest(self) -> str:
-        """A digest of the state in which all files were opened."""
+    def digest(self, *, inodes: bool = True) -> str:
+        """A digest of the state in which all files were opened, with their `inodes` or without."""
         digest = sha256()
         for path, note in sorted(self._notes.items()):
-            state = note.digest or " ".join(map(str, note.stamp)).encode()
-            digest.update(os.fsencode(os.path.realpath(path)) + b"\0" + state)
+            stamp = note.stamp if inodes or isinstance(note.stamp.identity, str) else note.stamp[:2]
+            state = note.digest or " ".join(map(str, stamp)).encode()
+            digest.update(os.fsencode(realpath(as_path(path))) + b"\0" + state)
         return digest.hexdigest()
 
     @contextmanager
@@ -118,6 +107,7 @@ class Sources:
 
     def changed(self) -> list[Problem]:
         """A problem for each file that is not what it was."""
+        refresh(filter(is_remote, self._notes))
         return [
             Problem(
                 "a source changed while it was read",
@@ -137,28 +127,41 @@ class Sources:
         try:
             yield
         except (ReshardError, OSError) as error:
-            if problems := self.changed():
+            problems = []
+            with suppress(ReshardError):  # a store that does not answer is what `error` tells
+                problems = self.changed()
+            if problems:
                 raise ReshardError(problems) from error
             raise
         if problems := self.changed():
             raise ReshardError(problems)
 
 
+def _as_read(note: _Note, ranges: list[Range]) -> dict[str, Any]:
+    """What was read of a file."""
+    size = note.stamp.size
+    if note.digest is not None:
+        ranges = [(0, size, note.crc32)]
+    nbytes = sum(end - begin for begin, end, _ in ranges)
+    found: dict[str, Any] = {"read": nbytes, "crc32": f"{checksum(ranges):08x}"}
+    return found if nbytes == size else {**found, "ranges": [[begin, end] for begin, end, _ in ranges]}
+
+
 def _otherwise(path: str, note: _Note) -> str | None:
     """What a file is now, if it is not what it was."""
     try:
-        descriptor = _opened(path)
+        file = open_file(path)
     except OSError as error:
         return error.strerror
     except ReshardError as error:
+        if is_remote(path):
+            raise
         return error.problems[0].found
-    try:
-        stamp = Stamp.of(descriptor)
-        if stamp == note.stamp or (note.digest and note.digest == _digest(_whole(descriptor))):
+    with file:
+        stamp = file.stamp()
+        if stamp == note.stamp or (note.digest and note.digest == _digest(file.read(0, stamp.size))):
             return None  # a run that goes on may write its config again with every step
         return str(stamp)
-    finally:
-        os.close(descriptor)
 
 
 def _digest(content: bytes) -> bytes:
@@ -179,25 +182,25 @@ def noted(*named: Path) -> Iterator[Sources]:
         _noting.reset(token)
 
 
-def open_source(path: str | Path) -> int:
-    """A descriptor for reading a source of which more will be read later.
+def open_source(path: str | Path) -> File:
+    """A source of which more will be read later, open for reading.
 
     Raises OSError, and ReshardError for what is not a regular file.
     """
-    descriptor = _opened(path)
+    file = open_file(path)
     if sources := _noting.get():
-        sources.note(str(path), Stamp.of(descriptor))
-    return descriptor
+        sources.note(str(path), file.stamp())
+    return file
 
 
-def read_source(path: str | Path, most: int = MOST) -> bytes:
-    """All bytes of a source, which is not read again.
+def read_source(path: str | Path, most: int = MOST, weight: int = 1) -> bytes:
+    """All bytes of a source, which is not read again. Each becomes `weight` bytes of memory, with what is made of it.
 
-    Raises OSError, and ReshardError for what is not a regular file, or has more than `most` bytes.
+    Raises OSError, and ReshardError for what is not a regular file, has more than `most` bytes, or does not fit in
+    the memory that is allowed.
     """
-    descriptor = _opened(path)
-    try:
-        stamp = Stamp.of(descriptor)
+    with open_file(path) as file:
+        stamp = file.stamp()
         if stamp.size > most:
             raise ReshardError(
                 "a file is larger than any of its kind",
@@ -206,30 +209,8 @@ def read_source(path: str | Path, most: int = MOST) -> bytes:
                 found=f"{stamp.size:,} bytes",
                 remedy="the file is damaged, or is not what its name says: copy or download it again",
             )
-        content = _whole(descriptor)
+        expect(weight * stamp.size, str(path))
+        content = file.read(0, stamp.size)
         if sources := _noting.get():
             sources.note(str(path), stamp, content)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
-    finally:
-        os.close(descriptor)
     return content
-
-
-def _opened(path: str | Path) -> int:
-    """A descriptor for reading a regular file. Anything else is not even opened, and never waited for."""
-    kind = stat.S_IFMT(Path(path).stat().st_mode)
-    if kind != stat.S_IFREG:
-        raise ReshardError(
-            "not a regular file",
-            file=str(path),
-            expected="a file with content of its own, or a link to one",
-            found=_KINDS.get(kind, "something else"),
-            remedy="copy the checkpoint again, and check what put this in its place",
-        )
-    return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-
-
-def _whole(descriptor: int) -> bytes:
-    with os.fdopen(descriptor, "rb", closefd=False) as file:
-        return file.read()

@@ -33,13 +33,17 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import ReshardError, listed, size
-from reshard.transfer.journal import Identity, Journal, Progress, read_journal, sync
+from reshard.transfer import claims
+from reshard.transfer.journal import Identity, Journal, Progress, read_journal
 
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 """What a rename says where something stands at the destination that it does not replace."""
 
 OUTPUT, JOURNAL, REPLACED = "output", "journal", "replaced"
 """What lies in the folder of a run: what will be the destination, the journal, and then what was there before."""
+
+Prepare = Callable[[Path, bool], Mapping[str, str]]
+"""Gets the folder of a run, and whether a lock is held. Gives what tells the state of each file that is elsewhere."""
 
 OnResume = Callable[[str, int], None]
 """Hears in words what becomes of an unfinished conversion, and how many bytes of the output are there already."""
@@ -58,14 +62,33 @@ def staged(
 
     By then it must hold the files `sizes` (bytes by relative path) and nothing else. With `overwrite` the old folder is
     moved aside, and removed once the new one stands in its place. Ctrl-C leaves the old one or the new one, whole.
-
-    The folder is new and empty, unless a `journal` with an identity is given and an earlier block for the same identity
-    was ended by something that may pass: by the system, or by Ctrl-C. Then the journal, which is open in the block,
-    says what the folder holds. What was written for another identity is removed.
-    Raises ReshardError if another run writes to `target`, and if the system refuses to read or to write.
+    The folder is as in `worked`, and so is what is raised.
     """
     target = Path(os.path.realpath(target))  # a link to a folder stays a link
     journal = journal or Journal()
+    with worked(target, sizes, journal=journal, on_resume=on_resume) as staging:
+        with _there(staging / OUTPUT, sizes):
+            yield staging / OUTPUT
+        _publish(staging, target, overwrite, journal)
+
+
+@contextmanager
+def worked(
+    target: Path,
+    sizes: Mapping[str, int],
+    *,
+    journal: Journal,
+    on_resume: OnResume,
+    prepare: Prepare = lambda staging, has_locks: {},
+) -> Iterator[Path]:
+    """The folder of the one run that writes to `target`, with `OUTPUT` in it, removed when the block ends.
+
+    It is new and empty, unless a `journal` with an identity is given and an earlier block for the same identity
+    was ended by something that may pass: by the system, or by Ctrl-C. Then the journal, which is open in the block,
+    says what the folder holds. What was written for another identity is removed. `prepare` may say which files are
+    elsewhere, before the journal is opened.
+    Raises ReshardError if another run writes to `target`, and if the system refuses to read or to write.
+    """
     kept = 0
     made: list[Path] = []
     try:
@@ -74,10 +97,8 @@ def staged(
             staging = _place(target, journal, has_locks, on_resume)
             try:
                 (staging / OUTPUT).mkdir(parents=True, exist_ok=True)
-                _open(journal, staging, sizes, has_locks, on_resume)
-                with _there(staging / OUTPUT, sizes):
-                    yield staging / OUTPUT
-                _publish(staging, target, overwrite)
+                _open(journal, staging, sizes, prepare(staging, has_locks), has_locks, on_resume)
+                yield staging
             except BaseException as error:
                 kept = _written(staging) if may_pass(error) else 0
                 raise
@@ -117,7 +138,12 @@ def _place(target: Path, journal: Journal, has_locks: bool, on_resume: OnResume)
 
 
 def _open(
-    journal: Journal, staging: Path, sizes: Mapping[str, int], has_locks: bool, on_resume: OnResume
+    journal: Journal,
+    staging: Path,
+    sizes: Mapping[str, int],
+    elsewhere: Mapping[str, str],
+    has_locks: bool,
+    on_resume: OnResume,
 ) -> None:
     """Open the journal, if the run can be continued."""
     if journal.identity is None:
@@ -125,7 +151,8 @@ def _open(
     if not has_locks:
         on_resume("this file system has no locks, so a run that is interrupted starts from the beginning", 0)
         return
-    journal.open(staging / JOURNAL, staging / OUTPUT, sizes)
+    claims.withdraw(staging / claims.FOLDER)
+    journal.open(staging / JOURNAL, staging / OUTPUT, sizes, elsewhere)
     if done := journal.progress.nbytes:
         on_resume(f"continuing: {size(done)} of {size(sum(sizes.values()))} are written already", done)
 
@@ -230,11 +257,11 @@ def _despite_ctrl_c(action: Callable[[], object]) -> None:
         raise again
 
 
-def _publish(staging: Path, target: Path, overwrite: bool) -> None:
+def _publish(staging: Path, target: Path, overwrite: bool, journal: Journal) -> None:
     """Make the output of a run durable and put it in the place of `target`."""
     folder = staging / OUTPUT
     for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
-        sync(path)
+        journal.sync(path)
     new = folder.stat()
     aside = target.with_name(f".{target.name}.replaced-{secrets.token_hex(4)}")
 
@@ -243,7 +270,7 @@ def _publish(staging: Path, target: Path, overwrite: bool) -> None:
         if _is(target, new):
             if aside.exists():
                 aside.rename(staging / REPLACED)
-            sync(target.parent)
+            journal.sync(target.parent)
         elif aside.exists() and not target.exists():
             aside.rename(target)
 

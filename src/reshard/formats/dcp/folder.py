@@ -26,7 +26,14 @@ from reshard.formats.checkpoint import Checkpoint, Iteration, States
 from reshard.formats.copies import CopyFinder, explained
 from reshard.formats.dcp import torchtitan
 from reshard.formats.dcp.chunks import ChunkFile
-from reshard.formats.dcp.metadata import DcpChunk, DcpMetadata, DcpTensor, read_metadata, write_metadata
+from reshard.formats.dcp.metadata import (
+    DcpChunk,
+    DcpMetadata,
+    DcpTensor,
+    read_metadata,
+    spans,
+    write_metadata,
+)
 from reshard.formats.dcp.optimizer import NEST as OPTIMIZER_NEST
 from reshard.formats.dcp.optimizer import NewOptimizer, read_optimizer, step_tensor
 from reshard.formats.target import HEAD, Request, stateless
@@ -95,7 +102,7 @@ def _open(path: Path, step: int | None) -> Checkpoint:
     parts = _Parts(metadata)
     weights = parts.weights(path)
     beside = _optimizer_beside(path, parts)
-    reader = _Reader()
+    reader = _Reader([*weights.values(), *(tensor for _, tensor in parts.again)])
     tensors = {name: reader.tensor(name, tensor) for name, tensor in weights.items()}
     again = [(name, reader.tensor(name, tensor)) for name, tensor in parts.again]
     reader.finish()
@@ -247,11 +254,11 @@ def _mixed(folder: Path, names: Iterable[str]) -> Iterator[Problem]:
 
 
 class _Reader:
-    """Puts tensors together from their chunks, and collects what is wrong with them."""
+    """Puts tensors together from their chunks, and collects what is wrong with them. `coming` are those, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, coming: Iterable[DcpTensor]) -> None:
         self.copies = CopyFinder()
-        self._chunks = ChunkReader()
+        self._chunks = ChunkReader(spans(coming))
         self._problems: list[Problem] = []
 
     def tensor(self, name: str, stored: DcpTensor) -> Tensor:
@@ -314,7 +321,7 @@ def _states(optimizer: Mapping[str, DcpTensor], weights: Mapping[str, DcpTensor]
 
 
 def _read_states(found: Mapping[str, DcpTensor]) -> dict[str, Tensor]:
-    reader = _Reader()
+    reader = _Reader(found.values())
     tensors = {name: reader.tensor(name, tensor) for name, tensor in found.items()}
     reader.finish()
     return tensors

@@ -7,7 +7,7 @@ same file; it keeps its save plans in it too, which nobody needs to read. Source
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from reshard.errors import UNUSABLE, Problem, ReshardError, said
 from reshard.formats.places import below
 from reshard.formats.torchfiles.pickles import Global, Opaque, Pickler, Reduce, encode_int, loads
 from reshard.formats.torchfiles.untrusted import damaged, element_type, shape_of, sizes
+from reshard.stores import as_path
 from reshard.transfer.sources import read_source
 
 MODULE = "torch.distributed.checkpoint.metadata"
@@ -49,6 +50,12 @@ class DcpTensor:
     dtype: DType
     shape: tuple[int, ...]
     chunks: list[DcpChunk]
+
+
+def spans(tensors: Iterable[DcpTensor]) -> Iterator[tuple[str, int, int]]:
+    """File, offset and length of all chunks, tensor by tensor."""
+    for tensor in tensors:
+        yield from ((chunk.file, chunk.offset, chunk.length) for chunk in tensor.chunks)
 
 
 @dataclass
@@ -221,7 +228,7 @@ def _file_problems(folder: Path, metadata: DcpMetadata) -> list[Problem]:
     problems = []
     for file, (end, key) in sorted(needed.items()):
         try:
-            size = Path(file).stat().st_size
+            size = as_path(file).stat().st_size
         except OSError as error:
             problems.append(
                 Problem(

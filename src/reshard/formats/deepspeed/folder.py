@@ -19,7 +19,9 @@ from reshard.formats.checkpoint import Checkpoint, Iteration, States
 from reshard.formats.deepspeed.files import holds_step, is_universal, read_step
 from reshard.formats.deepspeed.universal import read_universal
 from reshard.formats.deepspeed.zero import Weights, read_weights
+from reshard.formats.places import is_here
 from reshard.formats.wrappers import prefix_of, without_buffers
+from reshard.stores import open_file
 
 NAME = "deepspeed"
 TRACKERS = ("latest", "latest_universal")
@@ -44,11 +46,14 @@ def _tracked(path: Path) -> str | None:
     for name in TRACKERS:
         tracker = path / name
         if tracker.is_file() and tracker.stat().st_size < 256:
-            tag = tracker.read_text(encoding="utf-8", errors="replace").strip()
+            with open_file(tracker) as file:
+                tag = file.read(0, 256).decode("utf-8", "replace").strip()
             *above, name = re.split(
                 r"[/\\]", tag
             )  # a tag is a name; what leads elsewhere is named, and not followed
-            if _TAG.fullmatch(name) or (not above and name not in ("", ".", "..") and (path / name).is_dir()):
+            if _TAG.fullmatch(name) or (
+                not above and name not in ("", ".", "..") and is_here(str(path / name), ".")
+            ):
                 return tag
     return None
 

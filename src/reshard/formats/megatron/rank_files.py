@@ -21,6 +21,7 @@ from reshard.algebra.storage import StoredTensor
 from reshard.errors import Problem, ReshardError
 from reshard.formats.megatron.mcore import BELOW, layout_of
 from reshard.formats.megatron.ranks import Rank
+from reshard.formats.torchfiles.read import first_bytes
 
 FILE = "model_optim_rng.pt"
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -218,10 +219,4 @@ def _begin_alike(first: StoredTensor, second: StoredTensor) -> bool:
     """Whether two tensors begin with the same bytes. Checksums may be of storages that hold other tensors too."""
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
-    return _begin(first) == _begin(second)
-
-
-def _begin(tensor: StoredTensor) -> bytes:
-    with open(tensor.storage.path, "rb") as file:
-        file.seek(tensor.storage.offset + tensor.start * tensor.dtype.itemsize)
-        return file.read(min(COMPARED, tensor.nbytes))
+    return first_bytes(first, COMPARED) == first_bytes(second, COMPARED)

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import yaml
-
 from reshard.algebra.dtypes import BY_NAME, dtype
 from reshard.errors import ReshardError
 from reshard.families.family import ENGINES, MCORE, MCORE_BRIDGE
@@ -168,6 +166,8 @@ def notes(request: Request) -> list[str]:
 
 def run_config(request: Request, settings: Mapping[str, Any]) -> OutputFile:
     """What Megatron-Bridge reads when it resumes: the layout, what was saved, and the adapter's settings."""
+    from reshard.plain_yaml import to_yaml  # nothing else has it written
+
     layout = request.layout
     content = {
         "model": {
@@ -181,4 +181,4 @@ def run_config(request: Request, settings: Mapping[str, Any]) -> OutputFile:
         "peft": {"_target_": LORA, **settings},
     }
     path = f"{iterations.name_of(iteration_of(request))}/{RUN_CONFIG}"
-    return OutputFile.of_bytes(path, yaml.safe_dump(content, sort_keys=False).encode())
+    return OutputFile.of_bytes(path, to_yaml(content))

@@ -16,7 +16,7 @@ from typing import Any
 from reshard.algebra.storage import StoredTensor
 from reshard.errors import Problem, ReshardError
 from reshard.formats.dcp.metadata import DcpChunk
-from reshard.formats.torchfiles.read import read_torch_file
+from reshard.formats.torchfiles.read import first_bytes, read_torch_file
 
 _KEY = re.compile(r"rng_state/shard_(\d+)\.(\d+)(?:\.(\d+))?_.*")
 _STAGE = 100
@@ -71,6 +71,4 @@ def _seed(chunk: DcpChunk) -> int | None:
         return None
     if not isinstance(state, StoredTensor) or state.nbytes not in (16, 5056):
         return None
-    with open(state.storage.path, "rb") as file:
-        file.seek(state.storage.offset + state.start)
-        return int.from_bytes(file.read(8), "little")
+    return int.from_bytes(first_bytes(state, 8), "little")

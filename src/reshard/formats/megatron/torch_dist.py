@@ -25,7 +25,7 @@ from reshard.formats import iterations
 from reshard.formats.checkpoint import Checkpoint, Iteration, States
 from reshard.formats.copies import CopyFinder, explained
 from reshard.formats.dcp.chunks import ChunkFile
-from reshard.formats.dcp.metadata import DcpMetadata, DcpTensor, read_metadata, write_metadata
+from reshard.formats.dcp.metadata import DcpMetadata, DcpTensor, read_metadata, spans, write_metadata
 from reshard.formats.megatron.mcore import (
     BELOW,
     LINEARS_BESIDE,
@@ -96,17 +96,17 @@ def _open(folder: Path, step: Iteration | None) -> Checkpoint:
     metadata = read_metadata(folder / ".metadata")
     common = _common(folder)
     args = recorded_args(folder, common)
-    reader = _Reader()
+    weights: dict[str, DcpTensor] = {}
     dropped: Counter[str] = Counter()
     for key, tensor in metadata.tensors.items():
         rule = _not_a_weight(key)
         if rule:
             dropped[rule] += prod(tensor.shape) * tensor.dtype.itemsize
         else:
-            reader.add(key, tensor)
+            weights[key] = tensor
     for key, entry in metadata.objects.items():
         dropped[_not_a_weight(key) or "other objects"] += entry.length
-    reader.close()
+    reader = _Reader(weights)
     tensors = reader.tensors()
     states = portable_states(metadata.tensors)
     optimizer = read_optimizer(common) if states else None
@@ -135,11 +135,7 @@ def _open(folder: Path, step: Iteration | None) -> Checkpoint:
 
 def _read_state(found: Mapping[str, DcpTensor]) -> dict[str, Tensor]:
     """One optimizer state under the names of the weights, from what the keys of weights hold of it."""
-    reader = _Reader()
-    for key, tensor in found.items():
-        reader.add(key, tensor)
-    reader.close()
-    return reader.tensors()
+    return _Reader(found).tensors()
 
 
 def _not_a_weight(key: str) -> str | None:
@@ -188,19 +184,19 @@ def _parse(key: str) -> _Key:
 
 
 class _Reader:
-    """Collects chunks under the names of whole tensors."""
+    """Collects the chunks of all keys under the names of whole tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, stored: Mapping[str, DcpTensor]) -> None:
         self.copies = CopyFinder()
         self.per_layer = False
-        self._chunks = ChunkReader()
+        self._chunks = ChunkReader(spans(stored.values()))
         self._parts: dict[str, list[tuple[tuple[int, ...], View]]] = {}
         self._shapes: dict[str, tuple[DType, tuple[int, ...]]] = {}
-
-    def close(self) -> None:
+        for key, tensor in stored.items():
+            self._add(key, tensor)
         self._chunks.close()
 
-    def add(self, key: str, tensor: DcpTensor) -> None:
+    def _add(self, key: str, tensor: DcpTensor) -> None:
         """Add all chunks of one key, cut into the layers and experts that it stacks."""
         parsed = _parse(key)
         lead = parsed.stacks_layers + parsed.stacks_experts
@@ -281,8 +277,9 @@ class _Writer:
         stacked: bool,
         below: str,
         gated: bool,
+        places: Mapping[str, Place],
     ) -> None:
-        self.layout, self.gated = layout, gated
+        self.layout, self.gated, self.places = layout, gated, places
         self.below = below
         self.layers, self.experts = layers, experts
         self.spelling, self.stacked = spelling, stacked
@@ -294,7 +291,7 @@ class _Writer:
 
     def add(self, tensor: Planned, name: str, prefix: str = "") -> None:
         """Cut one tensor, a weight or a state of the weight `name`, into the chunks of all ranks that hold it."""
-        place = place_of(name)
+        place = self.places.get(name) or place_of(name)
         split = split_of(name, self.gated)
         ranks = self.layout.tp if place.expert is None else self.layout.etp
         key, lead, at = self._key(place)
@@ -393,6 +390,7 @@ def lay_out(request: Request) -> list[OutputFile]:
         stacked,
         below(request),
         is_gated(args),
+        places,
     )
     for tensor in tensors:
         place = places[tensor.name]

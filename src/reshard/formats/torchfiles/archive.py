@@ -5,13 +5,14 @@ Members are stored, not compressed, so a tensor can be read from its place. Sour
 
 from __future__ import annotations
 
-import os
 import struct
 import zlib
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from reshard.algebra.storage import Storage
 from reshard.errors import ReshardError
+from reshard.stores import File, fetch_ahead, is_remote
 from reshard.transfer.sources import MOST
 
 EDGE = 2048
@@ -35,12 +36,20 @@ def damaged_file(
     return ReshardError(message, file=file, expected=expected, found=found, remedy=remedy)
 
 
+def edges(path: str, offset: int, length: int) -> Iterator[tuple[str, int, int]]:
+    """What a `Window` reads first: both ends, or all of what is short."""
+    end, is_short = offset + length, length <= 2 * EDGE
+    yield path, offset if is_short else end - EDGE, end
+    if not is_short:
+        yield path, offset, offset + EDGE
+
+
 class Window:
     """Positioned reads within `length` bytes at `offset` of a file; both ends are read once and kept."""
 
-    def __init__(self, fd: int, path: str, offset: int, length: int) -> None:
-        self.fd, self.path, self.offset, self.length = fd, path, offset, length
-        self._tail_at = 0 if length <= 2 * EDGE else length - EDGE
+    def __init__(self, file: File, path: str, offset: int, length: int) -> None:
+        self.file, self.path, self.offset, self.length = file, path, offset, length
+        self._tail_at = next(edges(path, offset, length))[1] - offset
         self._tail = self._fetch(self._tail_at, length - self._tail_at)
         self._head = self._fetch(0, EDGE) if self._tail_at else self._tail
 
@@ -49,22 +58,22 @@ class Window:
         """The file, and where in it unless the archive begins with it, for messages."""
         return self.path if not self.offset else f"{self.path} (archive at byte {self.offset})"
 
+    def fetch_ahead(self, parts: Iterable[tuple[int, int]]) -> None:
+        """Be told of parts (begin and size) that will be read: of a file in a store, they come together."""
+        if is_remote(self.path):
+            far = (
+                (at, at + size) for at, size in parts if at < self._tail_at and at + size > len(self._head)
+            )
+            fetch_ahead((self.path, self.offset + begin, self.offset + end) for begin, end in far)
+
     def _fetch(self, at: int, size: int) -> bytes:
-        content = b""
-        try:
-            while len(content) < size:
-                more = os.pread(self.fd, size - len(content), self.offset + at + len(content))
-                if not more:
-                    break
-                content += more
-        except OSError as error:
-            raise damaged_file(self.path, "a file cannot be read", found=error.strerror) from None
+        content = self.file.read(self.offset + at, max(size, 0))
         if len(content) < size or size < 0:
             raise damaged_file(
                 self.path,
                 "a file is shorter than it should be",
                 expected=f"at least {self.offset + at + max(size, 0)} bytes",
-                found=f"{os.fstat(self.fd).st_size} bytes",
+                found=f"{self.file.size} bytes",
             )
         return content
 
@@ -113,6 +122,8 @@ class Archive:
                 found=order.decode("ascii", "replace"),
                 remedy="load and save it with torch on a little-endian machine",
             )
+        storages = (member for name, member in self._members.items() if name.startswith(b"data/"))
+        window.fetch_ahead(map(_local_header, storages))
 
     def read(self, name: str) -> bytes:
         """The content of a small member, checked against its CRC32."""
@@ -151,7 +162,7 @@ class Archive:
 
     def _data_at(self, member: _Member) -> int:
         """Where the content begins: behind a local header whose padding only the header itself tells."""
-        raw = self.window.read(member.header, _LOCAL.size + len(member.name))
+        raw = self.window.read(*_local_header(member))
         signature, *_, name_size, extra_size = _LOCAL.unpack_from(raw)
         if signature != b"PK\x03\x04" or raw[_LOCAL.size :] != member.name or name_size != len(member.name):
             raise damaged_file(
@@ -168,6 +179,11 @@ class Archive:
                 found=f"{self.window.length} bytes",
             )
         return begin
+
+
+def _local_header(member: _Member) -> tuple[int, int]:
+    """Where the header of a member begins, and its size without padding."""
+    return member.header, _LOCAL.size + len(member.name)
 
 
 def _central_directory(window: Window) -> dict[bytes, _Member]:

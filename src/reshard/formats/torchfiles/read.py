@@ -6,12 +6,12 @@ in a `.distcp` file. Sources: `torch/serialization.py`, PKWARE's APPNOTE, and fi
 
 from __future__ import annotations
 
-import os
 import reprlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,36 +20,37 @@ import numpy as np
 from reshard.algebra.dtypes import BY_NAME, BY_STORAGE, DType
 from reshard.algebra.storage import Storage, StoredTensor
 from reshard.errors import ReshardError
-from reshard.formats.torchfiles.archive import Archive, Window, damaged_file
+from reshard.formats.torchfiles.archive import EDGE, Archive, Window, damaged_file, edges
 from reshard.formats.torchfiles.pickles import Opaque, Sealed, loads, opaque_class
 from reshard.formats.torchfiles.untrusted import shape_of, sizes
+from reshard.stores import HEADS, File, fetch_ahead, is_remote, open_file
 from reshard.transfer.sources import open_source
 
 MAX_OPEN = 64
 """Files that a `ChunkReader` keeps open."""
+
+AHEAD = HEADS // (2 * EDGE)
+"""Chunks in a store of which a `ChunkReader` gets the ends at once."""
 
 NESTED = ("ProcessGroupState",)
 """Classes inside of classes whose instances stand in checkpoints: this one, in `ShardedTensor`."""
 
 
 def read_torch_file(
-    path: str | Path, offset: int = 0, length: int | None = None, fd: int | None = None
+    path: str | Path, offset: int = 0, length: int | None = None, file: File | None = None
 ) -> Any:
     """What `torch.save` put into `path`, with a `StoredTensor` for each tensor.
 
-    The archive lies at bytes `offset` to `offset + length` of the file (to its end, by default); `fd` is a
-    descriptor open for reading, if the caller has one. Tensors that share a storage share a `Storage`, whose
+    The archive lies at bytes `offset` to `offset + length` of the file (to its end, by default); `file` is
+    that file, if the caller has it open. Tensors that share a storage share a `Storage`, whose
     offset counts from the start of the file. Objects of the frameworks' classes are `pickles.Opaque`.
     Raises ReshardError for a damaged or foreign file, and for a pickle that names what it should not.
     """
-    if fd is None:
-        own = _open(path)
-        try:
+    if file is None:
+        with _open(path) as own:
             return read_torch_file(path, offset, length, own)
-        finally:
-            os.close(own)
-    size = os.fstat(fd).st_size - offset if length is None else length
-    archive = Archive(Window(fd, str(path), offset, size))
+    size = file.size - offset if length is None else length
+    archive = Archive(Window(file, str(path), offset, size))
     return _load(archive.read("data.pkl"), archive.window.name, archive.storage)
 
 
@@ -66,16 +67,27 @@ def scalar(tensor: StoredTensor) -> float:
     """The value of a tensor of one element, such as the step of an optimizer. Raises ValueError for any other."""
     if tensor.numel != 1:
         raise ValueError(f"{list(tensor.shape)} where one number is expected")
-    with open(tensor.storage.path, "rb") as file:
-        file.seek(tensor.storage.offset + tensor.start * tensor.dtype.itemsize)
-        return float(np.frombuffer(file.read(tensor.dtype.itemsize), tensor.dtype.name)[0])
+    return float(np.frombuffer(first_bytes(tensor, tensor.dtype.itemsize), tensor.dtype.name)[0])
+
+
+def first_bytes(tensor: StoredTensor, most: int) -> bytes:
+    """The first bytes of a tensor, at most so many of them."""
+    with open_file(tensor.storage.path) as file:
+        at = tensor.storage.offset + tensor.start * tensor.dtype.itemsize
+        return file.read(at, min(most, tensor.nbytes))
 
 
 class ChunkReader:
-    """Finds single tensors in `.distcp` files; keeps the files that it used last open. Close it when done."""
+    """Finds single tensors in `.distcp` files; keeps the files that it used last open. Close it when done.
 
-    def __init__(self) -> None:
-        self._files: OrderedDict[str, int] = OrderedDict()
+    `coming` are the chunks that will be read, as (file, offset, length) and in that order: of files in a store, what is
+    read of many comes at once.
+    """
+
+    def __init__(self, coming: Iterable[tuple[str, int, int]] = ()) -> None:
+        self._files: OrderedDict[str, File] = OrderedDict()
+        self._coming = (each for each in coming if is_remote(each[0]))
+        self._ahead = 0
 
     def read(
         self, path: str | Path, offset: int, length: int, dtype: DType, shape: tuple[int, ...]
@@ -85,7 +97,8 @@ class ChunkReader:
         Two short reads, and no unpickling once a chunk with the same pickle has been seen. Raises
         ReshardError as `read_torch_file` does, and if the tensor is not of the `dtype` and `shape` stated.
         """
-        archive = Archive(Window(self._descriptor(str(path)), str(path), offset, length))
+        self._look_ahead()
+        archive = Archive(Window(self._file(str(path)), str(path), offset, length))
         pickled = archive.read("data.pkl")
         try:
             key, tensor = _single_tensor(pickled)
@@ -104,14 +117,20 @@ class ChunkReader:
     def close(self) -> None:
         """Close all files."""
         while self._files:
-            os.close(self._files.popitem()[1])
+            self._files.popitem()[1].close()
 
-    def _descriptor(self, path: str) -> int:
+    def _look_ahead(self) -> None:
+        if not self._ahead and (chunks := list(islice(self._coming, AHEAD))):
+            fetch_ahead(edge for chunk in chunks for edge in edges(*chunk))
+            self._ahead = len(chunks)
+        self._ahead = max(0, self._ahead - 1)
+
+    def _file(self, path: str) -> File:
         if path in self._files:
             self._files.move_to_end(path)
         else:
             if len(self._files) == MAX_OPEN:
-                os.close(self._files.popitem(last=False)[1])
+                self._files.popitem(last=False)[1].close()
             self._files[path] = _open(path)
         return self._files[path]
 
@@ -131,11 +150,16 @@ def _single_tensor(pickled: bytes, name: str = "") -> tuple[str, StoredTensor]:
     return keys[0], tensor
 
 
-def _open(path: str | Path) -> int:
+def _open(path: str | Path) -> File:
     try:
         return open_source(path)
     except OSError as error:
-        raise ReshardError("a file cannot be opened", file=str(path), found=error.strerror) from None
+        raise ReshardError(
+            "a file cannot be opened",
+            file=str(path),
+            found=error.strerror,
+            remedy="check the disk or the file server that holds it, then run the same command again",
+        ) from error
 
 
 class _StorageClass(NamedTuple):

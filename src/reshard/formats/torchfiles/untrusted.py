@@ -10,13 +10,17 @@ from reshard.algebra.dtypes import DType
 from reshard.algebra.storage import StoredTensor
 from reshard.errors import ReshardError
 
+MOST = 1 << 62
+"""No count of elements or bytes comes near."""
+
 
 def sizes(values: Any) -> tuple[int, ...]:
     """`values` as counts or strides. Raises TypeError if they are something else."""
-    if not isinstance(values, tuple | list) or not all(
-        type(value) is int and 0 <= value < 1 << 62 for value in values
-    ):
+    if not isinstance(values, tuple | list):
         raise TypeError(f"{reprlib.repr(values)} where sizes are expected")
+    for value in values:
+        if type(value) is not int or not 0 <= value < MOST:
+            raise TypeError(f"{reprlib.repr(values)} where sizes are expected")
     return tuple(values)
 
 

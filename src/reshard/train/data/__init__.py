@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from reshard.errors import Problem, ReshardError, listed
+from reshard.plain import json_of
 from reshard.train.data.records import Row, Template, faults, is_chat, shape_of, standard
 
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
@@ -150,7 +150,7 @@ _AGAIN = "copy or download it again"
 
 def _parse(text: bytes, where: str) -> Any:
     try:
-        return json.loads(text)
+        return json_of(text)
     except ValueError as error:
         if isinstance(error, UnicodeDecodeError):
             return Problem(
@@ -168,7 +168,7 @@ def _end_of(text: bytes) -> str:
 
 def _array(file: Path, text: bytes) -> Iterator[tuple[str, Any]]:
     try:
-        content = json.loads(text)
+        content = json_of(text)
     except ValueError as error:
         yield str(file), Problem("the file is no JSON", file=str(file), found=str(error), remedy="mend it")
         return

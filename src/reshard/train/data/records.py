@@ -94,7 +94,12 @@ def _as_message(value: Any) -> Any:
     if not isinstance(value, Mapping) or "from" not in value or "role" in value:
         return value
     rest = {key: each for key, each in value.items() if key not in ("from", "value")}
-    return {"role": SHARE_GPT.get(value["from"], value["from"]), "content": value.get("value"), **rest}
+    who = value["from"]
+    return {
+        "role": SHARE_GPT.get(who, who) if isinstance(who, str) else who,
+        "content": value.get("value"),
+        **rest,
+    }
 
 
 def faults(row: Any, method: str, template: Template, where: str) -> Iterator[Problem]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reshard.conversion import Conversion, convert
+from reshard.conversion import Conversion, How, convert
 from reshard.errors import Problem, ReshardError
 from reshard.formats import open_checkpoint
 from reshard.formats.companions import CONFIG, find_companions
@@ -114,8 +114,20 @@ def _final(run: Run, trained: Trained, draft: Path, on_bytes: OnBytes) -> Iterat
 
 
 def _made(checkpoint: Path, folder: Path, on_bytes: OnBytes, *, merge: bool = False) -> str:
-    plan = export(checkpoint, folder, merge=merge, on_bytes=on_bytes).plan
-    return f"{plan.tensors} tensors, {plan.parameters:,} parameters, from {checkpoint.name.removesuffix(UNCHECKED)}"
+    made = export(checkpoint, folder, merge=merge, on_bytes=on_bytes)
+    if made.report and made.report.nonfinite:
+        raise ReshardError([_nonfinite(name, folder) for name in made.report.nonfinite])
+    plan, source = made.plan, checkpoint.name.removesuffix(UNCHECKED)
+    return f"{plan.tensors} tensors, {plan.parameters:,} parameters, from {source}"
+
+
+def _nonfinite(name: str, folder: Path) -> Problem:
+    return Problem(
+        "a weight is NaN or infinite",
+        tensor=name,
+        file=str(folder),
+        remedy="export an earlier checkpoint (reshard export CHECKPOINT DST), and train with a lower learning rate",
+    )
 
 
 def _bits(run: Run, trained: Trained, folder: Path) -> str:
@@ -143,7 +155,7 @@ def export(
 ) -> Conversion:
     """Convert a checkpoint of a run, told everything by the record in it: to a Hugging Face folder, or to PEFT's.
 
-    `merge` puts the adapter of a LoRA run into its base; `how` are other arguments of `conversion.convert`. Raises
+    `merge` puts the adapter of a LoRA run into its base; `how` are fields of `conversion.How`. Raises
     ReshardError if there is no record.
     """
     run = Run.of_dict(read_record(checkpoint / RECORD))
@@ -161,7 +173,7 @@ def export(
         merge=merge,
         beside=_beside(run, checkpoint, merge=merge),
     )
-    return convert(checkpoint, destination, options, **how)
+    return convert(checkpoint, destination, options, How(**how))
 
 
 def _base(run: Run, checkpoint: Path) -> Path | None:

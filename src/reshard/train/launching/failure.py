@@ -190,7 +190,7 @@ def _print(
     if where:
         console.print(escape(where))
     _print_full(run, console)
-    _print_way_on(run, console, place)
+    print_way_on(run, console, place)
     for finding in failure.findings[:1]:
         title = escape(finding.title.of(language))
         console.print(f"[bold red]{error}:[/] [bold]{title}[/] ({finding.id}, {finding.certainty})")
@@ -217,16 +217,16 @@ def print_killed(run: Run, log: Path, number: int, console: Console) -> None:
         f"\n[bold red]torchrun was killed by {escape(signal_name(number))}[/]: all ranks have ended"
     )
     console.print(f"all that the ranks printed: {escape(str(log))}")
-    _print_way_on(run, console, None)
+    print_way_on(run, console, None)
 
 
 def print_interruption(run: Run, console: Console, place: Place | None = None) -> None:
     """Say what is left of a run that a signal has ended."""
     console.print("\n[bold yellow]interrupted[/]: all ranks have ended")
-    _print_way_on(run, console, place)
+    print_way_on(run, console, place)
 
 
-def _print_way_on(run: Run, console: Console, place: Place | None) -> None:
+def print_way_on(run: Run, console: Console, place: Place | None) -> None:
     """Which checkpoint is whole, and the command that goes on from it, by the launcher that has given the place."""
     if run.ranks.node_rank > 0:
         return

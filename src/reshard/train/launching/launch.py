@@ -23,7 +23,7 @@ from typing import Any
 
 from rich.console import Console
 
-from reshard.errors import ReshardError
+from reshard.errors import Problem, ReshardError, RunFailedError
 from reshard.shown import escape
 from reshard.train.launching import failure
 from reshard.train.launching.places import Place, forget, place_of
@@ -31,7 +31,7 @@ from reshard.train.launching.provenance import record_of
 from reshard.train.lifetime import end_with_parent
 from reshard.train.run import RECORD, Run
 from reshard.train.show import report, trackers
-from reshard.train.show.monitor import METRICS, Tail, append, monitor_of
+from reshard.train.show.monitor import METRICS, Tail, append, begun, monitor_of
 from reshard.train.show.watch import Watch
 from reshard.train.worker import PROBLEMS, REFUSED, TRAINED, claim, claimed, put, work
 
@@ -256,8 +256,7 @@ def _told(run: Run, status: int, screen: Screen) -> int:
         return status
     problems = claimed(run.output)
     if problems:
-        end(run, "refused")
-        raise ReshardError(problems)
+        raise _refused(run, problems, screen)
     if status == 0 and (run.ranks.node_rank > 0 or (run.output / TRAINED).is_file()):
         end(run, "trained")
         return 0
@@ -267,6 +266,16 @@ def _told(run: Run, status: int, screen: Screen) -> int:
         return FAILED
     failure.print_failure(run, run.output / of_node(run, LOG), screen.console, screen.language)
     return FAILED
+
+
+def _refused(run: Run, problems: list[Problem], screen: Screen, place: Place | None = None) -> ReshardError:
+    """What to raise where ranks refuse to go on: before the first step that is no failure, and nothing was left."""
+    if not begun(run.output):
+        end(run, "refused")
+        return ReshardError(problems)
+    end(run, "failed")
+    failure.print_way_on(run, screen.console, place)
+    return RunFailedError(problems)
 
 
 def end(run: Run, outcome: str) -> None:
@@ -305,8 +314,7 @@ def _take(place: Place, run: Run, record: Mapping[str, Any], screen: Screen) -> 
     except ReshardError as error:
         if not claim(run.output, error.problems):
             return REFUSED
-        end(run, "refused")
-        raise
+        raise _refused(run, error.problems, screen, place) from None
     except KeyboardInterrupt:
         if first:
             end(run, "interrupted")

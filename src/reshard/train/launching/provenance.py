@@ -58,6 +58,7 @@ def words_of(run: Run, *, resume: bool = False) -> list[str]:
         )
     words += ["--node-rank", str(run.ranks.node_rank)] if run.ranks.nnodes > 1 else []
     words += ["--reward", run.reward] if run.reward else []
+    words += ["--nan-steps", str(run.nan_steps)] if run.nan_steps > 1 else []
     words += [] if run.merge else ["--no-merge"]
     words += ["--resume"] if resume or run.resume else []
     return [*words, *(word for name, value in run.options.items() for word in _typed(name, value))]

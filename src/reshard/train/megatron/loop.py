@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from reshard.errors import ReshardError
 from reshard.formats import iterations
+from reshard.train.divergence import Divergence, assert_finite, diverged
 from reshard.train.engine import Monitor, Trained
 from reshard.train.evaluation import evaluated
 from reshard.train.megatron import proof, rows, store
@@ -14,7 +16,7 @@ from reshard.train.megatron.batches import steps_of, uses_transformer_engine
 from reshard.train.megatron.evaluating import Evaluations
 from reshard.train.megatron.options import Options, read
 from reshard.train.megatron.setup import Trainee, open_weights, prepare, start
-from reshard.train.megatron.step import run_step
+from reshard.train.megatron.step import records, run_step
 from reshard.train.run import Run
 
 
@@ -80,6 +82,7 @@ def _train(
     options, total = trainee.options, trainee.steps.total
     order = rows.Order(len(data), options.seed)
     change = proof.Change(trainee)
+    divergence = Divergence(trainee.run.nan_steps)
     applied = done
     for step in range(done, total):
         measured = run_step(trainee, data, order, step)
@@ -90,8 +93,14 @@ def _train(
             monitor.note(
                 f"step {step + 1} was left out: gradients overflowed, the scale of the loss is lowered"
             )
-        shown = {name: value for name, value in measured._asdict().items() if name != "applied"}
+        shown = {name: value for name, value in measured._asdict().items() if name not in ("applied", "own")}
         monitor.step(step + 1, **shown)
+        divergence.add(finite=measured.is_finite(overflows=options.fp16))
+        if divergence.going:
+            if divergence.stops or step + 1 == total:
+                took = records(trainee, data, order, step)
+                raise diverged(step + 1, measured.grad_norm, measured.learning_rate, measured.own, took)
+            continue  # what has diverged is neither evaluated nor saved
         if evaluations and evaluations.due(step + 1):
             began = time.monotonic()
             loss = evaluations.loss()
@@ -99,8 +108,15 @@ def _train(
         if step + 1 == total or (options.save_interval and (step + 1) % options.save_interval == 0):
             if not applied:
                 raise _nothing_applied(step + 1)
+            assert_finite(step + 1, _parameters(trainee))
             monitor.saved(store.save(trainee, step + 1))
     return max(done, total)
+
+
+def _parameters(trainee: Trainee) -> Iterator[tuple[str, Any]]:
+    """What this rank trains."""
+    for chunk in trainee.chunks:
+        yield from ((name, each) for name, each in chunk.named_parameters() if each.requires_grad)
 
 
 def _nothing_applied(steps: int) -> ReshardError:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from reshard.errors import ReshardError
+from reshard.train.divergence import beginnings
 from reshard.train.megatron.rows import (
     IGNORED,
     INPUTS,
@@ -19,6 +21,7 @@ from reshard.train.megatron.rows import (
     rank_tokens,
     sample_bounds,
 )
+from reshard.train.megatron.samples import load_tokenizer
 from reshard.train.megatron.setup import Trainee
 
 
@@ -34,6 +37,12 @@ class Measured(NamedTuple):
     tokens: int
     memory: int
     applied: bool
+    own: float | None
+    """The loss of this rank; None where it computes none."""
+
+    def is_finite(self, *, overflows: bool) -> bool:
+        """Whether loss and gradient norm are; norms of steps that are left out are not asked where fp16 `overflows`."""
+        return math.isfinite(self.loss) and (overflows or math.isfinite(self.grad_norm))
 
 
 class Microbatch(NamedTuple):
@@ -49,14 +58,13 @@ class Microbatch(NamedTuple):
 
 
 def run_step(trainee: Trainee, rows: Rows, order: Order, step: int) -> Measured:
-    """Train step `step` (from 0). Raises ReshardError if the loss or the gradient is no number."""
-    from megatron.core import parallel_state as ps
+    """Train step `step` (from 0), whatever comes of it."""
 
     steps = trainee.steps
     for module in trainee.wrapped:
         module.zero_grad_buffer()
     trainee.optimizer.zero_grad()
-    mine = order.of_step(step, steps.sequences, ps.get_data_parallel_rank(), steps.replicas)
+    mine = _own_rows(trainee, order, step)
     parts = [rows[mine[at : at + steps.micro]] for at in range(0, len(mine), steps.micro)]
     results = run_schedule(trainee, parts)
     rate = float(trainee.optimizer.param_groups[0]["lr"])
@@ -65,9 +73,37 @@ def run_step(trainee: Trainee, rows: Rows, order: Order, step: int) -> Measured:
         trainee.scheduler.step(increment=steps.sequences)
     seen = sum(_seen(part) for part in parts)
     loss, tokens, memory = over_all_ranks(results, seen)
-    if not np.isfinite(loss) or (norm is not None and not np.isfinite(norm) and not trainee.options.fp16):
-        raise _not_a_number(step + 1, loss, norm)
-    return Measured(loss, rate, float(norm or 0.0), tokens, memory, bool(succeeded))
+    return Measured(loss, rate, float(norm or 0.0), tokens, memory, bool(succeeded), _own_loss(results))
+
+
+def _own_rows(trainee: Trainee, order: Order, step: int) -> list[int]:
+    """The rows that this rank computes in a step."""
+    from megatron.core import parallel_state as ps
+
+    steps = trainee.steps
+    return order.of_step(step, steps.sequences, ps.get_data_parallel_rank(), steps.replicas)
+
+
+def _own_loss(results: list[dict[str, Any]]) -> float | None:
+    """The mean loss of this rank's microbatches, on the last stage of a pipeline; tensor parallel ranks share one."""
+    from megatron.core import parallel_state as ps
+
+    if not results or ps.get_tensor_model_parallel_rank():
+        return None
+    total, tokens = (float(value) for value in sum(result["loss"].double() for result in results))
+    return total / max(tokens, 1.0)
+
+
+def records(trainee: Trainee, rows: Rows, order: Order, step: int) -> list[str]:
+    """How the records begin that this rank took last in step `step` (from 0)."""
+    tokenizer = load_tokenizer(trainee.run.model)
+    samples = (
+        row[INPUTS, begin:end]
+        for row in (rows[index] for index in reversed(_own_rows(trainee, order, step)))
+        for begin, end in pairwise(sample_bounds(row[SAMPLES]))
+        if (row[LABELS, begin:end] != IGNORED).any()
+    )
+    return beginnings(tokenizer, samples)
 
 
 def run_schedule(trainee: Trainee, parts: list[Rows], *, forward_only: bool = False) -> list[dict[str, Any]]:
@@ -225,11 +261,3 @@ def _memory() -> int:
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-
-
-def _not_a_number(step: int, loss: float, norm: float | None) -> ReshardError:
-    return ReshardError(
-        "training diverged: the loss or the gradient is no number",
-        found=f"step {step}: loss {loss}, norm of the gradient {norm}",
-        remedy="lower --lr or warm up longer, look for damaged samples, and resume from the last checkpoint",
-    )

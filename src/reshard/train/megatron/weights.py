@@ -37,6 +37,7 @@ from reshard.train.megatron.options import Options
 from reshard.train.run import Run
 from reshard.transfer.compare import unequal_replicas
 from reshard.transfer.gather import Files, Gatherer
+from reshard.transfer.memory import shared
 from reshard.transfer.plan import Planned
 
 WINDOW = 4 << 20
@@ -117,7 +118,7 @@ def weights_of(
         raise ReshardError(checkpoint.problems)
     resolved = resolve(checkpoint)
     model, logical = resolved.declared, logical_tensors(resolved)
-    if problems := unequal_replicas(logical.replicas):
+    if problems := unequal_replicas(logical.replicas, shared(2, 1 << 28)):
         raise ReshardError(problems)
     layout = layout_of(run, options, model)
     if not transformer_engine:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from reshard.plain import json_of
 from reshard.train.run import Run
 
 METRICS = "metrics.jsonl"
@@ -67,10 +68,20 @@ def monitor_of(run: Run, listeners: Iterable[Callable[[Row], None]] = ()) -> Met
 
 
 def append(output: Path, row: Row) -> Row:
-    """Add a row, with the time, to the metrics of the run in `output`; what was added."""
+    """Add a row, with the time, to the metrics of the run in `output`; what was added.
+
+    Raises OSError where the disk is full; the file then ends with the row before.
+    """
     written = {name: _plain(value) for name, value in {**row, "time": round(time.time(), 3)}.items()}
-    with (output / METRICS).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(written, ensure_ascii=False, allow_nan=False) + "\n")
+    line = (json.dumps(written, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    with (output / METRICS).open("ab", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        try:
+            while line:  # a disk that fills takes a part first
+                line = line[file.write(line) :]
+        except OSError:
+            file.truncate(end)
+            raise
     return written
 
 
@@ -101,7 +112,7 @@ class Tail:
         self._offset += len(whole)
         for line in whole.splitlines():
             try:
-                row = json.loads(line)
+                row = json_of(line)
             except ValueError:
                 continue
             if isinstance(row, dict) and "event" in row:
@@ -207,6 +218,13 @@ def history_of(output: Path) -> History:
     for row in Tail(output / METRICS).rows():
         history.add(row)
     return history
+
+
+def begun(output: Path) -> bool:
+    """Whether the last attempt at the run in `output` has measured a step."""
+    events = [row["event"] for row in Tail(output / METRICS).rows()]
+    since = max((at for at, event in enumerate(events) if event in ("begin", "end")), default=0)
+    return "step" in events[since:]
 
 
 def last_checkpoint(output: Path) -> Path | None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from typing import Any, get_args, get_type_hints
 
-from reshard.doctor.keywords import REMOVED
+from reshard.doctor.history.calls import refused
+from reshard.doctor.history.table import table
+from reshard.doctor.history.versions import Versions
 from reshard.errors import Problem, ReshardError
+from reshard.plain import json_of
 from reshard.train.engine import Option
 from reshard.train.run import Run
 from reshard.train.trl import defaults, limits, refusals, reward
@@ -110,13 +112,12 @@ def _renamed(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unknown(run: Run, there: Mapping[str, Any]) -> Iterator[Problem]:
-    removed = REMOVED.get(CONFIGS[run.method], {})
     names = [name for name in there if name not in refusals.REFUSED]
     for name in run.options:
         if name in there or name in refusals.REFUSED:
             continue
-        if name in removed:
-            cure = f"it is called {removed[name]} now" if removed[name] else "leave it out: it was removed"
+        if cure := _of_other_release(CONFIGS[run.method], name):
+            pass
         elif name.removeprefix("no_") in names:
             cure = f"--{name.removeprefix('no_')} false switches it off"
         else:
@@ -125,6 +126,17 @@ def _unknown(run: Run, there: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(
             f"{CONFIGS[run.method]} has no option {name}", found=f"--{name} {run.options[name]}", remedy=cure
         )
+
+
+def _of_other_release(config: str, name: str) -> str:
+    """What to do about an option that other releases have; "" if none has."""
+    found = table("trl")
+    why = refused(found, f"{config}.__init__", name, Versions()) if found else None
+    if why is None or why.bounds is None:
+        return ""
+    if why.bounds.since:
+        return f"it came with {why.table.package} {why.bounds.shown}: update it"
+    return f"it is called {why.renamed} now" if why.renamed else "leave it out: it was removed"
 
 
 _ELSEWHERE = {
@@ -178,7 +190,7 @@ def _typed(parser: Any, name: str, value: Any, hint: Any) -> Any:
     if value is None or isinstance(value, dict):
         return value
     if isinstance(value, str) and value.lstrip().startswith("{"):
-        return json.loads(value)
+        return json_of(value.encode())
     if isinstance(value, str) and listed and _WORDS.fullmatch(value):
         value = value.split(",")
     words = [str(word) for word in value] if isinstance(value, list) else [str(value)]

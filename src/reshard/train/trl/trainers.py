@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.train.engine import Monitor
 from reshard.train.run import Run
 from reshard.train.trl import devices, loading, reward, saving
+from reshard.train.trl.diverging import Diverging
 from reshard.train.trl.evaluating import Evaluating
 from reshard.train.trl.rows import Data
 
@@ -87,7 +88,7 @@ def trainer_class(run: Run, monitor: Monitor) -> Any:
     import trl
 
     base = getattr(trl, TRAINERS[run.method])
-    return type(base.__name__, (Saving, Evaluating, base), {"asked": run, "monitor": monitor})
+    return type(base.__name__, (Diverging, Saving, Evaluating, base), {"asked": run, "monitor": monitor})
 
 
 def trainer_of(

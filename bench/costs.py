@@ -1,0 +1,223 @@
+"""What a conversion costs here, in processor time: for a byte, a file, a block and a part. For `bench/scale.py`.
+
+Each is the difference of two conversions that differ in that alone, less what their plans differ by (`--dry-run`).
+"""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import reshard
+from bench.models import FP8_BLOCKS, QWEN2_5_3B, QWEN3_MOE, make
+from bench.race import Contender
+from bench.scale import COSTS, MODELS, Costs, Planning, Simulation, planned
+from reshard.algebra.layout import Layout
+from reshard.planning import Options, plan_conversion
+from reshard.transfer import executors
+from reshard.transfer.executors import GIB
+
+LAYERS = (1, 5)
+EXPERTS = (500, 4000)
+PARTS = (256 << 20, 4 << 20)
+
+DENSE = {**QWEN2_5_3B, "num_key_value_heads": 8, "tie_word_embeddings": False, "vocab_size": 8192}
+TINY = {
+    **QWEN3_MOE,
+    "hidden_size": 64,
+    "moe_intermediate_size": 32,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "num_hidden_layers": 2,
+    "vocab_size": 1024,
+}
+"""Experts of 4 KiB a matrix."""
+
+TP8 = ["--to", "megatron", "--tp", "8"]
+
+
+def rows(data: Path, rounds: int) -> Iterator[str]:
+    """The constants, as they stand in bench/scale.py, and what each road took by the clock."""
+    folder = data / "costs"
+    roads = _Roads(folder, rounds)
+    block = roads.block()
+    file = roads.file()
+    begun, handed = _parts(folder, rounds)
+    found = Costs(
+        copied=roads.gigabyte("copied", DENSE, TP8),
+        cast=roads.gigabyte("cast", DENSE, ["--to", "huggingface", "--dtype", "float32"]),
+        dequantized=roads.gigabyte("dequantized", {**DENSE, **FP8_BLOCKS}, TP8),
+        file=file,
+        block=block,
+        begun=begun,
+        handed=handed,
+    )
+    shutil.rmtree(folder)
+    yield f"COSTS = Costs({', '.join(f'{name}={value:.2g}' for name, value in found._asdict().items())})"
+    for name in MODELS:
+        yield f'    "{name}": {_planning(name, data, rounds)},'
+    yield from roads.said
+
+
+class _Roads:
+    """Conversions by the command line, and what they took."""
+
+    def __init__(self, folder: Path, rounds: int) -> None:
+        self._folder, self._rounds = folder, rounds
+        self.said: list[str] = []
+
+    def gigabyte(self, road: str, config: dict[str, Any], flags: list[str]) -> float:
+        """Seconds for a GB that is written."""
+        sizes, cpu, wall = [], [], []
+        for layers in LAYERS:
+            model = make(self._folder / "model", {**config, "num_hidden_layers": layers})
+            sizes.append(_plan(model, flags).nbytes / 1e9)
+            seconds = self._took(model, flags)
+            cpu.append(seconds[0])
+            wall.append(seconds[1])
+            shutil.rmtree(model)
+        each = sizes[1] - sizes[0]
+        self.said.append(f"# {road}: {(wall[1] - wall[0]) / each:.2f} s a GB by the clock, {sizes[1]:.2f} GB")
+        return (cpu[1] - cpu[0]) / each
+
+    def block(self) -> float:
+        """Seconds for a block of a few kilobytes."""
+        counts, cpu = [], []
+        for experts in EXPERTS:
+            model = make(self._folder / "model", {**TINY, "num_experts": experts})
+            plan = _plan(model, ["--to", "megatron"])
+            counts.append(sum(1 for file in plan.files for _ in file.blocks))
+            cpu.append(self._took(model, ["--to", "megatron"])[0])
+            shutil.rmtree(model)
+        return (cpu[1] - cpu[0]) / (counts[1] - counts[0])
+
+    def file(self) -> float:
+        """Seconds for a file, of 200 kB."""
+        model = make(self._folder / "model", {**TINY, "num_experts": EXPERTS[1]})
+        counts, cpu = [], []
+        for most in ("1GB", "200kB"):
+            flags = ["--to", "huggingface", "--max-shard-size", most]
+            cpu.append(self._took(model, flags)[0])
+            out = self._convert(model, flags)
+            counts.append(len(list(out.glob("*.safetensors"))))
+            shutil.rmtree(out)
+        shutil.rmtree(model)
+        return (cpu[1] - cpu[0]) / (counts[1] - counts[0])
+
+    def _took(self, model: Path, flags: list[str]) -> tuple[float, float]:
+        """Processor and wall seconds of a conversion without its start and its plan: medians."""
+        out = self._folder / "out"
+        runs = [
+            Contender("reshard", [*_command(model, out, flags), *more], out) for more in ([], ["--dry-run"])
+        ]
+        for _ in range(self._rounds):
+            for run in runs:
+                run.run()
+                run.clear()
+        cpu, wall = ([median(took(run)) for run in runs] for took in (_cpu, _wall))
+        return cpu[0] - cpu[1], wall[0] - wall[1]
+
+    def _convert(self, model: Path, flags: list[str]) -> Path:
+        out = self._folder / "out"
+        Contender("reshard", _command(model, out, flags), out).run()
+        return out
+
+
+def _cpu(run: Contender) -> list[float]:
+    return run.cpu
+
+
+def _wall(run: Contender) -> list[float]:
+    return run.seconds
+
+
+def _command(model: Path, out: Path, flags: list[str]) -> list[str]:
+    main = [sys.executable, "-c", "from reshard.cli import main; main()", "convert"]
+    return [*main, str(model), str(out), *flags, "--no-tokenizer", "--quiet"]
+
+
+def _plan(model: Path, flags: list[str]) -> Any:
+    given = dict(zip(flags[::2], flags[1::2], strict=True))
+    layout = Layout(tp=int(given.get("--tp", 1)))
+    return plan_conversion(
+        model, Options(to=given["--to"], layout=layout, dtype=given.get("--dtype"), tokenizer=False)
+    )
+
+
+class _Here:
+    """Does each part in this process, as if it had come from another, and counts what that takes."""
+
+    package, form = "numpy", ""
+    slots, threads, queue = 1, 2, 1
+    most = GIB
+    spent, count = 0.0, 0
+
+    def __init__(self, nothing: str) -> None:
+        _Here.spent, _Here.count = 0.0, 0
+
+    def submit(
+        self, function: Callable[[Any], Any], arguments: Sequence[Any], folder: Path
+    ) -> list[Future[Any]]:
+        """Do the parts now."""
+        futures = []
+        for argument in arguments:
+            sent = pickle.dumps((function, argument))
+            begin = time.process_time()
+            there, order = pickle.loads(sent)
+            back = pickle.dumps(there(order))
+            _Here.spent += time.process_time() - begin
+            _Here.count += 1
+            future: Future[Any] = Future()
+            future.set_result(pickle.loads(back))
+            futures.append(future)
+        return futures
+
+    def close(self) -> None:
+        """Nothing is left."""
+
+
+def _parts(folder: Path, rounds: int) -> tuple[float, float]:
+    """Seconds for a part: of the worker, and of whoever hands it out."""
+    executors.EXECUTORS["here"] = _Here
+    model, out = make(folder / "model", {**DENSE, "num_hidden_layers": LAYERS[1]}), folder / "out"
+    there: dict[int, list[float]] = {most: [] for most in PARTS}
+    here: dict[int, list[float]] = {most: [] for most in PARTS}
+    counts = {}
+    for _ in range(rounds):
+        for most in PARTS:
+            _Here.most = most
+            begin = time.process_time()
+            reshard.convert(model, out, to="megatron", tp=8, no_tokenizer=True, on="here")
+            there[most].append(_Here.spent)
+            here[most].append(time.process_time() - begin - _Here.spent)
+            counts[most] = _Here.count
+            shutil.rmtree(out)
+    shutil.rmtree(model)
+    few, many = PARTS
+    more = counts[many] - counts[few]
+    return tuple((median(each[many]) - median(each[few])) / more for each in (there, here))  # type: ignore[return-value]
+
+
+def _planning(name: str, data: Path, rounds: int) -> Planning:
+    """What it takes to plan a published model, and to cut the plan."""
+    plans, cuts = [], []
+    start = Contender("start", [sys.executable, "-c", "import reshard.conversion"], data / "none")
+    for _ in range(rounds):
+        begin = time.process_time()
+        plan = planned(name, data)
+        seconds = time.process_time() - begin
+        start.run()
+        plans.append(seconds + start.cpu[-1])
+    simulation = Simulation(plan, COSTS, Planning(0, 0))
+    for _ in range(rounds):
+        begin = time.process_time()
+        simulation.parts(64)
+        cuts.append(time.process_time() - begin)
+    return Planning(round(median(plans), 2), round(median(cuts), 2))

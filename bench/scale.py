@@ -1,0 +1,252 @@
+"""Conversions of published models on many nodes, simulated: real plans, cut by the real code, and measured costs.
+
+The plan is made from headers on sparse files. Its parts are those that `--on` hands out; each worker takes the next
+one when it is free. What a part costs is counted from its blocks and `COSTS`, which `python -m bench --only costs`
+measures.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.models import DEEPSEEK_V3, FP8_BLOCKS, KIMI_K2, LLAMA_3_1_405B, make
+from reshard.algebra.layout import Layout
+from reshard.algebra.tensors import Cells, Computed
+from reshard.algebra.views import Piece
+from reshard.planning import Options, plan_conversion
+from reshard.transfer.batch import batches
+from reshard.transfer.execute import Run
+from reshard.transfer.executors import GIB
+from reshard.transfer.gather import GAP, RUN, _packed, _run
+from reshard.transfer.journal import Journal
+from reshard.transfer.memory import shared
+from reshard.transfer.parts import Part
+from reshard.transfer.plan import Block, Plan
+from reshard.transfer.spread import parts_for
+
+NODES = (1, 4, 16, 64)
+STORAGE = (2, 10, 100)
+"""GB/s of the storage that all nodes share: what is read and what is written count."""
+
+CORES = 16
+"""Cores of a node; each has a worker process, as ranks of MPI or workers of Dask have."""
+
+NETWORK = 25
+"""GB/s between a node and the storage."""
+
+
+class Costs(NamedTuple):
+    """Seconds of processor time: for a GB that is written, a file that a part writes to, a block, a part.
+
+    `handed` is what the coordinator takes for a part, and `begun` what a worker does.
+    """
+
+    copied: float
+    cast: float
+    dequantized: float
+    file: float
+    block: float
+    begun: float
+    handed: float
+
+
+class Planning(NamedTuple):
+    """Seconds of processor time: to start and make a plan, and to cut it in parts."""
+
+    plan: float
+    cut: float
+
+
+COSTS = Costs(
+    copied=0.84, cast=0.74, dequantized=2.4, file=0.00052, block=8.9e-05, begun=0.0048, handed=0.00057
+)
+
+PLANNING = {
+    "Llama-3.1-405B": Planning(plan=0.58, cut=0.08),
+    "DeepSeek-V3": Planning(plan=5.52, cut=0.76),
+    "Kimi-K2": Planning(plan=8.58, cut=0.67),
+}
+
+MODELS: dict[str, tuple[Mapping[str, Any], Layout]] = {
+    "Llama-3.1-405B": (LLAMA_3_1_405B, Layout(tp=8, pp=16)),
+    "DeepSeek-V3": ({**DEEPSEEK_V3, **FP8_BLOCKS}, Layout(tp=8, pp=8, ep=32, etp=1)),
+    "Kimi-K2": ({**KIMI_K2, **FP8_BLOCKS}, Layout(tp=8, pp=8, ep=32, etp=1)),
+}
+"""What is converted to Megatron, as it is published, and to which layout."""
+
+
+class Work(NamedTuple):
+    """Bytes that are read and written, and seconds of one core."""
+
+    read: float = 0.0
+    written: float = 0.0
+    seconds: float = 0.0
+
+    def plus(self, other: Work) -> Work:
+        """Both."""
+        return Work(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+class Cell(NamedTuple):
+    """How long a conversion takes, in seconds, and what takes most of it."""
+
+    seconds: float
+    bound: str
+
+    def __str__(self) -> str:
+        time = f"{self.seconds:.0f} s" if self.seconds < 120 else f"{self.seconds / 60:.1f} min"
+        return f"{time}, {self.bound}"
+
+
+class Cluster(NamedTuple):
+    """As many worker processes; what `parts_for` asks an executor."""
+
+    slots: int
+    most: int = GIB
+
+
+def work_of(block: Block, costs: Costs) -> Work:
+    """What it takes to put a block together, and to write it."""
+    read, seconds = 0.0, costs.block
+    for piece in block.source().pieces:
+        size = piece.numel * block.dtype.itemsize / 1e9
+        if isinstance(piece.source, Computed):
+            values, *scales = piece.source.inputs
+            share = piece.numel / values.view.numel
+            read += _read(piece, values.dtype.itemsize) + share * sum(each.nbytes for each in scales)
+            seconds += size * costs.dequantized
+        elif isinstance(piece.source, Cells) and piece.source.storage.path:
+            is_same = piece.source.dtype == block.dtype
+            read += _read(piece, piece.source.dtype.itemsize)
+            seconds += size * (costs.copied if is_same else costs.cast)
+    return Work(read, block.nbytes, seconds)
+
+
+def _read(piece: Piece, itemsize: int) -> int:
+    """Bytes that are read for a piece: with small gaps between its runs, as `gather` does it."""
+    if _run(piece) * itemsize >= RUN:
+        return piece.numel * itemsize
+    _, length, repeats = _packed(piece, GAP // itemsize)
+    return length * prod(count for count, *_ in repeats) * itemsize
+
+
+class Simulation:
+    """One conversion, on as many nodes and with as fast a storage as is asked for."""
+
+    def __init__(self, plan: Plan, costs: Costs, planning: Planning) -> None:
+        self._plan, self._costs, self._planning = plan, costs, planning
+        self._files = [file for file in plan.files if next(iter(file.blocks), None)]
+        self._batches: dict[str, dict[int, Work]] = {}
+        for file in self._files:
+            found = self._batches[file.path] = {}
+            for batch in batches(file):
+                found[batch.number] = _total(work_of(block, costs) for block in batch.blocks)
+
+    def parts(self, nodes: int) -> list[Work]:
+        """The work of each part, in the order in which they are handed out."""
+        run = Run(self._plan, Path(), shared(2, GIB), None, lambda count: None, Journal())
+        left = sum(file.size for file in self._files)
+        cluster: Any = Cluster(nodes * CORES)
+        return [self._work(part) for part in parts_for(cluster, map(run.begin, self._files), left)]
+
+    def _work(self, part: Part) -> Work:
+        fixed = self._costs.begun + self._costs.file * len(part.batches)
+        wanted = (self._batches[path][number] for path, numbers in part.batches.items() for number in numbers)
+        return Work(seconds=fixed).plus(_total(wanted))
+
+    def cells(self, nodes: int) -> Iterator[Cell]:
+        """How long it takes for each speed of the storage."""
+        parts = self.parts(nodes)
+        for speed in STORAGE:
+            yield self._cell(nodes, speed, parts)
+
+    def _cell(self, nodes: int, speed: float, parts: list[Work]) -> Cell:
+        total, slots = _total(parts), nodes * CORES
+        moved = (total.read + total.written) / 1e9
+        longest = max(part.seconds for part in parts)
+        busy = "cores" if total.seconds / slots > longest else "one part"
+        reading = min(speed, NETWORK)  # of the coordinator
+        twice = sum(each.first.nbytes + each.second.nbytes for each in self._plan.replicas) / 1e9
+        steps = {
+            # The coordinator, and then every worker at the same time.
+            "planning": 2 * self._planning.plan + self._planning.cut,
+            "replicas": max(twice / reading, twice * self._costs.copied / min(CORES, 8)),
+        }
+        writing = {
+            "storage": moved / speed,
+            "network": moved / (nodes * NETWORK),
+            busy: makespan([part.seconds for part in parts], slots),
+            "handing out": len(parts) * self._costs.handed,
+        }
+        slowest = max(writing, key=writing.__getitem__)
+        steps[slowest] = writing[slowest]
+        return Cell(sum(steps.values()), max(steps, key=steps.__getitem__))
+
+
+def _total(works: Iterator[Work] | list[Work]) -> Work:
+    total = Work()
+    for work in works:
+        total = total.plus(work)
+    return total
+
+
+def makespan(seconds: list[float], slots: int) -> float:
+    """When the last part ends, if each worker takes the next one in order as soon as it is free."""
+    free = [0.0] * slots
+    for each in seconds:
+        heapq.heapreplace(free, free[0] + each)
+    return max(free)
+
+
+def planned(name: str, data: Path) -> Plan:
+    """The plan of a published model, from headers on sparse files below `data`."""
+    config, layout = MODELS[name]
+    model = make(data / f"scale-{name}", config, sparse=True)
+    return plan_conversion(model, Options(to="megatron", layout=layout, tokenizer=False))
+
+
+def table(name: str, data: Path) -> Iterator[str]:
+    """Rows of a Markdown table for one model."""
+    simulation = Simulation(planned(name, data), COSTS, PLANNING[name])
+    for nodes in NODES:
+        yield f"| {name} | {nodes} | {' | '.join(map(str, simulation.cells(nodes)))} |"
+
+
+def constants() -> Iterator[str]:
+    """What was measured, as rows of Markdown tables."""
+    yield "| seconds of processor time for | |"
+    yield "|---|---|"
+    for (unit, what), value in zip(WORDS, COSTS, strict=True):
+        yield f"| {what} | {value:g} s{unit} |"
+    yield ""
+    yield "| model | output | start and plan | cut in parts |"
+    yield "|---|---|---|---|"
+    for name, (_, layout) in MODELS.items():
+        words = "·".join(f"{axis.upper()}{getattr(layout, axis)}" for axis in ("tp", "pp", "ep"))
+        yield f"| {name} | {words} | {PLANNING[name].plan:g} s | {PLANNING[name].cut:g} s |"
+
+
+WORDS = (
+    ("/GB", "a byte that is copied"),
+    ("/GB", "a byte that is cast, bfloat16 to float32"),
+    ("/GB", "a byte that is dequantized, FP8 to bfloat16"),
+    ("", "a file"),
+    ("", "a block (a tensor, or a shard of it)"),
+    ("", "a part: whoever writes it"),
+    ("", "a part: the coordinator"),
+)
+
+
+def rows(data: Path) -> Iterator[str]:
+    """The tables of docs/scale.md."""
+    yield ""
+    yield from constants()
+    yield ""
+    yield f"| model | nodes | {' | '.join(f'{speed} GB/s' for speed in STORAGE)} |"
+    yield "|---|---|" + "---|" * len(STORAGE)
+    for name in MODELS:
+        yield from table(name, data)

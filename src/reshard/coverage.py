@@ -1,0 +1,394 @@
+"""The coverage argument of a conversion, with its counts: each element of the source is used once or dropped by a rule.
+
+The plan's views are compiled and counted, and the source is counted once more from what its reader finds: the sums of
+the one have to balance those of the other. Only headers and metadata are read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from reshard.algebra.dtypes import DType
+from reshard.algebra.multisets import Multiset, total
+from reshard.algebra.storage import Storage
+from reshard.algebra.tensors import Cells, Tensor
+from reshard.algebra.views import Piece, View
+from reshard.errors import Problem, ReshardError, listed
+from reshard.formats import open_checkpoint
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.contents import FILES, RECORD
+from reshard.formats.record import options_of, read_record, without_record
+from reshard.formats.target import MASTERS
+from reshard.model.dequantization import UNUSED
+from reshard.model.vocabulary import PADDING
+from reshard.planning import plan_conversion
+from reshard.planning.adapters import BASE_WEIGHTS, OTHER_ADAPTERS, SHARED
+from reshard.planning.merge import REPLACED as REPLACED_BY_ADAPTER
+from reshard.planning.optimizer import REPLACED
+from reshard.remote import identity_of
+from reshard.transfer.plan import Plan
+from reshard.transfer.sources import OnStep, noted
+from reshard.transfer.usage import (
+    COMPUTING,
+    Fault,
+    OnCount,
+    Usage,
+    Written,
+    bytes_of,
+    storages_of,
+    stored_pieces,
+)
+
+WHOLE = (BASE_WEIGHTS, OTHER_ADAPTERS, REPLACED_BY_ADAPTER, SHARED)
+LOCATED = (PADDING, REPLACED, UNUSED, *WHOLE)
+"""Rules that drop tensors or parts of them. What others drop is no tensor of the model; the reader counts its bytes."""
+
+COPY = "compared with a copy that is used"
+
+LARGEST = 1 << 28
+"""Bytes of a storage, at most, in which single elements are looked for once its sums do not balance."""
+
+
+@dataclass
+class Source:
+    """The elements of a source's tensors, those that are stored again (`copies`) included, and what becomes of them.
+
+    `shared` are used for several tensors of the output, `elsewhere` are bytes that are used of other files.
+    `dropped` are bytes by rule; `unused` those elements among them that lie in tensors.
+    """
+
+    tensors: int = 0
+    elements: int = 0
+    used: int = 0
+    shared: int = 0
+    copies: int = 0
+    unused: dict[str, int] = field(default_factory=dict)
+    elsewhere: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Proof:
+    """What the sums come to. `recorded` says whether the plan is the very one by which the output was written."""
+
+    source: Source
+    target: Written
+    faults: list[Fault]
+    recorded: bool = False
+
+    def __bool__(self) -> bool:
+        return self.balanced
+
+    @property
+    def balanced(self) -> bool:
+        return not self.faults
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content of `verify --proof --json`."""
+        return {
+            "balanced": self.balanced,
+            "recorded_plan": self.recorded,
+            "source": asdict(self.source),
+            "target": asdict(self.target),
+            "faults": [fault._asdict() for fault in self.faults],
+        }
+
+
+def prove(plan: Plan, checkpoint: Checkpoint, on_count: OnCount = lambda done, count: None) -> Proof:
+    """Count what a plan does with `checkpoint`, which is its source as the reader finds it.
+
+    `on_count` hears how many views of how many have been compiled.
+    """
+    usage = Usage(plan, on_count)
+    held = _Held(plan, checkpoint, usage)
+    source = held.settled()
+    return Proof(source, usage.written, [*usage.faults, *held.faults])
+
+
+def prove_output(
+    source: Path, output: Path, base: Path | None = None, on_step: OnStep = lambda step: None
+) -> Proof:
+    """Plan again how `output` was made of `source`, by the options in its record, and prove that plan.
+
+    Raises ReshardError if there is no such record, if the source is not the one that was read, or if the plan fails.
+    """
+    record = read_record(output)
+    options = options_of(record, output)
+    options = replace(options, base=base) if base else options
+    try:
+        plan = without_record(plan_conversion(source, options, on_step))
+    except ReshardError as error:
+        raise ReshardError([_not_planned(source, output), *error.problems]) from error
+    if problems := [*_other_sources(plan, record), *_other_files(plan, record, output)]:
+        raise ReshardError(problems)
+    with noted():
+        checkpoint = open_checkpoint(source, options.iteration, options.strip)
+    proof = prove(
+        plan, checkpoint, lambda done, count: on_step(f"counting elements: {done:,} of {count:,} views")
+    )
+    proof.recorded = (
+        record.get("plan") == identity_of(plan, options, checksum=bool(record["checksums"])).digest
+    )
+    return proof
+
+
+def _not_planned(source: Path, output: Path) -> Problem:
+    return Problem(
+        "the output cannot be planned again from this source",
+        file=str(source),
+        rule=f"{output / RECORD} has the options of the conversion",
+        remedy="name the source that it was made of, and its base folder (--base) if that was moved: see below",
+    )
+
+
+def _other_sources(plan: Plan, record: Mapping[str, Any]) -> Iterator[Problem]:
+    """A problem for each source that has another size than the one that was read."""
+    told = defaultdict(list)
+    for each in record.get("sources", ()):
+        told[each["path"]].append(each["bytes"])  # two, if source and base have one of the same name
+    for each in plan.sources.as_list():
+        if each["path"] in told and each["bytes"] not in told[each["path"]]:
+            yield Problem(
+                "the source is not the one that was converted",
+                file=each["path"],
+                rule=f"{RECORD} names each source with its size",
+                expected=f"{told[each['path']][0]:,} bytes",
+                found=f"{each['bytes']:,} bytes",
+                remedy="name the source that the output was made of, and its iteration: RUN/iter_0000200",
+            )
+
+
+def _other_files(plan: Plan, record: Mapping[str, Any], output: Path) -> Iterator[Problem]:
+    """A problem for each file that the plan does not write as the record has it."""
+    given = record.get("options", {}).get("beside", ())
+    told = {name: int(each["bytes"]) for name, each in record[FILES].items() if name not in given}
+    planned = {file.path: file.size for file in plan.files}
+    for name in sorted(told.keys() | planned.keys()):
+        if told.get(name) != planned.get(name):
+            yield Problem(
+                "the output was not written by this plan",
+                file=str(output / name),
+                rule="planned again, the same options write the same files",
+                expected=f"{planned[name]:,} bytes" if name in planned else "no such file",
+                found=f"{told[name]:,} bytes" if name in told else f"no such file in {RECORD}",
+                remedy="use the version of reshard that wrote it, or convert again",
+            )
+
+
+class _Part(NamedTuple):
+    """Bytes of a storage that need not be used, by a rule."""
+
+    rule: str
+    held: Multiset
+    pieces: list[tuple[Cells, Piece]]
+
+
+class _Held:
+    """The tensors of a source by the storages in which they lie, and what a plan uses of each."""
+
+    def __init__(self, plan: Plan, checkpoint: Checkpoint, usage: Usage) -> None:
+        self.faults: list[Fault] = []
+        self._plan, self._checkpoint, self._usage = plan, checkpoint, usage
+        self._tensors = dict(checkpoint.tensors)
+        self._tensors.update(self._states())
+        self._stored: dict[Storage, dict[str, Multiset]] = defaultdict(dict)
+        self._dtypes: dict[Storage, DType] = {}
+        for name, tensor in self._tensors.items():
+            self._add(name, tensor)
+        for folder in plan.sources.named[1:] if self._unknown() else ():
+            self._tensors.update(found := open_checkpoint(folder).tensors)
+            for name, tensor in found.items():
+                self._add(name, tensor)
+        self._copies = self._add_copies()
+
+    def _states(self) -> Iterator[tuple[str, Tensor]]:
+        """Optimizer states, if any are used."""
+        if "optimizer" in self._plan.facts or REPLACED in self._plan.dropped:
+            for state, tensors in self._checkpoint.states.items():
+                first = next(iter(tensors.values()), None)
+                if first and any(each in self._usage.stored for each in storages_of(first.view)):
+                    yield from ((f"{name} ({state})", tensor) for name, tensor in tensors.items())
+
+    def _add(self, name: str, tensor: Tensor) -> None:
+        for cells, _ in stored_pieces(tensor.view):
+            self._dtypes.setdefault(cells.storage, cells.dtype)
+        for storage, held in storages_of(tensor.view).items():
+            self._stored[storage][name] = held
+
+    def _unknown(self) -> list[Storage]:
+        """What is used and lies in no tensor of the source."""
+        return [each for each in self._usage.stored if each not in self._stored]
+
+    def _add_copies(self) -> dict[Storage, list[_Part]]:
+        """Both sides of all that is compared before anything is written."""
+        found: dict[Storage, list[_Part]] = defaultdict(list)
+        known = set(self._stored)
+        for replica in self._plan.replicas:
+            sides = (replica.first, replica.second)
+            for side, other in (sides, sides[::-1]):
+                if not all(map(self._counts, storages_of(other.view))):
+                    continue  # then this is the one that has to be used
+                pieces: dict[Storage, list[tuple[Cells, Piece]]] = defaultdict(list)
+                for cells, piece in stored_pieces(side.view):
+                    pieces[cells.storage].append((cells, piece))
+                for storage, parts in pieces.items():
+                    held = total(bytes_of(*part) for part in parts)
+                    found[storage].append(_Part(COPY, held, parts))
+                    if storage not in known:
+                        self._stored[storage][f"{replica.tensor} (stored again)"] = held
+                        self._dtypes.setdefault(storage, parts[0][0].dtype)
+        return found
+
+    def _counts(self, storage: Storage) -> bool:
+        return self._usage.used(storage).numel > 0
+
+    def settled(self) -> Source:
+        """What becomes of all elements. Those that are neither used once nor dropped by a rule become faults."""
+        plan, usage = self._plan, self._usage
+        found = Source(len(self._tensors), dropped=dict(plan.dropped))
+        unused: Counter[str] = Counter()
+        for storage in self._stored:
+            used, taken = self._settled(storage)
+            found.elements += self._elements(storage, self._whole(storage).numel)
+            found.used += self._elements(storage, used)
+            found.shared += self._elements(storage, usage.shared(storage))
+            for rule, nbytes in taken.items():
+                unused[rule] += nbytes
+                if rule == COPY:
+                    found.copies += self._elements(storage, nbytes)
+                else:
+                    found.unused[rule] = found.unused.get(rule, 0) + self._elements(storage, nbytes)
+        found.elsewhere = sum(usage.used(each).numel for each in self._unknown())
+        rules = [rule for rule in LOCATED if rule in plan.dropped]
+        told, left = sum(plan.dropped[rule] for rule in rules), unused.total() - unused[COPY]
+        if told != left and not self.faults:
+            self.faults.append(
+                Fault(", ".join(rules), f"the plan drops {told:,} bytes and leaves out {left:,}")
+            )
+        return found
+
+    def _whole(self, storage: Storage) -> Multiset:
+        """The bytes of a storage that its tensors have, once though several may have the same ones."""
+        return total(set(self._stored[storage].values()))
+
+    def _settled(self, storage: Storage) -> tuple[int, dict[str, int]]:
+        """How many bytes of a storage are used, and how many are not, by rule."""
+        used = self._usage.used(storage)
+        rest = self._whole(storage).minus(used)
+        taken = {} if rest == Multiset() else self._explained(storage, rest)
+        return self._swept(storage) if taken is None else (used.numel, taken)
+
+    def _elements(self, storage: Storage, nbytes: int) -> int:
+        dtype = self._dtypes[storage]
+        return dtype.elements(nbytes // dtype.itemsize)
+
+    def _explained(self, storage: Storage, rest: Multiset) -> dict[str, int] | None:
+        """The bytes by rule that are not used, if rules leave out just these."""
+        taken: dict[str, int] = {}
+        for part in self._parts(storage):
+            if rest.numel >= part.held.numel and rest != Multiset():
+                rest = rest.minus(part.held)
+                taken[part.rule] = taken.get(part.rule, 0) + part.held.numel
+        return taken if rest == Multiset() else None
+
+    def _parts(self, storage: Storage) -> Iterator[_Part]:
+        """What rules leave out of a storage: those that name it first, then copies, then what may be any tensor."""
+        there = {name: self._tensors[name] for name in self._stored[storage] if name in self._tensors}
+        for name, tensor in there.items():
+            rule = self._rule(name)
+            view = tensor.view if rule else self._padding(tensor)
+            if view is not None:
+                yield _part(rule or PADDING, view, storage)
+        yield from self._copies.get(storage, ())
+        rules = " or ".join(rule for rule in WHOLE if rule in self._plan.dropped)
+        for tensor in there.values() if rules else ():
+            if not any(map(self._counts, storages_of(tensor.view))):
+                yield _part(rules, tensor.view, storage)
+
+    def _rule(self, name: str) -> str | None:
+        """The rule that drops a tensor as a whole, where it tells which."""
+        checkpoint, dropped = self._checkpoint, self._plan.dropped
+        if REPLACED in dropped and name in checkpoint.states.get(MASTERS, {}):
+            return REPLACED
+        quantization = checkpoint.quantization
+        return UNUSED if UNUSED in dropped and quantization and name in quantization.beside else None
+
+    def _padding(self, tensor: Tensor) -> View | None:
+        """The last rows of a tensor, as many as are not used of it."""
+        if PADDING not in self._plan.dropped or len(tensor.shape) != 2:
+            return None
+        rows, columns = tensor.shape
+        used = sum(self._usage.used(storage).numel for storage in storages_of(tensor.view))
+        kept, rest = divmod(used, columns * tensor.dtype.itemsize)
+        return None if rest or not 0 < kept < rows else tensor.view[kept:]
+
+    def _swept(self, storage: Storage) -> tuple[int, dict[str, int]]:
+        """The same by counting how often each byte is used; what is never used, or more than once, is a fault."""
+        if storage.nbytes > LARGEST:
+            names, whole = listed(sorted(self._stored[storage]), 3), self._whole(storage).numel
+            told = f"{self._usage.used(storage).numel:,} uses of {whole:,} bytes"
+            self.faults.append(Fault(names, f"not every element is used once: {told}"))
+            return 0, {}
+        counts, taken = self._uses(storage), dict[str, int]()
+        free = counts == 0
+        for part in self._parts(storage):
+            found = free & (_counted(storage, part.pieces) > 0)
+            taken[part.rule] = taken.get(part.rule, 0) + int(found.sum())
+            free &= ~found
+        for name in self._stored[storage]:
+            if tensor := self._tensors.get(name):
+                mine = _counted(storage, stored_pieces(tensor.view)) > 0
+                self._tell(name, storage, "never used", mine & free)
+                self._tell(name, storage, "used more than once", mine & (counts > 1))
+        return int((counts > 0).sum()), taken
+
+    def _tell(self, name: str, storage: Storage, what: str, where: np.ndarray[Any, Any]) -> None:
+        if where.any():
+            elements = self._elements(storage, int(where.sum()))
+            some = f"{elements:,} elements are" if elements != 1 else "1 element is"
+            place = f"byte {storage.offset + int(where.argmax()):,} of {storage.path}"
+            self.faults.append(Fault(name, f"{some} {what}, the first at {place}"))
+
+    def _uses(self, storage: Storage) -> np.ndarray[Any, Any]:
+        """How often each byte of a storage is used. What several tensors use alike, or compute from, counts once."""
+        users = self._usage.stored.get(storage, {})
+        outputs = {tensor.name: tensor for tensor in self._plan.outputs}
+        distinct = {used: name for name, used in users.items() if name != COMPUTING}
+        counts = np.zeros(storage.nbytes, np.uint16)
+        for name in distinct.values():
+            counts += _counted(storage, stored_pieces(outputs[name].source()))
+        return np.maximum(counts, _counted(storage, self._usage.inputs(storage)) > 0)
+
+
+def _part(rule: str, view: View, storage: Storage) -> _Part:
+    pieces = [each for each in stored_pieces(view) if each[0].storage == storage]
+    return _Part(rule, total(bytes_of(*each) for each in pieces), pieces)
+
+
+def _counted(storage: Storage, pieces: Iterable[tuple[Cells, Piece]]) -> np.ndarray[Any, Any]:
+    """How often each byte of a storage is in pieces; those of other storages are left out."""
+    counts = np.zeros(storage.nbytes, np.uint16)
+    for cells, piece in pieces:
+        if cells.storage == storage:
+            size = cells.dtype.itemsize
+            axes = sorted(((step * size, n) for n, step, _ in piece.axes), reverse=True)
+            _count(counts[piece.start * size :], [*axes, (1, size)])
+    return counts
+
+
+def _count(counts: np.ndarray[Any, Any], axes: list[tuple[int, int]]) -> None:
+    """Add one at each place of (step, count) `axes`, of which a wrong plan may have some twice."""
+    for i, (step, n) in enumerate(axes):
+        if step <= sum(inner * (m - 1) for inner, m in axes[i + 1 :]):
+            for j in range(n):
+                _count(counts[j * step :], [*axes[:i], *axes[i + 1 :]])
+            return
+    part = as_strided(counts, [n for _, n in axes], [counts.itemsize * step for step, _ in axes])
+    part += 1

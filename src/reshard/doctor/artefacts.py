@@ -1,0 +1,77 @@
+"""Checkpoints of one kind given to what takes another: by the names in a message, a listing, a command line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from reshard.doctor.finding import Finding, Place
+from reshard.doctor.rules import told
+from reshard.doctor.tracebacks import Traceback
+from reshard.doctor.words import words
+
+
+class Kind(NamedTuple):
+    """A kind of checkpoint, what its paths look like, and the phrase of the way out."""
+
+    name: str
+    pattern: re.Pattern[str]
+    way_out: str
+
+
+def _kind(name: str, pattern: str, way_out: str) -> Kind:
+    return Kind(name, re.compile(pattern), f"artefact-{way_out}")
+
+
+KINDS = (
+    _kind("LoRA adapter", r"adapter_(?:model|config)\.|(?:^|/)adapter(?:_\w+)?/?$", "adapter"),
+    _kind(
+        "Megatron", r"iter_\d{7}|mp_rank_\d\d(?:_\d{3})?/model_optim|latest_checkpointed_iteration", "convert"
+    ),
+    _kind(
+        "DeepSpeed",
+        r"global_step\d+(?:/?$|/(?:mp_rank|zero_pp|bf16_zero))|_optim_states\.pt|zero_pp_rank",
+        "convert",
+    ),
+    _kind("verl", r"global_step_\d+/(?:actor|critic)|model_world_size_\d+_rank_\d+", "convert"),
+    _kind("FSDP", r"pytorch_model_fsdp_\d|\.distcp$|__\d+_\d+\.distcp", "convert"),
+    _kind("InternEvo", r"model_tp\d+_pp\d+\.pt|model_config\.pt", "convert"),
+    _kind("GGUF", r"\.gguf$|[-_]gguf\b", "gguf"),
+    _kind("NeMo", r"\.nemo$", "nemo"),
+    _kind("Lightning", r"\.ckpt$", "lightning"),
+)
+
+_LOADS_FOLDERS = re.compile(
+    r"(?:transformers|tokenizers|huggingface_hub|peft|vllm|sglang|trl|llamafactory|unsloth)/.*"
+    r" (?:from_pretrained|_from_pretrained|cached_files?|get_config_dict|_get_config_dict|validate_repo_id|_inner_fn"
+    r"|load_adapter|get_peft_model_state_dict|_get_checkpoint_shard_files|find_adapter_config_file|get_config)\b"
+)
+"""Functions that take a folder of the hub, by the frames of a traceback."""
+_PATH = re.compile(r"""(?<![\w/])(?:[~.]{0,2}/)?[\w.+=@-]+(?:/[\w.+=@-]+)*/?""")
+_QUOTED = re.compile(r"""['"`‘“]([^'"`’”\n]{2,300})['"`’”]|\bin (\S+)\. """)
+
+VETOED = frozenset(
+    {"hf-no-config", "hf-path-taken-for-repo", "hf-no-weights", "hf-trainer-checkpoint-sharded"}
+)
+"""Entries that take such a path for a folder of the hub that lacks something."""
+
+
+def mixed_up(root: Traceback, place: Place) -> Finding | None:
+    """What a failure shows of a checkpoint that was given to what takes another kind; None if it shows nothing."""
+    if not any(_LOADS_FOLDERS.search(frame) for frame in root.frames):
+        return None
+    for path in _paths(root.said):
+        for kind in KINDS:
+            if kind.pattern.search(path):
+                way_out = words(kind.way_out, path=path)
+                values = {"path": path, "kind": kind.name, "way_out": way_out}
+                return told("artefact-mixed-up", [place], values, certainty="likely")
+    return None
+
+
+def _paths(said: str) -> Iterator[str]:
+    """What a message quotes, or names after "in", that looks like a path."""
+    for match in _QUOTED.finditer(said):
+        if _PATH.fullmatch(path := (match[1] or match[2]).strip()):
+            yield path

@@ -1,0 +1,47 @@
+"""The folder of a training run: the logs and configs in it, beside its checkpoints.
+
+`reshard train`, Trainer, ms-swift, LLaMA-Factory, verl, torchrun (`--log-dir`) and Slurm name these files as they
+please. What they have in common are a few patterns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+LOGS = ("*.log", "*.out", "*.err", "log*.txt", "*log.txt", "std*.txt")
+CONFIGS = ("*.yaml", "*.yml", "ds*.json", "*deepspeed*.json", "zero*.json")
+CHECKPOINTS = ("checkpoint-*", "iter_*", "global_step*", "epoch_*", "*.distcp", "huggingface")
+DEPTH = 4
+"""Levels of folders that are looked into: torchrun puts logs three below the one that it was given."""
+MOST = 8
+"""Logs that are read, the last written ones."""
+
+
+def logs_in(folder: Path) -> list[Path]:
+    """The logs of a run, the last written first."""
+    found = {path for place in _folders(folder) for path in _files(place, LOGS)}
+    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)[:MOST]
+
+
+def configs_in(folder: Path) -> list[Path]:
+    """The configs that lie in the folder itself, and in those that tools make for them."""
+    places = [
+        folder,
+        *(folder / name for name in ("config", "configs", ".hydra") if (folder / name).is_dir()),
+    ]
+    return [path for place in places for path in _files(place, CONFIGS)]
+
+
+def _folders(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
+    yield folder
+    if depth:
+        for child in sorted(folder.iterdir()):
+            is_checkpoint = any(child.match(pattern) for pattern in CHECKPOINTS)
+            if child.is_dir() and not child.is_symlink() and not is_checkpoint and child.name[:1] != ".":
+                yield from _folders(child, depth - 1)
+
+
+def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    found = {path for pattern in patterns for path in folder.glob(pattern)}
+    return sorted(path for path in found if path.is_file() and path.stat().st_size)

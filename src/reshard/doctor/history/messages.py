@@ -1,0 +1,303 @@
+"""What a log's failure says is missing, looked up: which release brought it, which dropped it, where it went."""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
+
+from packaging.version import InvalidVersion, Version
+
+from reshard.doctor.finding import Finding, Place, Text
+from reshard.doctor.history.calls import base_of
+from reshard.doctor.history.table import PACKAGES, ROOTS, Bounds, Presence, Table, table, tables
+from reshard.doctor.kinds import filled_in
+from reshard.doctor.log import Log, Traceback
+from reshard.doctor.reading import clipped
+from reshard.doctor.rules import told
+from reshard.doctor.words import words
+
+_Q = r"[`'\"‘’“”]"
+_IMPORT = re.compile(
+    rf"cannot import name {_Q}(?P<name>\w+){_Q} from {_Q}(?P<module>[\w.]+){_Q}(?: \((?P<path>[^)]+)\))?"
+)
+_MODULE = re.compile(rf"No module named {_Q}?(?P<module>\w+(?:\.\w+)+){_Q}?(?!.*is not a package)")
+_ATTRIBUTE = re.compile(
+    rf"(?<!initialized )module {_Q}(?P<module>[\w.]+){_Q} has no attribute {_Q}(?P<name>\w+)"
+)
+_MEMBER = re.compile(
+    rf"(?:type object )?{_Q}(?P<kind>\w+){_Q}(?: object)? has no attribute {_Q}(?P<name>\w+)"
+)
+_KEYWORD = re.compile(rf"(?P<function>[\w.<>]+)\(\) got an unexpected keyword argument {_Q}(?P<name>\w+)")
+_NEEDED = re.compile(
+    rf"(?P<function>[\w.<>]+)\(\) missing \d+ required (?:positional|keyword-only) arguments?: {_Q}(?P<name>\w+)"
+)
+_TYPE = re.compile(rf"model type {_Q}(?P<name>[\w.-]+){_Q} but Transformers does not recognize")
+_ARCHITECTURE = re.compile(
+    rf"Model architectures? \[{_Q}(?P<name>\w+){_Q}.*(?:not supported|no vLLM implementation)"
+)
+_CLASH = re.compile(rf"{_Q}(?P<name>[\w.-]+){_Q} is already used by a Transformers config")
+_SITE = re.compile(r"(?:site|dist)-packages[/\\](?P<root>\w+)[/\\]")
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What is missing where it was looked for: a name as people write it, and when its package has it."""
+
+    name: str | Text
+    presence: Presence
+    instead: str | None = None
+    target: str = ""
+    """`module:name` as another package would import it."""
+
+    @property
+    def table(self) -> Table:
+        return self.presence.table
+
+
+def of_failure(root: Traceback, log: Log) -> Finding | None:
+    """The finding of a failure whose direction the history knows; None if it says nothing."""
+    failure: Traceback | None = root
+    while failure is not None:  # an exception, then the one that it says came before
+        if match := _CLASH.search(failure.said):
+            return _clash(match["name"], failure, log)
+        for found in (hit for ask in ASKED for hit in ask(failure.said, failure, log)):
+            version = version_of(found.table.package, failure, log)
+            bounds = found.presence.bounds(version)
+            return _finding(found, bounds, version, failure, log) if bounds else None
+        failure = failure.before
+    return None
+
+
+# ------------------------------------------------------------------------------------------ what is missing
+
+
+def _imported(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
+    match = _IMPORT.search(said)
+    if match is None or _is_shadowed(match["path"]):
+        return
+    for found in _table_of(match["module"]):
+        yield _name(found, match["module"], match["name"], f"{match['module']}.{match['name']}")
+
+
+def _attribute(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
+    if match := _ATTRIBUTE.search(said):
+        for found in _table_of(match["module"]):
+            yield _name(found, match["module"], match["name"], f"{match['module']}.{match['name']}")
+
+
+def _name(found: Table, module: str, name: str, shown: str) -> Missing:
+    presence = found.name(module, name)
+    return Missing(shown, presence, _moved(presence, name, module), f"{module}:{name}")
+
+
+def _moved(presence: Presence, name: str, module: str) -> str | None:
+    """Where a name is found after the last release that has it at its place."""
+    after = max(presence.there, default=presence.table.last) + 1
+    if after > presence.table.last:
+        return None
+    other = presence.table.elsewhere(name, module, presence.table.versions[after])
+    return f"from {other} import {name}" if other else None
+
+
+def _module(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
+    match = _MODULE.search(said)
+    for found in _table_of(match["module"]) if match else ():
+        presence = found.module(match["module"]) if match else None
+        if match and presence and presence.there:
+            yield Missing(match["module"], presence, _module_moved(presence, match["module"]))
+
+
+def _module_moved(presence: Presence, module: str) -> str | None:
+    """A module of the same last name after the last release that has it; None if there are several."""
+    after = max(presence.there) + 1
+    last = f".{module.rpartition('.')[2]}"
+    every = presence.table.modules.items()
+    found = [
+        other for other, span in every if other.endswith(last) and after in span and after - 1 not in span
+    ]
+    return f"import {found[0]}" if len(found) == 1 else None
+
+
+def _member(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
+    if (match := _MEMBER.search(said)) and not _ATTRIBUTE.search(said):
+        yield from _only(
+            Missing(f"{match['kind']}.{match['name']}", found.attribute(match["kind"], match["name"]))
+            for found in tables(_mentioned(root, log))
+        )
+
+
+def _keyword(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
+    if match := _KEYWORD.search(said):
+        for function in _functions(match["function"], root, log):
+            yield from _only(
+                _taken(found, function, match["name"]) for found in tables(_mentioned(root, log))
+            )
+
+
+def _taken(found: Table, function: str, name: str) -> Missing:
+    """A parameter of a function, or of the bases of its class in other packages."""
+    presence, renames = found.parameter(function, name), dict(found.renames)
+    for base in map(base_of, found.marked(function)):
+        if base and not presence.there:
+            presence, renames = base[0].parameter(base[1], name), {**base[0].renames, **renames}
+    new = renames.get(name)
+    shown = f"{function.removesuffix('.__init__')}({name}=…)"
+    return Missing(shown, presence, f"{new}=…" if new else None)
+
+
+def _needed(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
+    if match := _NEEDED.search(said):
+        for function in _functions(match["function"], root, log):
+            shown = words("without-argument", function=function.removesuffix(".__init__"), name=match["name"])
+            yield from _only(
+                Missing(shown, found.needed(function, match["name"]))
+                for found in tables(_mentioned(root, log))
+            )
+
+
+def _functions(function: str, root: Traceback, log: Log) -> list[str]:
+    """The qualified names that a message may mean: Python 3.9 writes `__init__()` for that of any class."""
+    if function != "__init__":
+        return [function]
+    source = next((line.text for line in log.lines if line.number == root.last - 1), "")
+    return [f"{name}.__init__" for name in re.findall(r"\b([A-Z]\w*)\(", source)]
+
+
+def _type(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
+    match, found = _TYPE.search(said), table("transformers")
+    if match and found:
+        yield Missing(f"model_type {match['name']}", found.key(match["name"]))
+
+
+def _architecture(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
+    match, found = _ARCHITECTURE.search(said), table("vllm")
+    if match and found:
+        yield Missing(match["name"], found.key(match["name"]))
+
+
+ASKED: tuple[Callable[[str, Traceback, Log], Iterator[Missing]], ...] = (
+    *(_imported, _attribute, _module, _keyword, _needed, _type, _architecture, _member),
+)
+
+
+def _only(every: Iterator[Missing]) -> Iterator[Missing]:
+    """What one package alone knows."""
+    found = [each for each in every if each.presence.there]
+    yield from found if len(found) == 1 else []
+
+
+def _is_shadowed(path: str | None) -> bool:
+    """Whether a module was read from elsewhere than where packages are installed."""
+    return path is not None and path != "unknown location" and not re.search("(?:site|dist)-packages", path)
+
+
+def _table_of(module: str) -> Iterator[Table]:
+    return tables([PACKAGES[root]] if (root := module.partition(".")[0]) in PACKAGES else [])
+
+
+def _mentioned(root: Traceback, log: Log) -> list[str]:
+    """Packages whose files or names the failure's own lines show."""
+    shown = "\n".join(line.text for line in log.lines if root.first <= line.number <= root.end)
+    text = "\n".join([*root.frames, root.said, shown])
+    return [package for package, name in ROOTS.items() if re.search(rf"(?<![\w-]){name}(?![\w-])", text)]
+
+
+# ------------------------------------------------------------------------------------------ what is installed
+
+
+def version_of(package: str, root: Traceback, log: Log) -> Version | None:
+    """The version that a log shows, or that is installed here, if the failure's files lie here."""
+    here = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+    told = log.versions.get(package)
+    if told is None and any(frame.startswith(here) for frame in root.frames):
+        with suppress(PackageNotFoundError):
+            told = installed_version(package)
+    with suppress(InvalidVersion):
+        return Version(told) if told else None
+    return None
+
+
+# ------------------------------------------------------------------------------------------ what is said of it
+
+
+def _finding(
+    found: Missing, bounds: Bounds, version: Version | None, failure: Traceback, log: Log
+) -> Finding:
+    kind = "api-came-later" if bounds.until is None or (version and bounds.since) else "api-between"
+    kind = "api-is-gone" if bounds.since is None else kind
+    package = found.table.package
+    values: dict[str, object] = {
+        "name": found.name,
+        "package": package,
+        "since": bounds.shown,
+        "until": bounds.until or bounds.last,
+        "last": bounds.last,
+        "pin": f"{package}{bounds.specifier}",
+        "yours": words("yours-is", package=package, version=version) if version else words("yours-unknown"),
+        "instead": _instead(found, failure),
+    }
+    certainty = "sure" if version else "likely" if kind != "api-between" else "possible"
+    return _told(kind, values, certainty, found.table, failure, log)
+
+
+def _clash(name: str, failure: Traceback, log: Log) -> Finding | None:
+    """A type of model that transformers has itself now, and another package registers once more."""
+    found = table("transformers")
+    presence = found.key(name) if found else None
+    if found is None or presence is None or not presence.there or min(presence.there) == 0:
+        return None
+    importer = next(
+        (each for frame in failure.frames[::-1] if (each := _package_of(frame)) != "transformers"), None
+    )
+    since = found.versions[min(presence.there)]
+    values: dict[str, object] = {
+        "name": name,
+        "since": since,
+        "importer": importer or "?",
+        "pin": f"transformers<{since}",
+    }
+    return _told("api-clash", values, "sure" if importer else "likely", found, failure, log)
+
+
+def _told(
+    kind: str, values: dict[str, object], certainty: str, found: Table, failure: Traceback, log: Log
+) -> Finding:
+    place = Place(log.name, failure.last, clipped(failure.said.split("\n")[0], 300))
+    finding = told(kind, [place], values, certainty=certainty, evidence=[read_from(found)])
+    return replace(finding, cure=filled_in(finding.cure, failure, log))
+
+
+def read_from(found: Table) -> Text:
+    """Which releases the table was made of, and when."""
+    return words(
+        "history-read",
+        package=found.package,
+        first=found.versions[0],
+        last=found.versions[-1],
+        date=found.date,
+    )
+
+
+def _instead(found: Missing, failure: Traceback) -> Text:
+    """What to write, or which package to update, in place of going back to an old release."""
+    importer = _package_of(failure.frames[-1]) if failure.frames else None
+    if importer not in (None, found.table.package) and importer:
+        own = table(importer)
+        new = own.dropped(found.target) if own and found.target else None
+        return (
+            words("update-importer", importer=importer, version=new)
+            if new
+            else words("fits", importer=importer)
+        )
+    return words("write-instead", new=found.instead) if found.instead else words("go-back")
+
+
+def _package_of(frame: str) -> str | None:
+    """The package of the history that a frame's file lies in."""
+    match = _SITE.search(frame)
+    return PACKAGES.get(match["root"]) if match else None

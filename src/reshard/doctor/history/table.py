@@ -1,0 +1,327 @@
+"""The tables of the history: one for each package, read when it is asked for. Made by `python -m tools.api_history`."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+FOLDER = Path(__file__).with_name("tables")
+ROOTS = {
+    "accelerate": "accelerate",
+    "axolotl": "axolotl",
+    "bitsandbytes": "bitsandbytes",
+    "datasets": "datasets",
+    "deepspeed": "deepspeed",
+    "flash-attn": "flash_attn",
+    "huggingface-hub": "huggingface_hub",
+    "llamafactory": "llamafactory",
+    "megatron-core": "megatron",
+    "ms-swift": "swift",
+    "numpy": "numpy",
+    "peft": "peft",
+    "safetensors": "safetensors",
+    "tokenizers": "tokenizers",
+    "torch": "torch",
+    "transformers": "transformers",
+    "triton": "triton",
+    "trl": "trl",
+    "vllm": "vllm",
+    "xformers": "xformers",
+}
+"""The folder that is imported, by the name that is installed."""
+PACKAGES = {root: package for package, root in ROOTS.items()}
+Span = frozenset[int]
+NOWHERE: Span = frozenset()
+
+
+@dataclass(frozen=True)
+class Presence:
+    """In which releases of a table something is there, of those that have what it belongs to."""
+
+    table: Table
+    there: Span
+    among: Span
+    maybe: bool = False
+    """Whether what had it may still have it, in a way that its text does not show."""
+
+    def at(self, version: Version) -> bool | None:
+        """Whether it is there in a version; None if the releases around that one differ, or lack what it belongs to."""
+        before, exact = self.table.place(version)
+        around = {before} if exact else {before, min(before + 1, self.table.last)}
+        if not around <= self.among:
+            return None
+        return None if len({at in self.there for at in around}) > 1 else before in self.there
+
+    def bounds(self, version: Version | None) -> Bounds | None:
+        """Which releases have it, seen from one that has not; None where the table does not say so.
+
+        Without a version: only if all that lack it are older, or all newer, or it is there between two releases.
+        """
+        if not self.there:
+            return None
+        if version is None:
+            found = None if self.there >= self.among else self._around(min(self.there), max(self.there))
+            return None if found and found.until and self.maybe else found
+        if self.at(version):
+            return None
+        before, _ = self.table.place(version)
+        later = [at for at in self.there if at > before]
+        if later:
+            return self._since(min(later))
+        last = max(self.there)
+        until = self._next(last)
+        if until is None or Version(until) > version:
+            until = str(version)  # a release between two that were read
+        return Bounds(None, until, self.table.versions[last])
+
+    def _around(self, first: int, last: int) -> Bounds | None:
+        inside = {at for at in self.among if first <= at <= last}
+        if inside - self.there:
+            return None  # it came and went more than once
+        since = self.table.versions[first] if min(self.among) < first else None
+        until = self._next(last) if max(self.among) > last else None
+        return Bounds(since, until, self.table.versions[last], self._is_patch(first))
+
+    def _since(self, first: int) -> Bounds:
+        last = first
+        while last + 1 in self.there:
+            last += 1
+        until = self._next(last)
+        return Bounds(self.table.versions[first], until, self.table.versions[last], self._is_patch(first))
+
+    def _is_patch(self, at: int) -> bool:
+        """Whether a release is of the same minor version as the one that was read before it."""
+        versions = self.table.versions
+        return at > 0 and versions[at].split(".")[:2] == versions[at - 1].split(".")[:2]
+
+    def _next(self, at: int) -> str | None:
+        return self.table.versions[at + 1] if at < self.table.last else None
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The first release with something after one without it, the first one without it again, the last one with it."""
+
+    since: str | None
+    until: str | None
+    last: str
+    is_patch: bool = False
+
+    @property
+    def shown(self) -> str:
+        """`since` as far as it is known: of 0.8.5 it is 0.8, where 0.8.0 lacks it and 0.8.1 was not read."""
+        return ".".join(self.since.split(".")[:2]) if self.since and self.is_patch else self.since or ""
+
+    @property
+    def specifier(self) -> str:
+        """For pip, by PEP 440."""
+        parts = [f">={self.since}"] * bool(self.since) + [f"<{self.until}"] * bool(self.until)
+        return ",".join(parts) or f"<={self.last}"
+
+
+@dataclass
+class Table:
+    """What the releases of one package have, as `tools/api_history/table.py` wrote it down."""
+
+    package: str
+    raw: Mapping[str, Any]
+    _spans: dict[str, Span] = field(default_factory=dict)
+
+    @cached_property
+    def versions(self) -> list[str]:
+        """Releases that were read, the oldest first."""
+        return list(self.raw["versions"])
+
+    @cached_property
+    def _parsed(self) -> list[Version]:
+        return [Version(each) for each in self.versions]
+
+    @property
+    def last(self) -> int:
+        return len(self.versions) - 1
+
+    @property
+    def date(self) -> str:
+        """The day on which the table was made."""
+        return str(self.raw["date"])
+
+    @property
+    def every(self) -> Span:
+        return self.span("0-")
+
+    def place(self, version: Version) -> tuple[int, bool]:
+        """The last release that is not newer than a version, -1 if all are; and whether it is that version."""
+        plain = Version(version.public)
+        at = bisect_right(self._parsed, plain) - 1
+        return at, at >= 0 and self._parsed[at] == plain
+
+    def span(self, text: str) -> Span:
+        """The places that a span's text means: `"3-7,9-"`."""
+        if text not in self._spans:
+            found: set[int] = set()
+            for part in text.split(","):
+                first, dash, last = part.partition("-")
+                found.update(
+                    range(int(first), (int(last) if last else self.last if dash else int(first)) + 1)
+                )
+            self._spans[text] = frozenset(found)
+        return self._spans[text]
+
+    def _of(self, groups: Mapping[str, str], name: str) -> Span:
+        """When a thing is there, of things that are grouped by span."""
+        return next((self.span(span) for span, names in groups.items() if name in names.split(" ")), NOWHERE)
+
+    # ------------------------------------------------------------------------------------ what is asked
+
+    @cached_property
+    def modules(self) -> dict[str, Span]:
+        """When each module is there."""
+        return {
+            name: self.span(span) for span, names in self.raw["modules"].items() for name in names.split(" ")
+        }
+
+    def module(self, name: str) -> Presence:
+        """A module, by its dotted name."""
+        return Presence(self, self.modules.get(name, NOWHERE), self.every)
+
+    def name(self, module: str, name: str) -> Presence:
+        """A name in a module; submodules are names too."""
+        there = self._of(self.raw["names"].get(module, {}), name)
+        there |= self.modules.get(f"{module}.{name}", NOWHERE)
+        maybe = bool(there) and any(at > max(there) for at in self._opened(module))
+        return Presence(self, there, self.modules.get(module, NOWHERE) | there, maybe)
+
+    def is_open(self, module: str, version: Version) -> bool:
+        """Whether a module may have names in a version that nobody can list."""
+        return self.place(version)[0] in self._opened(module)
+
+    def _opened(self, module: str) -> Span:
+        """Releases in which a module may have more than its text shows; `*` stands for all modules of the package."""
+        return self._of(self.raw["open"], module) | self._of(self.raw["open"], "*")
+
+    def elsewhere(self, name: str, module: str, version: str) -> str | None:
+        """The module that a name moved to: one that has it in a release; the shortest public one."""
+        at = self.versions.index(version)
+        found = [
+            other
+            for other, groups in self.raw["names"].items()
+            if other != module and "._" not in other and at in self._of(groups, name)
+        ]
+        return min(found, key=lambda other: (other.count("."), other), default=None)
+
+    def parameter(self, function: str, name: str) -> Presence:
+        """A parameter of a function or method, by its qualified name, wherever the function lies."""
+        return self._parameter(function, name, "**")
+
+    def needed(self, function: str, name: str) -> Presence:
+        """When a parameter does not have to be given, of the releases that have the function."""
+        needed = self._parameter(function, f"{name}!")
+        return Presence(self, needed.among - needed.there, needed.among) if needed.there else needed
+
+    def _parameter(self, function: str, name: str, *also: str) -> Presence:
+        there: set[int] = set()
+        among: set[int] = set()
+        for groups in self.raw["functions"].get(function, {}).values():
+            own = self._of(groups, name)
+            there |= own
+            among |= self._of(groups, "()")
+            if own:
+                for each in also:
+                    there |= self._of(groups, each)
+        return Presence(self, frozenset(there), frozenset(among))
+
+    def parameters(self, function: str, version: Version, modules: str = ".*") -> set[str] | None:
+        """All parameters of a function that the package's root exports, or of a dataclass; None if they cannot be told.
+
+        `@module:name` stands for those of a class of another package. Only functions in these modules count.
+        """
+        before, exact = self.place(version)
+        around = {before} if exact else {before, min(before + 1, self.last)}
+        found: set[str] | None = None
+        for module, groups in self.raw["functions"].get(function, {}).items():
+            whole = self._of(groups, "()")
+            if not re.fullmatch(modules, module) or not around & whole:
+                continue
+            own = {each for at in around for each in self._at(groups, at)}
+            if not around <= whole or "**" in own:
+                return None
+            found = (found or set()) | {each for each in own if each[-1] != "!" and each != "()"}
+        return found
+
+    def ever(self, function: str) -> set[str]:
+        """All that a function took in any release."""
+        every = self.raw["functions"].get(function, {}).values()
+        return {
+            each.rstrip("!") for groups in every for names in groups.values() for each in names.split(" ")
+        }
+
+    def marked(self, function: str) -> set[str]:
+        """The `@module:name` that a function has among its parameters in any release."""
+        return {each for each in self.ever(function) if each[0] == "@"}
+
+    def _at(self, groups: Mapping[str, str], at: int) -> Iterator[str]:
+        for span, names in groups.items():
+            if at in self.span(span):
+                yield from names.split(" ")
+
+    def attribute(self, kind: str, name: str, depth: int = 0) -> Presence:
+        """An attribute of a class or of its instances, by the name of the class, its bases included."""
+        groups = self.raw["attributes"].get(kind, {})
+        there, among = set(self._of(groups, name)), set(self._of(groups, "()"))
+        for span, bases in self.raw["bases"].get(kind, {}).items():
+            for base in bases.split(" ") if depth < 8 else ():
+                more = self.attribute(base, name, depth + 1)
+                there |= more.there & self.span(span)
+                among |= self.span(span)
+        return Presence(self, frozenset(there), frozenset(among))
+
+    def key(self, name: str) -> Presence:
+        """A key of a registry: a type of model in transformers, an architecture in vLLM."""
+        return Presence(self, self._of(self.raw["keys"], name), self.every)
+
+    def words(self, version: Version | None = None) -> set[str]:
+        """What the package's own readers of configs know as keys: in a version, or in any."""
+        groups: Mapping[str, str] = self.raw["words"]
+        if version is None:
+            return {name for names in groups.values() for name in names.split(" ")}
+        return set(self._at(groups, max(0, self.place(version)[0])))
+
+    def dropped(self, target: str) -> str | None:
+        """The release from which on `module:name` of another package is not imported any more."""
+        span = self._of(self.raw["uses"], target)
+        return self.versions[max(span) + 1] if span else None
+
+    @property
+    def renames(self) -> Mapping[str, str]:
+        """Parameters that took the place of others, by the old name."""
+        return {**dict(self.raw["renames"]), **_RENAMES.get(self.package, {})}
+
+
+_RENAMES = {
+    "transformers": {"tokenizer": "processing_class", "no_cuda": "use_cpu", "warmup_ratio": "warmup_steps"},
+    "trl": {"tokenizer": "processing_class"},
+}
+"""What no sentence of the packages' code says in a way that can be read. A ratio is taken as warmup_steps below 1."""
+
+
+@cache
+def table(package: str) -> Table | None:
+    """The table of a package, None if there is none."""
+    path = FOLDER / f"{package}.json.xz"
+    if package not in ROOTS or not path.is_file():
+        return None
+    return Table(package, json.loads(lzma.decompress(path.read_bytes())))
+
+
+def tables(packages: Iterable[str]) -> Iterator[Table]:
+    """The tables of packages that have one."""
+    return (found for package in packages if (found := table(package)) is not None)

@@ -1,0 +1,129 @@
+"""What two shapes that do not fit say of each other: a shard, padding, a placeholder, packed values, another model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from math import prod
+from typing import NamedTuple
+
+from reshard.doctor.finding import Text
+from reshard.doctor.words import words
+
+Shape = tuple[int, ...]
+
+_SIZE = r"(?:torch\.Size\()?[\[(](?P<{0}>[\d, ]*)[\])]\)?"
+_PAIRS = tuple(
+    re.compile(pattern.replace("SAVED", _SIZE.format("saved")).replace("WANTED", _SIZE.format("wanted")))
+    for pattern in (
+        r"size mismatch for (?P<name>[\w.]+): copying a param with shape SAVED from checkpoint, "
+        r"the shape in current model is WANTED",
+        r"(?P<name>[\w.{}, ]+?)\s*\|\s*MISMATCH\s*\|.{0,80}?ckpt: SAVED vs model: ?WANTED",
+        r'Trying to set a tensor of shape SAVED in "(?P<name>\w+)" \(which has shape WANTED\)',
+        r"Size mismatch between saved SAVED and current: WANTED for (?P<name>[\w.]+)",
+        r"Global shape mismatch for loaded \(SAVED\) and expected \(WANTED\) tensor for key (?P<name>[\w.]+)",
+    )
+)
+_INVALID = re.compile(r"shape '\[(?P<wanted>[\d, -]+)\]' is invalid for input of size (?P<size>\d+)")
+_UNEQUAL = re.compile(r"size of tensor a \((?P<a>\d+)\) must match the size of tensor b \((?P<b>\d+)\)")
+
+_EMBEDDING = re.compile(r"embed|lm_head|output_layer|\bwte\b|tok_embeddings|^output\.|score")
+_EXPERTS = re.compile(r"expert|router|mlp\.gate\.weight|gate\.weight$|gate_inp")
+_ADAPTER = re.compile(r"lora_[AB]|lora_(?:up|down)|linear_(?:in|out)\.weight")
+_KEYS_VALUES = re.compile(r"\b[kv]_proj|\bw[kv]\b|key|value")
+MOST_PADDING = 0.1
+"""The share of rows that padding or added tokens are, at most."""
+
+
+class Pair(NamedTuple):
+    """A tensor by name, its shape in the file, and the one that the model has."""
+
+    name: str
+    saved: Shape
+    wanted: Shape
+
+
+def pairs(said: str) -> Iterator[Pair]:
+    """All pairs of shapes that a message names."""
+    for pattern in _PAIRS:
+        for match in pattern.finditer(said):
+            yield Pair(match["name"].strip(), _shape(match["saved"]), _shape(match["wanted"]))
+
+
+def computed(said: str) -> Text | None:
+    """What the shapes in a message show, with their numbers; None if there are none, or nothing follows."""
+    for pair in pairs(said):
+        if found := _class_of(pair):
+            kind, values = found
+            shown = {"name": pair.name, "saved": list(pair.saved), "wanted": list(pair.wanted)}
+            return words(f"shape-{kind}", **shown, **values)
+    return _of_elements(said)
+
+
+OF_ENTRY = {
+    "peft-size-mismatch-rank": {"rank"},
+    "peft-size-mismatch-vocab": {"rows"},
+    "hf-size-mismatch-vocab": {"rows"},
+    "zero3-size-0": {"placeholder"},
+}
+"""The classes that entries of the catalogue are about."""
+
+
+def contradict(identifier: str, said: str) -> bool:
+    """Whether the first pair of shapes in a message is of another class than the entry is about."""
+    classes = (found[0] for pair in pairs(said) if (found := _class_of(pair)))
+    first = next(classes, None)
+    return first is not None and first not in OF_ENTRY.get(identifier, {first})
+
+
+def _shape(text: str) -> Shape:
+    return tuple(int(part) for part in text.replace(" ", "").split(",") if part)
+
+
+def _class_of(pair: Pair) -> tuple[str, dict[str, object]] | None:
+    """The class of a pair, by what is most particular, and the numbers that show it."""
+    name, saved, wanted = pair
+    if saved == wanted:
+        return None
+    if not prod(saved) or saved == (0,):
+        return "placeholder", {}
+    packed = prod(wanted) / prod(saved)
+    if len(saved) == 2 and saved[1] == 1 and packed in (2, 8):
+        return "packed", {"ratio": int(packed)}
+    if len(saved) != len(wanted):
+        return ("flat", {"elements": prod(saved), "whole": prod(wanted)}) if len(saved) == 1 else None
+    differs = [at for at, (ours, theirs) in enumerate(zip(saved, wanted, strict=True)) if ours != theirs]
+    if len(differs) > 1:
+        return "other-model", {}
+    (at,) = differs
+    ours, theirs = saved[at], wanted[at]
+    numbers: dict[str, object] = {"saved_size": ours, "wanted_size": theirs, "dimension": at}
+    if _ADAPTER.search(name) and min(ours, theirs) <= 1024 and max(ours, theirs) <= 1024:
+        return "rank", numbers
+    if _EXPERTS.search(name) and at == 0 and not _ADAPTER.search(name):
+        return "experts", numbers
+    if at == 0 and _EMBEDDING.search(name) and abs(ours - theirs) <= MOST_PADDING * max(ours, theirs):
+        return "rows", {**numbers, "more": abs(ours - theirs)}
+    small, large = sorted((ours, theirs))
+    if large % small:
+        return "other-size", numbers
+    numbers["ratio"] = large // small
+    if _KEYS_VALUES.search(name) and ours > theirs:
+        return "heads", numbers
+    return ("shard" if ours < theirs else "model-shard"), numbers
+
+
+def _of_elements(said: str) -> Text | None:
+    """The same of messages that tell counts only."""
+    if match := _INVALID.search(said):
+        wanted, size = _shape(re.sub(r"-1\b", "", match["wanted"])), int(match["size"])
+        if wanted and size and all(wanted):
+            small, large = sorted((prod(wanted), size))
+            if large % small == 0 and large != small:
+                shown = {"wanted": match["wanted"], "size": size, "ratio": large // small}
+                return words("shape-fewer" if size < prod(wanted) else "shape-more", **shown)
+    if match := _UNEQUAL.search(said):
+        small, large = sorted((int(match["a"]), int(match["b"])))
+        if small > 1 and large % small == 0 and large != small:
+            return words("shape-multiple", a=match["a"], b=match["b"], ratio=large // small)
+    return None

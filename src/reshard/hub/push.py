@@ -1,0 +1,266 @@
+"""Upload the files of a conversion to a repository of the Hugging Face Hub, in one commit: all of them or none.
+
+What is in the way is found before anything is converted: no login, no right to write, files of others in the
+repository. Credentials are those of huggingface_hub (`hf auth login`, HF_TOKEN), and no message shows one.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import signature
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from reshard.errors import ReshardError, listed, said
+from reshard.formats import written
+from reshard.formats.contents import FILES, RECORD
+from reshard.formats.target import HUB, Options
+from reshard.hub.card import README, SIGNED, model_card
+from reshard.plain import json_of
+from reshard.transfer.plan import Plan
+from reshard.version import __version__
+
+NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}")
+KEPT = (README, ".gitattributes", ".gitignore", "LICENSE")
+"""What may lie in a repository beside an upload: it says nothing of the weights, or is somebody's own card."""
+
+OnUpload = Callable[[str, int], None]
+"""Hears the address of the repository and the bytes of its files, before they are uploaded."""
+
+
+@dataclass(frozen=True)
+class Push:
+    """Where to upload: `Org/Name`, or `Name` of the user who is logged in; made private if it is new."""
+
+    repository: str
+    private: bool = False
+    overwrite: bool = False
+
+    def begun(self, plan: Plan, digest: str) -> Upload:
+        """The upload of what a plan of this digest writes. Raises ReshardError for all that is in the way."""
+        return Upload(self, plan, digest)
+
+
+class Upload:
+    """A repository that may be written to. Raises ReshardError for all that is in the way."""
+
+    def __init__(self, push: Push, plan: Plan, digest: str) -> None:
+        """`digest` is that of the plan: what lies in the repository with the same one may be uploaded again."""
+        self._push, self._plan, self._digest = push, plan, digest
+        _refuse_others(push, plan)
+        self._api = _client()
+        with _understood(push.repository):
+            self.name = _writable(self._api, push)
+            self._state = self._look()
+
+    @property
+    def url(self) -> str:
+        """Where a browser shows it."""
+        return f"{self._api.endpoint}/{self.name}"
+
+    def create(self) -> None:
+        """Make the repository if there is none."""
+        if self._state is None:
+            with _understood(self.name):
+                self._api.create_repo(self.name, private=self._push.private or None, exist_ok=True)
+
+    def _look(self) -> Any:
+        """The repository as it is, None if there is none."""
+        from huggingface_hub.errors import RepositoryNotFoundError
+
+        try:
+            found = self._api.model_info(self.name)
+        except RepositoryNotFoundError:
+            return None
+        if "write" in signature(self._api.auth_check).parameters:
+            self._api.auth_check(self.name, write=True)
+        if self._push.private and not found.private:
+            raise ReshardError(
+                "the repository is public",
+                file=self.url,
+                rule="--private makes a new repository private, and changes none that is there",
+                remedy="make it private in its settings on the hub, or choose another name",
+            )
+        self._obsolete(found)
+        return found
+
+    def _obsolete(self, found: Any) -> list[str]:
+        """The files of an older upload that would be left over. Raises ReshardError if others are in the way."""
+        there = {file.rfilename for file in found.siblings}
+        ours = {file.path for file in self._plan.files}
+        record = self._record() if RECORD in there else {}
+        if not there - set(KEPT) or record.get("plan") == self._digest:
+            return []
+        if not self._push.overwrite:
+            raise ReshardError(
+                "the repository is not empty",
+                file=self.url,
+                rule="old shards or a stale index never remain beside new ones",
+                found=listed(sorted(there - set(KEPT)), 5),
+                remedy="choose another repository, or give --overwrite to replace what is there (its history keeps it)",
+            )
+        files = record.get(FILES)
+        old = {RECORD, *files} if isinstance(files, dict | list) else set()
+        if foreign := sorted(there - old - ours - set(KEPT)):
+            raise ReshardError(
+                "the repository contains files that --overwrite does not delete",
+                file=self.url,
+                rule="--overwrite deletes what reshard uploaded, and nothing else",
+                found=listed(foreign, 5),
+                remedy="delete these files on the hub, or choose another repository",
+            )
+        return sorted((old & there) - ours)
+
+    def _record(self) -> dict[str, Any]:
+        """What `reshard.json` in the repository says; nothing if it is none of ours."""
+        try:
+            found = json_of(self._content(RECORD))
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _content(self, name: str) -> bytes:
+        with TemporaryDirectory() as folder:
+            return Path(self._api.hf_hub_download(self.name, name, local_dir=folder)).read_bytes()
+
+    def send(self, folder: Path, options: Options, on_upload: OnUpload) -> None:
+        """Upload all files of the plan, which lie in `folder`, and the model card, unless somebody wrote another."""
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+        names = sorted(file.path for file in self._plan.files)
+        with _understood(self.name, folder):
+            found = self._api.model_info(self.name)
+            obsolete = self._obsolete(found)
+            operations: list[Any] = [CommitOperationDelete(name) for name in obsolete]
+            operations += [CommitOperationAdd(name, str(folder / name)) for name in names]
+            if README not in names and self._is_ours(found):
+                card = model_card(self._plan, options, self.name)
+                operations.append(CommitOperationAdd(README, card))
+            on_upload(self.url, self._plan.nbytes)
+            self._api.create_commit(
+                self.name,
+                operations,
+                commit_message=f"Convert from {self._plan.source} with reshard {__version__}",
+                parent_commit=found.sha,
+            )
+
+    def _is_ours(self, found: Any) -> bool:
+        """Whether the card of the repository is one of ours, or there is none."""
+        if README not in {file.rfilename for file in found.siblings}:
+            return True
+        return SIGNED.encode() in self._content(README)
+
+
+def _refuse_others(push: Push, plan: Plan) -> None:
+    """Raise ReshardError for what the hub has no place for."""
+    if not NAME.fullmatch(push.repository):
+        raise ReshardError(
+            "this is not the name of a repository",
+            expected="Org/Name: letters, digits, - _ and .",
+            found=push.repository,
+            remedy="correct --push-to-hub",
+        )
+    able = [name for name, target in written().items() if target.names == (HUB,)]
+    if plan.target not in able:
+        raise ReshardError(
+            "--push-to-hub is for checkpoints that transformers or PEFT load from the hub",
+            found=f"--to {plan.target}",
+            remedy=f"pass --to {' or --to '.join(able)}, or leave out --push-to-hub",
+        )
+
+
+def _client() -> Any:
+    try:
+        from huggingface_hub import HfApi
+    except ImportError:
+        raise ReshardError(
+            "the package huggingface_hub is not installed",
+            rule="--push-to-hub uploads with it",
+            remedy="pip install huggingface_hub",
+        ) from None
+    for handler in logging.getLogger("huggingface_hub").handlers:
+        handler.addFilter(_unsigned)  # its warnings quote addresses to which anybody could upload
+    return HfApi(library_name="reshard", library_version=__version__)
+
+
+def _unsigned(record: logging.LogRecord) -> bool:
+    """Take signatures out of a line of a log, which stays."""
+    record.msg, record.args = _without_secrets(record.getMessage()), ()
+    return True
+
+
+def _writable(api: Any, push: Push) -> str:
+    """The full name of the repository, after a look at who is logged in."""
+    user = api.whoami()
+    if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
+        raise ReshardError(
+            "the token may only read",
+            file=f"{api.endpoint}/{push.repository}",
+            rule="--push-to-hub needs a token that may write",
+            found=f"a read token of {user['name']}",
+            remedy="make a token with write access at https://huggingface.co/settings/tokens, then `hf auth login`",
+        )
+    return push.repository if "/" in push.repository else f"{user['name']}/{push.repository}"
+
+
+REMEDIES = {
+    401: ("the hub does not accept the token", "log in again: `hf auth login`, or correct HF_TOKEN"),
+    403: (
+        "the token may not write there",
+        "use a token with write access to it, or choose another repository",
+    ),
+    404: (
+        "there is no such repository, or the token may not see it",
+        "check the name, and the rights of the token",
+    ),
+    412: (
+        "somebody else changed the repository meanwhile",
+        "look at what they did, then run the same command again",
+    ),
+    429: ("the hub asks for a pause", "wait some minutes, then run the same command again"),
+}
+
+
+@contextmanager
+def _understood(repository: str, folder: Path | None = None) -> Iterator[None]:
+    """Say in plain words what the hub, its client or the network refused. What lies in `folder` is complete."""
+    try:
+        yield
+    except (ReshardError, MemoryError):
+        raise
+    except Exception as error:
+        message, remedy = _words(error)
+        kept = f"; {folder} is complete, and only the upload is repeated" if folder else ""
+        raise ReshardError(message, file=repository, found=_told(error), remedy=remedy + kept) from error
+
+
+def _words(error: BaseException) -> tuple[str, str]:
+    """What happened, and what to do about it. The cause of an error may tell more than the error."""
+    from huggingface_hub.errors import LocalTokenNotFoundError, OfflineModeIsEnabled
+
+    chain = [error, *filter(None, (error.__cause__, error.__context__))]
+    if any(isinstance(each, LocalTokenNotFoundError) for each in chain):
+        return "nobody is logged in to the Hugging Face Hub", "log in with `hf auth login`, or set HF_TOKEN"
+    if any(isinstance(each, OfflineModeIsEnabled) for each in chain):
+        return "the Hugging Face Hub is switched off", "unset HF_HUB_OFFLINE, then run the same command again"
+    for each in chain:
+        status = getattr(getattr(each, "response", None), "status_code", None)
+        if status in REMEDIES:
+            return REMEDIES[status]
+    return "the Hugging Face Hub could not be used", "check the network, then run the same command again"
+
+
+def _told(error: Exception) -> str:
+    """The words of an error and of what caused it, in a line."""
+    cause = f", because of {_told(error.__cause__)}" if isinstance(error.__cause__, Exception) else ""
+    return _without_secrets(" ".join(said(error).split()) + cause)
+
+
+def _without_secrets(text: str) -> str:
+    """A text with no addresses that are signed."""
+    return re.sub(r"(https?://[^\s?]+)\?\S+", r"\1?…", text)

@@ -1,0 +1,140 @@
+"""What a worker on another machine does: it plans the same conversion itself, and writes a part of it."""
+
+from __future__ import annotations
+
+import socket
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+
+from reshard.errors import ReshardError, said
+from reshard.formats.contents import RECORD
+from reshard.planning import Options, plan_conversion
+from reshard.transfer import claims
+from reshard.transfer.journal import Identity
+from reshard.transfer.memory import Meter, shared
+from reshard.transfer.parts import Outcome, execute_part
+from reshard.transfer.plan import Plan
+from reshard.transfer.spread import Order
+from reshard.version import __version__
+
+
+def identity_of(plan: Plan, options: Options, *, checksum: bool, inodes: bool = True) -> Identity:
+    """All that decides the bytes of the output: the program, what was read for the plan, the options and the files.
+
+    Not all file systems give a file the same inode on each machine.
+    """
+    wanted = replace(options, base=options.base and options.base.resolve())
+    told = sha256(f"{wanted!r} {checksum} {[path.resolve() for path in plan.sources.named]!r}".encode())
+    for file in (each for each in plan.files if each.path != RECORD):
+        told.update(f"\n{file.path!r} {file.size}".encode())
+    return Identity(_program(), plan.sources.digest(inodes=inodes), told.hexdigest())
+
+
+def _program() -> str:
+    """A digest of the code that decides what is written: its version says too little of a checkout."""
+    package, digest = Path(__file__).parent, sha256(f"{__version__} {np.__version__}".encode())
+    for part in ("algebra", "families", "transfer", "formats", "model", "adapters", "planning"):
+        for path in sorted((package / part).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def absolute(source: Path, options: Options) -> tuple[Path, Options]:
+    """The same paths for whoever works in another folder."""
+    beside = {name: path.absolute() for name, path in options.beside.items()}
+    return source.absolute(), replace(options, base=options.base and options.base.absolute(), beside=beside)
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Does parts of one conversion, in any process that sees the same files. `workers` are the threads of each part."""
+
+    source: Path
+    options: Options
+    identity: Identity
+    checksum: bool
+    memory: int
+    workers: int | None
+
+    def __call__(self, order: Order) -> Outcome:
+        """Do a part. Whatever goes wrong is part of the outcome: each executor would wrap an exception otherwise."""
+        try:
+            with claims.held(order.claim, order.token) as is_stopped:
+                return self._done(order, is_stopped)
+        except claims.UnseenError:
+            return Outcome(error=_unseen(order.folder))
+        except Exception as error:
+            known = isinstance(error, (ReshardError, OSError, MemoryError))
+            text = "".join(traceback.format_exception(error))
+            return Outcome(error=error if known else RuntimeError(f"{said(error)}\n{text}"))
+
+    def _done(self, order: Order, is_stopped: Callable[[], bool]) -> Outcome:
+        plan, memory = self._plan()
+        try:
+            return execute_part(
+                plan,
+                order.folder,
+                order.part,
+                is_stopped,
+                share=shared(self.workers, memory, plan.need),
+                checksum=self.checksum,
+            )
+        except (ReshardError, OSError) as error:
+            if problems := plan.sources.changed():
+                raise ReshardError(problems) from error
+            raise
+
+    def _plan(self) -> tuple[Plan, int]:
+        """The plan of whoever asks, made once in a process, and the bytes of memory that are left for a part of it.
+
+        Raises ReshardError if this process would make another plan.
+        """
+        key = f"{self.source} {self.identity} {self.memory}"
+        with _planning:
+            if key not in _plans:
+                _plans.clear()
+                meter = Meter(self.memory)
+                plan = self._planned()
+                _plans[key] = plan, meter.left(plan.need)
+            return _plans[key]
+
+    def _planned(self) -> Plan:
+        try:
+            plan = plan_conversion(self.source, self.options)
+        except ReshardError as error:
+            raise _otherwise(self.source, str(error).replace("\n  ", ", ")) from error.__cause__
+        found = identity_of(plan, self.options, checksum=self.checksum, inodes=False)
+        if found != self.identity:
+            raise _otherwise(self.source, found.differs(self.identity))
+        return plan
+
+
+_plans: dict[str, tuple[Plan, int]] = {}
+_planning = Lock()
+
+
+def _otherwise(source: Path, found: str) -> ReshardError:
+    return ReshardError(
+        "a worker does not see the same source, or is another program",
+        file=str(source),
+        rule="each worker plans the conversion itself, and comes to the same plan",
+        found=f"on {socket.gethostname()}: {found}",
+        remedy="keep the source on a file system that all nodes share, under one path, and install the same versions "
+        "of reshard and numpy on them",
+    )
+
+
+def _unseen(folder: Path) -> ReshardError:
+    return ReshardError(
+        "a worker does not see the folder that the output is written to",
+        file=str(folder.parent),
+        rule="workers write to one folder, beside the destination",
+        found=f"it is not there on {socket.gethostname()}",
+        remedy="choose a destination on a file system that all nodes share",
+    )

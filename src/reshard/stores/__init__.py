@@ -1,0 +1,31 @@
+"""Where checkpoints lie: on disks, in object stores, behind web servers and on the hub.
+
+`source_path` turns what somebody typed into a path, and `as_path` what was kept as a string. A local one is a
+`pathlib.Path`; a URL is a `StorePath`, which answers the same questions from one listing of the store. `open_file`
+opens either for positioned reads. Nothing above this package has to know which one it has.
+"""
+
+from __future__ import annotations
+
+from reshard.stores.files import File, Stamp, open_file
+from reshard.stores.path import StorePath, as_path, is_remote, realpath, source_path, typed_path
+from reshard.stores.remote import CONNECTIONS, HEADS, REQUEST, fetch_ahead, fetch_heads
+from reshard.stores.store import refresh
+
+__all__ = [
+    "CONNECTIONS",
+    "HEADS",
+    "REQUEST",
+    "File",
+    "Stamp",
+    "StorePath",
+    "as_path",
+    "fetch_ahead",
+    "fetch_heads",
+    "is_remote",
+    "open_file",
+    "realpath",
+    "refresh",
+    "source_path",
+    "typed_path",
+]

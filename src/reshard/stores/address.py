@@ -1,0 +1,101 @@
+"""What people type to name something in a store, and what of it may be shown.
+
+A URL can carry a password or a signature that lets whoever reads it into the store. They go to the package that opens
+it and nowhere else: paths, messages and records have the URL without them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import NamedTuple
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from reshard.errors import ReshardError
+
+PROTOCOLS = {
+    "s3": "s3",
+    "s3a": "s3",
+    "gs": "gs",
+    "gcs": "gs",
+    "oss": "oss",
+    "az": "az",
+    "abfs": "az",
+    "abfss": "az",
+    "hf": "hf",
+    "http": "http",
+    "https": "http",
+}
+"""The kind of store behind each scheme."""
+
+_URL = re.compile(rf"({'|'.join(PROTOCOLS)})://")
+
+
+def is_url(text: str) -> bool:
+    """Whether a text begins as the URL of a store does."""
+    return _URL.match(text) is not None
+
+
+class Address(NamedTuple):
+    """A URL taken apart: what may be shown of it, and the rest."""
+
+    scheme: str
+    shown: str
+    userinfo: str = ""
+    query: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The kind of store, as in `PROTOCOLS`."""
+        return PROTOCOLS[self.scheme]
+
+
+def parsed(url: str) -> Address:
+    """The parts of a URL of a store.
+
+    Only web servers have queries, and users before the host: elsewhere `?`, `#` and `@` may stand in names.
+    Raises ReshardError if the URL names nothing.
+    """
+    scheme, _, rest = url.partition("://")
+    query, userinfo = "", ""
+    try:
+        split = urlsplit(url if PROTOCOLS[scheme] == "http" else "")
+    except ValueError as error:
+        raise _nothing(scheme, str(error)) from None
+    if model := _of_the_hub(split):
+        scheme, rest = "hf", model
+    if PROTOCOLS[scheme] == "http":
+        userinfo, _, host = split.netloc.rpartition("@")
+        query = split.query
+        rest = host + unquote(split.path)
+    parts = [part for part in rest.split("/") if part not in ("", ".")]
+    if not parts or "\0" in rest:
+        raise _nothing(scheme, "nothing behind the scheme" if not parts else "a null character")
+    return Address(scheme, f"{scheme}://{'/'.join(parts)}", userinfo, query)
+
+
+def _of_the_hub(split: SplitResult) -> str | None:
+    """`Org/Model`, or `Org/Model@revision`, if a URL is that of a model's page."""
+    hosts = {"huggingface.co", "hf.co", urlsplit(os.environ.get("HF_ENDPOINT", "")).netloc}
+    if not split.netloc or split.netloc not in hosts:
+        return None
+    page = re.fullmatch(r"/([^/]+/[^/]+?)(?:/tree/([^/]+))?/?", split.path)
+    if page is None:
+        return None
+    return page[1] + (f"@{page[2]}" if page[2] else "")
+
+
+def _nothing(scheme: str, found: str) -> ReshardError:
+    """The error for a URL that cannot be used; it does not quote it, as it may have a password in it."""
+    return ReshardError(
+        f"a URL of {scheme}:// names nothing",
+        expected=f"{scheme}://{'HOST' if PROTOCOLS[scheme] == 'http' else 'BUCKET'}/FOLDER",
+        found=found,
+        remedy="correct the URL",
+    )
+
+
+def without_secrets(text: str) -> str:
+    """A text, which may quote URLs, without what lets somebody into a store."""
+    text = re.sub(r"([a-z][a-z0-9+.-]*://)[^\s/@'\"]+@", r"\1", text)
+    return re.sub(r"([a-z][a-z0-9+.-]*://[^\s?'\"]+)\?[^\s'\"<>)]*", r"\1", text)

@@ -1,0 +1,218 @@
+"""Objects below a URL of a store that can be written to: listed, put, read and removed, one call for each."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from reshard.errors import ReshardError, said
+from reshard.stores import store
+from reshard.stores.address import PROTOCOLS, without_secrets
+from reshard.stores.errors import DENIED, SIGN_IN, missing, retried, status_of
+from reshard.stores.kinds import ObjectStore, entry_of
+from reshard.stores.path import StorePath
+from reshard.stores.store import Entry
+
+WRITABLE = ("s3", "gs", "oss", "az")
+"""The kinds of stores that take objects."""
+
+SMALLEST, LARGEST, PARTS = 5 << 20, 64 << 20, 9_000
+"""Bytes of a part that is not the last of its file, and parts of a file: S3 allows 10,000 of at least 5 MiB."""
+
+PAGE = 1000
+"""Objects that are removed in one request."""
+
+
+class StoppedError(Exception):
+    """The run ends before an upload does."""
+
+
+class Bucket:
+    """All objects whose URL begins with `url` and a slash, by the rest of their names.
+
+    Nothing is remembered: each call asks the store. Raises ReshardError for what it refuses, with an OSError as the
+    cause if the same call may succeed another time.
+    """
+
+    def __init__(self, path: StorePath) -> None:
+        self.url = str(path).rstrip("/")
+        there = store.at(self.url) if PROTOCOLS[self.url.partition("://")[0]] in WRITABLE else None
+        if not isinstance(there, ObjectStore):
+            raise read_only(self.url)
+        self._store = there
+
+    def listing(self) -> dict[str, Entry]:
+        """What is there."""
+        with asked(self.url, "list"):
+            found = self._store._find(self.url, deep=True)
+        below = len(self.url) + 1
+        return {url[below:]: entry for url, entry in found.items() if url.startswith(self.url + "/")}
+
+    def look(self, name: str) -> Entry | None:
+        """One of them, or None."""
+        with asked(self.url, "read"), suppress(FileNotFoundError):
+            return entry_of(retried(lambda: self._fs.info(self._key(name))))
+        return None
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a small object; None if there is none."""
+        with asked(self.url, "read"), suppress(FileNotFoundError):
+            return bytes(retried(lambda: self._fs.cat_file(self._key(name))))
+        return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Put a small object, whatever was there."""
+        with asked(self.url, "write"):
+            retried(lambda: self._fs.pipe_file(self._key(name), content))
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Put a small object where none is; False if there is one. Stores that cannot tell in one step overwrite it."""
+        able = signature(getattr(self._fs, "_pipe_file", self._fs.pipe_file)).parameters
+        if "mode" not in able and self.look(name):
+            return False
+        how = {"mode": "create"} if "mode" in able else {}
+        with asked(self.url, "write"), suppress(FileExistsError):
+            self._fs.pipe_file(self._key(name), content, **how)
+            return True
+        return False
+
+    def put(
+        self,
+        name: str,
+        file: Path,
+        memory: int,
+        on_bytes: Callable[[int], None],
+        is_stopped: Callable[[], bool],
+    ) -> None:
+        """Upload a file, in parts one after another if it is large, holding `memory` bytes. Raises StoppedError."""
+        able = signature(getattr(self._fs, "_put_file", self._fs.put_file)).parameters
+        wanted = {"max_concurrency": 1, "chunksize": part_size(file.stat().st_size, memory)}
+        how = {key: value for key, value in wanted.items() if key in able}
+        passed = _passed(on_bytes, is_stopped)
+
+        def once() -> None:
+            passed.rewind()
+            self._fs.put_file(str(file), self._key(name), callback=passed, **how)
+
+        with asked(f"{self.url}/{name}", "write"):
+            retried(once)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove objects that are there."""
+        keys = [self._key(name) for name in names]
+        for begin in range(0, len(keys), PAGE):
+            with asked(self.url, "remove"):
+                self._fs.rm(keys[begin : begin + PAGE])
+
+    def forget(self) -> None:
+        """Let paths below the URL be looked up anew: they answer from a listing."""
+        self._store.refresh()
+
+    def forget_parts(self, names: Collection[str]) -> None:
+        """Remove the parts of uploads of these objects that never came to their end, which S3 keeps, and bills."""
+        call = getattr(self._fs, "call_s3", None)
+        if call is None:
+            return
+        bucket, prefix, _ = self._fs.split_path(self._key(""))
+        with suppress(ReshardError), asked(self.url, "list"):  # not everybody may
+            for each in call("list_multipart_uploads", Bucket=bucket, Prefix=prefix).get("Uploads") or ():
+                if each["Key"].removeprefix(f"{prefix.rstrip('/')}/") in names:
+                    call("abort_multipart_upload", Bucket=bucket, Key=each["Key"], UploadId=each["UploadId"])
+
+    @property
+    def _fs(self) -> Any:
+        return self._store.fs
+
+    def _key(self, name: str) -> str:
+        return self._store._key(f"{self.url}/{name}")
+
+
+def part_size(nbytes: int, memory: int) -> int:
+    """Bytes of one part of a file of `nbytes`, where two parts may be in memory: what S3 and Google's storage allow."""
+    fitting = min(LARGEST, memory // 2) >> 20 << 20
+    needed = -(-nbytes // PARTS >> 20) << 20
+    return max(SMALLEST, fitting, needed)
+
+
+def _passed(on_bytes: Callable[[int], None], is_stopped: Callable[[], bool]) -> Any:
+    """What fsspec tells how much it has sent; it ends an upload when the run is stopped."""
+    from fsspec.callbacks import Callback
+
+    class Passed(Callback):  # type: ignore[misc]
+        sent = 0
+
+        def relative_update(self, inc: int = 1) -> None:
+            if is_stopped():
+                raise StoppedError
+            self.sent += inc
+            on_bytes(inc)
+
+        def rewind(self) -> None:
+            """What was sent is lost."""
+            if self.sent:
+                on_bytes(-self.sent)
+            self.sent = 0
+
+    return Passed()
+
+
+@contextmanager
+def asked(url: str, what: str) -> Iterator[None]:
+    """Raise ReshardError for what a store, its package or the network refuses."""
+    kind = PROTOCOLS[url.partition("://")[0]]
+    try:
+        yield
+    except (FileExistsError, MemoryError, StoppedError):
+        raise
+    except FileNotFoundError as error:
+        if what != "write":
+            raise
+        raise ReshardError(
+            "there is no such bucket",
+            file=url,
+            found=without_secrets(str(error)),
+            remedy="create the bucket, or correct its name",
+        ) from None
+    except ImportError as error:
+        raise missing(url, kind, error) from error
+    except ReshardError as error:
+        raise error from error.__cause__ if isinstance(error.__cause__, OSError) else _passing()
+    except Exception as error:
+        found = without_secrets(said(error))
+        is_denied = (
+            isinstance(error, PermissionError)
+            or status_of(error) in DENIED
+            or "Credential" in str(type(error))
+        )
+        if is_denied:
+            raise ReshardError(
+                f"the store does not let this user {what} here", file=url, found=found, remedy=SIGN_IN[kind]
+            ) from None
+        raise ReshardError(
+            "the store did not answer as it should",
+            file=url,
+            found=found,
+            remedy="check the address and the network, then run the same command again",
+        ) from _passing()
+
+
+def _passing() -> OSError:
+    return OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def read_only(url: str) -> ReshardError:
+    """The error for a URL at which nothing can be written."""
+    is_hub = url.startswith("hf://")
+    return ReshardError(
+        "nothing can be written to this kind of address",
+        file=url,
+        expected="a folder on a disk, or s3://, gs://, oss:// or az://",
+        remedy="name a folder as the destination, and upload it with --push-to-hub Org/Name"
+        if is_hub
+        else "name a folder or a bucket, and copy it from there",
+    )

@@ -1,0 +1,151 @@
+"""What the packages of stores raise, in the words of reshard."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from reshard.errors import ReshardError
+from reshard.stores.address import PROTOCOLS, without_secrets
+
+PACKAGES = {
+    "s3": "s3fs",
+    "gs": "gcsfs",
+    "oss": "ossfs",
+    "az": "adlfs",
+    "hf": "huggingface_hub",
+    "http": "aiohttp",
+}
+"""The package that opens each kind of store."""
+
+SIGN_IN = {
+    "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for a public bucket FSSPEC_S3_ANON=true; "
+    "`aws s3 ls URL` tells whether they work",
+    "gs": "run `gcloud auth application-default login`; for a public bucket set FSSPEC_GS_TOKEN=anon",
+    "oss": "set OSS_ACCESS_KEY_ID, OSS_ACCESS_KEY_SECRET and OSS_ENDPOINT",
+    "az": "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or sign in with `az login`",
+    "hf": "run `hf auth login`, and accept the terms of the model on its page if it has any",
+    "http": "check that the URL works in a browser, and has not expired",
+}
+"""Where each package finds its credentials."""
+
+TRIES = 5
+WAIT = 0.5
+"""Seconds before the second try, twice as many before each that follows, and as much again by chance."""
+
+DENIED = {401, 403}
+PASSING = {408, 425, 429, 500, 502, 503, 504}
+"""Answers of HTTP that another try may not get."""
+
+_NETWORK = {
+    "aiohttp",
+    "aiobotocore",
+    "azure",
+    "botocore",
+    "gcsfs",
+    "httpcore",
+    "httpx",
+    "oss2",
+    "requests",
+    "urllib3",
+}
+
+
+def status_of(error: BaseException) -> int | None:
+    """The status of HTTP that an error carries, or the error of a package that it was made of."""
+    seen: BaseException | None = error
+    while seen is not None:
+        response = getattr(seen, "response", None)
+        if isinstance(response, dict):
+            found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        else:
+            found = getattr(response, "status_code", None)
+        for value in (found, *(getattr(seen, name, None) for name in ("status", "status_code", "code"))):
+            if isinstance(value, int) and 100 <= value < 600:
+                return value
+        if _package(seen) in _NETWORK:
+            break  # what it was caused by are parts of an answer
+        seen = seen.__cause__
+    return None
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether the same request may succeed if it is tried again."""
+    if isinstance(error, PermissionError | FileNotFoundError | ImportError | ReshardError):
+        return False
+    if "Credential" in type(error).__name__ or type(error).__name__ == "EndpointConnectionError":
+        return False  # botocore has tried again by itself
+    if (status := status_of(error)) is not None:
+        return status in PASSING
+    return isinstance(error, OSError | TimeoutError | EOFError) or _package(error) in _NETWORK
+
+
+T = TypeVar("T")
+
+
+def retried(ask: Callable[[], T]) -> T:
+    """What `ask` returns, asked again after a pause where an error may pass. Raises the last error."""
+    pauses = [WAIT * 2**attempt for attempt in range(TRIES - 1)]
+    while True:
+        try:
+            return ask()
+        except Exception as error:
+            if not pauses or not may_pass(error):
+                raise
+        time.sleep(pauses.pop(0) * (1 + random.random()))
+
+
+def _package(error: BaseException) -> str:
+    return type(error).__module__.partition(".")[0]
+
+
+@contextmanager
+def translated(url: str) -> Iterator[None]:
+    """Raise FileNotFoundError for what is not there, and ReshardError where a store does not answer otherwise."""
+    kind = PROTOCOLS[url.partition("://")[0]]
+    try:
+        yield
+    except (ReshardError, FileNotFoundError):
+        raise
+    except ImportError as error:
+        raise missing(url, kind, error) from error
+    except Exception as error:
+        status = status_of(error)
+        if status == 404:
+            raise FileNotFoundError(2, "No such file or directory", url) from error
+        found = words_of(error)
+        if isinstance(error, PermissionError) or status in DENIED or "Credential" in type(error).__name__:
+            raise ReshardError(
+                "the store does not let this user read here", file=url, found=found, remedy=SIGN_IN[kind]
+            ) from error
+        if not (isinstance(error, OSError) or status or _package(error) in _NETWORK):
+            raise
+        raise ReshardError(
+            "the store does not answer as it should",
+            file=url,
+            found=found,
+            remedy="check the address and the network, then run the same command again",
+        ) from error
+
+
+LONGEST = 300
+"""Characters that are quoted of an error: some have the whole answer in them."""
+
+
+def words_of(error: Exception) -> str:
+    """The kind of an error and its words, without secrets."""
+    return without_secrets(f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST])
+
+
+def missing(url: str, kind: str, error: ImportError) -> ReshardError:
+    """The error for a package that is not installed."""
+    return ReshardError(
+        f"the package that opens {url.partition('://')[0]}:// is not installed",
+        file=url,
+        expected=PACKAGES[kind],
+        found=str(error),
+        remedy=f"pip install 'reshard[{'hub' if kind == 'hf' else kind}]'",
+    )

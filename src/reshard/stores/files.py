@@ -1,0 +1,155 @@
+"""Files open for positioned reads, wherever they lie, and what tells one state of a file from another."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Protocol
+
+from reshard.errors import ReshardError
+from reshard.stores.path import StorePath, as_path
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+class Stamp(NamedTuple):
+    """What tells one state of a file from another, as far as the system keeps it.
+
+    `modified` is in nanoseconds, 0 if it is not known. `identity` is the inode of a local file; in a store it is the
+    version, ETag or commit.
+    """
+
+    size: int
+    modified: int
+    identity: int | str
+
+    def as_dict(self) -> dict[str, int | str]:
+        """What a record says of a file that was read."""
+        modified = datetime.fromtimestamp(self.modified / 1e9, timezone.utc).isoformat()
+        known: dict[str, int | str] = {"modified": modified} if self.modified else {}
+        version = {"version": self.identity} if isinstance(self.identity, str) and self.identity else {}
+        return {"bytes": self.size, **known, **version}
+
+    def __str__(self) -> str:
+        modified = datetime.fromtimestamp(self.modified / 1e9).isoformat(" ", "milliseconds")
+        known = f", modified {modified}" if self.modified else ""
+        name = "inode" if isinstance(self.identity, int) else "version"
+        return f"{self.size:,} bytes{known}" + (f", {name} {self.identity}" if self.identity else "")
+
+
+class File(Protocol):
+    """A file open for reading at any place, from several threads."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+
+    def stamp(self) -> Stamp:
+        """The state of the file."""
+
+    def read(self, at: int, count: int) -> bytes:
+        """Bytes `at` to `at + count`, or fewer where the file ends before. Raises OSError."""
+
+    def fill(self, parts: Iterable[tuple[int, memoryview]]) -> int | None:
+        """Fill memory from the offset beside it. Where the file ends too soon, return the end that was looked for.
+
+        Raises OSError.
+        """
+
+    def close(self) -> None:
+        """Close the file."""
+
+    def __enter__(self) -> File: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class LocalFile:
+    """A file of a file system.
+
+    It is read and not mapped: a page of a mapping that cannot be read kills the process.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Open a regular file. Anything else is not even opened, and never waited for: raises ReshardError."""
+        kind = stat.S_IFMT(Path(path).stat().st_mode)
+        if kind != stat.S_IFREG:
+            raise ReshardError(
+                "not a regular file",
+                file=str(path),
+                expected="a file with content of its own, or a link to one",
+                found=_KINDS.get(kind, "something else"),
+                remedy="copy the checkpoint again, and check what put this in its place",
+            )
+        self._path = str(path)
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+
+    @property
+    def size(self) -> int:
+        return self.stamp().size
+
+    def stamp(self) -> Stamp:
+        """The stamp of the open file: opening it is what makes a file server look."""
+        try:
+            status = os.fstat(self._descriptor)
+        except OSError as error:
+            raise self._named(error) from None
+        return Stamp(status.st_size, status.st_mtime_ns, status.st_ino)
+
+    def read(self, at: int, count: int) -> bytes:
+        try:
+            content = os.pread(self._descriptor, count, at)
+            while len(content) < count and (
+                more := os.pread(self._descriptor, count - len(content), at + len(content))
+            ):
+                content += more
+        except OSError as error:
+            raise self._named(error) from None
+        return content
+
+    def fill(self, parts: Iterable[tuple[int, memoryview]]) -> int | None:
+        descriptor = self._descriptor
+        try:
+            for offset, out in parts:
+                count = os.preadv(descriptor, (out,), offset)
+                while count < len(out):
+                    more = os.preadv(descriptor, (out[count:],), offset + count)
+                    if not more:
+                        return offset + len(out)
+                    count += more
+        except OSError as error:
+            raise self._named(error) from None
+        return None
+
+    def _named(self, error: OSError) -> OSError:
+        """The same error with the name of the file: the system tells none where it is handed a descriptor."""
+        return OSError(error.errno, error.strerror, self._path)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def __enter__(self) -> LocalFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_file(path: str | Path) -> File:
+    """Open a file of a disk or a store. Raises OSError, and ReshardError for what is not a regular file."""
+    place = as_path(path)
+    return place.opened() if isinstance(place, StorePath) else LocalFile(place)

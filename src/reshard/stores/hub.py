@@ -1,0 +1,152 @@
+"""Repositories of the Hugging Face Hub, at one commit, from the local cache where it has the file."""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from reshard.errors import ReshardError
+from reshard.stores.errors import retried, translated
+from reshard.stores.store import Entry, Store
+
+ID = re.compile(r"[\w.-]+/[\w.-]+")
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
+TIMEOUT = 60
+"""Seconds without a byte after which a request has failed."""
+
+
+class HubStore(Store):
+    """A repository. A branch or a tag is looked up once, so that all bytes are of one commit."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.name, _, self.revision = url.removeprefix("hf://").partition("@")
+        self.revision = unquote(self.revision)  # refs/pr/1 is typed as refs%2Fpr%2F1
+
+    def refresh(self) -> None:
+        """A commit does not change."""
+
+    @cached_property
+    def commit(self) -> str:
+        """The commit that the revision names. Raises ReshardError if there is none."""
+        with translated(self.url):
+            from huggingface_hub import HfApi, constants
+            from huggingface_hub.errors import (
+                GatedRepoError,
+                OfflineModeIsEnabled,
+                RepositoryNotFoundError,
+                RevisionNotFoundError,
+            )
+
+            if constants.HF_HUB_OFFLINE:
+                if folder := cached(self.name, self.revision):
+                    return folder.name
+                raise self._offline()
+            try:
+                info = retried(lambda: HfApi().repo_info(self.name, revision=self.revision or None))
+            except OfflineModeIsEnabled:
+                raise self._offline() from None
+            except GatedRepoError:
+                raise
+            except RevisionNotFoundError as error:
+                raise self._unknown(f"revision {self.revision}", "check the revision") from error
+            except RepositoryNotFoundError as error:
+                remedy = "check the name or path; if the model is private, run `hf auth login`"
+                raise self._unknown(f"model {self.name}", remedy) from error
+            return str(info.sha)
+
+    def _unknown(self, what: str, remedy: str) -> ReshardError:
+        return ReshardError(f"the hub has no {what}", file=self.url, remedy=remedy)
+
+    def _offline(self) -> ReshardError:
+        revision = f" --revision {self.revision}" if self.revision else ""
+        return ReshardError(
+            "the model is not in the local cache, and the hub may not be asked (HF_HUB_OFFLINE is set)",
+            file=self.url,
+            remedy=f"hf download {self.name}{revision} on a machine with a network, or unset HF_HUB_OFFLINE",
+        )
+
+    @cached_property
+    def _files(self) -> dict[str, Entry]:
+        """All files of the commit, by their path in it."""
+        from huggingface_hub import HfApi, constants
+
+        if constants.HF_HUB_OFFLINE and (folder := cached(self.name, self.commit)):
+            blobs = {path: path.resolve() for path in folder.rglob("*") if path.is_file()}
+            return {
+                path.relative_to(folder).as_posix(): Entry(blob.stat().st_size, 0, blob.name)
+                for path, blob in blobs.items()
+            }
+        with translated(self.url):
+            tree = retried(
+                lambda: list(HfApi().list_repo_tree(self.name, recursive=True, revision=self.commit))
+            )
+        return {
+            each.path: Entry(each.size, 0, each.lfs.sha256 if each.lfs else each.blob_id)
+            for each in tree
+            if hasattr(each, "blob_id")
+        }
+
+    def _in(self, url: str) -> str:
+        return url[len(self.url) + 1 :]
+
+    def _find(self, root: str, *, deep: bool) -> dict[str, Entry]:
+        found = {f"{self.url}/{path}": entry for path, entry in self._files.items()}
+        return {url: entry for url, entry in found.items() if url == root or url.startswith(root + "/")}
+
+    def _look(self, url: str) -> Entry | None:
+        return self._files.get(self._in(url))
+
+    def fetch(self, url: str, begin: int, end: int) -> bytes:
+        from huggingface_hub import hf_hub_url, try_to_load_from_cache
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
+
+        path = self._in(url)
+        local = try_to_load_from_cache(self.name, path, revision=self.commit)
+        if isinstance(local, str):
+            descriptor = os.open(local, os.O_RDONLY)
+            try:
+                return os.pread(descriptor, end - begin, begin)
+            finally:
+                os.close(descriptor)
+        response: Any = http_backoff(
+            "GET",
+            hf_hub_url(self.name, path, revision=self.commit),
+            max_retries=0,
+            headers={
+                "Range": f"bytes={begin}-{end - 1}",
+                "Accept-Encoding": "identity",
+                **build_hf_headers(),
+            },
+            timeout=TIMEOUT,
+        )
+        hf_raise_for_status(response)
+        content: bytes = response.content
+        return content
+
+
+def cached(name: str, revision: str = "") -> Path | None:
+    """The folder of the local cache with a repository at a revision, if its weights are there."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name, revision=revision or None, local_files_only=True))
+    except (LocalEntryNotFoundError, ValueError):
+        return None
+    return folder if any(path.suffix in WEIGHTS for path in folder.rglob("*")) else None
+
+
+def may_have(typed: str) -> bool:
+    """Whether what was typed, which is no local path, should be looked for on the hub, or in its local cache."""
+    if not ID.fullmatch(typed) or Path(typed).parent.exists() or Path(typed).is_symlink():
+        return False
+    try:
+        from huggingface_hub import constants
+    except ImportError:
+        return False
+    return not constants.HF_HUB_OFFLINE or cached(typed) is not None

@@ -1,0 +1,199 @@
+"""Paths of stores, which answer as `pathlib.Path` does.
+
+A `StorePath` is a `Path` whose text is a URL, so that readers, which ask what is where, need not know the difference.
+All that a path asks of the system is asked of the store instead. A path is nothing but its text, and the store is found
+by it: so paths can be joined, compared, pickled and kept as strings like any other.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+from collections.abc import Generator, Iterable, Iterator
+from errno import EINVAL, EISDIR, ENOENT, ENOTDIR
+from fnmatch import fnmatchcase
+from os import PathLike
+from pathlib import Path, PosixPath
+from typing import IO, TYPE_CHECKING, Any
+
+from reshard.stores import address, store
+
+if TYPE_CHECKING:
+    from reshard.stores.remote import RemoteFile
+
+
+class StorePath(PosixPath):
+    """The URL of something in a store, without credentials, as a path that can be read."""
+
+    def __str__(self) -> str:
+        scheme, *rest = self.parts or ("",)
+        return f"{scheme}//{'/'.join(rest)}" if scheme.endswith(":") else "/".join([scheme, *rest])
+
+    def opened(self) -> RemoteFile:
+        """The file, open for reading. Raises OSError if there is none."""
+        from reshard.stores.remote import RemoteFile
+
+        return RemoteFile(str(self), self._status())
+
+    def _entry(self) -> store.Entry | None:
+        return store.at(str(self)).entry(str(self))
+
+    def _status(self) -> store.Entry:
+        found = self._entry()
+        if found is None or found.is_folder:
+            code = ENOENT if found is None else EISDIR
+            raise OSError(code, os.strerror(code), str(self))
+        return found
+
+    def exists(self, *, follow_symlinks: bool = True) -> bool:
+        return self._entry() is not None
+
+    def is_file(self, *, follow_symlinks: bool = True) -> bool:
+        found = self._entry()
+        return found is not None and not found.is_folder
+
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
+        found = self._entry()
+        return found is not None and found.is_folder
+
+    def is_symlink(self) -> bool:
+        return False
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        found = self._entry()
+        if found is None:
+            raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(self))
+        mode = (stat.S_IFDIR | 0o555) if found.is_folder else (stat.S_IFREG | 0o444)
+        seconds = found.modified // 10**9
+        return os.stat_result((mode, 0, 0, 1, 0, 0, found.size, seconds, seconds, seconds))
+
+    def lstat(self) -> os.stat_result:
+        return self.stat()
+
+    def iterdir(self) -> Generator[StorePath, None, None]:
+        if not self.is_dir():
+            raise NotADirectoryError(ENOTDIR, os.strerror(ENOTDIR), str(self))
+        return (self / name for name in store.at(str(self)).children(str(self)))
+
+    def glob(self, pattern: str | PathLike[str], **how: Any) -> Iterator[StorePath]:  # type: ignore[override]
+        return self._matching(Path(pattern).parts)
+
+    def rglob(self, pattern: str | PathLike[str], **how: Any) -> Iterator[StorePath]:  # type: ignore[override]
+        return self._matching(("**", *Path(pattern).parts))
+
+    def _matching(self, parts: tuple[str, ...]) -> Iterator[StorePath]:
+        if not parts:
+            yield self
+            return
+        first, rest = parts[0], parts[1:]
+        if first == "**":
+            yield from self._matching(rest)
+        children: Iterable[StorePath] = self.iterdir() if self.is_dir() else ()
+        for child in children:
+            if first == "**":
+                if child.is_dir():
+                    yield from child._matching(parts)
+            elif fnmatchcase(child.name, first):
+                yield from child._matching(rest)
+
+    def open(  # type: ignore[override]
+        self,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: str | None = None,
+        errors: str | None = None,
+        newline: str | None = None,
+    ) -> IO[Any]:
+        if set(mode) - set("rtb"):
+            raise OSError(EINVAL, "a store is opened for reading only", str(self))
+        raw = io.BufferedReader(_Raw(self.opened()), 1 << 16)
+        return raw if "b" in mode else io.TextIOWrapper(raw, encoding or "utf-8", errors, newline)
+
+    def read_bytes(self) -> bytes:
+        with self.opened() as file:
+            return file.read(0, file.size)
+
+    def resolve(self, strict: bool = False) -> StorePath:
+        return self
+
+    def absolute(self) -> StorePath:
+        return self
+
+    def is_absolute(self) -> bool:
+        return True
+
+    def expanduser(self) -> StorePath:
+        return self
+
+    @property
+    def parent(self) -> StorePath:
+        """The folder that something is in, up to the bucket, server or repository, which is in nothing."""
+        return self if len(self.parts) <= self._top() else type(self)(*self.parts[:-1])
+
+    @property
+    def parents(self) -> tuple[StorePath, ...]:
+        return tuple(type(self)(*self.parts[:end]) for end in range(len(self.parts) - 1, self._top() - 1, -1))
+
+    def _top(self) -> int:
+        return 3 if self.parts[:1] == ("hf:",) else 2 if self.parts[0].endswith(":") else 1
+
+
+class _Raw(io.RawIOBase):
+    """A remote file as the `io` of Python reads it."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        super().__init__()
+        self._file, self._at = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence]
+        return self._at
+
+    def readinto(self, out: Any) -> int:
+        content = self._file.read(self._at, len(out))
+        out[: len(content)] = content
+        self._at += len(content)
+        return len(content)
+
+
+def is_remote(path: str | PathLike[str]) -> bool:
+    """Whether a path, or the text of one, is the URL of something in a store."""
+    return isinstance(path, StorePath) or address.is_url(os.fspath(path))
+
+
+def typed_path(typed: str | PathLike[str]) -> Path:
+    """The path that somebody typed. Below a URL all is listed anew, by the first question about it."""
+    if isinstance(typed, Path):
+        return typed
+    text = os.fspath(typed)
+    return StorePath(store.connect(text)) if address.is_url(text) else Path(text)
+
+
+def source_path(typed: str | PathLike[str]) -> Path:
+    """The same of a source, which may be named by the id of a model on the hub, if that is no local path."""
+    if isinstance(typed, str) and not address.is_url(typed) and not Path(typed).exists():
+        from reshard.stores import hub
+
+        typed = f"hf://{typed}" if hub.may_have(typed) else typed
+    return typed_path(typed)
+
+
+def as_path(kept: str | PathLike[str]) -> Path:
+    """The path that was kept as a string, local or in a store."""
+    if isinstance(kept, Path):
+        return kept
+    return StorePath(kept) if is_remote(kept) else Path(kept)
+
+
+def realpath(path: Path) -> Path:
+    """`path` with links followed, as far as it is there. Stores have no links."""
+    if isinstance(path, StorePath):
+        return path
+    return Path(os.path.realpath(path))  # where links lead in a circle, resolve() raises RuntimeError

@@ -1,0 +1,214 @@
+"""Files of stores, read in ranges: few requests, large and side by side, tried again when the network fails.
+
+A request costs a round trip, which is longer than reading a megabyte takes. So parts that lie near each other are one
+request, what is larger than a request is several at once, and small reads at either end of a file, which is where
+headers are, are served from one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from threading import Lock
+from types import TracebackType
+from typing import NamedTuple, TypeVar
+
+from reshard.stores import store
+from reshard.stores.errors import retried, translated
+from reshard.stores.files import Stamp
+from reshard.stores.path import is_remote
+
+GAP = 1 << 20
+"""Unused bytes between two parts from which two requests are cheaper than one across."""
+
+REQUEST = 8 << 20
+"""Bytes of one request, at most."""
+
+CONNECTIONS = 16
+"""Requests under way at a time, at most."""
+
+AHEAD = 64 << 10
+"""Bytes that a small read takes at least, because headers are read in several steps."""
+
+KEPT = 8
+"""Small reads of which a file keeps the bytes."""
+
+HEADS = 64 << 20
+"""Bytes of the beginnings of files that are kept for whoever opens them, at most."""
+
+T = TypeVar("T")
+
+Part = tuple[int, memoryview]
+"""Where bytes lie in a file, and the memory that they are put into."""
+
+Range = tuple[str, int, int]
+"""A file, and where bytes of it begin and end."""
+
+_pools: dict[int, ThreadPoolExecutor] = {}
+_lock = Lock()
+
+
+class RemoteFile:
+    """A file of a store."""
+
+    def __init__(self, url: str, entry: store.Entry) -> None:
+        self._url, self._entry = url, entry
+        self._store = store.at(url)
+        self._kept = list(self._store.heads.get(url, ()))
+        """Bytes that have come already, with where they begin: headers are read in several steps."""
+
+    @property
+    def size(self) -> int:
+        return self._entry.size
+
+    def stamp(self) -> Stamp:
+        return Stamp(self._entry.size, self._entry.modified, self._entry.identity)
+
+    def read(self, at: int, count: int) -> bytes:
+        end = min(at + count, self.size)
+        if end <= at:
+            return b""
+        if ahead := self._store.ahead.pop((self._url, at, end), None):
+            return ahead
+        begin, content = next(
+            (
+                (at, kept[at - first : end - first])
+                for first, kept in self._kept
+                if first <= at < first + len(kept)
+            ),
+            (at, b""),
+        )
+        begin += len(content)
+        if begin == end:
+            return content
+        reach = min(max(end, begin + AHEAD), self.size)
+        if reach - begin > AHEAD:
+            ranges = [(first, min(first + REQUEST, end)) for first in range(begin, end, REQUEST)]
+            return content + b"".join(_side_by_side([partial(self._fetch, *each) for each in ranges]))
+        more = self._fetch(begin, reach)
+        self._kept = [*self._kept[-KEPT:], (begin, more)]
+        return content + more[: end - begin]
+
+    def fill(self, parts: Iterable[Part]) -> int | None:
+        parts = list(parts)
+        if (end := max((offset + len(out) for offset, out in parts), default=0)) > self.size:
+            return end
+        _side_by_side(self.filling(parts))
+        return None
+
+    def filling(self, parts: Iterable[Part]) -> list[Callable[[], object]]:
+        """What to call to fill memory that lies in the file: a function for each request."""
+        return [partial(self._fill, group) for group in _grouped(sorted(parts, key=itemgetter(0)))]
+
+    def _fill(self, group: _Group) -> None:
+        content = self._fetch(group.begin, group.end)
+        for offset, out in group.parts:
+            out[:] = content[offset - group.begin : offset - group.begin + len(out)]
+
+    def _fetch(self, begin: int, end: int) -> bytes:
+        with translated(self._url):
+            return retried(lambda: self._once(begin, end))
+
+    def _once(self, begin: int, end: int) -> bytes:
+        content = self._store.fetch(self._url, begin, end)
+        if len(content) != end - begin:
+            raise EOFError(f"{len(content)} bytes came, of {end - begin} from byte {begin}")
+        return content
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> RemoteFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Group(NamedTuple):
+    """What one request fetches."""
+
+    begin: int
+    end: int
+    parts: list[Part]
+
+
+def _grouped(parts: Iterable[Part]) -> Iterator[_Group]:
+    """Parts that one request fetches: where it begins and ends, and those in it. What is longer is cut."""
+    begin, end, members = 0, 0, list[Part]()
+    for offset, out in _cut(parts):
+        reach = max(end, offset + len(out))
+        if members and (offset - end > GAP or reach - begin > REQUEST):
+            yield _Group(begin, end, members)
+            members = []
+        if not members:
+            begin, end = offset, offset
+        members.append((offset, out))
+        end = max(end, offset + len(out))
+    if members:
+        yield _Group(begin, end, members)
+
+
+def _cut(parts: Iterable[Part]) -> Iterator[Part]:
+    for offset, out in parts:
+        for at in range(0, len(out), REQUEST):
+            yield offset + at, out[at : at + REQUEST]
+
+
+def fetch_heads(paths: Iterable[Path]) -> None:
+    """Get the beginning of each file that is in a store, many at a time, for whoever opens it next."""
+    urls = [str(path) for path in paths if is_remote(path)]
+
+    def fetch(url: str) -> None:
+        place = store.at(url)
+        entry = place.entry(url)
+        if entry and not entry.is_folder and url not in place.heads:
+            content = RemoteFile(url, entry).read(0, min(AHEAD, HEADS // len(urls)))
+            place.heads[url] = [(0, content)]
+
+    list(pool().map(fetch, urls))
+
+
+def _side_by_side(requests: Sequence[Callable[[], T]]) -> list[T]:
+    if len(requests) == 1:
+        return [requests[0]()]
+    return list(pool().map(lambda request: request(), requests))
+
+
+def fetch_ahead(ranges: Iterable[Range]) -> None:
+    """Get many small ranges of files in stores at once, to be read as they are here, one after another and once.
+
+    A range that is not in its file is left to whoever reads it. Files on disks are left alone.
+    """
+    wanted: dict[str, set[Range]] = {}
+    for each in ranges:
+        if is_remote(each[0]):
+            wanted.setdefault(each[0], set()).add(each)
+    room: list[tuple[store.Store, Range, bytearray]] = []
+    requests: list[Callable[[], object]] = []
+    for url, those in wanted.items():
+        place = store.at(url)
+        entry = place.entry(url)
+        if entry is None or entry.is_folder:
+            continue
+        inside = [each for each in those - place.ahead.keys() if 0 <= each[1] < each[2] <= entry.size]
+        mine = [(place, each, bytearray(each[2] - each[1])) for each in inside]
+        requests += RemoteFile(url, entry).filling((each[1], memoryview(out)) for _, each, out in mine)
+        room += mine
+    _side_by_side(requests)
+    for place, each, out in room:
+        place.ahead[each] = bytes(out)
+
+
+def pool() -> ThreadPoolExecutor:
+    """The threads that wait for stores, in this process: a fork has none of those of its parent."""
+    with _lock:
+        if os.getpid() not in _pools:
+            _pools[os.getpid()] = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="reshard-store")
+        return _pools[os.getpid()]

@@ -1,0 +1,154 @@
+"""What lies in a store, asked once: one listing below each URL that was typed answers all that readers ask of paths.
+
+Stores charge a round trip, and money, for each question, and readers ask hundreds: is there a `model.safetensors`, an
+index, a `.metadata`. A listing also is one state of the store, to which all answers belong.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from threading import RLock
+from typing import NamedTuple
+
+from reshard.stores.address import Address, parsed
+
+
+class Entry(NamedTuple):
+    """What a store says of a file or a folder; `modified` is in nanoseconds, 0 if unknown."""
+
+    size: int = 0
+    modified: int = 0
+    identity: str = ""
+    """The version, ETag or commit: it changes with the bytes."""
+    is_folder: bool = False
+
+
+FOLDER = Entry(is_folder=True)
+
+
+class Store(ABC):
+    """One bucket, repository or web server. `url` is what all paths in it begin with."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._listed: dict[str, Listing | None] = {}
+        self._outside: dict[str, Entry | None] = {}
+        self._lock = RLock()
+        self.heads: dict[str, list[tuple[int, bytes]]] = {}
+        """The first bytes of files, kept until they are read anew."""
+        self.ahead: dict[tuple[str, int, int], bytes] = {}
+        """Bytes that were fetched before they are read, by file, begin and end. Reading them takes them away."""
+
+    def begin(self, typed: Address) -> None:
+        """Have all below a URL that was typed listed by the next question about it, whatever was known."""
+        with self._lock:
+            self._listed[typed.shown] = None
+            self._forget()
+
+    def refresh(self) -> None:
+        """Forget what was listed, so that the next answers are of the state by then."""
+        with self._lock:
+            self._listed = dict.fromkeys(self._listed)
+            self._forget()
+
+    def _forget(self) -> None:
+        for kept in (self._outside, self.heads, self.ahead):
+            kept.clear()
+
+    def entry(self, url: str) -> Entry | None:
+        """The file or folder at `url`, or None. Raises ReshardError if the store does not answer."""
+        with self._lock:
+            if listing := self._listing(url):
+                return listing.entries.get(url)
+            above = (root for root in self._listed if root.startswith(url + "/"))
+            if any((found := self._listed[root]) and found.entries for root in above):
+                return FOLDER
+            if url not in self._outside:
+                self._outside[url] = self._look(url)
+            return self._outside[url]
+
+    def children(self, url: str) -> list[str]:
+        """The names in the folder `url`, in order."""
+        with self._lock:
+            if listing := self._listing(url):
+                return sorted(listing.children.get(url, ()))
+            return sorted({each[len(url) + 1 :].split("/")[0] for each in self._find(url, deep=False)})
+
+    def _listing(self, url: str) -> Listing | None:
+        """The listing that covers `url`, made now if it is not there yet."""
+        for root in self._listed:
+            if url == root or url.startswith(root + "/"):
+                found = self._listed[root]
+                if found is None:
+                    found = self._listed[root] = Listing(root, self._find(root, deep=True))
+                return found
+        return None
+
+    @abstractmethod
+    def _find(self, root: str, *, deep: bool) -> dict[str, Entry]:
+        """All files at or below `root`, by URL; without `deep` what lies in the folder itself, folders too."""
+
+    @abstractmethod
+    def _look(self, url: str) -> Entry | None:
+        """What lies at a single URL."""
+
+    @abstractmethod
+    def fetch(self, url: str, begin: int, end: int) -> bytes:
+        """Bytes `begin` to `end` of a file, in one request."""
+
+
+class Listing:
+    """Files below one URL, and the folders that their names make."""
+
+    def __init__(self, root: str, files: dict[str, Entry]) -> None:
+        self.entries = dict(files)
+        self.children: dict[str, set[str]] = {}
+        for url in files:
+            while url != root:
+                folder, _, name = url.rpartition("/")
+                self.children.setdefault(folder, set()).add(name)
+                self.entries.setdefault(folder, FOLDER)
+                url = folder
+
+
+_stores: dict[str, Store] = {}
+_lock = RLock()
+
+
+def connect(typed: str) -> str:
+    """Have what lies below a URL listed when it is asked for. Returns what may be shown of the URL."""
+    from reshard.stores.kinds import make
+
+    place = parsed(typed)
+    made = make(place)
+    with _lock:
+        before = _stores.get(made.url)
+        if before is None or type(before) is not type(made):
+            before = _stores[made.url] = made
+        before.begin(place)
+    return place.shown
+
+
+def at(url: str) -> Store:
+    """The store that a path is in."""
+    with _lock:
+        found = _known(url)
+        if found is None:
+            from reshard.stores.kinds import make
+
+            made = make(parsed(url))
+            found = _stores[made.url] = made
+        return found
+
+
+def refresh(urls: Iterable[str]) -> None:
+    """Have the stores of some paths tell their state as it is now."""
+    for each in {id(found): found for found in map(at, urls)}.values():
+        each.refresh()
+
+
+def _known(url: str) -> Store | None:
+    parts = url.split("/")
+    prefixes: Iterable[str] = ("/".join(parts[:end]) for end in range(len(parts), 2, -1))
+    return next((_stores[prefix] for prefix in prefixes if prefix in _stores), None)

@@ -1,0 +1,120 @@
+"""Training that has diverged: a loss, a gradient or a weight that is NaN or infinite, seen before it is saved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from reshard.errors import ReshardError
+
+RECORDS = 4
+"""Records of a rank that are named, at most."""
+CHARACTERS = 60
+"""Of each of them, from its beginning."""
+_REMEDY = (
+    "lower the learning rate or warm up longer, look for damaged records, and resume from the last checkpoint"
+)
+
+
+@dataclass
+class Divergence:
+    """Steps in a row whose loss or gradient norm was not finite. All ranks count the same."""
+
+    allowed: int
+    """`--nan_steps`: as many in a row stop the run."""
+    seen: int = 0
+
+    def add(self, *, finite: bool) -> None:
+        """Count a step."""
+        self.seen = 0 if finite else self.seen + 1
+
+    @property
+    def going(self) -> bool:
+        """Whether the last step was such a one: its weights are not saved."""
+        return self.seen > 0
+
+    @property
+    def stops(self) -> bool:
+        """Whether the run has to stop."""
+        return self.seen >= self.allowed
+
+
+def anywhere(here: bool) -> bool:
+    """Whether something holds on any rank. All ranks must call it."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return here
+    device = torch.cuda.current_device() if dist.get_backend() == "nccl" else "cpu"
+    told = torch.tensor(int(here), device=device)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    return bool(told.item())
+
+
+def diverged(
+    step: int, norm: float | None, rate: float, own: float | None, records: Sequence[str]
+) -> ReshardError:
+    """What to raise after `step` (from 1), the same on each rank. All ranks must call it.
+
+    `own` is the loss of this rank, None where it computes none; `records` are the beginnings of those it took last.
+    """
+    losses = [each for each in _everyone((own, list(records))) if each[1][0] is not None]
+    bad = [each for each in losses if not math.isfinite(each[1][0])] or losses
+    ranks = "; ".join(
+        f"rank {rank}: loss {loss}, records {', '.join(map(repr, those))}" for rank, (loss, those) in bad
+    )
+    return ReshardError(
+        "training diverged: the loss or the gradient norm is NaN or infinite",
+        found=f"step {step}: gradient norm {norm}, learning rate {rate:g}; {ranks}",
+        remedy=_REMEDY,
+    )
+
+
+def _everyone(mine: Any) -> list[tuple[int, Any]]:
+    """What each rank has, by rank."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return [(0, mine)]
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    return list(enumerate(told))
+
+
+def assert_finite(step: int, parameters: Iterable[tuple[str, Any]]) -> None:
+    """Refuse to save weights that hold NaN or Inf; `parameters` are this rank's, by name. All ranks must call it.
+
+    A step can write them though its loss and its gradient were finite. Raises ReshardError.
+    """
+    wrong = next((name for name, tensor in parameters if not bool(_local(tensor).isfinite().all())), None)
+    if not anywhere(wrong is not None):
+        return
+    names = {name: rank for rank, name in reversed(_everyone(wrong)) if name is not None}
+    raise ReshardError(
+        "training diverged: weights hold NaN or Inf, and are not saved",
+        found=f"step {step}: " + ", ".join(f"{name} on rank {rank}" for name, rank in names.items()),
+        remedy=_REMEDY,
+    )
+
+
+def _local(parameter: Any) -> Any:
+    """The part of a parameter that lies on this rank."""
+    from torch.distributed.tensor import DTensor
+
+    own = getattr(parameter, "ds_tensor", parameter).detach()
+    return own.to_local() if isinstance(own, DTensor) else own
+
+
+def beginnings(tokenizer: Any, sequences: Iterable[Any]) -> list[str]:
+    """How records begin, as a person would look for them."""
+    return few(tokenizer.decode(ids[: 2 * CHARACTERS], skip_special_tokens=True) for ids in sequences)
+
+
+def few(texts: Iterable[str]) -> list[str]:
+    """The first of some texts, each in short."""
+    plain = (" ".join(text.split()) for text in islice(texts, RECORDS))
+    return [text if len(text) <= CHARACTERS else text[: CHARACTERS - 1] + "…" for text in plain]

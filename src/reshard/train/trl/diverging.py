@@ -1,0 +1,82 @@
+"""A run of TRL whose loss or gradient is NaN or infinite: it stops, and saves no such weights."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from reshard.train.divergence import Divergence, anywhere, assert_finite, beginnings, diverged, few
+from reshard.train.run import Run
+
+if TYPE_CHECKING:
+    Base = Any
+else:
+    Base = object
+
+
+class Diverging(Base):  # type: ignore[misc]
+    """What is put before a trainer of TRL to look at each step, however seldom it logs."""
+
+    asked: Run
+    _losses: Any = 0.0
+    """The sum of this rank's losses since the last optimizer step."""
+    _last: Any = ()
+    """What this rank computed last."""
+    _looked: int | None = None
+    """The last step that was looked at."""
+
+    @cached_property
+    def divergence(self) -> Divergence:
+        """The steps that were not finite."""
+        return Divergence(self.asked.nan_steps)
+
+    def training_step(self, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
+        """TRL's, whose inputs and loss are kept until the optimizer has stepped."""
+        loss = super().training_step(model, inputs, *given, **named)
+        self._losses, self._last = self._losses + loss.detach(), inputs
+        return loss
+
+    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *given: Any, **named: Any) -> None:
+        """transformers', which logs the step in any case, but neither evaluates nor saves what has diverged."""
+        if self.state.global_step == self._looked:  # the end of an epoch
+            super()._maybe_log_save_evaluate(tr_loss, grad_norm, *given, **named)
+            return
+        self._looked = self.state.global_step
+        loss, self._losses = float(self._losses), 0.0
+        norm = None if grad_norm is None else float(grad_norm)
+        self.divergence.add(finite=not anywhere(not self._is_finite(loss, norm)))
+        if self.divergence.going:
+            self.control.should_evaluate = self.control.should_save = False
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *given, **named)
+        is_last = self._looked >= self.state.max_steps
+        if self.divergence.going and (self.divergence.stops or is_last):
+            rate = float(named.get("learning_rate") or self._get_learning_rate())
+            raise diverged(self._looked, norm, rate, loss, self._records())
+
+    def _is_finite(self, loss: float, norm: float | None) -> bool:
+        """In float16 gradients overflow until the scale of the loss has come down; such steps are left out."""
+        skipped = self.accelerator.optimizer_step_was_skipped
+        return math.isfinite(loss) and (norm is None or skipped or math.isfinite(norm))
+
+    def _records(self) -> list[str]:
+        """How the records begin that this rank took last: GRPO has prompts, all else has tokens."""
+        if isinstance(self._last, list):
+            return few(str(row.get("prompt")) for row in self._last)
+        ids = next(
+            (
+                self._last[name]
+                for name in ("input_ids", "prompt_input_ids", "prompt_ids")
+                if name in self._last
+            ),
+            (),
+        )
+        return beginnings(self.processing_class, ids)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """A checkpoint holds finite weights only, so that older ones are removed for one that can be used."""
+        if self.divergence.going:  # as at the end of an epoch
+            return
+        trained = ((name, each) for name, each in self.model.named_parameters() if each.requires_grad)
+        assert_finite(self.state.global_step, trained)
+        super()._save_checkpoint(model, trial)

@@ -1,0 +1,111 @@
+"""Who may write a part of the output, where several machines do: a file with a lock, in the folder of the run.
+
+A worker that is taken for dead may be alive behind a network that is not, and would write over what was finished in its
+place. So whoever writes a part holds a lock on its claim, which the system or the file server takes back when the
+process ends: the same part is not begun again before, and neither is another run for the same output. A claim that
+has grown, or is gone, tells its holder to stop.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from reshard.errors import ReshardError
+
+FOLDER = "claims"
+"""Where claims lie, beside the output in the folder of a run."""
+
+PATIENCE = 120.0
+"""Seconds to wait for a worker that still holds a claim: longer than an NFS server takes to miss a client."""
+
+
+class UnseenError(Exception):
+    """There is no such claim on this machine."""
+
+
+def stake(path: Path, token: str) -> None:
+    """Make the claim of a part; `token` tells it from a file of the same name on another machine."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(token)
+
+
+@contextmanager
+def held(path: Path, token: str) -> Iterator[Callable[[], bool]]:
+    """Hold a claim during the block, which gets a function that says whether to stop.
+
+    Raises UnseenError if the claim is not there, and OSError if another process holds it for too long.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        raise UnseenError(path) from None
+    try:
+        if not os.pread(descriptor, 64, 0).startswith(token.encode()):
+            raise UnseenError(path)
+        if not _lock(descriptor, PATIENCE):
+            raise OSError(errno.EBUSY, "another worker still writes this part", str(path))
+        yield lambda: _is_stopped(descriptor, len(token))
+    finally:
+        os.close(descriptor)
+
+
+def _is_stopped(descriptor: int, size: int) -> bool:
+    try:
+        status = os.fstat(descriptor)
+    except OSError:  # ESTALE
+        return True
+    return status.st_size != size or not status.st_nlink
+
+
+def _lock(descriptor: int, patience: float) -> bool:
+    """Wait for a lock; a file system that has none is no reason to wait."""
+    deadline = time.monotonic() + patience
+    while not _takes(descriptor):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _takes(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def stop(folder: Path) -> None:
+    """Tell all who hold a claim in `folder` to stop."""
+    for path in _claims(folder):
+        with suppress(OSError), path.open("a") as file:
+            file.write("!")
+
+
+def withdraw(folder: Path) -> None:
+    """Stop whoever still works for an earlier run, and wait for it. Raises ReshardError if that takes too long."""
+    stop(folder)
+    deadline = time.monotonic() + PATIENCE
+    for path in _claims(folder):
+        with suppress(FileNotFoundError), path.open("r+b") as file:
+            if not _lock(file.fileno(), deadline - time.monotonic()):
+                # The cause lets what is written be kept.
+                raise ReshardError(
+                    "a worker of an earlier run is still writing to the output",
+                    file=str(path),
+                    rule="one run at a time writes to a destination",
+                    remedy="end the workers of that run, then run the same command again",
+                ) from OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+            path.unlink()
+
+
+def _claims(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.claim"))

@@ -1,0 +1,309 @@
+"""Where the parts of a conversion run: executors in the manner of `concurrent.futures`, named as `--on` names them.
+
+dask://HOST:PORT    the workers of a Dask scheduler
+ray, ray://HOST:PORT    a Ray cluster: that of RAY_ADDRESS or of this machine, or by Ray Client
+slurm:partition=P,nodes=N,time=MINUTES    jobs of Slurm, by submitit, which takes all other settings too
+mpi    the ranks of `mpiexec -n N python -m mpi4py.futures -m reshard …`
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Event, Thread
+from typing import Any, Protocol, TypeVar
+
+from reshard.errors import UNUSABLE, ReshardError, said
+from reshard.stores import StorePath
+
+A = TypeVar("A")
+T = TypeVar("T")
+
+CONNECT = 20
+"""Seconds to wait for the answer of a scheduler, and then for a worker."""
+
+ANY = 1 << 62
+"""No bound on the bytes of a part, or on the parts that may wait in a queue."""
+
+GIB = 1 << 30
+
+
+class Executor(Protocol):
+    """Runs functions in other processes.
+
+    `slots` is how many it runs at a time, `queue` how many it should be given at most, `most` the bytes of a part that
+    it should get at most, `threads` how many threads each should have (None: as many as on a whole machine).
+    """
+
+    threads: int | None
+    most: int
+
+    @property
+    def slots(self) -> int: ...
+
+    @property
+    def queue(self) -> int: ...
+
+    def submit(self, function: Callable[[A], T], arguments: Sequence[A], folder: Path) -> list[Future[T]]:
+        """Call the function with each of the arguments. `folder`, which all machines see, is for its own files."""
+
+    def close(self) -> None:
+        """Cancel what has not ended."""
+
+
+@contextmanager
+def opened(on: str) -> Iterator[Executor]:
+    """What `--on` names, ready to be used, after `check`. Raises ReshardError if nothing answers."""
+    kind, rest = _parsed(on)
+    executor: Executor = kind(rest)
+    try:
+        yield executor
+    finally:
+        executor.close()
+
+
+def check(on: str, target: Path) -> None:
+    """Raise ReshardError if nothing is called `on`, if what it needs is not installed, or if `target` is in a store."""
+    kind, _ = _parsed(on)
+    if isinstance(target, StorePath):
+        raise ReshardError(
+            "--on writes to a folder, not to a store",
+            file=str(target),
+            rule="all machines write to one file system",
+            remedy="choose a folder that all nodes share, and copy it to the store then; or leave out --on",
+        )
+    if not find_spec(kind.package):
+        name = next(name for name, each in EXECUTORS.items() if each is kind)
+        raise ReshardError(
+            f"--on {name} needs a package that is not installed",
+            found=f"there is no package {kind.package!r}",
+            remedy=f"pip install 'reshard[{name}]', here and on all nodes",
+        )
+
+
+def _parsed(on: str) -> tuple[type[Any], str]:
+    """The executor that is meant, and what follows its name."""
+    for name, kind in EXECUTORS.items():
+        if match := re.fullmatch(name + kind.form, on):
+            return kind, "".join(match.groups(""))
+    name = re.split("[:/=, ]", on)[0]
+    meant = EXECUTORS.get(name)
+    raise ReshardError(
+        f"--on: this is not the form for {name}" if meant else f"--on: there is no engine {name!r}",
+        expected=meant.usage if meant else "; ".join(each.usage for each in EXECUTORS.values()),
+        found=on,
+        remedy="correct --on, or leave it out to run on this machine",
+    )
+
+
+def _silent(name: str, address: str, error: Exception | str) -> ReshardError:
+    return ReshardError(
+        f"{name} does not answer",
+        expected=f"a cluster at {address}" if address else "a cluster",
+        found=error if isinstance(error, str) else said(error),
+        remedy="check the address, and that its scheduler and workers run",
+    )
+
+
+class Dask:
+    """The workers of a Dask scheduler."""
+
+    package, form, usage = "distributed", "://(.+)", "dask://HOST:PORT"
+    threads, most = 2, GIB
+
+    def __init__(self, address: str) -> None:
+        distributed = import_module("distributed")
+        for name in ("distributed", "distributed.client"):
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)  # what counts of it is told by errors
+        url = address if "://" in address else f"tcp://{address}"
+        try:
+            self._client = distributed.Client(url, timeout=CONNECT, set_as_default=False)
+        except (OSError, ValueError) as error:
+            raise _silent("Dask", address, error) from error
+        try:
+            self._client.wait_for_workers(1, timeout=CONNECT)
+        except TimeoutError as error:
+            self._client.close()
+            raise _silent("Dask", address, "the scheduler has no workers") from error
+        self._address = address
+        self._executor = self._client.get_executor(pure=False)
+
+    @property
+    def slots(self) -> int:
+        try:
+            return max(1, sum(int(threads) for threads in self._client.nthreads().values()))
+        except OSError as error:
+            raise _silent("Dask", self._address, error) from error
+
+    @property
+    def queue(self) -> int:
+        return 2 * self.slots
+
+    def submit(self, function: Callable[[A], T], arguments: Sequence[A], folder: Path) -> list[Future[T]]:
+        return [self._executor.submit(function, argument) for argument in arguments]
+
+    def close(self) -> None:
+        with suppress(Exception):  # the scheduler may be gone
+            self._executor.shutdown(wait=False)
+            self._client.close(timeout=5)
+
+
+class Ray:
+    """The CPUs of a Ray cluster."""
+
+    package, form, usage = "ray", "(?:://(.+))?", "ray, or ray://HOST:PORT"
+    threads, most = 2, GIB
+
+    def __init__(self, address: str) -> None:
+        self._ray = import_module("ray")
+        self._is_ours = not self._ray.is_initialized()
+        if self._is_ours:
+            try:
+                self._ray.init(
+                    address=f"ray://{address}" if address else None,
+                    logging_level="error",
+                    log_to_driver=False,
+                )
+            except (OSError, RuntimeError, ValueError) as error:
+                raise _silent("Ray", address, error) from error
+        self._call = self._ray.remote(max_retries=0)(_call)
+        self._running: list[Any] = []
+
+    @property
+    def slots(self) -> int:
+        return max(1, int(self._ray.cluster_resources().get("CPU", 1)))
+
+    @property
+    def queue(self) -> int:
+        return 2 * self.slots
+
+    def submit(self, function: Callable[[A], T], arguments: Sequence[A], folder: Path) -> list[Future[T]]:
+        asked = [self._call.remote(function, argument) for argument in arguments]
+        self._running += asked
+        return [each.future() for each in asked]
+
+    def close(self) -> None:
+        if self._is_ours:
+            self._ray.shutdown()
+            return
+        for each in self._running:
+            self._ray.cancel(each)
+
+
+def _call(function: Callable[[A], T], argument: A) -> T:
+    return function(argument)
+
+
+class Mpi:
+    """The ranks of an MPI job but the first, which runs the program."""
+
+    package, form, usage = "mpi4py", "", "mpi"
+    threads, most, queue = 2, GIB, ANY
+
+    def __init__(self, nothing: str) -> None:
+        futures = import_module("mpi4py.futures")
+        if import_module("mpi4py.futures._core").SharedPool is None:
+            raise ReshardError(
+                "--on mpi finds no ranks to work",
+                expected="to be started by mpiexec and mpi4py.futures",
+                remedy="mpiexec -n 5 python -m mpi4py.futures -m reshard convert … --on mpi (one rank hands out)",
+            )
+        self._executor = futures.MPIPoolExecutor()
+        self.slots = max(1, int(self._executor.num_workers))
+
+    def submit(self, function: Callable[[A], T], arguments: Sequence[A], folder: Path) -> list[Future[T]]:
+        return [self._executor.submit(function, argument) for argument in arguments]
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+class Slurm:
+    """Jobs of Slurm, each on one node, `nodes` at a time. `cluster=local` runs them as processes of this machine."""
+
+    package, form = "submitit", r"(?::([\w-]+=[^,=]+(?:,[\w-]+=[^,=]+)*))?"
+    usage = "slurm:partition=NAME,nodes=N,time=MINUTES"
+    threads, most, queue = None, ANY, ANY
+
+    def __init__(self, settings: str) -> None:
+        self._submitit = import_module("submitit")
+        given = dict(each.split("=", 1) for each in settings.split(",") if each)
+        self._cluster = given.pop("cluster", "slurm")
+        nodes = given.pop("nodes", "1")
+        if not nodes.isdecimal() or not int(nodes):
+            raise _settings(f"nodes={nodes}")
+        self.slots = int(nodes)
+        if self._cluster == "local":
+            self.queue = self.slots  # Slurm has a queue, and this has none
+        self._parameters: dict[str, str | int] = {"timeout_min": 60, "slurm_array_parallelism": self.slots}
+        for name, value in given.items():
+            name = {"time": "timeout_min"}.get(name, name)
+            name = name if name in GENERIC else f"slurm_{name}"
+            self._parameters[name] = int(value) if value.isdecimal() else value
+        self._jobs: dict[Any, Future[Any]] = {}
+        self._closed = Event()
+        self._thread: Thread | None = None
+        if self._cluster == "slurm" and not shutil.which("sbatch"):
+            raise _silent("Slurm", "", "there is no `sbatch` here")
+        with TemporaryDirectory() as folder:
+            self._executor(Path(folder))
+
+    def _executor(self, folder: Path) -> Any:
+        try:
+            executor = self._submitit.AutoExecutor(folder=folder, cluster=self._cluster)
+            executor.update_parameters(**self._parameters)
+        except (NameError, *UNUSABLE) as error:
+            raise _settings(said(error).partition(" Valid arguments")[0]) from error
+        return executor
+
+    def submit(self, function: Callable[[A], T], arguments: Sequence[A], folder: Path) -> list[Future[T]]:
+        executor = self._executor(folder / "jobs")
+        with executor.batch():  # one array of jobs
+            jobs = [executor.submit(function, argument) for argument in arguments]
+        futures: list[Future[T]] = [Future() for _ in jobs]
+        self._jobs.update(zip(jobs, futures, strict=True))
+        if self._thread is None:
+            self._thread = Thread(target=self._watch, daemon=True)
+            self._thread.start()
+        return futures
+
+    def _watch(self) -> None:
+        """Give each future what became of its job."""
+        while not self._closed.wait(0.2):
+            for job in [job for job in list(self._jobs) if job.done()]:
+                future = self._jobs.pop(job)
+                try:
+                    future.set_result(job.result())
+                except Exception as error:
+                    future.set_exception(error)
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread:
+            self._thread.join()
+        for job in self._jobs:
+            with suppress(Exception):
+                job.cancel(check=False)
+
+
+def _settings(found: str) -> ReshardError:
+    return ReshardError(
+        "these are no settings for Slurm",
+        expected="nodes=N, time=MINUTES, and what submitit knows: partition, account, qos, cpus_per_task, mem_gb …",
+        found=found,
+        remedy="correct what follows --on slurm: NAME=VALUE,NAME=VALUE",
+    )
+
+
+GENERIC = ("timeout_min", "mem_gb", "cpus_per_task", "gpus_per_node", "stderr_to_stdout", "name")
+"""Settings that submitit has for all of its executors."""
+
+EXECUTORS: dict[str, type[Any]] = {"dask": Dask, "ray": Ray, "slurm": Slurm, "mpi": Mpi}

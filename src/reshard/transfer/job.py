@@ -1,0 +1,185 @@
+"""An output file while it is written: which batches are done, what they have shown, what the journal has to say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from threading import Event, Lock
+from typing import TYPE_CHECKING, Any
+
+from reshard.algebra.storage import Storage
+from reshard.transfer.batch import Batch, batches
+from reshard.transfer.digests import Digest
+from reshard.transfer.gather import Gatherer
+from reshard.transfer.journal import EVERY, Begun, Written
+from reshard.transfer.ledger import Passed, join
+from reshard.transfer.plan import OutputFile
+from reshard.transfer.sink import Sink
+
+if TYPE_CHECKING:
+    from reshard.transfer.execute import Run
+
+
+@dataclass
+class Found:
+    """What finished batches, `nbytes` together, have shown.
+
+    `late` are checksums (place, value) whose place was not in the window of their block, `taken` are storages with a
+    checksum that were read from, `passed` the ranges of sources that were read.
+    """
+
+    batches: list[int] = field(default_factory=list)
+    nbytes: int = 0
+    late: list[tuple[int, bytes]] = field(default_factory=list)
+    nonfinite: set[str] = field(default_factory=set)
+    taken: set[Storage] = field(default_factory=set)
+    passed: Passed = field(default_factory=dict)
+
+    def add(self, other: Found) -> None:
+        """Take in what other batches have shown."""
+        self.batches += other.batches
+        self.nbytes += other.nbytes
+        self.late += other.late
+        self.nonfinite |= other.nonfinite
+        self.taken |= other.taken
+        join(self.passed, other.passed)
+
+
+class Job:
+    """An output file while it is being written. Of its batches, those in `wanted` are (by default all).
+
+    What was done of it `before` is not done again.
+    """
+
+    def __init__(self, run: Run, file: OutputFile, before: Written, wanted: set[int] | None = None) -> None:
+        parts = list(batches(file))
+        done = [batch for batch in parts if batch.number in before.batches]
+        if len(done) == len(parts):  # but the file was not closed: something has to be left to do
+            done.remove(min(done, key=lambda batch: batch.end - batch.begin))
+        kept = {batch.number for batch in done}
+        left = [batch for batch in parts if batch.number not in kept]
+        self.waiting = [batch for batch in left if wanted is None or batch.number in wanted][::-1]
+        self.active = 0
+        self.begun = dict(before.begun)
+        """How far the large blocks have come that are not finished, by the numbers of their batches."""
+        self.unsaved = Found()
+        """What the journal does not say yet."""
+        self._run, self._file = run, file
+        self._late = list(before.late)
+        self._begins = {batch.number: batch.begin for batch in parts}
+        self._nbytes = sum(batch.end - batch.begin for batch in done)
+        self._loose = 0
+        self._saving = Lock()
+        self._sink: Sink | None = None
+        self._digest: Digest | None = None
+        self._opening = Lock()
+
+    @property
+    def path(self) -> str:
+        """Where the file lies in the output."""
+        return self._file.path
+
+    @property
+    def sink(self) -> Sink:
+        """The file, which is opened when it is asked for."""
+        with self._opening:
+            if self._sink is None:
+                self._sink = Sink(
+                    self._run.folder / self._file.path, self._file.size, durable=self._run.journal.durable
+                )
+            return self._sink
+
+    @property
+    def digest(self) -> Digest:
+        """The digest of what has passed, which takes memory from then on."""
+        with self._opening:
+            if self._digest is None:
+                self._digest = Digest(self._file.size)
+            return self._digest
+
+    def abandon(self) -> None:
+        """Close the file without waiting for the disk."""
+        if self._sink:
+            self._sink.abandon()
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Write bytes that are not written again, but for late checksums."""
+        self.sink.write(data, offset)
+        self.digest.add(data, offset)
+
+    def wrote(self, batch: Batch, begun: Begun | None, nbytes: int, gatherer: Gatherer) -> None:
+        """Count a window, after which a large block may have `begun`; wait for the disk now and then."""
+        with self._run.lock:
+            if begun:
+                self.begun[batch.number] = begun
+                self.unsaved.add(Found(passed=gatherer.take_passed()))
+            self._loose += nbytes
+            if self._loose < EVERY:
+                return
+            self._loose = 0
+        self.save()
+
+    def finish(self, found: Found) -> None:
+        """Batches are written."""
+        with self._run.lock:
+            for number in found.batches:
+                self.begun.pop(number, None)
+            self._nbytes += found.nbytes
+            self._late += found.late
+            self.unsaved.add(found)
+
+    def is_written(self) -> bool:
+        """Whether no batch is left, now that a thread is done with its own."""
+        with self._run.lock:
+            self.active -= 1
+            return not self.active and not self.waiting
+
+    def save(self) -> None:
+        """Wait until all that was written is on the disk, and note it."""
+        if not self._run.journal.is_open:
+            return
+        with self._saving:
+            with self._run.lock:
+                entry = self._entry()
+            self.sink.flush()
+            self._note(entry)
+
+    def note(self) -> None:
+        """Note what finished batches have shown that are on the disk already."""
+        if self._run.journal.is_open:
+            with self._saving, self._run.lock:
+                entry = self._entry()
+            self._note(entry)
+
+    def close(self, stopped: Event) -> bool:
+        """Write the checksums that are left, make the file durable, and note that it is whole. False if stopped."""
+        for place, checksum in self._late:
+            self.sink.write(memoryview(checksum), place)
+            self.digest.drop(place, len(checksum))
+        digest = self.digest.finish(self._run.folder / self._file.path, stopped.is_set)
+        if digest is None:
+            return False
+        modified = self.sink.close()
+        self._run.report.digests[self._file.path] = digest
+        with self._saving, self._run.lock:
+            entry = self._entry()
+        self._note({**entry, "bytes": self._file.size, "modified": modified, "digest": digest})
+        return True
+
+    def _entry(self) -> dict[str, Any]:
+        """What there is to note as soon as it is on the disk."""
+        unsaved, self.unsaved = self.unsaved, Found()
+        begun = sum(each.end - self._begins[number] for number, each in self.begun.items())
+        return {
+            "file": self._file.path,
+            "bytes": self._nbytes + begun,
+            "batches": unsaved.batches,
+            "begun": dict(self.begun),
+            "late": [(place, checksum.hex()) for place, checksum in unsaved.late],
+            "nonfinite": sorted(unsaved.nonfinite),
+            "taken": unsaved.taken,
+            "passed": unsaved.passed,
+        }
+
+    def _note(self, entry: dict[str, Any]) -> None:
+        taken = entry.pop("taken")
+        self._run.journal.add({**entry, **self._run.checks(taken)})

@@ -1,0 +1,227 @@
+"""The object that tells an unfinished checkpoint of a store from a finished one, and which run works on it.
+
+It is there before the first file and goes after the last. It says which files the run writes, how to continue it, and
+what it has uploaded: its journal. A run that lives renews it, so that those on other machines leave its destination
+alone.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shlex
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from threading import Event, RLock, Thread
+from typing import Any
+
+from reshard.errors import ReshardError
+from reshard.plain import json_of
+from reshard.stores.bucket import Bucket
+from reshard.stores.store import Entry
+from reshard.transfer.journal import Identity, parsed_journal
+from reshard.version import __version__
+
+MARKER = "reshard-unfinished.json"
+
+ABOUT = "An unfinished conversion of reshard: what lies here is no checkpoint while this object is here."
+
+RENEWED = 60.0
+"""Seconds after which a run that lives writes its marker again."""
+
+SOON = 5.0
+"""Seconds between two markers, at least, where files are uploaded faster."""
+
+LOST = 3 * RENEWED
+"""Seconds without a new marker after which a run on another machine is taken for dead."""
+
+
+@dataclass(frozen=True)
+class Marker:
+    """`uploaded` of `total` bytes are there of the output, which has these `files` and replaces the `old` ones.
+
+    `run` names who writes, on the machine `host`; `command` continues it in `folder`; `ended` says that nobody writes.
+    """
+
+    run: str
+    host: str
+    command: str
+    folder: str
+    total: int
+    uploaded: int
+    ended: bool
+    files: list[str]
+    old: list[str]
+    journal: str
+
+    @property
+    def names(self) -> set[str]:
+        """All that may be removed with the marker."""
+        return {MARKER, *self.files, *self.old}
+
+    @property
+    def identity(self) -> Identity | None:
+        """What decides the bytes of the output."""
+        found = parsed_journal(self.journal.encode(errors="replace"))
+        return found[0] if found else None
+
+    @property
+    def written(self) -> int:
+        """Bytes that the run had written, here or on its machine."""
+        found = parsed_journal(self.journal.encode(errors="replace"))
+        return found[2].nbytes if found else 0
+
+    @property
+    def anywhere(self) -> str:
+        """The command that continues the run, from any folder."""
+        return f"cd {shlex.quote(self.folder)} && {self.command}" if self.folder else self.command
+
+    def as_bytes(self) -> bytes:
+        """The content of the object."""
+        return json.dumps({"about": ABOUT, "reshard": __version__, **asdict(self)}, indent=1).encode()
+
+
+def parsed_marker(content: bytes) -> Marker | None:
+    """What the object says; None if it is none of ours."""
+    try:
+        told = json_of(content)
+        found = Marker(**{key: told[key] for key in Marker.__dataclass_fields__})
+        texts = (found.run, found.host, found.command, found.folder, found.journal, *found.files, *found.old)
+        numbers = (found.total, found.uploaded)
+    except (ValueError, KeyError, TypeError):
+        return None
+    is_ours = all(isinstance(each, str) for each in texts) and all(isinstance(each, int) for each in numbers)
+    return found if is_ours else None
+
+
+def marker_in(bucket: Bucket) -> Marker | None:
+    """The marker of a destination. Raises ReshardError if an object of its name is something else."""
+    content = bucket.read(MARKER)
+    if content is None:
+        return None
+    found = parsed_marker(content)
+    if found is None:
+        raise ReshardError(
+            "an object with the name of reshard's marker is something else",
+            file=f"{bucket.url}/{MARKER}",
+            remedy="look at what it is, and remove it if nobody needs it",
+        )
+    return found
+
+
+def is_live(marker: Marker, there: Entry | None) -> bool:
+    """Whether the run that wrote a marker may be at work, as far as another machine can tell."""
+    return not marker.ended and there is not None and time.time() - there.modified / 1e9 < LOST
+
+
+class Claim:
+    """A run's hold on a destination, from the first marker to the last.
+
+    `run` names the machine and its user. Whoever has the lock of the destination there knows that no other run of
+    this name lives.
+    """
+
+    def __init__(self, bucket: Bucket, run: str, facts: dict[str, Any]) -> None:
+        self._bucket, self.run, self._facts = bucket, run, facts
+        self._writing, self._ended = RLock(), Event()
+        self._when = 0.0
+        self._thread = Thread(target=self._keep, daemon=True)
+        self._is_lost = False
+        self.uploaded = 0
+        self.total = 0
+        self.files: list[str] = []
+        self.old: list[str] = []
+        self.journal: Any = None
+
+    def take(self, before: Marker | None) -> None:
+        """Write the first marker, where there was the one of `before`. Raises ReshardError if somebody was faster."""
+        content = self._marker().as_bytes()
+        if before is not None:
+            self._bucket.write(MARKER, content)
+        elif not self._bucket.create(MARKER, content):
+            raise busy(self._bucket, marker_in(self._bucket))
+        self.hold()
+        self._when = time.monotonic()
+        self._thread.start()
+
+    def hold(self) -> None:
+        """Raise ReshardError if the destination is another run's now."""
+        there = marker_in(self._bucket)
+        if there is None or there.run != self.run:
+            self._is_lost = True
+        if self._is_lost:
+            raise busy(self._bucket, there)
+
+    def renew(self, *, at_most_every: float = 0.0) -> None:
+        """Say how far the run is."""
+        with self._writing:
+            if self._is_lost or time.monotonic() - self._when >= at_most_every:
+                self.hold()
+                self._bucket.write(MARKER, self._marker().as_bytes())
+                self._when = time.monotonic()
+
+    def leave(self, names: Sequence[str] | None) -> None:
+        """End the hold: remove the objects `names` and the marker, or, if None, leave it for who continues the run."""
+        self.drop()
+        if self._is_lost:
+            return
+        if names is None:
+            self._bucket.write(MARKER, self._marker(ended=True).as_bytes())
+            return
+        there = self._bucket.listing() if names else {}
+        self._bucket.remove([name for name in names if name in there])
+        self._bucket.remove([MARKER])
+
+    def drop(self) -> None:
+        """Renew the marker no more."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _marker(self, *, ended: bool = False) -> Marker:
+        told = {key: str(self._facts.get(key, "")) for key in ("command", "folder")}
+        journal = self.journal.text if self.journal else ""
+        return Marker(
+            run=self.run,
+            host=socket.gethostname(),
+            total=self.total,
+            uploaded=self.uploaded,
+            ended=ended,
+            files=self.files,
+            old=self.old,
+            journal=journal,
+            **told,
+        )
+
+    def _keep(self) -> None:
+        while not self._ended.wait(RENEWED):
+            with suppress(
+                ReshardError, OSError
+            ):  # the network may come back; a hold that is lost is seen by the run
+                self.renew()
+
+
+def busy(bucket: Bucket, there: Marker | None) -> ReshardError:
+    """The error of a run that finds another one at its destination."""
+    return ReshardError(
+        "another run is writing to the destination",
+        file=bucket.url,
+        rule="one run at a time writes to a destination",
+        found=f"{MARKER} of a run on {there.host}: {there.command}" if there else f"{MARKER} is gone",
+        remedy=f"wait until it has ended; after one that was killed, the same command works in {LOST / 60:.0f} minutes",
+    )
+
+
+def own_name(root: Path) -> str:
+    """The name of this user on this machine, for markers: kept in a folder, so that it is the same after a reboot."""
+    path = root / "name"
+    try:
+        with open(path, "x") as file:
+            file.write(secrets.token_hex(8))
+    except FileExistsError:
+        pass
+    return path.read_text()

@@ -1,0 +1,186 @@
+"""What a run takes of the memory: the plan first, and what is left of `--memory` is shared out to threads.
+
+Every array that grows with a tensor is one of: the window of a file (`batch`), what a `Gatherer` reads to pick from,
+and what a `Computed` says that it takes (`room`). Each has its part of a thread's share, so they add up to less than
+the bound. What a plan takes is measured: it is made of Python's objects.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import NamedTuple
+
+from reshard.algebra.tensors import Tensor, least_room
+from reshard.errors import ReshardError, no_memory
+from reshard.stores import CONNECTIONS, REQUEST, is_remote
+from reshard.transfer.gather import LEAST
+
+WINDOW = 4 << 20
+"""Bytes written at a time: small enough for the cache, large enough for the disk."""
+
+WIDE_WINDOW = 32 << 20
+"""The same where a tensor is transposed, so that one read of its source serves many rows."""
+
+BESIDE = 1 << 20
+"""Bytes of a thread beside its window and what it gathers: cells whose digest has to wait, checksums, entries."""
+
+USUAL = 24 << 20
+"""Bytes of one thread below which fewer threads are faster."""
+
+MOST = 96 << 20
+"""Bytes of one thread above which nothing is faster."""
+
+SLACK = 8 << 20
+"""Bytes by which two runs of the same plan differ, at most, so that what one asks for is enough for the next."""
+
+
+class Need(NamedTuple):
+    """The bytes without which a tensor cannot be computed, and its name. Tensors that are only read need none."""
+
+    nbytes: int = 0
+    tensor: str | None = None
+
+    @staticmethod
+    def of(tensors: Mapping[str, Tensor]) -> Need:
+        """What the most demanding of some tensors needs."""
+        return most(Need(least_room(tensor.view), name) for name, tensor in tensors.items())
+
+    def beside(self, other: Need) -> Need:
+        """What both take at the same time."""
+        return Need(self.nbytes + other.nbytes, other.tensor or self.tensor)
+
+
+def most(needs: Iterable[Need]) -> Need:
+    """The largest of some needs."""
+    return max((need for need in needs if need.nbytes), default=Need())
+
+
+NOTHING = Need()
+
+
+class Share(NamedTuple):
+    """How many threads run, and the bytes that each may take, of which computing an element takes up to `need`."""
+
+    threads: int
+    each: int
+    need: int = 0
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a window of a tensor that is transposed."""
+        return max(WINDOW, min(WIDE_WINDOW, self.each // 3, self.each - self.need - LEAST - BESIDE))
+
+    @property
+    def gathering(self) -> int:
+        """Bytes for what is read to pick from, and what is computed."""
+        return self.each - self.wide - BESIDE
+
+
+def shared(workers: int | None, memory: int, need: Need = NOTHING, paths: Iterable[Path | str] = ()) -> Share:
+    """Share out `memory` bytes to `workers` threads, or two a core: one gathers while another waits for the disk.
+
+    If any of the `paths` that are read is in a store, there is a thread for each connection, and room for what comes.
+    There are fewer if they would have little each. One there always is, whatever it takes: see `Meter.left`.
+    """
+    wanted = workers or min(8, 2 * (os.cpu_count() or 1))
+    if any(map(is_remote, paths)):
+        wanted, memory = workers or CONNECTIONS, memory - min(memory // 2, CONNECTIONS * REQUEST)
+    least = _least(need)
+    threads = max(1, min(wanted, memory // max(least, USUAL)))
+    return Share(threads, max(least, min(MOST, memory // threads)), need.nbytes)
+
+
+def _least(need: Need) -> int:
+    """Bytes of one thread, at least."""
+    return WINDOW + BESIDE + LEAST + need.nbytes
+
+
+class Meter:
+    """What the process takes of the memory from now on, of which it may take `memory` bytes."""
+
+    def __init__(self, memory: int) -> None:
+        self._memory = memory
+        self._now, self._peak = resident()
+
+    def left(self, need: Need) -> int:
+        """The bytes that are left for carrying out the plan that was made.
+
+        Raises ReshardError, with the number that would be enough, if that is too little.
+        """
+        now, peak = resident()
+        held = max(0, now - self._now)
+        planning = max(held, peak - self._now if peak > self._peak else 0)
+        enough = max(planning, held + _least(need))
+        if enough <= self._memory:
+            return self._memory - held
+        found = f"the plan takes {_mebibytes(planning)}, one thread {_mebibytes(_least(need))}"
+        raise self._too_little(enough, found, tensor=need.tensor)
+
+    @contextmanager
+    def bounding(self) -> Iterator[None]:
+        """Have `expect` refuse, in the block, what would take more than is allowed."""
+        token = _meter.set(self)
+        try:
+            yield
+        finally:
+            _meter.reset(token)
+
+    def expect(self, nbytes: int, path: str) -> None:
+        """Raise ReshardError if reading a file, and what is made of it, takes more than is left."""
+        enough = max(0, resident()[0] - self._now) + nbytes
+        if enough > self._memory:
+            raise self._too_little(enough, f"reading this takes {_mebibytes(nbytes)}", file=path)
+
+    def _too_little(self, enough: int, found: str, **where: str | None) -> ReshardError:
+        number = _mebibytes(enough + SLACK)
+        return ReshardError(
+            "the memory that is allowed is too little",
+            rule="--memory bounds all that a run takes beside Python and its libraries: the plan, and its threads",
+            expected=f"--memory {number} or more",
+            found=f"--memory {_mebibytes(self._memory)}; {found}",
+            remedy=f"pass --memory {number}",
+            **where,
+        )
+
+
+_meter: ContextVar[Meter | None] = ContextVar("meter", default=None)
+
+
+def expect(nbytes: int, path: str) -> None:
+    """Raise ReshardError if reading a file that takes `nbytes` would take more than is allowed."""
+    if nbytes >= SLACK and (meter := _meter.get()):
+        meter.expect(nbytes, path)
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Say in words that the system gives no memory. It decorates functions, too."""
+    try:
+        yield
+    except (MemoryError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+            raise
+        raise ReshardError([no_memory(error)]) from error
+
+
+def _mebibytes(nbytes: int) -> str:
+    return f"{-(-nbytes >> 20)}MiB"
+
+
+def resident() -> tuple[int, int]:
+    """Bytes of the process that are in memory, and the most that ever were. Where the system tells one, it is both."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        found = dict(line.split(":", 1) for line in lines if line.startswith(("VmRSS", "VmHWM")))
+        return int(found["VmRSS"].split()[0]) << 10, int(found["VmHWM"].split()[0]) << 10
+    except (OSError, KeyError, ValueError):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak = peak if sys.platform == "darwin" else peak << 10
+        return peak, peak

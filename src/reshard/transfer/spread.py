@@ -1,0 +1,212 @@
+"""Run a plan on many machines: parts are handed out, and what they show is put together here.
+
+Whoever starts the run keeps the journal, closes the files, and writes itself what has no tensors in it (indexes,
+trackers, configs), last.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from reshard.errors import ReshardError, said
+from reshard.transfer import claims
+from reshard.transfer.execute import OnFile, Report, Run, make_folders
+from reshard.transfer.executors import Executor
+from reshard.transfer.gather import Files
+from reshard.transfer.job import Job
+from reshard.transfer.journal import Journal, Written
+from reshard.transfer.ledger import Ledger, Passed
+from reshard.transfer.memory import Share
+from reshard.transfer.parts import Outcome, Part, cut
+from reshard.transfer.plan import OutputFile, Plan
+from reshard.transfer.threads import together
+
+TRIES = 3
+"""How often a part is handed out whose worker is lost."""
+
+SHARES = 4
+"""Parts that each worker gets: enough that the last ones end together."""
+
+LEAST = 64 << 20
+"""Bytes of a part, at least: a worker is not asked for less than takes longer than asking."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a worker needs beside the part. `claim` and `token` are those of the part."""
+
+    folder: Path
+    claim: Path
+    token: str
+    part: Part
+
+
+Perform = Callable[[Order], Outcome]
+"""Does a part, in any process; it can be pickled."""
+
+
+def spread(
+    plan: Plan,
+    folder: Path,
+    executor: Executor,
+    perform: Perform,
+    *,
+    share: Share,
+    checksum: bool = True,
+    on_bytes: Callable[[int], None] = lambda count: None,
+    on_file: OnFile = lambda name, stopped: None,
+    journal: Journal | None = None,
+) -> Report:
+    """Write all files of `plan` below `folder`, which all workers see, as `execute` does on this machine.
+
+    Raises what `execute` raises, wherever it happened, and ReshardError if workers are lost again and again.
+    """
+    make_folders(plan, folder)
+    journal = journal or Journal()
+    ledger = Ledger(every=True, passed=journal.progress.passed) if checksum else None
+    run = _Spread(plan, folder, share, ledger, on_bytes, journal, on_file)
+    try:
+        run.hand_out(executor, perform)
+        together(run.work, share.threads)
+    finally:
+        run.leave()
+    run.settle(plan.sources.sizes())
+    return run.report
+
+
+def parts_for(executor: Executor, jobs: Iterable[Job], left: int) -> list[Part]:
+    """Cut `jobs`, of which `left` bytes are to be written, in the parts that are handed out, in their order."""
+    most = max(LEAST, left // (SHARES * max(1, executor.slots)))
+    parts = cut(jobs, min(most, executor.most))
+    return sorted(parts, key=lambda part: part.nbytes <= 2 * most)  # what takes much longer begins first
+
+
+class _Spread(Run):
+    """The state of a run whose parts are written elsewhere."""
+
+    def hand_out(self, executor: Executor, perform: Perform) -> None:
+        """Have all that holds tensors written; what is left waits to be written here."""
+        self._claims = self.folder.with_name(claims.FOLDER)
+        self._token = secrets.token_hex(8)
+        self._tries: Counter[int] = Counter()
+        self._jobs: dict[str, Job] = {}
+        here = deque(file for file in self.waiting if next(iter(file.blocks), None) is None)
+        names = {file.path for file in here}
+        there = [file for file in self.waiting if file.path not in names]
+        self.waiting = here
+        before = self.journal.progress.files
+        total = sum(file.size - before.get(file.path, Written()).nbytes for file in there)
+        parts = parts_for(executor, map(self._begun, there), total)
+        stopped = Event()
+        with ThreadPoolExecutor(2, "close") as closers:
+            try:
+                self._follow(
+                    executor, perform, deque(parts), lambda job: closers.submit(self.end, job, stopped)
+                )
+            finally:
+                stopped.set()
+                claims.stop(self._claims)
+
+    def _begun(self, file: OutputFile) -> Job:
+        """What is left to do of a file, to be put together here."""
+        self._jobs[file.path] = self.begin(file)
+        return self._jobs[file.path]
+
+    def _follow(
+        self,
+        executor: Executor,
+        perform: Perform,
+        waiting: deque[Part],
+        close: Callable[[Job], Future[bool]],
+    ) -> None:
+        """Keep the workers busy until no part is left, and close each file once all of it is there."""
+        running: dict[Future[Outcome], Part] = {}
+        closing: set[Future[bool]] = set()
+        while waiting or running or closing:
+            count = min(executor.queue - len(running), len(waiting))
+            if count > 0:
+                taken = [waiting.popleft() for _ in range(count)]
+                orders = [self._order(part) for part in taken]
+                running.update(zip(executor.submit(perform, orders, self._claims), taken, strict=True))
+            pending: list[Future[Any]] = [*running, *closing]
+            done, _ = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
+            for future in done & closing:
+                closing.remove(future)
+                future.result()
+            for future in done & running.keys():
+                part = running.pop(future)
+                outcome = self._outcome(part, future)
+                if outcome is None:
+                    waiting.appendleft(part)
+                else:
+                    closing.update(map(close, self._merge(part, outcome)))
+
+    def _order(self, part: Part) -> Order:
+        claim = self._claims / f"{part.number}.claim"
+        claims.stake(claim, self._token)
+        return Order(self.folder, claim, self._token, part)
+
+    def _outcome(self, part: Part, future: Future[Outcome]) -> Outcome | None:
+        """What came of a part; None if its worker was lost, and it has to be done again."""
+        self._tries[part.number] += 1
+        try:
+            outcome = future.result()
+        except (Exception, CancelledError) as error:
+            if self._tries[part.number] < TRIES and not isinstance(error, ImportError):
+                return None
+            raise _lost(part, self._tries[part.number], error) from error
+        if outcome.error:
+            raise outcome.error
+        return outcome
+
+    def _merge(self, part: Part, outcome: Outcome) -> list[Job]:
+        """Take in what a part has shown, and note it; return the files of which nothing is left to write."""
+        with self.lock:
+            self.names.update({each: name for each, name in outcome.names.items() if each not in self.names})
+        passed = self._passed(outcome)
+        whole = []
+        for path, (found, seen) in outcome.files.items():
+            found.passed, passed = passed, {}  # which file it is noted with makes no difference
+            self.touch(found.taken)
+            job = self._jobs[path]
+            job.digest.merge(seen)
+            job.finish(found)
+            self.report.nonfinite += sorted(found.nonfinite - set(self.report.nonfinite))
+            job.note()
+            if job.is_written():
+                whole.append(self._jobs.pop(path))
+        (self._claims / f"{part.number}.claim").unlink(missing_ok=True)
+        self.advance(part.nbytes)
+        return whole
+
+    def _passed(self, outcome: Outcome) -> Passed:
+        """Which bytes of the sources have passed first there."""
+        if self.ledger is None:
+            return {}
+        files = Files()
+        try:
+            return self.ledger.merge(files, outcome.passed)
+        finally:
+            files.close()
+
+
+def _lost(part: Part, tries: int, error: BaseException) -> ReshardError:
+    if isinstance(error, ImportError):
+        return ReshardError(
+            "a worker cannot load reshard",
+            found=str(error),
+            remedy="install the same version of reshard, with what it needs, on all nodes",
+        )
+    return ReshardError(
+        "workers were lost while they wrote a part of the output",
+        found=f"{part}: {tries} times, at last {said(error) if isinstance(error, Exception) else 'cancelled'}",
+        remedy="see in the log of the workers why they ended (out of memory, preempted), then run the same command "
+        "again: it continues",
+    )

@@ -1,0 +1,297 @@
+"""Output of a store, which has no rename: each file is put together here, uploaded, and removed here.
+
+What makes the files a checkpoint (an index, a tracker, a config) goes last, and `marker.py` tells until then that they
+are none. The journal of the run says what has been uploaded, with what the store says of its state. So the same command
+continues, on another machine too if its sources are the same there.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from pathlib import Path
+from secrets import token_hex
+from threading import Event, Lock
+
+from reshard.errors import ReshardError, listed, size
+from reshard.stores import StorePath
+from reshard.stores.bucket import Bucket, StoppedError
+from reshard.transfer.journal import Journal
+from reshard.transfer.marker import MARKER, SOON, Claim, busy, is_live, marker_in, own_name
+from reshard.transfer.staging import (
+    JOURNAL,
+    OUTPUT,
+    OnResume,
+    Unfinished,
+    may_pass,
+    remove_unfinished,
+    unfinished,
+    worked,
+)
+from reshard.transfer.threads import together
+
+SMALL = 16 << 20
+"""Bytes of an object that is removed before larger ones: what makes old files a checkpoint is small."""
+
+
+def staging_folder(bucket: Bucket) -> Path:
+    """Where the files of a destination are put together: TMPDIR chooses another disk."""
+    name = f"{bucket.url.rpartition('/')[2][:80]}-{sha256(bucket.url.encode()).hexdigest()[:12]}"
+    return Path(tempfile.gettempdir()).resolve() / f"reshard-{os.getuid()}" / name
+
+
+def room(sizes: Mapping[str, int], last: Collection[str], threads: int) -> int:
+    """Bytes that lie here at a time, at most: a file for each thread, and those that wait for the others."""
+    largest = sorted((nbytes for name, nbytes in sizes.items() if name not in last), reverse=True)
+    return sum(largest[:threads]) + sum(sizes[name] for name in last)
+
+
+class Uploads:
+    """The files of one run: `take` each that is whole, and `finish`."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        sizes: Mapping[str, int],
+        last: Sequence[str],
+        memory: int,
+        journal: Journal,
+        claim: Claim,
+        on_bytes: Callable[[int], None],
+    ) -> None:
+        self._bucket, self._sizes, self._last, self._memory = bucket, sizes, last, memory
+        self._journal, self._claim, self._on_bytes = journal, claim, on_bytes
+        self.folder = Path()
+        self.states: dict[str, str] = {}
+        """What the store said of each object when it was uploaded."""
+        self._lock = Lock()
+
+    def resume(self, folder: Path, threads: int) -> None:
+        """Begin with what earlier runs have done: upload what they had finished in `folder`, and no more."""
+        self.folder = folder
+        files = self._journal.progress.files
+        self.states = {name: each.elsewhere for name, each in files.items() if each.elsewhere is not None}
+        self._claim.uploaded = sum(self._sizes[name] for name in self.states)
+        waiting = deque(name for name, each in files.items() if each.is_whole and name not in self.states)
+
+        def work(index: int, stopped: Event) -> None:
+            with suppress(IndexError):
+                while not stopped.is_set():
+                    self.take(waiting.popleft(), stopped)
+
+        together(work, threads)
+
+    def take(self, name: str, stopped: Event) -> None:
+        """Upload a file and remove it here, unless it has to wait for the others."""
+        if name not in self._last:
+            self._upload(name, stopped)
+
+    def finish(self) -> None:
+        """Upload the rest in its order, and see that all objects are what was uploaded."""
+        for name in self._last:
+            if name not in self.states:
+                self._upload(name, Event())
+        self._bucket.forget()
+        found = self._bucket.listing()
+        gone = [name for name in self._sizes if name not in found]
+        wrong = [name for name in self._sizes if name in found and found[name].identity != self.states[name]]
+        if gone or wrong:
+            told = [f"{name} is gone" for name in gone] + [
+                f"{name} was written by something else" for name in wrong
+            ]
+            raise ReshardError(
+                "the output was changed while it was written",
+                file=self._bucket.url,
+                rule="all files that were uploaded are there, as they were uploaded",
+                found=listed(sorted(told)),
+                remedy="something else removes or writes objects there: stop it, then run the same command again",
+            ) from OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    def _upload(self, name: str, stopped: Event) -> None:
+        file = self.folder / name
+        try:
+            self._bucket.put(name, file, self._memory, self._on_bytes, stopped.is_set)
+        except StoppedError:
+            return
+        there = self._bucket.look(name)
+        if there is None or there.size != self._sizes[name]:
+            raise ReshardError(
+                "the store has something else than was uploaded",
+                file=f"{self._bucket.url}/{name}",
+                expected=f"{self._sizes[name]:,} bytes",
+                found=f"{there.size:,} bytes" if there else "nothing",
+                remedy="run the same command again",
+            ) from OSError(errno.EIO, os.strerror(errno.EIO))
+        if name in self._journal.progress.files:
+            self._journal.add({"uploaded": name, "state": there.identity})
+        with self._lock:
+            self.states[name] = there.identity
+            self._claim.uploaded += there.size
+        file.unlink()
+        self._claim.renew(at_most_every=SOON)
+
+
+@contextmanager
+def uploading(
+    bucket: Bucket,
+    sizes: Mapping[str, int],
+    *,
+    last: Sequence[str],
+    old: Collection[str],
+    threads: int,
+    memory: int,
+    journal: Journal,
+    on_bytes: Callable[[int], None],
+    on_resume: OnResume,
+) -> Iterator[Uploads]:
+    """Files that become the objects `sizes` of a bucket when the block ends well.
+
+    They are written to `folder` and taken one by one; those in `last` go last, in their order. Each of the `threads`
+    may hold `memory` bytes of what it sends. The objects `old` are removed before the first file is uploaded.
+    If the block fails for a reason that may pass, what was done is kept for the next block with the same journal; else
+    all that was uploaded is removed.
+    Raises ReshardError if another run writes to the same place, and what the store or the system refuses.
+    """
+    target = staging_folder(bucket)
+    root = _own_folder(target.parent)
+    claims: list[Claim] = []
+
+    def prepare(staging: Path, has_locks: bool) -> dict[str, str]:
+        claim = Claim(bucket, own_name(root) if has_locks else token_hex(8), journal.facts)
+        claim.files, claim.total = sorted(sizes), sum(sizes.values())
+        claims.append(claim)
+        try:
+            return _prepared(bucket, claim, staging, sizes, set(old), journal, on_resume)
+        except BaseException:
+            claim.drop()
+            raise
+
+    def told(note: str, done: int) -> None:
+        on_resume(note, done and journal.progress.uploaded)
+
+    with worked(target, sizes, journal=journal, on_resume=told, prepare=prepare) as staging:
+        (claim,) = claims
+        claim.journal = journal
+        uploads = Uploads(bucket, sizes, last, memory, journal, claim, on_bytes)
+        try:
+            claim.renew()
+            uploads.resume(staging / OUTPUT, threads)
+            yield uploads
+        except BaseException as error:
+            kept = may_pass(error) and journal.progress.nbytes
+            with suppress(ReshardError, OSError):  # what went wrong before tells more
+                claim.leave(None if kept else list(sizes))
+            raise
+        claim.leave([])
+
+
+def _prepared(
+    bucket: Bucket,
+    claim: Claim,
+    staging: Path,
+    sizes: Mapping[str, int],
+    old: set[str],
+    journal: Journal,
+    on_resume: OnResume,
+) -> dict[str, str]:
+    """Take the destination, remove what has to go, and tell what is there of this output."""
+    before, there = marker_in(bucket), bucket.listing()
+    if before and before.run != claim.run and is_live(before, there.get(MARKER)):
+        raise busy(bucket, before)
+    continues = before is not None and journal.identity is not None and before.identity == journal.identity
+    removable = old | (before.names if before else set())
+    if foreign := sorted(there.keys() - removable - {MARKER}):
+        raise ReshardError(
+            "objects appeared at the destination",
+            file=bucket.url,
+            rule="old shards or a stale index never remain beside new ones",
+            found=listed(foreign, 5),
+            remedy="look at what wrote them, then run the same command again",
+        )
+    gone = (there.keys() & removable) - {MARKER} - (sizes.keys() if continues else set())
+    claim.old = sorted(gone)
+    claim.take(before)
+    if before:
+        bucket.forget_parts(before.names)
+    if before and not continues and before.uploaded:
+        found = before.identity
+        why = journal.identity.why_not(found) if journal.identity and found else "nothing can continue it"
+        on_resume(f"starting anew: {size(before.uploaded)} of an unfinished run are removed, as {why}", 0)
+    bucket.remove([name for name in gone if there[name].size < SMALL])
+    bucket.remove([name for name in gone if there[name].size >= SMALL])
+    if not continues:
+        return {}
+    if before and not (staging / JOURNAL).exists():
+        (staging / JOURNAL).write_text(before.journal)
+    return {name: each.identity for name, each in there.items()}
+
+
+def unfinished_at(target: Path) -> list[Unfinished]:
+    """The unfinished conversions to a destination, on a disk or in a store."""
+    if not isinstance(target, StorePath):
+        return unfinished(target)
+    bucket = _bucket(target)
+    left = marker_in(bucket) if bucket else None
+    if bucket is None or left is None:
+        return []
+    there = bucket.look(MARKER)
+    modified = there.modified / 1e9 if there else time.time()
+    return [Unfinished(target, left.written, left.total, modified, left.anywhere, is_live(left, there))]
+
+
+def finished_at(target: StorePath) -> str | None:
+    """What changes with the last object of an output in a store; None while it is unfinished, or cannot be seen."""
+    with suppress(ReshardError):
+        bucket = Bucket(target)
+        there = bucket.listing()
+        return None if MARKER in there else " ".join(sorted(each.identity for each in there.values()))
+    return None
+
+
+def remove_unfinished_at(target: Path, age: float) -> list[Unfinished]:
+    """Remove, and return, those to which nothing was added for `age` seconds.
+
+    Raises ReshardError if a run writes to `target`.
+    """
+    if not isinstance(target, StorePath):
+        return remove_unfinished(target, age)
+    found = unfinished_at(target)
+    if any(each.live for each in found):
+        bucket = Bucket(target)
+        raise busy(bucket, marker_in(bucket))
+    old = [each for each in found if each.modified <= time.time() - age]
+    if old:
+        bucket = Bucket(target)
+        left = marker_in(bucket)
+        there = bucket.listing()
+        bucket.forget_parts(left.names if left else ())
+        bucket.remove(sorted((left.names if left else set()) & there.keys() - {MARKER}))
+        bucket.remove([MARKER])
+    return old
+
+
+def _bucket(target: StorePath) -> Bucket | None:
+    """What can be written to, at the address of a destination."""
+    try:
+        return Bucket(target)
+    except ReshardError:
+        return None
+
+
+def _own_folder(path: Path) -> Path:
+    """A folder of this user alone. Raises ReshardError if it is another's."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.lstat()
+    if status.st_uid != os.getuid() or not path.is_dir() or path.is_symlink():
+        raise ReshardError(
+            "the folder for files that are uploaded belongs to somebody else",
+            file=str(path),
+            remedy="set TMPDIR to a folder of yours",
+        )
+    return path

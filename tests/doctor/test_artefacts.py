@@ -1,0 +1,71 @@
+"""Checkpoints of another kind given to transformers: what the real library says, and what the doctor makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reshard.doctor.logs import diagnose_text
+
+LOAD = """
+import json, sys, traceback
+from transformers import AutoModelForCausalLM
+told = {}
+for path in sys.argv[1:]:
+    try:
+        AutoModelForCausalLM.from_pretrained(path)
+    except Exception:
+        told[path] = traceback.format_exc()
+print(json.dumps(told))
+"""
+PATHS = {
+    "run/global_step10": ("DeepSpeed", "reshard convert"),
+    "run/global_step_3/actor": ("verl", "reshard convert"),
+    "run/pytorch_model_fsdp_0": ("FSDP", "reshard convert"),
+    "model-q4_k_m.gguf": ("GGUF", "gguf_file"),
+    "model.nemo": ("NeMo", "tar -xf"),
+    "last.ckpt": ("Lightning", "reshard inspect"),
+}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What transformers says of each path."""
+    root = tmp_path_factory.mktemp("artefacts")
+    for path in PATHS:
+        place = root / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if place.suffix in (".gguf", ".nemo", ".ckpt"):
+            place.write_bytes(b"weights")
+        else:
+            place.mkdir()
+    ran = subprocess.run(
+        [sys.executable, "-c", LOAD, *(str(root / path) for path in PATHS)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    return {
+        str(Path(path).relative_to(root)): said
+        for path, said in json.loads(ran.stdout.splitlines()[-1]).items()
+    }
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_checkpoint_of_another_kind_is_named_with_its_way_out(path: str, told: dict[str, str]) -> None:
+    kind, way_out = PATHS[path]
+    found = diagnose_text("log", told[path])
+    assert found[0].id == "artefact-mixed-up" and found[0].certainty == "likely"
+    assert kind in found[0].title.en and kind in found[0].title.zh and way_out in found[0].cure.zh
+    assert path in found[0].cause.en and "hf-no-config" not in [each.id for each in found]
+
+
+def test_a_folder_of_no_known_kind_is_left_to_the_catalogue(told: dict[str, str]) -> None:
+    said = told["run/global_step10"].replace("global_step10", "folder")
+    assert diagnose_text("log", said)[0].id == "hf-no-config"

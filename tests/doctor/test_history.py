@@ -1,0 +1,450 @@
+"""The history of releases: made from archives, looked up in logs, scripts and configs, and never wrong of direction."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import io
+import json
+import lzma
+import subprocess
+import sys
+import tarfile
+import threading
+import zipfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+import reshard
+from reshard.doctor.finding import Finding
+from reshard.doctor.history import table as tables
+from reshard.doctor.history.calls import base_of, refused
+from reshard.doctor.history.table import ROOTS, Presence, Table, table
+from reshard.doctor.history.versions import Versions
+
+LOGS = Path(__file__).with_name("history")
+
+
+def first(*targets: Path) -> Finding:
+    found = reshard.diagnose(*targets)
+    assert found, "no finding"
+    return found[0]
+
+
+# ------------------------------------------------------------------------------------------------ logs
+
+SAID = {
+    "trl-name-later": ("api-came-later", "'trl>=0.14.0'", "trl 0.9.6"),
+    "trl-name-gone": ("import-removed", "'trl>=0.11.0,<0.13.0'", "trl 0.24.0"),
+    "trl-keyword-later": ("api-came-later", "'trl>=0.16.0'", "trl 0.9.6"),
+    "trl-keyword-gone": ("kw-removed", "'trl<0.20.0'", "trl 0.24.0"),
+    "trl-inherited-keyword-gone": ("kw-removed", "'transformers<4.51.0'", "transformers 4.51.3"),
+    "accelerate-keyword-later": ("api-came-later", "'accelerate>=0.28.0'", "accelerate 0.27.2"),
+    "accelerate-keyword-gone": ("api-is-gone", "'accelerate<1.0.0'", "accelerate 1.4.0"),
+    "accelerate-attribute-later": ("api-came-later", "'accelerate>=1.10.0'", "accelerate 0.27.2"),
+    "hub-name-gone": ("api-is-gone", "'huggingface-hub<0.26.0'", "huggingface_hub 0.30.2"),
+    "peft-of-another-transformers": ("api-between", "'peft>=0.18.0'", "transformers 5.23.0"),
+    "transformers-module-later": ("api-came-later", "'transformers>=4.51.0'", "transformers 4.40.2"),
+    "transformers-model-type": ("hf-unknown-architecture", "'transformers>=4.51.0'", "transformers 4.40.2"),
+    "transformers-method-gone": ("hf-remote-code-too-old", "'transformers<4.54.0'", "transformers 5.23.0"),
+    "transformers-registry": ("api-clash", "'transformers<4.54.0'", "transformers 5.23.0"),
+}
+"""By log: the finding, what pip is to install, and the version that the log was made with (`history/record.py`)."""
+
+
+UNSURE = ("peft-of-another-transformers",)
+"""Logs that need the version: transformers 5 may have more names than its files show."""
+
+
+@pytest.mark.parametrize("case", [case for case in SAID if case not in UNSURE])
+def test_a_genuine_log_gets_direction_and_bound(case: str) -> None:
+    identifier, pin, _ = SAID[case]
+    found = first(LOGS / f"{case}.log")
+    assert found.id == identifier
+    assert pin in found.cure.en
+    assert pin in found.cure.zh
+
+
+@pytest.mark.parametrize("case", [case for case in SAID if case != "transformers-registry"])
+def test_a_version_in_the_log_makes_it_sure(case: str, tmp_path: Path) -> None:
+    _, pin, version = SAID[case]
+    log = tmp_path / "run.log"
+    log.write_text(f"{version}\n" + (LOGS / f"{case}.log").read_text())
+    found = first(log)
+    assert found.certainty == "sure"
+    assert pin.split(",")[-1].strip("'") in found.cure.en
+
+
+@pytest.mark.parametrize("case", [case for case in SAID if case not in (*UNSURE, "transformers-registry")])
+def test_a_version_that_has_it_silences_the_history(case: str, tmp_path: Path) -> None:
+    """What the log says and the table deny each other: the module is another one than it seems."""
+    package = SAID[case][2].split()[0]
+    lines = [line for line in first(LOGS / f"{case}.log").cure.en.splitlines() if "pip install" in line]
+    pins = [line.split("'")[1] for line in lines if f"'{package.replace('_', '-')}" in line]
+    specifier = SpecifierSet(pins[0][len(package) :])
+    known = table(package.replace("_", "-"))
+    assert known is not None
+    inside = [each for each in known.versions if each in specifier]
+    log = tmp_path / "run.log"
+    log.write_text(f"{package} {inside[-1]}\n" + (LOGS / f"{case}.log").read_text())
+    assert not any("read in the releases" in each.en for each in first(log).evidence)
+
+
+def test_what_may_still_be_there_is_gone_only_where_the_log_has_the_version(tmp_path: Path) -> None:
+    """transformers 5 serves names that no file of it shows."""
+    said = "ImportError: cannot import name 'AdamW' from 'transformers' "
+    said += "(/home/user/venv/lib/python3.11/site-packages/transformers/__init__.py)\n"
+    log = tmp_path / "run.log"
+    log.write_text(said)
+    assert not any("read in the releases" in each.en for each in first(log).evidence)
+    log.write_text(f"transformers 5.23.0\n{said}")
+    assert "'transformers<4.50.0'" in first(log).cure.en
+
+
+QUIET = {
+    "a file of one's own": "ImportError: cannot import name 'GRPOTrainer' from 'trl' (/home/user/train/trl.py)",
+    "a circle": "ImportError: cannot import name 'GRPOTrainer' from partially initialized module 'trl' "
+    "(/home/user/venv/lib/python3.11/site-packages/trl/__init__.py)",
+    "a name that none has": "ImportError: cannot import name 'nowhere' from 'trl' "
+    "(/home/user/venv/lib/python3.11/site-packages/trl/__init__.py)",
+    "a name that all have": "ImportError: cannot import name 'SFTTrainer' from 'trl' "
+    "(/home/user/venv/lib/python3.11/site-packages/trl/__init__.py)",
+    "a class of one's own": "TypeError: MyTrainer.__init__() got an unexpected keyword argument 'tokenizer'",
+    "another package": "ModuleNotFoundError: No module named 'nowhere.else'",
+}
+
+
+@pytest.mark.parametrize("case", QUIET)
+def test_what_the_table_does_not_know_is_left_to_the_catalogue(case: str, tmp_path: Path) -> None:
+    log = tmp_path / "run.log"
+    log.write_text(
+        f'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\n    x\n{QUIET[case]}\n'
+    )
+    assert not any(finding.id.startswith("api-") for finding in reshard.diagnose(log))
+
+
+# ------------------------------------------------------------------------------------------------ bounds
+
+
+@given(st.sets(st.integers(0, 9)), st.sets(st.integers(0, 9)), st.none() | st.integers(0, 9))
+def test_a_bound_names_releases_that_have_it_and_never_the_one_at_hand(
+    there: set[int], among: set[int], mine: int | None
+) -> None:
+    whole = Table("trl", {"versions": [f"1.{at}.0" for at in range(10)]})
+    presence = Presence(whole, frozenset(there & among), frozenset(among))
+    version = None if mine is None else Version(f"1.{mine}.0")
+    bounds = presence.bounds(version)
+    if bounds is None:
+        return
+    fit = [at for at in range(10) if f"1.{at}.0" in SpecifierSet(bounds.specifier)]
+    assert mine not in fit
+    assert max(at for at in fit) in presence.there or version is None or bounds.since is None
+    assert presence.there & set(fit)
+
+
+# ------------------------------------------------------------------------------------- the real packages
+
+
+@pytest.mark.parametrize("package", ["transformers", "trl", "peft", "accelerate"])
+def test_the_table_has_the_parameters_of_the_installed_classes(package: str) -> None:
+    """Held against the classes themselves, so that the tables cannot go wrong."""
+    module = pytest.importorskip(package)
+    known = table(package)
+    assert known is not None
+    version = Version(module.__version__)
+    compared = 0
+    for function in known.raw["functions"]:
+        name, _, method = function.partition(".")
+        kind = getattr(module, name, None) if method == "__init__" else None
+        if not inspect.isclass(kind) or (taken := known.parameters(function, version)) is None:
+            continue
+        real = inspect.signature(kind).parameters
+        own = {each for each in taken if each[0] != "@"}
+        own |= {"self"} & real.keys()
+        inner = [each for each in taken if each[0] == "@"]
+        if (
+            inner
+            or len(known.raw["functions"][function]) > 1
+            or any(each.kind is each.VAR_KEYWORD for each in real.values())
+        ):
+            continue
+        without = {each.name for each in getattr(kind, "__dataclass_fields__", {}).values() if not each.init}
+        named = {each for each, how in real.items() if how.kind is not how.VAR_POSITIONAL}
+        assert own - without == named, function
+        compared += 1
+    assert compared > {"transformers": 50, "trl": 5, "peft": 10, "accelerate": 5}[package]
+
+
+CLASSES = {
+    "transformers": ("TrainingArguments", "Seq2SeqTrainingArguments", "Trainer", "Seq2SeqTrainer"),
+    "trl": (
+        *("SFTConfig", "DPOConfig", "KTOConfig", "RewardConfig", "GRPOConfig", "RLOOConfig"),
+        *("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer"),
+    ),
+    "peft": ("LoraConfig",),
+    "accelerate": ("Accelerator",),
+}
+
+
+@pytest.mark.parametrize(("package", "name"), [(each, name) for each in CLASSES for name in CLASSES[each]])
+def test_a_keyword_that_is_refused_is_refused_by_the_class_and_its_new_name_taken(
+    package: str, name: str
+) -> None:
+    taken = inspect.signature(getattr(pytest.importorskip(package), name)).parameters
+    known, function = table(package), f"{name}.__init__"
+    assert known is not None
+    bases = [base for marked in known.marked(function) if (base := base_of(marked))]
+    every = [own.ever(target) for own, target in [(known, function), *bases]]
+    ever = {each for names in every for each in names if each.isidentifier()}
+    why = {each: refused(known, function, each, Versions()) for each in ever}
+    assert [each for each, reason in why.items() if reason and each in taken] == []
+    if (
+        len(known.raw["functions"][function]) == 1
+    ):  # of several classes of one name, what any of them takes is taken
+        assert [each for each, reason in why.items() if reason is None and each not in taken] == []
+    assert {reason.renamed for reason in why.values() if reason and reason.renamed} <= taken.keys()
+
+
+@pytest.mark.parametrize("package", ["transformers", "trl", "peft", "accelerate", "datasets", "numpy"])
+def test_what_the_table_calls_gone_is_gone(package: str) -> None:
+    module = pytest.importorskip(ROOTS[package])
+    known = table(package)
+    assert known is not None
+    version = Version(importlib.metadata.version(package))
+    groups = known.raw["names"][ROOTS[package]]
+    names = {name for each in groups.values() for name in each.split(" ")}
+    gone = [name for name in names if known.name(ROOTS[package], name).at(version) is False]
+    if not known.is_open(ROOTS[package], version):
+        assert [name for name in gone if hasattr(module, name)] == []
+
+
+# ---------------------------------------------------------------------------------- scripts and configs
+
+
+def test_a_pin_beside_a_script_counts_more_than_what_is_installed(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("from trl import GRPOTrainer\n")
+    assert reshard.diagnose(script) == []
+    (tmp_path / "requirements.txt").write_text("trl==0.12.2  # old\n")
+    found = first(script)
+    assert (found.id, found.certainty) == ("script-name-later", "sure")
+    assert "'trl>=0.14.0'" in found.cure.en
+    assert any("requirements.txt pins trl to 0.12.2" in each.en for each in found.evidence)
+
+
+def test_the_metadata_of_a_script_pin_too(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        '# /// script\n# dependencies = ["trl==0.9.6"]\n# ///\n'
+        'from trl import SFTConfig\nSFTConfig("o", padding_free=True)\n'
+    )
+    found = first(script)
+    assert (found.id, found.places[0].line) == ("script-name-later", 5)
+
+
+def test_who_is_prepared_for_several_versions_is_not_accused(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "try:\n    from transformers import AdamW\nexcept ImportError:\n    from torch.optim import AdamW\n"
+        "import transformers\n"
+        "if transformers.__version__ < '5':\n    from transformers import load_tf_weights_in_bert\n"
+    )
+    assert reshard.diagnose(script) == []
+
+
+SCRIPTS = {
+    "a name": ("from peft import prepare_model_for_int8_training\n", "script-name-gone", ""),
+    "an attribute": ("import trl\ntrl.DataCollatorForCompletionOnlyLM('x')\n", "script-name-gone", ""),
+    "a slip": (
+        "from peft import LoraConfig\nLoraConfig(target_moduls=['q_proj'])\n",
+        "script-unknown-keyword",
+        "LoraConfig(target_modules=['q_proj'])",
+    ),
+    "an inherited keyword": (
+        "from trl import SFTConfig\nSFTConfig('o', no_cuda=True)\n",
+        "script-removed-keyword",
+        "SFTConfig('o', use_cpu=True)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SCRIPTS)
+def test_a_script_is_told_before_it_runs(case: str, tmp_path: Path) -> None:
+    text, identifier, mended = SCRIPTS[case]
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    found = first(script)
+    assert found.id == identifier
+    assert found.places[0].mended == mended
+
+
+CONFIGS = {
+    "DeepSpeed": (
+        "ds.json",
+        '{"zero_optimization": {"stage": 2,\n"overlap_com": true}}',
+        "config-unknown-key",
+        '"overlap_comm": true}}',
+    ),
+    "accelerate": (
+        "accelerate.yaml",
+        "distributed_type: FSDP\nnum_procesess: 8\n",
+        "config-unknown-key",
+        "num_processes: 8",
+    ),
+    "Axolotl": (
+        "axolotl.yaml",
+        "base_model: m\nsequence_length: 2\nmicro_batch_sizes: 2\n",
+        "config-unknown-key",
+        "micro_batch_size: 2",
+    ),
+    "ms-swift": (
+        "swift.yaml",
+        "model: m\ntrain_type: lora\nlora_ranks: 8\n",
+        "config-unknown-key",
+        "lora_rank: 8",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_slip_in_a_config_is_told_with_the_key_that_is_meant(case: str, tmp_path: Path) -> None:
+    name, text, identifier, mended = CONFIGS[case]
+    config = tmp_path / name
+    config.write_text(text)
+    found = [each for each in reshard.diagnose(config) if each.id == identifier]
+    assert [place.mended for each in found for place in each.places] == [mended]
+
+
+# ----------------------------------------------------------------------------------------- how it is made
+
+RELEASES = {
+    "1.0.0": "def gone(): ...\n"
+    "class Tokenizer:\n    def __init__(self, model, *, old=None): ...\n    def encode(self): ...\n",
+    "1.1.0": "from .models import *\nclass Tokenizer:\n    def __init__(self, model, *, old=None, new=None): ...\n",
+    "2.0.0": "from .models import Tokenizer\nfrom .models import late\n",
+}
+MODELS = (
+    "__all__ = ['late']\ndef late(): ...\n"
+    "class Tokenizer:\n    def __init__(self, model, fresh, new=None): ...\n"
+)
+
+
+def archives() -> Iterator[tuple[str, bytes]]:
+    """Three releases of a package: two wheels and an sdist."""
+    for version, text in RELEASES.items():
+        files = {
+            "tokenizers/__init__.py": text,
+            "tokenizers/models.py": MODELS,
+            "tokenizers/lib.so": "x" * 5_000_000,
+        }
+        raw = io.BytesIO()
+        if version == "1.1.0":
+            with tarfile.open(fileobj=raw, mode="w:gz") as archive:
+                for name, content in files.items():
+                    info = tarfile.TarInfo(f"tokenizers-{version}/py_src/{name}")
+                    info.size = len(content)
+                    archive.addfile(info, io.BytesIO(content.encode()))
+            yield f"tokenizers-{version}.tar.gz", raw.getvalue()
+        else:
+            with zipfile.ZipFile(raw, "w") as wheel:
+                for name, content in files.items():
+                    wheel.writestr(name, content)
+            yield f"tokenizers-{version}-py3-none-any.whl", raw.getvalue()
+
+
+@pytest.fixture
+def index() -> Iterator[tuple[str, list[str]]]:
+    """An index on this machine, with ranges; its address, and what it was asked for."""
+    files, asked = dict(archives()), list[str]()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            name = self.path.rsplit("/", 1)[-1]
+            asked.append(f"{name} {self.headers.get('Range', '')}".strip())
+            if not name:
+                listed = [
+                    {
+                        "filename": each,
+                        "url": f"/files/{each}",
+                        "size": len(raw),
+                        "upload-time": f"20{at}-01-01T00:00:00Z",
+                    }
+                    for at, (each, raw) in enumerate(files.items(), 25)
+                ]
+                content, status = json.dumps({"files": listed, "name": "tokenizers"}).encode(), 200
+                kind = "application/vnd.pypi.simple.v1+json"
+            else:
+                content, status, kind = files[name], 200, "application/octet-stream"
+                if begin := self.headers.get("Range"):
+                    one, two = map(int, begin.removeprefix("bytes=").split("-"))
+                    content, status = content[one : two + 1], 206
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *ignored: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/simple", asked
+    server.shutdown()
+
+
+def build(address: str, folder: Path) -> Table:
+    environment = {"PATH": "/usr/bin:/bin", "PIP_CONFIG_FILE": "/dev/null", "PIP_INDEX_URL": address}
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "tools.api_history", "tokenizers", "--since", "2025-01-01"]
+    command += ["--cache", str(folder / "cache"), "--out", str(folder)]
+    environment["PYTHONPATH"] = f"{root}:{root / 'src'}"
+    subprocess.run(command, cwd=root, env=environment, check=True, capture_output=True)
+    return Table("tokenizers", json.loads(lzma.decompress((folder / "tokenizers.json.xz").read_bytes())))
+
+
+def test_a_table_is_made_from_an_index_and_each_release_is_read_once(
+    index: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    address, asked = index
+    made = build(address, tmp_path)
+    assert made.versions == list(RELEASES)
+    assert sorted(made.name("tokenizers", "gone").there) == [0]
+    assert sorted(made.name("tokenizers", "late").there) == [1, 2]
+    assert sorted(made.parameter("Tokenizer.__init__", "old").there) == [0, 1]
+    assert sorted(made.attribute("Tokenizer", "encode").there) == [0]
+    bounds = made.needed("Tokenizer.__init__", "fresh").bounds(None)
+    assert bounds is None  # one module's class needs it from the first release on, another one's never
+    ranges = [each for each in asked if "bytes=" in each]
+    assert ranges
+    assert len(ranges) < 8  # the library between the sources is not read
+    before = (tmp_path / "tokenizers.json.xz").read_bytes()
+    asked.clear()
+    build(address, tmp_path)
+    assert (tmp_path / "tokenizers.json.xz").read_bytes() == before
+    assert asked == [""]
+
+
+def test_no_table_is_read_before_it_is_needed() -> None:
+    code = (
+        "import sys, reshard, reshard.cli, reshard.doctor.history.table as t\n"
+        "assert t.table.cache_info().currsize == 0 and 'lzma' not in sys.modules or t.table.cache_info().misses == 0"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_tables_are_small_and_dated() -> None:
+    files = sorted(tables.FOLDER.glob("*.xz"))
+    assert {file.name.removesuffix(".json.xz") for file in files} == set(ROOTS)
+    assert sum(file.stat().st_size for file in files) < 2_000_000
+    for package in ROOTS:
+        known = table(package)
+        assert known is not None
+        assert known.date > "2026"
+        assert known.versions == sorted(known.versions, key=Version)

@@ -1,0 +1,114 @@
+"""Shapes that do not fit: which class they are of, with the numbers, for the messages of each framework."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from reshard.doctor.logs import SHAPES, diagnose_text
+from reshard.doctor.shapes import computed, pairs
+
+LOAD = (
+    "size mismatch for {}: copying a param with shape torch.Size({}) from checkpoint, "
+    "the shape in current model is torch.Size({})."
+)
+CASES = [
+    ("model.layers.0.mlp.up_proj.weight", [0], [64, 32], "ZeRO-3"),
+    ("model.layers.0.mlp.up_proj.weight", [1024, 1], [64, 32], "bitsandbytes"),
+    ("model.layers.0.mlp.up_proj.weight", [32, 32], [64, 32], "one tensor-parallel rank of 2"),
+    ("model.layers.0.self_attn.o_proj.weight", [64, 16], [64, 64], "one tensor-parallel rank of 4"),
+    (
+        "model.layers.0.mlp.up_proj.weight",
+        [64, 32],
+        [32, 32],
+        "rank of 2, or from the config of a smaller model",
+    ),
+    ("model.layers.0.self_attn.k_proj.weight", [64, 64], [16, 64], "num_key_value_heads"),
+    ("model.embed_tokens.weight", [151936, 64], [151665, 64], "271 apart"),
+    ("lm_head.weight", [32000, 64], [32064, 64], "64 apart"),
+    ("model.layers.0.mlp.gate.weight", [64, 32], [60, 32], "64 experts in the file and for 60"),
+    ("base.layers.0.q_proj.lora_A.default.weight", [16, 64], [8, 64], "rank 16"),
+    ("model.norm.weight", [2048], [4096], "one tensor-parallel rank of 2"),
+    ("model.layers.0.mlp.up_proj.weight", [2048], [64, 32], "flattened"),
+    ("model.layers.0.mlp.up_proj.weight", [13824, 5120], [11008, 4096], "another"),
+    ("layers.19.mlp.up_proj.weight", [13824, 64], [13696, 64], "neither divides"),
+]
+
+
+@pytest.mark.parametrize(("name", "saved", "wanted", "told"), CASES, ids=lambda value: str(value)[:30])
+def test_the_class_of_two_shapes(name: str, saved: list[int], wanted: list[int], told: str) -> None:
+    found = computed(LOAD.format(name, saved, wanted))
+    assert found is not None and told in found.en and "{" not in found.en + found.zh
+    assert name in found.zh
+
+
+SAVED, WANTED = "torch.Size([32, 64])", "torch.Size([64, 64])"
+TOLD = {
+    "transformers": f"a.v_proj.weight | MISMATCH | Reinit due to size mismatch - ckpt: {SAVED} vs model:{WANTED}",
+    "transformers 4": f'Trying to set a tensor of shape {SAVED} in "weight" (which has shape {WANTED}), this looks bad',
+    "dcp": f"Size mismatch between saved {SAVED} and current: {WANTED} for model.a.weight",
+    "megatron": f"Global shape mismatch for loaded ({SAVED}) and expected ((64, 64)) tensor for key decoder.a.weight",
+}
+
+
+@pytest.mark.parametrize("who", TOLD)
+def test_shapes_are_read_in_the_words_of_each_framework(who: str) -> None:
+    (pair,) = pairs(TOLD[who])
+    assert (pair.saved, pair.wanted) == ((32, 64), (64, 64))
+
+
+REAL = """
+import torch
+torch.set_num_threads(1)
+{}
+"""
+RUNS = {
+    "view": ("torch.ones(2, 8, 512).view(2, 8, 8, 128)", "1/2 of what the shape [2, 8, 8, 128] needs"),
+    "add": ("torch.ones(4, 1024) + torch.ones(4, 4096)", "differ by the factor 4"),
+    "load": (
+        "torch.nn.Linear(64, 128, bias=False).load_state_dict({'weight': torch.ones(32, 64)})",
+        "one tensor-parallel rank of 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_torch_itself_says_is_computed(name: str) -> None:
+    code, told = RUNS[name]
+    ran = subprocess.run(
+        [sys.executable, "-c", REAL.format(code)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ},
+    )
+    assert ran.returncode == 1
+    (found,) = diagnose_text("log", ran.stderr)
+    assert found.id == SHAPES and found.certainty == "likely" and told in found.cause.en
+
+
+def test_an_entry_that_knows_the_message_tells_the_numbers_as_evidence() -> None:
+    said = 'Traceback (most recent call last):\n  File "/a/b.py", line 3, in f\n    g()\nRuntimeError: '
+    (found,) = diagnose_text(
+        "log", said + LOAD.format("model.layers.0.mlp.up_proj.weight", [32, 32], [64, 32])
+    )
+    assert found.id == "hf-size-mismatch" and any("rank of 2" in each.en for each in found.evidence)
+
+
+def test_nothing_is_computed_from_equal_or_unrelated_numbers() -> None:
+    assert computed("The size of tensor a (7) must match the size of tensor b (5)") is None
+    assert computed(LOAD.format("a.weight", [4, 4], [4, 4])) is None
+    assert computed("shape '[2, -1]' is invalid for input of size 7") is None
+
+
+def test_numbers_that_speak_against_an_entry_are_believed() -> None:
+    said = LOAD.format(
+        "base_model.model.layers.19.mlp.up_proj.lora_B.default.weight", [13824, 64], [13696, 64]
+    )
+    (found,) = diagnose_text("log", said)
+    assert found.id == SHAPES and "neither divides" in found.cause.en
+    rank = LOAD.format("base_model.model.layers.19.mlp.up_proj.lora_A.default.weight", [16, 64], [8, 64])
+    assert diagnose_text("log", rank)[0].id == "peft-size-mismatch-rank"

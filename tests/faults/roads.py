@@ -1,0 +1,113 @@
+"""Conversions that faults strike: a source of every kind, and a target of every kind.
+
+Sources are what the frameworks wrote, in tests/data; what is written by reshard and read again is made of those.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import reshard
+from tests.faults.run import Check, Scene, content
+
+DATA = Path(__file__).parents[1] / "data"
+MISTRAL = DATA / "peers" / "bridge" / "base-mistral"
+LLAMA = DATA / "megatron_lora" / "base-llama"
+Make = Callable[[Path], object]
+
+
+def copied(source: Path | str) -> Make:
+    return lambda out: shutil.copytree(DATA / source, out)
+
+
+def converted(source: Path, **options: Any) -> Make:
+    return lambda out: reshard.convert(source, out, **options)
+
+
+def as_pytorch_model(out: Path) -> None:
+    """A folder whose weights are those of `torch.save`."""
+    import torch
+    from safetensors.torch import load_file
+
+    shutil.copytree(MISTRAL, out)
+    torch.save(load_file(out / "model.safetensors"), out / "pytorch_model.bin")
+    (out / "model.safetensors").unlink()
+
+
+def adapter(out: Path) -> None:
+    """An adapter as PEFT has it."""
+    reshard.convert(DATA / "megatron_lora" / "swift-tp2", out, to="peft", base=LLAMA, no_tokenizer=True)
+
+
+class Road(NamedTuple):
+    """What makes the source (and, at `base`, its base), and the flags of the command."""
+
+    make: Make
+    flags: tuple[str, ...]
+    base: Make | None = None
+    overwrite: bool = False
+
+
+ROADS: dict[str, Road] = {
+    "safetensors to torch_dist": Road(copied(MISTRAL), ("--to", "megatron", "--tp", "2", "--pp", "2")),
+    "shards to legacy": Road(
+        converted(MISTRAL, to="huggingface", max_shard_size="20kB"), ("--to", "megatron-legacy", "--tp", "2")
+    ),
+    "pytorch_model.bin to dcp": Road(as_pytorch_model, ("--to", "dcp", "--verify")),
+    "torch_dist to shards": Road(copied("peers/swift/qwen3/checkpoint-3"), ("--max-shard-size", "20kB")),
+    "legacy to torch_dist": Road(
+        converted(MISTRAL, to="megatron-legacy", tp=2, pp=2), ("--to", "megatron", "--tp", "4")
+    ),
+    "internlm to safetensors": Road(copied("internlm/internlm2-tp2pp2"), ("--verify",)),
+    "internlm to internlm": Road(copied("internlm/llama-tp2"), ("--to", "internlm", "--pp", "2")),
+    "dcp to safetensors": Road(copied("torchtitan/qwen3"), ()),
+    "fsdp-ranks to safetensors": Road(copied("verl/fsdp2-hsdp/global_step_3/actor"), ("--dtype", "float32")),
+    "deepspeed to safetensors": Road(copied("deepspeed/z3"), ()),
+    "deepspeed to universal": Road(copied("deepspeed/z2"), ("--to", "deepspeed", "--with-optimizer")),
+    "adapter to peft": Road(copied("megatron_lora/swift-tp2"), ("--to", "peft"), copied(LLAMA)),
+    "adapter merged": Road(adapter, ("--merge",), copied(LLAMA)),
+    "fp8 to bfloat16": Road(
+        converted(MISTRAL, to="huggingface", quantize="fp8"), ("--to", "megatron", "--dtype", "bfloat16")
+    ),
+    "quantized": Road(copied(MISTRAL), ("--to", "huggingface", "--quantize", "fp8")),
+    "replaced": Road(copied(MISTRAL), ("--to", "megatron", "--overwrite"), overwrite=True),
+}
+
+
+CHECKS = {
+    "verify of two": (copied(MISTRAL), ("verify", MISTRAL)),
+    "verify of one": (converted(MISTRAL, to="megatron-legacy", tp=2), ("verify",)),
+    "inspect": (copied("peers/swift/qwen3/checkpoint-3"), ("inspect",)),
+}
+"""What makes a checkpoint, and the command that finds the damage in it."""
+
+
+def check(name: str, root: Path) -> Check:
+    """A checkpoint with one byte that is another, or without a file, and the command that finds it."""
+    make, words = CHECKS[name]
+    make(root / "src")
+    if name == "inspect":
+        next((root / "src").glob("*/__1_0.distcp")).unlink()
+    else:
+        damaged = max((root / "src").rglob("*.*"), key=lambda path: path.stat().st_size)
+        content = bytearray(damaged.read_bytes())
+        content[len(content) // 2] ^= 1
+        damaged.write_bytes(content)
+    return Check(root, (*words, root / "src"))
+
+
+def scene(road: Road, root: Path, workers: int = 1) -> Scene:
+    """The conversion in an empty folder."""
+    road.make(root / "src")
+    words: list[object] = ["convert", root / "src", root / "dst", "--no-tokenizer", "--workers", workers]
+    if road.base:
+        road.base(root / "base")
+        words += ["--base", root / "base"]
+    before = None
+    if road.overwrite:
+        reshard.convert(root / "src", root / "dst", to="megatron-legacy", no_tokenizer=True)
+        before = content(root / "dst")
+    return Scene(root, (*words, *road.flags), before)

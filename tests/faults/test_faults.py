@@ -1,0 +1,85 @@
+"""Conversions on a system that fails: the destination is whole or as before, and the same command ends well."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+import reshard
+from reshard.formats import FORMATS, written
+from tests.faults import traced
+from tests.faults.calls import Fault
+from tests.faults.roads import CHECKS, ROADS, check, scene
+from tests.faults.sample import sampled
+
+TODAY = date.today().toordinal()
+"""Another sample each day; a failure names the fault, and `python -m tests.faults` takes the number as --seed."""
+
+
+def struck(road: str, root: Path, runs: int, seed: int, workers: int = 1) -> Counter[str]:
+    """Strike a conversion so often; how often it ended how."""
+    stage = scene(ROADS[road], root, workers)
+    faults = sampled(stage.calls, runs, seed)
+    assert {fault.name for fault in faults} - {""} or runs < 5
+    outcomes = Counter(stage.strike(fault, seed) for fault in faults)
+    print(f"{road}, seed {seed}: {dict(outcomes)}")
+    return outcomes
+
+
+def test_every_format_is_read_and_written(tmp_path: Path) -> None:
+    read, made = set(), set()
+    for number, road in enumerate(ROADS.values()):
+        road.make(tmp_path / str(number))
+        read.add(reshard.open(tmp_path / str(number)).format)
+        made.add(road.flags[road.flags.index("--to") + 1] if "--to" in road.flags else "huggingface")
+    assert read == set(FORMATS) and made == set(written())
+    assert f"{len(ROADS)} conversions" in (Path(__file__).parents[2] / "SECURITY.md").read_text()
+
+
+@pytest.mark.parametrize("road", ["safetensors to torch_dist", "replaced"])
+def test_a_few_faults(road: str, tmp_path: Path) -> None:
+    struck(road, tmp_path, 10, 1)
+
+
+def test_every_write_that_is_refused_leaves_what_the_same_command_continues(tmp_path: Path) -> None:
+    stage = scene(ROADS["deepspeed to universal"], tmp_path)
+    writes = sum(call.name == "pwrite" for call in stage.calls)
+    for at in range(0, writes, max(1, writes // 4)):
+        assert stage.strike(Fault("ENOSPC", "pwrite", at, on=True)) == "refused"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHECKS)
+def test_no_fault_lets_damage_look_whole(name: str, tmp_path: Path) -> None:
+    command = check(name, tmp_path)
+    outcomes = Counter(command.strike(fault, TODAY) for fault in sampled(command.calls, 80, TODAY))
+    print(f"{name}, seed {TODAY}: {dict(outcomes)}")
+    assert outcomes["refused"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("road", ROADS)
+def test_a_sample_of_all_faults(road: str, tmp_path: Path) -> None:
+    outcomes = struck(road, tmp_path, 80, TODAY)
+    assert outcomes["refused"] and outcomes["killed"] and outcomes["completed"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("road", ["torch_dist to shards", "fp8 to bfloat16"])
+def test_several_threads(road: str, tmp_path: Path) -> None:
+    struck(road, tmp_path, 60, TODAY, workers=3)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not traced.STRACE, reason="strace is not installed")
+@pytest.mark.parametrize("road", ["safetensors to torch_dist", "deepspeed to safetensors", "replaced"])
+def test_faults_of_the_system_calls_themselves(road: str, tmp_path: Path) -> None:
+    stage = scene(ROADS[road], tmp_path)
+    paths, calls = traced.calls_of(stage)
+    faults = list(traced.sampled(calls, 40, TODAY))
+    outcomes = Counter(traced.strike(stage, paths, fault) for fault in faults)
+    print(f"{road}, seed {TODAY}: {dict(outcomes)}")
+    assert outcomes["refused"] and outcomes["completed"]

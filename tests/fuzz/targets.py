@@ -1,0 +1,157 @@
+"""What is fuzzed: each parser, by the call that a user makes, on genuine files with one of them exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from reshard import api
+from reshard.errors import ReshardError
+from reshard.formats.torchfiles.pickles import loads
+from reshard.formats.torchfiles.read import read_torch_file
+from reshard.plain import json_of
+from reshard.plain_yaml import yaml_of
+from tests.fuzz import calls, mutate, seeds
+from tests.fuzz.calls import alone, directly, file_of, in_copy, pickled
+from tests.fuzz.seeds import encoded, files, pickles
+
+
+class Target(NamedTuple):
+    """A parser. `seeds` are genuine inputs; they are made in a folder, which is given, if nothing has them.
+
+    `open` makes in an empty folder what takes one input after another. That may raise `errors` alone.
+    """
+
+    mutate: mutate.Mutator
+    seeds: Callable[[Path], list[bytes]]
+    open: calls.Open
+    errors: tuple[type[Exception], ...] = (ReshardError,)
+
+
+def _bytes(found: Callable[[], list[bytes]], open: calls.Open, **more: tuple[type[Exception], ...]) -> Target:
+    return Target(mutate.of_bytes, lambda folder: found(), open, **more)
+
+
+def _text(found: Callable[[], list[bytes]], open: calls.Open, **more: tuple[type[Exception], ...]) -> Target:
+    return Target(mutate.of_words, lambda folder: found(), open, **more)
+
+
+def _json(found: Callable[[], list[bytes]], open: calls.Open, **more: tuple[type[Exception], ...]) -> Target:
+    return Target(mutate.of_json, lambda folder: found(), open, **more)
+
+
+def _pickle(found: Callable[[], list[bytes]], open: calls.Open) -> Target:
+    return Target(mutate.of_pickle, lambda folder: found(), open)
+
+
+def _made(make: Callable[[Path], Path], name: str, call: Callable[[Path], object]) -> Target:
+    return Target(
+        mutate.of_json, lambda folder: calls.content_of(make, name, folder), in_copy(make, name, call)
+    )
+
+
+MISTRAL, SWIFT = "peers/bridge/base-mistral", "peers/swift/qwen3/checkpoint-3"
+RANKS = (
+    "fsdp_ranks/*/*/*rank*0.*",
+    "internlm/*/*.pt",
+    "deepspeed/z[23]/*/*.pt",
+    "peers/swift/*/*/*/common.pt",
+)
+
+TARGETS: dict[str, Target] = {
+    # What all others stand on.
+    "json": _json(lambda: files("**/config.json"), directly(json_of), errors=(ValueError,)),
+    "yaml": _text(lambda: files("**/run_config.yaml"), directly(yaml_of), errors=(ValueError,)),
+    "pickle": _pickle(lambda: pickles(*RANKS), directly(lambda data: loads(data, "file"))),
+    "torch-file": _bytes(
+        lambda: files("fsdp_ranks/torch-2.6.0/*/*", "verl/*/*/*/extra*.pt"), alone("a.pt", read_torch_file)
+    ),
+    "torch-file-as-torch": _pickle(
+        lambda: pickles(*RANKS),
+        in_copy(
+            lambda folder: seeds.copied("internlm/llama-tp2", folder),
+            "model_tp0_pp0.pt",
+            lambda folder: calls.torch_file_as_torch(folder / "model_tp0_pp0.pt"),
+            pickled,
+        ),
+    ),
+    "safetensors": _bytes(seeds.safetensors, alone("model.safetensors", calls.safetensors_as_its_library)),
+    # Hugging Face folders, and what reshard leaves in its own.
+    "config": _json(lambda: files("**/config.json"), file_of(MISTRAL, "config.json", calls.to_megatron)),
+    "index": _made(calls.sharded, "model.safetensors.index.json", calls.to_megatron),
+    "tokenizer": _json(seeds.vocabularies, file_of(MISTRAL, "tokenizer.json", calls.to_megatron)),
+    "tokenizer-config": _json(
+        seeds.vocabularies, file_of(MISTRAL, "tokenizer_config.json", calls.to_megatron)
+    ),
+    "record": _made(calls.sharded, "reshard.json", calls.replaced),
+    "journal": _text(lambda: encoded(seeds.JOURNAL), calls.journal),
+    "adapter-config": _made(calls.adapter, "adapter_config.json", calls.merged),
+    # Megatron.
+    "dcp-metadata": _pickle(
+        lambda: files("torchtitan/*/checkpoint/*/.metadata"),
+        file_of("torchtitan/qwen3", "checkpoint/*/.metadata"),
+    ),
+    "megatron-metadata": _pickle(lambda: files("peers/**/.metadata"), file_of(SWIFT, "*/.metadata")),
+    "megatron-arguments": _pickle(
+        lambda: pickles("peers/**/common.pt"), file_of(SWIFT, "*/common.pt", put=pickled)
+    ),
+    "megatron-chunk": _bytes(lambda: files(f"{SWIFT}/*/__1_1.distcp"), file_of(SWIFT, "*/__1_1.distcp")),
+    "megatron-tracker": _bytes(
+        lambda: encoded("3", "release"), file_of(SWIFT, "latest_checkpointed_iteration.txt")
+    ),
+    "run-config": _text(
+        lambda: files("peers/bridge/**/run_config.yaml"), file_of("peers/bridge/mistral", "*/run_config.yaml")
+    ),
+    "swift-args": _json(
+        lambda: files("**/args.json"), file_of("megatron_lora/swift-tp2", "args.json", calls.merged)
+    ),
+    # Other engines.
+    "deepspeed-model": _pickle(
+        lambda: pickles("deepspeed/*/*/mp_rank_00_model_states.pt"),
+        file_of("deepspeed/z2", "*/mp_rank_00_model_states.pt", put=pickled),
+    ),
+    "deepspeed-zero": _pickle(
+        lambda: pickles("deepspeed/*/*/*zero_pp_rank_0_*optim_states.pt"),
+        file_of("deepspeed/z2", "*/*zero_pp_rank_0_*optim_states.pt", put=pickled),
+    ),
+    "deepspeed-latest": _bytes(lambda: encoded("global_step2"), file_of("deepspeed/z2", "latest")),
+    "internlm-config": _pickle(
+        lambda: pickles("internlm/*/model_config.pt"),
+        file_of("internlm/internlm2-tp2pp2", "model_config.pt", put=pickled),
+    ),
+    "internlm-rank": _pickle(
+        lambda: pickles("internlm/*/model_tp0_*.pt"),
+        file_of("internlm/internlm2-tp2pp2", "model_tp0_pp0.pt", put=pickled),
+    ),
+    "fsdp-dtensor": _pickle(
+        lambda: pickles("fsdp_ranks/*/*/*rank_1.pt"),
+        file_of("fsdp_ranks/torch-2.10.0/fsdp2-tp", "*rank_1.pt", put=pickled),
+    ),
+    "fsdp-sharded": _pickle(
+        lambda: pickles("fsdp_ranks/*/*/*rank1.bin"),
+        file_of("fsdp_ranks/torch-2.6.0/fsdp1", "*rank1.bin", put=pickled),
+    ),
+    "verl-config": _json(
+        lambda: files("verl/**/fsdp_config.json"),
+        file_of("verl/fsdp1/global_step_3/actor", "fsdp_config.json"),
+    ),
+    # What users type and train with.
+    "size": _text(
+        lambda: encoded(*seeds.SIZES), directly(lambda data: api.parse_size(data.decode("utf-8", "replace")))
+    ),
+    "url": _text(lambda: encoded(*seeds.URLS), directly(calls.url)),
+    "marker": _json(lambda: encoded(seeds.MARKER), directly(calls.marker)),
+    "arguments": _text(lambda: encoded(*seeds.ARGUMENTS), calls.arguments),
+    "train-config": _text(lambda: encoded(seeds.TRAINING), alone("sft.yaml", calls.request)),
+    "train-record": _json(lambda: encoded(seeds.RUN), alone("run.json", calls.record_of_run)),
+    "train-data": _text(lambda: encoded(*seeds.ROWS), alone("data.jsonl", calls.dataset)),
+    "train-data-json": _json(lambda: encoded(seeds.ROWS[2]), alone("data.json", calls.dataset)),
+    # What the doctor reads.
+    "doctor-log": _text(seeds.logs, alone("train.log", calls.diagnosed)),
+    "doctor-script": _text(seeds.scripts, alone("train.py", calls.diagnosed)),
+    "doctor-launch": _text(lambda: encoded(*seeds.LAUNCHES), alone("launch.sh", calls.diagnosed)),
+    "doctor-yaml": _text(lambda: encoded(*seeds.YAMLS), alone("config.yaml", calls.diagnosed)),
+    "doctor-json": _json(lambda: encoded(*seeds.JSONS), alone("ds_config.json", calls.diagnosed)),
+    "doctor-notebook": _json(seeds.notebooks, alone("run.ipynb", calls.diagnosed)),
+}

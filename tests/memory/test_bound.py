@@ -1,0 +1,175 @@
+"""`--memory` bounds all that a conversion takes, on every road: a process that gets no more ends well.
+
+Tensors are larger than the bound, so a road that holds one as a whole would die of it (`bounded.py`). What is
+converted is judged elsewhere; here `verify`, in as little memory, sees that it is equal.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from shutil import rmtree
+
+import numpy as np
+import pytest
+
+from tests.commandline import reshard
+from tests.memory import models
+from tests.memory.bounded import THREADS, Ended, bounded
+
+MIB = 1 << 20
+BOUND = 56 * MIB
+HUGGINGFACE = ("--to", "huggingface")
+MERGED = ("--merge", "--base", "@llama")
+
+Road = tuple[str, tuple[str, ...], str]
+"""The source, flags, in which @NAME is a folder, and the folder with the same weights, or none."""
+
+FAST: dict[str, Road] = {
+    "cast": ("llama", (*HUGGINGFACE, "--dtype", "float32"), ""),
+    "mxfp4": ("gpt_oss", (*HUGGINGFACE, "--quantize", "mxfp4"), ""),
+    "lora": ("adapter", MERGED, ""),
+}
+ROADS: dict[str, Road] = {
+    "copy": ("llama", (*HUGGINGFACE, "--max-shard-size", "100MB"), "llama"),
+    "megatron": ("llama", ("--to", "megatron", "--tp", "2"), "llama"),
+    "megatron-back": ("megatron", (), "llama"),
+    "legacy": ("llama", ("--to", "megatron-legacy", "--tp", "2"), "llama"),
+    "legacy-back": ("legacy", ("--dtype", "float32"), ""),
+    "dcp": ("llama", ("--to", "dcp"), "llama"),
+    "dcp-back": ("dcp", (), "llama"),
+    "deepspeed": ("llama", ("--to", "deepspeed"), ""),
+    "deepspeed-back": ("deepspeed", ("--dtype", "bfloat16"), "llama"),
+    "transposed": ("gpt_oss", ("--to", "megatron", "--ep", "2"), "gpt_oss"),
+    "transposed-back": ("transposed", (), "gpt_oss"),
+    "fp8": ("llama", (*HUGGINGFACE, "--quantize", "fp8"), "llama"),
+    "fp8-back": ("fp8", (*HUGGINGFACE, "--dtype", "bfloat16"), "fp8"),
+    "fp8-row-parallel": ("fp8", ("--to", "megatron", "--tp", "2", "--dtype", "bfloat16"), ""),
+    "mxfp4-back": ("mxfp4", (*HUGGINGFACE, "--dtype", "bfloat16"), "mxfp4"),
+    "mxfp4-transposed": ("mxfp4", ("--to", "megatron", "--ep", "2"), ""),
+    "gptq": ("gptq", (*HUGGINGFACE, "--dtype", "bfloat16"), ""),
+    "awq": ("awq", (*HUGGINGFACE, "--dtype", "float16"), ""),
+    "awq-row-parallel": ("awq", ("--to", "megatron", "--tp", "2"), ""),
+    "nf4": ("nf4", (*HUGGINGFACE, "--dtype", "bfloat16"), ""),
+    "int8": ("int8", (*HUGGINGFACE, "--dtype", "bfloat16"), ""),
+    "dora": ("dora", MERGED, ""),
+    "lora-of-fp8": ("adapter", ("--merge", "--base", "@fp8", "--dtype", "bfloat16"), ""),
+    "lora-to-megatron": ("adapter", (*MERGED, "--to", "megatron", "--tp", "2"), ""),
+    "many": ("many", HUGGINGFACE, "many"),
+}
+"""Each may start where one before it ended. ZeRO and the files of FSDP's ranks are read by the same views."""
+
+MAKERS: dict[str, Callable[[Path], Path]] = {
+    **{make.__name__: make for make in (models.llama, models.gpt_oss, models.adapter, models.many)},
+    **{make.__name__: make for make in (models.gptq, models.awq, models.nf4, models.int8)},
+    "dora": lambda folder: models.adapter(folder, use_dora=True),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What is converted, made when it is first asked for, and what it became."""
+    made = tmp_path_factory.mktemp("memory")
+    yield made
+    rmtree(made)
+
+
+def ready(folder: Path, name: str) -> Path:
+    """A folder by its name, made or converted unless it is there."""
+    path = folder / name
+    if not path.exists():
+        if name in MAKERS:
+            return MAKERS[name](path)
+        carry(folder, name)
+    return path
+
+
+def carry(folder: Path, name: str) -> None:
+    """Take a road within the bound."""
+    source, flags, same = {**FAST, **ROADS}[name]
+    words = [ready(folder, word[1:]) if word.startswith("@") else word for word in flags]
+    target = folder / name
+    ended = bounded(
+        BOUND, "convert", ready(folder, source), target, *words, "--no-tokenizer", "--workers", THREADS
+    )
+    assert_within(ended)
+    if same:
+        assert_within(bounded(BOUND, "verify", target, ready(folder, same)))
+
+
+def assert_within(ended: Ended, bound: int = BOUND) -> None:
+    """The command ended well, and its resident memory rose by no more than the bound."""
+    assert ended.code == 0, ended.err
+    assert 0 < ended.taken <= bound, f"{ended.taken / MIB:.1f} MiB"
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_road_keeps_within_the_bound(folder: Path, name: str) -> None:
+    ready(folder, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROADS)
+def test_every_road_keeps_within_the_bound(folder: Path, name: str) -> None:
+    ready(folder, name)
+
+
+def test_a_folder_is_verified_within_the_bound(folder: Path) -> None:
+    assert_within(bounded(16 * MIB, "verify", ready(folder, "lora")), 16 * MIB)
+
+
+def test_a_road_that_holds_a_tensor_dies_of_it(folder: Path) -> None:
+    """The walk can fail: where less is there than the bound says, the error is plain and nothing is written."""
+    target = folder / "too-large"
+    ended = bounded(1 << 30, "convert", ready(folder, "llama"), target, *HUGGINGFACE, "--dtype", "float32",
+                    "--no-tokenizer", "--json", limit=10 * MIB)  # fmt: skip
+    assert ended.code == 2 and "Traceback" not in ended.err
+    (problem,) = json.loads(ended.out)["problems"]
+    assert problem["message"] == "the system gives no more memory" and "--memory" in problem["remedy"]
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_what_does_not_fit_is_refused_with_the_number_that_would(folder: Path, dry: tuple[str, ...]) -> None:
+    """The number that the refusal names is enough."""
+    target = folder / "refused"
+    words = ("convert", ready(folder, "adapter"), target, "--merge", "--base", ready(folder, "llama"))
+    words = (*words, "--no-tokenizer", "--json", *dry)
+    refused = bounded(20 * MIB, *words)
+    (problem,) = json.loads(refused.out)["problems"]
+    assert refused.code == 2 and problem["tensor"] == "model.layers.0.mlp.down_proj.weight"
+    assert problem["message"] == "the memory that is allowed is too little"
+    assert "--memory 20MiB" in problem["found"] and not target.exists()
+    number = int(re.fullmatch(r"pass --memory (\d+)MiB", problem["remedy"])[1])  # type: ignore[index]
+    assert_within(bounded(number * MIB, *words), number * MIB)
+    rmtree(target, ignore_errors=True)
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused_before_it_is_read(folder: Path, tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    models.many(source, 2)
+    words = {f"word{i}": i for i in range(100_000)}
+    text = json.dumps({"model": {"type": "BPE", "vocab": words, "merges": []}, "padding": "x" * (4 * MIB)})
+    (source / "tokenizer.json").write_text(text)
+    refused = bounded(24 * MIB, "convert", source, tmp_path / "out", *HUGGINGFACE, "--json")
+    (problem,) = json.loads(refused.out)["problems"]
+    assert refused.code == 2 and problem["file"] == str(source / "tokenizer.json")
+    number = int(re.fullmatch(r"pass --memory (\d+)MiB", problem["remedy"])[1])  # type: ignore[index]
+    assert_within(bounded(number * MIB, "convert", source, tmp_path / "out", *HUGGINGFACE), number * MIB)
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == text
+
+
+@pytest.mark.parametrize("command", ["convert", "verify"])
+def test_words_that_are_no_size(folder: Path, tmp_path: Path, command: str) -> None:
+    source = models.many(tmp_path / "model", 2)
+    result = reshard(command, source, tmp_path / "out", "--memory", "plenty", "--json")
+    assert result.code == 2 and result.json["problems"][0]["message"] == "--memory is no size"
+
+
+def test_bits_are_numbers() -> None:
+    """Of random tensors, none may be NaN, which would differ from itself."""
+    halves = np.frombuffer(models.BITS, np.uint16)
+    assert np.isfinite(halves.view(np.float16)).all()
+    assert np.isfinite((halves.astype(np.uint32) << 16).view(np.float32)).all()

@@ -1,0 +1,123 @@
+"""moto's S3 server on a port of its own, which keeps a list of requests and can be told to fail some of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Thread
+from typing import Any
+
+import boto3
+import s3fs
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import make_server
+
+from reshard.stores import store
+
+BUCKET = "bucket"
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "testing",
+    "AWS_SECRET_ACCESS_KEY": "not-to-be-shown",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
+
+
+@dataclass
+class S3:
+    """The server, with one bucket. `requests` are (method, path, query)."""
+
+    address: str = ""
+    requests: list[tuple[str, str, str]] = field(default_factory=list)
+    sent: int = 0
+    """Bytes of objects that were sent."""
+    fails: Callable[[str, str, str], int | None] = lambda method, path, query: None
+    """A status to answer with in place of what was asked for; 0 ends the connection."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What points boto and s3fs here."""
+        return {**CREDENTIALS, "AWS_ENDPOINT_URL": self.address}
+
+    @property
+    def client(self) -> Any:
+        """boto3's client: a judge that has nothing to do with fsspec."""
+        return boto3.client(
+            "s3",
+            endpoint_url=self.address,
+            aws_access_key_id="testing",
+            aws_secret_access_key="x",
+            region_name="us-east-1",
+        )
+
+    def objects(self, prefix: str = "") -> dict[str, bytes]:
+        """All objects below a prefix, by the rest of their keys."""
+        found = self.client.list_objects_v2(Bucket=BUCKET, Prefix=prefix).get("Contents", ())
+        return {
+            each["Key"][len(prefix) :]: self.client.get_object(Bucket=BUCKET, Key=each["Key"])["Body"].read()
+            for each in found
+        }
+
+    def clear(self) -> None:
+        """Remove all objects, and what is known of requests."""
+        for key in self.objects():
+            self.client.delete_object(Bucket=BUCKET, Key=key)
+        self.requests.clear()
+        self.sent = 0
+        self.clear_faults()
+
+    def clear_faults(self) -> None:
+        """Answer everything again."""
+        self.fails = lambda method, path, query: None
+
+    def puts(self) -> list[str]:
+        """The keys of objects that were written, in order; those of parts once for each."""
+        return [path.removeprefix(f"/{BUCKET}/") for method, path, _ in self.requests if method == "PUT"]
+
+
+def _application(server: S3) -> Callable[..., Any]:
+    moto = DomainDispatcherApplication(create_backend_app)
+
+    def serve(environ: dict[str, Any], start: Callable[..., Any]) -> Any:
+        request = environ["REQUEST_METHOD"], environ["PATH_INFO"], environ["QUERY_STRING"]
+        server.requests.append(request)
+        status = server.fails(*request)
+        if status == 0:
+            environ["werkzeug.socket"].close()
+            return [b""]
+        if status is not None:
+            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+            start(f"{status} Told to fail", [("Content-Type", "application/xml"), ("Content-Length", "0")])
+            return [b""]
+        answer = list(moto(environ, start))
+        if request[0] == "GET" and "list-type" not in request[2]:
+            server.sent += sum(map(len, answer))
+        return answer
+
+    return serve
+
+
+@contextmanager
+def s3_server() -> Iterator[S3]:
+    """A server that runs until the block ends, empty but for a bucket."""
+    server = S3()
+    _forget()
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    running = make_server("127.0.0.1", 0, _application(server), threaded=True)
+    server.address = f"http://127.0.0.1:{running.server_port}"
+    thread = Thread(target=running.serve_forever, daemon=True)
+    thread.start()
+    try:
+        server.client.create_bucket(Bucket=BUCKET)
+        yield server
+    finally:
+        running.shutdown()
+        thread.join()
+        _forget()
+
+
+def _forget() -> None:
+    """Let nothing in this process hold on to a server that is gone."""
+    s3fs.S3FileSystem.clear_instance_cache()
+    store._stores.clear()

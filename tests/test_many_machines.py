@@ -1,0 +1,488 @@
+"""Conversions on Dask, Ray, Slurm's submitit and MPI write what threads write, whoever is killed meanwhile."""
+
+from __future__ import annotations
+
+import ctypes.util
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from zlib import crc32
+
+import pytest
+
+import reshard
+from bench.models import QWEN2_5_3B, make
+from reshard.errors import Problem, ReshardError
+from reshard.planning import Options, plan_conversion
+from reshard.remote import Worker, identity_of
+from reshard.stores import as_path
+from reshard.transfer import claims, executors, spread
+from reshard.transfer.digests import CELL, Digest
+from reshard.transfer.gather import Files
+from reshard.transfer.ledger import Ledger
+from reshard.transfer.parts import Part
+from reshard.transfer.staging import unfinished
+from tests import environments, spreading
+from tests.bad_input.damage import find, flip
+from tests.commandline import reshard as command
+from tests.spreading import content
+
+SIZES = {
+    **QWEN2_5_3B,
+    "hidden_size": 256,
+    "intermediate_size": 2048,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 12,
+    "vocab_size": 16384,
+}
+SAVED = {"to": "megatron", "tp": 2, "pp": 2, "no_tokenizer": True}
+ROADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "to torch_dist": ("model", SAVED),
+    "from zip files to zip files": ("saved", {"to": "megatron-legacy", "tp": 4, "no_tokenizer": True}),
+    "from zip files to shards": ("saved", {"max_shard_size": "9MB", "no_tokenizer": True}),
+    "to quantized weights": ("model", {"quantize": "fp8", "no_tokenizer": True}),
+}
+"""What is converted, and how: files that are cut, with checksums on either side, and tensors that are computed."""
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("sources")
+    model = make(folder / "model", SIZES)
+    reshard.convert(model, folder / "saved", **SAVED)
+    return {"model": model, "saved": folder / "saved"}
+
+
+@pytest.fixture(scope="module")
+def dask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with cluster(tmp_path_factory.mktemp("dask")) as (address, _):
+        yield address
+
+
+@contextmanager
+def cluster(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A scheduler and its address, with two worker processes, each with a nanny that starts it again."""
+    module = [sys.executable, "-m", "distributed.cli.dask_{}", "--no-dashboard"]
+    there = folder / "scheduler.json"
+    given = {
+        "scheduler": ["--host", "127.0.0.1", "--port", "0", "--scheduler-file", str(there)],
+        "worker": ["--scheduler-file", str(there), "--nworkers", "2", "--nthreads", "1"],
+    }
+    with (folder / "log").open("w") as log:
+        started = [
+            subprocess.Popen(
+                [word.format(name) for word in module] + flags,
+                cwd=folder,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0"},
+            )
+            for name, flags in given.items()
+        ]
+        try:
+            deadline = time.monotonic() + 60
+            while not there.exists() and time.monotonic() < deadline:
+                time.sleep(0.1)
+            yield json.loads(there.read_text())["address"].replace("tcp://", "dask://"), started[0]
+        finally:
+            for process in reversed(started):
+                process.terminate()
+                process.wait()
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spread, "SHARES", 12)
+    monkeypatch.setattr(spread, "LEAST", 1 << 20)
+
+
+def leftovers(dst: Path) -> list[Path]:
+    return list(dst.parent.glob(f".{dst.name}.*"))
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_dask_writes_what_threads_write(
+    sources: dict[str, Path], dask: str, tmp_path: Path, road: str
+) -> None:
+    source, options = ROADS[road]
+    reshard.convert(sources[source], tmp_path / "threads", **options)
+    parts: list[int] = []
+    result = reshard.convert(sources[source], tmp_path / "dask", on=dask, on_bytes=parts.append, **options)
+    assert content(tmp_path / "dask") == content(tmp_path / "threads")
+    assert result.report and sum(parts) == result.report.nbytes and len(parts) > 8
+    assert reshard.verify(tmp_path / "dask").equal
+    assert not leftovers(tmp_path / "dask")
+
+
+def test_a_part_whose_worker_is_killed_is_done_elsewhere(
+    sources: dict[str, Path], dask: str, tmp_path: Path
+) -> None:
+    source, options = ROADS["from zip files to zip files"]
+    reshard.convert(sources[source], tmp_path / "threads", **options)
+    with spreading.killer(tmp_path / "dask") as killed:
+        reshard.convert(sources[source], tmp_path / "dask", on=dask, **options)
+    assert killed and content(tmp_path / "dask") == content(tmp_path / "threads")
+
+
+def test_a_scheduler_that_dies_ends_the_run_and_what_is_done_is_kept(
+    sources: dict[str, Path], tmp_path: Path
+) -> None:
+    source, options = ROADS["to torch_dist"]
+    dst = tmp_path / "dst"
+    with cluster(tmp_path) as (address, scheduler):
+
+        def kill(count: int) -> None:
+            scheduler.kill()
+            scheduler.wait()
+
+        with pytest.raises(ReshardError, match=r"Dask does not answer|workers were lost"):
+            reshard.convert(sources[source], dst, on=address, on_bytes=kill, **options)
+    assert unfinished(dst)[0].nbytes and not dst.exists()
+    report = reshard.convert(sources[source], dst, **options).report
+    assert report and report.resumed
+
+
+def run(src: Path, dst: Path, how: str = "", launcher: tuple[str, ...] = (), **options: Any) -> Any:
+    """A conversion in a process of its own."""
+    words = [
+        *(launcher or (sys.executable,)),
+        "-m",
+        "tests.spreading",
+        str(src),
+        str(dst),
+        json.dumps(options),
+    ]
+    here = Path(__file__).parents[1]
+    path = os.pathsep.join([str(here / "src"), str(here)])
+    return subprocess.run(
+        [*words, how], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=600
+    )
+
+
+def test_threads_continue_what_a_run_on_dask_left_that_was_killed(
+    sources: dict[str, Path], dask: str, tmp_path: Path
+) -> None:
+    source, options = ROADS["from zip files to zip files"]
+    reshard.convert(sources[source], tmp_path / "threads", **options)
+    dst = tmp_path / "dask"
+    assert run(sources[source], dst, "die", on=dask, **options).returncode == -signal.SIGKILL
+    (found,) = unfinished(dst)
+    assert found.nbytes
+    report = reshard.convert(sources[source], dst, **options).report
+    assert report and report.resumed and content(dst) == content(tmp_path / "threads")
+    assert not leftovers(dst)
+
+
+def test_dask_continues_what_threads_left(
+    sources: dict[str, Path], dask: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, options = ROADS["to torch_dist"]
+    reshard.convert(sources[source], tmp_path / "threads", **options)
+    dst, passed = tmp_path / "dask", 0
+
+    def stop(count: int) -> None:
+        nonlocal passed
+        passed += count
+        if passed > 30 << 20:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        reshard.convert(sources[source], dst, on_bytes=stop, workers=1, **options)
+    report = reshard.convert(sources[source], dst, on=dask, **options).report
+    assert report and report.resumed and content(dst) == content(tmp_path / "threads")
+
+
+def test_ctrl_c_keeps_the_parts_that_are_done(sources: dict[str, Path], dask: str, tmp_path: Path) -> None:
+    source, options = ROADS["to torch_dist"]
+    dst = tmp_path / "out"
+
+    def stop(count: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        reshard.convert(sources[source], dst, on=dask, on_bytes=stop, **options)
+    (found,) = unfinished(dst)
+    assert found.nbytes and not found.live
+    report = reshard.convert(sources[source], dst, on=dask, **options).report
+    assert report and report.resumed >= found.nbytes
+
+
+def test_damage_is_told_as_threads_tell_it(sources: dict[str, Path], dask: str, tmp_path: Path) -> None:
+    source, options = ROADS["from zip files to shards"]
+    src, dst = tmp_path / "src", tmp_path / "dst"
+    shutil.copytree(sources[source], src)
+    path = find(src, "__0_0.distcp")
+    flip(path, path.stat().st_size // 2)
+    told = []
+    for on in (None, dask):
+        with pytest.raises(ReshardError, match="changed since they were written") as error:
+            reshard.convert(src, dst, on=on, **options)
+        told.append([(each.tensor, each.file, each.expected) for each in error.value.problems])
+        assert not dst.exists() and not leftovers(dst)
+    assert told[0] == told[1]
+
+
+def test_what_a_worker_cannot_read_is_told_as_it_is(
+    sources: dict[str, Path], dask: str, tmp_path: Path
+) -> None:
+    """The source becomes shorter on the way: the workers see it first."""
+    src, dst = tmp_path / "src", tmp_path / "dst"
+    shutil.copytree(sources["model"], src)
+
+    def cut(plan: object) -> None:
+        for path in src.glob("*.safetensors"):
+            os.truncate(path, path.stat().st_size // 2)
+
+    with pytest.raises(ReshardError, match=r"does not see the same source|source changed"):
+        reshard.convert(src, dst, on=dask, on_plan=cut, **SAVED)
+    assert not dst.exists() and not leftovers(dst)
+
+
+def test_submitit_writes_what_threads_write(sources: dict[str, Path], tmp_path: Path) -> None:
+    """With a job that is killed."""
+    spread.SHARES = 1
+    source, options = ROADS["to torch_dist"]
+    reshard.convert(sources[source], tmp_path / "threads", **options)
+    on = "slurm:cluster=local,nodes=2,time=10"
+    with spreading.killer(tmp_path / "jobs") as killed:
+        reshard.convert(sources[source], tmp_path / "jobs", on=on, **options)
+    assert killed and content(tmp_path / "jobs") == content(tmp_path / "threads")
+    assert not leftovers(tmp_path / "jobs")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["", "kill"])
+def test_ray_writes_what_threads_write(sources: dict[str, Path], tmp_path: Path, how: str) -> None:
+    source, options = ROADS["from zip files to zip files"]
+    reshard.convert(sources[source], tmp_path / "threads", **options)
+    launcher = (environments.python("executors"),)
+    done = run(sources[source], tmp_path / "ray", how, launcher, on="ray", **options)
+    assert done.returncode == 0, done.stderr
+    assert bool(json.loads(done.stdout.splitlines()[-1])["killed"]) == bool(how)
+    assert content(tmp_path / "ray") == content(tmp_path / "threads")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["", "kill"])
+def test_mpi_writes_what_threads_write(
+    sources: dict[str, Path], tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that is killed ends all of them: so says MPI. The same command continues."""
+    library = ctypes.util.find_library("mpich")
+    if not library or not shutil.which("mpiexec"):
+        pytest.skip("there is no MPICH: apt-get install mpich")
+    libraries = tmp_path / "lib"
+    libraries.mkdir()
+    (libraries / "libmpi.so.12").symlink_to(_where(library))  # as mpi4py calls it; Debian does not
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(libraries))
+    source, options = ROADS["from zip files to zip files"]
+    dst = tmp_path / "mpi"
+    reshard.convert(sources[source], tmp_path / "threads", **options)
+    launcher = ("mpiexec", "-n", "3", environments.python("executors"), "-m", "mpi4py.futures")
+    done = run(sources[source], dst, how, launcher, on="mpi", **options)
+    if how:
+        assert done.returncode and not dst.exists() and unfinished(dst)[0].nbytes
+        done = run(sources[source], dst, "", launcher, on="mpi", **options)
+    assert done.returncode == 0, done.stderr
+    assert content(dst) == content(tmp_path / "threads")
+
+
+def _where(library: str) -> Path:
+    """The file that the linker takes for a library."""
+    ldconfig = shutil.which("ldconfig", path="/sbin:/usr/sbin") or "ldconfig"
+    lines = subprocess.run([ldconfig, "-p"], capture_output=True, text=True, check=True).stdout.splitlines()
+    return next(Path(line.split(" => ")[1]) for line in lines if line.strip().startswith(f"{library} "))
+
+
+WRONG = {
+    "spark://host": "--on: there is no engine 'spark'",
+    "dask": "--on: this is not the form for dask",
+    "dask://127.0.0.1:1": "Dask does not answer",
+    "ray": "pip install 'reshard[ray]'",
+    "mpi": "pip install 'reshard[mpi]'",
+    "mpi:4": "expected: mpi",
+    "slurm": "there is no `sbatch` here",
+    "slurm:cluster=local,nodes=many": "nodes=many",
+    "slurm:cluster=local,time=long": "these are no settings for Slurm",
+    "slurm:cluster=local,colour=red": "Unknown argument 'colour'",
+}
+
+
+@pytest.mark.parametrize("on", WRONG)
+def test_what_cannot_run_is_refused(
+    sources: dict[str, Path], tmp_path: Path, on: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("reshard.transfer.executors.CONNECT", 1)
+    monkeypatch.setattr(
+        "reshard.transfer.executors.find_spec", lambda name: None if name in ("ray", "mpi4py") else name
+    )
+    flags = ["--to", "megatron", "--no-tokenizer", "--on", on]
+    result = command("convert", sources["model"], tmp_path / "dst", *flags)
+    assert result.code == 2 and WRONG[on] in result.err and "Traceback" not in result.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_store_is_no_folder_that_all_machines_share() -> None:
+    with pytest.raises(ReshardError, match="--on writes to a folder, not to a store"):
+        executors.check("slurm", as_path("s3://bucket/model"))
+
+
+def worker(source: Path, **changes: Any) -> Worker:
+    options = Options(to="megatron", tokenizer=False)
+    plan = plan_conversion(source, options)
+    identity = identity_of(plan, options, checksum=True, inodes=False)._replace(**changes)
+    return Worker(source, options, identity, True, 1 << 28, 2)
+
+
+def order(folder: Path) -> spread.Order:
+    return spread.Order(folder / "output", folder / "1.claim", "token", Part(1))
+
+
+def test_a_worker_that_sees_another_folder_says_so(sources: dict[str, Path], tmp_path: Path) -> None:
+    for there in (None, "of another machine"):
+        if there:
+            (tmp_path / "1.claim").write_text(there)
+        error = worker(sources["model"])(order(tmp_path)).error
+        assert isinstance(error, ReshardError)
+        assert "choose a destination on a file system that all nodes share" in str(error)
+
+
+@pytest.mark.parametrize(("part", "words"), [("version", "other code"), ("sources", "other files")])
+def test_a_worker_that_would_write_something_else_writes_nothing(
+    sources: dict[str, Path], tmp_path: Path, part: str, words: str
+) -> None:
+    claims.stake(tmp_path / "1.claim", "token")
+    error = worker(sources["model"], **{part: "0"})(order(tmp_path)).error
+    assert isinstance(error, ReshardError) and words in str(error)
+    gone = Worker(tmp_path / "gone", Options(to="megatron"), worker(sources["model"]).identity, True, 1, 1)
+    error = gone(order(tmp_path)).error
+    assert isinstance(error, ReshardError) and "does not see the same source" in str(error)
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from reshard.transfer import claims
+with claims.held(Path(sys.argv[1]), "token") as is_stopped:
+    print("held", flush=True)
+    while not is_stopped():
+        time.sleep(0.05)
+print("stopped", flush=True)
+"""
+
+
+def holder(claim: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(claim)], stdout=subprocess.PIPE, text=True, env=os.environ
+    )
+    assert process.stdout and process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_part_is_not_begun_before_its_worker_has_ended(tmp_path: Path) -> None:
+    claim = tmp_path / "1.claim"
+    claims.stake(claim, "token")
+    first = holder(claim)
+    entered: list[bool] = []
+
+    def enter() -> None:
+        with claims.held(claim, "token") as is_stopped:
+            entered.append(is_stopped())
+
+    thread = Thread(target=enter)
+    thread.start()
+    time.sleep(0.5)
+    assert not entered
+    first.kill()
+    thread.join(20)
+    assert entered == [False]
+    first.wait()
+
+
+def test_workers_of_an_earlier_run_are_stopped_before_another_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = tmp_path / "1.claim"
+    claims.stake(claim, "token")
+    first = holder(claim)
+    claims.withdraw(tmp_path)
+    assert first.wait(20) == 0 and not claim.exists()
+    claims.stake(claim, "token")
+    second = holder(claim)
+    second.send_signal(signal.SIGSTOP)  # it does not hear
+    monkeypatch.setattr(claims, "PATIENCE", 0.5)
+    with pytest.raises(ReshardError, match="still writing") as error:
+        claims.withdraw(tmp_path)
+    assert isinstance(error.value.__cause__, OSError)  # so that what is written is kept
+    second.kill()
+    second.wait()
+
+
+def test_errors_come_over_from_other_processes_whole() -> None:
+    try:
+        raise ReshardError([Problem("a", file="f"), Problem("b", remedy="r")]) from OSError(5, "EIO")
+    except ReshardError as error:
+        again = pickle.loads(pickle.dumps(error))
+        assert again.problems == error.problems and str(again) == str(error)
+        assert isinstance(again.__cause__, OSError) and again.__cause__.errno == 5
+
+
+def scattered(seed: int, size: int) -> Iterator[tuple[int, int]]:
+    """Ranges that fill a file of `size` bytes, in any order."""
+    rng = random.Random(seed)
+    cuts = sorted({0, size, *(rng.randrange(size) for _ in range(9))})
+    ranges = list(pairwise(cuts))
+    rng.shuffle(ranges)
+    return iter(ranges)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_digest_is_the_same_whoever_saw_the_bytes(tmp_path: Path, seed: int) -> None:
+    data = random.Random(seed).randbytes(5 * CELL + 77)
+    whole, shared = Digest(len(data)), Digest(len(data))
+    whole.add(memoryview(data), 0)
+    workers = [Digest(len(data)) for _ in range(3)]
+    for at, (begin, end) in enumerate(scattered(seed, len(data))):
+        workers[at % 3].add(memoryview(data)[begin:end], begin)
+    for each in workers:
+        shared.merge(pickle.loads(pickle.dumps(each.seen())))
+    nowhere = tmp_path / "is not read"
+    assert shared.finish(nowhere, lambda: False) == whole.finish(nowhere, lambda: False)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_ledger_is_the_same_whoever_read_the_bytes(tmp_path: Path, seed: int) -> None:
+    """Workers read some bytes twice, and of some only a part."""
+    from reshard.algebra.storage import Storage
+
+    rng = random.Random(seed)
+    path, size = tmp_path / "source", 3 << 20
+    data = rng.randbytes(size)
+    path.write_bytes(data)
+    storage = Storage(str(path), 0, size, crc32(data))
+    alone, shared = Ledger(every=True), Ledger(every=True)
+    workers = [Ledger(every=True, apart=CELL) for _ in range(3)]
+    for _ in range(12):
+        begin = rng.randrange(size)
+        part = memoryview(data)[begin : begin + rng.randrange(1 << 19)]
+        alone.record(storage, begin, part)
+        rng.choice(workers).record(storage, begin, part)
+    files = Files()
+    for each in workers:
+        shared.merge(files, each.passed)
+    assert shared.passed == alone.passed
+    assert shared.settle(files) == []
+    files.close()

@@ -1,0 +1,54 @@
+"""docs/scale.md says what the simulation gives for the costs that it states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench import scale
+from bench.models import FP8_BLOCKS, QWEN2_5_3B, make
+from reshard.algebra.layout import Layout
+from reshard.planning import Options, plan_conversion
+
+PAGE = Path(__file__).parents[1] / "docs/scale.md"
+SMALL = {**QWEN2_5_3B, "num_hidden_layers": 4, "num_key_value_heads": 8, "vocab_size": 65536}
+COSTS = scale.Costs(copied=2, cast=3, dequantized=4, file=0, block=0, begun=0, handed=0)
+
+
+def test_the_page_has_the_costs_that_are_used() -> None:
+    lines = PAGE.read_text().splitlines()
+    assert [line for line in scale.constants() if line not in lines] == []
+
+
+@pytest.mark.parametrize(
+    "name", [name if "Llama" in name else pytest.param(name, marks=pytest.mark.slow) for name in scale.MODELS]
+)
+def test_the_page_has_the_times_that_are_simulated(name: str, tmp_path: Path) -> None:
+    stated = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {name} | ")]
+    assert stated[-len(scale.NODES) :] == list(scale.table(name, tmp_path))
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_what_bounds_a_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantized: bool) -> None:
+    model = make(tmp_path / "model", {**SMALL, **(FP8_BLOCKS if quantized else {})}, sparse=True)
+    options = Options(to="megatron", layout=Layout(tp=2), tokenizer=False)
+    plan = plan_conversion(model, options)
+    monkeypatch.setattr(scale, "STORAGE", (0.001, 1e6))
+    slow, fast = scale.Simulation(plan, COSTS, scale.Planning(0, 0)).cells(1)
+    blocks = [block for file in plan.files for block in file.blocks]
+    written = sum(block.nbytes for block in blocks)
+    read = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    assert slow.bound == "storage"
+    # Rows of a row-parallel weight are read on both ranks, with the gaps: a tenth of this model.
+    assert (written + read) / 1e6 * 0.99 < slow.seconds < (written + read) / 1e6 * 1.35
+    largest = max(block.nbytes for block in blocks) / 1e9 * COSTS.copied
+    assert (fast.bound, fast.seconds) == ("one part", pytest.approx(largest))
+    (planning, _) = scale.Simulation(plan, COSTS, scale.Planning(1e6, 1)).cells(1)
+    assert planning.bound == "planning"
+    assert planning.seconds == pytest.approx(2e6 + 1 + slow.seconds)
+
+
+def test_parts_are_taken_in_their_order() -> None:
+    assert scale.makespan([3, 2, 2, 1], 2) == 4
+    assert scale.makespan([1, 1, 1, 9], 2) == 10

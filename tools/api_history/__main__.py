@@ -1,0 +1,67 @@
+"""Rebuild the history of the field's APIs: `python -m tools.api_history [PACKAGE …]`.
+
+Reads the releases that the package index has and the cache has not, and writes the data that `reshard doctor` looks
+names up in. Sources are parsed, never imported. Needs pip, whose configuration names the index.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from datetime import date, timedelta
+from pathlib import Path
+from typing import Any
+
+from reshard.doctor.history.table import FOLDER, ROOTS
+from tools.api_history.collect import collect, kept_at
+from tools.api_history.index import Index
+from tools.api_history.table import table
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "reshard" / "api_history"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.api_history", description=__doc__)
+    parser.add_argument(
+        "packages", nargs="*", metavar="PACKAGE", help=f"of {', '.join(ROOTS)}; by default all"
+    )
+    three_years = (date.today() - timedelta(days=3 * 365)).isoformat()
+    parser.add_argument(
+        "--since", default=three_years, help="read minor versions with a release from this day on"
+    )
+    parser.add_argument("--cache", type=Path, default=CACHE, help="where surfaces of releases are kept")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="the folder of the tables")
+    parser.add_argument(
+        "--cached", action="store_true", help="make the tables of releases that were read before"
+    )
+    given = parser.parse_args()
+    if unknown := sorted(set(given.packages) - ROOTS.keys()):
+        parser.error(f"no such package: {', '.join(unknown)}")
+    index = Index()
+    with ProcessPoolExecutor(2) as pool:
+        for package in given.packages or ROOTS:
+            releases = index.releases(package, given.since)
+            if given.cached:
+                releases = [each for each in releases if kept_at(given.cache, each).is_file()]
+            found = collect(index, releases, given.cache, pool, lambda text: print(text, file=sys.stderr))
+            path = given.out / f"{package}.json.xz"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(packed({**table(package, found), "date": date.today().isoformat()}))
+            last = found[-1]
+            print(f"{package}: {found[0].version} to {last.version}, {path.stat().st_size >> 10} KiB")
+    index.close()
+    return 0
+
+
+def packed(content: dict[str, Any]) -> bytes:
+    """The bytes of a table: the same for the same content."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
