@@ -433,7 +433,9 @@ def test_workers_of_an_earlier_run_are_stopped_before_another_writes(
 
 def test_errors_come_over_from_other_processes_whole() -> None:
     try:
-        raise ReshardError([Problem("a", file="f"), Problem("b", remedy="r")]) from OSError(5, "EIO")
+        raise ReshardError([Problem("a", "a", file="f"), Problem("b", "b", remedy="r")]) from OSError(
+            5, "EIO"
+        )
     except ReshardError as error:
         again = pickle.loads(pickle.dumps(error))
         assert again.problems == error.problems and str(again) == str(error)

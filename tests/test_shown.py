@@ -186,7 +186,7 @@ def test_only_what_deceives_is_escaped() -> None:
 
 
 def test_an_error_is_as_many_lines_as_it_has_fields() -> None:
-    problem = Problem(EVIL, tensor=EVIL, file=EVIL, rule=EVIL, expected=EVIL, found=EVIL, remedy=EVIL)
+    problem = Problem("evil", EVIL, tensor=EVIL, file=EVIL, rule=EVIL, expected=EVIL, found=EVIL, remedy=EVIL)
     assert len(str(problem).splitlines()) == 7 and len(str(ReshardError([problem] * 2)).splitlines()) == 14
     assert problem.as_dict()["found"] == EVIL
 

@@ -55,7 +55,7 @@ def test_an_empty_target_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [ReshardError(Problem("no")), KeyboardInterrupt(), SystemExit(1), ValueError()]
+    "error", [ReshardError(Problem("no", "no")), KeyboardInterrupt(), SystemExit(1), ValueError()]
 )
 def test_nothing_stays_when_the_block_fails(tmp_path: Path, error: BaseException) -> None:
     with (
@@ -322,10 +322,10 @@ def test_what_was_written_is_kept_where_the_same_command_may_succeed(
 
 
 def test_what_was_written_is_removed_where_the_same_command_cannot_succeed(tmp_path: Path) -> None:
-    for error in (ReshardError("the bytes changed"), ValueError(), SystemExit(1)):
+    for error in (ReshardError("changed", "the bytes changed"), ValueError(), SystemExit(1)):
         interrupted(tmp_path / "dst", ONE, error)
         assert names(tmp_path) == set()
-    refused = ReshardError("a file cannot be read")
+    refused = ReshardError("file-unreadable", "a file cannot be read")
     refused.__cause__ = OSError(errno.ESTALE, "stale")
     interrupted(tmp_path / "dst", ONE, refused)
     assert len(unfinished(tmp_path / "dst")) == 1

@@ -48,6 +48,7 @@ def parse_size(size: int | str, flag: str = "size") -> int:
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]i?)?b?\s*", size.lower())
     if not match:
         raise ReshardError(
+            "size-malformed",
             f"{flag} is no size",
             expected="a number with a unit, as 5GB or 512MiB",
             found=size,
@@ -130,7 +131,9 @@ def convert(
     """
     if private and not push_to_hub:
         raise ReshardError(
-            "--private is for --push-to-hub", remedy="add --push-to-hub Org/Name, or leave out --private"
+            "private-without-push",
+            "--private is for --push-to-hub",
+            remedy="add --push-to-hub Org/Name, or leave out --private",
         )
     push = None
     if push_to_hub:
@@ -241,6 +244,7 @@ def verify(
 
         if b is None or logits:
             raise ReshardError(
+                "proof-arguments-wrong",
                 "a proof needs the source and the output, and counts elements alone",
                 remedy="name both: reshard verify SRC DST --proof",
             )

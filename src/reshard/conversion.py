@@ -109,6 +109,7 @@ class How:
         if not self.sync and (self.verify or self.on):
             other = "--verify" if self.verify else "--on"
             raise ReshardError(
+                "no-sync-not-combinable",
                 f"--no-sync and {other} cannot be combined",
                 rule="--verify reads the output from the disk, and with --on several machines have to see all of it",
                 remedy="leave out one of them",
@@ -119,6 +120,7 @@ class How:
             Bucket(target)  # or nothing can be written there
             if self.push:
                 raise ReshardError(
+                    "push-needs-local-folder",
                     "--push-to-hub uploads a folder on this machine",
                     file=str(target),
                     remedy="name a folder as the destination, or leave out --push-to-hub",
@@ -276,6 +278,7 @@ def _read_back(plan: Plan, folder: Path, digests: Mapping[str, str], workers: in
     if wrong := [name for name, digest in digests.items() if found[name] != digest]:
         raise ReshardError(
             Problem(
+                "output-bytes-differ",
                 "the disk gives other bytes than were written",
                 file=str(folder / name),
                 rule="the output is read back and compared (--verify)",
@@ -349,6 +352,7 @@ def _kept(target: Path) -> list[Problem]:
     """What a run that was killed had moved aside, and something else has taken the place of since."""
     return [
         Problem(
+            "previous-contents-left",
             "a run that was killed left the previous contents of the destination here",
             file=str(path),
             remedy="check whether you still need it, and remove it if not",
@@ -360,6 +364,7 @@ def _kept(target: Path) -> list[Problem]:
 
 def _nonfinite(name: str) -> Problem:
     return Problem(
+        "tensor-not-finite",
         "a tensor holds NaN or Inf",
         tensor=name,
         rule="weights are finite (--strict)",

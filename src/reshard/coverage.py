@@ -141,6 +141,7 @@ def prove_output(
 
 def _not_planned(source: Path, output: Path) -> Problem:
     return Problem(
+        "proof-not-planned",
         "the output cannot be planned again from this source",
         file=str(source),
         rule=f"{output / RECORD} has the options of the conversion",
@@ -156,6 +157,7 @@ def _other_sources(plan: Plan, record: Mapping[str, Any]) -> Iterator[Problem]:
     for each in plan.sources.as_list():
         if each["path"] in told and each["bytes"] not in told[each["path"]]:
             yield Problem(
+                "proof-source-differs",
                 "the source is not the one that was converted",
                 file=each["path"],
                 rule=f"{RECORD} names each source with its size",
@@ -173,6 +175,7 @@ def _other_files(plan: Plan, record: Mapping[str, Any], output: Path) -> Iterato
     for name in sorted(told.keys() | planned.keys()):
         if told.get(name) != planned.get(name):
             yield Problem(
+                "proof-plan-differs",
                 "the output was not written by this plan",
                 file=str(output / name),
                 rule="planned again, the same options write the same files",

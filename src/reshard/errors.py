@@ -11,18 +11,23 @@ import reprlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from reshard.shown import shown
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong with one tensor or file, by which rule, and what to do about it."""
+    """What is wrong with one tensor or file, by which rule, and what to do about it.
 
+    `code` names the kind of problem and stays when its message is reworded: scripts and translations rely on it.
+    """
+
+    code: str
     message: str
+    _: KW_ONLY
     tensor: str | None = None
     file: str | None = None
     rule: str | None = None
@@ -45,9 +50,15 @@ class Problem:
 class ReshardError(Exception):
     """The request cannot be carried out; `problems` lists every reason that was found."""
 
-    def __init__(self, problems: Problem | Iterable[Problem] | str, **fields: str | None) -> None:
+    @overload
+    def __init__(self, problems: Problem | Iterable[Problem], /) -> None: ...
+
+    @overload
+    def __init__(self, code: str, message: str, /, **fields: str | None) -> None: ...
+
+    def __init__(self, problems: Any, message: str = "", /, **fields: Any) -> None:
         if isinstance(problems, str):
-            problems = Problem(problems, **fields)  # type: ignore[arg-type]
+            problems = Problem(problems, message, **fields)
         self.problems = [problems] if isinstance(problems, Problem) else list(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
@@ -59,6 +70,7 @@ class ReshardError(Exception):
 def no_memory(error: Exception) -> Problem:
     """What to say when the system refuses memory, wherever that is noticed."""
     return Problem(
+        "out-of-memory",
         "the system gives no more memory",
         found=str(error) or None,
         remedy="end other programs, pass a smaller --memory, or raise what limits the process: `ulimit -v`, "
@@ -92,6 +104,7 @@ def understood(file: Path) -> Iterator[None]:
         yield
     except UNUSABLE as error:
         raise ReshardError(
+            "value-of-wrong-kind",
             "a value is not of the kind that its format has in this place",
             file=str(file),
             found=said(error),
@@ -140,7 +153,7 @@ def one_for_each_file(problems: Iterable[Problem]) -> list[Problem]:
     """`problems`, with one in place of those that one file has for many tensors."""
     groups: dict[tuple[str, str | None], list[Problem]] = {}
     for problem in problems:
-        groups.setdefault((problem.message, problem.file), []).append(problem)
+        groups.setdefault((problem.code, problem.file), []).append(problem)
     return [
         replace(alike[0], tensor=listed([str(each.tensor) for each in alike], 1)) if alike[1:] else alike[0]
         for alike in groups.values()

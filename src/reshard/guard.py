@@ -60,6 +60,7 @@ def _given(model: object, optimizer: object) -> tuple[nn.Module, list[Any]]:
     if wrong or not isinstance(whole, nn.Module):
         raise ReshardError(
             Problem(
+                "guard-argument-wrong",
                 f"this is not {what}",
                 expected=expected,
                 found=type(given).__name__,
@@ -131,6 +132,7 @@ def _mixed(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Problem]:
         )
     if wrong:
         yield Problem(
+            "guard-mixed-parameters",
             "plain parameters beside DTensors",
             tensor=listed([each.name for each in (wrong if len(wrong) <= len(sharded) else sharded)], SHOWN),
             rule="what is trained in a sharded model is sharded with it",
@@ -161,6 +163,7 @@ def _sharded_in_ddp(model: nn.Module, parameters: list[_Parameter]) -> Iterator[
         sharded = [each.name for each in parameters if each.is_sharded and id(each.value) in inside]
         if sharded:
             yield Problem(
+                "guard-sharded-in-ddp",
                 "a sharded model lies in DistributedDataParallel",
                 tensor=listed(sharded, SHOWN),
                 rule="DDP holds a whole model on each rank",
@@ -175,6 +178,7 @@ def _device_map(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Prob
         devices = set(map(_device_name, (vars(module).get("hf_device_map") or {}).values()))
         if len(devices) > 1:
             yield Problem(
+                "guard-device-map",
                 "a device map spreads the model over devices in a run of several processes",
                 tensor=name or type(module).__name__,
                 found=f"hf_device_map over {', '.join(sorted(devices))}, {world} processes",
@@ -202,6 +206,7 @@ def _meta(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Problem]:
     empty = [each.name for each in parameters if each.value.is_meta]
     if empty:
         yield Problem(
+            "guard-parameters-without-memory",
             "parameters have no memory",
             tensor=listed(empty, SHOWN),
             found=f"{len(empty)} parameters on the meta device",
@@ -225,6 +230,7 @@ def _ties(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Problem]:
     if all(id(each) in own for each in both) and both[0] is not both[1]:
         copied = any(_ADAPTER.search(each.name) and id(each.value) in map(id, both) for each in parameters)
         yield Problem(
+            "guard-tied-twice",
             "the head and the embedding are tied in the config, and two tensors in the model",
             tensor="lm_head.weight",
             rule="tie_word_embeddings is true",
@@ -238,6 +244,7 @@ def _ties(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Problem]:
 def _nothing_trainable(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Problem]:
     if not any(each.value.requires_grad for each in parameters):
         yield Problem(
+            "guard-nothing-trainable",
             "nothing is trainable",
             found=f"{len(parameters)} parameters, none requires a gradient",
             remedy="pass is_trainable=True to PeftModel.from_pretrained, or unfreeze what is to be trained",
@@ -267,6 +274,7 @@ def _optimizer(parameters: list[_Parameter], optimizers: list[Any]) -> Iterator[
         missing = list(own.values())
     if missing:
         yield Problem(
+            "guard-optimizer-tensors-differ",
             "the optimizer holds other tensors than the model",
             tensor=listed([each.name for each in missing], SHOWN),
             rule="the optimizer is made from the parameters of the model as it is trained",

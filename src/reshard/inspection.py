@@ -26,8 +26,9 @@ from reshard.model.resolve import read_config, resolve, resolve_if_declared
 from reshard.transfer.sources import OnStep, noted
 
 OPTIMIZER = "optimizer states"
-NO_CONFIG = "there is no config.json beside the weights"
-NO_TOKENIZER = "there is no tokenizer beside the weights"
+NO_CONFIG = "weights-without-config"
+NO_TOKENIZER = "weights-without-tokenizer"
+"""Codes of problems that say what lacks beside the weights."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,7 @@ def _companion_problems(checkpoint: Checkpoint, has_config: bool) -> list[Proble
         problems.append(
             Problem(
                 NO_CONFIG,
+                "there is no config.json beside the weights",
                 file=str(checkpoint.root),
                 severity="warning",
                 remedy="give the Hugging Face folder that training started from: --base DIR",
@@ -202,6 +204,7 @@ def _companion_problems(checkpoint: Checkpoint, has_config: bool) -> list[Proble
         problems.append(
             Problem(
                 NO_TOKENIZER,
+                "there is no tokenizer beside the weights",
                 file=str(checkpoint.root),
                 severity="warning",
                 remedy="give the Hugging Face folder that training started from (--base DIR), or --no-tokenizer",

@@ -32,9 +32,9 @@ class PluginWarning(UserWarning):
         self.problem = problem
 
 
-def leave_out(what: str, found: str, remedy: str, rule: str | None = None) -> None:
+def leave_out(code: str, what: str, found: str, remedy: str, rule: str | None = None) -> None:
     """Warn that something of another package is left out."""
-    problem = Problem(what, rule=rule, found=found, remedy=remedy, severity="warning")
+    problem = Problem(code, what, rule=rule, found=found, remedy=remedy, severity="warning")
     warnings.warn(PluginWarning(problem), stacklevel=2)
 
 
@@ -79,13 +79,22 @@ class Registry(UserDict[str, T]):
         try:
             brought: Any = entry.load()
         except Exception as error:
-            leave_out(what, said(error), "install a version of it that fits this reshard, or uninstall it")
+            leave_out(
+                "plugin-broken",
+                what,
+                said(error),
+                "install a version of it that fits this reshard, or uninstall it",
+            )
             return None
         if isinstance(brought, self._kind):
             return brought
         rule = f"an entry point of {self._group} names a {self._kind.__name__}"
         leave_out(
-            what, f"{entry.value} is a {type(brought).__name__}", "tell its authors, or uninstall it", rule
+            "plugin-of-another-kind",
+            what,
+            f"{entry.value} is a {type(brought).__name__}",
+            "tell its authors, or uninstall it",
+            rule,
         )
         return None
 
@@ -93,6 +102,7 @@ class Registry(UserDict[str, T]):
         clashing = [name for name in self._names(brought) if name in taken]
         if clashing:
             leave_out(
+                "plugin-name-taken",
                 f"a {self._kind.__name__.lower()} of another package is called as one that is there",
                 f"{', '.join(clashing)} in {_package(entry)}, and in {taken[clashing[0]]}",
                 f"the one of {taken[clashing[0]]} is used; uninstall the package whose you do not need",

@@ -121,6 +121,7 @@ _planning = Lock()
 
 def _otherwise(source: Path, found: str) -> ReshardError:
     return ReshardError(
+        "worker-plans-differently",
         "a worker does not see the same source, or is another program",
         file=str(source),
         rule="each worker plans the conversion itself, and comes to the same plan",
@@ -132,6 +133,7 @@ def _otherwise(source: Path, found: str) -> ReshardError:
 
 def _unseen(folder: Path) -> ReshardError:
     return ReshardError(
+        "worker-lacks-output",
         "a worker does not see the folder that the output is written to",
         file=str(folder.parent),
         rule="workers write to one folder, beside the destination",

@@ -61,7 +61,9 @@ def _fail(how: str) -> None:
     if how == "dtensor":
         raise RuntimeError("aten.cat.default: got mixed torch.Tensor and DTensor, need to convert all")
     if how == "refuse":
-        raise ReshardError("the plan does not hold", expected="2 ranks", found="1", remedy="ask for 1")
+        raise ReshardError(
+            "plan-broken", "the plan does not hold", expected="2 ranks", found="1", remedy="ask for 1"
+        )
     if how == "exit":
         sys.exit(3)
     os.kill(os.getpid(), signal.SIGKILL)

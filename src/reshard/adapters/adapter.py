@@ -152,6 +152,7 @@ def _chosen(parts: Iterable[PairPart | Whole], name: str | None, file: str) -> s
     if there == [""]:  # the file names none, so it cannot contradict
         return ""
     raise ReshardError(
+        "adapter-name-unknown" if name else "adapter-ambiguous",
         "there is no adapter of this name" if name else "the checkpoint holds several adapters",
         file=file,
         expected=", ".join(there),
@@ -176,6 +177,7 @@ def _pair_problems(module: str, found: Mapping[tuple[str, str], Tensor], file: s
     for (kind, leaf), tensor in found.items():
         if (tensor.view.numel == 0 or len(tensor.shape) != 2) and kind != MAGNITUDE and leaf != "bias":
             yield Problem(
+                "adapter-tensor-empty",
                 "a tensor of the adapter is empty, or flat",
                 tensor=f"{module}.{kind}",
                 file=tensor.file if tensor.view.pieces else file,
@@ -191,6 +193,7 @@ def _pair_problems(module: str, found: Mapping[tuple[str, str], Tensor], file: s
             yield _alone(f"{module}.{there}", f"{module}.{missing}", file)
         elif (a, leaf) in found and found[a, leaf].shape[0] != found[b, leaf].shape[1]:
             yield Problem(
+                "adapter-pair-ranks-differ",
                 "the two tensors of a pair have different ranks",
                 tensor=module,
                 file=file,
@@ -204,6 +207,7 @@ def _pair_problems(module: str, found: Mapping[tuple[str, str], Tensor], file: s
 
 def _alone(there: str, missing: str, file: str) -> Problem:
     return Problem(
+        "adapter-pair-incomplete",
         "a tensor of the adapter has no partner",
         tensor=there,
         file=file,

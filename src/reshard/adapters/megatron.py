@@ -112,6 +112,7 @@ def _mixed(checkpoint: Checkpoint, dims: Dims) -> Iterator[Problem]:
         tp = _shards(tensor)
         if part and part.part in _PARTS["linear_qkv"] and part.side == "B" and tp > dims.groups:
             yield Problem(
+                "adapter-mixed-tokens",
                 "this adapter mixed its tokens while it was trained",
                 tensor=name,
                 file=str(checkpoint.path),
@@ -191,6 +192,7 @@ def _base(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> tuple[Fam
     family = declared((config or {}).get("model_type"))
     if config is None or family is None:
         raise ReshardError(
+            "adapter-base-unknown" if config is None else "adapter-base-family-unknown",
             "the base of the adapter is not known"
             if config is None
             else "the base is of a family that is not known",
@@ -209,6 +211,7 @@ def _base(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> tuple[Fam
 
 def _unknown(name: str, tensor: Tensor) -> Problem:
     return Problem(
+        "adapter-module-unknown",
         "a tensor of the adapter belongs to no module of the base",
         tensor=name,
         file=tensor.file,

@@ -116,6 +116,7 @@ def _pair_problems(adapter: Adapter, binding: Binding) -> Iterator[Problem]:
             yield _no_place(module, "a bias of lora_B (lora_bias)")
         elif bound and bound.shape != (pair.b.shape[0], pair.a.shape[1]):
             yield Problem(
+                "megatron-adapter-misfits-base",
                 "the adapter does not fit the base",
                 tensor=module,
                 rule="lora_A is [r, in] and lora_B is [out, r] of a weight [out, in]",
@@ -127,6 +128,7 @@ def _pair_problems(adapter: Adapter, binding: Binding) -> Iterator[Problem]:
 
 def _no_place(tensor: str, found: str) -> Problem:
     return Problem(
+        "megatron-bridge-adapter-unsupported",
         "an adapter of Megatron-Bridge has no place for this",
         tensor=tensor,
         rule="it is a pair of each linear_qkv, linear_proj, linear_fc1 or linear_fc2 of the decoder, experts aside",
@@ -142,6 +144,7 @@ def _uneven(adapter: Adapter) -> Iterator[Problem]:
     for module, scale in scales.items():
         if scale != usual:
             yield Problem(
+                "adapter-strengths-differ",
                 "the modules are adapted with different strengths",
                 tensor=module,
                 rule="an adapter of Megatron-Bridge has one alpha and one rank for all its linears",
@@ -158,6 +161,7 @@ def _gaps(found: Mapping[str, Linear], binding: Binding) -> Iterator[Problem]:
         linear, _, kind = native.rpartition(".")
         if kind == "weight" and linear not in found and linear.rpartition(".")[2] in adapted:
             yield Problem(
+                "adapter-covers-some-linears",
                 "some linears are adapted, and others that are called the same are not",
                 tensor=linear,
                 rule="Megatron-Bridge adapts all linears of a name, and stacks their pairs into one tensor",

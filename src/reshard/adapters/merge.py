@@ -68,6 +68,7 @@ def _refuse(adapter: Adapter, base: Mapping[str, Tensor]) -> None:
     if quantized:
         problems.append(
             Problem(
+                "base-quantized",
                 "the base is quantized",
                 tensor=next(iter(quantized.weights), None),
                 rule="a merged weight is the sum of two numbers, and a quantized one is an index into a scale",
@@ -168,6 +169,7 @@ def _shapes(pair: Pair) -> str:
 
 def _foreign(tensor: str, expected: str, found: str, file: str) -> Problem:
     return Problem(
+        "adapter-misfits-base",
         "the adapter does not fit the base",
         tensor=tensor,
         file=file,
@@ -180,6 +182,7 @@ def _foreign(tensor: str, expected: str, found: str, file: str) -> Problem:
 
 def _not_a_float(name: str, tensor: Tensor) -> Problem:
     return Problem(
+        "base-quantized",
         "the base is quantized",
         tensor=name,
         file=tensor.file,

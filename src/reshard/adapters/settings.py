@@ -57,6 +57,7 @@ class Settings:
             return None
         if not abs(value) <= sys.float_info.max:
             raise ReshardError(
+                "lora-alpha-not-finite",
                 "lora_alpha is not a finite number",
                 file=self.source,
                 found=reprlib.repr(value),
@@ -88,6 +89,7 @@ class Settings:
         keys = keys if isinstance(keys, Mapping) else {}
         if endless := [key for key in keys if _is_endless(key)]:
             raise ReshardError(
+                "adapter-pattern-too-slow",
                 f"matching a key of {patterns} could take forever",
                 file=self.source,
                 expected=f"at most {REPEATS} of * + {{ in a regular expression, and none behind a group",
@@ -98,6 +100,7 @@ class Settings:
             return next((keys[key] for key in keys if re.match(rf"(.*\.)?({key})$", module)), default)
         except re.error as error:
             raise ReshardError(
+                "adapter-pattern-malformed",
                 f"{patterns} has a key that is no regular expression",
                 file=self.source,
                 found=f"{error.pattern!r}: {error}",
@@ -118,6 +121,7 @@ def _is_endless(pattern: str) -> bool:
 def missing_alpha(module: str | None = None, file: str | None = None) -> Problem:
     """The error for an adapter whose strength nobody noted."""
     return Problem(
+        "lora-alpha-unknown",
         "lora_alpha is not known",
         tensor=module,
         file=file,
@@ -205,6 +209,7 @@ def type_problems(settings: Settings) -> Iterator[Problem]:
     kind = settings.config.get("peft_type")
     if kind not in TUNERS_ALIKE:
         yield Problem(
+            "adapter-type-unsupported",
             f"adapters of type {kind} are not supported",
             file=settings.source,
             expected="peft_type LORA",
@@ -226,6 +231,7 @@ def merge_problems(settings: Settings) -> Iterator[Problem]:
 
 def _unmergeable(settings: Settings, found: str, remedy: str) -> Problem:
     return Problem(
+        "adapter-not-mergeable",
         "this adapter cannot be merged by adding a product to the base",
         file=settings.source,
         rule="merged = base + alpha/r · B·A, with or without DoRA's magnitudes",
@@ -240,6 +246,7 @@ def rank_problems(settings: Settings, ranks: Iterable[tuple[str, int]]) -> Itera
         wanted = settings.rank(module) if settings.written else None
         if wanted is not None and wanted != rank:
             yield Problem(
+                "adapter-rank-contradicts-config",
                 "the adapter's config and its tensors disagree on the rank",
                 tensor=module,
                 file=settings.source,

@@ -85,6 +85,7 @@ class Layout:
         if len(counts) != parts or sum(counts) != layers or min(counts) < 1:
             raise ReshardError(
                 Problem(
+                    "layers-not-divisible",
                     f"{layers} layers do not divide over the pipeline",
                     rule="every stage holds at least one layer, every virtual chunk the same number",
                     expected=f"a multiple of PP·VPP = {parts}, or {parts} numbers that add up to {layers}",

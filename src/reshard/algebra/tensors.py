@@ -140,4 +140,5 @@ class Replica(NamedTuple):
     second: Tensor
     rule: str
     remedy: str = "the files are of different runs or iterations, or one is damaged: gather them again"
+    code: str = "copies-differ"
     message: str = "a tensor is stored twice, with different values"

@@ -189,6 +189,7 @@ def problems_of(error: Exception) -> list[Problem]:
     if isinstance(error, OSError):
         return [
             Problem(
+                "system-refused",
                 "the system refused to read or to write",
                 file=str(error.filename) if error.filename else None,
                 found=error.strerror or str(error),
@@ -200,6 +201,7 @@ def problems_of(error: Exception) -> list[Problem]:
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
         return [
             Problem(
+                "out-of-threads",
                 "the system gives no more threads",
                 found=str(error),
                 remedy="end other programs, or raise the limit: `ulimit -u`, or the process limit of the container",
@@ -208,6 +210,7 @@ def problems_of(error: Exception) -> list[Problem]:
     if isinstance(error, ImportError):
         return [
             Problem(
+                "package-not-installed",
                 "a package that this needs is not installed",
                 found=str(error),
                 remedy="pip install 'reshard[hf,megatron]'",
@@ -215,6 +218,7 @@ def problems_of(error: Exception) -> list[Problem]:
         ]
     return [
         Problem(
+            "unexpected-error",
             "reshard met something that it does not expect",
             found=f"{type(error).__name__}: {error}",
             remedy="this is a mistake in reshard: please report what the same command prints with --debug",

@@ -93,6 +93,7 @@ def _misfit(problem: Problem, checkpoint: Path, base: Path) -> Finding:
 
 def _unknown(path: Path) -> ReshardError:
     return ReshardError(
+        "target-unknown",
         "this file is nothing that the doctor knows",
         file=str(path),
         expected="weights: a file that begins as safetensors, a zip archive (torch.save) or a pickle",
@@ -156,7 +157,7 @@ def _lines(texts: Iterable[Text]) -> Text:
 
 def _lacks(problem: Problem) -> bool:
     """Whether a problem is one of those that `_missing` puts into one."""
-    return problem.message in (NO_CONFIG, NO_TOKENIZER)
+    return problem.code in (NO_CONFIG, NO_TOKENIZER)
 
 
 class Part(NamedTuple):
@@ -189,7 +190,7 @@ def _missing(inspection: Inspection, path: Path) -> Iterator[Finding]:
 
 
 def _parts(inspection: Inspection, root: Path) -> Iterator[Part]:
-    lacking = {problem.message for problem in inspection.problems}
+    lacking = {problem.code for problem in inspection.problems}
     checkpoint = inspection.checkpoint
     yield Part(Text.same("config.json"), NO_CONFIG in lacking, "--base DIR")
     yield Part(words("part-tokenizer"), NO_TOKENIZER in lacking, "--base DIR (--no-tokenizer)")
@@ -208,7 +209,7 @@ def _of_problem(problem: Problem, inspection: Inspection) -> Finding:
     if inspection.next:
         cure.append(Text.same(f"```\n{shown(inspection.next)}\n```"))
     return Finding(
-        id="checkpoint-" + "-".join(problem.message.lower().replace("'", "").split()[:6]),
+        id=problem.code,
         title=translated(problem.message),
         cause=_lines([words("problem-cause", rule=rule), *_said(problem, "expected", "found")]),
         cure=_lines(cure),

@@ -118,6 +118,7 @@ def read_config(path: str) -> ConfigText:
         line = mark.line + 1 if mark else getattr(error, "lineno", None)
         kind = "JSON" if path.endswith(".json") else "YAML"
         raise ReshardError(
+            "config-unreadable",
             f"the config cannot be read as {kind}",
             file=f"{path}:{line}" if line else path,
             found=getattr(error, "problem", None) or getattr(error, "msg", None) or str(error),
@@ -127,6 +128,7 @@ def read_config(path: str) -> ConfigText:
         ) from None
     if not isinstance(content, Mapping):
         raise ReshardError(
+            "config-without-keys",
             "the config holds no keys",
             file=path,
             expected="keys and values, as accelerate, DeepSpeed, TRL and LLaMA-Factory read them",

@@ -154,6 +154,7 @@ def kind_of(target: str) -> Callable[[str], list[Finding]]:
         return diagnose_log
     if not path.exists():
         raise ReshardError(
+            "target-not-found",
             "there is nothing at this path",
             file=target,
             expected="a log, a script, a config, a checkpoint, or - for standard input",
@@ -161,6 +162,7 @@ def kind_of(target: str) -> Callable[[str], list[Finding]]:
         )
     if not path.is_file():
         raise ReshardError(  # it is opened twice, and may never have a writer
+            "target-not-a-regular-file",
             "not a regular file",
             file=target,
             remedy="pipe its content in: COMMAND | reshard doctor -",
@@ -186,6 +188,7 @@ def _readable(path: Path) -> None:
         begin = file.read(BEGIN)
     if not begin or encoding_of(begin) is None:
         raise ReshardError(
+            "target-not-text" if begin else "target-empty",
             "this file is no text" if begin else "this file is empty",
             file=str(path),
             expected="a log, a script, a config, or a checkpoint",

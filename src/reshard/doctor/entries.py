@@ -59,6 +59,7 @@ def find(identifier: str) -> Entry:
     if identifier not in entries:
         near = _near(identifier, entries)
         raise ReshardError(
+            "catalogue-entry-unknown",
             "there is no such entry in the catalogue",
             found=identifier,
             expected=", ".join(near) or None,
@@ -104,6 +105,7 @@ def _entry(path: Path) -> Entry:
         )
     except (KeyError, TypeError, AttributeError, re.error, yaml.YAMLError) as error:
         raise ReshardError(
+            "catalogue-entry-unreadable",
             "an entry of the catalogue cannot be read",
             file=str(path),
             found=f"{type(error).__name__}: {error}",

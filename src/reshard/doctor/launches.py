@@ -34,6 +34,7 @@ def diagnose_launch(path: str) -> list[Finding]:
         text = Path(path).read_text(encoding="utf-8")
     except (UnicodeDecodeError, OSError) as error:
         raise ReshardError(
+            "launch-script-unreadable",
             "the script cannot be read",
             file=path,
             found=str(error),

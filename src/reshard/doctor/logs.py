@@ -52,13 +52,16 @@ def diagnose_log(
             begin = file.read(BEGIN)
             if target == STDIN and (not begin or encoding_of(begin) is None):
                 raise ReshardError(
+                    "stdin-not-text" if begin else "stdin-empty",
                     "standard input is no text" if begin else "standard input is empty",
                     expected="the log of a run",
                     remedy="pipe both streams of the run: COMMAND 2>&1 | reshard doctor -",
                 )
             return diagnose_text(target, _counted(lines_of(file, begin, on_bytes), on_lines))
     except OSError as error:
-        raise ReshardError("a log cannot be read", file=target, found=error.strerror) from None
+        raise ReshardError(
+            "log-unreadable", "a log cannot be read", file=target, found=error.strerror
+        ) from None
 
 
 def _counted(lines: Iterable[str], on_lines: Callable[[int], None]) -> Iterator[str]:

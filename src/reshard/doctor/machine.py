@@ -185,6 +185,7 @@ def _asked(python: str) -> dict[str, Any]:
             f"exit status {error.returncode}" if isinstance(error, subprocess.CalledProcessError) else None
         )
         raise ReshardError(
+            "interpreter-not-found",
             "this is no interpreter of Python that runs",
             file=python,
             found=status or str(error),

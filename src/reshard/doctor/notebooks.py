@@ -32,6 +32,7 @@ def diagnose_notebook(path: str) -> list[Finding]:
         numbers = [at for at, cell in enumerate(content["cells"], 1) if cell.get("cell_type") == "code"]
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise ReshardError(
+            "notebook-unreadable",
             "the notebook cannot be read",
             file=path,
             found=f"{type(error).__name__}: {error}",

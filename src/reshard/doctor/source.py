@@ -219,6 +219,7 @@ def _unreadable(path: str, error: Exception) -> ReshardError:
     elif "Missing parentheses" in said or "except" in said:
         remedy = "it is a script of Python 2: translate it (2to3)"
     return ReshardError(
+        "script-not-python",
         "the script cannot be read as Python",
         file=f"{path}:{line}" if line else path,
         found=said,

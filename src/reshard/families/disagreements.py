@@ -96,6 +96,7 @@ class Difference(NamedTuple):
     def problem(self) -> Problem:
         """The error for a value that the weights depend on."""
         return Problem(
+            "config-contradicts-arguments",
             "config.json and the checkpoint describe different models",
             rule=RULE,
             expected=f"{self.key}={self.config} (config.json)",
@@ -107,6 +108,7 @@ class Difference(NamedTuple):
         """What to tell where the weights are the same either way, and the value is that of `trusted`."""
         other = "config" if trusted == "checkpoint" else "checkpoint"
         return Problem(
+            "config-differs-from-arguments",
             f"config.json and the checkpoint's arguments disagree on {self.key}, which changes no weight",
             rule=RULE,
             found=f"{self.config} (config.json), {self.args} (arguments in the checkpoint)",
@@ -152,6 +154,7 @@ def foreign(table: ConfigMap, config: Config, args: Args) -> Iterator[tuple[str,
             yield (
                 name,
                 Problem(
+                    "model-type-cannot-describe",
                     f"the checkpoint is of a model that {table.model_type} cannot describe",
                     rule=RULE,
                     expected=f"{name}={wanted[name]}, as all models of this family have",

@@ -115,7 +115,13 @@ def _translate(name: str, value: Any, values: Mapping[Any, Any] | None) -> Any:
         return value
     if value not in values:
         message = f"{name} has a value that the other side cannot express"
-        raise ReshardError(message, rule=RULE, expected=", ".join(map(repr, values)), found=repr(value))
+        raise ReshardError(
+            "config-value-not-expressible",
+            message,
+            rule=RULE,
+            expected=", ".join(map(repr, values)),
+            found=repr(value),
+        )
     return values[value]
 
 
@@ -366,7 +372,12 @@ class DenseFirst(Entry):
         sparse = sparse_layers(first(args, ("moe_layer_freq",), 1), layers)
         if sparse != tuple(range(layers - len(sparse), layers)):
             message = "config.json of this family can only say that the leading layers are dense"
-            raise ReshardError(message, rule=RULE, found=f"moe_layer_freq={args.get('moe_layer_freq')}")
+            raise ReshardError(
+                "dense-layers-not-leading",
+                message,
+                rule=RULE,
+                found=f"moe_layer_freq={args.get('moe_layer_freq')}",
+            )
         types = ["sparse" if layer in sparse else "dense" for layer in range(layers)]
         return {"first_k_dense_replace": layers - len(sparse)} | (
             {"mlp_layer_types": types} if self.listed else {}
@@ -407,7 +418,7 @@ class SharedExperts(Entry):
         if width % size:
             message = "the shared experts are not a whole number of experts"
             found = f"moe_shared_expert_intermediate_size={width}, experts of width {size}"
-            raise ReshardError(message, rule=RULE, found=found)
+            raise ReshardError("shared-experts-not-whole", message, rule=RULE, found=found)
         return {self.key: width // size}
 
 

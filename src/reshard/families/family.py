@@ -77,6 +77,7 @@ class Family:
             return replace(self, rules=found.rules, entries=found.entries)
         if self.languages and named != self.name:
             raise ReshardError(
+                "language-model-family-unsupported",
                 f"the language model of this {self.name} is of a family that it is not declared with",
                 expected=f"model_type {', '.join(each.name for each in self.languages)}",
                 found=f"model_type {named} in {'.'.join(self.config.path)} of config.json",

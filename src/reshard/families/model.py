@@ -55,6 +55,7 @@ class Model:
                 return dialect
         able = [family.name for family in FAMILIES.values() if any(map(family.rules_of, dialects))]
         raise ReshardError(
+            "family-not-for-engine",
             f"the family {self.family.name} is not declared for this engine",
             expected=f"one of {', '.join(able)}",
             found=", ".join(dialects),
@@ -73,6 +74,7 @@ class Model:
             return Binding([*rules(self.dims), *(within.copies(self.carried, dialect) if within else ())])
         except ValueError as error:
             raise ReshardError(
+                "config-sizes-impossible",
                 f"the sizes in the config are not those of a model of family {self.family.name}",
                 rule="each tensor is divided into heads, groups and experts of equal size",
                 found=str(error),

@@ -62,7 +62,10 @@ def _holds(path: Path, format: Format) -> bool:
         return format.detect(path)
     except UNUSABLE as error:
         leave_out(
-            f"the format {format.name} cannot tell whether a path holds it", said(error), "tell its authors"
+            "plugin-format-fails",
+            f"the format {format.name} cannot tell whether a path holds it",
+            said(error),
+            "tell its authors",
         )
         return False
 
@@ -114,6 +117,7 @@ def refuse_unfinished(path: Path) -> None:
         if (folder / MARKER).is_file():
             marker = parsed_marker(read_source(folder / MARKER))
             raise ReshardError(
+                "conversion-unfinished",
                 "this is an unfinished conversion, and no checkpoint",
                 file=str(folder),
                 rule=f"{MARKER} lies there until all files do",

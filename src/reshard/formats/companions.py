@@ -271,6 +271,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def _pointer(path: Path) -> ReshardError:
     return ReshardError(
+        "companion-unreadable",
         f"{path.name} cannot be read",
         file=str(path),
         expected="the content of the file",
@@ -281,6 +282,7 @@ def _pointer(path: Path) -> ReshardError:
 
 def _unreadable(path: Path, found: str) -> ReshardError:
     return ReshardError(
+        "companion-unreadable",
         f"{path.name} cannot be read",
         file=str(path),
         expected="a JSON object",

@@ -68,6 +68,7 @@ def explained(problems: Sequence[Problem], files: Iterable[Path]) -> Sequence[Pr
 def copy_problem(file: str, found: str, tensor: str | None = None) -> Problem:
     """The problem of `file`, which holds what is `found` elsewhere too."""
     return Problem(
+        "rank-file-copied",
         "the file of one rank is a copy of another rank's",
         tensor=tensor,
         file=file,

@@ -132,6 +132,7 @@ def _choose(path: Path) -> Files:
         saves = {save: ranks for save, ranks in saves.items() if path in ranks.values()}
     if len(saves) > 1:
         raise ReshardError(
+            "fsdp-several-saves",
             "there are several saves in one folder",
             file=str(path),
             rule="the files of one save have the same name but for the rank",
@@ -154,6 +155,7 @@ def _check_names(files: Files) -> None:
     ]
     problems += [
         Problem(
+            "file-of-unknown-rank",
             "a file is of a rank that this save does not have",
             file=str(files.ranks[rank]),
             rule=f"its name says that there are {world} ranks",
@@ -170,6 +172,7 @@ def _missing(files: Files, rank: int, rule: str) -> Problem:
     first, path = next(iter(files.ranks.items()))
     name = re.sub(rf"(rank[_-]?){first}(?=\.)", rf"\g<1>{rank}", path.name)
     return Problem(
+        "fsdp-rank-missing",
         "the file of a rank is missing",
         file=str(path.with_name(name)),
         rule=rule,
@@ -180,7 +183,9 @@ def _missing(files: Files, rank: int, rule: str) -> Problem:
 
 def _state_dict(file: Path, others: Counter[str]) -> dict[Any, Any]:
     """The model's state dict, which may stand inside of another dict, whose other entries go to `others`."""
-    content = read_dict(file, "not a state dict", "save the model's state_dict() on every rank")
+    content = read_dict(
+        file, "fsdp-not-a-state-dict", "not a state dict", "save the model's state_dict() on every rank"
+    )
     for key in _NESTED:
         if isinstance(content.get(key), dict):
             others.update(str(other) for other in content if other != key)
@@ -247,11 +252,22 @@ def _flat_problems(parts: Mapping[str, Parts], files: Files) -> list[Problem]:
     unnamed = [name for name in flats if flat.spread_of(name) not in spreads]
     adapters = [name for name, pairs in parts.items() if ".lora_" in name and pairs[0][1].kind == flat.KIND]
     offenders = (
-        (unnamed, "the parameters are flat, and the files do not tell their names and shapes", _NAMES),
-        (adapters, "the matrices of an adapter are flat, and no config tells their shapes", _SHAPES),
+        (
+            unnamed,
+            "fsdp-flat-parameters",
+            "the parameters are flat, and the files do not tell their names and shapes",
+            _NAMES,
+        ),
+        (
+            adapters,
+            "fsdp-flat-adapter",
+            "the matrices of an adapter are flat, and no config tells their shapes",
+            _SHAPES,
+        ),
     )
     return [
         Problem(
+            code,
             message,
             tensor=names[0],
             file=str(files.folder),
@@ -259,13 +275,14 @@ def _flat_problems(parts: Mapping[str, Parts], files: Files) -> list[Problem]:
             found=f"LOCAL_STATE_DICT, {len(names)} such tensors",
             remedy=flat.SAVE_SHARDED,
         )
-        for names, message, rule in offenders
+        for names, code, message, rule in offenders
         if names
     ]
 
 
 def _unknown(name: str, file: str, value: Opaque) -> Problem:
     return Problem(
+        "tensor-kind-unknown",
         "a tensor of a kind that reshard does not know",
         tensor=name,
         file=file,
@@ -303,6 +320,7 @@ def _rank_problems(files: Files, parts: Mapping[str, Parts]) -> list[Problem]:
 
 def _other_world(files: Files, world: int) -> Problem:
     return Problem(
+        "mesh-size-differs",
         "the mesh is of another size than the files",
         file=str(files.folder),
         rule=f"{files.save} is in the name of every file",
@@ -314,6 +332,7 @@ def _other_world(files: Files, world: int) -> Problem:
 
 def _copied(file: str, first: str, rank: int) -> Problem:
     return Problem(
+        "fsdp-rank-copied",
         "the file of one rank is a copy of another rank's",
         file=file,
         rule="each rank's file holds the shards of that rank",
@@ -346,6 +365,7 @@ def _gap(name: str, tensor: Tensor, pairs: Parts) -> Problem | None:
         return None
     file, first = pairs[0]
     return Problem(
+        "shards-incomplete",
         "the shards of a tensor do not make up the whole",
         tensor=name,
         file=str(Path(file).parent),

@@ -51,6 +51,7 @@ def hub_tensors(tensors: Mapping[str, Tensor], live: Live) -> dict[str, Tensor]:
             if hub in result:
                 problems.append(
                     Problem(
+                        "tensor-named-twice",
                         "a tensor stands in the checkpoint under two names",
                         tensor=hub,
                         file=tensor.file,
@@ -198,6 +199,7 @@ class _Stack:
         if self.parts.keys() != wanted:
             missing = sorted(wanted - self.parts.keys())
             yield Problem(
+                "experts-missing",
                 "experts of a layer are missing",
                 tensor=self.name,
                 rule="the live model holds all experts of a layer in one tensor",
@@ -207,6 +209,7 @@ class _Stack:
             )
         elif len(kinds) > 1:
             yield Problem(
+                "experts-differ",
                 "experts that are fused into one tensor differ in dtype or shape",
                 tensor=self.name,
                 rule="the live model holds all experts of a layer in one tensor",

@@ -49,6 +49,7 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
             continue
         problems += [
             Problem(
+                "tensor-in-two-files",
                 "a tensor stands in two files",
                 tensor=name,
                 file=str(file),
@@ -97,7 +98,11 @@ def _weight_map(index: Path) -> dict[str, str]:
         return {name: files[file] for name, file in content.items()}
     except UNUSABLE as error:
         raise ReshardError(
-            "the index cannot be read", file=str(index), found=said(error), remedy="copy or download it again"
+            "index-unreadable",
+            "the index cannot be read",
+            file=str(index),
+            found=said(error),
+            remedy="copy or download it again",
         ) from None
 
 
@@ -105,6 +110,7 @@ def _indexed_files(index: Path, named: Mapping[str, str], problems: list[Problem
     shards = [as_path(file) for file in sorted(set(named.values()))]
     problems += [
         Problem(
+            "shard-missing",
             "a shard is missing",
             file=str(shard),
             rule=f"every file that {index.name} names is there",
@@ -127,6 +133,7 @@ def _plain_files(path: Path) -> list[Path]:
         if found:
             return found
     raise ReshardError(
+        "weights-not-found",
         "no weights here",
         file=str(path),
         expected="model.safetensors or pytorch_model.bin",
@@ -138,7 +145,7 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     """The tensors of one file, safetensors or torch.save. Raises ReshardError if it holds something else."""
     if file.suffix == ".safetensors":
         return safetensors.read_tensors(file)
-    content = read_dict(file, "not a state dict", "save the model's state_dict()")
+    content = read_dict(file, "not-a-state-dict", "not a state dict", "save the model's state_dict()")
     nested = content.get("state_dict")
     content = nested if isinstance(nested, dict) else content
     return {
@@ -151,6 +158,7 @@ def _index_mismatches(
 ) -> Iterator[Problem]:
     for name in sorted(named.keys() - tensors.keys()):
         yield Problem(
+            "indexed-tensor-missing",
             "a tensor is missing",
             tensor=name,
             file=named[name],
@@ -159,6 +167,7 @@ def _index_mismatches(
         )
     for name in sorted(tensors.keys() - named.keys()):
         yield Problem(
+            "tensor-not-in-index",
             "a tensor is in a shard but not in the index",
             tensor=name,
             file=str(index),

@@ -66,6 +66,7 @@ def choose(path: Path, iteration: Iteration | None = None) -> tuple[Path, Iterat
         step = _step(_real(path))
         if iteration is not None and step not in (None, iteration):
             raise ReshardError(
+                "iteration-contradicts-path",
                 "another iteration was asked for than the one that was named",
                 file=str(path),
                 expected=f"iteration {iteration}",
@@ -76,6 +77,7 @@ def choose(path: Path, iteration: Iteration | None = None) -> tuple[Path, Iterat
     if iteration is not None:
         if iteration not in steps:
             raise ReshardError(
+                "iteration-not-found",
                 "there is no such iteration",
                 file=str(path / name_of(iteration)),
                 found=f"iterations {listed}",
@@ -85,6 +87,7 @@ def choose(path: Path, iteration: Iteration | None = None) -> tuple[Path, Iterat
     tracked = _tracked(path / TRACKER, listed)
     if tracked not in steps:
         raise ReshardError(
+            "tracked-iteration-missing",
             "the iteration that the tracker names is missing",
             file=str(path / name_of(tracked)),
             expected=f"iteration {tracked}, as {TRACKER} says",
@@ -98,6 +101,7 @@ def _tracked(tracker: Path, listed: str) -> Iteration:
     if not tracker.is_file():
         raise ReshardError(
             Problem(
+                "tracker-missing",
                 "the tracker file is missing, so the latest iteration is not known",
                 file=str(tracker),
                 rule="the tracker names the last iteration that was saved whole",
@@ -110,6 +114,7 @@ def _tracked(tracker: Path, listed: str) -> Iteration:
         text = file.read(0, LONGEST + 1).decode("utf-8", "replace").strip()
     if text != "release" and not (text.isascii() and text.isdigit() and len(text) < LONGEST):
         raise ReshardError(
+            "tracker-unreadable",
             "the tracker file cannot be read",
             file=str(tracker),
             expected='an iteration, or "release"',
@@ -123,6 +128,7 @@ def refuse(path: Path, iteration: Iteration | None, what: str) -> None:
     """Raise ReshardError if an iteration is asked of a format that keeps none below its folder."""
     if iteration is not None:
         raise ReshardError(
+            "iterations-not-found",
             f"{what} has no iterations",
             file=str(path),
             found=f"--iteration {iteration}",

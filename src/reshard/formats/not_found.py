@@ -20,6 +20,7 @@ def nothing_there(path: Path) -> ReshardError:
     """The error for a path that does not exist, which may be the name of a model of the hub."""
     if not is_remote(path) and path.parts and re.fullmatch(r"[a-z][a-z0-9+.-]*:", path.parts[0]):
         return ReshardError(
+            "url-names-nothing",
             "this URL names nothing that reshard reads",
             file=str(path),
             expected=f"a path, or one of {', '.join(f'{scheme}://' for scheme in PROTOCOLS)} and a name",
@@ -33,6 +34,7 @@ def nothing_there(path: Path) -> ReshardError:
         elif near.is_dir():
             found = f"{near} holds {_listed(child.name for child in near.iterdir())}"
     return ReshardError(
+        "path-not-found",
         "there is nothing at this path",
         file=str(path),
         found=f"a link to {path.readlink()}" if path.is_symlink() else found,
@@ -83,6 +85,7 @@ def no_checkpoint(path: Path, formats: Iterable[str], holds: Callable[[Path], bo
         remedy = "name the folder that holds the weights, or an iteration folder"
     return ReshardError(
         Problem(
+            "checkpoint-not-found",
             "no checkpoint found here",
             file=str(path),
             expected=f"one of the formats that `reshard support` explains: {', '.join(formats)}",
@@ -95,6 +98,7 @@ def no_checkpoint(path: Path, formats: Iterable[str], holds: Callable[[Path], bo
 def no_iteration(path: Path, iteration: Iteration) -> ReshardError:
     """The error for a path that holds no folder of the step that was asked for."""
     return ReshardError(
+        "iteration-folder-missing",
         "there is no folder of that iteration",
         file=str(path),
         expected=f"--iteration {iteration}",

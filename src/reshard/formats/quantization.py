@@ -346,6 +346,7 @@ def _incomplete(name: str, parts: Mapping[str, str], tensors: Mapping[str, Tenso
     lacking = names(role for role in needed if role not in parts)
     there = sorted(parts.values())
     return Problem(
+        "quantized-weight-incomplete",
         "a quantized weight is incomplete",
         tensor=name,
         file=tensors[there[0]].file,
@@ -366,6 +367,7 @@ def refusal(found: Quantization, path: Path, wanted: str | None = None) -> Resha
     """The error where plain weights are needed; `wanted` says for what."""
     names = list(found.weights)
     return ReshardError(
+        "weights-quantized",
         "the weights are quantized",
         tensor=listed(names, 1) if names else None,
         file=str(path),

@@ -170,6 +170,7 @@ def digests_of(
                 found[name] = digest_of(folder / name, on_bytes, stopped.is_set)
             except OSError as error:
                 raise ReshardError(
+                    "record-file-unreadable",
                     "a file cannot be read",
                     file=str(folder / name),
                     found=error.strerror or str(error),
@@ -189,6 +190,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     files = found.get(FILES)
     if not isinstance(files, dict) or not files or not all(map(_is_file, files.items())):
         raise ReshardError(
+            "digest-record-missing",
             "there is no record of digests here",
             file=str(folder),
             expected=f"{RECORD}, as `reshard convert` writes it",
@@ -196,6 +198,7 @@ def read_record(folder: Path) -> dict[str, Any]:
         )
     if found.get("digest") != NAME:
         raise ReshardError(
+            "digest-kind-unknown",
             "the digests are of another kind",
             file=str(path),
             expected=NAME,
@@ -211,6 +214,7 @@ def options_of(record: Mapping[str, Any], folder: Path) -> Options:
         return Options.of_dict(record["options"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ReshardError(
+            "record-without-plan",
             "the record does not tell how the output was planned",
             file=str(folder / RECORD),
             expected="options, as this version of reshard writes them",

@@ -84,6 +84,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     if end != available and not problems:
         problems.append(
             Problem(
+                "safetensors-file-truncated" if end > available else "safetensors-file-too-long",
                 "the file is cut short" if end > available else "the file is longer than its tensors",
                 file=str(path),
                 rule="the tensors of a safetensors file fill it",
@@ -131,12 +132,18 @@ def _broken(
     path: Path, expected: str, found: str, remedy: str = "copy or download the file again"
 ) -> ReshardError:
     return ReshardError(
-        "not a whole safetensors file", file=str(path), expected=expected, found=found, remedy=remedy
+        "safetensors-incomplete",
+        "not a whole safetensors file",
+        file=str(path),
+        expected=expected,
+        found=found,
+        remedy=remedy,
     )
 
 
 def _entry(path: Path, name: str, expected: str, found: str) -> Problem:
     return Problem(
+        "safetensors-entry-inconsistent",
         "an entry of a safetensors header does not add up",
         tensor=name,
         file=str(path),

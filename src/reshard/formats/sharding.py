@@ -111,6 +111,7 @@ def misfits(flag: str, ranks: int, shares: Sequence[Share]) -> Iterator[Problem]
     for what, fits, expected in shares:
         if not fits(ranks):
             yield Problem(
+                "size-not-divisible",
                 f"{what} {'do' if what[-1] == 's' else 'does'} not divide over {flag} {ranks}",
                 rule="every rank holds an equal share",
                 expected=expected,

@@ -54,6 +54,7 @@ def wrapper_problems(names: Iterable[str], file: str) -> Iterator[Problem]:
         wrapped = sorted(name for name in names if wrapper in name)
         if wrapped:
             yield Problem(
+                "wrapper-in-names",
                 "names of tensors carry the mark of a wrapper",
                 tensor=listed(wrapped, 1),
                 file=file,

@@ -81,6 +81,7 @@ class Upload:
             self._api.auth_check(self.name, write=True)
         if self._push.private and not found.private:
             raise ReshardError(
+                "repository-public",
                 "the repository is public",
                 file=self.url,
                 rule="--private makes a new repository private, and changes none that is there",
@@ -98,6 +99,7 @@ class Upload:
             return []
         if not self._push.overwrite:
             raise ReshardError(
+                "repository-not-empty",
                 "the repository is not empty",
                 file=self.url,
                 rule="old shards or a stale index never remain beside new ones",
@@ -108,6 +110,7 @@ class Upload:
         old = {RECORD, *files} if isinstance(files, dict | list) else set()
         if foreign := sorted(there - old - ours - set(KEPT)):
             raise ReshardError(
+                "repository-foreign-files",
                 "the repository contains files that --overwrite does not delete",
                 file=self.url,
                 rule="--overwrite deletes what reshard uploaded, and nothing else",
@@ -160,6 +163,7 @@ def _refuse_others(push: Push, plan: Plan) -> None:
     """Raise ReshardError for what the hub has no place for."""
     if not NAME.fullmatch(push.repository):
         raise ReshardError(
+            "repository-name-malformed",
             "this is not the name of a repository",
             expected="Org/Name: letters, digits, - _ and .",
             found=push.repository,
@@ -168,6 +172,7 @@ def _refuse_others(push: Push, plan: Plan) -> None:
     able = [name for name, target in written().items() if target.names == (HUB,)]
     if plan.target not in able:
         raise ReshardError(
+            "push-format-not-for-hub",
             "--push-to-hub is for checkpoints that transformers or PEFT load from the hub",
             found=f"--to {plan.target}",
             remedy=f"pass --to {' or --to '.join(able)}, or leave out --push-to-hub",
@@ -179,6 +184,7 @@ def _client() -> Any:
         from huggingface_hub import HfApi
     except ImportError:
         raise ReshardError(
+            "huggingface-hub-not-installed",
             "the package huggingface_hub is not installed",
             rule="--push-to-hub uploads with it",
             remedy="pip install huggingface_hub",
@@ -199,6 +205,7 @@ def _writable(api: Any, push: Push) -> str:
     user = api.whoami()
     if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
         raise ReshardError(
+            "hub-token-read-only",
             "the token may only read",
             file=f"{api.endpoint}/{push.repository}",
             rule="--push-to-hub needs a token that may write",
@@ -209,20 +216,31 @@ def _writable(api: Any, push: Push) -> str:
 
 
 REMEDIES = {
-    401: ("the hub does not accept the token", "log in again: `hf auth login`, or correct HF_TOKEN"),
+    401: (
+        "hub-token-refused",
+        "the hub does not accept the token",
+        "log in again: `hf auth login`, or correct HF_TOKEN",
+    ),
     403: (
+        "hub-write-denied",
         "the token may not write there",
         "use a token with write access to it, or choose another repository",
     ),
     404: (
+        "repository-not-found",
         "there is no such repository, or the token may not see it",
         "check the name, and the rights of the token",
     ),
     412: (
+        "repository-changed",
         "somebody else changed the repository meanwhile",
         "look at what they did, then run the same command again",
     ),
-    429: ("the hub asks for a pause", "wait some minutes, then run the same command again"),
+    429: (
+        "hub-asks-for-a-pause",
+        "the hub asks for a pause",
+        "wait some minutes, then run the same command again",
+    ),
 }
 
 
@@ -234,25 +252,39 @@ def _understood(repository: str, folder: Path | None = None) -> Iterator[None]:
     except (ReshardError, MemoryError):
         raise
     except Exception as error:
-        message, remedy = _words(error)
+        code, message, remedy = _words(error)
         kept = f"; {folder} is complete, and only the upload is repeated" if folder else ""
-        raise ReshardError(message, file=repository, found=_told(error), remedy=remedy + kept) from error
+        raise ReshardError(
+            code, message, file=repository, found=_told(error), remedy=remedy + kept
+        ) from error
 
 
-def _words(error: BaseException) -> tuple[str, str]:
-    """What happened, and what to do about it. The cause of an error may tell more than the error."""
+def _words(error: BaseException) -> tuple[str, str, str]:
+    """The code, what happened, and what to do about it. The cause of an error may tell more than the error."""
     from huggingface_hub.errors import LocalTokenNotFoundError, OfflineModeIsEnabled
 
     chain = [error, *filter(None, (error.__cause__, error.__context__))]
     if any(isinstance(each, LocalTokenNotFoundError) for each in chain):
-        return "nobody is logged in to the Hugging Face Hub", "log in with `hf auth login`, or set HF_TOKEN"
+        return (
+            "hub-not-logged-in",
+            "nobody is logged in to the Hugging Face Hub",
+            "log in with `hf auth login`, or set HF_TOKEN",
+        )
     if any(isinstance(each, OfflineModeIsEnabled) for each in chain):
-        return "the Hugging Face Hub is switched off", "unset HF_HUB_OFFLINE, then run the same command again"
+        return (
+            "hub-switched-off",
+            "the Hugging Face Hub is switched off",
+            "unset HF_HUB_OFFLINE, then run the same command again",
+        )
     for each in chain:
         status = getattr(getattr(each, "response", None), "status_code", None)
         if status in REMEDIES:
             return REMEDIES[status]
-    return "the Hugging Face Hub could not be used", "check the network, then run the same command again"
+    return (
+        "hub-unusable",
+        "the Hugging Face Hub could not be used",
+        "check the network, then run the same command again",
+    )
 
 
 def _told(error: Exception) -> str:

@@ -136,6 +136,7 @@ def _state(tensor: Tensor) -> Mapping[str, Any]:
         content = json_of(_read(tensor).tobytes())
     except ValueError as error:
         raise ReshardError(
+            "bitsandbytes-state-unreadable",
             "the state of a quantized weight cannot be read",
             file=tensor.file,
             found=str(error),

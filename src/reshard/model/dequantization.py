@@ -343,6 +343,7 @@ def _misfit(
         else ""
     )
     return Problem(
+        "quantized-scales-wrong",
         "the scales of a quantized weight do not tell its values",
         tensor=name,
         file=packed.file,

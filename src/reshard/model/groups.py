@@ -131,6 +131,7 @@ class Grouped(Computed):
 
 def _no_such_group(g_idx: Tensor, groups: int) -> ReshardError:
     return ReshardError(
+        "gptq-group-without-scale",
         "g_idx names a group that has no scale",
         file=g_idx.file,
         expected=f"numbers from 0 to {groups - 1}",

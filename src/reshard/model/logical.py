@@ -195,6 +195,7 @@ def _check(checkpoint: Checkpoint, wanted: Mapping[str, Bound], optional: Mappin
     for name in sorted(wanted.keys() - have.keys() - told):
         problems.append(
             Problem(
+                "tensor-missing",
                 "a tensor is missing",
                 tensor=name,
                 file=str(checkpoint.path),
@@ -209,6 +210,7 @@ def _check(checkpoint: Checkpoint, wanted: Mapping[str, Bound], optional: Mappin
     for name in sorted(added):
         problems.append(
             Problem(
+                "tensor-unknown",
                 "a tensor is not known",
                 tensor=name,
                 file=have[name].file,
@@ -224,6 +226,7 @@ def _check(checkpoint: Checkpoint, wanted: Mapping[str, Bound], optional: Mappin
             transposed = have[name].shape == shape[::-1]
             problems.append(
                 Problem(
+                    "tensor-transposed" if transposed else "tensor-shape-differs",
                     "a tensor is transposed" if transposed else "a tensor has another shape",
                     tensor=name,
                     file=have[name].file,

@@ -114,6 +114,7 @@ class _Quantized(Computed):
 
     def _nonfinite(self) -> ReshardError:
         return ReshardError(
+            "quantized-source-not-finite",
             "a weight holds NaN or Inf",
             tensor=self._name,
             file=self.inputs[0].file,
@@ -373,6 +374,7 @@ def _settings(how: str, storage: Storage, others: Iterable[Planned]) -> dict[str
 def _not_of_this_model(how: str, config: Mapping[str, Any]) -> ReshardError:
     rule = "transformers loads gpt-oss in MXFP4 (experts only) and other models in FP8"
     return ReshardError(
+        "quantization-method-differs",
         "this model is not stored in this format",
         rule=rule,
         found=f"--quantize {how}, model_type {config.get('model_type')}",
@@ -383,6 +385,7 @@ def _not_of_this_model(how: str, config: Mapping[str, Any]) -> ReshardError:
 def _nothing_fits(how: str, odd: list[Planned]) -> ReshardError:
     if odd and how != "mxfp4":
         return ReshardError(
+            "stacked-experts-fp8-unsupported",
             "experts that are stacked in one tensor cannot be quantized to FP8",
             tensor=listed([tensor.name for tensor in odd], 1),
             rule="transformers 5.23 loads FP8 experts that are a tensor each, and misreads the scales of others",
@@ -390,6 +393,7 @@ def _nothing_fits(how: str, odd: list[Planned]) -> ReshardError:
         )
     if odd:
         return ReshardError(
+            "weight-not-divisible-into-blocks",
             "a weight does not divide into blocks",
             tensor=odd[0].name,
             rule="MXFP4 has one scale for 32 elements in a row of inputs",
@@ -397,6 +401,7 @@ def _nothing_fits(how: str, odd: list[Planned]) -> ReshardError:
             remedy="leave out --quantize",
         )
     return ReshardError(
+        "nothing-to-quantize",
         "no weight can be quantized",
         rule="--quantize changes the linear layers of decoder layers: two-dimensional floats that are called "
         "model.layers.N.….weight",

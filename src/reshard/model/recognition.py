@@ -23,6 +23,7 @@ def named(name: str) -> Family:
     family = declared(name)
     if family is None:
         raise ReshardError(
+            "family-not-found",
             "no such family",
             expected=", ".join(FAMILIES),
             found=name,
@@ -80,6 +81,7 @@ def _keeping() -> str:
 
 def _beyond(model_type: str) -> Problem:
     return Problem(
+        "megatron-core-lacks-family",
         f'Megatron-Core does not compute what the family "{model_type}" computes',
         rule=BEYOND_MEGATRON[model_type],
         found=f"model_type {model_type} in config.json",
@@ -91,6 +93,7 @@ def _alike(model_type: Any, family: Family, checkpoint: Checkpoint) -> Problem:
     """What to say of a model whose tensors are those of `family`, and whose config does not say that it is one."""
     insist = f"if it computes the same as {family.name}: --family {family.name}"
     return Problem(
+        "model-type-unknown",
         f"{not_known(model_type)}, though the tensors are named as in {family.name}",
         file=str(checkpoint.root / "config.json"),
         rule=BUILT_ALIKE.get(
@@ -105,6 +108,7 @@ def _alike(model_type: Any, family: Family, checkpoint: Checkpoint) -> Problem:
 def _unsupported(model_type: Any) -> Problem:
     what = f'the family "{model_type}" is not supported' if model_type else "config.json has no model_type"
     return Problem(
+        "model-type-unsupported",
         f"{what}, and the tensors fit no family that is",
         rule="a family declares where each tensor lies",
         expected=", ".join(FAMILIES),
@@ -128,6 +132,7 @@ class _Fit(NamedTuple):
     def problems(self, file: str) -> list[Problem]:
         misfits = (
             Problem(
+                "tensor-misfits-family",
                 f"a tensor does not fit {self.family.name}, the closest family",
                 tensor=name,
                 expected=str(list(self.want[name])) if name in self.want else "no such tensor",
@@ -166,6 +171,7 @@ def by_args(checkpoint: Checkpoint, forced: str | None) -> tuple[Family, list[st
     """
     if not describes_model(checkpoint.args):
         raise ReshardError(
+            "model-unknown",
             "nothing says which model this is",
             file=str(checkpoint.path),
             expected="config.json beside the checkpoint, or Megatron-LM's `args` inside it",
@@ -194,6 +200,7 @@ def by_args(checkpoint: Checkpoint, forced: str | None) -> tuple[Family, list[st
     fitting = fitting or others
     if not fitting:
         raise ReshardError(
+            "family-unknown",
             "the tensors of the checkpoint fit no family",
             file=str(checkpoint.path),
             expected=", ".join(FAMILIES),
@@ -208,6 +215,7 @@ def _of_one_part(family: Family, checkpoint: Checkpoint) -> Family:
     """`family`. Raises ReshardError for one of several parts: arguments describe its language model alone."""
     if family.within and family.within.carried:
         raise ReshardError(
+            "arguments-lack-parts",
             "the checkpoint's arguments do not tell the config of a model of several parts",
             file=str(checkpoint.path),
             expected=f"the config.json of a model of family {family.name}",

@@ -53,6 +53,7 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     config = read_object(path)
     if not isinstance(config.get("model_type"), str | None):
         raise ReshardError(
+            "config-json-unreadable",
             "config.json cannot be read",
             file=str(path),
             expected="a name as model_type",
@@ -67,6 +68,7 @@ def read_base(base: Path) -> dict[str, Any]:
     config = read_config(base)
     if config is None:
         raise ReshardError(
+            "base-without-config" if base.is_dir() else "base-not-found",
             "the base folder has no config.json" if base.is_dir() else "there is no such base folder",
             file=str(base),
             expected="the Hugging Face folder that training started from",
@@ -173,6 +175,7 @@ def _agreed(
         return agreed(family.config, config, checkpoint.args or {}, trust, str(file))
     except UNUSABLE as error:
         raise ReshardError(
+            "arguments-incomplete-for-family",
             f"the checkpoint's arguments do not describe a model of family {family.name}",
             file=str(checkpoint.path),
             rule="the arguments are those that the training code saved",
@@ -206,6 +209,7 @@ def as_named(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Resolved:
 
 def _not_judged(family: Family, file: Path) -> Problem:
     return Problem(
+        "family-unconfirmed",
         "no framework has confirmed the conversion of this family",
         file=str(file),
         rule="a family is declared from the source of its model; the tests run it in no engine of Megatron's side",
@@ -229,6 +233,7 @@ def contradictions(config: Mapping[str, Any]) -> list[str]:
 def _refuse_contradictions(config: Mapping[str, Any], file: Path) -> None:
     problems = [
         Problem(
+            "config-contradicts-itself",
             "config.json contradicts itself",
             file=str(file),
             rule="what is said twice is said the same, since each reader looks at one of the two",
@@ -252,6 +257,7 @@ def _misdescribed(family: Family, config: Mapping[str, Any], file: Path) -> list
         found = [("", f"{type(error).__name__}: {error}")]
     return [
         Problem(
+            "engine-computes-another-model",
             "the engine would compute another model than config.json describes",
             file=str(file),
             rule="the weights are those of the model that the config describes",
@@ -307,6 +313,7 @@ def _sizes(
         return args, dims
     except UNUSABLE as error:
         raise ReshardError(
+            "config-incomplete-for-family",
             f"config.json does not describe a model of family {family.name}",
             file=str(folder / "config.json"),
             rule="the config gives every size of the model",
@@ -356,6 +363,7 @@ def _without_parts(checkpoint: Checkpoint, family: Family, carried: Collection[s
     """Parts of a larger model of which nothing is there. How many layers they have, nobody here knows."""
     return [
         Problem(
+            "model-part-missing",
             "a part of the model is missing",
             file=str(checkpoint.path),
             rule=f"a model of family {family.name} has several parts, and all are converted",
@@ -404,6 +412,7 @@ def _disagreements(checkpoint: Checkpoint, family: Family, dims: Dims) -> list[P
         pairs += _heads(checkpoint, family, dims)
     problems = [
         Problem(
+            "config-size-differs",
             f"the config and the checkpoint disagree on {what}",
             file=str(checkpoint.path),
             rule=f"{key} of config.json is that of the weights",

@@ -48,6 +48,7 @@ def shifted(name: str, tensor: Tensor, by: float) -> View:
         return tensor.view.through(lambda source: source.inputs[0].view)  # type: ignore[attr-defined]
     if not castable(tensor.dtype):
         raise ReshardError(
+            "norm-dtype-unsupported",
             "a norm is not stored in a type that can be added to",
             tensor=name,
             file=tensor.file,
@@ -73,5 +74,6 @@ def rounding(name: str, tensor: Tensor, by: float) -> Replica | None:
         Tensor(tensor.dtype, back),
         f"the hub and Megatron-Core store this norm one apart, and {tensor.dtype} holds both exactly",
         f"pass --dtype float32 to keep every value, or --dtype {tensor.dtype} to round them",
+        "norm-not-exact",
         f"a norm cannot be stored {'plus' if by > 0 else 'less'} one without rounding",
     )

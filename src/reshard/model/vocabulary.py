@@ -64,6 +64,7 @@ def embedding(checkpoint: Checkpoint, family: Family | None = None) -> tuple[str
         if name in checkpoint.tensors:
             return name, checkpoint.tensors[name]
     raise ReshardError(
+        "embedding-missing",
         "a tensor is missing",
         tensor=names[0],
         file=str(checkpoint.path),
@@ -137,6 +138,7 @@ def disagreement(checkpoint: Checkpoint, vocab: int) -> Problem | None:
     if vocab <= rows and rows - vocab <= max(exact - vocab, SPARE_ROWS):
         return None
     return Problem(
+        "vocabulary-size-differs",
         "the config and the checkpoint disagree on the vocabulary",
         tensor=name,
         file=str(checkpoint.path),

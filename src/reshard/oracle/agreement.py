@@ -58,6 +58,7 @@ def _logits(side: Side, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32
         return transformers_logits(checkpoint.root, tokens)
     if side.model and (engine := side.model.family.engine_for(checkpoint.engine)) != MCORE:
         raise ReshardError(
+            "logits-megatron-lacks-family",
             f"megatron-core's GPTModel does not compute these weights of family {side.model.family.name}",
             rule=f"it is computed by {ENGINES[engine]}",
             remedy="leave out --logits: the weights are compared all the same",
@@ -78,5 +79,7 @@ def _require(module: str, command: str) -> None:
         found = None
     if found is None:
         raise ReshardError(
-            f"{module.partition('.')[0]} is not installed, and --logits runs it", remedy=command
+            "logits-package-not-installed",
+            f"{module.partition('.')[0]} is not installed, and --logits runs it",
+            remedy=command,
         )

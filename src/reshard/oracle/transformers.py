@@ -92,7 +92,9 @@ def _loaded(path: str | Path, **how: Any) -> tuple[Any, set[str]]:
             )
     except RuntimeError as error:  # transformers 5 could not merge experts of which a part is missing
         message = "transformers cannot put the weights together"
-        raise ReshardError(message, file=str(path), rule=RULE, found=str(error)) from error
+        raise ReshardError(
+            "logits-weights-not-merged", message, file=str(path), rule=RULE, found=str(error)
+        ) from error
     absent = _biases_that_only_llama_has(settings, info["missing_keys"])
     _refuse(path, settings, {**info, "missing_keys": set(info["missing_keys"]) - absent})
     return model, absent
@@ -109,6 +111,7 @@ def _config(path: str | Path, settings: Mapping[str, Any]) -> Any:
         return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except ValueError as error:
         raise ReshardError(
+            "transformers-lacks-model",
             "transformers does not implement this model",
             file=str(Path(path) / "config.json"),
             found=f"model_type {settings.get('model_type')!r}",
@@ -161,16 +164,29 @@ def _refuse(path: str | Path, settings: Mapping[str, Any], info: Mapping[str, An
     """Raise one ReshardError for all that `output_loading_info` reports."""
     file = str(path)
     problems = [
-        Problem("the model needs a tensor that is not there", tensor=name, file=file, rule=RULE)
+        Problem(
+            "logits-tensor-missing",
+            "the model needs a tensor that is not there",
+            tensor=name,
+            file=file,
+            rule=RULE,
+        )
         for name in sorted(info["missing_keys"])
     ]
     problems += [
-        Problem("a tensor belongs to nothing in the model", tensor=name, file=file, rule=RULE)
+        Problem(
+            "logits-tensor-unexpected",
+            "a tensor belongs to nothing in the model",
+            tensor=name,
+            file=file,
+            rule=RULE,
+        )
         for name in sorted(info["unexpected_keys"])
         if not _is_mtp(name, settings)
     ]
     problems += [
         Problem(
+            "logits-tensor-shape-differs",
             "a tensor has the wrong shape",
             tensor=name,
             file=file,
@@ -180,7 +196,10 @@ def _refuse(path: str | Path, settings: Mapping[str, Any], info: Mapping[str, An
         )
         for name, found, expected in sorted(info["mismatched_keys"])
     ]
-    problems += [Problem(message, file=file, rule=RULE) for message in info.get("error_msgs", [])]
+    problems += [
+        Problem("logits-loading-failed", message, file=file, rule=RULE)
+        for message in info.get("error_msgs", [])
+    ]
     if problems:
         raise ReshardError(problems)
 

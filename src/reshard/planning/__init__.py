@@ -76,6 +76,7 @@ def _planned(source: Path, checkpoint: Checkpoint, options: Options) -> Plan:
 def _refuse_nothing_to_merge(checkpoint: Checkpoint, kind: Kind) -> None:
     if kind is Kind.MODEL:
         raise ReshardError(
+            "merge-without-adapter",
             "there is no adapter to merge",
             file=str(checkpoint.path),
             expected="lora_A and lora_B among the tensors",
@@ -91,6 +92,7 @@ def _format(source: Path, checkpoint: Checkpoint, kind: Kind, options: Options) 
         return peft.FORMAT
     if checkpoint.format == huggingface.NAME and not (options.merge or options.quantize):
         raise ReshardError(
+            "source-already-hugging-face",
             "the source is a Hugging Face folder already",
             file=str(source),
             remedy=f"say what it should become: --to {', --to '.join(_able(kind))}",
@@ -105,6 +107,7 @@ def _target(format: Format, checkpoint: Checkpoint, kind: Kind, options: Options
         raise _not_held(checkpoint, kind, format)
     if not target.sharded and options.layout != Layout():
         raise ReshardError(
+            "format-without-layout",
             f"{format.name} has no parallel layout",
             found=str(options.layout),
             remedy="leave out the layout (that of the source is detected), or add --to megatron",
@@ -112,12 +115,14 @@ def _target(format: Format, checkpoint: Checkpoint, kind: Kind, options: Options
     if options.engine and MCORE not in target.names:
         able = [name for name, each in written().items() if MCORE in each.names and kind in each.holds]
         raise ReshardError(
+            "engine-not-for-format",
             f"--engine is for Megatron checkpoints; {format.name} is the same for all engines",
             found=f"--engine {options.engine} --to {format.name}",
             remedy=f"leave out --engine (reshard detects who saved the source), or pass --to {' or --to '.join(able)}",
         )
     if target.dtype and Types(options.dtype).wanted not in (None, dtype(target.dtype)):
         raise ReshardError(
+            "format-dtype-fixed",
             f"{format.name} stores weights in {target.dtype} only",
             rule="the engine casts them to the dtype that its own config names",
             found=f"--dtype {options.dtype}",
@@ -125,6 +130,7 @@ def _target(format: Format, checkpoint: Checkpoint, kind: Kind, options: Options
         )
     if options.quantize and not target.quantized:
         raise ReshardError(
+            "quantized-output-unsupported",
             "this format has no place for quantized weights",
             found=f"--quantize {options.quantize} --to {format.name}",
             remedy="pass --to huggingface, or leave out --quantize",
@@ -135,12 +141,14 @@ def _target(format: Format, checkpoint: Checkpoint, kind: Kind, options: Options
 def _not_held(checkpoint: Checkpoint, kind: Kind, format: Format) -> ReshardError:
     if kind is Kind.MODEL:
         return ReshardError(
+            "adapter-not-in-source",
             "there is no adapter in the source",
             file=str(checkpoint.path),
             expected="lora_A and lora_B among the tensors",
             remedy="choose another format with --to",
         )
     return ReshardError(
+        "source-is-an-adapter",
         "the source is an adapter, not a model",
         file=str(checkpoint.path),
         found=f"--to {format.name}",

@@ -40,6 +40,7 @@ def resolved(checkpoint: Checkpoint, target: Target, options: Options) -> Resolv
         return Resolved(checkpoint, None, {})
     if options.with_optimizer:
         raise ReshardError(
+            "adapter-optimizer-unsupported",
             "the optimizer states of an adapter are not carried",
             file=str(checkpoint.path),
             found="--with-optimizer",
@@ -47,6 +48,7 @@ def resolved(checkpoint: Checkpoint, target: Target, options: Options) -> Resolv
         )
     if options.base is None:
         raise ReshardError(
+            "adapter-base-not-named",
             "the source is an adapter, and its base is not named",
             file=str(checkpoint.path),
             rule="which projections share a linear of Megatron-Core follows from the base",
@@ -130,6 +132,7 @@ def _as_linears(found: Mapping[str, Linear], rank: int, types: Types) -> list[Pl
         if len(wanted) > 1:
             problems.append(
                 Problem(
+                    "fused-adapter-dtypes-differ",
                     "tensors that are fused into one have different dtypes",
                     tensor=", ".join(linear.pairs),
                     found=", ".join(sorted(map(str, wanted))),

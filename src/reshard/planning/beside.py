@@ -50,6 +50,7 @@ def companion_files(
         yield OutputFile.of_bytes(companions.CONFIG, _config(checkpoint, request))
         if request.options.tokenizer and not found.has_tokenizer:
             raise ReshardError(
+                "tokenizer-not-beside-checkpoint",
                 "there is no tokenizer beside the checkpoint",
                 file=str(checkpoint.root),
                 rule="the output loads with no other folder",
@@ -67,6 +68,7 @@ def _config(checkpoint: Checkpoint, request: Request) -> bytes:
     config, quantization = request.config, checkpoint.quantization
     if not config:
         raise ReshardError(
+            "config-not-beside-checkpoint",
             "there is no config.json beside the checkpoint",
             file=str(checkpoint.root),
             rule="the output loads with no other folder",

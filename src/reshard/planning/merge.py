@@ -94,6 +94,7 @@ def _base_folder(checkpoint: Checkpoint, adapter: adapters.Adapter, options: Opt
         checkpoint.notes.append(f"the base is {hint}, as {adapter.settings.source} says")
         return Path(hint)
     raise ReshardError(
+        "merge-base-unknown",
         "the base of the adapter is not known",
         file=str(checkpoint.path),
         rule="a merged model is the base and what the adapter adds",

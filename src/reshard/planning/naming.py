@@ -22,6 +22,7 @@ from reshard.transfer.plan import Planned
 
 def _no_such_dtype(wanted: str | None) -> ReshardError:
     return ReshardError(
+        "dtype-not-convertible",
         "weights cannot be converted to this dtype",
         expected="float32, bfloat16 or float16",
         found=f"--dtype {wanted}",
@@ -96,6 +97,7 @@ def names_of(format: str, request: Request, logical: LogicalTensors) -> Names:
     binding = request.declared.binding(request.dialect)
     problems = [
         Problem(
+            "tensor-has-no-place",
             f"{format} has no place for a tensor",
             tensor=name,
             rule="every tensor has a place in the target; nothing is left out silently",
@@ -130,6 +132,7 @@ def native_tensors(logical: LogicalTensors, natives: Mapping[str, Bound], types:
         if len(wanted) > 1:
             problems.append(
                 Problem(
+                    "fused-dtypes-differ",
                     "tensors that are fused into one have different dtypes",
                     tensor=", ".join(sorted(sources)),
                     rule=f"{name} has one dtype",
@@ -157,6 +160,7 @@ def _named(state: str, tensors: Iterable[Planned]) -> dict[str, Planned]:
 
 def _partly_frozen(state: str, name: str, missing: set[str]) -> Problem:
     return Problem(
+        "optimizer-state-partial",
         "a part of a tensor has an optimizer state, and the rest has none",
         tensor=name,
         rule=f"a fused tensor is trained as a whole, and has one {state}",

@@ -27,6 +27,7 @@ def refuse_unable(checkpoint: Checkpoint, format: Format) -> None:
     able = sorted(name for name, target in written().items() if target.states)
     if format.name not in able:
         raise ReshardError(
+            "format-without-optimizer",
             f"{format.name} holds no optimizer states",
             rule="--with-optimizer carries states where both sides keep one for each tensor",
             expected=f"--to {' or --to '.join(able)}",
@@ -35,6 +36,7 @@ def refuse_unable(checkpoint: Checkpoint, format: Format) -> None:
         )
     if not checkpoint.optimizer or not checkpoint.states.keys() >= {*MOMENTS}:
         raise ReshardError(
+            "optimizer-states-missing",
             "the checkpoint holds no optimizer states that can be carried",
             file=str(checkpoint.path),
             rule="--with-optimizer carries states that have the shape of their tensor",
@@ -87,6 +89,7 @@ def logical_states(weights: LogicalTensors) -> dict[str, LogicalTensors]:
 def _misfits(state: str, tensors: Mapping[str, Tensor], checkpoint: Checkpoint) -> list[Problem]:
     return [
         Problem(
+            "optimizer-state-shape-differs",
             f"an optimizer state ({state}) does not fit its tensor",
             tensor=name,
             file=tensor.file,

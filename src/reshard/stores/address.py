@@ -88,6 +88,7 @@ def _of_the_hub(split: SplitResult) -> str | None:
 def _nothing(scheme: str, found: str) -> ReshardError:
     """The error for a URL that cannot be used; it does not quote it, as it may have a password in it."""
     return ReshardError(
+        "url-incomplete",
         f"a URL of {scheme}:// names nothing",
         expected=f"{scheme}://{'HOST' if PROTOCOLS[scheme] == 'http' else 'BUCKET'}/FOLDER",
         found=found,

@@ -173,6 +173,7 @@ def asked(url: str, what: str) -> Iterator[None]:
         if what != "write":
             raise
         raise ReshardError(
+            "bucket-not-found",
             "there is no such bucket",
             file=url,
             found=without_secrets(str(error)),
@@ -191,9 +192,14 @@ def asked(url: str, what: str) -> Iterator[None]:
         )
         if is_denied:
             raise ReshardError(
-                f"the store does not let this user {what} here", file=url, found=found, remedy=SIGN_IN[kind]
+                "store-access-denied",
+                f"the store does not let this user {what} here",
+                file=url,
+                found=found,
+                remedy=SIGN_IN[kind],
             ) from None
         raise ReshardError(
+            "bucket-answer-wrong",
             "the store did not answer as it should",
             file=url,
             found=found,
@@ -209,6 +215,7 @@ def read_only(url: str) -> ReshardError:
     """The error for a URL at which nothing can be written."""
     is_hub = url.startswith("hf://")
     return ReshardError(
+        "store-not-writable",
         "nothing can be written to this kind of address",
         file=url,
         expected="a folder on a disk, or s3://, gs://, oss:// or az://",

@@ -119,11 +119,16 @@ def translated(url: str) -> Iterator[None]:
         found = words_of(error)
         if isinstance(error, PermissionError) or status in DENIED or "Credential" in type(error).__name__:
             raise ReshardError(
-                "the store does not let this user read here", file=url, found=found, remedy=SIGN_IN[kind]
+                "store-read-denied",
+                "the store does not let this user read here",
+                file=url,
+                found=found,
+                remedy=SIGN_IN[kind],
             ) from error
         if not (isinstance(error, OSError) or status or _package(error) in _NETWORK):
             raise
         raise ReshardError(
+            "store-answer-wrong",
             "the store does not answer as it should",
             file=url,
             found=found,
@@ -143,6 +148,7 @@ def words_of(error: Exception) -> str:
 def missing(url: str, kind: str, error: ImportError) -> ReshardError:
     """The error for a package that is not installed."""
     return ReshardError(
+        "store-package-not-installed",
         f"the package that opens {url.partition('://')[0]}:// is not installed",
         file=url,
         expected=PACKAGES[kind],

@@ -87,6 +87,7 @@ class LocalFile:
         kind = stat.S_IFMT(Path(path).stat().st_mode)
         if kind != stat.S_IFREG:
             raise ReshardError(
+                "not-a-regular-file",
                 "not a regular file",
                 file=str(path),
                 expected="a file with content of its own, or a link to one",

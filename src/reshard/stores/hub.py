@@ -60,11 +60,12 @@ class HubStore(Store):
             return str(info.sha)
 
     def _unknown(self, what: str, remedy: str) -> ReshardError:
-        return ReshardError(f"the hub has no {what}", file=self.url, remedy=remedy)
+        return ReshardError("hub-not-found", f"the hub has no {what}", file=self.url, remedy=remedy)
 
     def _offline(self) -> ReshardError:
         revision = f" --revision {self.revision}" if self.revision else ""
         return ReshardError(
+            "hub-offline",
             "the model is not in the local cache, and the hub may not be asked (HF_HUB_OFFLINE is set)",
             file=self.url,
             remedy=f"hf download {self.name}{revision} on a machine with a network, or unset HF_HUB_OFFLINE",

@@ -132,6 +132,7 @@ class WebStore(Store):
             response.raise_for_status()
             if response.status != 206:
                 raise ReshardError(
+                    "server-without-ranges",
                     "the server sends whole files only",
                     file=url,
                     expected="an answer to a request for a range of bytes (206)",

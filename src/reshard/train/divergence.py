@@ -68,6 +68,7 @@ def diverged(
         f"rank {rank}: loss {loss}, records {', '.join(map(repr, those))}" for rank, (loss, those) in bad
     )
     return ReshardError(
+        "loss-diverged",
         "training diverged: the loss or the gradient norm is NaN or infinite",
         found=f"step {step}: gradient norm {norm}, learning rate {rate:g}; {ranks}",
         remedy=_REMEDY,
@@ -95,6 +96,7 @@ def assert_finite(step: int, parameters: Iterable[tuple[str, Any]]) -> None:
         return
     names = {name: rank for rank, name in reversed(_everyone(wrong)) if name is not None}
     raise ReshardError(
+        "weights-diverged",
         "training diverged: weights hold NaN or Inf, and are not saved",
         found=f"step {step}: " + ", ".join(f"{name} on rank {rank}" for name, rank in names.items()),
         remedy=_REMEDY,

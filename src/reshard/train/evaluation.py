@@ -42,6 +42,7 @@ def held_out(run: Run) -> Iterator[Problem]:
     both = set(data.files_of(run.data)) & set(apart)
     for file in sorted(both):
         yield Problem(
+            "file-trained-and-evaluated-on",
             "a file is trained on, and evaluated on",
             file=str(file),
             rule="what a model was trained on does not tell how it does on anything else",
@@ -52,6 +53,7 @@ def held_out(run: Run) -> Iterator[Problem]:
         if file not in both:
             cure = "leave it out" if run.eval_data else "give it with --eval-data"
             yield Problem(
+                "held-out-file-trained-on",
                 "a file is named as if it were kept for evaluation, and is trained on",
                 file=str(file),
                 remedy=f"move it out of the folder and {cure}, or name the other files with --data",
@@ -64,6 +66,7 @@ def unlike(run: Run, trained: Mapping[str, Any], read: Mapping[str, Any]) -> Ite
     kinds = [_kind(row, run.method) for row in (trained, read)]
     if run.engine == "trl" and kinds[0] != kinds[1]:
         yield Problem(
+            "evaluation-data-shape-differs",
             "the data to evaluate on have another shape than those to train on",
             file=str(run.eval_data),
             expected=f"{kinds[0]}, as in {run.data}",
@@ -74,6 +77,7 @@ def unlike(run: Run, trained: Mapping[str, Any], read: Mapping[str, Any]) -> Ite
     lacking = trained.keys() - read.keys() if run.method == "grpo" else set()
     if lacking:
         yield Problem(
+            "evaluation-data-lack-columns",
             "the data to evaluate on lack columns of those to train on",
             file=str(run.eval_data),
             rule="the reward gets all columns by their names",

@@ -44,13 +44,16 @@ def refused(run: Run, *, overwrite: bool) -> Iterator[Problem]:
         is_ours = (run.output / RECORD).is_file()
         again = "--resume to go on, --overwrite to begin again, or " if is_ours else "name "
         yield Problem(
+            "output-not-empty",
             "the output is not empty",
             file=str(run.output),
             found=", ".join(sorted(path.name for path in found)[:6]),
             remedy=f"{again}another folder with -o",
         )
     elif run.output.exists() and not run.output.is_dir():
-        yield Problem("the output is a file", file=str(run.output), remedy="name a folder with -o")
+        yield Problem(
+            "output-is-a-file", "the output is a file", file=str(run.output), remedy="name a folder with -o"
+        )
     else:
         yield from cleared(run)
 
@@ -68,6 +71,7 @@ def cleared(run: Run) -> Iterator[Problem]:
         return
     if not (output / RECORD).is_file():
         yield Problem(
+            "output-foreign-files",
             "the output holds something that no run has left",
             file=str(output),
             expected=f"an empty folder, or one with {RECORD}",
@@ -77,6 +81,7 @@ def cleared(run: Run) -> Iterator[Problem]:
     for name, source in (("model", run.model), ("data", run.data)):
         if any(source.resolve().is_relative_to(path) for path in going):
             yield Problem(
+                "overwrite-would-remove-input",
                 f"--overwrite would remove the {name} that the run begins with",
                 file=str(source),
                 found=f"-o {output} --overwrite",
@@ -89,6 +94,7 @@ def unwritable(output: Path) -> Iterator[Problem]:
     place = next(path for path in (output, *output.parents) if path.exists())
     if place != output and not place.is_dir():
         yield Problem(
+            "output-below-a-file",
             "the output cannot be made: a file lies where its folder would be",
             file=str(place),
             found=f"-o {output}",
@@ -96,6 +102,7 @@ def unwritable(output: Path) -> Iterator[Problem]:
         )
     elif not os.access(place, os.W_OK | os.X_OK):
         yield Problem(
+            "output-not-writable",
             "the output cannot be written to",
             file=str(place),
             found="no permission to write",

@@ -60,6 +60,7 @@ def problem_of(finding: Finding, severity: str | None = None) -> Problem:
     """A finding of the doctor as a problem."""
     where = finding.places[0] if finding.places else Place("")
     return Problem(
+        finding.id,
         finding.title.en,
         file=str(where) or None,
         rule=finding.cause.en,
@@ -84,6 +85,7 @@ def _lacking(
         found = _version(package) if installed is None else installed.get(package)
         if found is None or not SpecifierSet(floor).contains(found, prereleases=True):
             yield Problem(
+                "train-package-not-installed" if found is None else "package-too-old",
                 f"{package} is not installed" if found is None else f"this {package} is too old",
                 rule=rule,
                 expected=f"{package}{floor}",
@@ -121,6 +123,7 @@ def marks(run: Run, options: Mapping[str, Any], tokenizer: Any) -> Iterator[Prob
     except ValueError:
         entry = find("assistant-mask-template")
         yield Problem(
+            entry.id,
             entry.title.en,
             file=str(run.model),
             rule=entry.cause.en,
@@ -134,6 +137,7 @@ def attention(run: Run, options: Mapping[str, Any]) -> Iterator[Problem]:
     chosen = str(options.get("attn_implementation"))
     if run.engine == "trl" and options.get("packing") and "flash" not in chosen:
         yield Problem(
+            "packed-samples-see-each-other",
             "samples that share a sequence see each other",
             rule="TRL keeps packed samples apart by their positions, which only flash-attention reads",
             found=f"--packing with attn_implementation {chosen}",
@@ -150,6 +154,7 @@ def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> I
         yield from (problem_of(finding) for finding in found if finding.id in RULES)
     if environment.gpus and "use_cpu" not in run.options and "+cpu" in environment.versions.get("torch", ""):
         yield Problem(
+            "torch-without-cuda",
             "this torch was built without CUDA, and there are GPUs",
             found=f"torch {environment.versions['torch']}, {len(environment.gpus)} × {environment.gpus[0].name}",
             remedy="pip install --force-reinstall torch, from the index for your CUDA version; or --use_cpu to stay "
@@ -170,6 +175,7 @@ def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> I
         )
     if flash and run.engine == "trl" and "flash-attn" not in environment.versions:
         yield Problem(
+            "flash-attention-not-installed",
             "flash-attention 2 is not installed",
             found=f"attn_implementation {options['attn_implementation']}",
             remedy="leave it out: sdpa has the same kernels; or pip install flash-attn",
@@ -210,6 +216,7 @@ def model(run: Run) -> Iterator[Problem]:
         found = inspection.checkpoint
         if found.format != "huggingface":
             yield Problem(
+                "model-format-not-trainable",
                 "the model is in a format that training does not start from",
                 file=str(found.path),
                 expected="a Hugging Face folder",
@@ -221,10 +228,10 @@ def model(run: Run) -> Iterator[Problem]:
     except ReshardError as error:
         yield from map(_in_training, error.problems)
         return
-    own = {problem.message: problem for problem in inspection.problems}
+    own = {problem.code: problem for problem in inspection.problems}
     for finding in findings:
         if finding.id not in HARMLESS:
-            said = own.get(finding.title.en)
+            said = own.get(finding.id)
             yield _in_training(said) if said else problem_of(finding)
     yield from _named(found.path)
     yield from _quantized(run)
@@ -235,6 +242,7 @@ def _quantized(run: Run) -> Iterator[Problem]:
     config = read_object(run.model / CONFIG).get("quantization_config")
     if run.engine == "trl" and config:
         yield Problem(
+            "model-quantized",
             "the model is quantized",
             file=str(run.model / CONFIG),
             rule="a quantized base cannot be bit-equal to what was trained",
@@ -251,6 +259,7 @@ def _named(folder: Path) -> Iterator[Problem]:
     names = [path for name in WEIGHTS for path in (folder / name, folder / f"{name}.index.json")]
     if not any(path.is_file() for path in names):
         yield Problem(
+            "weights-misnamed",
             "transformers does not find the weights: they have other names, and no index names them",
             file=str(folder),
             expected=f"{WEIGHTS[0]}, or {WEIGHTS[0]}.index.json",
@@ -308,6 +317,7 @@ def _known(folder: Path) -> None:
         AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # whatever a config makes transformers raise
         raise ReshardError(
+            "transformers-unknown-model",
             "transformers does not know the model, and would not load what was trained",
             file=str(folder),
             found=f"{type(error).__name__}: {error}".split("\n")[0],
@@ -333,6 +343,7 @@ def _resumable(run: Run) -> Iterator[Problem]:
     checkpoint = last_checkpoint(run)
     if checkpoint is None:
         yield Problem(
+            "checkpoint-to-resume-missing",
             "there is no checkpoint to resume from",
             file=str(run.output),
             expected="iter_*, and the file that names the last one"
@@ -347,6 +358,7 @@ def _resumable(run: Run) -> Iterator[Problem]:
         )
     except (ReshardError, StopIteration):
         yield Problem(
+            "checkpoint-without-run",
             "nothing says which run the checkpoint is of",
             file=str(checkpoint),
             expected=RECORD,
@@ -362,6 +374,7 @@ def _resumable(run: Run) -> Iterator[Problem]:
     for name, (old, new) in pairs.items():
         if old != new:
             yield Problem(
+                "resumed-run-differs",
                 "the checkpoint is of another run",
                 file=str(checkpoint),
                 expected=f"{name}: {old}",
@@ -374,6 +387,7 @@ def _resumable(run: Run) -> Iterator[Problem]:
 def _same_data(run: Run, record: Mapping[str, Any]) -> Iterator[Problem]:
     if _differ(record.get("data_digest"), run.data):
         yield Problem(
+            "resumed-data-differ",
             "the data are not those that the run began with",
             file=str(run.data),
             rule="the same losses as without an interruption come from the same data",
@@ -382,6 +396,7 @@ def _same_data(run: Run, record: Mapping[str, Any]) -> Iterator[Problem]:
         )
     if run.eval_data and _differ(record.get("eval_data_digest"), run.eval_data):
         yield Problem(
+            "resumed-evaluation-data-differ",
             "the data to evaluate on are not those that the run began with",
             file=str(run.eval_data),
             rule="losses can be compared that are measured on the same data",
@@ -417,6 +432,7 @@ def disk(run: Run, needed: int) -> Iterator[Problem]:
     free = shutil.disk_usage(folder).free
     if needed > free:
         yield Problem(
+            "disk-too-small-for-checkpoints",
             "the disk is too small for the checkpoints",
             file=str(folder),
             expected=_size(needed),

@@ -362,6 +362,7 @@ def _lengths_wrong(run: Run, lengths: Lengths | None) -> Iterator[Problem]:
     longer = "--seq_length" if run.engine == "megatron" else "--max_length"
     if lengths.empty:
         yield Problem(
+            "records-teach-nothing",
             "records teach nothing: all that is learned of them lies behind the greatest length, or is masked",
             file=str(run.data),
             found=f"{about}{lengths.empty} of {lengths.records}",
@@ -370,6 +371,7 @@ def _lengths_wrong(run: Run, lengths: Lengths | None) -> Iterator[Problem]:
         )
     if lengths.cut:
         yield Problem(
+            "records-cut",
             "records are longer than the greatest length, and their end is cut",
             file=str(run.data),
             found=f"{about}{lengths.cut} of {lengths.records}; the longest has {lengths.longest} tokens",
@@ -383,6 +385,7 @@ def _tokenizer(run: Run, options: dict[str, Any]) -> Any:
     remedy = "copy the tokenizer of the base model into the folder"
     if not find_companions(run.model).has_tokenizer:
         raise ReshardError(
+            "tokenizer-missing",
             "the model has no tokenizer",
             file=str(run.model),
             rule="transformers 5 opens such a folder with a tokenizer of one token, which turns all text into nothing",
@@ -401,11 +404,17 @@ def _tokenizer(run: Run, options: dict[str, Any]) -> Any:
     except Exception as error:  # whatever a broken file makes transformers raise
         found = f"{type(error).__name__}: {error}".split("\n")[0]
         where = f"{run.model}, {path}" if path else str(run.model)
-        raise ReshardError("the tokenizer cannot be opened", file=where, found=found, remedy=remedy) from None
+        raise ReshardError(
+            "tokenizer-unreadable", "the tokenizer cannot be opened", file=where, found=found, remedy=remedy
+        ) from None
     if len(tokenizer) < 2 or not tokenizer("a b c")["input_ids"]:
         found = f"{len(tokenizer)} tokens"
         raise ReshardError(
-            "the tokenizer turns text into nothing", file=str(run.model), found=found, remedy=remedy
+            "tokenizer-yields-nothing",
+            "the tokenizer turns text into nothing",
+            file=str(run.model),
+            found=found,
+            remedy=remedy,
         )
     return tokenizer
 
@@ -421,6 +430,7 @@ def _devices(gpus: list[Any], on_cpu: bool) -> str:
 def _few(records: int, batches: Batches, options: dict[str, Any]) -> Iterator[Problem]:
     if records < batches.samples and not options.get("packing") and not options.get("pack"):
         yield Problem(
+            "records-fewer-than-step",
             "there are fewer records than one step takes",
             found=f"{records} records, {batches.samples} samples in a step",
             remedy="lower the batch, or add data",
@@ -446,6 +456,7 @@ def _too_large(run: Run, room: Room) -> Problem:
     more = ", ".join([*others, "more or larger GPUs", "shorter sequences"])
     parts = sorted(room.needed.parts.items(), key=lambda part: -part[1])
     return Problem(
+        "run-exceeds-memory",
         "the run does not fit into memory",
         rule="weights, gradients, optimizer and activations lie in memory at the same time",
         expected=f"at most {room.available * memory.USABLE / GIB:.1f} GiB in each process",

@@ -40,6 +40,7 @@ def run_of(
     missing = [name for name in PATHS if not given.get(name)]
     if missing and flags.get("resume") and "output" not in missing:
         raise ReshardError(
+            "run-to-resume-missing",
             "there is no run to resume",
             file=str(given["output"]),
             expected=f"the {RECORD} that a run leaves in its output",
@@ -48,7 +49,11 @@ def run_of(
     if missing:
         raise ReshardError(
             [
-                Problem(f"--{name} is missing", remedy=f"give it as a flag, or as `{name}:` in --config")
+                Problem(
+                    "option-missing",
+                    f"--{name} is missing",
+                    remedy=f"give it as a flag, or as `{name}:` in --config",
+                )
                 for name in missing
             ]
         )
@@ -83,6 +88,7 @@ def _path(given: Mapping[str, Any], name: str) -> Path:
         return Path(given[name]).expanduser().absolute()
     except TypeError:
         raise ReshardError(
+            "option-not-a-path",
             f"--{name.replace('_', '-')} is no path",
             found=repr(given[name]),
             remedy="give one file or folder; several files can lie in a folder",
@@ -95,6 +101,7 @@ def read_config(path: Path) -> Options:
         content = yaml_of(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ReshardError(
+            "train-config-unreadable",
             "the config cannot be read",
             file=str(path),
             found=str(error).split("\n")[0],
@@ -102,6 +109,7 @@ def read_config(path: Path) -> Options:
         ) from None
     if not isinstance(content, dict):
         raise ReshardError(
+            "train-config-empty",
             "the config says nothing",
             file=str(path),
             expected="names and values, as `learning_rate: 1.0e-5`",
@@ -133,6 +141,7 @@ def words(rest: Sequence[str]) -> Options:
             options[name] = value if "=" in word else True
         elif name is None:
             raise ReshardError(
+                "option-word-unknown",
                 "a word belongs to no option",
                 found=word,
                 expected="--name value",
@@ -153,6 +162,7 @@ def _mistyped(told: Options) -> list[Problem]:
     """Choices of a config file that there are not; those of flags are click's to refuse."""
     return [
         Problem(
+            "option-unknown",
             f"there is no such {name}",
             expected=", ".join(choices),
             found=f"{name}: {told[name]}",
@@ -181,6 +191,7 @@ def _switch(given: Mapping[str, Any], name: str, default: bool) -> bool:
     found = default if value is None else words.get(str(value).lower())
     if found is None:
         raise ReshardError(
+            "option-not-a-switch",
             f"{name} is neither true nor false",
             found=repr(value),
             remedy=f"write `{name}: true` or leave it out",
@@ -196,5 +207,5 @@ def _number(given: Mapping[str, Any], name: str, default: int) -> int:
         return int(value)
     except (TypeError, ValueError):
         raise ReshardError(
-            f"--{name} is no number", found=repr(value), remedy="give a whole number"
+            "option-not-a-number", f"--{name} is no number", found=repr(value), remedy="give a whole number"
         ) from None

@@ -85,6 +85,7 @@ def read_record(file: Path) -> dict[str, Any]:
         Run.of_dict(content)
     except OSError as error:
         raise ReshardError(
+            "run-record-missing",
             "there is no record of a run",
             file=str(file),
             found=error.strerror,
@@ -93,6 +94,7 @@ def read_record(file: Path) -> dict[str, Any]:
         ) from None
     except UNUSABLE as error:
         raise ReshardError(
+            "run-record-unreadable",
             "the record of a run cannot be read",
             file=str(file),
             found=f"{type(error).__name__}: {error}",
@@ -114,12 +116,14 @@ def _folders(run: Run) -> Problem | None:
     if not (run.model / "config.json").is_file():
         if remedy := download(run.model, f"--model {run.model.name}"):
             return Problem(
+                "model-not-local",
                 "the model is not on this machine",
                 file=str(run.model),
                 expected="a folder with config.json, weights and tokenizer",
                 remedy=remedy,
             )
         return Problem(
+            "model-not-hugging-face",
             "the model is no Hugging Face folder",
             file=str(run.model),
             expected="a folder with config.json, weights and tokenizer",
@@ -131,13 +135,16 @@ def _folders(run: Run) -> Problem | None:
 def _data(run: Run) -> Problem | None:
     if run.data.exists():
         return None
-    return Problem("there is no data", file=str(run.data), remedy="give a file or a folder with --data")
+    return Problem(
+        "data-not-found", "there is no data", file=str(run.data), remedy="give a file or a folder with --data"
+    )
 
 
 def _eval_data(run: Run) -> Problem | None:
     if run.eval_data is None or run.eval_data.exists():
         return None
     return Problem(
+        "evaluation-data-not-found",
         "there are no data to evaluate on",
         file=str(run.eval_data),
         remedy="give a file or a folder with --eval-data, or leave it out",
@@ -147,6 +154,7 @@ def _eval_data(run: Run) -> Problem | None:
 def _engine_knows_method(run: Run) -> Problem | None:
     if run.engine == "megatron" and run.method != "sft":
         return Problem(
+            "megatron-method-unsupported",
             "the Megatron engine trains with SFT only",
             found=f"{run.method} with --engine megatron",
             remedy="use --engine trl",
@@ -159,6 +167,7 @@ def _sizes_belong_to_the_engine(run: Run) -> Problem | None:
         if run.parallel in ("ddp", "tp"):
             return None
         return Problem(
+            "megatron-parallelism-unsupported",
             "the Megatron engine has no such parallelism",
             found=f"--parallel {run.parallel}",
             expected="--tp, --pp, --vpp, --ep and --cp; the rest of the ranks is data parallel",
@@ -167,12 +176,14 @@ def _sizes_belong_to_the_engine(run: Run) -> Problem | None:
     alien = [name for name in ("pp", "vpp", "cp") if getattr(run.layout, name) > 1]
     if alien:
         return Problem(
+            "trl-parallelism-unsupported",
             "TRL has no pipeline and no context parallelism here",
             found=", ".join(f"--{name} {getattr(run.layout, name)}" for name in alien),
             remedy="use --engine megatron, or --parallel fsdp2 to shard the model",
         )
     if (run.layout.tp > 1) != (run.parallel == "tp"):
         return Problem(
+            "parallel-and-tp-disagree",
             "--parallel and --tp disagree",
             found=f"--parallel {run.parallel} with --tp {run.layout.tp}",
             expected="--parallel tp --tp N",
@@ -183,9 +194,16 @@ def _sizes_belong_to_the_engine(run: Run) -> Problem | None:
 
 def _reward(run: Run) -> Problem | None:
     if run.method == "grpo" and not run.reward:
-        return Problem("GRPO needs a reward", remedy="name a function: --reward module:function")
+        return Problem(
+            "reward-missing", "GRPO needs a reward", remedy="name a function: --reward module:function"
+        )
     if run.method != "grpo" and run.reward:
-        return Problem("only GRPO takes a reward", found=f"--reward with {run.method}", remedy="leave it out")
+        return Problem(
+            "reward-not-taken",
+            "only GRPO takes a reward",
+            found=f"--reward with {run.method}",
+            remedy="leave it out",
+        )
     return None
 
 

@@ -99,6 +99,7 @@ def withdraw(folder: Path) -> None:
             if not _lock(file.fileno(), deadline - time.monotonic()):
                 # The cause lets what is written be kept.
                 raise ReshardError(
+                    "worker-still-writing",
                     "a worker of an earlier run is still writing to the output",
                     file=str(path),
                     rule="one run at a time writes to a destination",

@@ -136,6 +136,7 @@ def _problem(replica: Replica, different: Difference) -> Problem:
     at, count = different.first, replica.first.view.numel
     files = [tensor.file_of(at) for tensor in (replica.first, replica.second)]
     return Problem(
+        replica.code,
         replica.message,
         tensor=replica.tensor,
         file=files[1],

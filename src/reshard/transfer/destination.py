@@ -32,12 +32,31 @@ def target_problems(sources: Sequence[Path], target: Path, *, foreign: Sequence[
         if sources[0].resolve() in there.parents and not (there / "reshard.json").is_file():
             return [_part_of_the_source(sources[0], target)]
     if there.is_symlink():  # still, after all links were followed
-        return [Problem("the destination is a link to itself", file=str(target), remedy="name a folder")]
+        return [
+            Problem(
+                "destination-links-to-itself",
+                "the destination is a link to itself",
+                file=str(target),
+                remedy="name a folder",
+            )
+        ]
     if there.exists() and not there.is_dir():
-        return [Problem("the destination is a file", file=str(target), remedy="name a folder")]
+        return [
+            Problem(
+                "destination-is-a-file", "the destination is a file", file=str(target), remedy="name a folder"
+            )
+        ]
     if there.is_mount():
         remedy = f"name a folder in it: {target / sources[0].name}"
-        return [Problem("the destination is a mount point", file=str(target), rule=BESIDE, remedy=remedy)]
+        return [
+            Problem(
+                "destination-is-a-mount-point",
+                "the destination is a mount point",
+                file=str(target),
+                rule=BESIDE,
+                remedy=remedy,
+            )
+        ]
     return _unwritable(_above(there))
 
 
@@ -60,6 +79,7 @@ def space_problems(target: Path, needed: int) -> list[Problem]:
         return []
     return [
         Problem(
+            "disk-too-small",
             "the disk is too small for the result",
             file=str(folder),
             rule="space is checked before the first byte is written",
@@ -93,6 +113,7 @@ def _links(path: Path) -> Iterator[Path]:
 def _holds_sources(source: Path, inside: Sequence[Path], target: Path | str) -> Problem:
     is_named = inside[0] == source
     return Problem(
+        "source-in-destination" if is_named else "destination-contains-input",
         "the source lies inside the destination"
         if is_named
         else "the destination contains files that the conversion reads",
@@ -105,6 +126,7 @@ def _holds_sources(source: Path, inside: Sequence[Path], target: Path | str) -> 
 
 def _part_of_the_source(source: Path, target: Path) -> Problem:
     return Problem(
+        "destination-in-source",
         "the destination is part of the source",
         file=str(target),
         rule="inside the source, only what reshard wrote is replaced",
@@ -115,6 +137,7 @@ def _part_of_the_source(source: Path, target: Path) -> Problem:
 
 def _not_empty(target: Path | str, names: Sequence[str]) -> Problem:
     return Problem(
+        "destination-not-empty",
         "the destination is not empty",
         file=str(target),
         rule="old shards or a stale index never remain beside new ones",
@@ -125,6 +148,7 @@ def _not_empty(target: Path | str, names: Sequence[str]) -> Problem:
 
 def _holds_more(target: Path | str, foreign: Sequence[str]) -> Problem:
     return Problem(
+        "destination-foreign-files",
         "the destination contains files that --overwrite does not delete",
         file=str(target),
         rule="--overwrite deletes what reshard wrote, or one checkpoint, and nothing else",
@@ -137,8 +161,23 @@ def _holds_more(target: Path | str, foreign: Sequence[str]) -> Problem:
 def _unwritable(folder: Path) -> list[Problem]:
     """Why nothing can be made in a folder."""
     if not folder.is_dir():
-        return [Problem("the destination lies below a file", file=str(folder), remedy="name another folder")]
+        return [
+            Problem(
+                "destination-below-a-file",
+                "the destination lies below a file",
+                file=str(folder),
+                remedy="name another folder",
+            )
+        ]
     if not os.access(folder, os.W_OK | os.X_OK):
         remedy = "choose a destination in a folder of yours, or have that one opened"
-        return [Problem("nothing can be written here", file=str(folder), rule=BESIDE, remedy=remedy)]
+        return [
+            Problem(
+                "destination-not-writable",
+                "nothing can be written here",
+                file=str(folder),
+                rule=BESIDE,
+                remedy=remedy,
+            )
+        ]
     return []

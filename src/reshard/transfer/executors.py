@@ -75,6 +75,7 @@ def check(on: str, target: Path) -> None:
     kind, _ = _parsed(on)
     if isinstance(target, StorePath):
         raise ReshardError(
+            "executor-needs-folder",
             "--on writes to a folder, not to a store",
             file=str(target),
             rule="all machines write to one file system",
@@ -83,6 +84,7 @@ def check(on: str, target: Path) -> None:
     if not find_spec(kind.package):
         name = next(name for name, each in EXECUTORS.items() if each is kind)
         raise ReshardError(
+            "executor-package-not-installed",
             f"--on {name} needs a package that is not installed",
             found=f"there is no package {kind.package!r}",
             remedy=f"pip install 'reshard[{name}]', here and on all nodes",
@@ -97,6 +99,7 @@ def _parsed(on: str) -> tuple[type[Any], str]:
     name = re.split("[:/=, ]", on)[0]
     meant = EXECUTORS.get(name)
     raise ReshardError(
+        "executor-address-malformed" if meant else "executor-unknown",
         f"--on: this is not the form for {name}" if meant else f"--on: there is no engine {name!r}",
         expected=meant.usage if meant else "; ".join(each.usage for each in EXECUTORS.values()),
         found=on,
@@ -106,6 +109,7 @@ def _parsed(on: str) -> tuple[type[Any], str]:
 
 def _silent(name: str, address: str, error: Exception | str) -> ReshardError:
     return ReshardError(
+        "executor-silent",
         f"{name} does not answer",
         expected=f"a cluster at {address}" if address else "a cluster",
         found=error if isinstance(error, str) else said(error),
@@ -212,6 +216,7 @@ class Mpi:
         futures = import_module("mpi4py.futures")
         if import_module("mpi4py.futures._core").SharedPool is None:
             raise ReshardError(
+                "mpi-without-ranks",
                 "--on mpi finds no ranks to work",
                 expected="to be started by mpiexec and mpi4py.futures",
                 remedy="mpiexec -n 5 python -m mpi4py.futures -m reshard convert … --on mpi (one rank hands out)",
@@ -296,6 +301,7 @@ class Slurm:
 
 def _settings(found: str) -> ReshardError:
     return ReshardError(
+        "slurm-settings-malformed",
         "these are no settings for Slurm",
         expected="nodes=N, time=MINUTES, and what submitit knows: partition, account, qos, cpus_per_task, mem_gb …",
         found=found,

@@ -67,6 +67,7 @@ class Files:
             raise _unreadable(path, error) from error
         if end is not None:
             raise ReshardError(
+                "file-ends-early",
                 "a file ends before its tensors do",
                 file=path,
                 expected=f"at least {end} bytes",
@@ -81,6 +82,7 @@ class Files:
 
 def _unreadable(path: str, error: OSError) -> ReshardError:
     return ReshardError(
+        "file-unreadable",
         "a file cannot be read",
         file=path,
         found=error.strerror or str(error),
@@ -302,6 +304,7 @@ def castable(dtype: DType) -> bool:
 def crc_problem(storage: Storage, tensor: str | None) -> Problem:
     """The error for a storage whose bytes are not those that were written."""
     return Problem(
+        "checksum-mismatch",
         "the bytes of a tensor changed since they were written",
         tensor=tensor,
         file=storage.path,

@@ -106,6 +106,7 @@ def marker_in(bucket: Bucket) -> Marker | None:
     found = parsed_marker(content)
     if found is None:
         raise ReshardError(
+            "marker-not-ours",
             "an object with the name of reshard's marker is something else",
             file=f"{bucket.url}/{MARKER}",
             remedy="look at what it is, and remove it if nobody needs it",
@@ -208,6 +209,7 @@ class Claim:
 def busy(bucket: Bucket, there: Marker | None) -> ReshardError:
     """The error of a run that finds another one at its destination."""
     return ReshardError(
+        "destination-in-use",
         "another run is writing to the destination",
         file=bucket.url,
         rule="one run at a time writes to a destination",

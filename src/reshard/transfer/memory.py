@@ -141,6 +141,7 @@ class Meter:
     def _too_little(self, enough: int, found: str, **where: str | None) -> ReshardError:
         number = _mebibytes(enough + SLACK)
         return ReshardError(
+            "memory-too-small",
             "the memory that is allowed is too little",
             rule="--memory bounds all that a run takes beside Python and its libraries: the plan, and its threads",
             expected=f"--memory {number} or more",

@@ -149,6 +149,7 @@ class Plan:
 
 def _mistake(tensor: str, file: str | None, expected: str, found: str) -> Problem:
     return Problem(
+        "plan-inconsistent",
         "the plan does not add up",
         tensor=tensor,
         file=file,

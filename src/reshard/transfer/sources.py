@@ -110,6 +110,7 @@ class Sources:
         refresh(filter(is_remote, self._notes))
         return [
             Problem(
+                "source-changed",
                 "a source changed while it was read",
                 file=path,
                 rule="all bytes come from one state of the source",
@@ -203,6 +204,7 @@ def read_source(path: str | Path, most: int = MOST, weight: int = 1) -> bytes:
         stamp = file.stamp()
         if stamp.size > most:
             raise ReshardError(
+                "file-too-large",
                 "a file is larger than any of its kind",
                 file=str(path),
                 expected=f"at most {most:,} bytes",

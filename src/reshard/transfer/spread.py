@@ -200,11 +200,13 @@ class _Spread(Run):
 def _lost(part: Part, tries: int, error: BaseException) -> ReshardError:
     if isinstance(error, ImportError):
         return ReshardError(
+            "worker-cannot-load-reshard",
             "a worker cannot load reshard",
             found=str(error),
             remedy="install the same version of reshard, with what it needs, on all nodes",
         )
     return ReshardError(
+        "workers-lost",
         "workers were lost while they wrote a part of the output",
         found=f"{part}: {tries} times, at last {said(error) if isinstance(error, Exception) else 'cancelled'}",
         remedy="see in the log of the workers why they ended (out of memory, preempted), then run the same command "

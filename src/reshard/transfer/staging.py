@@ -313,6 +313,7 @@ def _spoilt(folder: Path, sizes: Mapping[str, int], found: Mapping[str, int]) ->
         if found.get(name, size) != size
     ]
     return ReshardError(
+        "output-changed",
         "the output was changed while it was written",
         file=str(folder),
         rule="all files that were planned are there, with their sizes, and nothing else",
@@ -415,6 +416,7 @@ def remove_unfinished(target: Path, age: float) -> list[Unfinished]:
         old = [each for each in unfinished(target) if each.modified <= time.time() - age]
         if old and not has_locks:
             raise ReshardError(
+                "locks-unsupported",
                 "this file system has no locks, so nobody can tell whether a run is still writing",
                 file=str(target.parent),
                 found=listed([str(each.folder) for each in old]),
@@ -461,6 +463,7 @@ def _refused(error: OSError, target: Path, kept: int) -> ReshardError:
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     first = "free some space" if is_full else "see to what the system reports"
     return ReshardError(
+        "system-refused",
         "the system refused to read or to write",
         file=str(error.filename or target),
         rule="the destination appears whole or not at all",
@@ -475,6 +478,7 @@ def _refused(error: OSError, target: Path, kept: int) -> ReshardError:
 
 def _busy(target: Path, lock: Path) -> ReshardError:
     return ReshardError(
+        "destination-in-use",
         "another run is writing to the destination",
         file=str(target),
         rule="one run at a time writes to a destination",
@@ -488,6 +492,7 @@ def _busy(target: Path, lock: Path) -> ReshardError:
 def _taken(target: Path, aside: Path) -> ReshardError:
     kept = f"; what was there before is now {aside}" if aside.exists() else ""
     return ReshardError(
+        "destination-created-meanwhile",
         "another process created the destination while this run was writing",
         file=str(target),
         rule="a run replaces only what it found when it began",

@@ -106,6 +106,7 @@ class Uploads:
                 f"{name} was written by something else" for name in wrong
             ]
             raise ReshardError(
+                "output-changed",
                 "the output was changed while it was written",
                 file=self._bucket.url,
                 rule="all files that were uploaded are there, as they were uploaded",
@@ -122,6 +123,7 @@ class Uploads:
         there = self._bucket.look(name)
         if there is None or there.size != self._sizes[name]:
             raise ReshardError(
+                "upload-differs",
                 "the store has something else than was uploaded",
                 file=f"{self._bucket.url}/{name}",
                 expected=f"{self._sizes[name]:,} bytes",
@@ -208,6 +210,7 @@ def _prepared(
     removable = old | (before.names if before else set())
     if foreign := sorted(there.keys() - removable - {MARKER}):
         raise ReshardError(
+            "destination-objects-appeared",
             "objects appeared at the destination",
             file=bucket.url,
             rule="old shards or a stale index never remain beside new ones",
@@ -290,6 +293,7 @@ def _own_folder(path: Path) -> Path:
     status = path.lstat()
     if status.st_uid != os.getuid() or not path.is_dir() or path.is_symlink():
         raise ReshardError(
+            "upload-folder-not-ours",
             "the folder for files that are uploaded belongs to somebody else",
             file=str(path),
             remedy="set TMPDIR to a folder of yours",

@@ -73,11 +73,23 @@ def megatron_logits(
 def _problems(mismatch: Mismatch, folder: Path) -> list[Problem]:
     rule = "megatron-core's strict loading"
     missing = [
-        Problem("megatron-core does not find a weight", tensor=key, file=str(folder), rule=rule)
+        Problem(
+            "logits-megatron-weight-missing",
+            "megatron-core does not find a weight",
+            tensor=key,
+            file=str(folder),
+            rule=rule,
+        )
         for key in mismatch.missing
     ]
     unexpected = [
-        Problem("megatron-core has no place for a weight", tensor=key, file=str(folder), rule=rule)
+        Problem(
+            "logits-megatron-weight-unexpected",
+            "megatron-core has no place for a weight",
+            tensor=key,
+            file=str(folder),
+            rule=rule,
+        )
         for key in mismatch.unexpected
     ]
     return missing + unexpected

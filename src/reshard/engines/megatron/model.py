@@ -72,6 +72,7 @@ def build_config(
         decisive |= delta_fields(args)  # from 0.16 on
     if unknown := decisive.keys() - supported(config_class, **decisive):
         raise ReshardError(
+            "megatron-core-cannot-build",
             "this version of megatron-core cannot build the model",
             found=f"no {', '.join(sorted(unknown))} in its {config_class.__name__}",
             remedy="pip install --no-deps -U megatron-core",

@@ -80,6 +80,7 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
     step = _step_of(path)
     if iteration is not None and iteration != step:
         raise ReshardError(
+            "dcp-iteration-mismatch",
             "this is not the folder of that iteration",
             file=str(path),
             expected=f"--iteration {iteration}",
@@ -173,6 +174,7 @@ class _Parts:
         """The tensors of the one model that there is, by name. Raises ReshardError if that is not clear."""
         if not self._candidates:
             raise ReshardError(
+                "dcp-without-weights",
                 "there are no weights in this folder",
                 file=str(folder),
                 found=", ".join(sorted(self.dropped)) or "an empty state dict",
@@ -224,6 +226,7 @@ def _alike(a: DcpTensor, b: DcpTensor) -> bool:
 
 def _another_model(folder: Path, prefix: str, other: str, tensors: Mapping[str, DcpTensor]) -> Problem:
     return Problem(
+        "dcp-several-models",
         "the checkpoint holds tensors of more than one model",
         tensor=f"{other}{listed(list(tensors), 1)}",
         file=str(folder / METADATA),
@@ -242,6 +245,7 @@ def _mixed(folder: Path, names: Iterable[str]) -> Iterator[Problem]:
     found = sorted(set(EMBEDDINGS) & set(names))
     if len(found) > 1:
         yield Problem(
+            "dcp-models-mixed",
             "tensors of two models are mixed",
             tensor=", ".join(found),
             file=str(folder / METADATA),
@@ -275,6 +279,7 @@ class _Reader:
         if held != view.numel or overlaps(view):
             self._problems.append(
                 Problem(
+                    "dcp-chunks-missing" if held < view.numel else "dcp-chunks-overlap",
                     "chunks of a tensor are missing" if held < view.numel else "chunks of a tensor overlap",
                     tensor=name,
                     rule="the chunks of a tensor tile it",

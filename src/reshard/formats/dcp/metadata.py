@@ -76,6 +76,7 @@ def read_metadata(path: Path) -> DcpMetadata:
         content = read_source(path)
     except OSError as error:
         raise ReshardError(
+            "dcp-metadata-unreadable",
             "the metadata of a distributed checkpoint cannot be read",
             file=str(path),
             found=error.strerror,
@@ -161,7 +162,13 @@ class _Reader:
         shape = shape_of(state["size"])
         if isinstance(dtype, type) and issubclass(dtype, Opaque):
             self._problems.append(
-                Problem("an element type that reshard does not know", key, str(self._path), found=dtype.name)
+                Problem(
+                    "dtype-unknown",
+                    "an element type that reshard does not know",
+                    tensor=key,
+                    file=str(self._path),
+                    found=dtype.name,
+                )
             )
         else:
             element_type(dtype)
@@ -184,9 +191,10 @@ class _Reader:
         if place is None:
             self._problems.append(
                 Problem(
+                    "dcp-chunk-without-place",
                     "the metadata does not say where a chunk lies",
-                    key,
-                    str(self._path),
+                    tensor=key,
+                    file=str(self._path),
                     found=f"no place for the chunk at {list(offsets)}" if size else "no place for the object",
                     remedy=_COPY_AGAIN,
                 )
@@ -195,9 +203,10 @@ class _Reader:
         if place.transforms:
             self._problems.append(
                 Problem(
+                    "chunk-transformed",
                     "a chunk is stored transformed",
-                    key,
-                    str(self._path),
+                    tensor=key,
+                    file=str(self._path),
                     expected="chunks as torch.save writes them",
                     found=", ".join(map(str, place.transforms)),
                     remedy="save the checkpoint without stream transforms",
@@ -232,6 +241,7 @@ def _file_problems(folder: Path, metadata: DcpMetadata) -> list[Problem]:
         except OSError as error:
             problems.append(
                 Problem(
+                    "dcp-file-missing",
                     "a file of the checkpoint is missing",
                     file=file,
                     rule="every file that .metadata names is there",
@@ -243,6 +253,7 @@ def _file_problems(folder: Path, metadata: DcpMetadata) -> list[Problem]:
         if size < end:
             problems.append(
                 Problem(
+                    "dcp-file-truncated",
                     "a file of the checkpoint was cut short",
                     tensor=key,
                     file=file,

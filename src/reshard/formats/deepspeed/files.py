@@ -46,6 +46,7 @@ class RankFile(NamedTuple):
         found = self.content.get("optimizer_state_dict")
         if not isinstance(found, Mapping):
             raise ReshardError(
+                "optimizer-file-without-state",
                 "a file of optimizer states has none",
                 file=str(self.path),
                 expected="optimizer_state_dict",
@@ -142,7 +143,7 @@ def _models(
 
 
 def _read(path: Path) -> RankFile:
-    return RankFile(path, read_dict(path, "not what DeepSpeed saves", COPY_AGAIN, "a dict"))
+    return RankFile(path, read_dict(path, "not-deepspeed", "not what DeepSpeed saves", COPY_AGAIN, "a dict"))
 
 
 def _by_rank(found: Sequence[Path], pattern: re.Pattern[str], problems: list[Problem]) -> dict[int, RankFile]:
@@ -156,6 +157,7 @@ def _by_rank(found: Sequence[Path], pattern: re.Pattern[str], problems: list[Pro
         if rank in result:
             problems.append(
                 Problem(
+                    "deepspeed-rank-twice",
                     "two files are those of one rank",
                     file=str(path),
                     found=f"{result[rank].path.name} beside it",
@@ -176,6 +178,7 @@ def _refuse_split(folder: Path, found: Sequence[Path]) -> None:
     """Raise ReshardError for what was split by tensor or pipeline parallelism, whose rule no file tells."""
     if any(PIPELINE.fullmatch(path.name) for path in found):
         raise ReshardError(
+            "deepspeed-pipeline-unsupported",
             "a checkpoint of DeepSpeed's pipeline engine",
             file=str(folder),
             rule="a stage names the tensors of its layers by their place in the stage",
@@ -190,6 +193,7 @@ def _refuse_split(folder: Path, found: Sequence[Path]) -> None:
     }
     if ranks - {0}:
         raise ReshardError(
+            "deepspeed-tensor-parallel-unsupported",
             "a checkpoint that tensor parallelism has split",
             file=str(folder),
             rule="its files do not say along which axis each tensor was cut",
@@ -224,7 +228,12 @@ def zero_config(file: RankFile) -> Mapping[str, Any]:
 
 def _missing(path: Path, rule: str, found: str | None = None) -> Problem:
     return Problem(
-        "a file of the checkpoint is missing", file=str(path), rule=rule, found=found, remedy=COPY_AGAIN
+        "deepspeed-file-missing",
+        "a file of the checkpoint is missing",
+        file=str(path),
+        rule=rule,
+        found=found,
+        remedy=COPY_AGAIN,
     )
 
 
@@ -249,6 +258,7 @@ def _rank_problems(files: StepFiles) -> Iterator[Problem]:
     for rank, file in files.optimizers.items():
         if counts[rank] != wanted:
             yield Problem(
+                "files-of-different-world-sizes",
                 "files of runs with different numbers of ranks",
                 file=str(file.path),
                 rule="all files of a step are of one run",
@@ -274,6 +284,7 @@ def _other_steps(
     for rank, step in steps.items():
         if step != usual:
             yield Problem(
+                "deepspeed-file-of-another-run",
                 "the file of a rank is of another run or iteration",
                 file=str(files[rank].path),
                 rule="one iteration of one run saved the files of all ranks",

@@ -110,6 +110,7 @@ def _choose(path: Path, iteration: Iteration | None) -> Path:
         matches = [step for name, step in steps.items() if _number(name) == iteration]
         if not matches:
             raise ReshardError(
+                "deepspeed-step-not-found",
                 "there is no such iteration",
                 file=str(path / f"global_step{iteration}"),
                 found=listed,
@@ -121,6 +122,7 @@ def _choose(path: Path, iteration: Iteration | None) -> Path:
         return next(iter(steps.values()))
     if tag is None:
         raise ReshardError(
+            "deepspeed-tracker-missing",
             "the tracker file is missing, so the latest step is not known",
             file=str(path / TRACKERS[0]),
             rule="`latest` names the last step that was saved whole",
@@ -129,6 +131,7 @@ def _choose(path: Path, iteration: Iteration | None) -> Path:
         )
     if tag not in steps:
         raise ReshardError(
+            "deepspeed-latest-missing",
             "the step that `latest` names is missing",
             file=str(path / tag),
             rule="the tracker file names a folder with the files of all ranks",

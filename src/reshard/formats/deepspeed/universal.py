@@ -115,6 +115,7 @@ def _tensors(folder: Path, kind: str, shapes: Shapes, names: Sequence[str]) -> d
 def _tensor(path: Path, name: str, shape: tuple[int, ...] | None) -> Tensor:
     if not path.is_file():
         raise ReshardError(
+            "universal-parameter-missing",
             "a parameter is missing",
             tensor=name,
             file=str(path),
@@ -124,6 +125,7 @@ def _tensor(path: Path, name: str, shape: tuple[int, ...] | None) -> Tensor:
     stored, flat = _stored(path)
     if flat and shape is None:
         raise ReshardError(
+            "universal-shape-unknown",
             "nothing says what shape a parameter has",
             tensor=name,
             file=str(path),
@@ -133,6 +135,7 @@ def _tensor(path: Path, name: str, shape: tuple[int, ...] | None) -> Tensor:
         )
     if flat and shape is not None and prod(shape) != stored.numel:
         raise ReshardError(
+            "universal-parameter-size-differs",
             "a parameter has another size",
             tensor=name,
             file=str(path),
@@ -151,6 +154,7 @@ def _stored(path: Path) -> tuple[StoredTensor, bool]:
     stored = content.get("param") if isinstance(content, Mapping) else content
     if not isinstance(stored, StoredTensor):
         raise ReshardError(
+            "universal-file-without-tensor",
             "a file of a parameter holds no tensor",
             file=str(path),
             expected="a tensor, or a dict with `param`",

@@ -112,6 +112,7 @@ def _module(files: StepFiles) -> dict[str, Tensor]:
     module = files.model.content.get("module")
     if not isinstance(module, Mapping):
         raise ReshardError(
+            "zero-without-module",
             "the model states hold no module",
             file=str(files.model.path),
             expected="module, a state dict",
@@ -120,6 +121,7 @@ def _module(files: StepFiles) -> dict[str, Tensor]:
         )
     if files.model.content.get("ds_autoep_layers"):
         raise ReshardError(
+            "deepspeed-autoep-unsupported",
             "a checkpoint with AutoEP, which replaces the experts of the model by its own",
             file=str(files.model.path),
             remedy=UNIVERSAL_FIRST,
@@ -225,6 +227,7 @@ def _refuse_empty(files: StepFiles, tensors: Mapping[str, Tensor]) -> None:
     shapes = {**shapes_of(files.model), **frozen_shapes(files.model)}
     problems = [
         Problem(
+            "tensor-empty",
             "a tensor has no elements",
             tensor=name,
             file=str(files.model.path),
@@ -286,6 +289,7 @@ def _partitions(file: RankFile, kind: str) -> list[StoredTensor]:
         return list(found)
     if kind == FP32:
         raise ReshardError(
+            "zero-masters-misplaced",
             "the fp32 masters of a rank are not laid out as ZeRO does",
             file=str(file.path),
             expected="a vector for each group of parameters",
@@ -329,6 +333,7 @@ def _gather_groups(files: StepFiles, kind: str) -> dict[str, Tensor]:
 def _same_groups(groups: Sequence[Shapes], ranks: Sequence[RankFile]) -> None:
     problems = [
         Problem(
+            "zero-group-count-differs",
             "a rank has another number of parameter groups",
             file=str(file.path),
             rule="every rank has a part of every group",
@@ -398,6 +403,7 @@ def _misplaced(
         inside = [n for n, s in shapes.items() if starts[n] < begin + size and starts[n] + prod(s) > begin]
         if isinstance(held, Mapping) and held and inside and next(iter(held)) != inside[0]:
             yield Problem(
+                "zero-file-of-another-rank",
                 "a file is that of another rank",
                 tensor=inside[0],
                 file=str(file.path),
@@ -411,6 +417,7 @@ def _misplaced(
 
 def _wrong_size(file: RankFile, what: str, wanted: int, found: int, ranks: int) -> Problem:
     return Problem(
+        "zero-partitions-incomplete",
         f"the partitions of {what} do not make up its parameters",
         file=str(file.path),
         rule="param_shapes of the model states counts what the ranks hold together, but for padding",

@@ -69,6 +69,7 @@ def read_model_config(folder: Path) -> dict[str, Any] | None:
     heads = content.get("num_attention_heads") if isinstance(content, Mapping) else None
     if not isinstance(heads, int):
         raise ReshardError(
+            "internlm-config-unreadable",
             f"{CONFIG} cannot be read",
             file=str(path),
             expected="a dict with num_attention_heads",
@@ -93,6 +94,7 @@ def unlike_the_hub(config: Mapping[str, Any], folder: Path) -> Iterator[Problem]
     for switch, effect in UNLIKE.items():
         if config.get(switch):
             yield Problem(
+                "internlm-setting-unsupported",
                 f"the model {effect}",
                 file=str(folder / CONFIG),
                 rule="the weights mean the same to the model that the hub has",

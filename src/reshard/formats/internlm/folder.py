@@ -105,6 +105,7 @@ def _step(path: Path, iteration: Iteration | None) -> Path:
     if path.resolve().name.isdecimal() and detect(asked):
         return asked
     raise ReshardError(
+        "internlm-iteration-not-found",
         "there is no such iteration",
         file=str(asked),
         expected=f"the folder {iteration} with model_tp*_pp*.pt",
@@ -122,6 +123,7 @@ def _ranks(folder: Path) -> dict[Rank, Path]:
             found[Rank(_number(tp), _number(wp or only_wp), int(pp))] = path
     if not found:
         raise ReshardError(
+            "internlm-fsdp-unsupported",
             "the weights are sharded by FSDP",
             file=str(folder),
             expected="model_tp*_pp*.pt, a file for each tensor-parallel rank",
@@ -153,6 +155,7 @@ def _missing(found: Mapping[Rank, Path]) -> list[Problem]:
     }
     return [
         Problem(
+            "internlm-rank-missing",
             "the file of a rank is missing",
             file=str(path.with_name(_name(rank, path.name))),
             rule=f"{len(wanted)} ranks have a file each",
@@ -183,6 +186,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     content = read_torch_file(path)
     if not isinstance(content, dict) or not all(isinstance(each, StoredTensor) for each in content.values()):
         raise ReshardError(
+            "internlm-file-without-weights",
             "not the weights of a rank",
             file=str(path),
             expected="a dict of tensors",
@@ -222,6 +226,7 @@ def _unsettled(
     """What nothing tells, although the weights depend on it. Keys that newer versions always save tell their age."""
     if config is None:
         yield Problem(
+            "internlm-model-config-missing",
             f"there is no {CONFIG}",
             file=str(folder / CONFIG),
             rule="it says how the rows of query and key are ordered, and what the model computes",
@@ -233,6 +238,7 @@ def _unsettled(
     sliced = any(name.endswith("attention.wq.weight") for name in names)
     if sliced and QK_INTERLEAVED in config and _stated(folder) is None:
         yield Problem(
+            "internlm-attention-ambiguous",
             "wq, wk and wv may be Llama's, or slices of InternLM2's wqkv",
             file=str(folder),
             rule=f"versions of InternEvo with {QK_INTERLEAVED} save both alike",
@@ -242,6 +248,7 @@ def _unsettled(
     is_new = QK_INTERLEAVED in config or SINCE_0_4 in config or any(".wqkv." in name for name in names)
     if _is_old(contents) is None and not is_new:
         yield Problem(
+            "internlm-feed-forward-ambiguous",
             "w2 and w3 have the same shape, and nothing says which of them is the down projection",
             file=str(folder),
             rule="w2 since InternEvo 0.3.0, w3 before",

@@ -77,6 +77,7 @@ class Shards:
         for stage in range(self.stages - 1):
             if sum(count for (_, at), count in self._counts.items() if at == stage) > size:
                 raise ReshardError(
+                    "internlm-experts-overwritten",
                     "experts of two pipeline stages were saved under one name",
                     file=str(path),
                     rule="InternEvo names the files of experts as if all stages had the same number of layers",
@@ -153,6 +154,7 @@ class Shards:
         ends = all(any(name in tensors for name in names) for names in (EMBEDDINGS, HEADS))
         if not ends or (wanted is not None and wanted != self.layers):
             yield Problem(
+                "internlm-stage-missing",
                 "the files of a pipeline stage are missing",
                 file=str(folder),
                 rule="the first stage has the embedding, the last one the head, and all together have all layers",
@@ -166,6 +168,7 @@ class Shards:
                 whole = (*tensor.shape[:1], self._hidden)
             if whole and tensor.shape != whole:
                 yield Problem(
+                    "internlm-ranks-missing",
                     "the files of some ranks are missing",
                     tensor=name,
                     file=tensor.file,
@@ -180,6 +183,7 @@ class Shards:
 def another_rank(tensor: str, file: str, expected: str) -> Problem:
     """The problem of a file with a tensor that only another rank saves."""
     return Problem(
+        "internlm-file-of-another-rank",
         "a file is that of another rank",
         tensor=tensor,
         file=file,
@@ -196,6 +200,7 @@ def _misfits(name: str, parts: _Parts) -> Iterator[Problem]:
     shards = parts.by_rank
     if missing := sorted(set(range(parts.ranks)) - shards.keys()):
         yield Problem(
+            "internlm-shard-missing",
             "a shard of a tensor is missing",
             tensor=name,
             file=shards[min(shards)].file,
@@ -206,6 +211,7 @@ def _misfits(name: str, parts: _Parts) -> Iterator[Problem]:
         return
     if not _fit(parts.split, [shards[index].shape for index in range(parts.ranks)]):
         yield Problem(
+            "internlm-shards-unequal",
             "the shards of a tensor are not equal in size",
             tensor=name,
             file=shards[min(shards)].file,

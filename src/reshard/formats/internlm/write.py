@@ -29,10 +29,17 @@ def fit(request: Request) -> Request:
     d, layout = request.declared.dims, request.layout
     problems = [*_layout_problems(d, layout)]
     if d.experts:
-        problems.append(_unknown("InternEvo keeps experts in files of their own, which are not written"))
+        problems.append(
+            _unknown(
+                "internlm-experts-unsupported",
+                "InternEvo keeps experts in files of their own, which are not written",
+            )
+        )
     if d.head_dim * d.heads != d.hidden:
         size = f"{d.heads} heads of {d.head_dim} in a width of {d.hidden}"
-        problems.append(_unknown("InternEvo has no heads of this size", size))
+        problems.append(
+            _unknown("internlm-head-size-unsupported", "InternEvo has no heads of this size", size)
+        )
     if problems:
         raise ReshardError(problems)
     return request
@@ -43,11 +50,17 @@ def _layout_problems(d: Dims, layout: Layout) -> Iterator[Problem]:
     rows = ("the vocabulary", d.vocab)
     yield from misfits("--tp", layout.tp, [divided(*share) for share in (*shares, rows)])
     if layout.ep > 1:
-        yield Problem("the model has no experts", found=f"--ep {layout.ep}", remedy="leave out --ep")
+        yield Problem(
+            "internlm-model-without-experts",
+            "the model has no experts",
+            found=f"--ep {layout.ep}",
+            remedy="leave out --ep",
+        )
 
 
-def _unknown(message: str, found: str | None = None) -> Problem:
+def _unknown(code: str, message: str, found: str | None = None) -> Problem:
     return Problem(
+        code,
         message,
         rule="InternEvo's model has the same tensors, and heads that together are as wide as the model",
         found=found,
@@ -102,6 +115,7 @@ def stages(layout: Layout, layers: int) -> list[tuple[int, int, range]]:
     each = layers // layout.vpp
     if layers % layout.vpp or each < layout.pp:
         raise ReshardError(
+            "internlm-layers-not-divisible",
             f"{layers} layers do not divide over the pipeline",
             rule="the chunks of InternEvo (--vpp) have the same number of layers, and each stage has some of each",
             expected=f"a multiple of {layout.vpp}, and at least {layout.vpp * layout.pp}",
@@ -113,6 +127,7 @@ def stages(layout: Layout, layers: int) -> list[tuple[int, int, range]]:
     ] * layout.vpp
     if layout.stages and list(layout.stages) != counts:
         raise ReshardError(
+            "internevo-layout-fixed",
             "InternEvo distributes layers itself",
             rule="what does not divide goes to the last stages",
             expected=",".join(map(str, counts)),

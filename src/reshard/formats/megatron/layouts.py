@@ -24,6 +24,7 @@ def check_layout(model: Model, layout: Layout) -> None:
     if layout.vpp > 1 and layout.pp == 1:
         problems.append(
             Problem(
+                "virtual-stages-without-pipeline",
                 "virtual stages need several pipeline stages",
                 rule="Megatron-Core interleaves the chunks of its stages",
                 found=f"--vpp {layout.vpp} with --pp 1",
@@ -33,6 +34,7 @@ def check_layout(model: Model, layout: Layout) -> None:
     if d.experts and d.bias and layout.etp > 1:
         problems.append(
             Problem(
+                "expert-biases-tensor-parallel",
                 "experts with biases cannot be tensor parallel",
                 rule="Megatron-Core would add the bias of an expert on each of its ranks, and refuses to",
                 found=f"--etp {layout.etp}, which is --tp unless given",
@@ -41,7 +43,12 @@ def check_layout(model: Model, layout: Layout) -> None:
         )
     if not d.experts and layout.ep > 1:
         problems.append(
-            Problem("the model has no experts", found=f"--ep {layout.ep}", remedy="leave out --ep")
+            Problem(
+                "megatron-model-without-experts",
+                "the model has no experts",
+                found=f"--ep {layout.ep}",
+                remedy="leave out --ep",
+            )
         )
     if problems:
         raise ReshardError(problems)

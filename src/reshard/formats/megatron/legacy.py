@@ -111,12 +111,15 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
 
 def _read(folder: Path, rank: str) -> dict[str, Any]:
     remedy = "copy the file again from the node that saved it"
-    return read_dict(folder / rank / FILE, "not a Megatron checkpoint", remedy, "a dict with `model`")
+    return read_dict(
+        folder / rank / FILE, "not-megatron", "not a Megatron checkpoint", remedy, "a dict with `model`"
+    )
 
 
 def _check_ranks(folder: Path, ranks: list[Rank], layout: Layout) -> None:
     problems = [
         Problem(
+            "legacy-rank-missing",
             "the file of a rank is missing",
             file=str(path),
             rule=f"{layout} has {len(ranks)} files",
@@ -264,6 +267,7 @@ class _Reader:
         first = shards[min(shards)]
         if missing := sorted(set(range(ranks)) - shards.keys()):
             yield Problem(
+                "legacy-shard-missing",
                 "a shard of a tensor is missing",
                 tensor=name,
                 file=first.file,
@@ -274,6 +278,7 @@ class _Reader:
         for part in shards.values():
             if part.shape != first.shape:
                 yield Problem(
+                    "legacy-shards-unequal",
                     "the shards of a tensor are not equal in size",
                     tensor=name,
                     file=part.file,
@@ -293,6 +298,7 @@ def lay_out(request: Request) -> list[OutputFile]:
     args, iteration = arguments(request), iteration_of(request)
     if is_hybrid(args):
         raise ReshardError(
+            "legacy-mixed-layers-unsupported",
             "a model of several kinds of layers cannot be written as a legacy checkpoint",
             rule="a rank's share of a Mamba layer is cut from each of its parts",
             found=f"hybrid_override_pattern {args['hybrid_override_pattern']}",

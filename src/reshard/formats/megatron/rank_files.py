@@ -70,6 +70,7 @@ def stage_ranks(layout: Layout) -> dict[tuple[int, int], int]:
         pair = rank % layout.tp, rank // layout.etp % layout.ep
         if pairs.setdefault(pair, rank) % layout.etp != rank % layout.etp:
             raise ReshardError(
+                "legacy-layout-unsupported",
                 "legacy files cannot hold this layout",
                 rule="a (tp, ep) pair names one file, and so one expert-tensor shard",
                 found=str(layout),
@@ -97,6 +98,7 @@ def other_runs(files: Mapping[str, Content]) -> Iterator[Problem]:
     for path, run in runs.items():
         if run != usual:
             yield Problem(
+                "megatron-file-of-another-run",
                 "the file of a rank is of another run or iteration",
                 file=path,
                 rule="one iteration of one run saved the files of all ranks",
@@ -120,6 +122,7 @@ def misplaced(files: Mapping[str, Content], layout: Layout) -> Iterator[Problem]
         folder = Path(path).parent.name
         if saved_by and folder_name(saved_by, layout) != folder:
             yield Problem(
+                "megatron-file-of-another-rank",
                 "a file is that of another rank",
                 file=path,
                 rule="args.rank in the file says which rank saved it",

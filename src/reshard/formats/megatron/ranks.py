@@ -65,6 +65,7 @@ class RankStates:
         names = [tensor.name for tensor in tensors]
         if any(".in_proj.weight" in name for name in names):
             raise ReshardError(
+                "delta-net-layout-unsupported",
                 "a gated delta net cannot be laid out for one rank",
                 rule="reshard writes the files of ranks for all that megatron-core has but gated delta nets",
                 expected="a torch_dist checkpoint",

@@ -41,6 +41,7 @@ def _engine(request: Request) -> str:
         known = [f"--engine {engine}" for engine in family.engines]
         able = " or ".join(ENGINES[engine] for engine in family.engines)
         raise ReshardError(
+            "convert-megatron-lacks-family" if wanted == MCORE else "convert-family-not-for-engine",
             f"megatron-core's GPTModel does not compute the family {family.name}"
             if wanted == MCORE
             else f"the family {family.name} is not declared for {ENGINES.get(wanted, wanted)}",

@@ -40,6 +40,7 @@ def exchanged(objects: Mapping[str, DcpChunk]) -> Iterator[Problem]:
         for (stage, tensor), owner in _owners(seeds).items():
             if owner != (stage, tensor):
                 yield Problem(
+                    "megatron-seed-of-another-rank",
                     "a file is that of another rank",
                     file=chunks[replica, stage, tensor].file,
                     rule="seeds of random number states count tensor-parallel ranks and stages up",

@@ -146,7 +146,10 @@ def _common(folder: Path) -> dict[str, Any]:
     path = folder / "common.pt"
     if not path.is_file():
         raise ReshardError(
-            "a file of the checkpoint is missing", file=str(path), remedy="copy the iteration folder again"
+            "torch-dist-file-missing",
+            "a file of the checkpoint is missing",
+            file=str(path),
+            remedy="copy the iteration folder again",
         )
     content = read_torch_file(path)
     return content if isinstance(content, dict) else {}
@@ -234,6 +237,7 @@ class _Reader:
             if found != prod(shape) or repeated:
                 problems.append(
                     Problem(
+                        "torch-dist-chunks-missing" if found < prod(shape) else "torch-dist-chunks-overlap",
                         "chunks of a tensor are missing" if found < prod(shape) else "chunks overlap",
                         tensor=name,
                         rule="the chunks of a tensor tile it",
@@ -300,6 +304,7 @@ class _Writer:
         if entry.dtype != tensor.dtype:
             self.problems.append(
                 Problem(
+                    "stacked-layers-dtypes-differ",
                     "layers that Megatron stacks into one tensor have different dtypes",
                     tensor=tensor.name,
                     rule=f"{key} has one dtype",
@@ -330,6 +335,7 @@ class _Writer:
             if there < prod(tensor.shape):
                 self.problems.append(
                     Problem(
+                        "optimizer-state-missing-for-layers",
                         "some layers have an optimizer state, and others have none",
                         tensor=key,
                         rule="Megatron stacks the states of all layers into one tensor",

@@ -30,10 +30,16 @@ _DAMAGED = "the file is damaged or was cut short: copy or download it again"
 
 
 def damaged_file(
-    file: str, message: str, *, expected: str | None = None, found: str | None = None, remedy: str = _DAMAGED
+    file: str,
+    code: str,
+    message: str,
+    *,
+    expected: str | None = None,
+    found: str | None = None,
+    remedy: str = _DAMAGED,
 ) -> ReshardError:
     """The error for one file that is not what torch wrote."""
-    return ReshardError(message, file=file, expected=expected, found=found, remedy=remedy)
+    return ReshardError(code, message, file=file, expected=expected, found=found, remedy=remedy)
 
 
 def edges(path: str, offset: int, length: int) -> Iterator[tuple[str, int, int]]:
@@ -71,6 +77,7 @@ class Window:
         if len(content) < size or size < 0:
             raise damaged_file(
                 self.path,
+                "torch-file-too-short",
                 "a file is shorter than it should be",
                 expected=f"at least {self.offset + at + max(size, 0)} bytes",
                 found=f"{self.file.size} bytes",
@@ -82,6 +89,7 @@ class Window:
         if size > MOST:
             raise damaged_file(
                 self.name,
+                "torch-member-too-large",
                 "a part of a file is larger than any of its kind",
                 expected=f"at most {MOST:,} bytes",
                 found=f"{size:,} bytes",
@@ -89,6 +97,7 @@ class Window:
         if at < 0 or size < 0 or at + size > self.length:
             raise damaged_file(
                 self.name,
+                "torch-file-truncated",
                 "a file was cut short",
                 expected=f"at least {at + size} bytes",
                 found=f"{self.length} bytes",
@@ -117,6 +126,7 @@ class Archive:
         if b"byteorder" in self._members and (order := self.read("byteorder")) != b"little":
             raise damaged_file(
                 window.name,
+                "torch-file-big-endian",
                 "the numbers of a file are not little-endian",
                 expected="little",
                 found=order.decode("ascii", "replace"),
@@ -132,6 +142,7 @@ class Archive:
         if (found := zlib.crc32(content)) != member.crc32:
             raise damaged_file(
                 self.window.name,
+                "torch-checksum-mismatch",
                 f"bytes of {name} have changed since they were written",
                 expected=f"CRC32 {member.crc32:08x}",
                 found=f"{found:08x}",
@@ -148,6 +159,7 @@ class Archive:
         if storage.nbytes < nbytes:
             raise damaged_file(
                 self.window.name,
+                "torch-storage-too-short",
                 f"storage {key} is shorter than its pickle says",
                 expected=f"{nbytes} bytes",
                 found=f"{storage.nbytes} bytes",
@@ -157,7 +169,9 @@ class Archive:
     def _member(self, name: str) -> _Member:
         member = self._members.get(name.encode("utf-8", "surrogatepass"))
         if member is None:
-            raise damaged_file(self.window.name, f"a file of torch has no member {name}")
+            raise damaged_file(
+                self.window.name, "torch-member-missing", f"a file of torch has no member {name}"
+            )
         return member
 
     def _data_at(self, member: _Member) -> int:
@@ -167,6 +181,7 @@ class Archive:
         if signature != b"PK\x03\x04" or raw[_LOCAL.size :] != member.name or name_size != len(member.name):
             raise damaged_file(
                 self.window.name,
+                "torch-member-misplaced",
                 "a member of the archive is not where the central directory says",
                 expected=f"{member.name.decode('utf-8', 'replace')} at byte {member.header}",
             )
@@ -174,6 +189,7 @@ class Archive:
         if begin + member.size > self.window.length:
             raise damaged_file(
                 self.window.name,
+                "torch-member-past-end",
                 f"{member.name.decode('utf-8', 'replace')} reaches past the end of the file",
                 expected=f"at least {begin + member.size} bytes",
                 found=f"{self.window.length} bytes",
@@ -197,7 +213,9 @@ def _central_directory(window: Window) -> dict[bytes, _Member]:
             member, position = _entry(window, raw, position)
             members[member.name.partition(b"/")[2]] = member
     except struct.error:
-        raise damaged_file(window.name, "the central directory of the archive is damaged") from None
+        raise damaged_file(
+            window.name, "torch-directory-damaged", "the central directory of the archive is damaged"
+        ) from None
     return members
 
 
@@ -225,13 +243,16 @@ def _entry(window: Window, raw: bytes, at: int) -> tuple[_Member, int]:
     begin = at + _ENTRY.size
     name = raw[begin : begin + name_size]
     if signature != b"PK\x01\x02" or len(name) != name_size:
-        raise damaged_file(window.name, "the central directory of the archive is damaged")
+        raise damaged_file(
+            window.name, "torch-directory-damaged", "the central directory of the archive is damaged"
+        )
     if _U32 in (packed, size, header):
         extra = raw[begin + name_size : begin + name_size + extra_size]
         size, packed, header = _zip64_fields(extra, size, packed, header)
     if method or flags & 1 or packed != size:
         raise damaged_file(
             window.name,
+            "torch-member-compressed",
             f"{name.decode('utf-8', 'replace')} is compressed or encrypted",
             expected="members that are stored as they are, as torch writes them",
             remedy="unpack the archive, and pack it again with `zip -0` or save it again with torch",
@@ -267,7 +288,9 @@ def _end_of_directory(window: Window) -> tuple[int, int, int]:
             raw = window.read(end64, _END64.size)
             signature, *_, count, size, at = _END64.unpack(raw)
             if signature != b"PK\x06\x06":
-                raise damaged_file(window.name, "the end of the archive is damaged")
+                raise damaged_file(
+                    window.name, "torch-archive-end-damaged", "the end of the archive is damaged"
+                )
     return count, size, at
 
 
@@ -277,6 +300,7 @@ def _no_zip(window: Window) -> ReshardError:
     if head.startswith(b"PK\x03\x04"):
         return damaged_file(
             window.name,
+            "torch-file-truncated",
             "a file was cut short",
             expected="the central directory of the archive at its end",
             found=f"none in {window.length} bytes",
@@ -284,6 +308,7 @@ def _no_zip(window: Window) -> ReshardError:
     if head.startswith(b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19") or head[257:262] == b"ustar":
         return damaged_file(
             window.name,
+            "torch-file-too-old",
             "a file is in the format of torch before 1.6",
             expected="the zip format",
             found="the legacy format",
@@ -292,6 +317,7 @@ def _no_zip(window: Window) -> ReshardError:
     if head.startswith(b"version https://git-lfs"):
         return damaged_file(
             window.name,
+            "git-lfs-pointer",
             "a file is a Git LFS pointer, not the content itself",
             expected="a file of torch.save",
             found=f"{window.length} bytes of text",
@@ -299,6 +325,7 @@ def _no_zip(window: Window) -> ReshardError:
         )
     return damaged_file(
         window.name,
+        "not-torch-file",
         "not a file of torch.save",
         expected="a zip archive",
         found=f"{window.length} bytes that begin with {head[:8]!r}" if head else "an empty file",

@@ -102,6 +102,7 @@ class PartReader:
             return self._dtensor(name, value) if kind == "DTensor" else _sharded_tensor(value)
         except UNUSABLE as error:
             raise ReshardError(
+                "torch-tensor-unreadable",
                 f"a {kind} cannot be read",
                 tensor=name,
                 file=self._file,
@@ -205,6 +206,7 @@ def _check_placements(name: str, placements: Sequence[Placement], file: str) -> 
         if placement.kind not in ("Shard", "_StridedShard", "Replicate"):
             partial = "Partial" in placement.kind
             raise ReshardError(
+                "tensor-partial-sum" if partial else "placement-unknown",
                 "a tensor is a sum that was not added up"
                 if partial
                 else "a placement that reshard does not know",
@@ -242,6 +244,7 @@ def _check_local(
                 raise ValueError("a shard of more pieces than there are ranks")
             return
     raise ReshardError(
+        "shard-contradicts-placement",
         "the shard of a rank is not what its placement says",
         tensor=name,
         file=file,
@@ -344,6 +347,7 @@ def disagreement(name: str, parts: Sequence[tuple[str, Part]]) -> Problem | None
         if ours != theirs:
             plain = first.kind == part.kind == "plain"
             return Problem(
+                "ranks-disagree-on-tensor",
                 "two ranks do not agree about a tensor",
                 tensor=name,
                 file=file,

@@ -111,6 +111,7 @@ def shaped(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> Che
 
 def _misfit(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Problem:
     return Problem(
+        "flat-tensor-size-differs",
         "a flattened tensor does not have as many elements as the config says",
         tensor=name,
         file=tensor.file,
@@ -126,6 +127,7 @@ def shapes_needed(checkpoint: Checkpoint, model_type: str | None, families: Sequ
     no_config = "give the Hugging Face folder that training started from (--base DIR)"
     undeclared = "force the family with --family NAME if the model is built alike"
     return ReshardError(
+        "flat-parameters-without-shapes",
         "the parameters are flat, and nothing tells their shapes",
         file=str(checkpoint.path),
         rule="LOCAL_STATE_DICT keeps no shapes, so they are those of the family at the sizes of the config",

@@ -249,6 +249,7 @@ class _Unpickler(pickle.Unpickler):
         if top in FRAMEWORKS or qualname in INERT:
             return opaque_class(module, name)
         raise ReshardError(
+            "pickle-refused",
             f"refused to load {qualname} named by the pickle in {self._file}; nothing was executed",
             file=self._file,
             rule="a pickle may name classes of known training frameworks only",

@@ -54,12 +54,14 @@ def read_torch_file(
     return _load(archive.read("data.pkl"), archive.window.name, archive.storage)
 
 
-def read_dict(path: Path, message: str, remedy: str, expected: str = "a dict of tensors") -> dict[Any, Any]:
+def read_dict(
+    path: Path, code: str, message: str, remedy: str, expected: str = "a dict of tensors"
+) -> dict[Any, Any]:
     """The dict that a file of `torch.save` holds. Raises ReshardError with `message` if it holds something else."""
     content = read_torch_file(path)
     if not isinstance(content, dict):
         found = type(content).__name__
-        raise ReshardError(message, file=str(path), expected=expected, found=found, remedy=remedy)
+        raise ReshardError(code, message, file=str(path), expected=expected, found=found, remedy=remedy)
     return content
 
 
@@ -106,6 +108,7 @@ class ChunkReader:
             key, tensor = _single_tensor.__wrapped__(pickled, archive.window.name)  # names the file
         if tensor.dtype != dtype or tensor.shape != shape:
             raise ReshardError(
+                "chunk-contradicts-metadata",
                 "a chunk is not what the metadata says",
                 file=archive.window.name,
                 expected=f"{dtype} {list(shape)}",
@@ -146,7 +149,9 @@ def _single_tensor(pickled: bytes, name: str = "") -> tuple[str, StoredTensor]:
 
     tensor = _load(pickled, name, storage)
     if not isinstance(tensor, StoredTensor):
-        raise damaged_file(name, "a chunk does not hold a tensor", found=type(tensor).__name__)
+        raise damaged_file(
+            name, "chunk-without-tensor", "a chunk does not hold a tensor", found=type(tensor).__name__
+        )
     return keys[0], tensor
 
 
@@ -155,6 +160,7 @@ def _open(path: str | Path) -> File:
         return open_source(path)
     except OSError as error:
         raise ReshardError(
+            "file-not-openable",
             "a file cannot be opened",
             file=str(path),
             found=error.strerror,
@@ -254,6 +260,7 @@ class _Rebuilder:
         if end * dtype.itemsize > storage.nbytes:
             raise damaged_file(
                 self._file,
+                "torch-storage-too-short-for-tensor",
                 "a storage is shorter than its tensor",
                 expected=f"{end * dtype.itemsize} bytes for {dtype} {list(shape)}",
                 found=f"{storage.nbytes} bytes",
@@ -286,6 +293,7 @@ class _Rebuilder:
     def _unsupported(self, name: str) -> ReshardError:
         return damaged_file(
             self._file,
+            "torch-dtype-unknown",
             "a tensor has an element type that reshard does not know",
             expected=f"one of {', '.join(BY_NAME)}",
             found=name,

@@ -82,6 +82,7 @@ def number_of(content: Any, most: int) -> int:
 def damaged(file: str, found: str) -> ReshardError:
     """The error for a pickle that is not what a framework wrote."""
     return ReshardError(
+        "pickle-unreadable",
         "a pickle cannot be read",
         file=file,
         expected="a pickle as torch writes it",

@@ -31,12 +31,15 @@ ANY_TEMPLATE = Template()
 def files_of(path: Path) -> list[Path]:
     """The data files at a path, in the order of their names. Raises ReshardError if there are none."""
     if not path.exists():
-        raise ReshardError("there is no data", file=str(path), remedy="give a file or a folder with --data")
+        raise ReshardError(
+            "data-missing", "there is no data", file=str(path), remedy="give a file or a folder with --data"
+        )
     inside = [path] if path.is_file() else _inside(path)
     found = [file for file in inside if file.name.lower().endswith(SUFFIXES)]
     if not found:
         names = [file.name for file in inside]
         raise ReshardError(
+            "data-files-missing",
             "there are no data files",
             file=str(path),
             expected=f"files that end in {', '.join(SUFFIXES)}",
@@ -82,7 +85,9 @@ def read_records(path: Path, method: str, template: Template = ANY_TEMPLATE) -> 
         else:
             yield clean
     if first is None and not faulty.count:
-        raise ReshardError("the data is empty", file=str(path), found="no records", remedy="check the path")
+        raise ReshardError(
+            "data-empty", "the data is empty", file=str(path), found="no records", remedy="check the path"
+        )
     faulty.end()
 
 
@@ -105,13 +110,14 @@ class _Faulty:
         named = len({place for places in self.places.values() for place in places})
         if self.count > named:
             message = f"{self.count - named} more records are wrong"
-            problems.append(Problem(message, found=f"{self.count} wrong records in all"))
+            problems.append(Problem("records-wrong", message, found=f"{self.count} wrong records in all"))
         if problems:
             raise ReshardError(problems)
 
 
 def _mixed(kind: str, where: str, first: tuple[str, str]) -> Problem:
     return Problem(
+        "records-of-different-shapes",
         "the data has records of different shapes",
         file=where,
         expected=f"{first[0]}, as in {first[1]}",
@@ -142,7 +148,16 @@ def _lines(file: Path) -> Iterator[tuple[str, Any]]:
                 if text.strip():
                     yield f"{file}:{number}", _parse(text, f"{file}:{number}")
     except (OSError, EOFError) as error:
-        yield str(file), Problem("the file cannot be read", file=str(file), found=str(error), remedy=_AGAIN)
+        yield (
+            str(file),
+            Problem(
+                "data-file-unreadable",
+                "the file cannot be read",
+                file=str(file),
+                found=str(error),
+                remedy=_AGAIN,
+            ),
+        )
 
 
 _AGAIN = "copy or download it again"
@@ -154,12 +169,29 @@ def _parse(text: bytes, where: str) -> Any:
     except ValueError as error:
         if isinstance(error, UnicodeDecodeError):
             return Problem(
-                "a line is no UTF-8", file=where, found=str(error), remedy="save the file as UTF-8"
+                "line-not-utf8",
+                "a line is no UTF-8",
+                file=where,
+                found=str(error),
+                remedy="save the file as UTF-8",
             )
         if not text.endswith(b"\n"):
-            return Problem("the last line is cut off", file=where, found=_end_of(text), remedy=_AGAIN)
+            return Problem(
+                "last-line-truncated",
+                "the last line is cut off",
+                file=where,
+                found=_end_of(text),
+                remedy=_AGAIN,
+            )
         expected = "one JSON object on each line"
-        return Problem("a line is no JSON", file=where, expected=expected, found=str(error), remedy="mend it")
+        return Problem(
+            "line-not-json",
+            "a line is no JSON",
+            file=where,
+            expected=expected,
+            found=str(error),
+            remedy="mend it",
+        )
 
 
 def _end_of(text: bytes) -> str:
@@ -170,7 +202,12 @@ def _array(file: Path, text: bytes) -> Iterator[tuple[str, Any]]:
     try:
         content = json_of(text)
     except ValueError as error:
-        yield str(file), Problem("the file is no JSON", file=str(file), found=str(error), remedy="mend it")
+        yield (
+            str(file),
+            Problem(
+                "data-not-json", "the file is no JSON", file=str(file), found=str(error), remedy="mend it"
+            ),
+        )
         return
     for number, row in enumerate(content, 1):
         yield f"{file}: record {number}", row
@@ -188,7 +225,13 @@ def _json(file: Path) -> Iterator[tuple[str, Any]]:
     if text.lstrip().startswith(b"{"):
         expected = "an array of records, or one record on each line"
         remedy = "keep the list of records that is inside, or move the file out of the folder"
-        problem = Problem("the file is one JSON object", file=str(file), expected=expected, remedy=remedy)
+        problem = Problem(
+            "data-one-json-object",
+            "the file is one JSON object",
+            file=str(file),
+            expected=expected,
+            remedy=remedy,
+        )
         yield str(file), problem
     elif text.strip():
         yield from _array(file, text)
@@ -200,6 +243,7 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
         import pyarrow.parquet as parquet
     except ImportError:
         raise ReshardError(
+            "pyarrow-not-installed",
             "reading Parquet needs pyarrow",
             file=str(file),
             remedy="pip install pyarrow, or write the data as JSONL",
@@ -212,7 +256,10 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
                 yield f"{file}: row {number}", row
     except (arrow.ArrowException, OSError) as error:
         found = str(error).split("\n")[0]
-        yield str(file), Problem("the file is no Parquet", file=str(file), found=found, remedy=_AGAIN)
+        yield (
+            str(file),
+            Problem("data-not-parquet", "the file is no Parquet", file=str(file), found=found, remedy=_AGAIN),
+        )
 
 
 _READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
@@ -248,6 +295,7 @@ def _column(key: str, rows: list[Row], path: Path) -> Any:
 
 def _of_several_types(what: str, path: Path, error: Exception) -> ReshardError:
     return ReshardError(
+        "column-of-several-types",
         f"{what} has values of several types",
         file=str(path),
         rule="a column has one type in all records",

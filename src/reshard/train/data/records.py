@@ -106,6 +106,7 @@ def faults(row: Any, method: str, template: Template, where: str) -> Iterator[Pr
     """What is wrong with a row, whatever the others are."""
     if not isinstance(row, dict):
         yield Problem(
+            "record-not-an-object",
             "a record is no object",
             file=where,
             expected=_columns(method),
@@ -133,6 +134,7 @@ def _other_columns(row: Row, shape: str | None, method: str, where: str) -> Prob
     name = f"{method.upper()} needs other columns"
     found = ", ".join(map(str, row)) or "an empty object"
     return Problem(
+        "columns-missing",
         f"{name} than those of {shape}" if shape else name,
         file=where,
         expected=_columns(method),
@@ -165,7 +167,13 @@ def _of_column(column: str, value: Any, template: Template, where: str) -> Itera
         expected = "a string" if column == "text" else "a list of messages"
         if column not in ("text", "messages"):
             expected = "a string, or a list of messages"
-        yield Problem(f'"{column}" is of another kind', file=where, expected=expected, found=_show(value))
+        yield Problem(
+            "column-of-another-kind",
+            f'"{column}" is of another kind',
+            file=where,
+            expected=expected,
+            found=_show(value),
+        )
         return
     wrong = list(_of_messages(value, column, where))
     yield from wrong
@@ -175,9 +183,12 @@ def _of_column(column: str, value: Any, template: Template, where: str) -> Itera
 
 def _of_text(text: str, name: str, where: str) -> Iterator[Problem]:
     if not text.strip():
-        yield Problem(f"{name} is empty", file=where, found=repr(text), remedy="leave the record out")
+        yield Problem(
+            "field-empty", f"{name} is empty", file=where, found=repr(text), remedy="leave the record out"
+        )
     elif not _is_unicode(text):
         yield Problem(
+            "field-half-character",
             f"{name} holds half a character",
             file=where,
             rule="a \\ud800 to \\udfff of JSON stands in a pair; tokenizers refuse one alone",
@@ -195,11 +206,14 @@ def _is_unicode(text: str) -> bool:
 
 def _of_messages(messages: list[Any], column: str, where: str) -> Iterator[Problem]:
     if not messages:
-        yield Problem(f'"{column}" has no messages', file=where, remedy="leave the record out")
+        yield Problem(
+            "chat-without-messages", f'"{column}" has no messages', file=where, remedy="leave the record out"
+        )
     for number, message in enumerate(messages):
         name = f"{column}[{number}]"
         if not isinstance(message, dict) or "role" not in message:
             yield Problem(
+                "message-malformed",
                 f"{name} is no message",
                 file=where,
                 expected='{"role": …, "content": …}, or ShareGPT\'s {"from": …, "value": …}',
@@ -208,6 +222,7 @@ def _of_messages(messages: list[Any], column: str, where: str) -> Iterator[Probl
             return
         if message["role"] not in ROLES:
             yield Problem(
+                "message-role-unknown",
                 f"{name} has an unknown role",
                 file=where,
                 expected=", ".join(ROLES),
@@ -225,6 +240,7 @@ def _of_content(message: Row, name: str, where: str) -> Iterator[Problem]:
             yield from _of_text(content, f"{name}.content", where)
     elif content is not None or not message.get("tool_calls"):
         yield Problem(
+            "message-without-text" if content is None else "message-content-not-text",
             f"{name} has no text" if content is None else f"the content of {name} is no text",
             file=where,
             expected="a string",
@@ -237,6 +253,7 @@ def _of_turns(messages: list[Row], column: str, template: Template, where: str) 
     roles = [message["role"] for message in messages]
     if column in ("messages", "completion", "chosen", "rejected") and "assistant" not in roles:
         yield Problem(
+            "chat-without-assistant",
             f'"{column}" has no turn of the assistant',
             file=where,
             expected="an answer to learn",
@@ -245,6 +262,7 @@ def _of_turns(messages: list[Row], column: str, template: Template, where: str) 
         )
     if template.refuses_system and "system" in roles:
         yield Problem(
+            "chat-template-without-system",
             "the chat template takes no system message",
             file=where,
             found=", ".join(roles),
@@ -252,6 +270,7 @@ def _of_turns(messages: list[Row], column: str, template: Template, where: str) 
         )
     if template.refuses_repeated and (found := _repeated(roles)):
         yield Problem(
+            "chat-template-wants-turns",
             "the chat template wants the user and the assistant to take turns",
             file=where,
             found=f"{', '.join(roles)}: {found} twice in a row",
@@ -268,6 +287,7 @@ def _of_pair(row: Row, template: Template, where: str) -> Iterator[Problem]:
     chosen, rejected = row["chosen"], row["rejected"]
     if chosen == rejected:
         yield Problem(
+            "preference-pair-equal",
             "chosen and rejected are the same",
             file=where,
             expected="two answers, of which one is better",
@@ -278,6 +298,7 @@ def _of_pair(row: Row, template: Template, where: str) -> Iterator[Problem]:
         yield from _of_column("prompt", row["prompt"], template, where)
     elif chosen and rejected and chosen[0] != rejected[0]:
         yield Problem(
+            "preference-pair-without-prompt",
             "chosen and rejected begin differently, and there is no prompt",
             file=where,
             rule="without a `prompt`, what both begin with is taken as one",
@@ -292,6 +313,7 @@ def _of_kinds(row: Row, shape: str, where: str) -> Iterator[Problem]:
     kinds = {key: "messages" if isinstance(row[key], list) else "a string" for key in columns}
     if len(set(kinds.values())) > 1:
         yield Problem(
+            "strings-beside-messages",
             "strings and messages stand side by side",
             file=where,
             expected="all columns as strings, or all as lists of messages",

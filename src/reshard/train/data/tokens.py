@@ -130,6 +130,7 @@ def _render(messages: list[Row], tokenizer: Any, extra: Mapping[str, Any]) -> st
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **extra))
     except Exception as error:  # a template raises what it likes
         raise ReshardError(
+            "chat-template-refuses-record",
             "the chat template refuses a record",
             found=f"{type(error).__name__}: {error}",
             expected=", ".join(str(message.get("role")) for message in messages),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ def checked(name: str, look: Callable[[], str]) -> Check:
         return Check(name, error.problems[0].message, tuple(error.problems))
     except OSError as error:
         problem = Problem(
+            "system-refused",
             "the system refused to read or to write",
             file=str(error.filename) if error.filename else None,
             found=error.strerror or str(error),
@@ -110,6 +111,7 @@ def _config(folder: Path) -> str:
     expected = portable_config(config, dtype, model.family.config if model else None)
     problems = [
         Problem(
+            "config-not-portable",
             "the config says otherwise, or nothing, where some version of transformers looks",
             tensor=name,
             file=str(folder / CONFIG),
@@ -139,6 +141,7 @@ def _head(folder: Path) -> str:
         return "not tied"
     if HEAD in tensors and EMBEDDING in tensors:
         raise ReshardError(
+            "tied-head-stored",
             "a head that is tied to the embedding is stored beside it",
             tensor=HEAD,
             file=str(folder),
@@ -155,21 +158,29 @@ def _tokenizer(folder: Path, run: Run) -> str:
     rows, highest = _rows(folder), max(ours.values(), default=0)
     problem = None
     if len(ours) < 2:
-        problem = Problem("the tokenizer has no vocabulary", found=f"{len(ours)} tokens")
+        problem = Problem(
+            "tokenizer-without-vocabulary", "the tokenizer has no vocabulary", found=f"{len(ours)} tokens"
+        )
     elif changed:
         some = ", ".join(repr(token) for token in changed[:5])
-        problem = Problem("tokens of the base have other ids or are gone", found=f"{len(changed)}: {some}")
+        problem = Problem(
+            "tokens-renumbered",
+            "tokens of the base have other ids or are gone",
+            found=f"{len(changed)}: {some}",
+        )
     elif rows is not None and highest >= rows:
         problem = Problem(
-            "a token has no row in the embedding", expected=f"ids below {rows}", found=str(highest)
+            "token-without-row",
+            "a token has no row in the embedding",
+            expected=f"ids below {rows}",
+            found=str(highest),
         )
     if problem:
         raise ReshardError(
-            Problem(
-                problem.message,
+            replace(
+                problem,
                 file=str(folder),
                 expected=problem.expected or f"the {len(theirs)} tokens of {run.model}",
-                found=problem.found,
                 remedy=f"copy the tokenizer of {run.model} into the checkpoint, and export it again",
             )
         )
@@ -197,6 +208,7 @@ def _loaded_tokenizer(folder: Path, run: Run) -> Any:
 
     if not find_companions(folder).has_tokenizer:  # transformers 5 would make one of a single token
         raise ReshardError(
+            "final-tokenizer-missing",
             "there is no tokenizer",
             file=str(folder),
             expected="tokenizer.json, tokenizer.model or vocab.json",
@@ -208,6 +220,7 @@ def _loaded_tokenizer(folder: Path, run: Run) -> Any:
         )
     except Exception as error:
         raise ReshardError(
+            "tokenizer-not-loadable",
             "transformers does not load the tokenizer",
             file=str(folder),
             found=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
@@ -220,6 +233,7 @@ def _template(folder: Path, run: Run) -> str:
     theirs = _loaded_tokenizer(run.model, run).chat_template
     if theirs and not ours:
         raise ReshardError(
+            "chat-template-lost",
             "the chat template is lost",
             file=str(folder),
             expected=f"that of {run.model}",
@@ -240,6 +254,7 @@ def _generation(folder: Path) -> str:
         config = GenerationConfig.from_pretrained(folder)
     except Exception as error:
         raise ReshardError(
+            "generation-config-not-loadable",
             "transformers does not load the generation config",
             file=str(folder / "generation_config.json"),
             found=f"{type(error).__name__}: {error}",
@@ -251,6 +266,7 @@ def _generation(folder: Path) -> str:
     beyond = [token for token in tokens if token is not None and rows is not None and token >= rows]
     if beyond:
         raise ReshardError(
+            "generation-config-tokens-unknown",
             "the generation config names tokens that there are not",
             file=str(folder / "generation_config.json"),
             expected=f"ids below {rows}",
@@ -283,6 +299,7 @@ def _misshapen(module: str, pair: Pair, shape: tuple[int, ...], folder: Path) ->
     for name, (found, expected) in whole.items():
         if tuple(found) != expected:
             yield Problem(
+                "adapter-tensor-incomplete",
                 "a tensor of the adapter is not whole",
                 tensor=f"{module}.{name}",
                 file=str(folder),
@@ -296,6 +313,7 @@ def _adapter_config(folder: Path, run: Run) -> str:
     base = read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     if base != str(run.model):
         raise ReshardError(
+            "final-adapter-base-differs",
             "the adapter names another base",
             file=str(folder / ADAPTER_CONFIG),
             expected=str(run.model),

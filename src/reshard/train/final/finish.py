@@ -96,6 +96,7 @@ def read_trained(run: Run) -> Trained:
         return Trained(Path(content["checkpoint"]), int(content["step"]), dict(content["digests"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ReshardError(
+            "run-unfinished",
             "the run has not come to its end",
             file=str(path),
             found=f"{type(error).__name__}: {error}",
@@ -123,6 +124,7 @@ def _made(checkpoint: Path, folder: Path, on_bytes: OnBytes, *, merge: bool = Fa
 
 def _nonfinite(name: str, folder: Path) -> Problem:
     return Problem(
+        "trained-weight-not-finite",
         "a weight is NaN or infinite",
         tensor=name,
         file=str(folder),
@@ -135,7 +137,11 @@ def _bits(run: Run, trained: Trained, folder: Path) -> str:
     problems = engine_of(run).check(run, trained, folder)
     if not trained.digests:
         problems.append(
-            Problem("the ranks have left no digests of what they trained", file=str(run.output / TRAINED))
+            Problem(
+                "digests-missing",
+                "the ranks have left no digests of what they trained",
+                file=str(run.output / TRAINED),
+            )
         )
     if problems:
         raise ReshardError(problems)
@@ -161,6 +167,7 @@ def export(
     run = Run.of_dict(read_record(checkpoint / RECORD))
     if merge and not run.lora:
         raise ReshardError(
+            "final-adapter-missing",
             "there is no adapter to merge",
             file=str(checkpoint),
             found="a run that trained all weights",

@@ -86,6 +86,7 @@ def _rendezvous(run: Run) -> tuple[str, int]:
     if host and port.isdecimal() and ranks.node_rank < ranks.nnodes:
         return host.strip("[]"), int(port)
     raise ReshardError(
+        "rendezvous-local",
         "the nodes cannot find each other",
         expected="--nnodes N --node-rank 0…N-1 --rendezvous HOST:PORT, with the host of node 0 on all of them",
         found=f"--nnodes {ranks.nnodes} --node-rank {ranks.node_rank} --rendezvous {ranks.rendezvous}",

@@ -30,6 +30,7 @@ def held(run: Run) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ReshardError(
+                "output-in-use",
                 "another run writes into the output",
                 file=str(run.output),
                 found=f"{path} is held by a process that lives",

@@ -140,6 +140,7 @@ def _mpi(given: Environment) -> Place | None:
         address, port = given.get("MASTER_ADDR"), _number(given, "MASTER_PORT")
         if local_size not in (None, world_size) and not (address and port):
             raise ReshardError(
+                "rendezvous-missing",
                 "the ranks of several nodes do not know where to meet",
                 rule="MPI does not tell its processes the address of the first node",
                 found=f"{names[0]}={rank}, {world_size} processes, {local_size} of them here",
@@ -168,6 +169,7 @@ def _disagreement(run: Run, place: Place) -> Problem | None:
     asked, started = run.ranks.nproc, place.local_world_size
     if asked and started and asked != started:
         return Problem(
+            "launcher-processes-differ",
             f"{place.launcher} has started another number of processes than were asked for",
             expected=f"--nproc {asked}",
             found=f"{started} on this node",
@@ -183,6 +185,7 @@ def _half_launched(run: Run, given: Environment) -> Problem | None:
     world_size = _number(given, "WORLD_SIZE") or 1
     if world_size > 1 and "RANK" in given and "MASTER_ADDR" in given and "LOCAL_RANK" not in given:
         return Problem(
+            "local-rank-not-set",
             "RANK and WORLD_SIZE are set, and LOCAL_RANK is not",
             rule="torchrun sets all three; a pod of Kubernetes gets its number as RANK",
             found=f"RANK={given['RANK']}, WORLD_SIZE={world_size}",
@@ -193,6 +196,7 @@ def _half_launched(run: Run, given: Environment) -> Problem | None:
     step = _number(given, "SLURM_STEP_ID")
     if nodes > 1 and (step is None or step >= LAST_STEP):
         return Problem(
+            "slurm-nodes-unused",
             "Slurm has given several nodes, and this would use one of them",
             found=f"SLURM_JOB_NUM_NODES={nodes}, outside of srun",
             remedy="srun --ntasks-per-node=GPUS reshard train …: one task for each GPU",

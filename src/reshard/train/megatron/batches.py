@@ -39,6 +39,7 @@ def steps_of(options: Options, layout: Layout, world_size: int, sequences: int) 
     if size % unit:
         below = size // unit * unit
         raise ReshardError(
+            "batch-not-divisible",
             "the sequences of a step do not divide over the ranks",
             rule="micro_batch_size × data parallel ranks" + (" × pp, with virtual stages" * (layout.vpp > 1)),
             expected=f"a multiple of {unit}",
@@ -57,6 +58,7 @@ def schedule(options: Options, steps: Steps) -> tuple[int, int]:
         warmup = int(options.lr_warmup_fraction * decay)
     if warmup >= decay:
         raise ReshardError(
+            "warm-up-too-long",
             "the warm-up is as long as the run",
             expected=f"less than {decay} steps",
             found=f"lr_warmup_iters {warmup}",
@@ -72,6 +74,7 @@ def check_ranks(options: Options, layout: Layout, world_size: int) -> None:
     if world_size % model_ranks:
         problems.append(
             Problem(
+                "ranks-not-divisible",
                 "the ranks do not divide over the layout",
                 rule="tp × pp × cp ranks hold the model once",
                 expected=f"a multiple of {model_ranks} processes",
@@ -83,6 +86,7 @@ def check_ranks(options: Options, layout: Layout, world_size: int) -> None:
     if layout.ep > 1 and not problems and world_size // layout.pp % (layout.ep * etp):
         problems.append(
             Problem(
+                "ranks-not-divisible-by-experts",
                 "the ranks of a stage do not divide over the experts",
                 rule="ep × expert_tensor_parallel_size ranks hold all experts once",
                 expected=f"a multiple of {layout.ep * etp} ranks of a stage",
@@ -108,6 +112,7 @@ def _length_problems(options: Options, layout: Layout) -> list[Problem]:
         return []
     return [
         Problem(
+            "sequence-not-divisible",
             "the tokens of a sequence do not divide over the ranks that share it",
             rule="sequence and context parallel ranks take equal parts",
             expected=f"a multiple of {cut}",
@@ -175,12 +180,14 @@ def uses_transformer_engine(options: Options, layout: Layout) -> bool:
     wanted = options.transformer_impl or ("transformer_engine" if there and has_gpu() else "local")
     if wanted == "transformer_engine" and not there:
         raise ReshardError(
+            "transformer-engine-not-installed",
             "TransformerEngine is not installed",
             found="--transformer_impl transformer_engine",
             remedy="pip install transformer_engine[pytorch], or --transformer_impl local",
         )
     if wanted == "local" and layout.cp > 1:
         raise ReshardError(
+            "context-parallel-needs-transformer-engine",
             "context parallel attention needs TransformerEngine",
             rule="the attention of the local spec sees the whole sequence on each rank",
             found=f"--cp {layout.cp} with the local spec",

@@ -22,6 +22,7 @@ def check(run: Run, trained: Trained, final: Path) -> list[Problem]:
         if expected != there:
             problems.append(
                 Problem(
+                    "trained-weight-differs",
                     "a weight is not the one that was trained",
                     tensor=name,
                     file=str(final),

@@ -50,6 +50,7 @@ def _differences(live: dict[str, Any], held: dict[str, Shard]) -> Iterator[Probl
         planned = list(held[name].shape) if name in held else None
         if built != planned:
             yield Problem(
+                "megatron-model-not-as-planned",
                 "megatron-core's model is not the one that is planned",
                 tensor=name,
                 expected=str(planned),

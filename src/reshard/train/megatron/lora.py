@@ -47,6 +47,7 @@ def adapt(chunks: list[Any], weights: Weights, at: Coordinates, options: Options
     if options.lora_r % tp:
         problems.append(
             Problem(
+                "lora-rank-not-divisible",
                 "the rank of the adapters does not divide over the tensor parallel ranks",
                 expected=f"a multiple of {tp}",
                 found=f"lora_r {options.lora_r}",
@@ -62,6 +63,7 @@ def adapt(chunks: list[Any], weights: Weights, at: Coordinates, options: Options
     if not found:
         problems.append(
             Problem(
+                "adapter-targets-nothing",
                 "no layer of the model is adapted",
                 expected="one of linear_qkv, linear_proj, or linear_fc1 and linear_fc2 that are no experts",
                 found=f"lora_target_modules {' '.join(options.lora_target_modules)}",

@@ -200,6 +200,7 @@ def _without_lora(run: Run) -> Iterator[Problem]:
     for name in run.options:
         if name.startswith("lora_") and not run.lora:
             yield Problem(
+                "lora-option-without-lora",
                 f"--{name} without --lora",
                 found=str(run.options[name]),
                 remedy="add --lora, or leave it out",
@@ -209,9 +210,15 @@ def _without_lora(run: Run) -> Iterator[Problem]:
 def _unknown(name: str, known: list[str]) -> Problem:
     if name.removeprefix("no_") in known:
         cure = f"--{name.removeprefix('no_')} false switches it off"
-        return Problem("the Megatron engine has no such option", found=f"--{name}", remedy=cure)
+        return Problem(
+            "megatron-option-unknown",
+            "the Megatron engine has no such option",
+            found=f"--{name}",
+            remedy=cure,
+        )
     near = get_close_matches(_ELSEWHERE.get(name, name), known, 1)
     return Problem(
+        "megatron-option-unknown",
         "the Megatron engine has no such option",
         found=f"--{name}",
         remedy=f"did you mean --{near[0]}?"
@@ -244,6 +251,7 @@ _ELSEWHERE = {
 
 def _mistyped(name: str, value: Any, expected: str) -> Problem:
     return Problem(
+        "option-of-another-kind",
         "an option has a value of another kind",
         expected=f"--{name}: {expected}",
         found="no value behind it" if value is True else repr(value),
@@ -274,6 +282,7 @@ def _without_data(run: Run) -> Iterator[Problem]:
     for name in ("eval_interval", "eval_iters"):
         if run.eval_data is None and run.options.get(name) is not None:
             yield Problem(
+                "megatron-evaluation-data-missing",
                 "there are no data to evaluate on",
                 found=f"--{name} {run.options[name]}",
                 remedy="give them with --eval-data, or leave it out",
@@ -292,9 +301,15 @@ def _contradictions(options: Options) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
             yield _mistyped(name, value, "a finite number")
     if sum(bool(flag) for flag in (options.bf16, options.fp16, options.fp32)) > 1:
-        yield Problem("a run has one precision", found="several of bf16, fp16, fp32", remedy="choose one")
+        yield Problem(
+            "precisions-conflict",
+            "a run has one precision",
+            found="several of bf16, fp16, fp32",
+            remedy="choose one",
+        )
     if options.min_lr > options.rate > 0:
         yield Problem(
+            "min-lr-above-lr",
             "min_lr is higher than lr",
             found=f"min_lr {options.min_lr:g}, lr {options.rate:g}",
             remedy="lower min_lr",
@@ -303,12 +318,14 @@ def _contradictions(options: Options) -> Any:
         options.use_distributed_optimizer and options.overlap_grad_reduce
     ):
         yield Problem(
+            "overlap-param-gather-alone",
             "overlap_param_gather needs what it overlaps with",
             expected="use_distributed_optimizer and overlap_grad_reduce",
             remedy="turn these on, or overlap_param_gather off",
         )
     if options.recompute_method and options.recompute_granularity != "full":
         yield Problem(
+            "recompute-method-alone",
             "recompute_method says which layers, and no layers are computed again",
             remedy="add --recompute_granularity full",
         )

@@ -60,7 +60,11 @@ def _ranks(trainee: Trainee) -> Iterator[Problem]:
     for name, (wanted, found) in sizes.items():
         if wanted != found:
             yield Problem(
-                "the ranks are not spread as asked", rule=name, expected=str(wanted), found=str(found)
+                "ranks-not-as-asked",
+                "the ranks are not spread as asked",
+                rule=name,
+                expected=str(wanted),
+                found=str(found),
             )
 
 
@@ -88,6 +92,7 @@ def _optimizer(counts: list[_Counts]) -> list[Problem]:
         return []
     return [
         Problem(
+            "optimizer-parameters-differ",
             "the optimizer holds other parameters than those that are trained",
             rule="the optimizer is made from the parameters of the model as it is trained",
             expected=f"{expected:,} over all ranks",
@@ -111,6 +116,7 @@ def _parameters(trainee: Trainee) -> Iterator[Problem]:
     found = sum(value.numel() for (_, name), value in live.items() if not is_adapter(name))
     if wanted != found:
         yield Problem(
+            "rank-parameter-count-differs",
             "the rank holds another number of parameters than planned",
             expected=f"{wanted:,}",
             found=f"{found:,}",
@@ -122,7 +128,9 @@ def _parameters(trainee: Trainee) -> Iterator[Problem]:
         for name, value in chunk.named_parameters()
     }
     empty = [name for (_, name), value in live.items() if value.is_meta]
-    yield from _wrong(empty, "parameters have no memory", "every weight was read")
+    yield from _wrong(
+        empty, "parameters-without-memory", "parameters have no memory", "every weight was read"
+    )
     lora = trainee.run.lora
     still = {
         (index, name)
@@ -132,12 +140,17 @@ def _parameters(trainee: Trainee) -> Iterator[Problem]:
     }
     frozen = [key[1] for key, value in parameters.items() if value.requires_grad == (key in still)]
     rule = "the adapters alone are trained" if lora else "every parameter is trained"
-    yield from _wrong(frozen, "parameters are trained that should not be, or the other way round", rule)
+    yield from _wrong(
+        frozen,
+        "trained-parameters-differ",
+        "parameters are trained that should not be, or the other way round",
+        rule,
+    )
 
 
-def _wrong(names: list[str], message: str, rule: str) -> Iterator[Problem]:
+def _wrong(names: list[str], code: str, message: str, rule: str) -> Iterator[Problem]:
     if names:
-        yield Problem(message, tensor=listed(names, 5), rule=rule)
+        yield Problem(code, message, tensor=listed(names, 5), rule=rule)
 
 
 class Change:
@@ -173,6 +186,7 @@ class Change:
         torch.distributed.all_reduce(changed, op=torch.distributed.ReduceOp.MIN)
         if not bool(changed):
             raise ReshardError(
+                "rank-weights-unchanged",
                 "the weights of a rank did not change in the first step",
                 rule="training changes weights",
                 found=f"learning rate {rate:g}",
@@ -203,6 +217,7 @@ def digests(trainee: Trainee) -> dict[str, int]:
         raise ReshardError(
             [
                 Problem(
+                    "data-parallel-weights-differ",
                     "data parallel ranks hold different weights",
                     tensor=key,
                     rule="ranks that share no weights hold the same",

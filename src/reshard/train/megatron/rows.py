@@ -133,6 +133,7 @@ def make_rows(run: Run, options: Options, limit: int | None = None) -> tuple[Row
     rows = put_together(list(pieces_of(samples, length, unit, counts)), length, pack=options.pack)
     if not len(rows):
         raise ReshardError(
+            "data-teach-nothing",
             "there is nothing to learn in the data",
             file=str(run.data),
             found=f"{counts.samples} samples, without a token to be learned in the first {length}",
@@ -170,6 +171,7 @@ def store_rows(run: Run, options: Options, key: str, vocab: int) -> Counts:
     rows, counts = make_rows(run, options)
     if (highest := int(rows[:, INPUTS : LABELS + 1].max())) >= vocab:
         raise ReshardError(
+            "megatron-tokenizer-exceeds-embedding",
             "the tokenizer has tokens that the model has no row for",
             file=str(run.model),
             expected=f"ids below {vocab}, the rows of the embedding",
@@ -191,6 +193,7 @@ def open_rows(run: Run, key: str) -> Rows:
         rows: Rows = np.load(path, mmap_mode="r")
     except FileNotFoundError:
         raise ReshardError(
+            "rank-sees-other-folder",
             "a rank does not see what the first rank wrote",
             file=str(path),
             rule="checkpoints are written by all ranks into one folder",

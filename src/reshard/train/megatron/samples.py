@@ -74,6 +74,7 @@ class _Template:
         self.tokenizer = tokenizer
         if not tokenizer.chat_template:
             raise ReshardError(
+                "tokenizer-without-template",
                 "the tokenizer has no chat template",
                 file=str(tokenizer.name_or_path),
                 rule="chats are rendered by the template of the model",
@@ -121,6 +122,7 @@ def _chat(template: _Template, messages: list[Any]) -> Sample:
                 spans.append((len(before), len(upto)))
     if not spans:
         raise ReshardError(
+            "chat-template-without-generation",
             "the chat template does not show which tokens the assistant wrote",
             file=str(template.tokenizer.name_or_path),
             rule="a chat begins with the same text before and after an answer, or marks it with {% generation %}",

@@ -185,6 +185,7 @@ def resume(trainee: Trainee) -> int:
         raise ReshardError(
             [
                 Problem(
+                    "megatron-resumed-run-differs",
                     "the checkpoint to resume from is of another run",
                     tensor=key,
                     file=str(folder),
@@ -202,6 +203,7 @@ def _refuse_other_optimizer(folder: Path, stored: dict[str, Any], ours: dict[str
     spread = [args["expert_model_parallel_size"] > 1 for args in (stored, ours)]
     if stored[name] != ours[name] or (not ours[name] and spread[0] != spread[1]):
         raise ReshardError(
+            "resumed-optimizer-differs",
             "the optimizer of the checkpoint cannot go on as this one",
             file=str(folder),
             expected=f"{name} {stored[name]}, --ep {stored['expert_model_parallel_size']}",

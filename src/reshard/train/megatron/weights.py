@@ -91,6 +91,7 @@ def layout_of(run: Run, options: Options, model: Model) -> Layout:
     """The layout of a run. Raises ReshardError where the sizes of the model do not divide, or it computes another."""
     if model.family.computed_by != MCORE:
         raise ReshardError(
+            "train-megatron-lacks-family",
             f"megatron-core's GPTModel does not compute the family {model.family.name}",
             rule=f"it is computed by {ENGINES[model.family.computed_by]}",
             found="--engine megatron",
@@ -101,6 +102,7 @@ def layout_of(run: Run, options: Options, model: Model) -> Layout:
     check_layout(model, layout)
     if model.dims.experts and layout.ep == 1 and etp != layout.tp:
         raise ReshardError(
+            "experts-would-drift-apart",
             "experts that every tensor parallel rank holds whole would drift apart",
             rule="megatron-core sums the gradients of experts over tensor parallel ranks only where --ep spreads them",
             found=f"--tp {layout.tp}, --ep 1, expert_tensor_parallel_size {etp}",
@@ -142,6 +144,7 @@ def _refuse_spread_latent_attention(model: Model, layout: Layout) -> None:
     """
     if layout.tp > 1 and model.dims.kv_lora:
         raise ReshardError(
+            "latent-attention-tensor-parallel",
             "latent attention cannot be trained tensor parallel by the local spec",
             rule="megatron-core's local spec loses a part of the gradient of linear_kv_down_proj",
             found=f"--tp {layout.tp}, {model.family.name}",
@@ -154,6 +157,7 @@ def _refuse_unpackable(model: Model, options: Options, transformer_engine: bool)
     windowed = bool(args.get("window_size")) and not transformer_engine
     if options.pack and (windowed or args.get("mtp_num_layers")):
         raise ReshardError(
+            "packing-unsupported",
             "samples of this model cannot share a sequence",
             rule="the local spec's sliding window puts its own mask in the place of the samples'"
             if windowed

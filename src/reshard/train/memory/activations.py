@@ -50,6 +50,7 @@ class Widths:
         except UNUSABLE as error:
             raise ReshardError(
                 Problem(
+                    "activations-unknown",
                     "what activations take cannot be told from config.json",
                     found=f"{type(error).__name__}: {error}",
                     remedy="watch the memory of the first step",

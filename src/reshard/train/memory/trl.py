@@ -103,6 +103,7 @@ def on_meta(folder: Path, *, trusted: bool) -> Any:
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
     except Exception as error:  # whatever a config makes transformers raise
         raise ReshardError(
+            "transformers-cannot-build",
             "transformers cannot build the model",
             file=str(folder),
             found=f"{type(error).__name__}: {error}".split("\n")[0],
@@ -123,6 +124,7 @@ def _adapted(model: Any, options: Mapping[str, Any]) -> Any:
             return get_peft_model(model, adapter_config(listed))
     except (ValueError, RuntimeError, AttributeError, KeyError, NotImplementedError) as error:
         raise ReshardError(
+            "peft-cannot-adapt",
             "PEFT cannot adapt the model as the options say",
             found=str(error).split("\n")[0],
             expected="--lora_target_modules: all-linear, or names of layers, as "

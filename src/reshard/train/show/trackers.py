@@ -34,6 +34,7 @@ def check(run: Run) -> None:
     names = [name for name in asked(run) if name != "none"]
     problems = [
         Problem(
+            "tracker-not-installed",
             f"{name} is not installed, and report_to asks for it",
             remedy=f"pip install {name}, or leave out --report_to",
         )
@@ -43,6 +44,7 @@ def check(run: Run) -> None:
     if run.engine == "megatron":
         problems += [
             Problem(
+                "megatron-tracker-unsupported",
                 "the Megatron engine does not write to this tracker",
                 expected=" or ".join(MODULES),
                 found=f"report_to {name}",

@@ -39,6 +39,7 @@ def batches_of(run: Run, options: Mapping[str, Any], world_size: int, samples: i
 def _ranks(run: Run, world_size: int) -> Iterator[Problem]:
     if world_size % run.layout.tp:
         yield Problem(
+            "ranks-not-divisible-by-tp",
             "the ranks cannot be divided into tensor parallel groups",
             found=f"{world_size} ranks, --tp {run.layout.tp}",
             remedy=f"give --nproc {run.layout.tp}, or let --tp be a divisor of {world_size}",
@@ -47,6 +48,7 @@ def _ranks(run: Run, world_size: int) -> Iterator[Problem]:
         yield from _beside_tensor_parallelism(run, world_size)
     if run.layout.ep not in (1, run.layout.tp):
         yield Problem(
+            "trl-experts-follow-tp",
             "TRL spreads experts over the tensor parallel ranks",
             found=f"--ep {run.layout.ep} with --tp {run.layout.tp}",
             remedy="give --parallel tp with --tp and --ep alike, or use --engine megatron",
@@ -64,6 +66,7 @@ def _beside_tensor_parallelism(run: Run, world_size: int) -> Iterator[Problem]:
     }
     for what in (name for name, asked in wrong.items() if asked):
         yield Problem(
+            "tensor-and-data-parallel",
             f"{what} is not tensor parallel and data parallel at once here",
             found=f"{world_size} ranks, --tp {run.layout.tp}",
             remedy=f"give --nproc {run.layout.tp} or --tp {world_size}; or use --parallel fsdp2",
@@ -103,7 +106,7 @@ def _groups(options: Mapping[str, Any], step: int, replicas: int) -> Iterator[Pr
         )
     else:
         return
-    yield Problem(finding.title.en, rule=finding.cause.en, found=found, remedy=finding.cure.en)
+    yield Problem(finding.id, finding.title.en, rule=finding.cause.en, found=found, remedy=finding.cure.en)
 
 
 def _evaluated_groups(run: Run, options: Mapping[str, Any], replicas: int) -> Iterator[Problem]:
@@ -114,6 +117,7 @@ def _evaluated_groups(run: Run, options: Mapping[str, Any], replicas: int) -> It
     per_device = int(options["per_device_eval_batch_size"])
     if per_device * replicas % group:
         yield Problem(
+            "grpo-evaluation-groups-cut",
             "the completions that are evaluated at a time are no whole groups",
             rule="the completions of a prompt are compared with each other",
             expected=f"a multiple of {group}",

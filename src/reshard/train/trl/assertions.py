@@ -47,6 +47,7 @@ def _world(trainer: Any) -> Iterator[Problem]:
     found = trainer.accelerator.num_processes
     if not asked == found == world_size():
         yield Problem(
+            "processes-missing",
             "there are fewer processes than were started",
             rule="each process that the launcher starts is a rank of one group",
             expected=f"{asked} ranks",
@@ -67,6 +68,7 @@ def _wrapper(run: Run, trainer: Any) -> Iterator[Problem]:
     if found == ([asked] if asked else []) or (kind == "ddp" and world_size() == 1 and not found):
         return
     yield Problem(
+        "model-not-wrapped",
         "the model is not wrapped as the plan says",
         expected=f"{asked or 'no wrapper'} (--parallel {kind})",
         found=", ".join(found) or type(trainer.model_wrapped).__name__,
@@ -107,6 +109,7 @@ def _spread(run: Run, model: Any, whose: str) -> Iterator[Problem]:
         wrong, words = [] if sharded else plain, "parameters sharded over the tensor parallel ranks"
     if wrong:
         yield Problem(
+            "parameters-not-as-planned",
             f"the parameters of {whose} do not lie as the plan says",
             tensor=listed(wrong, guard.SHOWN),
             expected=f"{words} (--parallel {kind})",
@@ -123,6 +126,7 @@ def _trainable(run: Run, trainer: Any) -> Iterator[Problem]:
         wrong = [name for name, trained in names.items() if not trained]
     if wrong:
         yield Problem(
+            "trainable-parameters-differ",
             "other parameters are trainable than the plan says",
             tensor=listed(wrong, guard.SHOWN),
             expected="adapters only" if run.lora else "all parameters",
@@ -148,6 +152,7 @@ def _head(run: Run, trainer: Any) -> Iterator[Problem]:
     )
     if trained:
         yield Problem(
+            "fsdp2-head-not-averaged",
             "FSDP2 does not average the gradient of a head that is trained beside an adapter",
             tensor=", ".join(trained),
             rule="the gradient of a weight is that of the samples of all ranks",
@@ -160,6 +165,7 @@ def _device_map(model: Any, whose: str) -> Iterator[Problem]:
     for name, module in model.named_modules():
         if getattr(module, "hf_device_map", None):
             yield Problem(
+                "model-loaded-with-device-map",
                 f"{whose} was loaded with a device map",
                 tensor=name or type(module).__name__,
                 found=str(module.hf_device_map)[:200],
@@ -178,6 +184,7 @@ def _reference(run: Run, trainer: Any) -> Iterator[Problem]:
     own = {id(parameter) for parameter in trainer.model.parameters()}
     if any(id(parameter) in own for parameter in reference.parameters()):
         yield Problem(
+            "reference-model-shared",
             "the reference model is the model itself",
             rule="the reference stays as the model was",
             remedy="use TRL 1.16 or later",
@@ -189,8 +196,11 @@ def _guarded(run: Run, trainer: Any) -> list[Problem]:
     try:
         guard.check(trainer.model_wrapped, trainer.optimizer)
     except ReshardError as error:
-        mixed = "plain parameters beside DTensors"
-        return [each for each in error.problems if not (run.parallel == "tp" and each.message == mixed)]
+        return [
+            each
+            for each in error.problems
+            if not (run.parallel == "tp" and each.code == "guard-mixed-parameters")
+        ]
     return []
 
 
@@ -213,6 +223,7 @@ class Motion:
         if MOVED in agreed([MOVED] if moved else []):
             return
         raise ReshardError(
+            "weights-unchanged",
             "the weights did not change in the first step",
             rule="an optimizer that was made before the model was sharded holds other tensors",
             found=f"{len(self._before)} trained tensors, all as before",

@@ -27,7 +27,13 @@ def differences(run: Run, trained: Trained, final: Path) -> list[Problem]:
 
 def _names(trained: Trained, tensors: dict[str, Tensor], final: Path) -> Iterator[Problem]:
     for name in sorted(trained.digests.keys() - tensors.keys()):
-        yield Problem("a tensor that was trained is missing", tensor=name, file=str(final), remedy=_REMEDY)
+        yield Problem(
+            "trained-tensor-missing",
+            "a tensor that was trained is missing",
+            tensor=name,
+            file=str(final),
+            remedy=_REMEDY,
+        )
 
 
 def _bytes(trained: Trained, tensors: dict[str, Tensor]) -> Iterator[Problem]:
@@ -37,6 +43,7 @@ def _bytes(trained: Trained, tensors: dict[str, Tensor]) -> Iterator[Problem]:
         found = _crc32(files, tensors[name], buffer)
         if found != trained.digests[name]:
             yield Problem(
+                "trained-tensor-differs",
                 "a tensor is not what was trained",
                 tensor=name,
                 file=tensors[name].file,

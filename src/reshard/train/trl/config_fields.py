@@ -124,7 +124,10 @@ def _unknown(run: Run, there: Mapping[str, Any]) -> Iterator[Problem]:
             near = get_close_matches(_ELSEWHERE.get(name, name), names, 1)
             cure = f"did you mean --{near[0]}?" if near else "--options lists those that there are"
         yield Problem(
-            f"{CONFIGS[run.method]} has no option {name}", found=f"--{name} {run.options[name]}", remedy=cure
+            "option-not-in-config",
+            f"{CONFIGS[run.method]} has no option {name}",
+            found=f"--{name} {run.options[name]}",
+            remedy=cure,
         )
 
 
@@ -161,6 +164,7 @@ _ELSEWHERE = {
 
 def _mistyped(name: str, value: Any, why: str) -> Problem:
     return Problem(
+        "option-not-understood",
         f"--{name} cannot be understood",
         found="no value behind it" if value is True else repr(value),
         expected="a value" if value is True else why.split(": ", 1)[-1],

@@ -26,6 +26,7 @@ def _on(variables: Mapping[str, str], name: str) -> bool:
 
 def _problem(name: str, variables: Mapping[str, str], asked: str) -> Problem:
     return Problem(
+        "environment-contradicts-plan",
         "an environment variable contradicts the plan",
         rule="accelerate does what its variables say, whatever the arguments are",
         expected=asked,

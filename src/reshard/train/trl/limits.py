@@ -29,6 +29,7 @@ def wrong_values(typed: Mapping[str, Any], said: Mapping[str, Any]) -> Iterator[
     for name, value in typed.items():
         if why := _wrong_number(name, value, typed):
             yield Problem(
+                "option-value-impossible",
                 f"--{name} has a value that nothing can be trained with",
                 expected=why,
                 found=str(said.get(name, value)),
@@ -63,6 +64,7 @@ def _attention(chosen: Any) -> Iterator[Problem]:
     if chosen not in known:
         near = get_close_matches(chosen, known, 1)
         yield Problem(
+            "attention-unknown",
             "transformers has no such attention",
             expected=", ".join(dict.fromkeys(known)),
             found=f"--attn_implementation {chosen}",
@@ -80,6 +82,7 @@ def _trackers(named: Any) -> Iterator[Problem]:
         if name not in known:
             near = get_close_matches(str(name), known, 1)
             yield Problem(
+                "tracker-unknown",
                 "transformers knows no such tracker",
                 expected=", ".join(known),
                 found=f"--report_to {name}",

@@ -32,6 +32,7 @@ def _unfit(run: Run, tokenizer: Any, lacks_template: bool) -> Iterator[Problem]:
     file = str(run.model)
     if len(tokenizer) <= 1:
         yield Problem(
+            "tokenizer-missing",
             "the model has no tokenizer",
             file=file,
             rule="where there is none, transformers 5 makes one of one token, which encodes everything to nothing",
@@ -39,6 +40,7 @@ def _unfit(run: Run, tokenizer: Any, lacks_template: bool) -> Iterator[Problem]:
         )
     if lacks_template:
         yield Problem(
+            "chats-without-template",
             "the data are chats, and the tokenizer has no chat template",
             file=file,
             remedy="give --chat_template_path, or put a chat_template.jinja beside the tokenizer",
@@ -47,6 +49,7 @@ def _unfit(run: Run, tokenizer: Any, lacks_template: bool) -> Iterator[Problem]:
     highest = max(tokenizer.get_vocab().values(), default=0)
     if isinstance(rows, int) and highest >= rows:
         yield Problem(
+            "tokenizer-exceeds-embedding",
             "the tokenizer has more tokens than the model",
             file=file,
             expected=f"token ids below {rows}, the vocab_size of config.json",
@@ -55,6 +58,7 @@ def _unfit(run: Run, tokenizer: Any, lacks_template: bool) -> Iterator[Problem]:
         )
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
         yield Problem(
+            "tokenizer-without-padding",
             "the tokenizer has neither a padding nor an end token",
             file=file,
             remedy="name a pad_token in tokenizer_config.json",
@@ -161,6 +165,7 @@ def load_adapter(model: Any, checkpoint: Path) -> None:
     unlike = [name for name in saved.keys() & own.keys() if saved[name].shape != own[name].shape]
     if unlike or saved.keys() != own.keys():
         raise ReshardError(
+            "resumed-adapter-differs",
             "the adapter of the checkpoint is another than the options ask for",
             tensor=", ".join(sorted(unlike or saved.keys() ^ own.keys())[:5]),
             file=str(file),

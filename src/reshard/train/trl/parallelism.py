@@ -60,6 +60,7 @@ def zero(stage: int) -> dict[str, Any]:
     """DeepSpeed's config, of which transformers fills in what is "auto". Raises ReshardError without DeepSpeed."""
     if find_spec("deepspeed") is None:
         raise ReshardError(
+            "deepspeed-not-installed",
             "DeepSpeed is not installed",
             found=f"--parallel zero{stage}",
             remedy="pip install deepspeed, or use --parallel fsdp2",
@@ -90,6 +91,7 @@ def loading(run: Run) -> Mapping[str, Any]:
         from transformers.distributed import DistributedConfig
     except ImportError:
         raise ReshardError(
+            "transformers-without-tp",
             "this transformers has no tensor parallelism to train with",
             found="--parallel tp",
             remedy="pip install -U transformers (5.23 is known to work), or use --parallel fsdp2",

@@ -56,7 +56,13 @@ def refused(run: Run) -> Iterator[Problem]:
     """A problem for each option of `REFUSED`, and for what of model_init_kwargs is."""
     for name in run.options.keys() & REFUSED.keys():
         reason, cure = REFUSED[name]
-        yield Problem(f"--{name} is not passed on", found=str(run.options[name]), rule=reason, remedy=cure)
+        yield Problem(
+            "option-not-passed-on",
+            f"--{name} is not passed on",
+            found=str(run.options[name]),
+            rule=reason,
+            remedy=cure,
+        )
     given = run.options.get("model_init_kwargs")
     for key in sorted(_INIT | _EITHER):
         if (isinstance(given, Mapping) and key in given) or (isinstance(given, str) and f'"{key}"' in given):
@@ -64,7 +70,11 @@ def refused(run: Run) -> Iterator[Problem]:
             if key in _EITHER:
                 reason, cure = "it is an option of its own", f"use --{key.replace('torch_', '')}"
             yield Problem(
-                f"--model_init_kwargs with {key} is not passed on", found=str(given), rule=reason, remedy=cure
+                "model-init-kwarg-not-passed-on",
+                f"--model_init_kwargs with {key} is not passed on",
+                found=str(given),
+                rule=reason,
+                remedy=cure,
             )
 
 
@@ -82,6 +92,7 @@ def _without_evaluation(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]
     if run.eval_data is None:
         for name in (*asked, *needed):
             yield Problem(
+                "trl-evaluation-data-missing",
                 "there are no data to evaluate on",
                 found=f"--{name} {said[name]}",
                 remedy="give them with --eval-data, or leave it out",
@@ -90,12 +101,14 @@ def _without_evaluation(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]
     if said.get("eval_strategy") == "no":
         for name in needed:
             yield Problem(
+                "option-needs-evaluation",
                 f"--{name} {said[name]} follows evaluations, and there are none",
                 found="--eval_strategy no",
                 remedy="leave out --eval_strategy, or choose epoch or steps",
             )
     if "save_strategy" in needed and not typed.get("metric_for_best_model"):
         yield Problem(
+            "best-checkpoint-undefined",
             "nothing says which checkpoint is the best",
             found="--save_strategy best without --metric_for_best_model",
             remedy="add --metric_for_best_model loss, or leave out --save_strategy",
@@ -117,6 +130,7 @@ def _adapted_experts(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
         everything or typed.get("lora_target_parameters")
     ):
         yield Problem(
+            "expert-adapters-tensor-parallel",
             "adapters of experts cannot be tensor parallel",
             found="--lora on a mixture of experts with --parallel tp",
             remedy="use --parallel fsdp2, or adapt attention only: --lora_target_modules q_proj k_proj v_proj o_proj",
@@ -139,6 +153,7 @@ def _divided(run: Run) -> Iterator[Problem]:
         if isinstance(size, int) and size and size % ranks:
             fitting = ", ".join(str(each) for each in range(1, size + 1) if size % each == 0)
             yield Problem(
+                "model-size-not-divisible",
                 f"{name} of the model does not divide over --{flag} {ranks}",
                 rule="each tensor parallel rank computes an equal share",
                 expected=f"a divisor of {size}",
@@ -155,19 +170,24 @@ def contradictions(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
         for name in typed:
             if name.startswith("lora_") or name in ("use_rslora", "use_dora"):
                 yield Problem(
-                    f"--{name} without --lora", found=str(typed[name]), remedy="add --lora, or leave it out"
+                    "lora-option-without-lora",
+                    f"--{name} without --lora",
+                    found=str(typed[name]),
+                    remedy="add --lora, or leave it out",
                 )
     yield from _without_evaluation(run, typed)
     if typed.get("bf16") and typed.get("fp16"):
-        yield Problem("bf16 and fp16 exclude each other", remedy="leave out one")
+        yield Problem("bf16-and-fp16", "bf16 and fp16 exclude each other", remedy="leave out one")
     if run.resume and typed.get("sync_ref_model"):
         yield Problem(
+            "reference-model-not-saved",
             "a reference model that moves is not in the checkpoints",
             found="--resume with --sync_ref_model",
             remedy="leave out --sync_ref_model",
         )
     if typed.get("save_only_model") and run.resume:
         yield Problem(
+            "checkpoints-without-optimizer",
             "checkpoints without an optimizer cannot be resumed",
             found="--resume with --save_only_model",
             remedy="leave out --save_only_model, and train from the beginning",

@@ -26,6 +26,7 @@ def load(name: str) -> Callable[..., Any]:
     module, colon, function = name.partition(":")
     if not (module and colon and function):
         raise ReshardError(
+            "reward-names-no-function",
             "--reward names no function",
             found=name,
             expected="module:function",
@@ -37,6 +38,7 @@ def load(name: str) -> Callable[..., Any]:
     found = getattr(_import(module, folder), function, None)
     if not callable(found):
         raise ReshardError(
+            "reward-function-missing" if found is None else "reward-not-a-function",
             "the module of --reward has no such function" if found is None else "the reward is no function",
             found=name,
             expected=f"def {function}(completions, **columns) -> list of float, in {module}",
@@ -44,6 +46,7 @@ def load(name: str) -> Callable[..., Any]:
         )
     if not _takes_all(found):
         raise ReshardError(
+            "reward-signature-wrong",
             "the reward does not take what TRL gives it",
             found=f"def {function}{inspect.signature(found)}",
             expected=f"def {function}(completions, **columns) -> list of float",
@@ -79,6 +82,7 @@ def _import(module: str, folder: str) -> Any:
             and (error.name or "").split(".")[0] == module.split(".")[0]
         )
         raise ReshardError(
+            "reward-module-missing" if missing else "reward-module-fails",
             "the module of --reward is not there" if missing else "the module of --reward cannot be imported",
             found=f"{module}: {type(error).__name__}: {error}",
             expected=f"{module.replace('.', '/')}.py in {folder}, or an installed module",

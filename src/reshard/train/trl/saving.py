@@ -166,6 +166,7 @@ def resumable(run: Run, checkpoint: Path) -> None:
     }
     problems = [
         Problem(
+            "resumed-weights-differ",
             "the checkpoint is of another run",
             file=str(checkpoint),
             expected=f"{name} {old}",
