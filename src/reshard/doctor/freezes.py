@@ -20,7 +20,7 @@ MOST_OTHER = 0.1
 """The share of lines in a list that name no package: headings, editable installs."""
 
 _PACKAGE = re.compile(
-    r"(?P<name>[A-Za-z][\w.-]*)(?:\[[\w,-]+\])?(?:\s*===?\s*|\s+)v?(?P<version>\d[\w.+!-]*)(?:\s+[\w./:@+~-]+){0,2}\s*"
+    r"(?P<name>[A-Za-z][\w.-]*)(?:\[[\w,-]+\])?(?:\s*===?\s*|\s+)v?(?P<version>\d[\w.+!-]*)(?:\s+[\w./:@+~-]+){0,2}\s*$"
 )
 _OTHER = re.compile(r"\s*(?:#.*|-e\s.*|-+(?:\s+-+)*|Package\s+Version.*|[\w.-]+\s+@\s+\S+)?\s*")
 
@@ -30,7 +30,7 @@ def versions_in(lines: Iterable[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     other = 0
     for line in lines:
-        if match := _PACKAGE.fullmatch(line.rstrip()):
+        if match := _PACKAGE.match(line.rstrip()):
             found[canonicalize_name(match["name"])] = match["version"]
         elif not _OTHER.fullmatch(line):
             other += 1

@@ -18,7 +18,7 @@ _PAIRS = tuple(
     for pattern in (
         r"size mismatch for (?P<name>[\w.]+): copying a param with shape SAVED from checkpoint, "
         r"the shape in current model is WANTED",
-        r"(?P<name>[\w.{}, ]+?)\s*\|\s*MISMATCH\s*\|.{0,80}?ckpt: SAVED vs model: ?WANTED",
+        r"(?<![\w.{}, ])(?P<name>[\w.{}, ]*[\w.{},])\s*\|\s*MISMATCH\s*\|.{0,80}?ckpt: SAVED vs model: ?WANTED",
         r'Trying to set a tensor of shape SAVED in "(?P<name>\w+)" \(which has shape WANTED\)',
         r"Size mismatch between saved SAVED and current: WANTED for (?P<name>[\w.]+)",
         r"Global shape mismatch for loaded \(SAVED\) and expected \(WANTED\) tensor for key (?P<name>[\w.]+)",
@@ -31,8 +31,8 @@ _EMBEDDING = re.compile(r"embed|lm_head|output_layer|\bwte\b|tok_embeddings|^out
 _EXPERTS = re.compile(r"expert|router|mlp\.gate\.weight|gate\.weight$|gate_inp")
 _ADAPTER = re.compile(r"lora_[AB]|lora_(?:up|down)|linear_(?:in|out)\.weight")
 _KEYS_VALUES = re.compile(r"\b[kv]_proj|\bw[kv]\b|key|value")
-MOST_PADDING = 0.1
-"""The share of rows that padding or added tokens are, at most."""
+MOST_PADDING = 0.5
+"""The share of rows that padding or added tokens are, at most. A shard has half of them or less."""
 
 
 class Pair(NamedTuple):
@@ -102,7 +102,7 @@ def _class_of(pair: Pair) -> tuple[str, dict[str, object]] | None:
         return "rank", numbers
     if _EXPERTS.search(name) and at == 0 and not _ADAPTER.search(name):
         return "experts", numbers
-    if at == 0 and _EMBEDDING.search(name) and abs(ours - theirs) <= MOST_PADDING * max(ours, theirs):
+    if at == 0 and _EMBEDDING.search(name) and abs(ours - theirs) < MOST_PADDING * max(ours, theirs):
         return "rows", {**numbers, "more": abs(ours - theirs)}
     small, large = sorted((ours, theirs))
     if large % small:
