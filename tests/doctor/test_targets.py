@@ -123,11 +123,52 @@ def test_the_code_of_a_notebook_is_a_script_and_its_outputs_are_logs(tmp_path: P
     assert reshard.diagnose(notebook(tmp_path, ("x = 1\n", []))) == []
 
 
-def test_what_is_no_notebook_is_one_error(tmp_path: Path) -> None:
-    for content in ("{}", "[1]", "not json"):
-        (tmp_path / "a.ipynb").write_text(content)
-        shown = command("doctor", tmp_path / "a.ipynb")
-        assert shown.code == 2 and shown.err.count("error:") == 1 and "notebook" in shown.err
+CODE = {"cell_type": "code", "source": "x = 1"}
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ("not json", "Expecting value"),
+        ("[" * 5000, "nested too deep"),
+        ([1], "the notebook: an object is expected, not a list"),
+        ({}, "cells: a list is expected, not nothing"),
+        ({"worksheets": []}, "format 3"),
+        ({"cells": {"a": 1}}, "cells: a list is expected, not an object"),
+        ({"cells": [CODE, "x = 1"]}, "cell 2: an object is expected, not a string"),
+        ({"cells": [{**CODE, "source": 7}]}, "source of cell 1: a string is expected, not a number"),
+        ({"cells": [{**CODE, "source": ["x", [1]]}]}, "source of cell 1: a string is expected, not a list"),
+        ({"cells": [{**CODE, "outputs": 3}]}, "outputs of cell 1: a list is expected, not a number"),
+        ({"cells": [{**CODE, "outputs": ["a"]}]}, "an output of cell 1: an object is expected"),
+        (
+            {"cells": [{**CODE, "outputs": [{"output_type": "stream", "text": {"a": 1}}]}]},
+            "the text that cell 1 printed: a string is expected, not an object",
+        ),
+        (
+            {"cells": [{**CODE, "outputs": [{"output_type": "error", "traceback": [None]}]}]},
+            "a line of the traceback of cell 1: a string is expected, not nothing",
+        ),
+    ],
+)
+def test_what_is_no_notebook_is_one_error(tmp_path: Path, content: object, found: str) -> None:
+    text = content if isinstance(content, str) else json.dumps(content)
+    (tmp_path / "a.ipynb").write_text(text)
+    shown = command("doctor", tmp_path / "a.ipynb")
+    assert shown.code == 2 and shown.err.count("error:") == 1 and "notebook" in shown.err
+    assert found in shown.err
+
+
+@pytest.mark.parametrize(
+    "code", ["x = f" + "()" * 5000, "x = " + "-" * 50000 + "1", "x = a" + ".b" * 900 + "()"]
+)
+def test_code_that_is_nested_too_deep_is_no_script_and_left_out_of_a_notebook(
+    tmp_path: Path, code: str
+) -> None:
+    (tmp_path / "a.py").write_text(code)
+    shown = command("doctor", tmp_path / "a.py")
+    assert shown.code == 2 and "nested too deep" in shown.err and "Traceback" not in shown.err
+    (found,) = reshard.diagnose(notebook(tmp_path, (code, []), (f"{SPREAD}\nTrainer(model).train()\n", [])))
+    assert found.id == "script-device-map"
 
 
 # -------------------------------------------------------------------------------------------------- configs

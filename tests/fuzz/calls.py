@@ -20,7 +20,10 @@ from reshard.errors import ReshardError
 from reshard.formats.safetensors import read_tensors
 from reshard.formats.torchfiles.read import read_torch_file
 from reshard.stores.address import is_url, parsed
-from reshard.train.data import read_records
+from reshard.train.data import load_dataset, read_records, tokens
+from reshard.train.data.records import METHODS
+from reshard.train.megatron.rows import Counts, pieces_of
+from reshard.train.megatron.samples import samples_of
 from reshard.train.request import run_of
 from reshard.train.run import Run, check
 from reshard.transfer.marker import parsed_marker
@@ -262,8 +265,32 @@ def record_of_run(path: Path) -> None:
     json.dumps(Run.read(path).as_dict())
 
 
-def dataset(path: Path) -> None:
-    """Data to train on, for each method."""
-    for method in ("sft", "dpo", "grpo"):
-        with suppress(ReshardError):
-            list(read_records(path, method))
+def data(name: str) -> Open:
+    """Data to train on in a file of this name, as far as a run goes with it until a model sees tokens.
+
+    TRL gets a table of them, preflight counts their tokens, and Megatron's rows are made of those.
+    """
+
+    def opened(folder: Path) -> Take:
+        from tests.genuine.huggingface import make_tokenizer
+
+        tokenizer = make_tokenizer()
+
+        def counted(path: Path, method: str) -> None:
+            tokens.lengths(*tokens.draw(read_records(path, method, tokens.probe(tokenizer))), tokenizer, 64)
+
+        def packed(path: Path, method: str) -> None:
+            if method == "sft":
+                list(pieces_of(samples_of(read_records(path, method), tokenizer), 64, 1, Counts()))
+
+        def take(content: bytes) -> None:
+            path = folder / name
+            path.write_bytes(content)
+            for method in METHODS:
+                for step in (load_dataset, counted, packed):
+                    with suppress(ReshardError):
+                        step(path, method)
+
+        return take
+
+    return opened

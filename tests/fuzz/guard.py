@@ -18,7 +18,7 @@ MEMORY = 1 << 30
 
 _NEVER = (
     *("os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "os.kill", "pty.spawn"),
-    *("subprocess.Popen", "socket.", "ctypes.dlopen", "urllib.Request", "webbrowser.open", "code.__new__"),
+    *("subprocess.Popen", "socket.", "ctypes.dlopen", "urllib.Request", "webbrowser.open"),
 )
 _CHANGES = {
     **dict.fromkeys(("os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.chmod", "os.utime"), 1),
@@ -70,8 +70,10 @@ def _late(number: int, frame: Any) -> None:
 def _is_forbidden(event: str, args: tuple[Any, ...]) -> bool:
     if event.startswith(_NEVER):
         return True
-    if event == "exec":  # imports run code of files; what runs a string is eval and exec
-        return args[0].co_filename == "<string>" and not _imports()
+    if event == "code.__new__":  # Jinja makes its tracebacks of it
+        return not _within("jinja2/debug.py")
+    if event == "exec":  # imports run code of files, namedtuple a string; what runs a string is eval and exec
+        return args[0].co_filename == "<string>" and not _within("<frozen importlib")
     if event == "open":
         changes = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
         return isinstance(args[2], int) and bool(args[2] & changes) and _is_elsewhere(args[0])
@@ -88,11 +90,11 @@ def _is_elsewhere(path: Any, below: int | None = None) -> bool:
     return not full.startswith((str(_folder), os.devnull))
 
 
-def _imports() -> bool:
-    """Whether a module is being imported: namedtuple, for one, runs a string to make a class."""
+def _within(file: str) -> bool:
+    """Whether code of this file is at work below."""
     frame = sys._getframe()
     while frame.f_back:
         frame = frame.f_back
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
+        if file in frame.f_code.co_filename:
             return True
     return False

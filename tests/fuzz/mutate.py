@@ -108,6 +108,14 @@ def of_json(data: bytes, random: Random) -> bytes:
         return of_bytes(data, random)
 
 
+def of_json_lines(data: bytes, random: Random) -> bytes:
+    """The same in one line of several."""
+    lines = data.split(b"\n")
+    at = random.randrange(len(lines))
+    lines[at] = of_json(lines[at], random)
+    return b"\n".join(lines)
+
+
 def _exchanged(content: Any, random: Random) -> Any:
     places = list(_places(content))
     if not places or random.random() < 0.02:

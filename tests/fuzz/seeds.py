@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import shutil
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
@@ -179,14 +181,55 @@ RUN = (
     '"layout": {"tp": 1, "pp": 1, "vpp": 1, "ep": 1, "cp": 1}, "ranks": {"nproc": 2, "nnodes": 1, "node_rank": 0,'
     '"rendezvous": null}, "reward": null, "resume": false, "merge": true, "options": {"learning_rate": 1e-5}}'
 )
-ROWS = [
-    '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
-    '{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "a"}]},'
-    ' {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}], "tools": "[]"}\n',
-    '{"prompt": "a", "completion": "b"}\n{"text": "a"}\n{"chosen": "a", "rejected": "b", "prompt": "c"}\n',
-    '[{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, {"instruction": "i",'
-    ' "input": "", "output": "o"}]',
-]
+_ASK, _ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+_CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
+_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+ROWS: tuple[list[dict[str, object]], ...] = (
+    [{"messages": [_ASK, _ANSWER]}, {"messages": [{"role": "system", "content": "s"}, _ASK, _ANSWER]}],
+    [{"messages": [_ASK, _CALL, {"role": "tool", "content": "1"}, _ANSWER], "tools": [_TOOL]}],
+    [{"messages": [_ASK, _ANSWER], "tools": json.dumps([_TOOL]), "chat_template_kwargs": {"enable": False}}],
+    [{"system": "s", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}],
+    [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}],
+    [{"prompt": [_ASK], "completion": [_ANSWER], "source": "x"}],
+    [{"text": "a b"}, {"text": "c"}],
+    [{"prompt": [_ASK], "chosen": [_ANSWER], "rejected": [_ASK], "score": 0.5}],
+    [{"chosen": "a b", "rejected": "a c"}, {"prompt": "c", "chosen": "a", "rejected": "b"}],
+    [{"prompt": [_ASK], "answer": 3, "cases": [[1, 2], [3]]}, {"prompt": [_ASK], "answer": 4, "cases": []}],
+    [{"instruction": "i", "input": "", "output": "o"}],
+)
+"""Records to train on, of each shape that some method takes, and of one that none does."""
+
+
+def rows_as(write: Callable[[list[dict[str, object]]], bytes]) -> list[bytes]:
+    """Each of `ROWS` as a file."""
+    return [write(rows) for rows in ROWS]
+
+
+def as_lines(rows: list[dict[str, object]]) -> bytes:
+    """JSON Lines."""
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def as_array(rows: list[dict[str, object]]) -> bytes:
+    """One array of JSON."""
+    return json.dumps(rows).encode()
+
+
+def as_compressed(rows: list[dict[str, object]]) -> bytes:
+    """JSON Lines that are compressed."""
+    return gzip.compress(as_lines(rows), mtime=0)
+
+
+def as_parquet(rows: list[dict[str, object]]) -> bytes:
+    """Parquet, of columns that it can have."""
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    file = io.BytesIO()
+    plain = [{key: json.dumps(value) if isinstance(value, dict) else value for key, value in row.items()}
+             for row in rows]  # fmt: skip
+    parquet.write_table(arrow.Table.from_pylist(plain), file)
+    return file.getvalue()
 
 
 def encoded(*texts: str) -> list[bytes]:

@@ -145,8 +145,12 @@ TARGETS: dict[str, Target] = {
     "arguments": _text(lambda: encoded(*seeds.ARGUMENTS), calls.arguments),
     "train-config": _text(lambda: encoded(seeds.TRAINING), alone("sft.yaml", calls.request)),
     "train-record": _json(lambda: encoded(seeds.RUN), alone("run.json", calls.record_of_run)),
-    "train-data": _text(lambda: encoded(*seeds.ROWS), alone("data.jsonl", calls.dataset)),
-    "train-data-json": _json(lambda: encoded(seeds.ROWS[2]), alone("data.json", calls.dataset)),
+    "train-data": Target(
+        mutate.of_json_lines, lambda folder: seeds.rows_as(seeds.as_lines), calls.data("data.jsonl")
+    ),
+    "train-data-json": _json(lambda: seeds.rows_as(seeds.as_array), calls.data("data.json")),
+    "train-data-compressed": _bytes(lambda: seeds.rows_as(seeds.as_compressed), calls.data("data.jsonl.gz")),
+    "train-data-parquet": _bytes(lambda: seeds.rows_as(seeds.as_parquet), calls.data("data.parquet")),
     # What the doctor reads.
     "doctor-log": _text(seeds.logs, alone("train.log", calls.diagnosed)),
     "doctor-script": _text(seeds.scripts, alone("train.py", calls.diagnosed)),

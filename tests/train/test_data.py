@@ -28,6 +28,11 @@ def lines(path: Path, *rows: object) -> Path:
     return path
 
 
+def nested(depth: int) -> list[object]:
+    """Lists in lists."""
+    return [nested(depth - 1)] if depth else []
+
+
 def problems_of(
     path: Path, method: str = "sft", template: Template = training_data.ANY_TEMPLATE
 ) -> list[Problem]:
@@ -88,6 +93,22 @@ def test_each_shape_is_read_as_trl_takes_it(
         ("sft", {"text": " \n"}, '"text" is empty', "leave the record out"),
         ("sft", {"prompt": "a", "completion": ""}, '"completion" is empty', "leave"),
         ("sft", {"text": "a \ud800"}, '"text" holds half a character', "write the text again"),
+        (
+            "sft",
+            {"messages": [CHAT[0], {**CHAT[1], "name": "\udc00"}]},
+            "messages[1].name holds half a",
+            "again",
+        ),
+        ("sft", {"messages": CHAT, "tools": [{"\ud800": 1}]}, "a name in tools[0] holds half a", "again"),
+        ("sft", {"messages": CHAT, "tools": 7}, '"tools" is no list of tools', None),
+        ("sft", {"messages": CHAT, "tools": "[1]"}, '"tools" is no list of tools', None),
+        ("sft", {"messages": CHAT, "tools": "f(x)"}, '"tools" is no list of tools', None),
+        ("sft", {"messages": CHAT, "chat_template_kwargs": [1]}, '"chat_template_kwargs" is no', None),
+        ("grpo", {"prompt": "a", "answer": 1 << 63}, '"answer" is too large a number', "as a string"),
+        ("grpo", {"prompt": "a", "cases": [{"x": -(10**400)}]}, "cases[0].x is too large a number", "string"),
+        ("grpo", {"prompt": "a", "deep": nested(60)}, "deep[0][0]", "as a string of JSON"),
+        ("grpo", '{"prompt": "a", "answer": 1' + "0" * 5000 + "}", "a line is no JSON", "mend it"),
+        ("sft", '{"text": ' + "[" * 5000 + "]" * 5000 + "}", "a line is no JSON", "mend it"),
         ("sft", {"messages": []}, '"messages" has no messages', "leave"),
         ("sft", {"messages": ["Hi"]}, "messages[0] is no message", None),
         (
@@ -234,6 +255,25 @@ def test_compressed_lines_and_parquet_hold_the_same_records(tmp_path: Path) -> N
 def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"PAR1 nothing that can be read")
     assert problems_of(tmp_path)[0].file == str(tmp_path / name)
+
+
+@pytest.mark.parametrize("at", [1, 12, -6, None])
+def test_a_compressed_file_with_a_wrong_byte_or_cut_short_is_named(tmp_path: Path, at: int | None) -> None:
+    content = bytearray(gzip.compress(b"".join(b'{"text": "%d"}\n' % number for number in range(99))))
+    if at is None:
+        del content[-20:]
+    else:
+        content[at] ^= 0xFF
+    (tmp_path / "a.jsonl.gz").write_bytes(content)
+    assert problems_of(tmp_path)[0].message == "the file cannot be read"
+
+
+@pytest.mark.parametrize("tools", [[], "[]", None, "null", [{"name": "f"}], '[{"name": "f"}]'])
+def test_tools_may_be_a_list_or_its_json(tokenizer: Any, tmp_path: Path, tools: object) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": CHAT, "tools": tools}])
+    (row,) = read_records(path, "sft")
+    (sample,) = tokens.samples(row, tokenizer)
+    assert sample.ids == tokens.samples({"messages": CHAT}, tokenizer)[0].ids
 
 
 def test_parquet_without_pyarrow_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,18 +7,28 @@ import codecs
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from reshard.doctor.finding import Finding, Place
 from reshard.doctor.logs import diagnose_text
 from reshard.doctor.scripts import diagnose_source
-from reshard.doctor.source import parsed
+from reshard.doctor.source import NOT_PYTHON, parsed
 from reshard.errors import ReshardError
 from reshard.plain import json_of
 from reshard.stores import as_path
 
+T = TypeVar("T")
+
 _COMMAND = re.compile(r"^(\s*)(?=\S)(?:[%!?].*|.*\?\s*)$")
 """Lines that are for the notebook, not for Python."""
+
+
+class _Cell(NamedTuple):
+    """A code cell: its number in the notebook, from 1, its code, and the lines that it printed."""
+
+    number: int
+    source: str
+    printed: list[str]
 
 
 def diagnose_notebook(path: str) -> list[Finding]:
@@ -27,30 +37,70 @@ def diagnose_notebook(path: str) -> list[Finding]:
     Raises ReshardError if it is no notebook.
     """
     try:
-        content = json_of(as_path(path).read_bytes().removeprefix(codecs.BOM_UTF8))
-        cells = [cell for cell in content["cells"] if cell.get("cell_type") == "code"]
-        numbers = [at for at, cell in enumerate(content["cells"], 1) if cell.get("cell_type") == "code"]
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        cells = list(_cells(json_of(as_path(path).read_bytes().removeprefix(codecs.BOM_UTF8))))
+    except (ValueError, OSError) as error:
         raise ReshardError(
             "notebook-unreadable",
             "the notebook cannot be read",
             file=path,
-            found=f"{type(error).__name__}: {error}",
+            found=str(error),
             expected="a notebook of Jupyter, format 4",
             remedy="save it again in Jupyter, or give its code as a .py (jupyter nbconvert --to script)",
         ) from None
-    return [*_of_code(path, numbers, cells), *_of_outputs(path, numbers, cells)]
+    return [*_of_code(path, cells), *_of_outputs(path, cells)]
 
 
-def _of_code(path: str, numbers: list[int], cells: list[dict[str, Any]]) -> Iterator[Finding]:
+def _cells(content: Any) -> Iterator[_Cell]:
+    """The code cells. Raises ValueError for what Jupyter's format 4 does not have in its place.
+
+    Source: nbformat.v4.schema.json, whose `multiline_string` is a string or a list of strings.
+    """
+    cells = _of_kind(dict, content, "the notebook").get("cells")
+    if cells is None and "worksheets" in content:
+        raise ValueError("worksheets: this is format 3 or older")
+    for number, cell in enumerate(_of_kind(list, cells, "cells"), 1):
+        where = f"cell {number}"
+        if _of_kind(dict, cell, where).get("cell_type") == "code":
+            outputs = _of_kind(list, cell.get("outputs") or [], f"outputs of {where}")
+            printed = [line for output in outputs for line in _printed(output, where)]
+            yield _Cell(number, _joined(cell.get("source"), f"source of {where}"), printed)
+
+
+def _printed(output: Any, where: str) -> list[str]:
+    """The lines of a stream, or of the traceback that a cell ended in."""
+    kind = _of_kind(dict, output, f"an output of {where}").get("output_type")
+    if kind == "stream":
+        return [_joined(output.get("text"), f"the text that {where} printed")]
+    if kind != "error":
+        return []
+    lines = _of_kind(list, output.get("traceback") or [], f"the traceback of {where}")
+    said = f"{output.get('ename')}: {output.get('evalue')}"
+    return [_of_kind(str, line, f"a line of the traceback of {where}") for line in lines] or [said]
+
+
+def _joined(text: Any, where: str) -> str:
+    lines = text if isinstance(text, list) else [text or ""]
+    return "".join(_of_kind(str, line, where) for line in lines)
+
+
+def _of_kind(kind: type[T], value: Any, where: str) -> T:
+    if not isinstance(value, kind):
+        raise ValueError(f"{where}: {_WORDS[kind]} is expected, not {_WORDS.get(type(value), 'a number')}")
+    return value
+
+
+_WORDS = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "nothing"}
+
+
+def _of_code(path: str, cells: list[_Cell]) -> Iterator[Finding]:
     """Findings in all cells together, that names may come from any earlier one; what is no Python is left out."""
     lines: list[str] = []
     origins: list[tuple[int, int]] = []
-    for number, cell in zip(numbers, cells, strict=True):
-        own = [_COMMAND.sub(r"\1pass", line) for line in _joined(cell.get("source")).splitlines()]
+    for cell in cells:
+        own = [_COMMAND.sub(r"\1pass", line) for line in cell.source.splitlines()]
         if own and not own[0].startswith("%%") and _parses("\n".join(own)):
             lines += own
-            origins += [(number, line) for line in range(1, len(own) + 1)]
+            origins += [(cell.number, line) for line in range(1, len(own) + 1)]
     text = "\n".join(lines)
     for finding in diagnose_source(parsed(path, text, ast.parse(text))):
         yield replace(finding, places=tuple(_in_cell(place, origins) for place in finding.places))
@@ -64,25 +114,16 @@ def _in_cell(place: Place, origins: list[tuple[int, int]]) -> Place:
 
 
 def _parses(text: str) -> bool:
+    """Whether a cell is Python, and not nested deeper than can be looked through."""
     try:
-        ast.parse(text)
-    except (SyntaxError, ValueError):
+        parsed("", text, ast.parse(text))
+    except NOT_PYTHON:
         return False
     return True
 
 
-def _of_outputs(path: str, numbers: list[int], cells: list[dict[str, Any]]) -> Iterator[Finding]:
-    """Findings in what each cell has printed: its streams, and the traceback that it ended in."""
-    for number, cell in zip(numbers, cells, strict=True):
-        printed: list[str] = []
-        for output in cell.get("outputs") or ():
-            printed += [_joined(output.get("text"))] if output.get("output_type") == "stream" else []
-            if output.get("output_type") == "error":
-                said = f"{output.get('ename')}: {output.get('evalue')}"
-                printed += output.get("traceback") or [said]
-        if printed:
-            yield from diagnose_text(f"{path}[{number}]", "\n".join(printed))
-
-
-def _joined(text: Any) -> str:
-    return "".join(text) if isinstance(text, list) else str(text or "")
+def _of_outputs(path: str, cells: list[_Cell]) -> Iterator[Finding]:
+    """Findings in what each cell has printed."""
+    for cell in cells:
+        if cell.printed:
+            yield from diagnose_text(f"{path}[{cell.number}]", "\n".join(cell.printed))

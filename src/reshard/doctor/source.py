@@ -200,6 +200,10 @@ def _option(call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
             yield flag.value.lstrip("-").replace("-", "_"), default
 
 
+NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
+"""What parsing raises for text that is no Python, or nested too deep: by the place that ends first, one of the two."""
+
+
 def read_source(path: str) -> Source:
     """Parse a script. Raises ReshardError if it is no Python."""
     try:
@@ -207,14 +211,16 @@ def read_source(path: str) -> Source:
         tree = ast.parse(raw)  # of bytes: by the encoding that the script declares, as Python does
         encoding, _ = tokenize.detect_encoding(BytesIO(raw).readline)
         return parsed(path, "\n".join(raw.decode(encoding).splitlines()), tree)
-    except (SyntaxError, ValueError, OSError, RecursionError) as error:
+    except (*NOT_PYTHON, OSError) as error:
         raise _unreadable(path, error) from None
 
 
 def _unreadable(path: str, error: Exception) -> ReshardError:
     line, said = getattr(error, "lineno", None), getattr(error, "msg", None) or str(error)
     remedy = "mend its syntax first"
-    if "codec" in said or "encoding" in said or "Non-UTF-8" in said:
+    if isinstance(error, RecursionError | MemoryError):
+        said, remedy = "it is nested too deep", "take the long expression or chain apart"
+    elif "codec" in said or "encoding" in said or "Non-UTF-8" in said:
         remedy = "save it as UTF-8, or name its encoding in its first line: # -*- coding: gbk -*-"
     elif "Missing parentheses" in said or "except" in said:
         remedy = "it is a script of Python 2: translate it (2to3)"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
@@ -147,7 +148,7 @@ def _lines(file: Path) -> Iterator[tuple[str, Any]]:
                     return
                 if text.strip():
                     yield f"{file}:{number}", _parse(text, f"{file}:{number}")
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         yield (
             str(file),
             Problem(
@@ -254,7 +255,7 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
             for row in batch.to_pylist():
                 number += 1
                 yield f"{file}: row {number}", row
-    except (arrow.ArrowException, OSError) as error:
+    except (arrow.ArrowException, ArithmeticError, ValueError, OSError) as error:
         found = str(error).split("\n")[0]
         yield (
             str(file),

@@ -7,11 +7,12 @@ preference pairs, prompts alone. ShareGPT's `conversations` become `messages`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from reshard.errors import Problem
+from reshard.plain import json_of
 
 Row = dict[str, Any]
 
@@ -42,6 +43,8 @@ METHODS = {
 BESIDES = ("tools", "chat_template_kwargs")
 """Columns that chat templates take beside the messages."""
 ALPACA = ("instruction", "output")
+DEEPEST = 50
+"""Lists and objects inside each other, at most. Arrow stops at 64; schemas of tools have some ten."""
 SHOWN = 60
 """So many characters of a wrong value are shown."""
 
@@ -119,6 +122,10 @@ def faults(row: Any, method: str, template: Template, where: str) -> Iterator[Pr
         yield _other_columns(row, shape, method, where)
         return
     clean = standard(row, shape)
+    if unfit := [replace(problem, file=where) for problem in _unfit(clean)]:
+        yield from unfit
+        return
+    yield from _of_besides(clean, where)
     for column in SHAPES[shape]:
         yield from _of_column(column, clean[column], template, where)
     if shape == "preference pairs":
@@ -181,18 +188,88 @@ def _of_column(column: str, value: Any, template: Template, where: str) -> Itera
         yield from _of_turns(value, column, template, where)
 
 
+def _unfit(value: Any, name: str = "", depth: int = 0) -> Iterator[Problem]:
+    """What no table of Arrow takes, wherever in a record: TRL keeps its data in one."""
+    if isinstance(value, dict | list) and depth > DEEPEST:
+        expected, remedy = f"{DEEPEST} levels at most", "write what is nested as a string of JSON"
+        yield Problem(
+            "field-nested-too-deep",
+            f"{name[:SHOWN]} … is nested too deep",
+            expected=expected,
+            remedy=remedy,
+        )
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            if not _is_unicode(key):
+                yield _half_a_character(f"a name in {name or 'the record'}")
+            yield from _unfit(each, f"{name}.{key}" if name else key, depth + 1)
+    elif isinstance(value, list):
+        for number, each in enumerate(value):
+            yield from _unfit(each, f"{name}[{number}]", depth + 1)
+    elif isinstance(value, str) and not _is_unicode(value):
+        yield _half_a_character(_called(name))
+    elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        expected, remedy = "an integer of 64 bits", "write it as a string"
+        yield Problem(
+            "field-number-too-large",
+            f"{_called(name)} is too large a number",
+            expected=expected,
+            found=_show(value),
+            remedy=remedy,
+        )
+
+
+def _called(name: str) -> str:
+    """A column in quotes, a place in it as it is."""
+    return name if "[" in name or "." in name else f'"{name}"'
+
+
+def _half_a_character(name: str) -> Problem:
+    return Problem(
+        "field-half-character",
+        f"{name} holds half a character",
+        rule="a \\ud800 to \\udfff of JSON stands in a pair; tokenizers refuse one alone",
+        remedy="write the text again without it",
+    )
+
+
+def _of_besides(row: Row, where: str) -> Iterator[Problem]:
+    """What chat templates take beside the messages."""
+    tools, options = row.get("tools"), row.get("chat_template_kwargs")
+    try:
+        given = tools_of(row)
+    except ValueError:
+        given = tools
+    if given is not None and not (isinstance(given, list) and all(isinstance(each, dict) for each in given)):
+        expected = "a list of objects, each the JSON schema of a tool, or such a list as a string of JSON"
+        yield Problem(
+            "tools-not-a-list",
+            '"tools" is no list of tools',
+            file=where,
+            expected=expected,
+            found=_show(tools),
+        )
+    if options is not None and not isinstance(options, dict):
+        expected = 'an object, for example {"enable_thinking": false}'
+        yield Problem(
+            "template-options-no-object",
+            '"chat_template_kwargs" is no object',
+            file=where,
+            expected=expected,
+            found=_show(options),
+        )
+
+
+def tools_of(row: Mapping[str, Any]) -> Any:
+    """The tools of a record, which may be kept as a string of JSON, for their schemas differ. Raises ValueError."""
+    tools = row.get("tools")
+    return json_of(tools.encode()) if isinstance(tools, str) else tools
+
+
 def _of_text(text: str, name: str, where: str) -> Iterator[Problem]:
     if not text.strip():
         yield Problem(
             "field-empty", f"{name} is empty", file=where, found=repr(text), remedy="leave the record out"
-        )
-    elif not _is_unicode(text):
-        yield Problem(
-            "field-half-character",
-            f"{name} holds half a character",
-            file=where,
-            rule="a \\ud800 to \\udfff of JSON stands in a pair; tokenizers refuse one alone",
-            remedy="write the text again without it",
         )
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from reshard.errors import ReshardError
-from reshard.train.data.records import Row, Template
+from reshard.train.data.records import Row, Template, tools_of
 
 LOOKED_AT = 2000
 """So many records, drawn evenly from all, are tokenized to tell how long they are."""
@@ -49,7 +50,7 @@ class Lengths:
 
 def samples(row: Row, tokenizer: Any, *, assistant_only: bool = False) -> list[Sample]:
     """The sequences of a record in standard shape: one, or two of a preference pair. Raises ReshardError."""
-    extra = {"tools": row.get("tools"), **(row.get("chat_template_kwargs") or {})}
+    extra = options_of(row)
     if "messages" in row:
         return [_chat(row["messages"], tokenizer, extra, assistant_only)]
     if "text" in row:
@@ -67,7 +68,7 @@ def _chat(messages: list[Row], tokenizer: Any, extra: Mapping[str, Any], assista
     if not assistant_only:
         ids = _encode(messages, tokenizer, extra)
         return Sample(ids, [True] * len(ids))
-    text = _render(messages, tokenizer, extra)
+    text = render(messages, tokenizer, extra)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids = encoded["input_ids"]
     special = {each for each, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -90,7 +91,7 @@ def _turns(
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
             other = {key: value for key, value in message.items() if key != "tool_calls"} | {"content": _MARK}
-            changed = _render([*messages[:number], other, *messages[number + 1 :]], tokenizer, extra)
+            changed = render([*messages[:number], other, *messages[number + 1 :]], tokenizer, extra)
             start = _common(text, changed)
             behind = _common(text[start:][::-1], changed[start:][::-1])
             yield start, len(text) - behind
@@ -121,14 +122,26 @@ def _eos(tokenizer: Any, text: str) -> str:
 def _encode(content: Any, tokenizer: Any, extra: Mapping[str, Any]) -> list[int]:
     if isinstance(content, str):
         return list(tokenizer(content)["input_ids"])
-    return list(tokenizer(_render(content, tokenizer, extra), add_special_tokens=False)["input_ids"])
+    return list(tokenizer(render(content, tokenizer, extra), add_special_tokens=False)["input_ids"])
 
 
-def _render(messages: list[Row], tokenizer: Any, extra: Mapping[str, Any]) -> str:
+def options_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a record tells the chat template beside its messages."""
+    return {"tools": tools_of(row), **(row.get("chat_template_kwargs") or {})}
+
+
+def render(messages: list[Row], tokenizer: Any, extra: Mapping[str, Any]) -> str:
     """The words of the chat template. Raises ReshardError if it refuses."""
-    try:
+    with asking_template(messages):
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **extra))
-    except Exception as error:  # a template raises what it likes
+
+
+@contextmanager
+def asking_template(messages: list[Row]) -> Iterator[None]:
+    """Raise ReshardError for what a chat template raises in the block, which may be anything."""
+    try:
+        yield
+    except Exception as error:
         raise ReshardError(
             "chat-template-refuses-record",
             "the chat template refuses a record",
@@ -151,7 +164,7 @@ def probe(tokenizer: Any) -> Template:
 
 def _renders(messages: list[Row], tokenizer: Any) -> bool:
     try:
-        _render(messages, tokenizer, {})
+        render(messages, tokenizer, {})
     except ReshardError:
         return False
     return True

@@ -10,13 +10,14 @@ Of a prompt and its completion the completion is learned, and the end of the tex
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.errors import ReshardError
+from reshard.train.data.records import tools_of
+from reshard.train.data.tokens import asking_template, options_of, render
 
 Record = Mapping[str, Any]
 Span = tuple[int, int]
@@ -81,10 +82,7 @@ class _Template:
                 remedy="put chat_template.jinja into the model's folder (that of its instruct version), or train on "
                 "prompt and completion",
             )
-        self._options = {**(record.get("chat_template_kwargs") or {})}
-        if record.get("tools"):
-            tools = record["tools"]
-            self._options["tools"] = json.loads(tools) if isinstance(tools, str) else tools
+        self._options = {**options_of(record), "tools": tools_of(record) or None}
 
     @property
     def marks(self) -> bool:
@@ -95,17 +93,13 @@ class _Template:
 
     def text(self, messages: list[Any], *, opening: bool = False) -> str:
         """The chat as text, with the opening of an answer if asked for."""
-        return str(
-            self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=opening, **self._options
-            )
-        )
+        return render(messages, self.tokenizer, {**self._options, "add_generation_prompt": opening})
 
     def marked(self, messages: list[Any]) -> Sample:
         """The chat in tokens, by the template's own marks."""
-        found = self.tokenizer.apply_chat_template(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **self._options
-        )
+        how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        with asking_template(messages):
+            found = self.tokenizer.apply_chat_template(messages, **how, **self._options)
         return Sample(list(found["input_ids"]), list(map(bool, found["assistant_masks"])))
 
 
