@@ -21,7 +21,7 @@ from reshard.formats.safetensors import read_tensors
 from reshard.formats.torchfiles.read import read_torch_file
 from reshard.stores.address import is_url, parsed
 from reshard.train.data import load_dataset, read_records, tokens
-from reshard.train.data.records import METHODS
+from reshard.train.data.records import METHODS, seen
 from reshard.train.megatron.rows import Counts, pieces_of
 from reshard.train.megatron.samples import samples_of
 from reshard.train.request import run_of
@@ -277,7 +277,8 @@ def data(name: str) -> Open:
         tokenizer = make_tokenizer()
 
         def counted(path: Path, method: str) -> None:
-            tokens.lengths(*tokens.draw(read_records(path, method, tokens.probe(tokenizer))), tokenizer, 64)
+            rows = read_records(path, method, tokens.probe(tokenizer))
+            tokens.lengths(*tokens.draw(seen(row, method) for row in rows), tokenizer, 64)
 
         def packed(path: Path, method: str) -> None:
             if method == "sft":

@@ -236,6 +236,15 @@ def test_text_needs_no_chat_template(run: Run, tmp_path: Path) -> None:
     assert preflight(replace(drop_template(run), data=texts), environment=NOWHERE).problems == []
 
 
+@pytest.mark.parametrize("column", [{"cases": [1, 2]}, {"completion": 7}, {"text": None, "messages": "none"}])
+def test_what_only_the_reward_reads_is_not_taken_for_text(
+    run: Run, tmp_path: Path, column: dict[str, object]
+) -> None:
+    rows = write_lines(tmp_path / "rows.jsonl", [{"prompt": f"{at} plus 1 is", **column} for at in range(64)])
+    given = {"method": "grpo", "reward": "tests.train.test_preflight:reward", "data": rows}
+    assert preflight(replace(drop_template(run), **given), environment=NOWHERE).problems == []
+
+
 def test_a_template_may_come_from_elsewhere(run: Run, tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}")

@@ -13,6 +13,7 @@ from reshard.errors import Problem, ReshardError
 from reshard.formats.companions import find_companions
 from reshard.train import data, evaluation, memory, preconditions
 from reshard.train.data import tokens
+from reshard.train.data.records import seen
 from reshard.train.data.tokens import Lengths
 from reshard.train.engine import Batches, Precision, engine_of
 from reshard.train.evaluation import Evaluation
@@ -258,7 +259,8 @@ class _Looking:
         if not path.exists():
             return 0, []
         refuses = tokens.probe(tokenizer) if tokenizer is not None else data.ANY_TEMPLATE
-        return tokens.draw(self._good(data.read_records(path, self.run.method, refuses)))
+        rows = self._good(data.read_records(path, self.run.method, refuses))
+        return tokens.draw(seen(row, self.run.method) for row in rows)
 
     def _evaluated(
         self,

@@ -79,6 +79,11 @@ def standard(row: Row, shape: str) -> Row:
     return kept | {key: row[key] for key in BESIDES if row.get(key) is not None}
 
 
+def seen(row: Row, method: str) -> Row:
+    """What becomes tokens of a standard row: GRPO's reward gets all columns, its model the prompt alone."""
+    return {"prompt": row["prompt"]} if method == "grpo" else row
+
+
 def _with_system(messages: Any, system: Any) -> Any:
     """ShareGPT keeps the system message in a column of its own."""
     if isinstance(messages, list) and isinstance(system, str) and system:
