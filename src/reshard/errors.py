@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -35,6 +35,8 @@ class Problem:
     found: str | None = None
     remedy: str | None = None
     severity: str = "error"
+    values: Mapping[str, object] = field(default_factory=dict, hash=False)
+    """What a translation needs besides the fields above."""
 
     def __str__(self) -> str:
         """The message, and one line for each field that is set, whatever foreign text they quote."""
@@ -42,9 +44,9 @@ class Problem:
         lines = [f"  {name}: {shown(value)}" for name in fields if (value := getattr(self, name)) is not None]
         return "\n".join([shown(self.message), *lines])
 
-    def as_dict(self) -> dict[str, str]:
+    def as_dict(self) -> dict[str, Any]:
         """The fields that are set, for `--json`."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        return {name: value for name, value in asdict(self).items() if value not in (None, {})}
 
 
 class ReshardError(Exception):
@@ -54,7 +56,7 @@ class ReshardError(Exception):
     def __init__(self, problems: Problem | Iterable[Problem], /) -> None: ...
 
     @overload
-    def __init__(self, code: str, message: str, /, **fields: str | None) -> None: ...
+    def __init__(self, code: str, message: str, /, **fields: Any) -> None: ...
 
     def __init__(self, problems: Any, message: str = "", /, **fields: Any) -> None:
         if isinstance(problems, str):

@@ -68,7 +68,7 @@ def _refuse(adapter: Adapter, base: Mapping[str, Tensor]) -> None:
     if quantized:
         problems.append(
             Problem(
-                "base-quantized",
+                "base-config-quantized",
                 "the base is quantized",
                 tensor=next(iter(quantized.weights), None),
                 rule="a merged weight is the sum of two numbers, and a quantized one is an index into a scale",

@@ -95,6 +95,7 @@ class Settings:
                 expected=f"at most {REPEATS} of * + {{ in a regular expression, and none behind a group",
                 found=reprlib.repr(endless[0]),
                 remedy=f"write the key in {CONFIG} as a simpler expression",
+                values={"patterns": patterns},
             )
         try:
             return next((keys[key] for key in keys if re.match(rf"(.*\.)?({key})$", module)), default)
@@ -105,6 +106,7 @@ class Settings:
                 file=self.source,
                 found=f"{error.pattern!r}: {error}",
                 remedy=f"correct the key in {CONFIG}",
+                values={"patterns": patterns},
             ) from None
 
 

@@ -82,9 +82,9 @@ def _has_config(path: Path) -> bool:
 
 def _misfit(problem: Problem, checkpoint: Path, base: Path) -> Finding:
     values = {
-        "message": translated(problem.message),
+        "message": translated(problem, "message"),
         "shows": _lines(_said(problem, "tensor", "rule", "expected", "found")),
-        "remedy": translated(problem.remedy or "name the model that the checkpoint was trained from"),
+        "remedy": _said_or(problem, "remedy", "problem-name-base"),
         "path": checkpoint,
         "base": base,
     }
@@ -134,9 +134,9 @@ def _begins_as_weights(path: Path) -> bool:
 def _damage(problem: Problem, path: Path) -> Finding:
     """Why a checkpoint cannot be opened."""
     values = {
-        "message": translated(problem.message),
+        "message": translated(problem, "message"),
         "shows": _lines(_said(problem, "tensor", "rule", "expected", "found")),
-        "remedy": translated(problem.remedy or "save or copy the checkpoint again"),
+        "remedy": _said_or(problem, "remedy", "problem-copy-again"),
         "path": path,
     }
     return told("checkpoint-damaged", [Place(problem.file or str(path), None, problem.tensor or "")], values)
@@ -146,7 +146,12 @@ def _said(problem: Problem, *fields: str) -> Iterator[Text]:
     """Fields of a problem that are set, one line each."""
     for field in fields:
         if value := getattr(problem, field):
-            yield words(f"problem-{field}", value=value if field == "tensor" else translated(value))
+            yield words(f"problem-{field}", value=value if field == "tensor" else translated(problem, field))
+
+
+def _said_or(problem: Problem, field: str, phrase: str) -> Text:
+    """A field of a problem, or a phrase where it is not set."""
+    return translated(problem, field) if getattr(problem, field) else words(phrase)
 
 
 def _lines(texts: Iterable[Text]) -> Text:
@@ -204,13 +209,13 @@ def _parts(inspection: Inspection, root: Path) -> Iterator[Part]:
 def _of_problem(problem: Problem, inspection: Inspection) -> Finding:
     """A problem that `inspect` found, in the doctor's words."""
     where = Place(problem.file or str(inspection.checkpoint.path), None, problem.tensor or "")
-    rule = translated(problem.rule or "the checkpoint is whole and agrees with itself")
-    cure = [translated(problem.remedy or "save or copy the checkpoint again")]
+    rule = _said_or(problem, "rule", "problem-whole")
+    cure = [_said_or(problem, "remedy", "problem-copy-again")]
     if inspection.next:
         cure.append(Text.same(f"```\n{shown(inspection.next)}\n```"))
     return Finding(
         id=problem.code,
-        title=translated(problem.message),
+        title=translated(problem, "message"),
         cause=_lines([words("problem-cause", rule=rule), *_said(problem, "expected", "found")]),
         cure=_lines(cure),
         severity=problem.severity,

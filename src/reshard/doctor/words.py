@@ -1,5 +1,5 @@
-"""What the doctor says in passing, in both languages: phrases by name (`words.yaml`), and what readers
-of checkpoints say (`problems.yaml`)."""
+"""What the doctor says in passing, in both languages: phrases by name (`words.yaml`), and problems of
+checkpoints by code (`problems.yaml`)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import locale
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import yaml
 
 from reshard.doctor.finding import LANGUAGES, Text
+from reshard.errors import Problem
 from reshard.shown import shown
 
 
@@ -52,13 +54,13 @@ def _phrases() -> dict[str, dict[str, str]]:
     return content
 
 
-def translated(text: str) -> Text:
-    """What a reader of checkpoints says in English. What `problems.yaml` does not know is quoted."""
-    for pattern, chinese in _known():
-        if match := pattern.fullmatch(text):
-            parts = {key: _quoted(value) for key, value in match.groupdict().items()}
-            return Text(shown(text), shown(chinese.format(**parts)))
-    return Text(shown(text), shown(_quoted(text)))
+def translated(problem: Problem, field: str) -> Text:
+    """A field of a problem, which is set. What `problems.yaml` does not have is quoted."""
+    english = str(getattr(problem, field))
+    chinese = translations().get(problem.code, {}).get(field)
+    if chinese is None:
+        return Text(shown(english), shown(_quoted(english)))
+    return Text(shown(english), shown(chinese.format(**{**asdict(problem), **problem.values})))
 
 
 def _quoted(text: str) -> str:
@@ -70,16 +72,10 @@ _WORD = re.compile(r"(?<![\w.=/-])[a-z]{2,}(?![\w.=/-])")
 
 
 @lru_cache(maxsize=1)
-def _known() -> list[tuple[re.Pattern[str], str]]:
-    return [(_pattern(english), chinese) for english, chinese in _read("problems.yaml").items()]
-
-
-def _pattern(english: str) -> re.Pattern[str]:
-    """What matches a sentence whose braces stand for anything."""
-    parts = re.split(r"\{(\w+)\}", english)
-    return re.compile(
-        "".join(f"(?P<{part}>.+?)" if at % 2 else re.escape(part) for at, part in enumerate(parts)), re.DOTALL
-    )
+def translations() -> dict[str, dict[str, str]]:
+    """The Chinese of problems: by code, and by field."""
+    content: dict[str, dict[str, str]] = _read("problems.yaml")
+    return content
 
 
 def _read(name: str) -> Any:

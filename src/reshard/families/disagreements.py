@@ -114,6 +114,7 @@ class Difference(NamedTuple):
             found=f"{self.config} (config.json), {self.args} (arguments in the checkpoint)",
             remedy=f"the value of the {trusted} is used; pass --trust {other} for the other one",
             severity="warning",
+            values={"key": self.key},
         )
 
 
@@ -160,5 +161,6 @@ def foreign(table: ConfigMap, config: Config, args: Args) -> Iterator[tuple[str,
                     expected=f"{name}={wanted[name]}, as all models of this family have",
                     found=f"{name}={args[name]} (arguments in the checkpoint)",
                     remedy=f"{insist}if no family fits, declare it: see docs/add-a-family.md",
+                    values={"family": table.model_type},
                 ),
             )

@@ -60,6 +60,7 @@ class Model:
             expected=f"one of {', '.join(able)}",
             found=", ".join(dialects),
             remedy="choose another format with --to, or declare it: see docs/add-a-family.md",
+            values={"family": self.family.name},
         )
 
     def binding(self, dialect: str = "mcore") -> Binding:
@@ -79,4 +80,5 @@ class Model:
                 rule="each tensor is divided into heads, groups and experts of equal size",
                 found=str(error),
                 remedy="give the config that belongs to these weights: --base DIR",
+                values={"family": self.family.name},
             ) from error

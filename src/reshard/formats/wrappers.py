@@ -61,6 +61,7 @@ def wrapper_problems(names: Iterable[str], file: str) -> Iterator[Problem]:
                 rule="names are those of the model itself",
                 found=f"{wrapper} in {len(wrapped)} of {len(names)} names",
                 remedy=f"take it out with --strip {wrapper}, and save unwrapped modules from now on",
+                values={"wrapper": wrapper},
             )
 
 

@@ -86,6 +86,7 @@ def _beyond(model_type: str) -> Problem:
         rule=BEYOND_MEGATRON[model_type],
         found=f"model_type {model_type} in config.json",
         remedy="convert it to a format that keeps the names of the hub: see docs/add-a-family.md",
+        values={"family": model_type},
     )
 
 
@@ -93,7 +94,7 @@ def _alike(model_type: Any, family: Family, checkpoint: Checkpoint) -> Problem:
     """What to say of a model whose tensors are those of `family`, and whose config does not say that it is one."""
     insist = f"if it computes the same as {family.name}: --family {family.name}"
     return Problem(
-        "model-type-unknown",
+        "model-type-unknown" if checkpoint.dialect == "hf" else "model-type-unknown-here",
         f"{not_known(model_type)}, though the tensors are named as in {family.name}",
         file=str(checkpoint.root / "config.json"),
         rule=BUILT_ALIKE.get(
@@ -102,6 +103,7 @@ def _alike(model_type: Any, family: Family, checkpoint: Checkpoint) -> Problem:
         ),
         found=f"model_type {model_type}" if model_type else None,
         remedy=f"{insist}; {_keeping()}" if checkpoint.dialect == "hf" else insist,
+        values={"family": family.name},
     )
 
 
@@ -137,6 +139,7 @@ class _Fit(NamedTuple):
                 tensor=name,
                 expected=str(list(self.want[name])) if name in self.want else "no such tensor",
                 found=str(list(self.have[name])) if name in self.have else "nothing",
+                values={"family": self.family.name},
             )
             for name in sorted(self.differing)
         )

@@ -181,6 +181,7 @@ def _agreed(
             rule="the arguments are those that the training code saved",
             found=f"{type(error).__name__}: {error}",
             remedy="copy the checkpoint again: its arguments were damaged or edited",
+            values={"family": family.name},
         ) from error
 
 
@@ -264,6 +265,7 @@ def _misdescribed(family: Family, config: Mapping[str, Any], file: Path) -> list
             found=text,
             remedy=f"correct config.json if it is wrong; to convert the weights all the same: --family {family.name}",
             severity="warning" if key in COMPUTED else "error",
+            values={"family": family.name},
         )
         for key, text in found
     ]
@@ -320,6 +322,7 @@ def _sizes(
             expected=f"numbers for {', '.join(SIZES)}",
             found=f"no usable {', '.join(missing)}" if missing else said(error),
             remedy="give the config that belongs to these weights: --base DIR",
+            values={"family": family.name},
         ) from error
 
 
@@ -370,6 +373,7 @@ def _without_parts(checkpoint: Checkpoint, family: Family, carried: Collection[s
             expected=f"tensors whose names on the hub begin with {prefix}",
             found="none",
             remedy="copy or save the checkpoint again with all its parts",
+            values={"family": family.name},
         )
         for prefix in (family.within.missing(carried) if family.within else ())
     ]
@@ -412,7 +416,7 @@ def _disagreements(checkpoint: Checkpoint, family: Family, dims: Dims) -> list[P
         pairs += _heads(checkpoint, family, dims)
     problems = [
         Problem(
-            "config-size-differs",
+            "config-size-differs" if found > wanted else "weights-fewer-than-config",
             f"the config and the checkpoint disagree on {what}",
             file=str(checkpoint.path),
             rule=f"{key} of config.json is that of the weights",
@@ -421,6 +425,7 @@ def _disagreements(checkpoint: Checkpoint, family: Family, dims: Dims) -> list[P
             remedy="give the config that belongs to these weights: --base DIR"
             if found > wanted
             else "copy the weights that are missing, or give the config that belongs to these: --base DIR",
+            values={"key": key},
         )
         for what, key, wanted, found in pairs
         if wanted != found

@@ -146,4 +146,5 @@ def disagreement(checkpoint: Checkpoint, vocab: int) -> Problem | None:
         expected=f"{vocab} tokens (config.json), padded",
         found=f"{rows} rows",
         remedy="give the config that belongs to these weights: --base DIR",
+        values={"tokens": vocab, "rows": rows},
     )

@@ -65,7 +65,11 @@ def read_universal(folder: Path) -> Weights:
     return Weights(
         tensors,
         States({kind: partial(_tensors, folder, kind, shapes, found) for kind, found in states.items()}),
-        roundings(beside, {name: tensors[name] for name in shapes}, models[0], MIXED_UP) if models else [],
+        roundings(
+            beside, {name: tensors[name] for name in shapes}, models[0], "universal-masters-differ", MIXED_UP
+        )
+        if models
+        else [],
         _optimizer(folder, models) if states and models else None,
         +Counter({"optimizer states": left, COPIES: copies}),
         master_notes(beside, tensors) if beside else [],

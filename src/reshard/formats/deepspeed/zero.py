@@ -157,7 +157,11 @@ def _from_module(files: StepFiles, module: dict[str, Tensor]) -> Weights:
 
 
 def roundings(
-    module: Mapping[str, Tensor], masters: Mapping[str, Tensor], model: RankFile, remedy: str = OUT_OF_STEP
+    module: Mapping[str, Tensor],
+    masters: Mapping[str, Tensor],
+    model: RankFile,
+    code: str = "zero-masters-differ",
+    remedy: str = OUT_OF_STEP,
 ) -> list[Replica]:
     """What the module holds of the masters: they are rounded into it by every step, and by none that is skipped.
 
@@ -167,7 +171,7 @@ def roundings(
     if zero_config(model).get("zenflow"):
         return []
     return [
-        Replica(name, module[name], Tensor(module[name].dtype, master.view), ROUNDED, remedy)
+        Replica(name, module[name], Tensor(module[name].dtype, master.view), ROUNDED, remedy, code)
         for name, master in masters.items()
         if name in module
         and module[name].view.numel

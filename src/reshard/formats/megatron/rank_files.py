@@ -129,6 +129,11 @@ def misplaced(files: Mapping[str, Content], layout: Layout) -> Iterator[Problem]
                 expected=f"a rank that saves {folder}",
                 found=f"rank {each['rank']} of {each['world_size']}, which saves {folder_name(saved_by, layout)}",
                 remedy="its name was changed: copy each rank's own file from where it was saved",
+                values={
+                    "rank": each["rank"],
+                    "world": each["world_size"],
+                    "folder": folder_name(saved_by, layout),
+                },
             )
 
 

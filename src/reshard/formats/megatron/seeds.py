@@ -47,6 +47,7 @@ def exchanged(objects: Mapping[str, DcpChunk]) -> Iterator[Problem]:
                     expected=f"the state of stage {stage}, tensor-parallel rank {tensor}",
                     found=f"that of stage {owner[0]}, tensor-parallel rank {owner[1]}",
                     remedy="its name was changed: copy each rank's own file from where it was saved",
+                    values={"stage": owner[0], "rank": owner[1]},
                 )
 
 

@@ -347,7 +347,7 @@ def disagreement(name: str, parts: Sequence[tuple[str, Part]]) -> Problem | None
         if ours != theirs:
             plain = first.kind == part.kind == "plain"
             return Problem(
-                "ranks-disagree-on-tensor",
+                "plain-shards-differ" if plain else "ranks-disagree-on-tensor",
                 "two ranks do not agree about a tensor",
                 tensor=name,
                 file=file,
