@@ -36,6 +36,10 @@ _KEYWORD = re.compile(rf"(?P<function>[\w.<>]+)\(\) got an unexpected keyword ar
 _NEEDED = re.compile(
     rf"(?P<function>[\w.<>]+)\(\) missing \d+ required (?:positional|keyword-only) arguments?: {_Q}(?P<name>\w+)"
 )
+_GIVEN = re.compile(
+    r"(?P<function>[\w.<>]+)\(\) takes (?:from \d+ to )?(?P<takes>\d+) positional arguments?"
+    r" but (?P<given>\d+) (?:was|were)"
+)
 _TYPE = re.compile(rf"model type {_Q}(?P<name>[\w.-]+){_Q} but Transformers does not recognize")
 _ARCHITECTURE = re.compile(
     rf"Model architectures? \[{_Q}(?P<name>\w+){_Q}.*(?:not supported|no vLLM implementation)"
@@ -71,6 +75,28 @@ def of_failure(root: Traceback, log: Log) -> Finding | None:
             return _finding(found, bounds, version, failure, log) if bounds else None
         failure = failure.before
     return None
+
+
+def of_one_package(root: Traceback, log: Log) -> Finding | None:
+    """That who asks and who is asked belong to one package, none of whose releases has what is asked for."""
+    said, importer = root.said, _package_of(root.frames[-1]) if root.frames else None
+    own = table(importer) if importer else None
+    match = _ATTRIBUTE.search(said) or _MEMBER.search(said) or _IMPORT.search(said)
+    if own is None or match is None or _is_shadowed(match.groupdict().get("path")):
+        return None
+    asked = match.groupdict()
+    whole = asked.get("module", "").partition(".")[0] == ROOTS[own.package]
+    if not whole and asked.get("kind") not in own.raw["attributes"]:
+        return None
+    version = version_of(own.package, root, log)
+    values: dict[str, object] = {
+        "package": own.package,
+        "frame": root.frames[-1],
+        "asked": asked.get("kind") or asked["module"],
+        "name": asked["name"],
+        "release": f"{own.package} {version}" if version else own.package,
+    }
+    return _told("one-package", values, "possible", own, root, log)
 
 
 # ------------------------------------------------------------------------------------------ what is missing
@@ -160,6 +186,16 @@ def _needed(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
             )
 
 
+def _given(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
+    if match := _GIVEN.search(said):
+        more = int(match["given"]) - int(match["takes"])
+        for function in _functions(match["function"], root, log):
+            shown = words("more-arguments", function=function.removesuffix(".__init__"), count=more)
+            yield from _only(
+                Missing(shown, found.arity(function, more)) for found in tables(_mentioned(root, log))
+            )
+
+
 def _functions(function: str, root: Traceback, log: Log) -> list[str]:
     """The qualified names that a message may mean: Python 3.9 writes `__init__()` for that of any class."""
     if function != "__init__":
@@ -181,7 +217,7 @@ def _architecture(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
 
 
 ASKED: tuple[Callable[[str, Traceback, Log], Iterator[Missing]], ...] = (
-    *(_imported, _attribute, _module, _keyword, _needed, _type, _architecture, _member),
+    *(_imported, _attribute, _module, _keyword, _needed, _given, _type, _architecture, _member),
 )
 
 

@@ -21,6 +21,7 @@ ROOTS = {
     "bitsandbytes": "bitsandbytes",
     "datasets": "datasets",
     "deepspeed": "deepspeed",
+    "diffusers": "diffusers",
     "flash-attn": "flash_attn",
     "huggingface-hub": "huggingface_hub",
     "llamafactory": "llamafactory",
@@ -69,8 +70,7 @@ class Presence:
         if not self.there:
             return None
         if version is None:
-            found = None if self.there >= self.among else self._around(min(self.there), max(self.there))
-            return None if found and found.until and self.maybe else found
+            return None if self.there >= self.among else self._around(min(self.there), max(self.there))
         if self.at(version):
             return None
         before, _ = self.table.place(version)
@@ -226,6 +226,18 @@ class Table:
         """When a parameter does not have to be given, of the releases that have the function."""
         needed = self._parameter(function, f"{name}!")
         return Presence(self, needed.among - needed.there, needed.among) if needed.there else needed
+
+    def arity(self, function: str, more: int) -> Presence:
+        """When a function takes `more` parameters more than in its other releases; nowhere if it grew in steps."""
+        counts: dict[int, int] = {}
+        for groups in self.raw["functions"].get(function, {}).values():
+            for at in self._of(groups, "()"):
+                own = [each for each in self._at(groups, at) if each[0] not in "(@*" and each[-1] != "!"]
+                counts[at] = max(counts.get(at, 0), len(own))
+        levels = sorted(set(counts.values()))
+        two = len(levels) == 2 and levels[1] - levels[0] >= more
+        there = frozenset(at for at, count in counts.items() if two and count == levels[1])
+        return Presence(self, there, frozenset(counts))
 
     def _parameter(self, function: str, name: str, *also: str) -> Presence:
         there: set[int] = set()
