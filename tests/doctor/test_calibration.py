@@ -133,7 +133,7 @@ def test_a_message_that_is_cut_is_likely_and_one_that_goes_on_otherwise_is_anoth
     assert diagnose_text("log", f"ValueError: {cut} on a frob")[0].id == UNKNOWN
 
 
-@pytest.mark.parametrize("path", ["config.json", "conf/ds.json", "/data/train.jsonl", "nvcc"])
+@pytest.mark.parametrize("path", ["config.json", "conf/ds.json", "/data/train.jsonl"])
 def test_a_file_that_is_missing_is_no_entry_by_itself(path: str) -> None:
     said = f"{CALL}FileNotFoundError: [Errno 2] No such file or directory: '{path}'"
     assert diagnose_text("log", said)[0].id == UNKNOWN

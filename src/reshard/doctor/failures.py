@@ -41,11 +41,13 @@ _ASSERTION = re.compile(r"\bAssertion [`'\"].{0,1000} failed")
 _LOGGED = re.compile(
     r"""^\[?[EF]\d{3,4}\ \d\d:\d\d | \[[EF]\ ?[\w./]+\.(?:cpp|cc|h|cu|py):\d+ | \b\d\d:\d\d:\d\d,\d+\ [EF]\ \d+\ \d+
       | ^.{0,100}?(?:^|[\s\[|(-])(?:ERROR|FATAL|CRITICAL)(?=[\]:|\s,-]|$)(?!\s*\|)
+      | No\ solution\ found\ when\ resolving | ^.{0,100}\bProblem:\s
       | ^(?:\S+:\ )?(?:(?:fatal|Fatal|internal)\ )?(?:error|Error|fatal):\ | ^Fatal\ Python\ error
       | ^\*\*\*\ An\ error\ occurred | ^terminate\ called\ after\ throwing
       | :\ command\ not\ found$ | sh:\ \d+:\ \S+:\ not\ found$ | \bpanicked\ at\ """,
     re.VERBOSE,
 )
+_HEADING = re.compile(r"\W*(?i:errors?|fatal|critical)\W*")
 _SOCKET = re.compile(
     r"socket\.cpp[^\[]{0,40}\[c10d\].{0,300}?(?:client socket.{0,60}(?:failed|cannot)|cannot be retrieved"
     r"|cannot be initialized|has (?:failed|timed out))"
@@ -71,8 +73,11 @@ _LAUNCHER = re.compile(
 )
 
 
+_STARTS_WORKERS = r"\S{0,300}(?:python|torchrun|accelerate|deepspeed|/bash|/sh\b)"
+_WORKER = rf"CalledProcessError(?!: Command ['\"]?\[?['\"](?!{_STARTS_WORKERS}))"
+"""Of a command that starts workers, not of a compiler or another tool."""
 _CONSEQUENCE = re.compile(
-    r"ChildFailedError|SignalException|CalledProcessError|KeyboardInterrupt|Connection (?:reset|closed) by peer"
+    rf"ChildFailedError|SignalException|{_WORKER}|KeyboardInterrupt|Connection (?:reset|closed) by peer"
     r"|Broken pipe|NCCL.{0,500}(?:aborted|remote process exited)|ActorDiedError|RayTaskError"
     r"|Socket Timeout|DistNetworkError"
 )
@@ -85,7 +90,7 @@ def is_consequence(failure: Traceback) -> bool:
 
 def is_launchers(failure: Traceback) -> bool:
     """Whether it says no more than that another process failed."""
-    return failure.exception == EXIT or bool(re.search("ChildFailedError|CalledProcessError", failure.said))
+    return failure.exception == EXIT or bool(re.search(f"ChildFailedError|{_WORKER}", failure.said))
 
 
 def loose_failure(lines: Sequence[Line]) -> Traceback | None:
@@ -170,6 +175,8 @@ def _assertion(line: Line) -> tuple[str, str] | None:
 
 
 def _logged(line: Line) -> tuple[str, str] | None:
+    if _HEADING.fullmatch(line.text):
+        return None
     is_told = _LOGGED.search(line.text) and not _EXIT.search(line.text) and not _LAUNCHER.search(line.text)
     return ("", line.text.strip()) if is_told else None
 
@@ -262,23 +269,12 @@ def _last_words(lines: Sequence[Line]) -> Traceback | None:
     told = [line for line in lines if line.text.strip()][-LAST:]
     if any("(ignored)" in line.text for line in told):
         return None  # make went on
-    fails = (each for each in told if _FAILS.search(each.text) and not _FINE.search(each.text))
+    fails = (
+        each
+        for each in told
+        if _FAILS.search(each.text) and not _FINE.search(each.text) and not _HEADING.fullmatch(each.text)
+    )
     line = next((each for each in fails if len(each.text) < DATA and not _QUOTES.search(each.text)), None)
     if line is None:
         return None
     return Traceback(line.stream, line.number, line.number, line.number, "", line.text.strip())
-
-
-def asks(message: str) -> str:
-    """The sentences of a message that say what to do; "" if there are none."""
-    sentences = re.split(r"(?<=[.!;])\s+|\n+", message)
-    return " ".join(each.strip() for each in sentences if _ASKS.search(each) and not _REPORT.search(each))
-
-
-_ASKS = re.compile(
-    r"\b(?:[Pp]lease \w|[Yy]ou (?:can|could|should|may|must|need to|might want)\b)"
-    r"|^\s*(?:To fix|Try|Set|Use|Run|Install|Upgrade|Consider|Make sure|Ensure|Check)\b"
-)
-_REPORT = re.compile(
-    r"(?:file|open|submit|raise) an? (?:issue|bug)|report (?:this|it|the)|attribution|for more information"
-)

@@ -9,16 +9,19 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from reshard.doctor.artefacts import VETOED, mixed_up
+from reshard.doctor.builds import of_build
 from reshard.doctor.collectives import compared
 from reshard.doctor.entries import Entry, catalogue
-from reshard.doctor.failures import CUT_OFF, EXIT, asks, is_launchers
+from reshard.doctor.failures import CUT_OFF, EXIT, is_launchers
 from reshard.doctor.finding import CERTAINTIES, Finding, Place, Text
-from reshard.doctor.history.messages import of_failure
+from reshard.doctor.history.messages import of_failure, of_one_package
 from reshard.doctor.kinds import BY_KIND, filled_in, told_of
 from reshard.doctor.log import Log, Traceback, read_log
 from reshard.doctor.match import Match, first_sign, match_log
 from reshard.doctor.reading import clipped, encoding_of, lines_of
+from reshard.doctor.resolvers import of_resolver
 from reshard.doctor.rules import told
+from reshard.doctor.sentences import asks, needs
 from reshard.doctor.shapes import computed, contradict
 from reshard.doctor.upstream import own_code, search_of
 from reshard.doctor.words import words
@@ -29,6 +32,7 @@ from reshard.stores import as_path
 STDIN = "-"
 UNKNOWN = "unknown-failure"
 UNKNOWN_THAT_ASKS = "unknown-failure-that-asks"
+NEEDS = "requirement-not-met"
 SHAPES = "shapes-differ"
 WORKER_UNSEEN = "worker-traceback-missing"
 LARGEST = 64 << 20
@@ -87,6 +91,8 @@ def diagnose_text(name: str, content: str | Iterable[str]) -> list[Finding]:
             return [mixed, *(_finding(match, log, ()) for match in rest)]
     if root is not None and (known := _of_history(root, log, causes)) is not None:
         return known
+    if root is not None and (own := _of_words(root, log, causes)) is not None:
+        return [own, *(_finding(match, log, ()) for match in causes if match.entry.id not in own.also)]
     if root is not None and all(match.entry.kind in WARNINGS for match in causes):
         if any(match.line.number == root.last for match in matches):
             return [
@@ -104,6 +110,7 @@ def diagnose_text(name: str, content: str | Iterable[str]) -> list[Finding]:
 
 GUESSED = {
     **dict.fromkeys(("import-removed", "kw-removed", "hf-remote-code-too-old"), "api-is-gone"),
+    "trainer-old-signature": "of a class of one's own",
     **dict.fromkeys(
         ("hf-unknown-architecture", "vllm-unknown-architecture", "peft-config-newer"), "api-came-later"
     ),
@@ -135,6 +142,15 @@ def _of_history(root: Traceback, log: Log, causes: list[Match]) -> list[Finding]
     sure = min(found.certainty, entry.certainty, key=CERTAINTIES.index)
     proof = (found.title, *found.evidence, *entry.evidence)
     return [replace(entry, cure=cure, certainty=sure, evidence=proof), *rest]
+
+
+def _of_words(root: Traceback, log: Log, causes: list[Match]) -> Finding | None:
+    """What follows from the words of a failure that no entry explains, or one only that knows its kind."""
+    at_root = [match for match in causes if match.at_root or match.line.number == root.last]
+    if any(match.entry.id not in BY_KIND for match in at_root):
+        return None
+    found = of_build(root, log) or of_resolver(log) or of_one_package(root, log)
+    return replace(found, also=tuple(match.entry.id for match in at_root)) if found else None
 
 
 def _both(text: Text) -> tuple[str, str]:
@@ -227,6 +243,8 @@ def _unknown(root: Traceback, log: Log, symptoms: tuple[str, ...]) -> Finding:
     values["upstream"] = Text(*(f"{text}\n" if text else "" for text in (upstream.en, upstream.zh)))
     if shapes := computed(_with_table(root, log)):
         return told(SHAPES, [place], {"shown": quoted, "shapes": shapes}, certainty="likely")
+    if not asked and (needed := clipped(needs(root.message), LONGEST_SAID)):
+        return replace(told(NEEDS, [place], {**values, "asked": needed}, certainty="likely"), also=symptoms)
     found = told(UNKNOWN_THAT_ASKS if asked else UNKNOWN, [place], values, certainty="possible")
     return replace(found, id=UNKNOWN, also=symptoms)
 

@@ -18,6 +18,7 @@ from reshard.doctor.kinds import BY_KIND
 from reshard.doctor.log import Line, Log, Traceback
 from reshard.doctor.messages import begun
 from reshard.doctor.reading import clipped
+from reshard.doctor.upstream import is_of_package
 from reshard.doctor.words import words
 
 
@@ -54,6 +55,8 @@ def match_log(log: Log, entries: Iterable[Entry]) -> list[Match]:
             continue
         if entry.id in BY_KIND and not (root and _explains(entry, root)):
             continue
+        if entry.id in OF_SCRIPTS and root and _explains(entry, root) and is_of_package(root):
+            continue
         if root and _explains(entry, root) and line.number != root.last:
             line = next((each for each in whole.lines if each.number == root.last), line)
         matches.append(_weighed(entry, line, whole.text, log, root))
@@ -63,6 +66,8 @@ def match_log(log: Log, entries: Iterable[Entry]) -> list[Match]:
     return sorted(kept, key=_order)
 
 
+OF_SCRIPTS = frozenset(("import-removed", "kw-removed"))
+"""Entries that say what to write in a script: not for what a package asks of another one."""
 FATAL = ("error", "hang")
 """Kinds of entries that a run dies of: what it said before it went on is none of these."""
 

@@ -67,6 +67,11 @@ def own_code(root: Traceback) -> str | None:
     return None if _LIBRARY.search(frame) or package_of(frame) else frame
 
 
+def is_of_package(root: Traceback) -> bool:
+    """Whether the innermost frame lies in a package, and not in the user's own code."""
+    return bool(root.frames) and bool(_LIBRARY.search(root.frames[-1]) or package_of(root.frames[-1]))
+
+
 def package_of(frame: str) -> str | None:
     """The folder of a known package that a frame's file lies in."""
     path = frame.rsplit(":", 1)[0]

@@ -1,0 +1,200 @@
+"""What compilers, linkers and shells say is missing: a program, a header file, a symbol of another library.
+
+Such lines name the thing itself. Which package brings it, or was built for another one, follows from its name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from reshard.doctor.finding import Finding, Place, Text
+from reshard.doctor.log import Log, Traceback
+from reshard.doctor.reading import clipped
+from reshard.doctor.rules import told
+from reshard.doctor.words import words
+
+Told = tuple[str, dict[str, object]]
+"""The id of a rule, and what fills its braces."""
+
+_BUILDING = re.compile(
+    r"Error building extension|CalledProcessError|subcommand failed|subprocess-exited-with-error|CompilationError"
+    r"|[Ff]ailed building wheel|metadata-generation-failed|compilation terminated|cpp_extension|InductorError"
+    r"|\b(?:gcc|g\+\+|nvcc|make|ninja)\b|exit(?:ed)?(?: with)?(?: exit)? (?:code|status)|fatal error:"
+)
+ABOVE = 400
+"""Lines before a failed build in which the compiler says why."""
+
+
+def of_build(root: Traceback, log: Log) -> Finding | None:
+    """What a failure, or the compiler before it, names as missing; None if neither does."""
+    for ask in _ASKED:
+        for text, number in _texts(root, log):
+            if found := ask(text, log):
+                place = Place(log.name, number, clipped(text.strip().split("\n")[0], 300))
+                return told(found[0], [place], found[1], certainty="likely")
+    return None
+
+
+def _texts(root: Traceback, log: Log) -> Iterator[tuple[str, int]]:
+    """What the failure says, then, where something was built, what stands above it; with the numbers of lines."""
+    failure: Traceback | None = root
+    while failure is not None:
+        yield failure.said, failure.last
+        failure = failure.before
+    if _BUILDING.search(root.said):
+        for line in log.lines:
+            if line.stream == root.stream and 0 <= root.last - line.number < ABOVE:
+                yield line.text, line.number
+
+
+# ------------------------------------------------------------------------------------------ undefined symbols
+
+_SYMBOL = re.compile(
+    r"(?<![\w./+@~-])(?P<file>[\w./+@~-]{1,400}?\.so[\w.]{0,80}):\s{1,3}undefined\s{1,3}symbol:\s{1,3}(?P<symbol>\w{1,300})"
+)
+_OF_TORCH = re.compile(r"^_Z\w{0,8}?(?:3c10|2at|5torch|6caffe2)(?=\d|[A-Z])|^(?:aoti_)?torch_|^THP")
+"""Mangled names of C++ in the namespaces of torch, and of its C interfaces."""
+_OF_CUDA = re.compile(r"^_*(?:nvJitLink|cu(?:blas|sparse|solver|fft|rand|dnn)|nccl|nvrtc|cu[A-Z])")
+_NAMED_OTHERWISE = {
+    "amp_C": "apex",
+    "causal_conv1d_cuda": "causal-conv1d",
+    "flash_attn_2_cuda": "flash-attn",
+    "selective_scan_cuda": "mamba-ssm",
+    "transformer_engine_torch": "transformer-engine",
+}
+"""Packages by the names of their extensions, where these lie beside the package's folder."""
+_FOR_ONE_TORCH = frozenset(
+    ("vllm", "torchvision", "torchaudio", "xformers", "torchao", "sglang", "sgl-kernel")
+)
+"""Packages with wheels for one release of torch, which they require."""
+
+
+def _undefined(text: str, log: Log) -> Told | None:
+    match = _SYMBOL.search(text)
+    if match is None:
+        return None
+    symbol = match["symbol"]
+    values: dict[str, object] = {"file": match["file"].rpartition("/")[2], "symbol": clipped(symbol, 80)}
+    if _OF_TORCH.search(symbol):
+        package = _package_of(match["file"])
+        way = words("for-one-torch" if package in _FOR_ONE_TORCH else "built-here", package=package)
+        return "extension-abi", {**values, "package": package, "way": way}
+    return ("cuda-libraries-mixed", values) if _OF_CUDA.search(symbol) else None
+
+
+def _package_of(file: str) -> str:
+    """The package of an extension, by its own name or by its folder."""
+    name = file.rpartition("/")[2].partition(".")[0]
+    folder = re.search(r"(?:site|dist)-packages/(\w+)/", file)
+    own = re.sub(r"_(?:cuda|C|ext|lib)$", "", name)
+    return _NAMED_OTHERWISE.get(name, folder[1] if folder else own).replace("_", "-")
+
+
+# ------------------------------------------------------------------------------------------ programs, header files
+
+_HEADER = re.compile(
+    r"fatal error: '?(?P<name>[\w./+-]{2,100}?)'?(?:: No such file or directory| file not found)"
+)
+_PATH = r"(?:[\w./+~-]{0,200}/)?(?P<name>[\w+.-]{2,60})"
+_PROGRAM = tuple(
+    re.compile(pattern)
+    for pattern in (
+        rf"No such file or directory: ['\"`]{_PATH}['\"`]",
+        rf"(?:^|[\s:]){_PATH}: (?:command )?not found\b",
+        rf"Command '\['which', '{_PATH}'\]' returned non-zero",
+        rf"(?:unable to execute|error: command) '{_PATH}'(?: failed)?: No such file",
+        r"(?P<name>[Nn]inja) is required to load C\+\+ extensions",
+    )
+)
+
+
+def _program(text: str, log: Log) -> Told | None:
+    for match in (hit for pattern in _PROGRAM for hit in pattern.finditer(text)):
+        if found := _supplied("programs", match["name"].lower()):
+            return "program-missing", found
+    return None
+
+
+def _header(text: str, log: Log) -> Told | None:
+    match = _HEADER.search(text)
+    found = _supplied("headers", match["name"]) if match else None
+    return ("header-missing", found) if found else None
+
+
+def _supplied(kind: str, name: str) -> dict[str, object] | None:
+    command = next((each for pattern, each in _supplies()[kind].items() if re.fullmatch(pattern, name)), None)
+    return {"name": name, "command": Text.same(command.replace("{name}", name))} if command else None
+
+
+@lru_cache(maxsize=1)
+def _supplies() -> dict[str, dict[str, str]]:
+    path = Path(__file__).with_name("supplies.yaml")
+    content: dict[str, dict[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return content
+
+
+# ------------------------------------------------------------------------------------------ pip's build environments
+
+_ISOLATED = re.compile(
+    r"pip-build-env-|get_requires_for_build_wheel|prepare_metadata_for_build|egg_info did not run|build_editable"
+)
+_IMPORTED = re.compile(r"No module named '(?P<name>torch|numpy|wheel|setuptools|packaging|psutil|pybind11)'")
+_BUILT = re.compile(
+    r"(?:Collecting|Preparing metadata for|Building wheels? for(?: collected packages:)?"
+    r"|Failed to build|pip install(?: -\S{1,80}){0,8}) (?P<name>[A-Za-z][\w-]{0,60})"
+)
+
+
+def _isolated(text: str, log: Log) -> Told | None:
+    match = _IMPORTED.search(text)
+    if match is None or not _ISOLATED.search(log.text):
+        return None
+    packages = [each["name"] for each in _BUILT.finditer(log.text)]
+    return "build-isolation", {"name": match["name"], "package": packages[-1] if packages else "PACKAGE"}
+
+
+# ------------------------------------------------------------------------------------------ commands that failed
+
+_COMMAND = (
+    re.compile(
+        r"CalledProcessError: Command ['\"]?\[?['\"](?!\S{0,300}(?:python|torchrun|accelerate|deepspeed|/bash|/sh\b))"
+        rf"{_PATH}['\", ]"
+    ),
+    re.compile(
+        r"(?P<name>ssh|pdsh|mpirun|nvcc|ninja|gcc|g\+\+|cmake|make|git) exited with (?:exit )?(?:code|status)"
+    ),
+    re.compile(rf"error: command '{_PATH}' failed with exit"),
+)
+_SAYS = re.compile(
+    r"(?i:\berror\b|\bfatal\b|denied|cannot find|verification failed|undefined reference|not found|no such file"
+    r"|could not resolve|refused|unsupported|failed)"
+)
+_SELF = re.compile(
+    r"CalledProcessError|exited with|error: command|^\s{0,80}File \"|^\s{1,80}raise |Traceback"
+)
+
+
+def _failed_command(text: str, log: Log) -> Told | None:
+    match = next((hit for pattern in _COMMAND if (hit := pattern.search(text))), None)
+    if match is None or _PYTHON.match(match["name"]):
+        return None
+    lines = [line.text.strip() for line in log.lines]
+    said = [each for each in lines if _SAYS.search(each) and not _SELF.search(each)][-MOST_SAID:]
+    quoted = "\n".join(f"  {clipped(each, 300)}" for each in said)
+    says = words("command-says", lines=Text.same(quoted)) if said else words("command-says-nothing")
+    return "command-failed", {"name": match["name"], "says": says}
+
+
+_PYTHON = re.compile(r"python|torchrun|accelerate|deepspeed|bash$|sh$")
+MOST_SAID = 4
+"""Lines of a failed command that are shown."""
+
+_ASKED: tuple[Callable[[str, Log], Told | None], ...] = (
+    *(_undefined, _header, _program, _isolated, _failed_command),
+)

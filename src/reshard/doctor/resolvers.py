@@ -1,0 +1,96 @@
+"""Why pip or uv found no versions that fit each other: the requirements of one package that exclude each other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from packaging.utils import canonicalize_name
+
+from reshard.doctor.finding import Finding, Place, Text
+from reshard.doctor.log import Log
+from reshard.doctor.reading import clipped
+from reshard.doctor.rules import told
+
+_FAILED = re.compile(
+    r"ResolutionImpossible|have conflicting dependencies|No solution found when resolving"
+    r"|your requirements (?:and .{1,200} )?are (?:incompatible|unsatisfiable)"
+)
+_SPEC = (
+    r"(?<![\w.-])[A-Za-z][\w.-]{0,80}(?:\[[\w,.-]{0,80}\])?[ (]{0,2}"
+    r"(?:[<>=!~]=?=?[^\s,;)<>=!~]{1,40},?){0,6}"
+)
+_PIP = re.compile(
+    rf"^[ \t]{{0,40}}(?P<who>[A-Za-z][\w.-]{{0,80}}(?:\[\S{{0,80}}\])? \S{{1,60}}) depends on (?P<what>{_SPEC})",
+    re.MULTILINE,
+)
+_ASKED = re.compile(rf"^[ \t]{{0,40}}The user requested (?:\(constraint\) )?(?P<what>{_SPEC})", re.MULTILINE)
+_UV = re.compile(
+    rf"(?P<who>\byou\b|{_SPEC})\s(?:depends? on|requires?)\s(?P<what>{_SPEC})"
+    rf"(?:\sand\s(?!you\b)(?P<also>{_SPEC})(?!\s(?:depend|require)))?"
+)
+YOU = "you"
+
+
+class Need(NamedTuple):
+    """A requirement (`torch==2.6.0`), and who has it: a package with its version, or the user."""
+
+    who: str
+    what: str
+
+    @property
+    def package(self) -> str:
+        """The package that is required."""
+        name = re.match(r"[A-Za-z][\w.-]*", self.what)
+        return canonicalize_name(name[0]) if name else ""
+
+
+def of_resolver(log: Log) -> Finding | None:
+    """The requirements that exclude each other, as the resolver lists them; None if none of its failures is there."""
+    line = next((line for line in log.lines if _FAILED.search(line.text)), None)
+    if line is None:
+        return None
+    needs = list(dict.fromkeys(_needs(log.text)))
+    by_package: dict[str, list[Need]] = {}
+    for need in needs:
+        by_package.setdefault(need.package, []).append(need)
+    clash = max(by_package.values(), key=lambda same: len({each.what for each in same}), default=[])
+    if len({each.what for each in clash}) < 2:
+        return None
+    package = clash[0].package
+    shown = "\n".join(f"  {each.who}: {each.what}" for each in clash[:MOST])
+    asked = sorted({_name(each.who) for each in clash if each.who != YOU})
+    values = {"package": package, "needs": Text.same(shown), "command": _command(package, asked)}
+    place = Place(log.name, line.number, clipped(line.text.strip(), 300))
+    return told("requirements-conflict", [place], values, certainty="likely")
+
+
+MOST = 8
+"""Requirements that are shown."""
+
+
+def _needs(text: str) -> Iterator[Need]:
+    joined = re.sub(r"\n[ \t]{4,80}(?=\S)", " ", text) if "we can conclude" in text else text
+    for match in _PIP.finditer(text):
+        yield Need(match["who"], _plain(match["what"]))
+    for match in _ASKED.finditer(text):
+        yield Need(YOU, _plain(match["what"]))
+    for match in _UV.finditer(joined) if "we can conclude" in text else ():
+        for what in (match["what"], match["also"]):
+            if what:
+                yield Need(YOU if match["who"] == YOU else _plain(match["who"]), _plain(what))
+
+
+def _plain(what: str) -> str:
+    return re.sub(r"[\s()]+", "", what).rstrip(",.")
+
+
+def _name(who: str) -> str:
+    match = re.match(r"[A-Za-z][\w.-]*", who)
+    return match[0] if match else who
+
+
+def _command(package: str, asked: list[str]) -> Text:
+    """The packages in one command, none of them pinned."""
+    return Text.same(" ".join(["python -m pip install -U", *dict.fromkeys([*asked, package])]))

@@ -1,0 +1,38 @@
+"""What the sentences of a message say of its cure: what to do, or which condition does not hold."""
+
+from __future__ import annotations
+
+import re
+
+
+def asks(message: str) -> str:
+    """The sentences of a message that say what to do; "" if there are none."""
+    return _those(message, _ASKS)
+
+
+def needs(message: str) -> str:
+    """The sentences of a message that state a condition on settings; "" if there are none."""
+    return _those(message, _NEEDS)
+
+
+def _those(message: str, pattern: re.Pattern[str]) -> str:
+    sentences = re.split(r"(?<=[.!;])\s+|\n+", message)
+    return " ".join(each.strip() for each in sentences if pattern.search(each) and not _REPORT.search(each))
+
+
+_ASKS = re.compile(
+    r"\b(?:[Pp]lease \w|[Yy]ou (?:can|could|should|may|must|need to|might want)\b)"
+    r"|^\s*(?:To fix|Try|Set|Use|Run|Install|Upgrade|Consider|Make sure|Ensure|Check)\b"
+)
+_NEEDS = re.compile(
+    r"\b(?:must|should|needs? to|ha(?:s|ve) to) (?:not )?(?:both )?"
+    r"(?:be|match|equal|divide|have|specify|set|use|enable)\b"
+    r"|\b(?:is|are) (?:not |only )supported (?:with|when|for|by|in|on|if|without)\b|\bonly supports?\b"
+    r"|\b(?:does|do) not support\b|\b(?:is|are) (?:required|incompatible|mutually exclusive|not compatible)\b"
+    r"|\bdivisible by\b|\brequires? (?:--|that|the|at least|a|an)?\b"
+    r"|\bcan(?:not| not|'t) be (?:used|set|enabled) (?:with|together|when)\b"
+    r"|^\s*assert .{1,200}(?:==|%|>=|<=|>|<| in )"
+)
+_REPORT = re.compile(
+    r"(?:file|open|submit|raise) an? (?:issue|bug)|report (?:this|it|the)|attribution|for more information"
+)
