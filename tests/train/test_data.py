@@ -153,6 +153,8 @@ def test_each_shape_is_read_as_trl_takes_it(
             "chosen and rejected begin differently",
             "column of its own",
         ),
+        ("dpo", {"prompt": "a", "chosen": 3, "rejected": "c"}, '"chosen" is of another kind', None),
+        ("dpo", {"chosen": {"0": "b"}, "rejected": True}, '"rejected" is of another kind', None),
         ("grpo", {"prompt": 3}, '"prompt" is of another kind', None),
     ],
 )
@@ -249,6 +251,13 @@ def test_compressed_lines_and_parquet_hold_the_same_records(tmp_path: Path) -> N
     assert list(read_records(tmp_path / "a.parquet", "sft")) == rows
     parquet.write_table(arrow.Table.from_pylist([*rows, {"messages": []}]), tmp_path / "b.parquet")
     assert problems_of(tmp_path / "b.parquet")[0].file == f"{tmp_path}/b.parquet: row 65"
+
+
+@pytest.mark.parametrize("content", ["\n-3", '\n"text"', "\nnull"])
+def test_a_json_file_without_records_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.json").write_text(content)
+    (problem,) = problems_of(tmp_path)
+    assert (problem.code, problem.found) == ("data-no-records", repr(json.loads(content)))
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.gz"])

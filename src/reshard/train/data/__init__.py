@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from reshard.errors import Problem, ReshardError, listed
 from reshard.plain import json_of
-from reshard.train.data.records import Row, Template, faults, is_chat, shape_of, standard
+from reshard.train.data.records import Row, Template, faults, is_chat, shape_of, show, standard
 
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 SPLITS = {"test", "valid", "validation", "val", "eval", "dev"}
@@ -209,6 +209,17 @@ def _array(file: Path, text: bytes) -> Iterator[tuple[str, Any]]:
                 "data-not-json", "the file is no JSON", file=str(file), found=str(error), remedy="mend it"
             ),
         )
+        return
+    if not isinstance(content, list):
+        problem = Problem(
+            "data-no-records",
+            "the file holds no records",
+            file=str(file),
+            expected="an array of records, or one record on each line",
+            found=show(content),
+            remedy="write the data as JSONL: one JSON object on each line",
+        )
+        yield str(file), problem
         return
     for number, row in enumerate(content, 1):
         yield f"{file}: record {number}", row

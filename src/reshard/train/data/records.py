@@ -118,7 +118,7 @@ def faults(row: Any, method: str, template: Template, where: str) -> Iterator[Pr
             "a record is no object",
             file=where,
             expected=_columns(method),
-            found=_show(row),
+            found=show(row),
             remedy="write one JSON object for each record",
         )
         return
@@ -131,9 +131,9 @@ def faults(row: Any, method: str, template: Template, where: str) -> Iterator[Pr
         yield from unfit
         return
     yield from _of_besides(clean, where)
-    for column in SHAPES[shape]:
-        yield from _of_column(column, clean[column], template, where)
-    if shape == "preference pairs":
+    wrong = [each for column in SHAPES[shape] for each in _of_column(column, clean[column], template, where)]
+    yield from wrong
+    if shape == "preference pairs" and not wrong:
         yield from _of_pair(clean, template, where)
     yield from _of_kinds(clean, shape, where)
 
@@ -184,7 +184,7 @@ def _of_column(column: str, value: Any, template: Template, where: str) -> Itera
             f'"{column}" is of another kind',
             file=where,
             expected=expected,
-            found=_show(value),
+            found=show(value),
         )
         return
     wrong = list(_of_messages(value, column, where))
@@ -219,7 +219,7 @@ def _unfit(value: Any, name: str = "", depth: int = 0) -> Iterator[Problem]:
             "field-number-too-large",
             f"{_called(name)} is too large a number",
             expected=expected,
-            found=_show(value),
+            found=show(value),
             remedy=remedy,
         )
 
@@ -252,7 +252,7 @@ def _of_besides(row: Row, where: str) -> Iterator[Problem]:
             '"tools" is no list of tools',
             file=where,
             expected=expected,
-            found=_show(tools),
+            found=show(tools),
         )
     if options is not None and not isinstance(options, dict):
         expected = 'an object, for example {"enable_thinking": false}'
@@ -261,7 +261,7 @@ def _of_besides(row: Row, where: str) -> Iterator[Problem]:
             '"chat_template_kwargs" is no object',
             file=where,
             expected=expected,
-            found=_show(options),
+            found=show(options),
         )
 
 
@@ -299,7 +299,7 @@ def _of_messages(messages: list[Any], column: str, where: str) -> Iterator[Probl
                 f"{name} is no message",
                 file=where,
                 expected='{"role": …, "content": …}, or ShareGPT\'s {"from": …, "value": …}',
-                found=_show(message),
+                found=show(message),
             )
             return
         if message["role"] not in ROLES:
@@ -308,7 +308,7 @@ def _of_messages(messages: list[Any], column: str, where: str) -> Iterator[Probl
                 f"{name} has an unknown role",
                 file=where,
                 expected=", ".join(ROLES),
-                found=_show(message["role"]),
+                found=show(message["role"]),
                 remedy="rename the role",
             )
         yield from _of_content(message, name, where)
@@ -326,7 +326,7 @@ def _of_content(message: Row, name: str, where: str) -> Iterator[Problem]:
             f"{name} has no text" if content is None else f"the content of {name} is no text",
             file=where,
             expected="a string",
-            found=_show(content),
+            found=show(content),
             remedy="leave the record out" if content is None else "join its parts to one string",
         )
 
@@ -373,7 +373,7 @@ def _of_pair(row: Row, template: Template, where: str) -> Iterator[Problem]:
             "chosen and rejected are the same",
             file=where,
             expected="two answers, of which one is better",
-            found=_show(chosen),
+            found=show(chosen),
             remedy="leave the record out",
         )
     elif "prompt" in row:
@@ -384,7 +384,7 @@ def _of_pair(row: Row, template: Template, where: str) -> Iterator[Problem]:
             "chosen and rejected begin differently, and there is no prompt",
             file=where,
             rule="without a `prompt`, what both begin with is taken as one",
-            found=f"{_show(chosen[0])} and {_show(rejected[0])}",
+            found=f"{show(chosen[0])} and {show(rejected[0])}",
             remedy="give the prompt in a column of its own",
         )
 
@@ -409,6 +409,7 @@ def is_chat(row: Row, shape: str) -> bool:
     return isinstance(row[SHAPES[shape][0]], list)
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
+    """A wrong value, as far as it fits into a line."""
     text = repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]} … ({type(value).__name__})"
