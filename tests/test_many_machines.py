@@ -32,8 +32,8 @@ from reshard.transfer import claims, executors, spread
 from reshard.transfer.digests import CELL, Digest
 from reshard.transfer.gather import Files
 from reshard.transfer.ledger import Ledger
+from reshard.transfer.leftovers import unfinished
 from reshard.transfer.parts import Part
-from reshard.transfer.staging import unfinished
 from tests import environments, spreading
 from tests.bad_input.damage import find, flip
 from tests.commandline import reshard as command

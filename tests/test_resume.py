@@ -16,7 +16,7 @@ import pytest
 import reshard as api
 from reshard import conversion
 from reshard.transfer import batch, execute, job, journal, ledger
-from reshard.transfer.staging import unfinished
+from reshard.transfer.leftovers import unfinished
 from tests.bad_input.conftest import originals as originals
 from tests.bad_input.damage import edit_tensors, find, flip
 

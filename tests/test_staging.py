@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import shutil
 import subprocess
@@ -16,9 +17,14 @@ from pathlib import Path
 import pytest
 
 from reshard.errors import Problem, ReshardError
+from reshard.transfer import journal as journal_module
+from reshard.transfer.beside import put_aside
 from reshard.transfer.destination import space_problems, target_problems
-from reshard.transfer.journal import Identity, Journal
-from reshard.transfer.staging import put_aside, recover, remove_unfinished, staged, unfinished
+from reshard.transfer.journal import ROOM, Identity, Journal
+from reshard.transfer.leftovers import recover, remove_unfinished, set_aside, unfinished
+from reshard.transfer.sink import allocate
+from reshard.transfer.staging import staged
+from tests.commandline import reshard as command
 
 LEFT = "0123abcd"
 """What a run that was killed has in the names of what it left."""
@@ -202,6 +208,77 @@ def test_an_old_folder_that_something_else_replaced_is_never_removed(tmp_path: P
     assert names(tmp_path) == {"dst"} and names(tmp_path / "dst") == {"precious"}
 
 
+@pytest.mark.parametrize("refused", [errno.EPERM, errno.EXDEV, errno.EBUSY])
+@pytest.mark.parametrize(
+    ("first", "said", "left"),
+    [
+        ("dst", "the output cannot take the place of the old folder", {"dst"}),
+        ("output", "nor the old folder put back there", set()),
+        (".dst.replaced-", "the folder that it replaced cannot be removed", {"dst"}),
+    ],
+)
+def test_where_nothing_can_be_renamed_the_old_folder_stays_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int, first: str, said: str, left: set[str]
+) -> None:
+    """From the first rename on that is about `first`."""
+    write(tmp_path / "dst", "old")
+    rename, begun = Path.rename, []
+
+    def fail(self: Path, target: Path) -> Path:
+        if begun or self.name.startswith(first):
+            begun.append(self)
+            raise OSError(refused, os.strerror(refused), str(self))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(ReshardError, match=said) as caught:
+        write(tmp_path / "dst", "new", overwrite=True)
+    monkeypatch.undo()
+    old = put_aside(tmp_path / "dst")
+    assert names(tmp_path) == left | {path.name for path in old}
+    assert sum(names(folder) == {"old"} for folder in (*old, *tmp_path.glob("dst"))) == 1
+    assert os.strerror(refused) in str(caught.value.problems[0].found)
+    assert all(str(path) in str(caught.value.problems[0].remedy) for path in old)
+    write(tmp_path / "dst", "new", overwrite=True)
+    assert names(tmp_path / "dst") == {"new"}
+
+
+def test_a_file_system_without_renames_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Path, target: Path) -> Path:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(self))
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(ReshardError, match="the output cannot be renamed") as caught:
+        write(tmp_path / "dst", "new")
+    assert caught.value.problems[0].found == os.strerror(errno.EPERM) and names(tmp_path) == set()
+
+
+def test_what_a_killed_run_had_set_aside_is_listed_with_what_puts_it_back(tmp_path: Path) -> None:
+    target = tmp_path / "my dst"
+    write(target, "old")
+    target.rename(tmp_path / f".my dst.replaced-{LEFT}")
+    shown = command("inspect", target)
+    assert shown.code == 1 and "what was here before a run replaced it" in shown.out
+    (listed,) = json.loads(command("inspect", target, "--json").out)["set_aside"]
+    (old,) = set_aside(target)
+    assert listed == old.as_dict() and old.put_back in shown.out and old.remove in shown.out
+    write(target, "other")
+    (old,) = set_aside(target)  # what stands there now is kept, too
+    subprocess.run(old.put_back, shell=True, check=True)
+    assert names(target) == {"old"} and names(tmp_path / "my dst.new") == {"other"}
+    target.rename(tmp_path / f".my dst.replaced-{LEFT}")
+    subprocess.run(old.remove, shell=True, check=True)
+    assert set_aside(target) == [] and names(tmp_path) == {"my dst.new"}
+
+
+def test_what_a_run_that_lives_has_set_aside_is_left_to_it(tmp_path: Path) -> None:
+    with staged(tmp_path / "dst", {}, overwrite=False):
+        (tmp_path / f".dst.replaced-{LEFT}").mkdir()
+        (old,) = set_aside(tmp_path / "dst")
+        assert (old.put_back, old.remove) == ("", "")
+        (tmp_path / f".dst.replaced-{LEFT}").rmdir()
+
+
 def test_a_name_with_wildcards_sweeps_its_own_leftovers_only(tmp_path: Path) -> None:
     for name in (f".d[ab]*.partial-{LEFT}", f".da.partial-{LEFT}"):
         (tmp_path / name).mkdir()
@@ -378,6 +455,51 @@ def test_a_journal_that_is_none_is_not_waited_for(tmp_path: Path) -> None:
     assert [each.nbytes for each in unfinished(tmp_path / "dst")] == [None]
     write(tmp_path / "dst", "new")
     assert names(tmp_path) == {"dst"}
+
+
+@pytest.mark.parametrize("refused", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EMFILE])
+@pytest.mark.parametrize("call", ["mkdir", "read the journal"])
+def test_what_the_system_does_not_tell_is_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int, call: str
+) -> None:
+    """Whether the folder is of the same user, and what its journal says."""
+    interrupted(tmp_path / "dst", ONE, KeyboardInterrupt())
+    with monkeypatch.context() as patch:
+        if call == "mkdir":
+            refuse(patch, Path, "mkdir", "probe-", refused)
+        else:
+            refuse(patch, journal_module, "read_source", "journal", refused)
+        with pytest.raises(ReshardError, match=os.strerror(refused)) as caught:
+            continued(tmp_path / "dst", ONE)
+    assert "run the same command again" in str(caught.value.problems[0].remedy)
+    there, heard = continued(tmp_path / "dst", ONE)
+    assert there == {"done"} and heard == ["continuing: 4 B of 8 B are written already"]
+
+
+def refuse(patch: pytest.MonkeyPatch, owner: object, name: str, path: str, number: int) -> None:
+    """Let a function fail for paths whose name begins so."""
+    original = getattr(owner, name)
+
+    def call(where: Path, *args: object, **options: object) -> object:
+        if Path(where).name.startswith(path):
+            raise OSError(number, os.strerror(number), str(where))
+        return original(where, *args, **options)
+
+    patch.setattr(owner, name, call)
+
+
+def test_the_journal_has_room_on_a_disk_that_fills_up(tmp_path: Path) -> None:
+    with open(tmp_path / "probe", "wb") as probe:
+        allocate(probe.fileno(), 0, ROOM)
+        if os.fstat(probe.fileno()).st_blocks * 512 < ROOM:
+            pytest.skip("this file system cannot allocate")
+    journal = Journal(ONE)
+    journal.open(tmp_path / "journal", tmp_path, {}, {})
+    for number in range(3 * ROOM // 1000):
+        journal.add({"replicas": "x" * 1000})
+        status = (tmp_path / "journal").stat()
+        assert number % 100 or status.st_blocks * 512 >= status.st_size + ROOM // 2
+    journal.close()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")

@@ -18,16 +18,18 @@ from reshard.remote import Worker, absolute, identity_of
 from reshard.stores import StorePath
 from reshard.stores.bucket import Bucket
 from reshard.transfer import executors
+from reshard.transfer.beside import put_aside
 from reshard.transfer.compare import unequal_replicas
 from reshard.transfer.destination import bucket_problems, space_problems, target_problems
 from reshard.transfer.execute import Report, execute
 from reshard.transfer.journal import Identity, Journal
+from reshard.transfer.leftovers import recover, reusable
 from reshard.transfer.marker import marker_in
 from reshard.transfer.memory import Meter, Share, plainly, shared
 from reshard.transfer.plan import Plan
 from reshard.transfer.sources import OnStep
 from reshard.transfer.spread import spread
-from reshard.transfer.staging import OnResume, put_aside, recover, reusable, staged
+from reshard.transfer.staging import OnResume, staged
 from reshard.transfer.uploading import Uploads, room, staging_folder, uploading
 
 if TYPE_CHECKING:
@@ -358,7 +360,7 @@ def _kept(target: Path) -> list[Problem]:
             remedy="check whether you still need it, and remove it if not",
             severity="warning",
         )
-        for path in (put_aside(target) if target.exists() else [])
+        for path in put_aside(target)
     ]
 
 

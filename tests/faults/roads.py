@@ -49,6 +49,7 @@ class Road(NamedTuple):
     flags: tuple[str, ...]
     base: Make | None = None
     overwrite: bool = False
+    interrupted: bool = False
 
 
 ROADS: dict[str, Road] = {
@@ -73,6 +74,7 @@ ROADS: dict[str, Road] = {
         converted(MISTRAL, to="huggingface", quantize="fp8"), ("--to", "megatron", "--dtype", "bfloat16")
     ),
     "quantized": Road(copied(MISTRAL), ("--to", "huggingface", "--quantize", "fp8")),
+    "continued": Road(copied(MISTRAL), ("--to", "megatron", "--tp", "2"), interrupted=True),
     "replaced": Road(copied(MISTRAL), ("--to", "megatron", "--overwrite"), overwrite=True),
 }
 
@@ -110,4 +112,4 @@ def scene(road: Road, root: Path, workers: int = 1) -> Scene:
     if road.overwrite:
         reshard.convert(root / "src", root / "dst", to="megatron-legacy", no_tokenizer=True)
         before = content(root / "dst")
-    return Scene(root, (*words, *road.flags), before)
+    return Scene(root, (*words, *road.flags), before, road.interrupted)

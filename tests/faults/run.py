@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import reshard.cli.convert
@@ -156,16 +156,22 @@ class Check:
 class Scene:
     """A folder with `src`, what else the command reads, and a command that makes `dst`.
 
-    With `before`, a folder stands at the destination that the command is to replace.
+    With `before`, a folder stands at the destination that the command is to replace. With `interrupted`, an earlier run
+    has met a full disk, and what it wrote is there.
     """
 
     root: Path
     words: tuple[object, ...]
     before: Content | None = None
+    interrupted: bool = False
 
     def __post_init__(self) -> None:
         self.given = {path.name for path in self.root.iterdir()} - {"dst"}
+        self.left: dict[Path, tuple[bytes, int]] = {}
+        """What the earlier run has left, with the times of files."""
         self.clear()
+        self.written = self._interrupt() if self.interrupted else 0
+        """How many bytes of the output that is."""
         whole = run(self.words, self.root)
         assert whole.code == 0, whole.err
         self.calls = whole.calls
@@ -184,6 +190,25 @@ class Scene:
         for name, data in (self.before or {}).items():
             (self.dst / name).parent.mkdir(parents=True, exist_ok=True)
             (self.dst / name).write_bytes(data)
+
+        for path, (data, modified) in self.left.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+            os.utime(path, ns=(modified, modified))
+
+    def _interrupt(self) -> int:
+        """Let a run meet a full disk half way, and keep what it leaves; how many bytes of the output it noted."""
+        writes = sum(call.name == "pwrite" for call in run(self.words, self.root).calls)
+        self.clear()
+        stopped = run(self.words, self.root, Fault("ENOSPC", "pwrite", writes // 2, on=True))
+        assert stopped.code == 2, stopped.err
+        for folder in self.root.glob(".dst.partial-*"):
+            files = [path for path in folder.rglob("*") if path.is_file()]
+            self.left |= {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+        (unfinished,) = self._listed()["unfinished"]
+        assert unfinished["written"]
+        self.clear()
+        return int(unfinished["written"])
 
     def strike(self, fault: Fault, seed: int = 0) -> str:
         """Run the command with a fault, then without. The outcome in a word; AssertionError if something is wrong."""
@@ -208,7 +233,9 @@ class Scene:
             and self._lacks_files_alone(found or {})
         ):
             return "completed without it"
-        assert is_whole or found == self.before, "the destination is neither as before nor complete"
+        assert is_whole or found == self.before or (found is None and self._is_beside(ended)), (
+            "the destination is neither as before nor complete"
+        )
         if fault.kind.startswith(("kill", "power")) and ended.code == KILLED:
             outcome = "killed"
         else:
@@ -218,8 +245,11 @@ class Scene:
                 assert is_whole, "exit status 0, and the destination is not complete"
             else:
                 self._says_what_is_wrong(ended, fault)
-        self._lists_what_is_left()
+        written = self._lists_what_is_left()
         if not is_whole:
+            # A system that says that there is no such file is believed.
+            assert written >= self.written or fault.kind == "ENOENT", "what an earlier run wrote is lost"
+            outcome += ", kept" if written else ""
             self._continues()
         elif outcome != "completed":
             outcome += ", complete"
@@ -246,16 +276,25 @@ class Scene:
         """Whether a path is the destination, or something that a run makes beside it."""
         return not self.given.intersection(Path(os.path.relpath(path, self.root)).parts[:1])
 
-    def _left(self) -> set[str]:
+    def _lists_what_is_left(self) -> int:
+        """Bytes of the output that the next run need not write."""
         kept = {*self.given, "dst", ".dst.lock-reshard"}
-        return {path.name for path in self.root.iterdir()} - kept
+        left = {path.name for path in self.root.iterdir()} - kept
+        if not left:
+            return 0
+        told = self._listed()
+        named = {Path(each["folder"]).name for each in [*told["unfinished"], *told["set_aside"]]}
+        assert left <= named, f"inspect does not list {left - named}"
+        return sum(each["written"] or 0 for each in told["unfinished"])
 
-    def _lists_what_is_left(self) -> None:
-        if left := self._left():
-            listed = run(("inspect", self.dst, "--json"), self.root)
-            told = json.loads(listed.out)
-            named = {Path(each["folder"]).name for each in told["unfinished"]}
-            assert left <= named, f"inspect does not list {left - named}"
+    def _is_beside(self, ended: Ended) -> bool:
+        """Whether the old folder lies where `inspect` says, as does the run unless it was killed."""
+        (told,) = self._listed()["set_aside"]
+        said_so = ended.code == KILLED or f"mv {told['folder']} {self.dst}" in " ".join(ended.err.split())
+        return said_so and content(Path(told["folder"])) == self.before
+
+    def _listed(self) -> dict[str, Any]:
+        return dict(json.loads(run(("inspect", self.dst, "--json"), self.root).out))
 
     def _continues(self) -> None:
         again = run(self.words, self.root)

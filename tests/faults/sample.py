@@ -11,6 +11,8 @@ from tests.faults.calls import CHANGES, READS, WRITES, Call, Fault
 ERRORS = ("EIO", "ESTALE", "EACCES", "ENOENT", "EMFILE", "EINVAL", "ENOMEM")
 """What any call may meet: a disk that fails, a file server that is gone, rights, files that vanish, and limits."""
 FULL = ("ENOSPC", "EDQUOT")
+IMMOVABLE = ("EPERM", "EXDEV", "EBUSY")
+"""What a rename meets: a file system without, a folder of an image's lower layer, a mount point."""
 KILLS = ("kill before", "kill after", "power")
 EVERYWHERE = (Fault("short"), Fault("delay"))
 """Each read and write of less than was asked for; each call late, so that those of threads change their order."""
@@ -27,6 +29,10 @@ def of_call(name: str, at: int) -> Iterator[Fault]:
         yield Fault("ENOTSUP", name, at)
     if name in (*READS, *WRITES):
         yield Fault("short", name, at)
+    if name == "rename":
+        for kind in IMMOVABLE:
+            yield Fault(kind, name, at)
+            yield Fault(kind, name, at, on=True)
     if name in CHANGES or name == "open":
         for kind in FULL:
             yield Fault(kind, name, at)

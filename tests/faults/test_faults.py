@@ -48,7 +48,23 @@ def test_every_write_that_is_refused_leaves_what_the_same_command_continues(tmp_
     stage = scene(ROADS["deepspeed to universal"], tmp_path)
     writes = sum(call.name == "pwrite" for call in stage.calls)
     for at in range(0, writes, max(1, writes // 4)):
-        assert stage.strike(Fault("ENOSPC", "pwrite", at, on=True)) == "refused"
+        assert stage.strike(Fault("ENOSPC", "pwrite", at, on=True)).startswith("refused")
+
+
+def test_a_rename_that_is_refused_leaves_the_old_folder_there_or_beside(tmp_path: Path) -> None:
+    stage = scene(ROADS["replaced"], tmp_path)
+    renames = sum(call.name == "rename" for call in stage.calls)
+    assert renames == 3
+    outcomes = [stage.strike(Fault("EXDEV", "rename", at, on=True)) for at in range(renames)]
+    assert outcomes == ["refused, kept", "refused, kept", "refused, complete"]
+
+
+def test_a_journal_that_cannot_be_written_loses_nothing_that_it_said(tmp_path: Path) -> None:
+    stage = scene(ROADS["continued"], tmp_path)
+    lines = sum(call.name == "write" and Path(call.path).name == "journal" for call in stage.calls)
+    for kind in ("ENOSPC", "EDQUOT"):
+        outcomes = {stage.strike(Fault(kind, "write", at, on=True)) for at in range(0, lines, lines // 3)}
+        assert outcomes == {"refused, kept"}
 
 
 @pytest.mark.slow
@@ -64,7 +80,8 @@ def test_no_fault_lets_damage_look_whole(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("road", ROADS)
 def test_a_sample_of_all_faults(road: str, tmp_path: Path) -> None:
     outcomes = struck(road, tmp_path, 80, TODAY)
-    assert outcomes["refused"] and outcomes["killed"] and outcomes["completed"]
+    kinds = {outcome.partition(",")[0] for outcome in outcomes}
+    assert kinds >= {"refused", "killed", "completed"}
 
 
 @pytest.mark.slow
@@ -82,4 +99,4 @@ def test_faults_of_the_system_calls_themselves(road: str, tmp_path: Path) -> Non
     faults = list(traced.sampled(calls, 40, TODAY))
     outcomes = Counter(traced.strike(stage, paths, fault) for fault in faults)
     print(f"{road}, seed {TODAY}: {dict(outcomes)}")
-    assert outcomes["refused"] and outcomes["completed"]
+    assert outcomes["completed"] and any(outcome.startswith("refused") for outcome in outcomes)

@@ -26,8 +26,8 @@ from reshard.train.megatron.rows import Counts, pieces_of
 from reshard.train.megatron.samples import samples_of
 from reshard.train.request import run_of
 from reshard.train.run import Run, check
+from reshard.transfer.leftovers import recover, remove_unfinished, set_aside, unfinished
 from reshard.transfer.marker import parsed_marker
-from reshard.transfer.staging import recover, remove_unfinished, unfinished
 from tests.fuzz.seeds import DATA, copied
 
 Take = Callable[[bytes], None]
@@ -207,6 +207,7 @@ def journal(folder: Path) -> Take:
         (run / "journal").write_bytes(b"".join(lines))
         for each in unfinished(folder / "dst"):
             json.dumps(each.as_dict())
+        assert not set_aside(folder / "dst")
         remove_unfinished(folder / "dst", 1e9)
         recover(folder / "dst")
         (run / "output").mkdir(parents=True, exist_ok=True)

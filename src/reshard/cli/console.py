@@ -28,7 +28,7 @@ from reshard.stores.address import without_secrets
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from reshard.transfer.staging import Unfinished
+    from reshard.transfer.leftovers import Unfinished
 
 SHOWN = 12
 """How many offenders are printed in full; the rest are counted."""

@@ -25,7 +25,7 @@ from reshard.formats.checkpoint import Checkpoint
 from reshard.inspection import OPTIMIZER, Inspection
 from reshard.shown import escape
 from reshard.stores import StorePath, source_path
-from reshard.transfer.staging import Unfinished
+from reshard.transfer.leftovers import SetAside, Unfinished, set_aside
 from reshard.transfer.uploading import remove_unfinished_at, unfinished_at
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -57,22 +57,25 @@ def command(path: Path, iteration: int | str | None, age: float | None, json_out
     """Say what the checkpoint at PATH is, whether it is whole, and what to type next.
 
     Reads headers and metadata only, also of a URL or of Org/Model on the hub. Also lists unfinished conversions to
-    PATH, with the commands that continue them.
+    PATH, with the commands that continue them, and folders that a killed run moved aside when it replaced them.
     Exit status: 0 whole, 1 problems were found, 2 nothing could be opened.
     """
     removed = remove_unfinished_at(path, age) if age is not None else []
     left = unfinished_at(path)
+    is_inside = isinstance(path, StorePath)  # what a run left is where the checkpoint will be
+    old = [] if is_inside else set_aside(path)
     beside = {
         "unfinished": [each.as_dict() for each in left],
+        "set_aside": [each.as_dict() for each in old],
         "removed": [str(each.folder) for each in removed],
     }
     if not json_output:
         _print_unfinished(left, removed)
-    is_inside = isinstance(path, StorePath)  # what a run left is where the checkpoint will be
-    if (left or removed) and (is_inside or not path.exists()):
+        _print_set_aside(old)
+    if (left or removed or old) and (is_inside or not path.exists()):
         if json_output:
             print_json({"path": str(path), **beside})
-        sys.exit(1 if left else 0)
+        sys.exit(1 if left or old else 0)
     with Watch("inspect", quiet=json_output) as watch:
         found = api.inspect(path, iteration, on_step=watch.step)
     if json_output:
@@ -92,6 +95,16 @@ def _print_unfinished(left: list[Unfinished], removed: list[Unfinished]) -> None
         console.print(f"[bold]{'unfinished':<10}[/] {escape(str(each.folder))}: {done}{state}")
         if each.command and not each.live:
             console.print(f"[bold]{'continue':<10}[/] {escape(each.command)}")
+
+
+def _print_set_aside(old: list[SetAside]) -> None:
+    console = stdout()
+    for each in old:
+        what = "what was here before a run replaced it"
+        console.print(f"[bold]{'set aside':<10}[/] {escape(str(each.folder))}: {what}")
+        for name, command in (("put back", each.put_back), ("remove", each.remove)):
+            if command:
+                console.print(f"[bold]{name:<10}[/] {escape(command)}")
 
 
 def _duration(seconds: float) -> str:

@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from threading import Event, Lock
-from typing import Any
 
 from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import cells_of
@@ -21,7 +20,7 @@ from reshard.errors import ReshardError
 from reshard.transfer.batch import Batch, Stream
 from reshard.transfer.gather import Files, Gatherer, crc_problem
 from reshard.transfer.job import Found, Job
-from reshard.transfer.journal import Journal, Written, as_entry
+from reshard.transfer.journal import Journal, Written
 from reshard.transfer.ledger import Ledger, Passed
 from reshard.transfer.memory import WINDOW, Share, shared
 from reshard.transfer.plan import OutputFile, Plan
@@ -174,17 +173,23 @@ class Run:
             for storage in storages:
                 self.ledger.touch(storage)
 
-    def checks(self, taken: set[Storage]) -> dict[str, Any]:
-        """What the journal has to say of checksums once a file holds what was `taken`: which have yet to be checked."""
+    def checks(self, taken: set[Storage]) -> tuple[dict[Storage, str], list[Storage]]:
+        """What the journal has to say of checksums once a file holds what was `taken`.
+
+        These are the storages that have yet to be checked, each with a tensor that has it, and those that were.
+        """
         if self.ledger is None or not self.journal.is_open:
-            return {}
+            return {}, []
         with self.lock:
             later = [each for each in taken - self._unchecked if not self.ledger.is_right(each)]
             checked = [each for each in self._unchecked if self.ledger.is_right(each)]
+            return {each: self.names.get(each, "") for each in later}, checked
+
+    def note_checks(self, later: Iterable[Storage], checked: Iterable[Storage]) -> None:
+        """The journal says so now."""
+        with self.lock:
             self._unchecked.update(later)
             self._unchecked.difference_update(checked)
-            named = [[self.names.get(each, ""), *as_entry(each)] for each in later]
-        return {"unchecked": named, "checked": [as_entry(each) for each in checked]}
 
     def advance(self, nbytes: int) -> None:
         """Count what was written."""

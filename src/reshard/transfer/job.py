@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Event, Lock
 from typing import TYPE_CHECKING, Any
@@ -10,7 +12,7 @@ from reshard.algebra.storage import Storage
 from reshard.transfer.batch import Batch, batches
 from reshard.transfer.digests import Digest
 from reshard.transfer.gather import Gatherer
-from reshard.transfer.journal import EVERY, Begun, Written
+from reshard.transfer.journal import EVERY, Begun, Written, as_entry
 from reshard.transfer.ledger import Passed, join
 from reshard.transfer.plan import OutputFile
 from reshard.transfer.sink import Sink
@@ -137,18 +139,15 @@ class Job:
         """Wait until all that was written is on the disk, and note it."""
         if not self._run.journal.is_open:
             return
-        with self._saving:
-            with self._run.lock:
-                entry = self._entry()
+        with self._saving, self._noting() as entry:
             self.sink.flush()
             self._note(entry)
 
     def note(self) -> None:
         """Note what finished batches have shown that are on the disk already."""
         if self._run.journal.is_open:
-            with self._saving, self._run.lock:
-                entry = self._entry()
-            self._note(entry)
+            with self._saving, self._noting() as entry:
+                self._note(entry)
 
     def close(self, stopped: Event) -> bool:
         """Write the checksums that are left, make the file durable, and note that it is whole. False if stopped."""
@@ -160,14 +159,25 @@ class Job:
             return False
         modified = self.sink.close()
         self._run.report.digests[self._file.path] = digest
-        with self._saving, self._run.lock:
-            entry = self._entry()
-        self._note({**entry, "bytes": self._file.size, "modified": modified, "digest": digest})
+        with self._saving, self._noting() as entry:
+            self._note({**entry, "bytes": self._file.size, "modified": modified, "digest": digest})
         return True
 
-    def _entry(self) -> dict[str, Any]:
-        """What there is to note as soon as it is on the disk."""
-        unsaved, self.unsaved = self.unsaved, Found()
+    @contextmanager
+    def _noting(self) -> Iterator[dict[str, Any]]:
+        """What there is to note as soon as it is on the disk. If that fails in the block, it is to be noted later."""
+        with self._run.lock:
+            unsaved, self.unsaved = self.unsaved, Found()
+            entry = self._entry(unsaved)
+        try:
+            yield entry
+        except (OSError, MemoryError):
+            with self._run.lock:
+                unsaved.add(self.unsaved)
+                self.unsaved = unsaved
+            raise
+
+    def _entry(self, unsaved: Found) -> dict[str, Any]:
         begun = sum(each.end - self._begins[number] for number, each in self.begun.items())
         return {
             "file": self._file.path,
@@ -181,5 +191,8 @@ class Job:
         }
 
     def _note(self, entry: dict[str, Any]) -> None:
-        taken = entry.pop("taken")
-        self._run.journal.add({**entry, **self._run.checks(taken)})
+        later, checked = self._run.checks(entry["taken"])
+        named = {"unchecked": [[name, *as_entry(each)] for each, name in later.items()]}
+        told = {key: value for key, value in entry.items() if key != "taken"}
+        self._run.journal.add({**told, **named, "checked": list(map(as_entry, checked))})
+        self._run.note_checks(later, checked)

@@ -20,7 +20,11 @@ from zlib import crc32
 from reshard.algebra.storage import Storage
 from reshard.errors import UNUSABLE, ReshardError
 from reshard.transfer.ledger import Passed, join
+from reshard.transfer.sink import allocate
 from reshard.transfer.sources import read_source
+
+ROOM = 1 << 20
+"""Bytes of the disk that the journal has ahead of its end, so that a full disk can still be told of."""
 
 EVERY = 256 << 20
 """Bytes of a file, at most, that a run loses when it is killed or the machine fails: it waits for the disk so often."""
@@ -165,6 +169,7 @@ class Journal:
         self._path = Path()
         self._descriptor: int | None = None
         self._end = 0
+        self._room = 0
         self._lock = Lock()
         self._loose = 0
 
@@ -214,8 +219,8 @@ class Journal:
             return
         with self._lock:
             before = self.progress.files.get(entry.get("file", ""), Written()).nbytes
-            self.progress.apply(entry)
             self._write(entry)
+            self.progress.apply(entry)
             if "file" in entry:
                 self._loose += entry["bytes"] - before
             if self._loose >= EVERY:
@@ -227,14 +232,23 @@ class Journal:
         assert self._descriptor is not None
         text = json.dumps(entry, separators=(",", ":"))
         line = f"{crc32(text.encode()):08x} {text}\n".encode()
+        self._reserve()
+        count = 0
         try:
-            count = 0
             while count < len(line):
                 count += os.write(self._descriptor, line[count:])
         except OSError:
-            os.ftruncate(self._descriptor, self._end)
+            if count:
+                os.ftruncate(self._descriptor, self._end)
             raise
         self._end += len(line)
+
+    def _reserve(self) -> None:
+        """Have room for what comes next, where the file system can keep some."""
+        assert self._descriptor is not None
+        if self._end + ROOM // 2 > self._room:
+            allocate(self._descriptor, self._end, ROOM)
+            self._room = self._end + ROOM
 
     def _sync(self) -> None:
         """Let a machine that fails forget nothing of what was noted."""
@@ -265,7 +279,10 @@ def _sync(path: Path) -> None:
 
 
 def read_journal(path: Path) -> tuple[Identity, Mapping[str, Any], Progress] | None:
-    """What a journal says: what it is of, the facts that it was begun with, and how far it came; None if nothing."""
+    """What a journal says: what it is of, the facts that it was begun with, and how far it came; None if nothing.
+
+    Raises OSError if it is there, and cannot be read.
+    """
     header, progress, _ = _read(path)
     return (*header, progress) if header else None
 
@@ -280,7 +297,7 @@ def _read(path: Path) -> tuple[tuple[Identity, Mapping[str, Any]] | None, Progre
     """The header, what follows it, and the byte behind the last line that is whole."""
     try:
         return _parsed(read_source(path))
-    except (OSError, ReshardError):
+    except (FileNotFoundError, ReshardError):
         return None, Progress(), 0
 
 

@@ -44,7 +44,7 @@ class Sink:
         self._durable = durable
         self._direct = _open_direct(path) if durable and size >= DIRECT else None
         if self._direct is not None:
-            allocate(self._cached, size)
+            allocate(self._cached, 0, size)
         self._dirty = 0
         self._is_lost = False
         self._writing = Lock()
@@ -92,7 +92,7 @@ class Sink:
         """Wait for the disk. What it refused once is lost, though the kernel says so one time only."""
         if self._is_lost:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        if not self._durable:
+        if not self._durable or self._cached < 0:
             return
         try:
             sync(self._cached)
@@ -160,12 +160,13 @@ _fallocate = _libc("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctyp
 _sync_file_range = _libc("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
-def allocate(descriptor: int, size: int) -> None:
-    """Find the blocks of a file before they are written, so that threads need not wait for each other there.
+def allocate(descriptor: int, offset: int, nbytes: int) -> None:
+    """Find the blocks of a part of a file before it is written: threads need not wait for each other there, and a disk
+    that fills up meanwhile has them. The file keeps its size.
 
     Where the file system cannot, nothing happens: `posix_fallocate` would write zeros instead.
     """
-    _fallocate(descriptor, 0, 0, size)
+    _fallocate(descriptor, 1, offset, nbytes)  # FALLOC_FL_KEEP_SIZE
 
 
 def start_writeback(descriptor: int) -> None:

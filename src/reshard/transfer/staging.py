@@ -1,46 +1,27 @@
 """Output appears whole or not at all: written under a name of its own, made durable, renamed last.
 
-Beside a destination `dst` there may lie, while a run lives or after it ended before its time:
-
-- `.dst.lock-reshard`, locked by the run that writes to `dst` until it ends, however it ends. A lock is seen from other
-  containers and, over NFS, from other machines, where a process number says nothing.
-- `.dst.partial-1f0c9e2a`, a folder with what a run has written so far (`output`), and a journal of it. The name is a
-  digest of all that the output is made of, so the same command finds it and continues. Whoever can take the lock may
-  remove it. Once `dst` is there, it holds the old folder that was replaced.
-- `.dst.replaced-1f0c9e2a`, the old folder while the new one takes its place. It may be the only copy of it, so it is
-  put back or left alone, never removed.
-
-Not all file systems have locks. There the names are random, no run continues another, and the rename decides: one of
-two runs has its output at `dst`, the other an error.
+What lies beside a destination meanwhile, and may stay there, is told in `beside.py`.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
-import glob
 import os
-import re
 import secrets
 import shlex
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from reshard.errors import ReshardError, listed, size
 from reshard.transfer import claims
-from reshard.transfer.journal import Identity, Journal, Progress, read_journal
+from reshard.transfer.beside import JOURNAL, OUTPUT, REPLACED, is_at, locked, partials
+from reshard.transfer.journal import Identity, Journal
+from reshard.transfer.leftovers import journal_of
 
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 """What a rename says where something stands at the destination that it does not replace."""
-
-OUTPUT, JOURNAL, REPLACED = "output", "journal", "replaced"
-"""What lies in the folder of a run: what will be the destination, the journal, and then what was there before."""
 
 Prepare = Callable[[Path, bool], Mapping[str, str]]
 """Gets the folder of a run, and whether a lock is held. Gives what tells the state of each file that is elsewhere."""
@@ -89,22 +70,25 @@ def worked(
     elsewhere, before the journal is opened.
     Raises ReshardError if another run writes to `target`, and if the system refuses to read or to write.
     """
-    kept = 0
+    kept: int | None = 0
     made: list[Path] = []
     try:
         _make(target.parent, made)
-        with _locked(target) as has_locks:
-            staging = _place(target, journal, has_locks, on_resume)
+        with locked(target) as has_locks:
+            identity = journal.identity if has_locks else None
+            staging = _named(target, identity)
             try:
+                if has_locks:
+                    staging = _cleared(target, staging, identity, on_resume)
                 (staging / OUTPUT).mkdir(parents=True, exist_ok=True)
                 _open(journal, staging, sizes, prepare(staging, has_locks), has_locks, on_resume)
                 yield staging
             except BaseException as error:
-                kept = _written(staging) if may_pass(error) else 0
+                kept = _kept(staging) if may_pass(error) else 0
                 raise
             finally:
                 journal.close()
-                if not kept:
+                if kept == 0:
                     _despite_ctrl_c(lambda: shutil.rmtree(staging, ignore_errors=True))
     except BaseException as error:
         with suppress(OSError):  # not empty: others use them meanwhile
@@ -117,13 +101,18 @@ def worked(
         raise
 
 
-def _place(target: Path, journal: Journal, has_locks: bool, on_resume: OnResume) -> Path:
-    """The folder of a run. Unless another run may live, what others have left for the same target is removed."""
-    identity = journal.identity if has_locks else None
-    name = identity.name if identity else secrets.token_hex(4)
-    staging = target.with_name(f".{target.name}.partial-{name}")
-    for folder in _beside(target, "partial") if has_locks else ():
-        found = _journal_of(folder)
+def _named(target: Path, identity: Identity | None) -> Path:
+    """The folder of a run, which the next run for the same identity finds."""
+    return target.with_name(f".{target.name}.partial-{identity.name if identity else secrets.token_hex(4)}")
+
+
+def _cleared(target: Path, staging: Path, identity: Identity | None, on_resume: OnResume) -> Path:
+    """`staging`, after what others have left for the same target is removed; another folder if it is another user's.
+
+    Raises OSError where the system does not tell what is there, so that nothing is removed which is of use.
+    """
+    for folder in partials(target):
+        found = journal_of(folder)
         is_same = found is not None and folder == staging and found[0] == identity
         if is_same and _is_ours(folder):
             continue
@@ -133,7 +122,7 @@ def _place(target: Path, journal: Journal, has_locks: bool, on_resume: OnResume)
             on_resume(f"starting anew: {size(found[2].nbytes)} of an unfinished run are removed, as {why}", 0)
         shutil.rmtree(folder, ignore_errors=True)
         if folder == staging and folder.exists():  # of another user
-            staging = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
+            staging = _named(target, None)
     return staging
 
 
@@ -157,27 +146,26 @@ def _open(
         on_resume(f"continuing: {size(done)} of {size(sum(sizes.values()))} are written already", done)
 
 
-def _journal_of(folder: Path) -> tuple[Identity, Mapping[str, Any], Progress] | None:
-    """The journal of a run that can be continued: its output has not been published."""
-    is_unfinished = (folder / OUTPUT).is_dir() and not (folder / REPLACED).exists()
-    return read_journal(folder / JOURNAL) if is_unfinished else None
-
-
 def _is_ours(folder: Path) -> bool:
     """Whether the folder of a run belongs to who makes a folder there now: in /tmp, for one, anybody may make it."""
     probe = folder / f"probe-{secrets.token_hex(4)}"
     try:
         probe.mkdir()
-        owner = probe.stat().st_uid
-        probe.rmdir()
-        return {path.lstat().st_uid for path in (folder, folder / OUTPUT, folder / JOURNAL)} == {owner}
-    except OSError:
+    except PermissionError:
         return False
+    try:
+        owner = probe.stat().st_uid
+    finally:
+        probe.rmdir()
+    return {path.lstat().st_uid for path in (folder, folder / OUTPUT, folder / JOURNAL)} == {owner}
 
 
-def _written(folder: Path) -> int:
-    """Bytes of an output that a run which continues does not write again."""
-    found = _journal_of(folder)
+def _kept(folder: Path) -> int | None:
+    """Bytes of an output that a run which continues does not write again; None where the system does not tell."""
+    try:
+        found = journal_of(folder)
+    except OSError:
+        return None
     return found[2].nbytes if found else 0
 
 
@@ -197,51 +185,6 @@ def _make(folder: Path, made: list[Path]) -> None:
         except FileExistsError:
             if not folder.is_dir():  # else somebody was faster
                 raise
-
-
-@contextmanager
-def _locked(target: Path) -> Iterator[bool]:
-    """Be the only run that writes to `target`; False where the file system has no locks to tell.
-
-    Raises ReshardError if another run is.
-    """
-    path = target.with_name(f".{target.name}.lock-reshard")
-    while True:
-        lock = _opened(path)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            has_locks = True
-        except BlockingIOError:
-            os.close(lock)
-            raise _busy(target, path) from None
-        except OSError:
-            has_locks = False
-        if _is(path, os.fstat(lock)):
-            break
-        os.close(lock)  # whoever held it was done with it, and has removed it meanwhile
-    try:
-        yield has_locks
-    finally:
-        with suppress(OSError):
-            path.unlink()
-        os.close(lock)
-
-
-def _opened(lock: Path) -> int:
-    try:
-        return os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)  # NFS locks only what is open for writing
-    except PermissionError:
-        if lock.exists():  # of another user
-            return os.open(lock, os.O_RDONLY)
-        raise
-
-
-def _is(path: Path, status: os.stat_result) -> bool:
-    """Whether a path leads to what has this status, and not to something else of the same name."""
-    try:
-        return os.path.samestat(path.stat(), status)
-    except OSError:
-        return False
 
 
 def _despite_ctrl_c(action: Callable[[], object]) -> None:
@@ -267,7 +210,7 @@ def _publish(staging: Path, target: Path, overwrite: bool, journal: Journal) -> 
 
     def settle() -> None:
         """What is aside is of no use any more once the new folder stands there, and goes back where nothing does."""
-        if _is(target, new):
+        if is_at(target, new):
             if aside.exists():
                 aside.rename(staging / REPLACED)
             journal.sync(target.parent)
@@ -282,9 +225,7 @@ def _publish(staging: Path, target: Path, overwrite: bool, journal: Journal) -> 
         finally:
             _despite_ctrl_c(settle)
     except OSError as error:
-        if error.errno in TAKEN:
-            raise _taken(target, aside) from error
-        raise
+        raise _unpublished(error, target, aside, is_new=is_at(target, new)) from error
 
 
 @contextmanager
@@ -322,170 +263,70 @@ def _spoilt(folder: Path, sizes: Mapping[str, int], found: Mapping[str, int]) ->
     )
 
 
-def recover(target: Path) -> None:
-    """Put right what runs that were killed left beside `target`.
+def _refused(error: OSError, target: Path, kept: int | None) -> ReshardError:
+    """What the system says when a disk is full, a folder read-only, a file gone.
 
-    What may be of one that lives is left alone, and what can be continued stays.
+    `kept` bytes are not lost; None where nobody can tell how many.
     """
-    target = Path(os.path.realpath(target))
-    if not (_beside(target, "partial") or _beside(target, "replaced")):
-        return
-    with suppress(ReshardError, OSError), _locked(target) as has_locks:
-        replaced = sorted(_beside(target, "replaced"), key=lambda path: path.stat().st_ctime)
-        if replaced and not (target.exists() and (not target.is_dir() or any(target.iterdir()))):
-            replaced[-1].rename(target)  # which takes the place of an empty folder, too
-        for leftover in _beside(target, "partial") if has_locks else ():
-            if not _journal_of(leftover):
-                shutil.rmtree(leftover, ignore_errors=True)
-
-
-def put_aside(target: Path) -> list[Path]:
-    """Old folders that were moved aside, and not put back because something else stands at `target`."""
-    return _beside(Path(os.path.realpath(target)), "replaced")
-
-
-@dataclass(frozen=True)
-class Unfinished:
-    """What a run left that ended before its time, or is writing now.
-
-    `nbytes` of `total` are written (None if nobody can continue it), `modified` is the time of the last progress in
-    seconds, `command` continues it in any folder, `live` says that a run is at work.
-    """
-
-    folder: Path
-    nbytes: int | None
-    total: int | None
-    modified: float
-    command: str
-    live: bool
-
-    def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
-        return {
-            "folder": str(self.folder),
-            "written": self.nbytes,
-            "bytes": self.total,
-            "modified": datetime.fromtimestamp(self.modified).astimezone().isoformat(timespec="seconds"),
-            "command": self.command,
-            "live": self.live,
-        }
-
-
-def unfinished(target: Path) -> list[Unfinished]:
-    """The unfinished conversions beside a destination."""
-    target = Path(os.path.realpath(target))
-    found = []
-    live = _is_locked(target)
-    for folder in _beside(target, "partial"):
-        with suppress(OSError):  # it is just being removed
-            journal = _journal_of(folder)
-            path = folder / JOURNAL if journal else folder
-            facts = journal[1] if journal else {}
-            total = facts.get("bytes")
-            found.append(
-                Unfinished(
-                    folder,
-                    journal[2].nbytes if journal else None,
-                    total if isinstance(total, int) else None,
-                    path.stat().st_mtime,
-                    _anywhere(facts),
-                    live,
-                )
-            )
-    return found
-
-
-def _anywhere(facts: Mapping[str, Any]) -> str:
-    """The command that a journal was begun with, which may have paths from the folder where it was typed."""
-    command, folder = str(facts.get("command", "")), str(facts.get("folder", ""))
-    with suppress(OSError):  # this folder is gone
-        if command and folder and folder != str(Path.cwd()):
-            return f"cd {shlex.quote(folder)} && {command}"
-    return command
-
-
-def remove_unfinished(target: Path, age: float) -> list[Unfinished]:
-    """Remove, and return, the unfinished conversions that nothing was added to for `age` seconds.
-
-    Raises ReshardError if a run writes to `target`, or if the file system has no locks to tell.
-    """
-    target = Path(os.path.realpath(target))
-    if not unfinished(target):
-        return []
-    with _locked(target) as has_locks:
-        old = [each for each in unfinished(target) if each.modified <= time.time() - age]
-        if old and not has_locks:
-            raise ReshardError(
-                "locks-unsupported",
-                "this file system has no locks, so nobody can tell whether a run is still writing",
-                file=str(target.parent),
-                found=listed([str(each.folder) for each in old]),
-                remedy="make sure that no run is writing there, and remove these folders yourself",
-            )
-        for each in old:
-            shutil.rmtree(each.folder, ignore_errors=True)
-    return old
-
-
-def reusable(target: Path) -> int:
-    """Bytes of the disk that unfinished conversions hold, which the next one continues or removes."""
-    target = Path(os.path.realpath(target))
-    folders = [folder for folder in _beside(target, "partial") if _journal_of(folder)]
-    files = (path for folder in folders for path in folder.rglob("*") if path.is_file())
-    return sum(path.lstat().st_blocks * 512 for path in files)
-
-
-def _is_locked(target: Path) -> bool:
-    try:
-        lock = os.open(target.with_name(f".{target.name}.lock-reshard"), os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(lock)
-    return False
-
-
-def _beside(target: Path, kind: str) -> list[Path]:
-    """The folders of runs beside a destination."""
-    name = re.compile(re.escape(f".{target.name}.{kind}-") + "[0-9a-f]{8}")
-    found = target.parent.glob(f".{glob.escape(target.name)}.{kind}-*")
-    return [path for path in found if name.fullmatch(path.name) and path.is_dir()]
-
-
-def _refused(error: OSError, target: Path, kept: int) -> ReshardError:
-    """What the system says when a disk is full, a folder read-only, a file gone. `kept` bytes are not lost."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     first = "free some space" if is_full else "see to what the system reports"
+    if kept:
+        remedy = (
+            f"{first}, then run the same command again: {size(kept)} are written, and it continues from there"
+        )
+    elif kept is None:
+        remedy = f"{first}, then run the same command again: it continues from what is written"
+    else:
+        remedy = f"{first} or choose another disk" if is_full else f"{first}, and run the same command again"
     return ReshardError(
         "system-refused",
         "the system refused to read or to write",
         file=str(error.filename or target),
         rule="the destination appears whole or not at all",
         found=error.strerror or str(error),
-        remedy=f"{first}, then run the same command again: {size(kept)} are written, and it continues from there"
-        if kept
-        else "free some space or choose another disk"
-        if is_full
-        else "see to what the system reports, and run the same command again",
+        remedy=remedy,
     )
 
 
-def _busy(target: Path, lock: Path) -> ReshardError:
+def _unpublished(error: OSError, target: Path, aside: Path, *, is_new: bool) -> ReshardError:
+    """What the system says when the output is complete and only has to be renamed, and where the old folder is."""
+    found = error.strerror or str(error)
+    if is_new and aside.exists():
+        return ReshardError(
+            "old-folder-left",
+            "the output is complete, and the folder that it replaced cannot be removed",
+            file=str(aside),
+            found=found,
+            remedy=f"remove it yourself: rm -r {shlex.quote(str(aside))}",
+        )
+    if is_new:
+        return _refused(error, target, 0)
+    if error.errno in TAKEN:
+        return _taken(target, aside)
+    if aside.exists():
+        return ReshardError(
+            "old-folder-not-put-back",
+            "the output could not be renamed to the destination, nor the old folder put back there",
+            file=str(target),
+            found=f"{found}; what was there before is now {aside}",
+            remedy=f"put it back yourself: mv {shlex.quote(str(aside))} {shlex.quote(str(target))}",
+        )
+    if target.exists():
+        return ReshardError(
+            "old-folder-not-moved",
+            "the output cannot take the place of the old folder",
+            file=str(target),
+            rule="the old folder is moved aside by a rename, and stays where that fails",
+            found=found,
+            remedy="move it elsewhere yourself, or convert to a folder on another file system",
+        )
     return ReshardError(
-        "destination-in-use",
-        "another run is writing to the destination",
+        "output-not-renamed",
+        "the output cannot be renamed to the destination",
         file=str(target),
-        rule="one run at a time writes to a destination",
-        found=listed(
-            [f"{path} is being written" for path in _beside(target, "partial")] or [f"{lock} is locked"]
-        ),
-        remedy="wait until it has ended, or choose another destination",
+        rule="the output is written beside the destination, and takes its place by a rename",
+        found=found,
+        remedy="convert to a folder on another file system",
     )
 
 

@@ -22,18 +22,11 @@ from threading import Event, Lock
 from reshard.errors import ReshardError, listed, size
 from reshard.stores import StorePath
 from reshard.stores.bucket import Bucket, StoppedError
+from reshard.transfer.beside import JOURNAL, OUTPUT
 from reshard.transfer.journal import Journal
+from reshard.transfer.leftovers import Unfinished, remove_unfinished, unfinished
 from reshard.transfer.marker import MARKER, SOON, Claim, busy, is_live, marker_in, own_name
-from reshard.transfer.staging import (
-    JOURNAL,
-    OUTPUT,
-    OnResume,
-    Unfinished,
-    may_pass,
-    remove_unfinished,
-    unfinished,
-    worked,
-)
+from reshard.transfer.staging import OnResume, may_pass, worked
 from reshard.transfer.threads import together
 
 SMALL = 16 << 20

@@ -1,0 +1,122 @@
+"""What lies beside a destination `dst` while a run lives, or after it ended before its time, and the lock.
+
+- `.dst.lock-reshard`, locked by the run that writes to `dst` until it ends, however it ends. A lock is seen from other
+  containers and, over NFS, from other machines, where a process number says nothing.
+- `.dst.partial-1f0c9e2a`, a folder with what a run has written so far (`output`), and a journal of it. The name is a
+  digest of all that the output is made of, so the same command finds it and continues. Whoever can take the lock may
+  remove it. Once `dst` is there, it holds the old folder that was replaced.
+- `.dst.replaced-1f0c9e2a`, the old folder while the new one takes its place. It may be the only copy of it, so it is
+  put back or left alone, never removed.
+
+Not all file systems have locks. There the names are random, no run continues another, and the rename decides: one of
+two runs has its output at `dst`, the other an error.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from reshard.errors import ReshardError, listed
+
+OUTPUT, JOURNAL, REPLACED = "output", "journal", "replaced"
+"""What lies in the folder of a run: what will be the destination, the journal, and then what was there before."""
+
+
+def partials(target: Path) -> list[Path]:
+    """The folders of runs beside a destination."""
+    return _beside(target, "partial")
+
+
+def put_aside(target: Path) -> list[Path]:
+    """Old folders that were moved aside, the latest first, and have not been put back."""
+    return sorted(_beside(target, "replaced"), key=lambda path: path.lstat().st_ctime, reverse=True)
+
+
+def _beside(target: Path, kind: str) -> list[Path]:
+    target = Path(os.path.realpath(target))
+    name = re.compile(re.escape(f".{target.name}.{kind}-") + "[0-9a-f]{8}")
+    found = target.parent.glob(f".{glob.escape(target.name)}.{kind}-*")
+    return [path for path in found if name.fullmatch(path.name) and path.is_dir()]
+
+
+@contextmanager
+def locked(target: Path) -> Iterator[bool]:
+    """Be the only run that writes to `target`; False where the file system has no locks to tell.
+
+    Raises ReshardError if another run is.
+    """
+    path = _lock_of(target)
+    while True:
+        lock = _opened(path)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            has_locks = True
+        except BlockingIOError:
+            os.close(lock)
+            raise _busy(target, path) from None
+        except OSError:
+            has_locks = False
+        if is_at(path, os.fstat(lock)):
+            break
+        os.close(lock)  # whoever held it was done with it, and has removed it meanwhile
+    try:
+        yield has_locks
+    finally:
+        with suppress(OSError):
+            path.unlink()
+        os.close(lock)
+
+
+def is_locked(target: Path) -> bool:
+    """Whether a run writes to `target` now, as far as the file system has locks to tell."""
+    try:
+        lock = os.open(_lock_of(target), os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return False
+
+
+def is_at(path: Path, status: os.stat_result) -> bool:
+    """Whether a path leads to what has this status, and not to something else of the same name."""
+    try:
+        return os.path.samestat(path.stat(), status)
+    except OSError:
+        return False
+
+
+def _lock_of(target: Path) -> Path:
+    return target.with_name(f".{target.name}.lock-reshard")
+
+
+def _opened(lock: Path) -> int:
+    try:
+        return os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)  # NFS locks only what is open for writing
+    except PermissionError:
+        if lock.exists():  # of another user
+            return os.open(lock, os.O_RDONLY)
+        raise
+
+
+def _busy(target: Path, lock: Path) -> ReshardError:
+    return ReshardError(
+        "destination-in-use",
+        "another run is writing to the destination",
+        file=str(target),
+        rule="one run at a time writes to a destination",
+        found=listed([f"{path} is being written" for path in partials(target)] or [f"{lock} is locked"]),
+        remedy="wait until it has ended, or choose another destination",
+    )

@@ -1,0 +1,166 @@
+"""What runs left beside a destination that ended before their time: listed, put right, removed."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from reshard.errors import ReshardError, listed
+from reshard.transfer.beside import JOURNAL, OUTPUT, REPLACED, is_locked, locked, partials, put_aside
+from reshard.transfer.journal import Identity, Progress, read_journal
+
+
+def journal_of(folder: Path) -> tuple[Identity, Mapping[str, Any], Progress] | None:
+    """The journal of a run that can be continued: its output has not been published.
+
+    None if there is none. Raises OSError if the system does not let it be read: it may be there all the same.
+    """
+    is_unfinished = (folder / OUTPUT).is_dir() and not (folder / REPLACED).exists()
+    return read_journal(folder / JOURNAL) if is_unfinished else None
+
+
+def recover(target: Path) -> None:
+    """Put right what runs that were killed left beside `target`.
+
+    What may be of one that lives is left alone, and what can be continued stays.
+    """
+    target = Path(os.path.realpath(target))
+    if not (partials(target) or put_aside(target)):
+        return
+    with suppress(ReshardError, OSError), locked(target) as has_locks:
+        replaced = put_aside(target)
+        if replaced and not (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+            replaced[0].rename(target)  # which takes the place of an empty folder, too
+        for leftover in partials(target) if has_locks else ():
+            if not journal_of(leftover):
+                shutil.rmtree(leftover, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class SetAside:
+    """What was at a destination before a run replaced it, where that run could neither put it back nor remove it.
+
+    `put_back` and `remove` are commands for a shell; neither while a run is at work, which does it itself.
+    """
+
+    folder: Path
+    put_back: str
+    remove: str
+
+    def as_dict(self) -> dict[str, str]:
+        """For `--json`."""
+        return {"folder": str(self.folder), "put_back": self.put_back, "remove": self.remove}
+
+
+def set_aside(target: Path) -> list[SetAside]:
+    """The old folders that lie beside a destination, the latest first."""
+    target = Path(os.path.realpath(target))
+    live, place = is_locked(target), shlex.quote(str(target))
+    found = []
+    for folder in put_aside(target):
+        name = shlex.quote(str(folder))
+        away = f"mv {place} {shlex.quote(f'{target}.new')} && " if target.exists() else ""
+        commands = ("", "") if live else (f"{away}mv {name} {place}", f"rm -r {name}")
+        found.append(SetAside(folder, *commands))
+    return found
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """What a run left that ended before its time, or is writing now.
+
+    `nbytes` of `total` are written (None if nobody can continue it), `modified` is the time of the last progress in
+    seconds, `command` continues it in any folder, `live` says that a run is at work.
+    """
+
+    folder: Path
+    nbytes: int | None
+    total: int | None
+    modified: float
+    command: str
+    live: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "folder": str(self.folder),
+            "written": self.nbytes,
+            "bytes": self.total,
+            "modified": datetime.fromtimestamp(self.modified).astimezone().isoformat(timespec="seconds"),
+            "command": self.command,
+            "live": self.live,
+        }
+
+
+def unfinished(target: Path) -> list[Unfinished]:
+    """The unfinished conversions beside a destination."""
+    target = Path(os.path.realpath(target))
+    found = []
+    live = is_locked(target)
+    for folder in partials(target):
+        try:
+            journal = journal_of(folder)
+        except OSError:
+            journal = None
+        facts = journal[1] if journal else {}
+        total = facts.get("bytes")
+        with suppress(FileNotFoundError):  # it is just being removed
+            found.append(
+                Unfinished(
+                    folder,
+                    journal[2].nbytes if journal else None,
+                    total if isinstance(total, int) else None,
+                    (folder / JOURNAL if journal else folder).stat().st_mtime,
+                    _anywhere(facts),
+                    live,
+                )
+            )
+    return found
+
+
+def _anywhere(facts: Mapping[str, Any]) -> str:
+    """The command that a journal was begun with, which may have paths from the folder where it was typed."""
+    command, folder = str(facts.get("command", "")), str(facts.get("folder", ""))
+    with suppress(OSError):  # this folder is gone
+        if command and folder and folder != str(Path.cwd()):
+            return f"cd {shlex.quote(folder)} && {command}"
+    return command
+
+
+def remove_unfinished(target: Path, age: float) -> list[Unfinished]:
+    """Remove, and return, the unfinished conversions that nothing was added to for `age` seconds.
+
+    Raises ReshardError if a run writes to `target`, or if the file system has no locks to tell.
+    """
+    target = Path(os.path.realpath(target))
+    if not unfinished(target):
+        return []
+    with locked(target) as has_locks:
+        old = [each for each in unfinished(target) if each.modified <= time.time() - age]
+        if old and not has_locks:
+            raise ReshardError(
+                "locks-unsupported",
+                "this file system has no locks, so nobody can tell whether a run is still writing",
+                file=str(target.parent),
+                found=listed([str(each.folder) for each in old]),
+                remedy="make sure that no run is writing there, and remove these folders yourself",
+            )
+        for each in old:
+            shutil.rmtree(each.folder, ignore_errors=True)
+    return old
+
+
+def reusable(target: Path) -> int:
+    """Bytes of the disk that unfinished conversions hold, which the next one continues or removes."""
+    target = Path(os.path.realpath(target))
+    folders = [folder for folder in partials(target) if journal_of(folder)]
+    files = (path for folder in folders for path in folder.rglob("*") if path.is_file())
+    return sum(path.lstat().st_blocks * 512 for path in files)
