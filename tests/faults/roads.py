@@ -16,6 +16,7 @@ from tests.faults.run import Check, Scene, content
 DATA = Path(__file__).parents[1] / "data"
 MISTRAL = DATA / "peers" / "bridge" / "base-mistral"
 LLAMA = DATA / "megatron_lora" / "base-llama"
+SWIFT = DATA / "peers" / "swift" / "qwen3" / "checkpoint-3"
 Make = Callable[[Path], object]
 
 
@@ -58,7 +59,7 @@ ROADS: dict[str, Road] = {
         converted(MISTRAL, to="huggingface", max_shard_size="20kB"), ("--to", "megatron-legacy", "--tp", "2")
     ),
     "pytorch_model.bin to dcp": Road(as_pytorch_model, ("--to", "dcp", "--verify")),
-    "torch_dist to shards": Road(copied("peers/swift/qwen3/checkpoint-3"), ("--max-shard-size", "20kB")),
+    "torch_dist to shards": Road(copied(SWIFT), ("--max-shard-size", "20kB")),
     "legacy to torch_dist": Road(
         converted(MISTRAL, to="megatron-legacy", tp=2, pp=2), ("--to", "megatron", "--tp", "4")
     ),
@@ -82,7 +83,7 @@ ROADS: dict[str, Road] = {
 CHECKS = {
     "verify of two": (copied(MISTRAL), ("verify", MISTRAL)),
     "verify of one": (converted(MISTRAL, to="megatron-legacy", tp=2), ("verify",)),
-    "inspect": (copied("peers/swift/qwen3/checkpoint-3"), ("inspect",)),
+    "inspect": (copied(SWIFT), ("inspect",)),
 }
 """What makes a checkpoint, and the command that finds the damage in it."""
 

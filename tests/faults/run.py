@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,12 +58,19 @@ def small_windows() -> Iterator[None]:
             patch.stop()
 
 
-def run(words: Sequence[object], root: Path, fault: Fault | None = None, seed: int = 0) -> Ended:
+def run(
+    words: Sequence[object],
+    root: Path,
+    fault: Fault | None = None,
+    seed: int = 0,
+    on_start: Callable[[int], None] = lambda process: None,
+) -> Ended:
     """Run the command line in a process of its own, with a fault in its calls below `root`."""
     with tempfile.TemporaryDirectory() as told:
         child = os.fork()
         if not child:
             _in_child([str(word) for word in words], root, fault, seed, Path(told))
+        on_start(child)
         code = _waited(child)
         texts = [(Path(told) / name).read_text(errors="replace") for name in ("out", "err")]
         path = Path(told) / "calls"

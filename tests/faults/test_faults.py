@@ -10,7 +10,7 @@ import pytest
 
 import reshard
 from reshard.formats import FORMATS, written
-from tests.faults import traced
+from tests.faults import stores, traced
 from tests.faults.calls import Fault
 from tests.faults.roads import CHECKS, ROADS, check, scene
 from tests.faults.sample import sampled
@@ -65,6 +65,24 @@ def test_a_journal_that_cannot_be_written_loses_nothing_that_it_said(tmp_path: P
     for kind in ("ENOSPC", "EDQUOT"):
         outcomes = {stage.strike(Fault(kind, "write", at, on=True)) for at in range(0, lines, lines // 3)}
         assert outcomes == {"refused, kept"}
+
+
+def test_a_few_faults_of_a_store(tmp_path: Path) -> None:
+    with stores.server() as server:
+        stage = stores.remote("from a bucket", tmp_path, server)
+        strikes = Fault("kill", "GET", len(stage.requests) // 2), Fault("404", "GET", 10, on=True)
+        outcomes = [stage.strike(fault) for fault in strikes]
+    assert [outcome.partition(",")[0] for outcome in outcomes] == ["killed", "refused"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("road", stores.ROADS)
+def test_faults_of_a_store(road: str, tmp_path: Path) -> None:
+    with stores.server() as server:
+        stage = stores.remote(road, tmp_path, server)
+        outcomes = Counter(stage.strike(fault) for fault in stores.sampled(stage.requests, 60, TODAY))
+    print(f"{road}, seed {TODAY}: {dict(outcomes)}")
+    assert {outcome.partition(",")[0] for outcome in outcomes} >= {"refused", "killed", "completed"}
 
 
 @pytest.mark.slow

@@ -34,6 +34,8 @@ class S3:
     """Bytes of objects that were sent."""
     fails: Callable[[str, str, str], int | None] = lambda method, path, query: None
     """A status to answer with in place of what was asked for; 0 ends the connection."""
+    spoils: Callable[[str, str, str, bytes], bytes | int | None] = lambda method, path, query, body: None
+    """The same once a request was carried out; or the beginning of the body, behind which the connection ends."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -70,6 +72,7 @@ class S3:
     def clear_faults(self) -> None:
         """Answer everything again."""
         self.fails = lambda method, path, query: None
+        self.spoils = lambda method, path, query, body: None
 
     def puts(self) -> list[str]:
         """The keys of objects that were written, in order; those of parts once for each."""
@@ -83,19 +86,28 @@ def _application(server: S3) -> Callable[..., Any]:
         request = environ["REQUEST_METHOD"], environ["PATH_INFO"], environ["QUERY_STRING"]
         server.requests.append(request)
         status = server.fails(*request)
-        if status == 0:
-            environ["werkzeug.socket"].close()
-            return [b""]
         if status is not None:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-            start(f"{status} Told to fail", [("Content-Type", "application/xml"), ("Content-Length", "0")])
-            return [b""]
-        answer = list(moto(environ, start))
+            return _fail(status, environ, start)
+        begun: list[Any] = []
+        body = b"".join(moto(environ, lambda *words: begun.append(words)))
+        spoilt = server.spoils(*request, body)
+        if isinstance(spoilt, int):
+            return _fail(spoilt, environ, start)
         if request[0] == "GET" and "list-type" not in request[2]:
-            server.sent += sum(map(len, answer))
-        return answer
+            server.sent += len(body)
+        start(*begun[0])
+        return [body if spoilt is None else spoilt]
 
     return serve
+
+
+def _fail(status: int, environ: dict[str, Any], start: Callable[..., Any]) -> list[bytes]:
+    if status:
+        start(f"{status} Told to fail", [("Content-Type", "application/xml"), ("Content-Length", "0")])
+    else:
+        environ["werkzeug.socket"].close()
+    return [b""]
 
 
 @contextmanager
@@ -103,7 +115,7 @@ def s3_server() -> Iterator[S3]:
     """A server that runs until the block ends, empty but for a bucket."""
     server = S3()
     _forget()
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
     running = make_server("127.0.0.1", 0, _application(server), threaded=True)
     server.address = f"http://127.0.0.1:{running.server_port}"
     thread = Thread(target=running.serve_forever, daemon=True)

@@ -108,8 +108,12 @@ def translated(url: str) -> Iterator[None]:
     kind = PROTOCOLS[url.partition("://")[0]]
     try:
         yield
-    except (ReshardError, FileNotFoundError):
+    except ReshardError:
         raise
+    except FileNotFoundError as error:
+        if error.filename:
+            raise
+        raise FileNotFoundError(2, "No such file or directory", url) from error
     except ImportError as error:
         raise missing(url, kind, error) from error
     except Exception as error:
