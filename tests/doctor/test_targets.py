@@ -158,6 +158,15 @@ def test_what_is_no_notebook_is_one_error(tmp_path: Path, content: object, found
     assert found in shown.err
 
 
+@pytest.mark.parametrize("name", ["a.py", "a.ipynb", "a.json", "a.yaml"])
+def test_a_file_larger_than_any_of_its_kind_is_refused_unread(tmp_path: Path, name: str) -> None:
+    with (tmp_path / name).open("wb") as file:
+        file.write(b"x = 1\n" * 1000)
+        file.truncate(1 << 40)
+    shown = command("doctor", tmp_path / name)
+    assert shown.code == 2 and "larger than any of its kind" in shown.err
+
+
 @pytest.mark.parametrize(
     "code", ["x = f" + "()" * 5000, "x = " + "-" * 50000 + "1", "x = a" + ".b" * 900 + "()"]
 )

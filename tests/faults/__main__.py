@@ -13,10 +13,13 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
+from contextlib import nullcontext
 from pathlib import Path
 
+from tests.faults import sample, stores
 from tests.faults.roads import ROADS, scene
-from tests.faults.sample import every, sampled, what
+from tests.faults.run import Scene
+from tests.faults.sample import what
 
 
 def main() -> int:
@@ -29,18 +32,29 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1, help="threads of a conversion; 1 by default")
     parser.add_argument("--list", action="store_true", help="list the conversions")
     given = parser.parse_args()
+    every_road = [*ROADS, *stores.ROADS]
     if given.list:
-        print("\n".join(ROADS))
+        print("\n".join(every_road))
         return 0
-    if unknown := set(given.roads) - ROADS.keys():
+    if unknown := set(given.roads) - set(every_road):
         parser.error(f"no such conversion: {', '.join(sorted(unknown))}; --list names all")
     table: dict[str, Counter[str]] = defaultdict(Counter)
     wrong: list[str] = []
-    for name in given.roads or ROADS:
+    for name in given.roads or every_road:
         begin = time.monotonic()
-        with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
-            stage = scene(ROADS[name], Path(folder), given.workers)
-            faults = list(every(stage.calls)) if given.all else sampled(stage.calls, given.runs, given.seed)
+        with (
+            tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder,
+            stores.server() if name in stores.ROADS else nullcontext() as server,
+        ):
+            stage: Scene | stores.Remote
+            if server:
+                stage = stores.remote(name, Path(folder), server, given.workers)
+                calls, choose = stage.requests, stores
+            else:
+                stage = scene(ROADS[name], Path(folder), given.workers)
+                calls, choose = stage.calls, sample
+            chosen = choose.every(calls) if given.all else choose.sampled(calls, given.runs, given.seed)
+            faults = list(chosen)
             for fault in faults:
                 try:
                     outcome = stage.strike(fault, given.seed)
@@ -48,9 +62,9 @@ def main() -> int:
                     outcome = "WRONG"
                     wrong.append(f"{name}: {error}")
                     print(wrong[-1], file=sys.stderr, flush=True)
-                table[what(fault)][outcome] += 1
+                table[what(fault) + (" (store)" if server else "")][outcome] += 1
         seconds = time.monotonic() - begin
-        print(f"{name}: {len(stage.calls)} calls, {len(faults)} runs in {seconds:.0f} s", flush=True)
+        print(f"{name}: {len(calls)} calls, {len(faults)} runs in {seconds:.0f} s", flush=True)
     outcomes = sorted({outcome for row in table.values() for outcome in row})
     print(f"\n{'fault':<22}{'runs':>7}" + "".join(f"{outcome:>21}" for outcome in outcomes))
     for kind, row in sorted(table.items()):

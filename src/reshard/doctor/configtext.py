@@ -15,8 +15,10 @@ import yaml
 from reshard.doctor.finding import Place
 from reshard.doctor.reading import decoded
 from reshard.errors import ReshardError
+from reshard.plain import JSON_MOST
 from reshard.plain_yaml import Yaml
 from reshard.stores import as_path
+from reshard.transfer.sources import read_source
 
 
 class _Loader(Yaml):
@@ -108,7 +110,7 @@ def read_config(path: str) -> ConfigText:
     """Parse a config: JSON by its suffix, else YAML. Raises ReshardError with the line of the mistake."""
     lenient = False
     try:
-        text = decoded(as_path(path).read_bytes()).removeprefix("\ufeff")
+        text = decoded(read_source(as_path(path), JSON_MOST)).removeprefix("\ufeff")
         if path.endswith(".json"):
             content, lenient = _json(text)
         else:

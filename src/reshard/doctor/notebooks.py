@@ -14,8 +14,9 @@ from reshard.doctor.logs import diagnose_text
 from reshard.doctor.scripts import diagnose_source
 from reshard.doctor.source import NOT_PYTHON, parsed
 from reshard.errors import ReshardError
-from reshard.plain import json_of
+from reshard.plain import JSON_MOST, json_of
 from reshard.stores import as_path
+from reshard.transfer.sources import read_source
 
 T = TypeVar("T")
 
@@ -37,7 +38,7 @@ def diagnose_notebook(path: str) -> list[Finding]:
     Raises ReshardError if it is no notebook.
     """
     try:
-        cells = list(_cells(json_of(as_path(path).read_bytes().removeprefix(codecs.BOM_UTF8))))
+        cells = list(_cells(json_of(read_source(as_path(path), JSON_MOST).removeprefix(codecs.BOM_UTF8))))
     except (ValueError, OSError) as error:
         raise ReshardError(
             "notebook-unreadable",

@@ -13,7 +13,9 @@ from typing import Any
 
 from reshard.doctor.finding import Place
 from reshard.errors import ReshardError
+from reshard.formats.companions import CODE_MOST
 from reshard.stores import as_path
+from reshard.transfer.sources import read_source as read_file
 
 _RANK = (
     r"(?:(?<![\w.])(?:\w+\.)*(?:get_)?(?:local_|global_|dp_|dist_)?(?:process_|global_|local_)?(?:rank|process_index)\b(?:\(\))?"
@@ -207,7 +209,7 @@ NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
 def read_source(path: str) -> Source:
     """Parse a script. Raises ReshardError if it is no Python."""
     try:
-        raw = as_path(path).read_bytes()
+        raw = read_file(as_path(path), CODE_MOST)
         tree = ast.parse(raw)  # of bytes: by the encoding that the script declares, as Python does
         encoding, _ = tokenize.detect_encoding(BytesIO(raw).readline)
         return parsed(path, "\n".join(raw.decode(encoding).splitlines()), tree)
