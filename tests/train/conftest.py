@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from reshard.train.launching import launch
+from reshard.train.run import Ranks, Run
+from tests.train.launches import PYTHONPATH, pids
 
 SUMS = [(a, b) for a in range(8) for b in range(8)]
 
@@ -82,3 +90,24 @@ def tiny(hf_model: Callable[..., Path]) -> Callable[..., Path]:
         return hf_model(name, dtype="float32", **{"num_hidden_layers": 2, **sizes})
 
     return get
+
+
+@pytest.fixture
+def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
+    """Make a run of two ranks that train nothing; whatever they start is ended with the test."""
+    monkeypatch.setattr(launch, "WORKER", "tests.train.ranks")
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
+    data = tmp_path / "data.jsonl"
+    data.write_text("{}\n")
+    output = tmp_path / "out"
+
+    def make(
+        resume: bool = False, ranks: Ranks | None = None, save_on_signal: int = 60, **options: Any
+    ) -> Run:
+        given = {"ranks": ranks or Ranks(nproc=2), "resume": resume, "save_on_signal": save_on_signal}
+        return Run("sft", tmp_path, data, output, options=options, **given)  # type: ignore[arg-type]
+
+    yield make
+    for pid in pids(output):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

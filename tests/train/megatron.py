@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from reshard.algebra.layout import Layout
 from reshard.engines.megatron.session import RankError, run_ranks
-from reshard.train import megatron
+from reshard.train import megatron, signals
 from reshard.train.engine import Trained
 from reshard.train.run import Run
 from tests.train.conftest import chats, write_lines
@@ -37,9 +38,10 @@ EPSILON = 1e-4
 
 @dataclass
 class Seen:
-    """A monitor that keeps what it is told; with `dies_after` it ends the process, as a kill would."""
+    """A monitor that keeps what it is told; after a step it ends the process, as a kill would, or sends it SIGUSR1."""
 
     dies_after: int = 0
+    signal_after: int = 0
     steps: dict[int, dict[str, float]] = field(default_factory=dict)
     evaluations: dict[int, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -53,6 +55,8 @@ class Seen:
         self.steps[step] = metrics
         if step == self.dies_after:
             os._exit(9)
+        if step == self.signal_after and torch.distributed.get_rank():
+            signal.raise_signal(signal.SIGUSR1)
 
     def evaluated(self, step: int, **metrics: float) -> None:
         self.evaluations[step] = metrics["eval_loss"]
@@ -94,6 +98,23 @@ def _rank(run: Run, dies_after: int) -> tuple[Seen, Trained]:
 def train(run: Run, world_size: int = 1) -> tuple[Seen, Trained]:
     """What rank 0 saw and returned."""
     return run_ranks(world_size, _rank, run, 0)[0]
+
+
+def _stopped(run: Run, after: int) -> tuple[Seen, tuple[int | None, Path | None]]:
+    seen = Seen(signal_after=after)
+    with signals.listening(None):
+        try:
+            megatron.train(run, seen)
+        except signals.Stopped as stop:
+            return seen, (stop.step, stop.checkpoint)
+    raise AssertionError("the run was not stopped")
+
+
+def train_and_stop(
+    run: Run, world_size: int, after: int
+) -> list[tuple[Seen, tuple[int | None, Path | None]]]:
+    """Each rank's, of which all but rank 0 hear a signal right after a step; and where they have stopped."""
+    return run_ranks(world_size, _stopped, run, after)
 
 
 def train_and_die(run: Run, world_size: int, after: int) -> None:

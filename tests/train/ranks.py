@@ -1,7 +1,8 @@
 """Ranks that train nothing, but are started, speak to each other, save and fail like ranks that do.
 
 `python -m tests.train.ranks OUT/run.json` is `reshard.train.worker` with an engine of its own, whose options say what
-happens: steps, seconds (of a step), save (every so many steps), fail (how), at (which step), rank (who).
+happens: steps, seconds (of a step), save (every so many steps), fail (how), at (which step), rank (who), times (how
+often, where torchrun starts them again).
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from reshard.errors import ReshardError
-from reshard.train import engine, worker
+from reshard.train import engine, signals, worker
+from reshard.train.collective import highest, join
 from reshard.train.engine import Monitor, Trained
 from reshard.train.run import Run
 
@@ -24,18 +27,25 @@ def train(run: Run, monitor: Monitor) -> Trained:
     import torch.distributed as dist
 
     options: dict[str, Any] = {"steps": 3, "seconds": 0.0, "save": 1, "rank": 0, "at": 2, **run.options}
-    dist.init_process_group("gloo")
+    join("gloo", timedelta(minutes=2))
     _leave_pid(run)
     print(f"rank {dist.get_rank()} of {dist.get_world_size()} is there", flush=True)
-    done = int(run.options.get("done", 0))
+    done = len(list(run.output.glob("checkpoint-*"))) if run.resume else 0
     monitor.begin(options["steps"], done)
+    signals.hold()
     checkpoint = run.output / "none"
     for step in range(done + 1, options["steps"] + 1):
-        if options.get("fail") and step == options["at"] and dist.get_rank() == options["rank"]:
+        fails = options.get("fail") and attempt() < options.get("times", 9)
+        if fails and step == options["at"] and dist.get_rank() == options["rank"]:
             _fail(options["fail"])
         checkpoint = _step(run, monitor, step, options)
     dist.destroy_process_group()
     return Trained(checkpoint, options["steps"], {"w": 1})
+
+
+def attempt() -> int:
+    """How often torchrun has started the ranks before."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def _step(run: Run, monitor: Monitor, step: int, options: dict[str, Any]) -> Path:
@@ -46,12 +56,15 @@ def _step(run: Run, monitor: Monitor, step: int, options: dict[str, Any]) -> Pat
     dist.all_reduce(loss)
     time.sleep(options["seconds"])
     monitor.step(step, loss=loss.item(), learning_rate=1e-5, tokens=64, memory=1 << 30)
+    (number,) = highest(signals.heard())
     checkpoint = run.output / f"checkpoint-{step}"
-    if step % options["save"] == 0 and dist.get_rank() == 0:
+    if (number or step % options["save"] == 0) and dist.get_rank() == 0:
         checkpoint.mkdir()
         (checkpoint / "weights").write_text(str(step))
         monitor.saved(checkpoint)
     dist.barrier()
+    if number:
+        raise signals.Stopped(number, step, checkpoint)
     return checkpoint
 
 
@@ -64,6 +77,9 @@ def _fail(how: str) -> None:
         raise ReshardError(
             "plan-broken", "the plan does not hold", expected="2 ranks", found="1", remedy="ask for 1"
         )
+    if how == "hang":
+        signal.pause()
+        time.sleep(300)
     if how == "exit":
         sys.exit(3)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -23,9 +23,7 @@ from reshard.train.launching.provenance import words_of
 from reshard.train.request import run_of
 from reshard.train.run import Ranks, Run
 from reshard.train.show.monitor import append
-from tests.train.test_launch import make_run, start
-
-__all__ = ["make_run"]
+from tests.train.launches import start
 
 LOGS = Path(__file__).parents[1] / "data/train"
 PLAIN = Run("sft", Path("/m"), Path("/d"), Path("/o"))
@@ -180,5 +178,5 @@ def test_under_a_foreign_launcher_the_way_on_names_it(tmp_path: Path) -> None:
     append(tmp_path, {"event": "saved", "checkpoint": str(tmp_path)})
     console = Console(file=StringIO(), width=300)
     run = Run("sft", tmp_path, tmp_path, tmp_path)
-    print_interruption(run, console, Place("srun", 0, 2, 0, "gpu07", 29500))
+    print_interruption(run, console, "interrupted by SIGTERM", Place("srun", 0, 2, 0, "gpu07", 29500))
     assert "go on from it: srun … reshard train sft" in console.file.getvalue()  # type: ignore[attr-defined]

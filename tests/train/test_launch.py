@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -25,70 +20,7 @@ from reshard.train.launching import launch
 from reshard.train.launching.places import first_host, place_of
 from reshard.train.run import Ranks, Run
 from reshard.train.show.monitor import history_of
-
-REPOSITORY = Path(__file__).parents[2]
-LAUNCHER = """
-import sys
-from pathlib import Path
-from reshard.train import engine
-from reshard.train.launching import launch
-from reshard.train.run import Run
-launch.WORKER, engine.MODULES["trl"] = "tests.train.ranks", "tests.train.ranks"
-sys.exit(launch.launch(Run.read(Path(sys.argv[1]))))
-"""
-"""A launcher in a process of its own, that can be interrupted and killed."""
-
-
-@pytest.fixture
-def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
-    """Make a run of two ranks that train nothing; whatever they start is ended with the test."""
-    monkeypatch.setattr(launch, "WORKER", "tests.train.ranks")
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    data = tmp_path / "data.jsonl"
-    data.write_text("{}\n")
-    output = tmp_path / "out"
-
-    def make(resume: bool = False, ranks: Ranks | None = None, **options: Any) -> Run:
-        return Run(
-            "sft", tmp_path, data, output, ranks=ranks or Ranks(nproc=2), resume=resume, options=options
-        )
-
-    yield make
-    for pid in pids(output):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def pids(output: Path) -> list[int]:
-    """Processes of all ranks, and those that they have started."""
-    return [int(pid) for file in (output / "pids").glob("*") for pid in file.read_text().split()]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def start(run: Run) -> subprocess.Popen[str]:
-    """A launcher in a process of its own, once its ranks are in the middle of training."""
-    run.output.mkdir()
-    record = run.output / "asked.json"
-    record.write_text(json.dumps(run.as_dict()))
-    process = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, str(record)], stderr=subprocess.PIPE, text=True, cwd=REPOSITORY
-    )
-    until(lambda: history_of(run.output).done >= 2, process)
-    return process
-
-
-def until(condition: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline, "it took too long"
-        assert process is None or process.poll() is None, process.communicate()[1]
-        time.sleep(0.05)
+from tests.train.launches import LAUNCHER, REPOSITORY
 
 
 def test_ranks_train_and_the_run_is_recorded(make_run: Callable[..., Run], tmp_path: Path) -> None:
@@ -124,34 +56,6 @@ def test_a_refusal_of_ranks_is_raised_once_and_after_a_step_the_run_has_failed(
     assert isinstance(caught.value, RunFailedError) is failed  # exit status 1, not 2
     assert history_of(run.output).outcome == outcome
     assert ("the last checkpoint is whole: " in said.getvalue()) is failed
-
-
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGHUP])
-def test_ctrl_c_and_a_hangup_end_all_ranks_and_name_the_checkpoint(
-    sent: signal.Signals, make_run: Callable[..., Run]
-) -> None:
-    run = make_run(steps=1000, seconds=0.05)
-    process = start(run)
-    started = pids(run.output)
-    process.send_signal(sent)
-    shown = process.communicate(timeout=60)[1]
-    assert process.returncode == 128 + sent
-    assert len(started) == 4
-    until(lambda: not any(is_alive(pid) for pid in started))
-    history = history_of(run.output)
-    checkpoint = run.output / f"checkpoint-{len(history.saved)}"
-    assert f"the last checkpoint is whole: {checkpoint}" in shown and (checkpoint / "weights").is_file()
-    assert f"reshard train sft --model {run.model}" in shown and "--resume" in shown
-    assert history.outcome == "interrupted"
-
-
-def test_ranks_end_with_a_launcher_that_is_killed(make_run: Callable[..., Run]) -> None:
-    run = make_run(steps=1000, seconds=0.05)
-    process = start(run)
-    ranks = pids(run.output)
-    process.kill()
-    process.communicate()
-    until(lambda: not any(is_alive(pid) for pid in ranks))
 
 
 def test_a_rank_that_torchrun_has_started_is_taken(make_run: Callable[..., Run]) -> None:

@@ -14,7 +14,15 @@ pytest.importorskip("megatron.core")
 
 from reshard.algebra.layout import Layout
 from reshard.engines.megatron.session import RankError
-from tests.train.megatron import STEPS, run_of, train, train_and_die, write_chats, write_held_out
+from tests.train.megatron import (
+    STEPS,
+    run_of,
+    train,
+    train_and_die,
+    train_and_stop,
+    write_chats,
+    write_held_out,
+)
 
 Tiny = Callable[..., Path]
 
@@ -66,6 +74,20 @@ def test_a_killed_run_goes_on_with_the_same_losses(name: str, tiny: Tiny, tmp_pa
     assert (list(unbroken.evaluations), list(again.evaluations)) == ([2, 4], [4])
     assert again.evaluations[4] == pytest.approx(unbroken.evaluations[4], abs=5e-5)
     assert trained.checkpoint == killed.output / "iter_0000004"
+
+
+def test_a_run_that_a_signal_has_stopped_goes_on_to_the_same_bits(tiny: Tiny, tmp_path: Path) -> None:
+    whole = run_of(tiny("qwen3"), write_chats(tmp_path), tmp_path / "whole", Layout(tp=2), save_interval=3)
+    unbroken, finished = train(whole, 2)
+    stopped = replace(whole, output=tmp_path / "stopped")
+    ends = train_and_stop(stopped, 2, after=1)
+    checkpoint = stopped.output / "iter_0000002"
+    assert [where for _, where in ends] == [(2, checkpoint)] * 2
+    assert ends[0][0].checkpoints == [checkpoint] and checkpoint.is_dir()
+    again, trained = train(replace(stopped, resume=True), 2)
+    assert list(again.steps) == [3, 4]
+    assert [*ends[0][0].losses, *again.losses] == unbroken.losses
+    assert trained.digests == finished.digests
 
 
 def test_a_run_killed_while_it_saves_leaves_the_checkpoint_before(tiny: Tiny, tmp_path: Path) -> None:

@@ -172,6 +172,26 @@ def test_a_run_goes_on_as_if_it_had_not_been_killed(ran: Trainer, tmp_path: Path
     assert again.trained.digests == uninterrupted.trained.digests
 
 
+MORE = {"one": {}, "ddp": {}, "tp": {}, "workers": {"dataloader_num_workers": 1}, "grpo": {"max_steps": 4}}
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", *(pytest.param(each, marks=pytest.mark.slow) for each in MORE)])
+def test_a_run_that_a_signal_has_stopped_goes_on_to_the_same_bits(
+    kind: str, ran: Trainer, tmp_path: Path
+) -> None:
+    plan = kind if kind in PLANS else "ddp"
+    uninterrupted = ran(plan, method="grpo" if kind == "grpo" else "sft", **MORE.get(kind, {}))
+    run = replace(uninterrupted.run, output=tmp_path / "stopped")
+    stopped = train(run, PLANS[plan], before="tests.train.trl_runs:sent_sigterm_after_step_2")
+    assert stopped.failed and "interrupted by SIGTERM after step 3, which is saved" in stopped.log
+    assert sorted(each.name for each in run.output.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
+    assert not (run.output / "trained.json").exists()
+    again = train(replace(run, resume=True), PLANS[plan])
+    assert not again.failed, again.log
+    assert again.losses == uninterrupted.losses
+    assert again.trained.digests == uninterrupted.trained.digests
+
+
 def test_a_run_that_was_killed_behind_its_last_step_trains_no_further(ran: Trainer, tmp_path: Path) -> None:
     uninterrupted = ran("one")
     output = tmp_path / "resumed"

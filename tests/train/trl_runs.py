@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -146,6 +148,28 @@ def without_cpu_adaptation() -> None:
     from reshard.train.trl import cpu
 
     cpu.prepare = lambda: None
+
+
+LISTENING = ExitStack()
+
+
+def sent_sigterm_after_step_2() -> None:
+    """The last rank hears SIGTERM while step 2 is reported, and so in step 3."""
+    from reshard.train import signals
+    from reshard.train.show.monitor import Metrics
+
+    LISTENING.enter_context(signals.listening(None))
+    plain, is_last = (
+        Metrics.step,
+        int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1,
+    )
+
+    def step(self: Metrics, number: int, **metrics: float) -> None:
+        plain(self, number, **metrics)
+        if number == 2 and is_last:
+            signal.raise_signal(signal.SIGTERM)
+
+    Metrics.step = step  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from reshard.train.final.finish import Finished
     from reshard.train.preflight import Preflight
 
-POSITIVE = click.IntRange(min=1)
+POSITIVE, COUNT = click.IntRange(min=1), click.IntRange(min=0)
 PATH = click.Path(path_type=Path)
 SETTINGS = {"ignore_unknown_options": True}
 
@@ -82,7 +82,7 @@ _OPTIONS = [
         "--nproc", callback=_number, metavar="N|auto", help="Processes of this node; one on each GPU."
     ),
     click.option("--nnodes", type=POSITIVE, metavar="N", help="Nodes; run the same command on each."),
-    click.option("--node-rank", type=click.IntRange(min=0), metavar="R", help="Which node this is, from 0."),
+    click.option("--node-rank", type=COUNT, metavar="R", help="Which node this is, from 0."),
     click.option("--rendezvous", metavar="HOST:PORT", help="Where the nodes meet: the first one."),
     click.option("--reward", metavar="MODULE:FUNCTION", help="The reward of GRPO."),
     click.option(
@@ -94,6 +94,13 @@ _OPTIONS = [
         metavar="N",
         help="Stop after N steps in a row whose loss is NaN or Inf; 1.",
     ),
+    click.option(
+        "--save-on-signal",
+        type=COUNT,
+        metavar="SECONDS",
+        help="Time to finish and save a step after SIGTERM, SIGUSR1 or Ctrl-C; 600. 0 saves nothing.",
+    ),
+    click.option("--max-restarts", type=COUNT, metavar="N", help="Restart failed ranks up to N times; 0."),
     click.option("--resume", is_flag=True, default=None, help="Go on from the last checkpoint in OUT."),
     click.option("--config", type=PATH, help="YAML file with any of these and of the engine's options."),
     click.option("--dry-run", is_flag=True, help="Check everything, print the plan, and stop."),
@@ -149,7 +156,8 @@ _REST = """
 Options of the engine pass through under their own names, with dashes or underscores: --learning_rate 1e-5. --options
 lists them.
 
-Exit status: 0 done, 1 the run failed or its result is not what was trained, 2 it was refused before it began.
+Exit status: 0 done, 1 the run failed or its result is not what was trained, 2 it was refused before it began;
+128 and the number of the signal that ended it.
 """
 _method("sft", "Supervised fine-tuning: chats, prompt and completion, or plain text.")
 _method("dpo", "Direct preference optimization: pairs of a chosen and a rejected answer.")

@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any
 
 from reshard.errors import ReshardError
+from reshard.train.collective import anywhere, everyone
 
 RECORDS = 4
 """Records of a rank that are named, at most."""
@@ -42,19 +43,6 @@ class Divergence:
         return self.seen >= self.allowed
 
 
-def anywhere(here: bool) -> bool:
-    """Whether something holds on any rank. All ranks must call it."""
-    import torch
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        return here
-    device = torch.cuda.current_device() if dist.get_backend() == "nccl" else "cpu"
-    told = torch.tensor(int(here), device=device)
-    dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    return bool(told.item())
-
-
 def diverged(
     step: int, norm: float | None, rate: float, own: float | None, records: Sequence[str]
 ) -> ReshardError:
@@ -62,7 +50,7 @@ def diverged(
 
     `own` is the loss of this rank, None where it computes none; `records` are the beginnings of those it took last.
     """
-    losses = [each for each in _everyone((own, list(records))) if each[1][0] is not None]
+    losses = [each for each in everyone((own, list(records))) if each[1][0] is not None]
     bad = [each for each in losses if not math.isfinite(each[1][0])] or losses
     ranks = "; ".join(
         f"rank {rank}: loss {loss}, records {', '.join(map(repr, those))}" for rank, (loss, those) in bad
@@ -75,17 +63,6 @@ def diverged(
     )
 
 
-def _everyone(mine: Any) -> list[tuple[int, Any]]:
-    """What each rank has, by rank."""
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        return [(0, mine)]
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
-    return list(enumerate(told))
-
-
 def assert_finite(step: int, parameters: Iterable[tuple[str, Any]]) -> None:
     """Refuse to save weights that hold NaN or Inf; `parameters` are this rank's, by name. All ranks must call it.
 
@@ -94,7 +71,7 @@ def assert_finite(step: int, parameters: Iterable[tuple[str, Any]]) -> None:
     wrong = next((name for name, tensor in parameters if not bool(_local(tensor).isfinite().all())), None)
     if not anywhere(wrong is not None):
         return
-    names = {name: rank for rank, name in reversed(_everyone(wrong)) if name is not None}
+    names = {name: rank for rank, name in reversed(everyone(wrong)) if name is not None}
     raise ReshardError(
         "weights-diverged",
         "training diverged: weights hold NaN or Inf, and are not saved",

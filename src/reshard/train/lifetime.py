@@ -1,4 +1,4 @@
-"""No process outlives the one that started it."""
+"""No process outlives the one that started it; and which those are that one has started."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 """Linux, prctl(2)."""
@@ -20,3 +23,12 @@ def end_with_parent(signum: int = signal.SIGKILL, parent: int | None = None) -> 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signum))
         if parent is not None and os.getppid() != parent:
             os.kill(os.getpid(), signum)
+
+
+def children(parent: int) -> Iterator[int]:
+    """The processes that a process has started and that are there. On Linux."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            words = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            if int(words[1]) == parent:  # proc(5): state, then the parent
+                yield int(stat.parent.name)

@@ -11,11 +11,13 @@ from reshard.algebra.layout import Layout
 from reshard.errors import Problem, ReshardError
 from reshard.plain_yaml import yaml_of
 from reshard.train.run import ENGINES, PARALLEL, RECORD, SIZES, Ranks, Run
+from reshard.train.signals import SECONDS
 
 PATHS = ("model", "data", "output")
 OURS = {
     *(*PATHS, "eval_data", "engine", "lora", "parallel", *SIZES),
     *("nproc", "nnodes", "node_rank", "rendezvous", "reward", "resume", "merge", "nan_steps"),
+    *("save_on_signal", "max_restarts"),
 }
 """What reshard takes itself; every other name is an option of the engine."""
 
@@ -74,9 +76,11 @@ def run_of(
             nnodes=_number(given, "nnodes", 1),
             node_rank=_number(given, "node_rank", 0),
             rendezvous=given.get("rendezvous"),
+            max_restarts=_number(given, "max_restarts", 0),
         ),
         reward=given.get("reward"),
         nan_steps=_number(given, "nan_steps", 1),
+        save_on_signal=_number(given, "save_on_signal", SECONDS),
         resume=_switch(given, "resume", False),
         merge=_switch(given, "merge", True),
         options=options,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 from reshard.algebra.layout import Layout
 from reshard.errors import UNUSABLE, Problem, ReshardError
 from reshard.plain import json_of
+from reshard.train import signals
 
 METHODS = ("sft", "dpo", "grpo")
 ENGINES = ("trl", "megatron")
@@ -29,6 +32,8 @@ class Ranks:
     node_rank: int = 0
     rendezvous: str | None = None
     """HOST:PORT of the first node."""
+    max_restarts: int = 0
+    """How often torchrun starts the ranks again after one of them has failed."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ class Run:
     resume: bool = False
     nan_steps: int = 1
     """Steps in a row whose loss or gradient norm is not finite, after which the run stops."""
+    save_on_signal: int = signals.SECONDS
+    """Seconds that the step and its checkpoint may take after a signal; 0 ends the run at once."""
     merge: bool = True
     """Write the merged model beside the adapter in the end."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -101,6 +108,20 @@ def read_record(file: Path) -> dict[str, Any]:
             remedy="use `reshard convert` and tell it --base",
         ) from None
     return dict(content)
+
+
+def put(path: Path, content: Any) -> None:
+    """Write JSON whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False, default=str), encoding="utf-8")
+    partial.replace(path)
+
+
+def conclude(output: Path, outcome: str) -> None:
+    """Write down in the record of the run in `output` how it ended. Raises OSError."""
+    file = output / RECORD
+    if file.is_file():
+        put(file, {**read_record(file), "outcome": outcome})
 
 
 def check(run: Run) -> None:

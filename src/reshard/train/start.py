@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ReshardError
-from reshard.train.run import RECORD, Run
+from reshard.train import signals
+from reshard.train.run import Run
 
 if TYPE_CHECKING:
     from reshard.train.final.finish import Finished
@@ -53,9 +54,13 @@ def start(
     from reshard.train.launching import launch
     from reshard.train.launching.lock import held
     from reshard.train.launching.places import place_of
-    from reshard.train.preconditions import config_problems
+    from reshard.train.preconditions import config_problems, last_checkpoint
     from reshard.train.preflight import preflight
+    from reshard.train.worker import restarted
 
+    if restarted() and place_of(run):
+        going_on = last_checkpoint(run) is not None
+        run, overwrite = replace(run, resume=going_on), overwrite or not going_on
     found = None
     if launch.leads(run) or (dry_run and not place_of(run)):  # another node can look at its own machine, too
         found = preflight(run, overwrite=overwrite)
@@ -80,12 +85,11 @@ def _through(run: Run, found: Preflight | None, *, quiet: bool, language: str) -
         status = launch.launch(run, found.as_dict() if found else {}, quiet=quiet, language=language)
         if status or not found:
             return Outcome(status, found)
-        finished = finish(run)
-    except KeyboardInterrupt:
-        if not (run.output / RECORD).is_file():
-            raise
-        launch.interrupted(run)
-        return Outcome(launch.INTERRUPTED, found)
+        with signals.raised():
+            finished = finish(run)
+    except signals.Stopped as stop:
+        launch.interrupted(run, stop)
+        return Outcome(stop.status, found)
     return Outcome(0 if finished.whole else 1, found, finished)
 
 

@@ -8,16 +8,17 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from reshard.errors import Problem, ReshardError
-from reshard.train.engine import Monitor, engine_of
+from reshard.train import signals
+from reshard.train.collective import meet
+from reshard.train.engine import engine_of
 from reshard.train.lifetime import end_with_parent
-from reshard.train.run import Run
+from reshard.train.run import Run, put
 from reshard.train.show import trackers
-from reshard.train.show.monitor import monitor_of
+from reshard.train.show.monitor import Metrics, monitor_of
 
 TRAINED = "trained.json"
 """What a finished run leaves for `finish.py`: the last checkpoint and the digests of its weights."""
@@ -27,9 +28,15 @@ REFUSED = 2
 """The exit status of a rank that refuses to go on."""
 
 
-def work(run: Run, monitor: Monitor) -> None:
-    """One rank's part of a run. Raises what the engine raises."""
-    trained = engine_of(run).train(run, monitor)
+def work(run: Run, monitor: Metrics) -> None:
+    """One rank's part of a run. Raises what the engine raises, and Stopped after a signal."""
+    try:
+        trained = engine_of(run).train(run, monitor)
+    except signals.Stopped as stop:
+        monitor.stopped(stop)
+        meet()  # other nodes read how it ended
+        _leave_group()
+        raise
     if first():
         content = {**asdict(trained), "checkpoint": str(trained.checkpoint)}
         put(run.output / TRAINED, content)
@@ -39,13 +46,6 @@ def work(run: Run, monitor: Monitor) -> None:
 def first() -> bool:
     """Whether this is rank 0."""
     return os.environ.get("RANK", "0") == "0"
-
-
-def put(path: Path, content: Any) -> None:
-    """Write JSON whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False, default=str), encoding="utf-8")
-    partial.replace(path)
 
 
 def claim(output: Path, problems: Sequence[Problem]) -> bool:
@@ -77,15 +77,30 @@ def _leave_group() -> None:
 
 
 def main(record: Path) -> None:
-    """Be a rank that torchrun has started. Refusals go to the launcher, all else is a traceback in the log."""
+    """Be a rank that torchrun has started. Refusals go to the launcher, all else is a traceback in the log.
+
+    A rank that a signal has stopped ends with status 0, so that torchrun does not start it again.
+    """
     end_with_parent()
     run = Run.read(record)
+    if restarted():
+        if claimed(run.output):
+            sys.exit(REFUSED)  # what was refused would be refused again
+        run = replace(run, resume=True)
     try:
-        work(run, monitor_of(run, trackers.listeners(run) if first() else []))
+        with signals.listening(None):
+            work(run, monitor_of(run, trackers.listeners(run) if first() else []))
+    except signals.Stopped:
+        return
     except ReshardError as error:
         traceback.print_exc()
         claim(run.output, error.problems)
         sys.exit(REFUSED)
+
+
+def restarted() -> bool:
+    """Whether torchrun has started this rank again, after one of them had failed."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 if __name__ == "__main__":

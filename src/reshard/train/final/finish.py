@@ -22,7 +22,7 @@ from reshard.planning import Options
 from reshard.train.engine import Trained, engine_of
 from reshard.train.final import acceptance
 from reshard.train.final.acceptance import Check, checked
-from reshard.train.run import RECORD, Run, read_record
+from reshard.train.run import RECORD, Run, conclude, read_record
 from reshard.train.show import report
 from reshard.train.show.monitor import append
 from reshard.train.worker import TRAINED
@@ -82,8 +82,10 @@ def finish(run: Run, *, on_bytes: OnBytes = lambda count: None) -> Finished:
         draft.rename(place)
     named = (final, merged) if whole else (drafts[final], drafts[merged] if merged else None)
     finished = Finished(*named, tuple(checks))
+    outcome = "done" if whole else "failed"
     with suppress(OSError):  # a full disk is what the checks tell of
-        append(run.output, {"event": "end", "outcome": "done" if whole else "failed"})
+        append(run.output, {"event": "end", "outcome": outcome})
+        conclude(run.output, outcome)
         report.write(run.output, checks=[(check.name, check.found, check.right) for check in checks])
     return finished
 

@@ -78,7 +78,8 @@ _EXIT = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+) "
 
 def _silent(content: str, log: Log) -> tuple[str, int] | None:
     """The rank that ended without a traceback, and its exit code: by a signal first. SIGTERM is torchrun's own."""
-    ended = {rank: int(code) for rank, code in _EXIT.findall(content) if int(code) != -signal.SIGTERM}
+    own = (-signal.SIGTERM, 128 + signal.SIGTERM)
+    ended = {rank: int(code) for rank, code in _EXIT.findall(content) if int(code) not in own}
     spoke = {each.stream.split("/")[-1] for each in log.tracebacks}
     silent = [(rank, code) for rank, code in ended.items() if code < 0 or rank not in spoke]
     return min(silent, key=lambda each: each[1]) if silent else None
@@ -220,9 +221,9 @@ def print_killed(run: Run, log: Path, number: int, console: Console) -> None:
     print_way_on(run, console, None)
 
 
-def print_interruption(run: Run, console: Console, place: Place | None = None) -> None:
-    """Say what is left of a run that a signal has ended."""
-    console.print("\n[bold yellow]interrupted[/]: all ranks have ended")
+def print_interruption(run: Run, console: Console, how: str, place: Place | None = None) -> None:
+    """Say how a signal has ended a run, and what is left of it."""
+    console.print(f"\n[bold yellow]{escape(how)}[/]")
     print_way_on(run, console, place)
 
 

@@ -1,7 +1,8 @@
 """Start the ranks of a run and stay until the last has ended; or be one of them, where somebody else has started them.
 
 Ranks are started by torchrun in a session of their own. All they print goes to `train.log`; the console shows one line
-of progress, read from `metrics.jsonl`. Whatever ends this process ends the ranks.
+of progress, read from `metrics.jsonl`. Whatever ends this process ends the ranks; signals that can be caught let them
+finish and save their step.
 """
 
 from __future__ import annotations
@@ -25,20 +26,21 @@ from rich.console import Console
 
 from reshard.errors import Problem, ReshardError, RunFailedError
 from reshard.shown import escape
+from reshard.train import signals
 from reshard.train.launching import failure
 from reshard.train.launching.places import Place, forget, place_of
 from reshard.train.launching.provenance import record_of
-from reshard.train.lifetime import end_with_parent
-from reshard.train.run import RECORD, Run
+from reshard.train.lifetime import children, end_with_parent
+from reshard.train.run import RECORD, Run, conclude, put
 from reshard.train.show import report, trackers
-from reshard.train.show.monitor import METRICS, Tail, append, begun, monitor_of
+from reshard.train.show.monitor import METRICS, Row, Tail, append, begun, monitor_of
 from reshard.train.show.watch import Watch
-from reshard.train.worker import PROBLEMS, REFUSED, TRAINED, claim, claimed, put, work
+from reshard.train.worker import PROBLEMS, REFUSED, TRAINED, claim, claimed, work
 
 LOG = "train.log"
 WORKER = "reshard.train.worker"
 """The module that each rank runs."""
-FAILED, INTERRUPTED = 1, 130
+FAILED = 1
 POLL = 0.1
 """Seconds between looks at the ranks."""
 PATIENCE = 40.0
@@ -76,6 +78,7 @@ def command(run: Run) -> list[str]:
         host, port = _rendezvous(run)
         words += [f"--nnodes={ranks.nnodes}", f"--node-rank={ranks.node_rank}"]
         words += [f"--master-addr={host}", f"--master-port={port}"]
+    words += [f"--max-restarts={ranks.max_restarts}"] if ranks.max_restarts else []
     words += ["--tee=3", f"--log-dir={run.output / of_node(run, 'logs')}"]
     return [*words, "-m", WORKER, str(run.output / of_node(run, RECORD))]
 
@@ -151,7 +154,7 @@ def launch(
     _prepare(run, record or {})
     if not quiet:
         screen.console.print(f"[dim]$ {escape(shlex.join(words))}[/]")
-    return _told(run, _ranks(words, run, screen), screen)
+    return _told(run, *_ranks(words, run, screen), screen)
 
 
 def _prepare(run: Run, record: Mapping[str, Any]) -> None:
@@ -168,27 +171,52 @@ def _prepare(run: Run, record: Mapping[str, Any]) -> None:
 
 
 @dataclass
-class _Signals:
-    """Which signal was caught first, and how many."""
+class _Caught:
+    """What was caught while the ranks went on, and what they told of it."""
 
     first: int = 0
-    count: int = 0
+    """The signal that came first."""
+    at_once: bool = False
+    """Whether Ctrl-C came again."""
+    training: bool = False
+    """Whether the ranks have begun, and finish their step."""
+    stop: str = ""
+    """How the ranks say that they have stopped."""
+    late: bool = False
+    """Whether they took longer than they were given."""
+    ranks: tuple[int, ...] = ()
+    """The ranks of this node that were asked to stop. Each leads a process group."""
 
     def __call__(self, number: int, frame: Any) -> None:
+        self.at_once = self.at_once or (bool(self.first) and number == signal.SIGINT)
         self.first = self.first or number
-        self.count += 1
+
+    def read(self, row: Row) -> None:
+        """Take in a row of the metrics."""
+        self.training = self.training or row["event"] == "begin"
+        if row["event"] == "stop":
+            self.first, self.stop = self.first or int(row["signal"]), str(row["why"])
+
+    def told(self, run: Run) -> str:
+        """How the run has ended, in words."""
+        if self.stop or not self.first:
+            return self.stop
+        if self.late:
+            return str(signals.late(self.first, run.save_on_signal))
+        why = "no step was finished" if not self.training else "the ranks ended without finishing their step"
+        return str(signals.Stopped(self.first, why=why))
 
 
 @contextmanager
-def _caught() -> Iterator[_Signals]:
+def _caught() -> Iterator[_Caught]:
     """Catch what would end this process, so that it can end its ranks first."""
-    caught = _Signals()
+    caught = _Caught()
     if threading.current_thread() is not threading.main_thread():
         yield caught
         return
     # A hangup is what a terminal leaves when it is closed; under nohup it is ignored, and stays so.
-    hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
-    before = {number: signal.signal(number, caught) for number in [signal.SIGINT, signal.SIGTERM, *hangup]}
+    asked = [each for each in signals.ENDING if signal.getsignal(each) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, caught) for number in asked}
     try:
         yield caught
     finally:
@@ -196,10 +224,9 @@ def _caught() -> Iterator[_Signals]:
             signal.signal(number, handler)
 
 
-def _ranks(words: list[str], run: Run, screen: Screen) -> int:
-    """Run the ranks to their end; their exit status, or 128 and the signal that was caught."""
+def _ranks(words: list[str], run: Run, screen: Screen) -> tuple[int, _Caught]:
+    """Run the ranks to their end: torchrun's exit status, and what was caught meanwhile."""
     logs = run.output / of_node(run, "logs")
-    ended = partial(end_with_parent, signal.SIGTERM, os.getpid())
     watch = Watch(run, screen.console, quiet=screen.quiet)
     tail = Tail(run.output / METRICS)
     for row in tail.rows():  # what attempts before this one have told
@@ -212,32 +239,60 @@ def _ranks(words: list[str], run: Run, screen: Screen) -> int:
             stderr=subprocess.STDOUT,
             env=environment(run),
             start_new_session=True,
-            preexec_fn=ended,
+            preexec_fn=partial(_be_torchrun, os.getpid()),
         )
         try:
             with watch:
-                _follow(process, watch, tail, caught)
+                _follow(process, run, watch, tail, caught)
         finally:
             _kill(process)
+            for rank in caught.ranks:  # and what they have started
+                with suppress(ProcessLookupError):
+                    os.killpg(rank, signal.SIGKILL)
             shutil.rmtree(logs, ignore_errors=True)  # train.log has all of it
-    return 128 + caught.first if caught.first else process.returncode
+    return process.returncode, caught
 
 
-def _follow(process: subprocess.Popen[bytes], watch: Watch, tail: Tail, caught: _Signals) -> None:
-    """Show what the ranks tell until they have ended; end them when a signal was caught, at once at the second."""
+def _be_torchrun(parent: int) -> None:
+    """End with the launcher; and leave SIGUSR1, which Slurm may send to all processes of a step, to the ranks."""
+    end_with_parent(signal.SIGTERM, parent)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+def _follow(process: subprocess.Popen[bytes], run: Run, watch: Watch, tail: Tail, caught: _Caught) -> None:
+    """Show what the ranks tell until they have ended. After a signal they are to stop, at Ctrl-C again at once."""
     deadline = None
     while process.poll() is None:
-        for row in tail.rows():
-            watch.add(row)
+        _read(tail, watch, caught)
         watch.look()
         if caught.first and deadline is None:
-            process.terminate()
-            deadline = time.monotonic() + PATIENCE
-        if deadline and (caught.count > 1 or time.monotonic() > deadline):
+            deadline = time.monotonic() + _ask_to_end(process, run, caught)
+        if deadline and (caught.at_once or time.monotonic() > deadline):
+            caught.late = not caught.at_once
             return
         time.sleep(POLL)
+    _read(tail, watch, caught)
+
+
+def _read(tail: Tail, watch: Watch, caught: _Caught) -> None:
     for row in tail.rows():
         watch.add(row)
+        caught.read(row)
+
+
+def _ask_to_end(process: subprocess.Popen[bytes], run: Run, caught: _Caught) -> float:
+    """Let the ranks finish and save their step, or end where there is none; the seconds that they are given.
+
+    The ranks are told by themselves: torchrun would kill them after 30 seconds.
+    """
+    if not caught.training or caught.stop:
+        process.terminate()
+        return PATIENCE
+    caught.ranks = tuple(children(process.pid))
+    for rank in caught.ranks:
+        with suppress(ProcessLookupError):
+            os.kill(rank, caught.first)
+    return run.save_on_signal
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -248,13 +303,13 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _told(run: Run, status: int, screen: Screen) -> int:
+def _told(run: Run, status: int, caught: _Caught, screen: Screen) -> int:
     """Say how the ranks ended; the exit status of the command."""
-    if status > 128:
+    if caught.first:
         end(run, "interrupted")
         with suppress(OSError):  # a terminal that was closed takes no words
-            failure.print_interruption(run, screen.console)
-        return status
+            failure.print_interruption(run, screen.console, caught.told(run))
+        return 128 + caught.first
     problems = claimed(run.output)
     if problems:
         raise _refused(run, problems, screen)
@@ -280,18 +335,20 @@ def _refused(run: Run, problems: list[Problem], screen: Screen, place: Place | N
 
 
 def end(run: Run, outcome: str) -> None:
-    """Write down how a run ended: in its metrics, and in its report. The first node does."""
+    """Write down how a run ended: in its metrics, its record and its report. The first node does."""
     if run.ranks.node_rank == 0:
         with suppress(OSError):  # a full disk is told as why ranks failed
             append(run.output, {"event": "end", "outcome": outcome})
+            conclude(run.output, outcome)
             report.write(run.output)
 
 
-def interrupted(run: Run) -> None:
-    """Say what is left of a run that Ctrl-C has ended when no rank was there: while the final folder was made."""
+def interrupted(run: Run, stop: signals.Stopped) -> None:
+    """Say what is left of a run that a signal has ended when no rank was there, or by this one rank."""
     end(run, "interrupted")
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    failure.print_interruption(run, console, place_of(run))
+    with suppress(OSError):
+        failure.print_interruption(run, console, str(stop), place_of(run))
 
 
 def _take(place: Place, run: Run, record: Mapping[str, Any], screen: Screen) -> int:
@@ -310,17 +367,18 @@ def _take(place: Place, run: Run, record: Mapping[str, Any], screen: Screen) -> 
             screen.console.print(f"in the place that {place.launcher} gave: rank 0 of {place.world_size}")
     watch = Watch(run, screen.console, quiet=screen.quiet or not first)
     try:
-        with watch:
+        with watch, signals.listening(run.save_on_signal, partial(interrupted, run) if first else None):
             work(run, monitor_of(run, [watch.add, *trackers.listeners(run)] if first else []))
+            if number := signals.heard():
+                raise signals.Stopped(number, why="all steps are done, and the final folder is not made")
     except ReshardError as error:
         if not claim(run.output, error.problems):
             return REFUSED
         raise _refused(run, error.problems, screen, place) from None
-    except KeyboardInterrupt:
+    except signals.Stopped as stop:
         if first:
-            end(run, "interrupted")
-            failure.print_interruption(run, screen.console, place)
-        return INTERRUPTED
+            interrupted(run, stop)
+        return stop.status
     except Exception as error:
         if failure.print_exception(run, place, error, screen.console, screen.language):
             end(run, "failed")

@@ -12,6 +12,7 @@ from typing import Any
 
 from reshard.train import data
 from reshard.train.run import Run
+from reshard.train.signals import SECONDS
 from reshard.version import __version__
 
 PACKAGES = (
@@ -56,9 +57,12 @@ def words_of(run: Run, *, resume: bool = False) -> list[str]:
         words += (
             [f"--{name}", str(value)] if value not in (0, 1, None) or (name, value) == ("nproc", 1) else []
         )
+    words += ["--max-restarts", str(run.ranks.max_restarts)] if run.ranks.max_restarts else []
     words += ["--node-rank", str(run.ranks.node_rank)] if run.ranks.nnodes > 1 else []
     words += ["--reward", run.reward] if run.reward else []
     words += ["--nan-steps", str(run.nan_steps)] if run.nan_steps > 1 else []
+    if run.save_on_signal != SECONDS:
+        words += ["--save-on-signal", str(run.save_on_signal)]
     words += [] if run.merge else ["--no-merge"]
     words += ["--resume"] if resume or run.resume else []
     return [*words, *(word for name, value in run.options.items() for word in _typed(name, value))]

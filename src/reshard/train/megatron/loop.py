@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from reshard.errors import ReshardError
 from reshard.formats import iterations
+from reshard.train import signals
 from reshard.train.divergence import Divergence, assert_finite, diverged
 from reshard.train.engine import Monitor, Trained
 from reshard.train.evaluation import evaluated
@@ -16,8 +18,11 @@ from reshard.train.megatron.batches import steps_of, uses_transformer_engine
 from reshard.train.megatron.evaluating import Evaluations
 from reshard.train.megatron.options import Options, read
 from reshard.train.megatron.setup import Trainee, open_weights, prepare, start
-from reshard.train.megatron.step import records, run_step
+from reshard.train.megatron.step import Measured, records, run_step
 from reshard.train.run import Run
+
+SHOWN = ("loss", "learning_rate", "grad_norm", "tokens", "memory")
+"""What the monitor is told of a step."""
 
 
 def train(run: Run, monitor: Monitor) -> Trained:
@@ -43,6 +48,7 @@ def train(run: Run, monitor: Monitor) -> Trained:
     if torch.distributed.get_rank() == 0:
         store.lay_beside(trainee)
     monitor.begin(steps.total, done)
+    signals.hold()
     epoch = -(-len(data) // steps.sequences)
     evaluations = Evaluations(trainee, held_out, epoch) if held_out is not None else None
     last = _train(trainee, data, evaluations, done, monitor)
@@ -78,7 +84,7 @@ def _rows(run: Run, options: Options, vocab: int, monitor: Monitor, which: str =
 def _train(
     trainee: Trainee, data: rows.Rows, evaluations: Evaluations | None, done: int, monitor: Monitor
 ) -> int:
-    """The steps from `done` on; the step of the last checkpoint."""
+    """The steps from `done` on; the step of the last checkpoint. Raises Stopped after the step of a signal."""
     options, total = trainee.options, trainee.steps.total
     order = rows.Order(len(data), options.seed)
     change = proof.Change(trainee)
@@ -93,24 +99,41 @@ def _train(
             monitor.note(
                 f"step {step + 1} was left out: gradients overflowed, the scale of the loss is lowered"
             )
-        shown = {name: value for name, value in measured._asdict().items() if name not in ("applied", "own")}
+        shown = {name: value for name, value in measured._asdict().items() if name in SHOWN}
         monitor.step(step + 1, **shown)
         divergence.add(finite=measured.is_finite(overflows=options.fp16))
         if divergence.going:
             if divergence.stops or step + 1 == total:
                 took = records(trainee, data, order, step)
                 raise diverged(step + 1, measured.grad_norm, measured.learning_rate, measured.own, took)
+            _stop(measured, step + 1, why="its loss or its gradient is not finite")
             continue  # what has diverged is neither evaluated nor saved
-        if evaluations and evaluations.due(step + 1):
+        if evaluations and evaluations.due(step + 1) and not measured.signal:
             began = time.monotonic()
             loss = evaluations.loss()
             monitor.evaluated(step + 1, eval_loss=loss, seconds=time.monotonic() - began)
-        if step + 1 == total or (options.save_interval and (step + 1) % options.save_interval == 0):
-            if not applied:
-                raise _nothing_applied(step + 1)
-            assert_finite(step + 1, _parameters(trainee))
-            monitor.saved(store.save(trainee, step + 1))
+        if not applied:
+            _stop(measured, step + 1, why="all gradients have overflowed so far")
+        every = options.save_interval
+        if step + 1 == total or (every and (step + 1) % every == 0) or measured.signal:
+            _stop(measured, step + 1, _saved(trainee, step + 1, applied, monitor))
     return max(done, total)
+
+
+def _saved(trainee: Trainee, step: int, applied: int, monitor: Monitor) -> Path:
+    """The checkpoint of a step."""
+    if not applied:
+        raise _nothing_applied(step)
+    assert_finite(step, _parameters(trainee))
+    saved = store.save(trainee, step)
+    monitor.saved(saved)
+    return saved
+
+
+def _stop(measured: Measured, step: int, saved: Path | None = None, why: str = "") -> None:
+    """End here if a rank has heard a signal."""
+    if measured.signal:
+        raise signals.Stopped(measured.signal, step, saved, why)
 
 
 def _parameters(trainee: Trainee) -> Iterator[tuple[str, Any]]:

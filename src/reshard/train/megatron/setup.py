@@ -10,6 +10,7 @@ from typing import Any
 from reshard.algebra.layout import Layout
 from reshard.engines.megatron import cpu, parallel
 from reshard.engines.megatron.model import build_model
+from reshard.train.collective import join
 from reshard.train.megatron import lora
 from reshard.train.megatron.batches import Steps, check_ranks, is_half, schedule
 from reshard.train.megatron.load import fill
@@ -47,10 +48,8 @@ def start(run: Run, options: Options) -> Layout:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     cpu.enable()
     if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group(
-            "nccl" if torch.cuda.is_available() else "gloo",
-            timeout=timedelta(minutes=options.distributed_timeout_minutes),
-        )
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        join(backend, timedelta(minutes=options.distributed_timeout_minutes))
     check_ranks(options, run.layout, torch.distributed.get_world_size())
     layout = replace(run.layout, etp=options.expert_tensor_parallel_size or run.layout.tp)
     parallel.initialize(layout, seed=options.seed, timeout=options.distributed_timeout_minutes)

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from reshard.train import signals
+from reshard.train.collective import highest
 from reshard.train.divergence import beginnings
 from reshard.train.megatron.rows import (
     IGNORED,
@@ -39,6 +41,8 @@ class Measured(NamedTuple):
     applied: bool
     own: float | None
     """The loss of this rank; None where it computes none."""
+    signal: int
+    """What any rank has heard, 0 if none."""
 
     def is_finite(self, *, overflows: bool) -> bool:
         """Whether loss and gradient norm are; norms of steps that are left out are not asked where fp16 `overflows`."""
@@ -72,8 +76,9 @@ def run_step(trainee: Trainee, rows: Rows, order: Order, step: int) -> Measured:
     if succeeded:
         trainee.scheduler.step(increment=steps.sequences)
     seen = sum(_seen(part) for part in parts)
-    loss, tokens, memory = over_all_ranks(results, seen)
-    return Measured(loss, rate, float(norm or 0.0), tokens, memory, bool(succeeded), _own_loss(results))
+    loss, tokens, (memory, heard) = over_all_ranks(results, seen)
+    own = _own_loss(results)
+    return Measured(loss, rate, float(norm or 0.0), tokens, memory, bool(succeeded), own, heard)
 
 
 def _own_rows(trainee: Trainee, order: Order, step: int) -> list[int]:
@@ -234,8 +239,8 @@ def _loss(counted: Any, output: Any) -> tuple[Any, Any, dict[str, Any]]:
     return total, tokens.to(torch.int), {"loss": torch.stack([total.detach(), tokens])}
 
 
-def over_all_ranks(results: list[dict[str, Any]], seen: int) -> tuple[float, int, int]:
-    """The mean loss, the tokens of all data parallel ranks, and the most memory of any rank, in bytes."""
+def over_all_ranks(results: list[dict[str, Any]], seen: int) -> tuple[float, int, tuple[int, ...]]:
+    """The mean loss, the tokens of all data parallel ranks; the most memory of any rank, in bytes, and its signal."""
     import torch
     from megatron.core import parallel_state as ps
 
@@ -247,9 +252,7 @@ def over_all_ranks(results: list[dict[str, Any]], seen: int) -> tuple[float, int
     if alone and ps.get_pipeline_model_parallel_rank() == 0 and ps.get_context_parallel_rank() == 0:
         totals[2] = seen
     torch.distributed.all_reduce(totals)
-    memory = torch.tensor(_memory(), dtype=torch.int64, device=device)
-    torch.distributed.all_reduce(memory, op=torch.distributed.ReduceOp.MAX)
-    return float(totals[0] / totals[1].clamp(min=1)), int(totals[2]), int(memory)
+    return float(totals[0] / totals[1].clamp(min=1)), int(totals[2]), highest(_memory(), signals.heard())
 
 
 def _memory() -> int:

@@ -2,8 +2,8 @@
 
 A row has an `event` and its `time` (seconds since 1970): `begin` (steps, done), `step` (step, loss, learning_rate,
 grad_norm, tokens, memory and whatever else was measured), `eval` (step, eval_loss, other eval_…, and the seconds that
-it took), `saved` (checkpoint), `note` (text), `end` (outcome). JSON has no NaN: such a number is a string, "nan" or
-"inf".
+it took), `saved` (checkpoint), `note` (text), `stop` (signal, step, why), `end` (outcome). JSON has no NaN: such a
+number is a string, "nan" or "inf".
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 from reshard.plain import json_of
 from reshard.train.run import Run
+from reshard.train.signals import Stopped
 
 METRICS = "metrics.jsonl"
 WINDOW = 20
@@ -50,6 +51,10 @@ class Metrics:
     def saved(self, checkpoint: Path) -> None:
         """A checkpoint is complete on disk."""
         self._write({"event": "saved", "checkpoint": str(checkpoint)})
+
+    def stopped(self, stop: Stopped) -> None:
+        """A signal has ended the run after a step."""
+        self._write({"event": "stop", "signal": stop.number, "step": stop.step, "why": str(stop)})
 
     def note(self, text: str) -> None:
         """What the user should know."""

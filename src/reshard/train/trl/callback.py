@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from typing import Any
 
+from reshard.train import signals
 from reshard.train.engine import Monitor
 from reshard.train.run import Run
 from reshard.train.trl.assertions import Motion, assert_plan
@@ -37,6 +38,7 @@ def callback_of(run: Run, monitor: Monitor) -> Any:
             self._motion = Motion(self.trainer.model)
             self._tokens = float(state.num_input_tokens_seen)
             monitor.begin(state.max_steps, state.global_step)
+            signals.hold()
 
         def on_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             if self._motion is None or not _stepped(self.trainer):

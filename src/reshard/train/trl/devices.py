@@ -6,6 +6,8 @@ import os
 from datetime import timedelta
 from typing import Any
 
+from reshard.train.collective import join
+
 
 def start(options: dict[str, Any], *, deepspeed: bool = False) -> None:
     """Set this rank's device and join the process group, where there is one to join.
@@ -23,7 +25,7 @@ def start(options: dict[str, Any], *, deepspeed: bool = False) -> None:
         return
     device = torch.device("cuda", local) if gpu else None
     timeout = timedelta(seconds=int(options["ddp_timeout"]))
-    dist.init_process_group("nccl" if gpu else "gloo", timeout=timeout, device_id=device)
+    join("nccl" if gpu else "gloo", timeout, device)
     if deepspeed:
         _tell_deepspeed("nccl" if gpu else "gloo")
 

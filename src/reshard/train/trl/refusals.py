@@ -32,6 +32,10 @@ REFUSED: dict[str, tuple[str, str]] = {
         "the result is what was trained last",
         "convert the checkpoint that you prefer",
     ),
+    "enable_jit_checkpoint": (
+        "its ranks save after different steps, and the run counts as done",
+        "leave it out: a signal lets all ranks finish and save their step (--save-on-signal)",
+    ),
     "model_name_or_path": ("the model has one name", "use --model"),
     "dataset_name": ("the data have one name", "use --data"),
     "use_peft": ("it has another name here", "use --lora"),

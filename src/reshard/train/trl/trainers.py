@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from reshard.train.engine import Monitor
 from reshard.train.run import Run
 from reshard.train.trl import devices, loading, reward, saving
-from reshard.train.trl.diverging import Diverging
 from reshard.train.trl.evaluating import Evaluating
 from reshard.train.trl.rows import Data
+from reshard.train.trl.stopping import Stopping
 
 TRAINERS = {"sft": "SFTTrainer", "dpo": "DPOTrainer", "grpo": "GRPOTrainer"}
 SHARDED = ("fsdp2", "tp")
@@ -88,7 +88,7 @@ def trainer_class(run: Run, monitor: Monitor) -> Any:
     import trl
 
     base = getattr(trl, TRAINERS[run.method])
-    return type(base.__name__, (Diverging, Saving, Evaluating, base), {"asked": run, "monitor": monitor})
+    return type(base.__name__, (Stopping, Saving, Evaluating, base), {"asked": run, "monitor": monitor})
 
 
 def trainer_of(

@@ -28,6 +28,8 @@ def train_here(run: Run, monitor: Monitor) -> Trained:
         arithmetic.batches_of(run, options, devices.world_size(), len(data.train))
         trainer = _trainer(run, monitor, arguments, options, data, checkpoint)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        if trainer.stopped:
+            raise trainer.stopped
         return _finish(run, trainer, checkpoint)
 
 

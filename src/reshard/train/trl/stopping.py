@@ -1,4 +1,4 @@
-"""A run of TRL whose loss or gradient is NaN or infinite: it stops, and saves no such weights."""
+"""A run of TRL that stops before its last step: a signal asks for it, or its loss or gradient is NaN or infinite."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import math
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from reshard.train.divergence import Divergence, anywhere, assert_finite, beginnings, diverged, few
+from reshard.train import signals
+from reshard.train.collective import highest
+from reshard.train.divergence import Divergence, assert_finite, beginnings, diverged, few
 from reshard.train.run import Run
 
 if TYPE_CHECKING:
@@ -15,7 +17,7 @@ else:
     Base = object
 
 
-class Diverging(Base):  # type: ignore[misc]
+class Stopping(Base):  # type: ignore[misc]
     """What is put before a trainer of TRL to look at each step, however seldom it logs."""
 
     asked: Run
@@ -25,6 +27,10 @@ class Diverging(Base):  # type: ignore[misc]
     """What this rank computed last."""
     _looked: int | None = None
     """The last step that was looked at."""
+    _signal: int = 0
+    """What any rank has heard."""
+    stopped: signals.Stopped | None = None
+    """What to raise once transformers' loop has ended."""
 
     @cached_property
     def divergence(self) -> Divergence:
@@ -40,19 +46,40 @@ class Diverging(Base):  # type: ignore[misc]
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *given: Any, **named: Any) -> None:
         """transformers', which logs the step in any case, but neither evaluates nor saves what has diverged."""
         if self.state.global_step == self._looked:  # the end of an epoch
+            if self.stopped:
+                self.control.should_evaluate = self.control.should_save = False
             super()._maybe_log_save_evaluate(tr_loss, grad_norm, *given, **named)
             return
         self._looked = self.state.global_step
         loss, self._losses = float(self._losses), 0.0
         norm = None if grad_norm is None else float(grad_norm)
-        self.divergence.add(finite=not anywhere(not self._is_finite(loss, norm)))
+        bad, self._signal = highest(int(not self._is_finite(loss, norm)), signals.heard())
+        self.divergence.add(finite=not bad)
+        stops = bool(self._signal) and self._between_samples()
+        if stops:  # an evaluation could take longer than there is time
+            self.control.should_log = self.control.should_save = self.control.should_training_stop = True
+        if stops or self.divergence.going:
+            self.control.should_evaluate = False
         if self.divergence.going:
-            self.control.should_evaluate = self.control.should_save = False
+            self.control.should_save = False
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *given, **named)
+        if stops:
+            self.stopped = self._stopped()
         is_last = self._looked >= self.state.max_steps
         if self.divergence.going and (self.divergence.stops or is_last):
             rate = float(named.get("learning_rate") or self._get_learning_rate())
             raise diverged(self._looked, norm, rate, loss, self._records())
+
+    def _between_samples(self) -> bool:
+        """Whether a run could go on from here as if it had not stopped: GRPO answers anew when it is resumed."""
+        if self.asked.method != "grpo":
+            return True
+        every = self.args.steps_per_generation * self.args.num_iterations
+        return bool(every <= self.args.gradient_accumulation_steps or self._step % every == 0)
+
+    def _stopped(self) -> signals.Stopped:
+        saved = None if self.divergence.going else self.asked.output / f"checkpoint-{self._looked}"
+        return signals.Stopped(self._signal, self._looked, saved, "its loss or its gradient is not finite")
 
     def _is_finite(self, loss: float, norm: float | None) -> bool:
         """In float16 gradients overflow until the scale of the loss has come down; such steps are left out."""

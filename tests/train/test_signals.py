@@ -1,0 +1,149 @@
+"""A signal lets the ranks finish and save the step that goes on, and the run goes on from there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reshard.train.launching import launch
+from reshard.train.launching.provenance import words_of
+from reshard.train.request import run_of
+from reshard.train.run import Ranks, Run, read_record
+from reshard.train.show.monitor import history_of
+from tests.train.launches import TORCHRUN, begin, is_alive, pids, start, until
+
+Make = Callable[..., Run]
+GOING: dict[str, Any] = {"steps": 1000, "seconds": 0.05, "save": 1000}
+"""Steps that are not over before a signal comes, and checkpoints that are due later."""
+
+
+def assert_saved(run: Run, sent: signal.Signals, shown: str) -> None:
+    """All ranks have stopped after one step, which is saved; and the run is known as one that goes on."""
+    history = history_of(run.output)
+    checkpoint = run.output / f"checkpoint-{history.done}"
+    assert f"interrupted by {sent.name} after step {history.done}, which is saved" in shown
+    assert f"the last checkpoint is whole: {checkpoint}" in shown and (checkpoint / "weights").is_file()
+    assert f"reshard train sft --model {run.model}" in shown and "--resume" in shown
+    assert [path.name for path in run.output.glob("checkpoint-*")] == [checkpoint.name]
+    assert (history.outcome, read_record(run.output / "run.json")["outcome"]) == ("interrupted",) * 2
+    assert not (run.output / "trained.json").exists()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        *(signal.SIGINT, signal.SIGUSR1),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGTERM, signal.SIGHUP)),
+    ],
+)
+def test_a_signal_to_the_launcher_saves_the_step(sent: signal.Signals, make_run: Make) -> None:
+    run = make_run(**GOING)
+    process = start(run)
+    started = pids(run.output)
+    process.send_signal(sent)
+    shown = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + sent, shown
+    assert len(started) == 4
+    until(lambda: not any(is_alive(pid) for pid in started))
+    assert_saved(run, sent, shown)
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_rank_ends_all_of_them(make_run: Make) -> None:
+    run = make_run(**GOING)
+    process = start(run)
+    os.kill(int((run.output / "pids/1").read_text().split()[0]), signal.SIGTERM)
+    shown = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + signal.SIGTERM, shown
+    assert_saved(run, signal.SIGTERM, shown)
+
+
+def test_a_signal_to_torchrun_saves_the_step(make_run: Make) -> None:
+    run = make_run(**GOING)
+    process = start(run, *TORCHRUN)
+    process.send_signal(signal.SIGTERM)
+    shown = process.communicate(timeout=60)[1]
+    assert process.returncode
+    assert_saved(run, signal.SIGTERM, shown)
+
+
+@pytest.mark.slow
+def test_a_signal_to_every_task_of_slurm_saves_the_step(make_run: Make) -> None:
+    run = make_run(ranks=Ranks(), **GOING)
+    step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    step |= {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "127.0.0.1"}
+    place = ({"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1"))
+    tasks = [begin(run, environment={**step, **each, "GLOO_SOCKET_IFNAME": "lo"}) for each in place]
+    until(lambda: history_of(run.output).done >= 2, tasks[0])
+    for task in tasks:
+        task.send_signal(signal.SIGUSR1)
+    shown = [task.communicate(timeout=60)[1] for task in tasks]
+    assert [task.returncode for task in tasks] == [128 + signal.SIGUSR1] * 2, shown
+    assert_saved(run, signal.SIGUSR1, shown[0])
+
+
+@pytest.mark.parametrize("before", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)])
+def test_a_step_that_takes_too_long_is_not_saved(before: tuple[str, ...], make_run: Make) -> None:
+    """Rank 1 hangs, and rank 0 waits for it in a collective, which no handler of Python interrupts."""
+    run = make_run(save_on_signal=1, **{**GOING, "fail": "hang", "at": 3, "rank": 1})
+    process = start(run, *before)
+    started = pids(run.output)
+    process.send_signal(signal.SIGTERM)
+    shown = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + signal.SIGTERM or before
+    assert "interrupted by SIGTERM: the step was not finished and saved within 1 seconds" in shown
+    assert "no checkpoint was saved" in shown
+    assert read_record(run.output / "run.json")["outcome"] == "interrupted"
+    until(lambda: not any(is_alive(pid) for pid in started))
+
+
+@pytest.mark.slow
+def test_a_signal_before_the_first_step_ends_the_run_at_once(make_run: Make) -> None:
+    run = make_run(**{**GOING, "seconds": 300})
+    process = begin(run)
+    until(lambda: (run.output / "train.log").exists(), process)
+    process.send_signal(signal.SIGTERM)
+    shown = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "interrupted by SIGTERM: no step was finished" in shown
+
+
+@pytest.mark.slow
+def test_ranks_end_with_a_launcher_that_is_killed(make_run: Make) -> None:
+    run = make_run(**GOING)
+    process = start(run)
+    ranks = pids(run.output)
+    process.kill()
+    process.communicate()
+    until(lambda: not any(is_alive(pid) for pid in ranks))
+
+
+def test_torchrun_starts_failed_ranks_again_from_the_last_checkpoint(make_run: Make) -> None:
+    run = make_run(ranks=Ranks(nproc=2, max_restarts=1), steps=4, fail="raise", at=3, times=1)
+    assert launch.launch(run, quiet=True) == 0
+    rows = [json.loads(line) for line in (run.output / "metrics.jsonl").read_text().splitlines()]
+    assert [row["done"] for row in rows if row["event"] == "begin"] == [0, 2]
+    assert [row["step"] for row in rows if row["event"] == "step"] == [1, 2, 3, 4]
+    assert history_of(run.output).outcome == "trained"
+
+
+@pytest.mark.slow
+def test_what_ranks_refuse_they_are_not_asked_again(make_run: Make) -> None:
+    run = make_run(ranks=Ranks(nproc=2, max_restarts=2), fail="refuse", at=1)
+    with pytest.raises(Exception, match="the plan does not hold"):
+        launch.launch(run, quiet=True)
+    assert (run.output / "train.log").read_text().count("rank 0 of 2 is there") == 1
+
+
+def test_what_is_said_of_signals_is_said_again(make_run: Make, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    run = make_run(ranks=Ranks(nproc=2, max_restarts=3), save_on_signal=25)
+    words = words_of(run)
+    flags = {name: getattr(run, name) for name in ("model", "data", "output")}
+    assert run_of("sft", flags, words[9:]) == run
