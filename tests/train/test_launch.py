@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
@@ -15,8 +16,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from reshard.errors import ReshardError, RunFailedError
-from reshard.train.launching import launch
+from reshard.errors import Problem, ReshardError, RunFailedError
+from reshard.train.launching import launch, meeting
 from reshard.train.launching.places import first_host, place_of
 from reshard.train.run import Ranks, Run
 from reshard.train.show.monitor import history_of
@@ -114,13 +115,66 @@ def test_the_ranks_of_a_cluster_are_taken(launcher: str, make_run: Callable[...,
     assert history_of(run.output).outcome == "trained"
 
 
+def test_a_node_ends_with_the_refusal_of_the_first() -> None:
+    port = free_port()
+    told = threading.Thread(target=meeting.refuse, args=(port, 2, [Problem("x-y", "the plan is too large")]))
+    told.start()
+    for _ in range(2):
+        with pytest.raises(ReshardError, match="node 0 refuses the run") as caught:
+            meeting.wait("127.0.0.1", port)
+        assert caught.value.problems[0].found == "the plan is too large"
+    told.join()
+
+
+def test_a_node_goes_on_when_torch_listens() -> None:
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting.wait("127.0.0.1", store.port)
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+@pytest.mark.slow
+def test_no_node_waits_for_one_whose_look_refuses(
+    tiny: Callable[..., Path], data: dict[str, Path], tmp_path: Path
+) -> None:
+    words = ["train", "sft", "--model", tiny(), "-o", tmp_path / "out", "--nnodes", "2"]
+    words += ["--rendezvous", f"127.0.0.1:{free_port()}", "--nproc", "1"]
+    nodes = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "reshard",
+                *map(str, words),
+                "--node-rank",
+                str(node),
+                "--data",
+                str(given),
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node, given in ((1, data["sft"]), (0, tmp_path / "nothing.jsonl"))
+    ]
+    second, first = (node.communicate(timeout=300)[1] for node in nodes)
+    assert [node.returncode for node in nodes] == [2, 2], first + second
+    assert "there is no data" in first
+    assert "node 0 refuses the run" in second and "there is no data" in second
+    assert not (tmp_path / "out").exists()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 @pytest.mark.slow
 def test_the_same_command_on_two_nodes_is_one_run(make_run: Callable[..., Run]) -> None:
     """Both nodes are this machine, with one output between them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = []
+    port, processes = free_port(), []
     for node in (1, 0):
         run = make_run(ranks=Ranks(1, 2, node, f"127.0.0.1:{port}"))
         run.output.mkdir(exist_ok=True)

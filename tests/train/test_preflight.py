@@ -145,6 +145,13 @@ def break_weights(run: Run) -> Run:
     return run
 
 
+def drop_end(run: Run) -> Run:
+    file = run.model / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({name: value for name, value in config.items() if name != "eos_token"}))
+    return run
+
+
 def drop_template(run: Run) -> Run:
     (run.model / "chat_template.jinja").unlink(missing_ok=True)
     config = json.loads((run.model / "tokenizer_config.json").read_text())
@@ -194,6 +201,7 @@ def many_ranks(run: Run) -> Run:
     ("change", "environment", "message", "remedy"),
     [
         (break_tokenizer, NOWHERE, "the model has no tokenizer", "copy the tokenizer"),
+        (drop_end, NOWHERE, "the tokenizer has no end token", "set eos_token in tokenizer_config.json"),
         (break_tokenizer_file, NOWHERE, "the tokenizer cannot be opened", "copy the tokenizer"),
         (drop_template, NOWHERE, "chat template", "chat_template.jinja"),
         (strict_template, NOWHERE, "take turns", "join neighbouring turns"),

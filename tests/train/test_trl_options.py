@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -364,3 +365,42 @@ def test_a_tied_head_is_not_shared_by_groups_of_tensor_parallel_ranks(tiny: Call
     (problem,) = refused(trl.batches, run, 4, 64)
     assert "tied" in problem.message
     assert trl.batches(run, 2, 64) and trl.batches(replace(run, model=tiny("qwen3")), 4, 64)
+
+
+ABSENT = {
+    "use_vllm": ("vllm", True, "pip install 'trl[vllm]'"),
+    "use_liger_kernel": ("liger_kernel", True, "pip install liger-kernel"),
+    "attn_implementation": ("kernels", "kernels-community/flash-attn2", "pip install kernels"),
+    "optim": ("bitsandbytes", "adamw_8bit", "pip install -U bitsandbytes"),
+}
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_an_option_whose_package_is_not_there_is_refused_with_the_command(name: str) -> None:
+    package, value, install = ABSENT[name]
+    if find_spec(package):
+        pytest.skip(f"{package} is installed")
+    (problem,) = refused(trl.options, run_of("grpo" if name == "use_vllm" else "sft", **{name: value}))
+    assert problem.code == "option-package-not-installed" and str(problem.found).startswith(f"--{name}")
+    assert problem.remedy == f"{install}, or leave out --{name}"
+
+
+def lacks(optimizer: str) -> bool:
+    """Whether an optimizer is refused, for a package that is not installed."""
+    try:
+        trl.options(run_of(optim=optimizer))
+    except ReshardError as error:
+        assert [problem.code for problem in error.problems] == ["option-package-not-installed"]
+        return True
+    return False
+
+
+def test_every_optimizer_is_taken_or_says_what_it_needs() -> None:
+    from transformers.training_args import OptimizerNames
+    from transformers.utils import import_utils
+
+    names = [each.value for each in OptimizerNames]
+    absent = {name for name in names if lacks(name)}
+    assert not {"adamw_torch", "adamw_torch_fused", "adafactor", "sgd"} & absent
+    paged = {name for name in names if name.startswith("paged_")}
+    assert len(paged) > 4 and (paged <= absent) != import_utils.is_bitsandbytes_available()

@@ -418,6 +418,15 @@ def _tokenizer(run: Run, options: dict[str, Any]) -> Any:
             found=found,
             remedy=remedy,
         )
+    if tokenizer.eos_token is None and not options.get("eos_token"):
+        raise ReshardError(
+            "tokenizer-without-end",
+            "the tokenizer has no end token",
+            file=str(run.model),
+            rule="answers end with it; a model that never saw one does not stop",
+            remedy="set eos_token in tokenizer_config.json to the token that ends a turn"
+            + (", or give it with --eos_token" if "eos_token" in options else ""),
+        )
     return tokenizer
 
 

@@ -66,10 +66,14 @@ def start(
         found = preflight(run, overwrite=overwrite)
         on_preflight(found)
         problems = [*(config_problems(config) if config else []), *found.problems]
+        if problems and not dry_run:
+            launch.refuse(run, problems)
         if problems:
             raise ReshardError(problems)
     if dry_run:
         return Outcome(0, found)
+    if not found:
+        launch.wait_for_first(run)
     with held(run) if found else nullcontext():
         if found and overwrite and not run.resume:
             clear(run)

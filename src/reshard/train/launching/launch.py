@@ -27,7 +27,7 @@ from rich.console import Console
 from reshard.errors import Problem, ReshardError, RunFailedError
 from reshard.shown import escape
 from reshard.train import signals
-from reshard.train.launching import failure
+from reshard.train.launching import failure, meeting
 from reshard.train.launching.places import Place, forget, place_of
 from reshard.train.launching.provenance import record_of
 from reshard.train.lifetime import children, end_with_parent
@@ -95,6 +95,22 @@ def _rendezvous(run: Run) -> tuple[str, int]:
         found=f"--nnodes {ranks.nnodes} --node-rank {ranks.node_rank} --rendezvous {ranks.rendezvous}",
         remedy="give each node its own --node-rank, and all the same --rendezvous",
     )
+
+
+def wait_for_first(run: Run) -> None:
+    """Wait until the first node has looked. Raises ReshardError where it refuses the run.
+
+    Other launchers end all their ranks with the first.
+    """
+    if run.ranks.node_rank and place_of(run) is None:
+        meeting.wait(*_rendezvous(run))
+
+
+def refuse(run: Run, problems: list[Problem]) -> None:
+    """Let the nodes that wait for this one end as well."""
+    if run.ranks.nnodes > 1 and place_of(run) is None:
+        with suppress(ReshardError):  # nobody can wait where nobody knows the address
+            meeting.refuse(_rendezvous(run)[1], run.ranks.nnodes - 1, problems)
 
 
 def of_node(run: Run, name: str) -> str:

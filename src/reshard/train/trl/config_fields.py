@@ -15,7 +15,7 @@ from reshard.errors import Problem, ReshardError
 from reshard.plain import json_of
 from reshard.train.engine import Option
 from reshard.train.run import Run
-from reshard.train.trl import defaults, limits, refusals, reward
+from reshard.train.trl import defaults, limits, packages, refusals, reward
 
 CONFIGS = {"sft": "SFTConfig", "dpo": "DPOConfig", "grpo": "GRPOConfig"}
 LORA = (
@@ -94,9 +94,10 @@ def options_of(run: Run) -> dict[str, Any]:
     problems += refusals.contradictions(run, typed)
     if run.reward:
         problems += reward.problems(run.reward)
+    stated = {name: _default(field) for name, field in there.items()}
+    problems += packages.lacking(typed, stated | typed)
     if problems:
         raise ReshardError(problems)
-    stated = {name: _default(field) for name, field in there.items()}
     told = stated | defaults.defaults_of(run, typed) | typed
     return _renamed(told | defaults.of_evaluation(run, told, typed) | typed)
 
