@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
@@ -180,3 +181,13 @@ def test_under_a_foreign_launcher_the_way_on_names_it(tmp_path: Path) -> None:
     run = Run("sft", tmp_path, tmp_path, tmp_path)
     print_interruption(run, console, "interrupted by SIGTERM", Place("srun", 0, 2, 0, "gpu07", 29500))
     assert "go on from it: srun … reshard train sft" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_full_disk_is_told_as_what_it_is(tmp_path: Path) -> None:
+    """Rank 0 meets it while it writes metrics, and not a checkpoint."""
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        append(tmp_path, {"event": "step", "step": 1})
+    text = "".join(traceback.format_exception(caught.value))
+    assert f"No space left on device: '{tmp_path / 'metrics.jsonl'}'" in text
+    assert [finding.id for finding in failure_in("train.log", text, PLAIN).findings] == ["disk-full"]

@@ -14,6 +14,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,14 +80,16 @@ def append(output: Path, row: Row) -> Row:
     """
     written = {name: _plain(value) for name, value in {**row, "time": round(time.time(), 3)}.items()}
     line = (json.dumps(written, ensure_ascii=False, allow_nan=False) + "\n").encode()
-    with (output / METRICS).open("ab", buffering=0) as file:
+    path = output / METRICS
+    with path.open("ab", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         try:
             while line:  # a disk that fills takes a part first
                 line = line[file.write(line) :]
-        except OSError:
-            file.truncate(end)
-            raise
+        except OSError as error:
+            with suppress(OSError):
+                file.truncate(end)
+            raise OSError(error.errno, error.strerror, str(path)) from None
     return written
 
 
