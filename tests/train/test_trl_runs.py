@@ -114,6 +114,14 @@ def test_every_plan_has_the_losses_of_one_process(plan: str, ran: Trainer) -> No
     assert list(ran(plan).evaluations()) == [0, 2, 4]
 
 
+def test_one_rank_of_torchrun_trains_as_one_process_without_ddp(ran: Trainer, tmp_path: Path) -> None:
+    one = ran("one")
+    rank = train(replace(one.run, output=tmp_path), 1, before="tests.train.trl_runs:started_as_one_rank")
+    assert not rank.failed, rank.log  # it refuses a wrapper that nobody asked for
+    assert rank.losses == one.losses and rank.evaluations() == one.evaluations()
+    assert rank.trained.digests == one.trained.digests
+
+
 def test_an_evaluation_is_that_of_plain_trl(ran: Trainer, data: dict[str, Path], tmp_path: Path) -> None:
     from datasets import load_dataset
     from trl import SFTConfig, SFTTrainer

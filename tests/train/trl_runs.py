@@ -150,6 +150,12 @@ def without_cpu_adaptation() -> None:
     cpu.prepare = lambda: None
 
 
+def started_as_one_rank() -> None:
+    """In the place that torchrun gives one process."""
+    place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": _free_port()}
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in place.items()}})
+
+
 LISTENING = ExitStack()
 
 

@@ -64,8 +64,10 @@ def _is_shared(run: Run) -> bool:
 def _wrapper(run: Run, trainer: Any) -> Iterator[Problem]:
     kind = run.parallel
     asked = "FSDPModule" if _is_shared(run) else WRAPPERS.get(kind)
+    if kind == "ddp" and world_size() == 1:
+        asked = None  # one process has nobody to share with
     found = [name for name in dict.fromkeys(WRAPPERS.values()) if _is(trainer.model_wrapped, name)]
-    if found == ([asked] if asked else []) or (kind == "ddp" and world_size() == 1 and not found):
+    if found == ([asked] if asked else []):
         return
     yield Problem(
         "model-not-wrapped",

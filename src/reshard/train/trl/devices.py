@@ -37,6 +37,19 @@ def _tell_deepspeed(backend: str) -> None:
     init_distributed(dist_backend=backend, auto_mpi_discovery=False)
 
 
+def be_alone() -> None:
+    """Let accelerate train one rank as one process, which needs no DDP and no buckets of gradients beside its own.
+
+    It wraps a model wherever a launcher has set LOCAL_RANK. Without that variable transformers would spread the model
+    over all visible GPUs by DataParallel.
+    """
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    for state in (PartialState, AcceleratorState):
+        state._shared_state["distributed_type"] = DistributedType.NO
+
+
 def world_size() -> int:
     """How many ranks there are."""
     import torch.distributed as dist

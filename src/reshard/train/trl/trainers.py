@@ -123,6 +123,8 @@ def trainer_of(
         callbacks=[callback],
         **more,
     )
+    if run.parallel == "ddp" and devices.world_size() == 1:
+        devices.be_alone()
     # Trainer refuses optimizers of models that were sharded when they were loaded; `_save_optimizer…` writes them.
     arguments.save_only_model = save_only
     if run.lora and run.layout.tp > 1:
