@@ -8,7 +8,6 @@ import re
 import shlex
 import types
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,8 +22,9 @@ from reshard import families
 from reshard.cli import COMMANDS, cli
 from reshard.cli.support import support
 from reshard.formats.target import Format, Target
-from reshard.train.engine import MODULES, Option
+from reshard.train.engines import MODULES, engine_named
 from reshard.train.request import words as engine_words
+from reshard.train.run import Run
 from tests.tables import READMES
 from tests.tables import families as family_rows
 
@@ -113,13 +113,8 @@ def flags() -> set[str]:
         for parameter in (parameter for each in (command, *inner) for parameter in each.params):
             if isinstance(parameter, click.Option):
                 names.update([*parameter.opts, *parameter.secondary_opts])
-    options = {f"--{option.name}" for module in MODULES.values() for option in _options_of(module)}
+    options = {f"--{each.name}" for engine in MODULES for each in engine_named(engine).known_options("sft")}
     return names | options | {"--help", "--version"}
-
-
-def _options_of(engine: str) -> list[Option]:
-    known: list[Option] = import_module(engine).known_options("sft")
-    return known
 
 
 def check_parses(words: list[str]) -> None:
@@ -128,7 +123,7 @@ def check_parses(words: list[str]) -> None:
     if isinstance(command, click.Group):
         method, command = words[1], command.commands[words[1]]
         given = command.make_context(method, words[2:]).params
-        engine = import_module(MODULES[given["engine"] or "trl"])
+        engine = engine_named(given["engine"] or Run.engine)
         assert set(engine_words(given["rest"])) <= {each.name for each in engine.known_options(method)}, words
     else:
         command.make_context(words[0], words[1:])

@@ -24,8 +24,8 @@ from reshard.train.data import load_dataset, read_records, tokens
 from reshard.train.data.records import METHODS, seen
 from reshard.train.megatron.rows import Counts, pieces_of
 from reshard.train.megatron.samples import samples_of
-from reshard.train.request import run_of
-from reshard.train.run import Run, check
+from reshard.train.request import check, run_of
+from reshard.train.run import Run
 from reshard.transfer.leftovers import recover, remove_unfinished, set_aside, unfinished
 from reshard.transfer.marker import parsed_marker
 from tests.fuzz.seeds import DATA, copied

@@ -18,10 +18,10 @@ PYTHONPATH = os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)])
 LAUNCHER = """
 import sys
 from pathlib import Path
-from reshard.train import engine
+from reshard.train import engines
 from reshard.train.launching import launch
 from reshard.train.run import Run
-launch.WORKER, engine.MODULES["trl"] = "tests.train.ranks", "tests.train.ranks"
+launch.WORKER, engines.MODULES["trl"] = "tests.train.ranks", "tests.train.ranks"
 sys.exit(launch.launch(Run.read(Path(sys.argv[1]))))
 """
 TORCHRUN = (

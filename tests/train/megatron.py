@@ -91,7 +91,7 @@ def run_of(model: Path, data: Path, output: Path, layout: Layout | None = None, 
 
 def _rank(run: Run, dies_after: int) -> tuple[Seen, Trained]:
     seen = Seen(dies_after)
-    trained = megatron.train(run, seen)
+    trained = megatron.ENGINE.train(run, seen)
     return seen, trained
 
 

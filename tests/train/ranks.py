@@ -12,12 +12,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from reshard.errors import ReshardError
-from reshard.train import engine, signals, worker
+from reshard.train import engines, signals, trl, worker
 from reshard.train.collective import highest, join
 from reshard.train.engine import Monitor, Trained
 from reshard.train.run import Run
@@ -93,8 +94,10 @@ def _leave_pid(run: Run) -> None:
     (folder / os.environ["RANK"]).write_text(f"{os.getpid()} {child.pid}")
 
 
+ENGINE = replace(trl.ENGINE, train=train)
+
 if __name__ == "__main__":
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    engine.MODULES["trl"] = "tests.train.ranks"
+    engines.MODULES["trl"] = "tests.train.ranks"
     record(worker.main)(Path(sys.argv[1]))

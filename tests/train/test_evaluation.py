@@ -20,10 +20,11 @@ from rich.console import Console
 from reshard.doctor.environment import Environment
 from reshard.errors import Problem, ReshardError
 from reshard.train import megatron, trl
+from reshard.train.engines import engine_named
 from reshard.train.launching.provenance import record_of, words_of
 from reshard.train.preflight import preflight
-from reshard.train.request import run_of
-from reshard.train.run import RECORD, Run, check
+from reshard.train.request import check, run_of
+from reshard.train.run import RECORD, Run
 from reshard.train.show import report, trackers
 from reshard.train.show.monitor import History, Metrics, Row
 from reshard.train.show.watch import Watch
@@ -170,7 +171,7 @@ def test_what_is_not_said_of_evaluations_is_sensible(
     method: str, said: dict[str, Any], expected: Any, run: Run
 ) -> None:
     reward = "tests.train.rewards:variety" if method == "grpo" else None
-    told = trl.options(replace(run, method=method, reward=reward, options=said))
+    told = trl.ENGINE.options(replace(run, method=method, reward=reward, options=said))
     names = ("eval_strategy", "eval_steps", "per_device_eval_batch_size")
     assert tuple(told[name] for name in names) == expected
 
@@ -184,9 +185,11 @@ def test_what_is_not_said_of_evaluations_is_sensible(
     ],
 )
 def test_when_there_is_an_evaluation_is_said(said: dict[str, Any], expected: str, run: Run) -> None:
-    assert expected in trl.evaluation(replace(run, options=said))
+    assert expected in trl.ENGINE.evaluation(replace(run, options=said))
     of_megatron = replace(run, engine="megatron", options={"eval_interval": "7", "eval_iters": 2})
-    assert megatron.evaluation(of_megatron).startswith("every 7 steps and after the last step, at most 2")
+    assert megatron.ENGINE.evaluation(of_megatron).startswith(
+        "every 7 steps and after the last step, at most 2"
+    )
 
 
 @pytest.mark.parametrize(
@@ -202,7 +205,7 @@ def test_when_there_is_an_evaluation_is_said(said: dict[str, Any], expected: str
     ],
 )
 def test_options_that_need_data_are_refused_without(engine: str, said: dict[str, Any], run: Run) -> None:
-    named = {"trl": trl, "megatron": megatron}[engine]
+    named = engine_named(engine)
     asked = replace(run, engine=engine, options=said)
     assert named.options(asked)
     problem = refused(named.options, replace(asked, eval_data=None))
@@ -218,7 +221,7 @@ def test_options_that_need_data_are_refused_without(engine: str, said: dict[str,
     ],
 )
 def test_what_evaluations_cannot_give_is_refused(said: dict[str, Any], cure: str, run: Run) -> None:
-    assert cure in str(refused(trl.options, replace(run, options=said)).remedy)
+    assert cure in str(refused(trl.ENGINE.options, replace(run, options=said)).remedy)
 
 
 def test_the_best_checkpoint_stays_when_others_go(tmp_path: Path) -> None:
@@ -233,8 +236,8 @@ def test_the_best_checkpoint_stays_when_others_go(tmp_path: Path) -> None:
 def test_completions_are_evaluated_in_whole_groups(run: Run) -> None:
     options = {"num_generations": 4, "per_device_eval_batch_size": 6}
     asked = replace(run, method="grpo", reward="tests.train.rewards:variety", options=options)
-    assert trl.batches(asked, 2, 64).steps
-    problem = refused(trl.batches, asked, 1, 64)
+    assert trl.ENGINE.batches(asked, 2, 64).steps
+    problem = refused(trl.ENGINE.batches, asked, 1, 64)
     assert "--per_device_eval_batch_size 8" in str(problem.remedy)
 
 

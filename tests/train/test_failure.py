@@ -125,7 +125,7 @@ def test_a_torchrun_that_was_killed_is_no_failure_of_a_rank(make_run: Callable[.
             Path("/d"),
             Path("/o"),
             "megatron",
-            parallel="ddp",
+            parallel="tp",
             layout=Layout(2, 2),
             ranks=Ranks(1),
         ),

@@ -78,7 +78,7 @@ def test_losses_do_not_depend_on_the_layout(wide: str, narrow: str, runs: Runs) 
 def test_peft_computes_what_megatron_did(name: str, runs: Runs, tmp_path: Path) -> None:
     run, seen, trained = runs(name)
     reshard.convert(run.output, tmp_path / "final", base=run.model)
-    assert megatron.check(run, trained, tmp_path / "final") == []
+    assert megatron.ENGINE.check(run, trained, tmp_path / "final") == []
     # One step more says what Megatron's loss is with the adapters that were saved.
     world_size = CASES[name][1]
     further = replace(run, resume=True, options={**run.options, "train_iters": 5})

@@ -132,7 +132,7 @@ def test_weights_of_16_bits_are_trained_beside_those_of_32(
     seen, trained = train(run)
     assert seen.losses == pytest.approx(losses("qwen3").losses, abs=0.1)
     reshard.convert(run.output, tmp_path / "final")
-    assert megatron.check(run, trained, tmp_path / "final") == []
+    assert megatron.ENGINE.check(run, trained, tmp_path / "final") == []
     assert {tensor.dtype for tensor in load_file(tmp_path / "final" / "model.safetensors").values()} == {
         dtype
     }
@@ -149,7 +149,7 @@ def test_experts_can_be_whole_where_all_else_is_cut(
     seen, trained = train(run, 2)
     assert_close(seen, losses("qwen3_moe"))
     reshard.convert(run.output, tmp_path / "final")
-    assert megatron.check(run, trained, tmp_path / "final") == []
+    assert megatron.ENGINE.check(run, trained, tmp_path / "final") == []
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def test_ranks_that_share_a_query_group_have_the_same_losses(
     seen, trained = train(run, 4)
     assert_close(seen, reference(model))
     reshard.convert(run.output, tmp_path / "final")
-    assert megatron.check(run, trained, tmp_path / "final") == []
+    assert megatron.ENGINE.check(run, trained, tmp_path / "final") == []
 
 
 @pytest.mark.slow
@@ -186,7 +186,7 @@ def test_layers_that_do_not_divide_are_spread_unevenly(tiny: Tiny, tmp_path: Pat
     seen, trained = train(run, 2)
     assert_close(seen, reference(model))
     reshard.convert(run.output, tmp_path / "final")
-    assert megatron.check(run, trained, tmp_path / "final") == []
+    assert megatron.ENGINE.check(run, trained, tmp_path / "final") == []
 
 
 ALONE = {"pack": False, "global_batch_size": len(CHATS)}
@@ -218,7 +218,7 @@ def test_other_families_have_the_same_losses(name: str, hf_model: Tiny, tmp_path
     seen, trained = train(run, 2)
     assert_close(seen, reference(model))
     reshard.convert(run.output, tmp_path / "final")
-    assert megatron.check(run, trained, tmp_path / "final") == []
+    assert megatron.ENGINE.check(run, trained, tmp_path / "final") == []
 
 
 @pytest.mark.slow
@@ -264,12 +264,12 @@ def test_the_check_names_each_weight_that_is_not_the_trained_one(runs: Runs, tmp
     run, _, trained = runs("qwen3 at TP2·PP2")
     final = tmp_path / "final"
     reshard.convert(run.output, final)
-    assert megatron.check(run, trained, final) == []
+    assert megatron.ENGINE.check(run, trained, final) == []
     file = final / "model.safetensors"
     tensors = load_file(file)
     tensors["model.layers.1.mlp.down_proj.weight"][0, 0] += 1  # the first rank's column, of the second stage
     save_file(tensors, file)
-    (problem,) = megatron.check(run, trained, final)
+    (problem,) = megatron.ENGINE.check(run, trained, final)
     assert problem.tensor and problem.tensor.startswith("tp0 pp1 ")
     assert problem.tensor.endswith("decoder.layers.0.mlp.linear_fc2.weight")
 

@@ -13,7 +13,8 @@ import pytest
 
 from reshard.algebra.layout import Layout
 from reshard.errors import ReshardError
-from reshard.train import megatron, preconditions
+from reshard.train import megatron
+from reshard.train.megatron import looks
 from reshard.train.megatron.batches import schedule, steps_of, uses_transformer_engine
 from reshard.train.megatron.options import Options, read
 from reshard.train.run import Run
@@ -30,7 +31,7 @@ def run_with(tmp_path: Path, layout: Layout | None = None, *, lora: bool = False
 
 def problems(run: Run) -> list[str]:
     with pytest.raises(ReshardError) as caught:
-        megatron.options(run)
+        megatron.ENGINE.options(run)
     return [
         f"{problem.message} {problem.expected} {problem.found} {problem.remedy}"
         for problem in caught.value.problems
@@ -48,7 +49,7 @@ def test_words_of_a_command_line_become_values(tmp_path: Path) -> None:
         lora_target_modules=["linear_qkv", "linear_proj"],
         recompute_granularity="none",
     )
-    found = megatron.options(run)
+    found = megatron.ENGINE.options(run)
     assert (found["lr"], found["train_iters"], found["bf16"], found["pack"]) == (1e-5, 1000, False, True)
     assert found["lora_target_modules"] == ("linear_qkv", "linear_proj")
     assert found["recompute_granularity"] is None
@@ -111,7 +112,7 @@ def test_values_that_nothing_can_be_trained_with_are_refused(
 
 
 def test_every_option_has_a_type_and_a_line_of_help() -> None:
-    listed = megatron.known_options("sft")
+    listed = megatron.ENGINE.known_options("sft")
     assert {option.name for option in listed} == set(Options.__dataclass_fields__)
     assert all(option.kind and option.help for option in listed)
     assert {option.name: option.default for option in listed}["clip_grad"] == "1.0"
@@ -148,7 +149,7 @@ def test_packed_sequences_are_counted_before_the_run(tiny: Tiny, tmp_path: Path)
     data = write_lines(tmp_path / "chats.jsonl", chats())
     options = {"seq_length": 128, "global_batch_size": 8}
     run = Run("sft", tiny("qwen3"), data, tmp_path, "megatron", layout=Layout(tp=2), options=options)
-    found = megatron.batches(run, 4, 64)
+    found = megatron.ENGINE.batches(run, 4, 64)
     assert (found.per_device, found.replicas, found.accumulation, found.steps) == (1, 2, 4, 4)
     assert found.samples == 8
 
@@ -165,9 +166,9 @@ def test_a_warm_up_as_long_as_the_run_is_refused() -> None:
 
 
 def test_a_parameter_weighs_what_megatron_keeps_of_it(tmp_path: Path) -> None:
-    halves = megatron.precision(run_with(tmp_path, bf16=True, recompute_granularity="full"))
+    halves = megatron.ENGINE.precision(run_with(tmp_path, bf16=True, recompute_granularity="full"))
     assert (halves.weights, halves.gradients, halves.optimizer, halves.recomputation) == (2, 4, 12, True)
-    whole = megatron.precision(run_with(tmp_path, fp32=True))
+    whole = megatron.ENGINE.precision(run_with(tmp_path, fp32=True))
     assert (whole.weights, whole.gradients, whole.optimizer, whole.recomputation) == (4, 4, 8, False)
 
 
@@ -184,5 +185,5 @@ def test_a_model_that_megatron_computes_otherwise_is_for_the_other_engine(
     config = json.loads((model / "config.json").read_text())
     config.pop("rope_parameters", None)
     (model / "config.json").write_text(json.dumps({**config, **changes}))
-    (problem,) = preconditions.layout(replace(run_with(tmp_path), model=model))
+    (problem,) = looks.model(replace(run_with(tmp_path), model=model))
     assert "--engine trl" in str(problem.remedy) and "--family" not in str(problem.remedy)

@@ -69,7 +69,7 @@ def test_each_rank_has_a_part_of_every_tensor_and_together_they_have_all(tiny: T
 
 
 def _untrained(run: Run) -> Trained:
-    return megatron.train(run, Seen())
+    return megatron.ENGINE.train(run, Seen())
 
 
 def test_weights_that_do_not_change_stop_the_run(tiny: Tiny, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def _checked(run: Run, transformer_engine: Executor, world_size: int, final: Pat
     seen: Seen
     seen, trained = transformer_engine.submit(train, run, world_size).result(timeout=300)
     reshard.convert(run.output, final, base=run.model)
-    assert megatron.check(run, trained, final) == []
+    assert megatron.ENGINE.check(run, trained, final) == []
     return seen
 
 
@@ -71,4 +71,4 @@ def test_adapters_see_what_the_fused_norm_gives(
     seen, trained = transformer_engine.submit(train, run, 2).result(timeout=300)
     assert seen.losses == pytest.approx(local.losses, abs=EPSILON)
     reshard.convert(run.output, tmp_path / "final", base=run.model)
-    assert megatron.check(run, trained, tmp_path / "final") == []
+    assert megatron.ENGINE.check(run, trained, tmp_path / "final") == []

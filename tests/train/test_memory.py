@@ -17,10 +17,12 @@ from reshard.algebra.layout import Layout
 from reshard.engines.megatron.session import run_ranks
 from reshard.formats.companions import read_object
 from reshard.train import memory
-from reshard.train.engine import Batches, Precision, engine_of
-from reshard.train.memory import activations, trl
+from reshard.train.engine import Batches, Precision
+from reshard.train.engines import engine_of
+from reshard.train.memory import activations
 from reshard.train.memory.activations import Kept, Widths
 from reshard.train.run import Run
+from reshard.train.trl.memory import sizes_of
 
 QWEN3_8B = {
     "model_type": "qwen3",
@@ -220,7 +222,7 @@ def test_adapters_keep_inputs_and_merged_experts_but_not_what_frozen_norms_would
     layers = activations.of_layers(widths, case, LENGTH)
     if again:
         layers = widths.layers * activations.between_layers(widths, case)
-    merged = trl.sizes_of(run, engine_of(run).options(run)).experts * width * widths.sparse
+    merged = sizes_of(run, engine_of(run).options(run)).experts * width * widths.sparse
     norm = activations.of_ends(widths, case) - width * widths.hidden  # the head is left out here
     expected = SEQUENCES * LENGTH * (layers + norm) + merged
     assert expected == pytest.approx(kept.nbytes(), rel=0.1)

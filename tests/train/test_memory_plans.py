@@ -14,7 +14,8 @@ from reshard.doctor.environment import Environment, Gpu
 from reshard.errors import ReshardError
 from reshard.formats.companions import read_object
 from reshard.train import memory
-from reshard.train.engine import Batches, Precision, engine_of
+from reshard.train.engine import Batches, Precision
+from reshard.train.engines import engine_of
 from reshard.train.memory import GIB, Memory
 from reshard.train.memory.activations import Widths
 from reshard.train.run import Run

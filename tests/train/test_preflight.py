@@ -20,6 +20,8 @@ from reshard.algebra.layout import Layout
 from reshard.doctor.environment import Environment, Gpu
 from reshard.errors import Problem, ReshardError
 from reshard.train import preconditions
+from reshard.train.engines import engine_of
+from reshard.train.megatron import looks
 from reshard.train.memory import GIB
 from reshard.train.preconditions import config_problems
 from reshard.train.preflight import Preflight, preflight
@@ -355,7 +357,7 @@ def test_long_text_goes_on_in_the_next_sequence_of_megatron(run: Run, tmp_path: 
 
 
 def test_packages_that_are_missing_or_old_come_with_the_command(run: Run) -> None:
-    there = dict.fromkeys(preconditions.FLOORS["trl"], "99") | {"peft": "0.20"}
+    there = dict.fromkeys(engine_of(run).requires(run), "99") | {"peft": "0.20"}
     del there["trl"]
     missing, old = sorted(
         preconditions.packages(run, there), key=lambda problem: str(problem.found), reverse=True
@@ -372,15 +374,11 @@ def test_an_old_megatron_core_cannot_share_query_groups(tiny: Callable[..., Path
     groups = replace(run, model=tiny("qwen3", num_key_value_heads=2), engine="megatron")
     shared = replace(groups, layout=Layout(tp=4))
     old = {"megatron-core": "0.15.3"}
-    (problem,) = preconditions.layout(shared, old)
+    (problem,) = looks.model(shared, old)
     assert (problem.message, problem.found) == ("this megatron-core is too old", "0.15.3")
     assert problem.rule == "--tp 4 is larger than the 2 query groups"
     assert problem.remedy == "pip install --no-deps 'megatron-core>=0.16'"
-    assert (
-        list(preconditions.layout(shared))
-        == list(preconditions.layout(replace(groups, layout=Layout(tp=2)), old))
-        == []
-    )
+    assert list(looks.model(shared)) == list(looks.model(replace(groups, layout=Layout(tp=2)), old)) == []
 
 
 @pytest.fixture(scope="module")
@@ -495,7 +493,7 @@ def test_a_config_that_is_wrong_is_told_once(
 
 def test_a_method_that_the_engine_lacks_is_all_that_is_wrong(run: Run, data: dict[str, Path]) -> None:
     found = preflight(replace(run, method="dpo", engine="megatron", data=data["dpo"]), environment=NOWHERE)
-    assert messages(found.problems) == ["the Megatron engine trains with SFT only"]
+    assert messages(found.problems) == ["the Megatron-Core engine trains with SFT only"]
 
 
 def test_layers_that_do_not_divide_are_told_in_flags_that_there_are(run: Run) -> None:

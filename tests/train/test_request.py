@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from reshard.errors import ReshardError
-from reshard.train.request import run_of, words
-from reshard.train.run import Run, check
+from reshard.train.request import check, run_of, words
+from reshard.train.run import Run
 
 
 def given(tmp_path: Path, **flags: Any) -> dict[str, Any]:

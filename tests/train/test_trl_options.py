@@ -55,7 +55,7 @@ def _where_rewards_lie(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_words_of_the_command_line_become_the_types_of_trl() -> None:
-    typed = trl.options(
+    typed = trl.ENGINE.options(
         run_of(
             lora=True,
             learning_rate="2e-5",
@@ -74,7 +74,7 @@ def test_words_of_the_command_line_become_the_types_of_trl() -> None:
 
 
 def test_values_of_yaml_become_the_types_of_trl() -> None:
-    typed = trl.options(
+    typed = trl.ENGINE.options(
         run_of(learning_rate="1e-5", warmup_steps=0.1, chat_template_path=None, save_steps=10)
     )
     assert (typed["learning_rate"], typed["save_steps"]) == (1e-5, 10)
@@ -85,18 +85,18 @@ def test_values_of_yaml_become_the_types_of_trl() -> None:
 def test_everything_that_trl_takes_is_listed_and_taken(method: str) -> None:
     from reshard.train.trl.arguments import arguments_of
 
-    listed = {option.name for option in trl.known_options(method)}
+    listed = {option.name for option in trl.ENGINE.known_options(method)}
     run = run_of(method)
     assert {"learning_rate", "lora_r", "dtype", "attn_implementation"} <= listed
     assert not listed & {"output_dir", "deepspeed", "fsdp"}
-    assert listed <= trl.options(run).keys()
-    arguments = arguments_of(run, trl.options(run))
+    assert listed <= trl.ENGINE.options(run).keys()
+    arguments = arguments_of(run, trl.ENGINE.options(run))
     assert arguments.report_to == []
     assert arguments.model_init_kwargs["device_map"] is None
 
 
 def test_defaults_avoid_the_traps() -> None:
-    full, lora = trl.options(run_of()), trl.options(run_of(lora=True))
+    full, lora = trl.ENGINE.options(run_of()), trl.ENGINE.options(run_of(lora=True))
     assert (full["logging_steps"], full["report_to"], full["attn_implementation"]) == (1, "none", "sdpa")
     assert full["gradient_checkpointing_kwargs"] == {"use_reentrant": False}
     assert (lora["lora_r"], lora["lora_alpha"], lora["lora_target_modules"]) == (16, 32, ["all-linear"])
@@ -126,7 +126,7 @@ def test_bfloat16_is_taken_where_the_gpu_computes_in_it(
 
 
 def test_all_unknown_options_are_named_with_the_nearest_right_one() -> None:
-    problems = refused(trl.options, run_of(learning_rat=1, max_seq_length=512, tokenizer="x", zzzz=1))
+    problems = refused(trl.ENGINE.options, run_of(learning_rat=1, max_seq_length=512, tokenizer="x", zzzz=1))
     cures = {problem.message.split()[-1]: problem.remedy for problem in problems}
     assert cures == {
         "learning_rat": "did you mean --learning_rate?",
@@ -137,7 +137,7 @@ def test_all_unknown_options_are_named_with_the_nearest_right_one() -> None:
 
 
 def test_a_removed_option_is_said_to_be_removed() -> None:
-    (problem,) = refused(trl.options, run_of("grpo", max_prompt_length=64))
+    (problem,) = refused(trl.ENGINE.options, run_of("grpo", max_prompt_length=64))
     assert (problem.message, problem.remedy) == (
         "GRPOConfig has no option max_prompt_length",
         "leave it out: it was removed",
@@ -149,7 +149,7 @@ def test_a_removed_option_is_said_to_be_removed() -> None:
     [("max_steps", "many"), ("packing", "perhaps"), ("learning_rate", ["1", "2"]), ("dtype", "int8")],
 )
 def test_a_value_of_another_type_is_refused(name: str, value: Any) -> None:
-    (problem,) = refused(trl.options, run_of(**{name: value}))
+    (problem,) = refused(trl.ENGINE.options, run_of(**{name: value}))
     assert problem.message == f"--{name} cannot be understood"
     assert problem.found == repr(value)
 
@@ -171,16 +171,16 @@ def test_a_value_of_another_type_is_refused(name: str, value: Any) -> None:
     ],
 )
 def test_what_would_break_a_promise_is_refused_with_the_cure(name: str, value: Any, cure: str) -> None:
-    (problem,) = refused(trl.options, run_of(**{name: value}))
+    (problem,) = refused(trl.ENGINE.options, run_of(**{name: value}))
     assert cure in str(problem.remedy)
 
 
 def test_adapters_of_experts_are_refused_under_tensor_parallelism(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"num_experts": 8}')
     run = replace(run_of(lora=True, parallel="tp", layout=Layout(tp=2)), model=tmp_path)
-    (problem,) = refused(trl.options, run)
+    (problem,) = refused(trl.ENGINE.options, run)
     assert "--parallel fsdp2" in str(problem.remedy)
-    trl.options(replace(run, options={"lora_target_modules": ["q_proj"]}))
+    trl.ENGINE.options(replace(run, options={"lora_target_modules": ["q_proj"]}))
 
 
 @pytest.mark.parametrize(
@@ -214,17 +214,17 @@ def test_the_arithmetic_of_batches() -> None:
     run = run_of(
         per_device_train_batch_size=2, gradient_accumulation_steps=3, num_train_epochs=2, max_length=256
     )
-    batches = trl.batches(run, world_size=4, samples=100)
+    batches = trl.ENGINE.batches(run, world_size=4, samples=100)
     assert (batches.replicas, batches.samples, batches.length) == (4, 24, 256)
     assert batches.steps == 2 * 5  # 13 batches of 8, three to a step
-    limited = trl.batches(replace(run, options={**run.options, "max_steps": 3}), 4, 100)
+    limited = trl.ENGINE.batches(replace(run, options={**run.options, "max_steps": 3}), 4, 100)
     assert limited.steps == 3
 
 
 def test_ranks_of_tensor_parallelism_see_the_same_data() -> None:
-    batches = trl.batches(run_of(parallel="tp", layout=Layout(tp=4)), world_size=4, samples=64)
+    batches = trl.ENGINE.batches(run_of(parallel="tp", layout=Layout(tp=4)), world_size=4, samples=64)
     assert batches.replicas == 1
-    assert trl.batches(run_of(parallel="tp", layout=Layout(tp=2)), 4, 64).replicas == 2
+    assert trl.ENGINE.batches(run_of(parallel="tp", layout=Layout(tp=2)), 4, 64).replicas == 2
 
 
 @pytest.mark.parametrize(
@@ -235,20 +235,20 @@ def test_what_is_not_known_to_be_right_beside_tensor_parallelism_is_refused(wron
     evaluated = wrong.pop("eval", False)
     run = run_of(**{"parallel": "tp", "layout": Layout(tp=2), **wrong})
     run = replace(run, eval_data=Path("held-out.jsonl")) if evaluated else run
-    assert trl.batches(run, 2, 64)
-    (problem,) = refused(trl.batches, run, 4, 64)
+    assert trl.ENGINE.batches(run, 2, 64)
+    (problem,) = refused(trl.ENGINE.batches, run, 4, 64)
     assert problem.remedy == "give --nproc 2 or --tp 4; or use --parallel fsdp2"
 
 
 def test_experts_are_spread_over_the_tensor_parallel_ranks_or_not_at_all() -> None:
-    assert trl.batches(run_of(parallel="tp", layout=Layout(tp=2, ep=2)), 2, 64).replicas == 1
-    (problem,) = refused(trl.batches, run_of(parallel="ddp", layout=Layout(ep=2)), 2, 64)
+    assert trl.ENGINE.batches(run_of(parallel="tp", layout=Layout(tp=2, ep=2)), 2, 64).replicas == 1
+    (problem,) = refused(trl.ENGINE.batches, run_of(parallel="ddp", layout=Layout(ep=2)), 2, 64)
     assert problem.found == "--ep 2 with --tp 1"
 
 
 def test_grpo_counts_completions() -> None:
     options = {"per_device_train_batch_size": 4, "num_generations": 4, "num_train_epochs": 1}
-    batches = trl.batches(run_of("grpo", **options), world_size=2, samples=64)
+    batches = trl.ENGINE.batches(run_of("grpo", **options), world_size=2, samples=64)
     assert batches.steps == 32  # two prompts a step, four completions each
 
 
@@ -265,7 +265,7 @@ def test_grpo_counts_completions() -> None:
 def test_groups_that_do_not_come_out_are_refused_in_the_words_of_the_doctor(
     options: Any, message: str
 ) -> None:
-    (problem,) = refused(trl.batches, run_of("grpo", **options), 2, 64)
+    (problem,) = refused(trl.ENGINE.batches, run_of("grpo", **options), 2, 64)
     assert problem.message == message
     assert problem.remedy
 
@@ -281,20 +281,20 @@ def test_groups_that_do_not_come_out_are_refused_in_the_words_of_the_doctor(
     ],
 )
 def test_a_reward_that_cannot_be_had_is_named(name: str, message: str) -> None:
-    (problem,) = refused(trl.options, replace(run_of("grpo"), reward=name))
+    (problem,) = refused(trl.ENGINE.options, replace(run_of("grpo"), reward=name))
     assert problem.message == message
     assert reward.load("rewards:variety")([[{"content": "aab"}]]) == [2.0]
 
 
 def test_what_a_parameter_weighs() -> None:
-    full, lora = trl.precision(run_of()), trl.precision(run_of(lora=True))
+    full, lora = trl.ENGINE.precision(run_of()), trl.ENGINE.precision(run_of(lora=True))
     assert (full.weights, full.gradients, full.optimizer) == (4, 4, 8)
     assert (lora.weights, lora.optimizer, lora.recomputation) == (4, 8, True)
-    half = trl.precision(run_of(dtype="bfloat16", bf16=True))
+    half = trl.ENGINE.precision(run_of(dtype="bfloat16", bf16=True))
     assert (half.weights, half.gradients, half.optimizer, half.activations) == (2, 2, 4, 2)
-    sharded = trl.precision(run_of(parallel="fsdp2", dtype="bfloat16", bf16=True))
+    sharded = trl.ENGINE.precision(run_of(parallel="fsdp2", dtype="bfloat16", bf16=True))
     assert (sharded.weights, sharded.optimizer) == (4, 8)
-    zero = trl.precision(run_of(parallel="zero2", dtype="bfloat16", bf16=True))
+    zero = trl.ENGINE.precision(run_of(parallel="zero2", dtype="bfloat16", bf16=True))
     assert (zero.weights, zero.optimizer) == (2, 12)
 
 
@@ -316,12 +316,12 @@ def test_what_a_parameter_weighs() -> None:
     ],
 )
 def test_what_the_frameworks_would_refuse_later_is_refused(option: str, value: Any, expected: str) -> None:
-    (problem,) = refused(trl.options, run_of(**{option: value}))
+    (problem,) = refused(trl.ENGINE.options, run_of(**{option: value}))
     assert option in str(problem) and expected in str(problem)
 
 
 def test_none_and_lists_can_be_typed() -> None:
-    typed = trl.options(
+    typed = trl.ENGINE.options(
         run_of(
             lora=True,
             max_length="none",
@@ -334,17 +334,19 @@ def test_none_and_lists_can_be_typed() -> None:
     assert (typed["max_length"], typed["report_to"]) == (None, ["tensorboard", "wandb"])
     assert typed["lora_target_modules"] == ["q_proj", "v_proj"]
     pattern = r".*\.(q|v){1,2}_proj"
-    assert trl.options(run_of(lora=True, lora_target_modules=pattern))["lora_target_modules"] == [pattern]
+    assert trl.ENGINE.options(run_of(lora=True, lora_target_modules=pattern))["lora_target_modules"] == [
+        pattern
+    ]
 
 
 def test_tensor_parallel_ranks_share_heads_and_experts_evenly(tiny: Callable[..., Path]) -> None:
     run = replace(run_of(parallel="tp", layout=Layout(tp=3, ep=3)), model=tiny("qwen3_moe"))
-    assert [problem.remedy for problem in refused(trl.options, run)] == [
+    assert [problem.remedy for problem in refused(trl.ENGINE.options, run)] == [
         "choose --tp from 1, 2, 4, 8; or use --parallel fsdp2",
         "choose --tp from 1, 2, 4; or use --parallel fsdp2",
         "choose --ep from 1, 2, 4, 8; or use --parallel fsdp2",
     ]
-    assert trl.options(replace(run, parallel="tp", layout=Layout(tp=2, ep=2)))
+    assert trl.ENGINE.options(replace(run, parallel="tp", layout=Layout(tp=2, ep=2)))
 
 
 def test_the_new_name_of_recomputation_goes_before_the_old_one_and_nothing_warns(
@@ -353,18 +355,18 @@ def test_the_new_name_of_recomputation_goes_before_the_old_one_and_nothing_warns
     from reshard.train.trl.arguments import arguments_of
 
     for run, expected in ((run_of(activation_checkpointing="false"), False), (run_of(), True)):
-        options = trl.options(run)
+        options = trl.ENGINE.options(run)
         arguments = arguments_of(run, options)
-        assert trl.precision(run).recomputation is expected
+        assert trl.ENGINE.precision(run).recomputation is expected
         assert arguments.gradient_checkpointing is arguments.activation_checkpointing is expected
     assert not [each for each in recwarn if "checkpointing" in str(each.message)]
 
 
 def test_a_tied_head_is_not_shared_by_groups_of_tensor_parallel_ranks(tiny: Callable[..., Path]) -> None:
     run = replace(run_of(parallel="tp", layout=Layout(tp=2)), model=tiny("qwen3_tied"))
-    (problem,) = refused(trl.batches, run, 4, 64)
+    (problem,) = refused(trl.ENGINE.batches, run, 4, 64)
     assert "tied" in problem.message
-    assert trl.batches(run, 2, 64) and trl.batches(replace(run, model=tiny("qwen3")), 4, 64)
+    assert trl.ENGINE.batches(run, 2, 64) and trl.ENGINE.batches(replace(run, model=tiny("qwen3")), 4, 64)
 
 
 ABSENT = {
@@ -380,7 +382,7 @@ def test_an_option_whose_package_is_not_there_is_refused_with_the_command(name: 
     package, value, install = ABSENT[name]
     if find_spec(package):
         pytest.skip(f"{package} is installed")
-    (problem,) = refused(trl.options, run_of("grpo" if name == "use_vllm" else "sft", **{name: value}))
+    (problem,) = refused(trl.ENGINE.options, run_of("grpo" if name == "use_vllm" else "sft", **{name: value}))
     assert problem.code == "option-package-not-installed" and str(problem.found).startswith(f"--{name}")
     assert problem.remedy == f"{install}, or leave out --{name}"
 
@@ -388,7 +390,7 @@ def test_an_option_whose_package_is_not_there_is_refused_with_the_command(name: 
 def lacks(optimizer: str) -> bool:
     """Whether an optimizer is refused, for a package that is not installed."""
     try:
-        trl.options(run_of(optim=optimizer))
+        trl.ENGINE.options(run_of(optim=optimizer))
     except ReshardError as error:
         assert [problem.code for problem in error.problems] == ["option-package-not-installed"]
         return True

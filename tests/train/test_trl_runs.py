@@ -153,7 +153,7 @@ def test_a_checkpoint_is_what_was_trained(plan: str, ran: Trainer) -> None:
     assert {file.name for file in trained.checkpoint.iterdir()} >= BESIDE
     config = json.loads((trained.checkpoint / "config.json").read_text())
     assert (config["use_cache"], config["dtype"]) == (True, "float32")
-    assert trl.check(run, trained, trained.checkpoint) == []
+    assert trl.ENGINE.check(run, trained, trained.checkpoint) == []
     model, told = AutoModelForCausalLM.from_pretrained(trained.checkpoint, output_loading_info=True)
     assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert trained.digests.keys() == {name for name, _ in model.named_parameters()}
@@ -167,7 +167,7 @@ def test_a_byte_that_differs_is_found(ran: Trainer, tmp_path: Path) -> None:
     with (tmp_path / "final/model.safetensors").open("r+b") as file:
         file.seek(-5, 2)
         file.write(b"\x7f")
-    problems = trl.check(ran("one").run, trained, tmp_path / "final")
+    problems = trl.ENGINE.check(ran("one").run, trained, tmp_path / "final")
     assert [problem.message for problem in problems] == ["a tensor is not what was trained"]
 
 
@@ -217,7 +217,7 @@ def test_lora_under_fsdp2_saves_whole_adapters(ran: Trainer, tiny: Callable[...,
 
     run, trained = ran("fsdp2", lora=True).run, ran("fsdp2", lora=True).trained
     assert {file.name for file in trained.checkpoint.iterdir()} >= {*BESIDE, "adapter_config.json"}
-    assert trl.check(run, trained, trained.checkpoint) == []
+    assert trl.ENGINE.check(run, trained, trained.checkpoint) == []
     tensors = api.open(trained.checkpoint).tensors
     assert tensors.keys() == trained.digests.keys()
     assert all(len(tensor.shape) == 2 and 16 in tensor.shape for tensor in tensors.values())
@@ -334,7 +334,7 @@ def test_experts_are_saved_as_the_hub_has_them(plan: str, ep: int, ran: Trainer,
     same_as(spread, one)
     names = set(api.open(spread.run.model).tensors)
     assert spread.trained.digests.keys() == names
-    assert trl.check(spread.run, spread.trained, spread.trained.checkpoint) == []
+    assert trl.ENGINE.check(spread.run, spread.trained, spread.trained.checkpoint) == []
     again = resumed(spread, tmp_path)
     assert again.losses == spread.losses[2:]
 
@@ -388,7 +388,7 @@ def test_a_head_beside_an_adapter_is_refused_under_fsdp2(ran: Trainer, tmp_path:
 def test_zero_has_the_losses_of_ddp_and_goes_on(plan: str, lora: bool, ran: Trainer, tmp_path: Path) -> None:
     zero = ran(plan, lora=lora)
     same_as(zero, ran("ddp", lora=lora))
-    assert trl.check(zero.run, zero.trained, zero.trained.checkpoint) == []
+    assert trl.ENGINE.check(zero.run, zero.trained, zero.trained.checkpoint) == []
     assert zero.trained.digests.keys() == ran("ddp", lora=lora).trained.digests.keys()
     again = resumed(zero, tmp_path)
     assert again.losses == zero.losses[2:]
@@ -408,7 +408,7 @@ def test_tied_heads_are_saved_once(ran: Trainer) -> None:
     for plan in ("ddp", "fsdp2"):
         run = ran(plan, model="qwen2_tied")
         assert "lm_head.weight" not in run.trained.digests
-        assert trl.check(run.run, run.trained, run.trained.checkpoint) == []
+        assert trl.ENGINE.check(run.run, run.trained, run.trained.checkpoint) == []
     same_as(ran("fsdp2", model="qwen2_tied"), ran("ddp", model="qwen2_tied"))
 
 
@@ -432,7 +432,7 @@ def test_groups_of_tensor_parallel_ranks_share_a_model(name: str, ran: Trainer, 
     both, one = ran("tp+fsdp2", model=name), ran("one", model=name)
     assert both.losses == pytest.approx(one.losses, abs=FOUR_DIGITS)
     assert [row["tokens"] for row in both.rows] == [row["tokens"] for row in one.rows]
-    assert trl.check(both.run, both.trained, both.trained.checkpoint) == []
+    assert trl.ENGINE.check(both.run, both.trained, both.trained.checkpoint) == []
     again = resumed(both, tmp_path, ranks=4)
     assert not again.failed, again.log
     assert again.losses == both.losses[2:]

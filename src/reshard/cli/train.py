@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.table import Table
@@ -20,9 +19,9 @@ from reshard.cli.console import (
     stdout,
 )
 from reshard.shown import escape
-from reshard.train.engine import MODULES, Engine
+from reshard.train.engines import MODULES, engine_named
 from reshard.train.request import run_of
-from reshard.train.run import ENGINES, PARALLEL, Run
+from reshard.train.run import PARALLEL, Run
 from reshard.train.start import start
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ _OPTIONS = [
     click.option("--eval-data", type=PATH, help="The same, to evaluate the model on while it is trained."),
     click.option("-o", "--output", type=PATH, help="Where everything goes; OUT/final is the model."),
     click.option(
-        "--engine", type=click.Choice(ENGINES), help="trl (default), or megatron for TP, PP and EP."
+        "--engine", type=click.Choice(tuple(MODULES)), help="trl (default), or megatron for TP, PP and EP."
     ),
     click.option("--lora/--full", default=None, help="Train LoRA adapters, or all weights (default)."),
     click.option(
@@ -127,7 +126,7 @@ def _method(name: str, help_text: str) -> None:
         **flags: Any,
     ) -> None:
         if list_options:
-            _print_options(name, flags["engine"] or "trl")
+            _print_options(name, flags["engine"] or Run.engine)
             return
         from reshard.cli.doctor import locale_language
 
@@ -190,6 +189,6 @@ def _print_finished(run: Run, finished: Finished) -> None:
 def _print_options(method: str, engine: str) -> None:
     """The options of an engine, which pass through under these names."""
     table = Table("option", "type", "default", "what it does")
-    for option in cast(Engine, import_module(MODULES[engine])).known_options(method):
+    for option in engine_named(engine).known_options(method):
         table.add_row(f"--{option.name}", escape(option.kind), escape(option.default), escape(option.help))
     stdout().print(table)

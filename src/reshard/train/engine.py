@@ -1,17 +1,21 @@
-"""What an engine is to the rest of training: the functions of a module, and what passes between them."""
+"""The contract of an engine: what it is called, what it can do, needs and takes, and how it trains.
+
+All else asks the `Engine` of a run, and knows none by its name. `engines.py` lists them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
+from reshard.algebra.layout import Layout
 from reshard.errors import Problem
-from reshard.train.run import Run
+from reshard.train.run import SIZES, Run
 
-MODULES = {"trl": "reshard.train.trl", "megatron": "reshard.train.megatron"}
+if TYPE_CHECKING:
+    from reshard.doctor.environment import Environment
 
 
 @dataclass(frozen=True)
@@ -83,34 +87,126 @@ class Option:
     help: str
 
 
-class Engine(Protocol):
-    """A module of `MODULES`. None of these but `train` starts processes or needs a GPU."""
+@dataclass(frozen=True)
+class Reading:
+    """How an engine makes sequences of records. `length` is the option that bounds them."""
 
-    def known_options(self, method: str) -> list[Option]:
-        """Every option that the engine takes for a method."""
-
-    def options(self, run: Run) -> dict[str, Any]:
-        """The engine's options of a run, typed, with what it takes where nothing is said.
-
-        Raises ReshardError naming every option that the engine does not have, with the nearest that it has.
-        """
-
-    def batches(self, run: Run, world_size: int, samples: int) -> Batches:
-        """The arithmetic of a run over so many ranks and samples. Raises ReshardError where it does not come out."""
-
-    def precision(self, run: Run) -> Precision:
-        """What a parameter weighs while it is trained."""
-
-    def evaluation(self, run: Run) -> str:
-        """When a run with data to evaluate on is evaluated, in words."""
-
-    def train(self, run: Run, monitor: Monitor) -> Trained:
-        """Load, assert the plan, train, save. Called on each rank, with the launcher's environment set."""
-
-    def check(self, run: Run, trained: Trained, final: Path) -> list[Problem]:
-        """What differs between the weights in the folder `final` and those that were trained."""
+    length: str
+    limit: int | None = None
+    """Tokens of a record that are taken at most; None if it goes on in the next sequence, or nothing bounds it."""
+    assistant_only: bool = False
+    """Whether of a chat only the turns of the assistant are learned."""
+    packed: bool = False
+    """Whether several records share a sequence."""
+    full: bool = False
+    """Whether each sequence has the greatest length: packed, or padded."""
+    mixed: bool = False
+    """Whether records to evaluate on may have another shape than those to train on."""
 
 
-def engine_of(run: Run) -> Engine:
-    """The engine of a run; importing it imports no framework yet."""
-    return cast(Engine, import_module(MODULES[run.engine]))
+@dataclass(frozen=True)
+class Checkpoints:
+    """What an engine saves while it trains.
+
+    `pattern` matches the folders, `name` is that of a step. `last` is the one from which a run goes on, if there is
+    one; `expected` says what is looked for, and `bound` what has to be as it was, by the name of the flag. `interval`
+    is the number of steps between two, None if there is one at the end; `shares` into how many parts the ranks cut
+    weights, and optimizer. `fewer` is what to do where the disk is too small.
+    """
+
+    pattern: str
+    name: Callable[[int], str]
+    last: Callable[[Path], Path | None]
+    expected: str
+    interval: Callable[[Mapping[str, Any]], float | None]
+    shares: Callable[[Run, int], tuple[int, int]]
+    fewer: str
+    bound: Callable[[Run], Mapping[str, Any]] = lambda run: {}
+
+
+Parts = Mapping[str, int]
+"""Bytes by what they are taken for."""
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """What an engine takes of the fullest GPU, and which plans take less.
+
+    `parts(run, batches, precision, world_size, gpu=…)` are bytes of what is there all the time, of what a step adds and
+    of what generation adds; it raises ReshardError where they cannot be told. `parallelisms` are other ways to spread
+    the model over so many ranks, with the words that ask for them; `savings` are options that take less memory for the
+    same steps; both begin with what costs least. `smaller_batch` are the options of the smallest batch at a time.
+    """
+
+    parts: Callable[..., tuple[Parts, Parts, Parts]]
+    parallelisms: Callable[[Run, int], Iterator[tuple[tuple[str, ...], Run]]]
+    savings: Callable[[Run], Iterator[dict[str, object]]]
+    smaller_batch: Callable[[Run], dict[str, object]]
+
+
+@dataclass(frozen=True)
+class Looks:
+    """What an engine looks at before a run starts; each yields problems, and starts nothing.
+
+    `asked` is about the run as it is asked for, and needs nothing that could be missing. `machine(run, options,
+    environment)` is about GPUs and packages, `model` about the folder and its division over the ranks, `chats(run,
+    options, tokenizer)` about a tokenizer for data that are chats.
+    """
+
+    asked: Callable[[Run], Iterator[Problem]]
+    machine: Callable[[Run, Mapping[str, Any], Environment], Iterator[Problem]]
+    model: Callable[[Run], Iterator[Problem]] = lambda run: iter(())
+    chats: Callable[[Run, Mapping[str, Any], Any], Iterator[Problem]] = lambda run, options, tokenizer: iter(
+        ()
+    )
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine. None of its functions but `train` starts processes or needs a GPU; importing it imports no framework.
+
+    `name` is what users type, `title` what texts call it, `what` tells in a few words what it is for. `methods` are
+    those of `METHODS` that it trains with. `packages` are those whose versions matter to a run; `requires` says which
+    of them have to be there, with the versions that will do. `leaves` are patterns of what it leaves in the output
+    beside checkpoints. An engine that `tracks` reports to trackers by itself, one that `dequantizes` starts from a
+    quantized model.
+
+    `options` are all options of a run, typed, with what is taken where nothing is said: it raises ReshardError naming
+    every one that is wrong, with the nearest that is right. `known_options` lists them for a method.
+
+    `batches(run, world_size, samples, tokens)` is the arithmetic of a run over so many ranks and samples, which have so
+    many tokens if that is known; it raises ReshardError where it does not come out. `precision` is what a parameter
+    weighs, `evaluation` when a run with data to evaluate on is evaluated, in words; `plan` are the words for how the
+    model is spread over so many ranks. `reading(run, options, record)` is how records like this one are read.
+
+    `train` loads, asserts the plan, trains and saves; it is called on each rank, with the launcher's environment set.
+    `check(run, trained, final)` is what differs between the weights in the folder `final` and those that were trained.
+    """
+
+    name: str
+    title: str
+    what: str
+    methods: tuple[str, ...]
+    packages: tuple[str, ...]
+    requires: Callable[[Run], Mapping[str, str]]
+    known_options: Callable[[str], list[Option]]
+    options: Callable[[Run], dict[str, Any]]
+    looks: Looks
+    reading: Callable[[Run, Mapping[str, Any], Mapping[str, Any]], Reading]
+    batches: Callable[..., Batches]
+    precision: Callable[[Run], Precision]
+    evaluation: Callable[[Run], str]
+    plan: Callable[[Run, int], list[str]]
+    estimates: Estimates
+    checkpoints: Checkpoints
+    train: Callable[[Run, Monitor], Trained]
+    check: Callable[[Run, Trained, Path], list[Problem]]
+    leaves: tuple[str, ...] = ()
+    tracks: bool = False
+    dequantizes: bool = False
+
+
+def sizes_in_words(layout: Layout) -> list[str]:
+    """As TP2, PP4: the sizes of a layout that are not 1."""
+    sizes = {name.upper(): getattr(layout, name) for name in SIZES}
+    return [f"{name}{size}" for name, size in sizes.items() if size > 1]

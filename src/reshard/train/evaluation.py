@@ -61,10 +61,12 @@ def held_out(run: Run) -> Iterator[Problem]:
             )
 
 
-def unlike(run: Run, trained: Mapping[str, Any], read: Mapping[str, Any]) -> Iterator[Problem]:
-    """Records of another shape than those that are trained on: TRL looks at these only, and treats others as such."""
+def unlike(
+    run: Run, trained: Mapping[str, Any], read: Mapping[str, Any], *, mixed: bool
+) -> Iterator[Problem]:
+    """Records of another shape than those that are trained on, unless these may be `mixed`; columns that lack."""
     kinds = [_kind(row, run.method) for row in (trained, read)]
-    if run.engine == "trl" and kinds[0] != kinds[1]:
+    if not mixed and kinds[0] != kinds[1]:
         yield Problem(
             "evaluation-data-shape-differs",
             "the data to evaluate on have another shape than those to train on",

@@ -7,25 +7,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from reshard.errors import Problem
+from reshard.train.engines import MODULES, engine_named
 from reshard.train.launching.lock import LOCK
 from reshard.train.run import RECORD, Run
 
 MADE = {
-    *("checkpoint-*", "iter_*", "latest_checkpointed_iteration.txt", "final", "merged", "*.unchecked"),
-    *(
-        RECORD,
-        "run-node*.json",
-        "trained.json",
-        "problems.json",
-        "metrics.jsonl",
-        "report.html",
-        "train*.log",
-        "logs*",
-    ),
-    "tensorboard",
-    *(".data-*", ".rows", ".failed"),
+    *("final", "merged", "*.unchecked", RECORD, "run-node*.json", "trained.json", "problems.json"),
+    *("metrics.jsonl", "report.html", "train*.log", "logs*", "tensorboard", ".failed"),
 }
-"""What a run leaves in its output. Files of the model beside Megatron's checkpoints are written over."""
+"""What a run of any engine leaves in its output."""
+
+
+def patterns() -> set[str]:
+    """What runs leave in their output. Files of the model that engines copy beside checkpoints are written over."""
+    engines = [engine_named(name) for name in MODULES]
+    return MADE | {pattern for each in engines for pattern in (each.checkpoints.pattern, *each.leaves)}
 
 
 def there(run: Run) -> list[Path]:
@@ -61,7 +57,7 @@ def refused(run: Run, *, overwrite: bool) -> Iterator[Problem]:
 def made(run: Run) -> list[Path]:
     """What an earlier run has left in the output."""
     mine = set(there(run))
-    return [path for pattern in MADE for path in run.output.glob(pattern) if path in mine]
+    return [path for pattern in patterns() for path in run.output.glob(pattern) if path in mine]
 
 
 def cleared(run: Run) -> Iterator[Problem]:

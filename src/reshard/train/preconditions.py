@@ -2,45 +2,25 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-
 from reshard.doctor import diagnose
-from reshard.doctor.entries import find
-from reshard.doctor.environment import Environment, Gpu, diagnose_environment
-from reshard.doctor.finding import Finding, Place
+from reshard.doctor.environment import Environment, Gpu
+from reshard.doctor.finding import Place
 from reshard.doctor.rules import told
 from reshard.errors import Problem, ReshardError
-from reshard.formats import iterations, open_checkpoint
 from reshard.formats.companions import CONFIG, read_object
 from reshard.inspection import inspect_checkpoint
 from reshard.plain_yaml import yaml_of
 from reshard.train import data, outputs
+from reshard.train.engines import engine_of
+from reshard.train.findings import in_training, lacking, problem_of
 from reshard.train.run import RECORD, Run, read_record
 
 GIB = 1 << 30
-FLOORS = {
-    "trl": {
-        "torch": ">=2.6",
-        "transformers": ">=5",
-        "trl": ">=1.16",
-        "accelerate": ">=1.15",
-        "peft": ">=0.21",
-        "datasets": ">=3",
-    },
-    "megatron": {"torch": ">=2.6", "transformers": ">=5", "megatron-core": ">=0.12.3"},
-}
-"""What an engine needs. `transformers` reads the tokenizer for Megatron, too."""
-RULES = ("env-device-map-tp", "env-accelerate-fsdp2-lora", "env-trl-transformers")
-"""Rules of the environment that can break a run of TRL. Those about launches do not: reshard sets these itself."""
 MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 """Device maps of accelerate that spread a model over devices."""
 HARMLESS = (
@@ -52,106 +32,13 @@ HARMLESS = (
 """What the doctor says of a model folder that does not touch training, or that other looks ask for."""
 
 
-LONGEST = 160
-"""Characters of a line that a problem shows: a config can be one line."""
-
-
-def problem_of(finding: Finding, severity: str | None = None) -> Problem:
-    """A finding of the doctor as a problem."""
-    where = finding.places[0] if finding.places else Place("")
-    return Problem(
-        finding.id,
-        finding.title.en,
-        file=str(where) or None,
-        rule=finding.cause.en,
-        found=shorten(where.text, LONGEST, placeholder=" …") or None,
-        remedy=" ".join(line for line in finding.cure.en.split("\n") if line and not line.startswith("```")),
-        severity=severity or finding.severity,
-    )
-
-
 def packages(run: Run, installed: Mapping[str, str] | None = None) -> Iterator[Problem]:
-    """What an engine needs, and is not there or too old."""
-    floors = dict(FLOORS[run.engine])
-    if run.parallel.startswith("zero") and run.engine == "trl":
-        floors["deepspeed"] = ">=0.16"
-    return _lacking(floors, installed)
-
-
-def _lacking(
-    floors: Mapping[str, str], installed: Mapping[str, str] | None, rule: str | None = None
-) -> Iterator[Problem]:
-    for package, floor in floors.items():
-        found = _version(package) if installed is None else installed.get(package)
-        if found is None or not SpecifierSet(floor).contains(found, prereleases=True):
-            yield Problem(
-                "train-package-not-installed" if found is None else "package-too-old",
-                f"{package} is not installed" if found is None else f"this {package} is too old",
-                rule=rule,
-                expected=f"{package}{floor}",
-                found=found,
-                remedy=_install(package, floor),
-            )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _install(package: str, floor: str) -> str:
-    if package == "megatron-core":
-        # Its requirements pull in CUDA packages that nothing uses.
-        return f"pip install --no-deps '{package}{floor}'"
-    return f"pip install '{package}{floor}'"
-
-
-def marks(run: Run, options: Mapping[str, Any], tokenizer: Any) -> Iterator[Problem]:
-    """Whether TRL finds the assistant's words, if it is to learn these alone."""
-    if (
-        run.engine != "trl"
-        or not options.get("assistant_only_loss")
-        or "{% generation" in tokenizer.chat_template
-    ):
-        return
-    from trl.chat_template_utils import get_training_chat_template
-
-    try:
-        get_training_chat_template(tokenizer)
-    except ValueError:
-        entry = find("assistant-mask-template")
-        yield Problem(
-            entry.id,
-            entry.title.en,
-            file=str(run.model),
-            rule=entry.cause.en,
-            found="--assistant_only_loss, and a chat template without {% generation %}",
-            remedy=entry.cure.en.strip(),
-        )
-
-
-def attention(run: Run, options: Mapping[str, Any]) -> Iterator[Problem]:
-    """Packed samples that would see each other: of TRL's attentions only flash keeps them apart."""
-    chosen = str(options.get("attn_implementation"))
-    if run.engine == "trl" and options.get("packing") and "flash" not in chosen:
-        yield Problem(
-            "packed-samples-see-each-other",
-            "samples that share a sequence see each other",
-            rule="TRL keeps packed samples apart by their positions, which only flash-attention reads",
-            found=f"--packing with attn_implementation {chosen}",
-            remedy="leave out --packing, add --attn_implementation flash_attention_2, or use --engine megatron, which "
-            "masks other samples",
-            severity="warning",
-        )
+    """What the engine needs, and is not there or too old."""
+    return lacking(engine_of(run).requires(run), installed)
 
 
 def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> Iterator[Problem]:
-    """Rules of the environment that matter to this run; a GPU that lacks what the options ask for."""
-    if run.engine == "trl":
-        found = diagnose_environment(environment)
-        yield from (problem_of(finding) for finding in found if finding.id in RULES)
+    """What of the environment keeps the engine from this run; GPUs that torch cannot use."""
     if environment.gpus and "use_cpu" not in run.options and "+cpu" in environment.versions.get("torch", ""):
         yield Problem(
             "torch-without-cuda",
@@ -161,31 +48,7 @@ def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> I
             "on the CPU",
             severity="warning",
         )
-    if not environment.gpus or options.get("use_cpu"):
-        return
-    capability = environment.capability or 0.0
-    flash = str(options.get("attn_implementation") or options.get("attention_backend") or "").startswith(
-        "flash"
-    )
-    if capability < 8 and (_is_bf16(run, options) or flash):
-        yield from (
-            problem_of(finding, "error")
-            for finding in diagnose_environment(environment)
-            if finding.id == "env-no-bf16"
-        )
-    if flash and run.engine == "trl" and "flash-attn" not in environment.versions:
-        yield Problem(
-            "flash-attention-not-installed",
-            "flash-attention 2 is not installed",
-            found=f"attn_implementation {options['attn_implementation']}",
-            remedy="leave it out: sdpa has the same kernels; or pip install flash-attn",
-        )
-
-
-def _is_bf16(run: Run, options: Mapping[str, Any]) -> bool:
-    if run.engine == "megatron":
-        return options.get("bf16") is not False and not options.get("fp16") and not options.get("fp32")
-    return bool(options.get("bf16"))
+    yield from engine_of(run).looks.machine(run, options, environment)
 
 
 def ranks(processes: int, gpus: list[Gpu], *, on_cpu: bool) -> Iterator[Problem]:
@@ -226,21 +89,21 @@ def model(run: Run) -> Iterator[Problem]:
             return
         findings = diagnose(run.model)
     except ReshardError as error:
-        yield from map(_in_training, error.problems)
+        yield from map(in_training, error.problems)
         return
     own = {problem.code: problem for problem in inspection.problems}
     for finding in findings:
         if finding.id not in HARMLESS:
             said = own.get(finding.id)
-            yield _in_training(said) if said else problem_of(finding)
+            yield in_training(said) if said else problem_of(finding)
     yield from _named(found.path)
     yield from _quantized(run)
 
 
 def _quantized(run: Run) -> Iterator[Problem]:
-    """A base that transformers would load in fewer bits than it is trained in."""
+    """A base in fewer bits than it would be trained in."""
     config = read_object(run.model / CONFIG).get("quantization_config")
-    if run.engine == "trl" and config:
+    if config and not engine_of(run).dequantizes:
         yield Problem(
             "model-quantized",
             "the model is quantized",
@@ -270,59 +133,6 @@ def _named(folder: Path) -> Iterator[Problem]:
 
 
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
-_ELSEWHERE = (
-    (r": --base DIR", ": put its config.json into the folder"),
-    (r" \(--base DIR\), or force --family NAME", ": put its config.json into the folder"),
-    (r", or name the layers of each stage: --stages \S+", ""),
-    (r"if it computes the same as \w+: --family .*", "correct config.json, or train it with --engine trl"),
-    (r"; to convert the weights all the same: --family \w+", ", or train it with --engine trl"),
-)
-"""What remedies name that `convert` takes and `train` does not, and what is to be done instead."""
-
-
-def _in_training(problem: Problem) -> Problem:
-    """A problem of a checkpoint or a layout, with a remedy that can be typed here."""
-    remedy, expected = problem.remedy, problem.expected
-    for pattern, instead in _ELSEWHERE:
-        remedy = re.sub(pattern, instead, remedy) if remedy else remedy
-    expected = re.sub(r", or \d+ numbers that add up to \d+", "", expected) if expected else expected
-    return replace(problem, remedy=remedy, expected=expected)
-
-
-def layout(run: Run, installed: Mapping[str, str] | None = None) -> Iterator[Problem]:
-    """Whether the sizes of the model divide over the ranks of Megatron-Core, and the installed one can do it."""
-    if run.engine == "megatron":
-        from reshard.formats.megatron.layouts import SHARED_GROUPS, shares_groups
-        from reshard.model.resolve import resolve
-        from reshard.train.megatron.options import read
-        from reshard.train.megatron.weights import layout_of
-
-        try:
-            model = resolve(open_checkpoint(run.model)).declared
-            cure = "correct config.json, or train it with --engine trl"
-            yield from (replace(each, severity="error", remedy=cure) for each in model.warnings)
-            if shares_groups(model, layout_of(run, read(run), model)):
-                rule = f"--tp {run.layout.tp} is larger than the {model.dims.groups} query groups"
-                yield from _lacking({"megatron-core": SHARED_GROUPS}, installed, rule)
-            _known(run.model)
-        except ReshardError as error:
-            yield from map(_in_training, error.problems)
-
-
-def _known(folder: Path) -> None:
-    """Raises ReshardError for a model that transformers does not know: in the end it has to load it."""
-    from transformers import AutoConfig
-
-    try:
-        AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-    except Exception as error:  # whatever a config makes transformers raise
-        raise ReshardError(
-            "transformers-unknown-model",
-            "transformers does not know the model, and would not load what was trained",
-            file=str(folder),
-            found=f"{type(error).__name__}: {error}".split("\n")[0],
-            remedy="update transformers, or correct config.json",
-        ) from None
 
 
 def template(folder: Path) -> Problem:
@@ -340,15 +150,14 @@ def output(run: Run, *, overwrite: bool) -> Iterator[Problem]:
 
 
 def _resumable(run: Run) -> Iterator[Problem]:
-    checkpoint = last_checkpoint(run)
+    kept = engine_of(run).checkpoints
+    checkpoint = kept.last(run.output)
     if checkpoint is None:
         yield Problem(
             "checkpoint-to-resume-missing",
             "there is no checkpoint to resume from",
             file=str(run.output),
-            expected="iter_*, and the file that names the last one"
-            if run.engine == "megatron"
-            else "checkpoint-*",
+            expected=kept.expected,
             remedy="leave out --resume, or name the output of the run that is to go on",
         )
         return
@@ -366,11 +175,10 @@ def _resumable(run: Run) -> Iterator[Problem]:
         )
         return
     before = Run.of_dict(record)
-    pairs = {
-        name: (getattr(before, name), getattr(run, name)) for name in ("engine", "method", "model", "lora")
-    }
-    if run.engine == "trl":  # Megatron's checkpoints are of any layout
-        pairs |= {"parallel": (before.parallel, run.parallel), "tp": (before.layout.tp, run.layout.tp)}
+    names = ("engine", "method", "model", "lora")
+    pairs = {name: (getattr(before, name), getattr(run, name)) for name in names}
+    was, bound = kept.bound(before), kept.bound(run)
+    pairs |= {name: (was[name], bound[name]) for name in bound}
     for name, (old, new) in pairs.items():
         if old != new:
             yield Problem(
@@ -413,19 +221,6 @@ def _differ(digest: str | None, path: Path) -> bool:
         return False
 
 
-def last_checkpoint(run: Run) -> Path | None:
-    """The checkpoint from which a run would go on."""
-    if run.engine == "megatron":
-        try:
-            step = int((run.output / iterations.TRACKER).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        return run.output / iterations.name_of(step)
-    from reshard.train.trl.saving import last_complete
-
-    return last_complete(run.output)
-
-
 def disk(run: Run, needed: int) -> Iterator[Problem]:
     """Whether the checkpoints and the final model have room, in bytes."""
     folder = next(path for path in (run.output, *run.output.parents) if path.exists())
@@ -437,12 +232,7 @@ def disk(run: Run, needed: int) -> Iterator[Problem]:
             file=str(folder),
             expected=_size(needed),
             found=f"{_size(free)} free",
-            remedy=(
-                "save less often with --save_interval"
-                if run.engine == "megatron"
-                else "keep fewer with --save_total_limit 1, or no optimizer with --save_only_model"
-            )
-            + "; or write to another disk with -o",
+            remedy=f"{engine_of(run).checkpoints.fewer}; or write to another disk with -o",
         )
 
 

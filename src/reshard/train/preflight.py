@@ -15,12 +15,14 @@ from reshard.train import data, evaluation, memory, preconditions
 from reshard.train.data import tokens
 from reshard.train.data.records import seen
 from reshard.train.data.tokens import Lengths
-from reshard.train.engine import Batches, Precision, engine_of
+from reshard.train.engine import Batches, Precision, Reading
+from reshard.train.engines import engine_of
 from reshard.train.evaluation import Evaluation
 from reshard.train.launching import launch
 from reshard.train.launching.places import place_of
 from reshard.train.memory import GIB, Memory, Proposal
-from reshard.train.run import RECORD, SIZES, Run, check
+from reshard.train.request import check
+from reshard.train.run import RECORD, Run
 from reshard.train.show import trackers
 
 T = TypeVar("T")
@@ -125,18 +127,11 @@ class Preflight:
 
 def plan_in_words(run: Run, world_size: int) -> str:
     """As `SFT of LoRA adapters with TRL: FSDP2 on 8 processes`."""
-    engine = {"trl": "TRL", "megatron": "Megatron-Core"}[run.engine]
+    engine = engine_of(run)
     what = "LoRA adapters" if run.lora else "all weights"
-    sizes = {name.upper(): getattr(run.layout, name) for name in SIZES}
-    replicas = max(run.layout.replicas(world_size), 1)
-    words = [] if run.parallel == "tp" or run.engine == "megatron" else [run.parallel.upper()]
-    words += [f"{name}{size}" for name, size in sizes.items() if size > 1]
-    if run.engine == "megatron":
-        words.append(f"DP{replicas}")
-    elif run.parallel == "tp" and replicas > 1:
-        words.append(f"FSDP2 over {replicas}")
     processes = f"{world_size} process{'es' * (world_size > 1)}"
-    return f"{run.method.upper()} of {what} with {engine}: {' · '.join(words)} on {processes}"
+    words = " · ".join(engine.plan(run, world_size))
+    return f"{run.method.upper()} of {what} with {engine.title}: {words} on {processes}"
 
 
 def _tokens(lengths: Lengths | None) -> str:
@@ -178,14 +173,15 @@ class _Looking:
         self._try(lambda: check(run))
         missing = list(preconditions.packages(run))
         self._take(missing)
-        options = None if missing else self._try(lambda: engine_of(run).options(run))
+        engine = engine_of(run)
+        able = not missing and run.method in engine.methods
+        options = self._try(lambda: engine.options(run)) if able else None
         gpus = preconditions.visible(self.environment)
         on_cpu = not gpus or bool((options or {}).get("use_cpu"))
         processes, world_size = self._ranks(gpus, on_cpu)
         self._take(preconditions.ranks(processes, gpus, on_cpu=on_cpu))
         if options is not None:
             self._take(preconditions.machine(run, options, self.environment))
-            self._take(preconditions.attention(run, options))
             self._try(lambda: trackers.check(run))
         is_there = (run.model / "config.json").is_file() and not missing
         tokenizer = self._model(options) if is_there else None
@@ -197,7 +193,6 @@ class _Looking:
         if options is not None and records:
             room = memory.available(replace(self.environment, gpus=[] if on_cpu else gpus), processes)
             result = self._sized(result, options, drawn, tokenizer, room, on_cpu)
-        self._take(_lengths_wrong(run, result.lengths))
         self._take(self._tried(evaluation.held_out(run)))
         command = None if self._placed() else self._try(lambda: launch.command(run))
         unique = list(dict.fromkeys(self.found))
@@ -213,7 +208,7 @@ class _Looking:
         """Look at the folder of the model; its tokenizer, if that can be opened."""
         self._take(preconditions.model(self.run))
         if options is not None and not self._broken():
-            misfits = list(preconditions.layout(self.run))
+            misfits = list(engine_of(self.run).looks.model(self.run))
             self._take(misfits)
             self.fits = not misfits
         try:
@@ -270,17 +265,16 @@ class _Looking:
         tokenizer: Any,
     ) -> Preflight:
         """The data that the run is evaluated on, looked at as those that it is trained on."""
-        run = evaluation.evaluated(self.run)
+        run, engine = evaluation.evaluated(self.run), engine_of(self.run)
         records, drawn = self._records(run.data, tokenizer)
         if not (records and trained and options is not None):
             return result
-        unlike = list(evaluation.unlike(self.run, trained[0], drawn[0]))
+        reading = engine.reading(run, options, drawn[0])
+        unlike = list(evaluation.unlike(self.run, trained[0], drawn[0], mixed=reading.mixed))
         self._take(unlike)
-        limit = int(options.get("max_length") or options.get("seq_length") or 0)
         wrong = any(each.severity == "error" for each in unlike)
-        lengths = None if wrong else self._lengths(run, records, drawn, tokenizer, limit, options)
-        self._take(_lengths_wrong(run, lengths))
-        found = Evaluation(records, engine_of(run).evaluation(self.run), lengths)
+        lengths = None if wrong else self._lengths(run, records, drawn, tokenizer, reading, options)
+        found = Evaluation(records, engine.evaluation(self.run), lengths)
         return replace(result, evaluation=found)
 
     def _good(self, rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -304,24 +298,24 @@ class _Looking:
     ) -> Preflight:
         """Tokens, steps, memory and disk."""
         run, engine, world_size = self.run, engine_of(self.run), result.world_size
-        if run.engine == "megatron" and (tokenizer is None or run.method != "sft"):
-            return result  # its sequences are counted in tokens
-        batches = self._try(lambda: engine.batches(run, world_size, result.records))
+        reading = engine.reading(run, options, drawn[0])
+        if reading.packed and tokenizer is None:
+            return result  # sequences are counted in tokens
+        lengths = self._lengths(run, result.records, drawn, tokenizer, reading, options)
+        result = replace(result, lengths=lengths)
+        tokens = lengths.tokens if lengths else None
+        batches = self._try(lambda: engine.batches(run, world_size, result.records, tokens))
         if batches is None:
             return result
-        lengths = self._lengths(run, result.records, drawn, tokenizer, batches.length, options)
-        if lengths and options.get("packing") and batches.length:
-            rows = -(-lengths.tokens // batches.length)
-            batches = self._try(lambda: engine.batches(run, world_size, rows)) or batches
-        self._take(_few(result.records, batches, options))
+        self._take(_few(result.records, batches, reading))
         precision = engine.precision(run)
-        whole = replace(batches, length=_longest(run, batches, lengths, options))
+        whole = replace(batches, length=_longest(run, batches, lengths, reading))
         needed = (
             None
             if self._broken()
             else self._try(lambda: memory.estimate(run, whole, precision, world_size, gpu=not on_cpu))
         )
-        sized = replace(result, lengths=lengths, batches=batches, precision=precision)
+        sized = replace(result, batches=batches, precision=precision)
         if needed is None:
             return sized
         found = Room(needed, room, on_cpu, memory.by_length(run, whole, precision, world_size))
@@ -340,7 +334,7 @@ class _Looking:
         records: int,
         drawn: list[dict[str, Any]],
         tokenizer: Any,
-        limit: int,
+        reading: Reading,
         options: dict[str, Any],
     ) -> Lengths | None:
         if tokenizer is None:
@@ -349,19 +343,17 @@ class _Looking:
             self.found.append(preconditions.template(run.model))
             return None
         if "messages" in drawn[0]:
-            self._take(preconditions.marks(run, options, tokenizer))
-        only = run.engine == "megatron" or bool(options.get("assistant_only_loss"))
-        # GRPO bounds completions alone; Megatron goes on with long text in the next sequence.
-        unbounded = run.method == "grpo" or (run.engine == "megatron" and "text" in drawn[0])
-        most = None if unbounded else limit or None
-        return self._try(lambda: tokens.lengths(records, drawn, tokenizer, most, assistant_only=only))
+            self._take(engine_of(run).looks.chats(run, options, tokenizer))
+        only = reading.assistant_only
+        found = self._try(
+            lambda: tokens.lengths(records, drawn, tokenizer, reading.limit, assistant_only=only)
+        )
+        self._take(_lengths_wrong(run, found, f"--{reading.length}") if found else ())
+        return found
 
 
-def _lengths_wrong(run: Run, lengths: Lengths | None) -> Iterator[Problem]:
-    if lengths is None:
-        return
+def _lengths_wrong(run: Run, lengths: Lengths, longer: str) -> Iterator[Problem]:
     about = "" if lengths.looked_at == lengths.records else "about "
-    longer = "--seq_length" if run.engine == "megatron" else "--max_length"
     if lengths.empty:
         yield Problem(
             "records-teach-nothing",
@@ -438,8 +430,8 @@ def _devices(gpus: list[Any], on_cpu: bool) -> str:
     return ", ".join(f"{count} × {name}" for name, count in names.items()) + f" with {least:.0f} GiB"
 
 
-def _few(records: int, batches: Batches, options: dict[str, Any]) -> Iterator[Problem]:
-    if records < batches.samples and not options.get("packing") and not options.get("pack"):
+def _few(records: int, batches: Batches, reading: Reading) -> Iterator[Problem]:
+    if records < batches.samples and not reading.packed:
         yield Problem(
             "records-fewer-than-step",
             "there are fewer records than one step takes",
@@ -449,14 +441,13 @@ def _few(records: int, batches: Batches, options: dict[str, Any]) -> Iterator[Pr
         )
 
 
-def _longest(run: Run, batches: Batches, lengths: Lengths | None, options: dict[str, Any]) -> int:
+def _longest(run: Run, batches: Batches, lengths: Lengths | None, reading: Reading) -> int:
     """Tokens of the longest sequence that memory has to hold; of GRPO the prompt and the completion."""
     seen = lengths.longest if lengths else 0
     if run.method == "grpo":
         return batches.length + seen
-    is_packed = run.engine == "megatron" or options.get("packing")
     known = lengths is not None and lengths.looked_at == lengths.records
-    if batches.length and (is_packed or not known):
+    if batches.length and (reading.full or not known):
         return batches.length
     return min(batches.length, seen) if batches.length else seen
 
@@ -478,35 +469,21 @@ def _too_large(run: Run, room: Room) -> Problem:
 
 def _on_disk(run: Run, options: dict[str, Any], needed: Memory, world_size: int, batches: Batches) -> int:
     """Bytes that checkpoints and final folders take, at most: weights and optimizer of each that is kept."""
-    parts = needed.parts
-    spread = world_size if run.parallel in ("fsdp2", "zero3") else 1
-    states = world_size if run.parallel in ("fsdp2", "zero2", "zero3") else 1
-    if run.engine == "megatron":
-        spread = run.layout.tp * run.layout.pp
-        states = world_size
-    elif run.parallel == "tp":
-        spread = states = world_size
+    parts, kept = needed.parts, engine_of(run).checkpoints
+    spread, states = kept.shares(run, world_size)
     weights = parts.get("weights", 0) * spread
     optimizer = 0 if options.get("save_only_model") else parts.get("optimizer", 0) * states
     each = (parts.get("gradients", 0) * states if run.lora else weights) + optimizer
-    interval = options.get("save_interval") if run.engine == "megatron" else _interval(options)
+    interval = kept.interval(options)
     count = -(-batches.steps // int(interval)) if interval else 1
     limit = options.get("save_total_limit")
     count = min(count, int(limit)) if limit else count
     return each * max(count, 1) + weights * (1 + (run.lora and run.merge) - run.lora)
 
 
-def _interval(options: dict[str, Any]) -> float | None:
-    """Steps between checkpoints of TRL."""
-    strategy, steps = str(options.get("save_strategy")), float(options.get("save_steps") or 0)
-    return steps if strategy.endswith("steps") and steps >= 1 else None
-
-
 def _files(run: Run, batches: Batches | None) -> list[str]:
     """What will lie in the output, by its name there."""
-    trl = run.engine == "trl"
-    checkpoint = "checkpoint-*/" if trl else "iter_*/"
-    if batches:
-        checkpoint = f"checkpoint-{batches.steps}/" if trl else f"iter_{batches.steps:07d}/"
-    names = [RECORD, "train.log", "metrics.jsonl", "report.html", checkpoint, "final/"]
+    kept = engine_of(run).checkpoints
+    checkpoint = kept.name(batches.steps) if batches else kept.pattern
+    names = [RECORD, "train.log", "metrics.jsonl", "report.html", f"{checkpoint}/", "final/"]
     return [*names, *(["merged/"] if run.lora and run.merge else [])]

@@ -10,7 +10,8 @@ from typing import Any
 from reshard.algebra.layout import Layout
 from reshard.errors import Problem, ReshardError
 from reshard.plain_yaml import yaml_of
-from reshard.train.run import ENGINES, PARALLEL, RECORD, SIZES, Ranks, Run
+from reshard.train.engines import MODULES, engine_named, engine_of
+from reshard.train.run import PARALLEL, RECORD, SIZES, Ranks, Run
 from reshard.train.signals import SECONDS
 
 PATHS = ("model", "data", "output")
@@ -61,15 +62,13 @@ def run_of(
         )
     options = {name: value for name, value in told.items() if name not in OURS} | typed
     sizes: dict[str, Any] = {name: _number(given, name, 1) for name in SIZES}
-    engine = str(given.get("engine") or "trl")
-    default = "tp" if engine == "trl" and sizes["tp"] > 1 else "ddp"
     return Run(
         method=method,
         **{name: _path(given, name) for name in PATHS},
         eval_data=_path(given, "eval_data") if given.get("eval_data") else None,
-        engine=engine,
+        engine=str(given.get("engine") or Run.engine),
         lora=_switch(given, "lora", False),
-        parallel=str(given.get("parallel") or default),
+        parallel=str(given.get("parallel") or ("tp" if sizes["tp"] > 1 else "ddp")),
         layout=Layout(**sizes),
         ranks=Ranks(
             nproc=0 if given.get("nproc") == "auto" else _number(given, "nproc", 0),
@@ -159,7 +158,7 @@ def words(rest: Sequence[str]) -> Options:
     return options
 
 
-_CHOICES = {"engine": ENGINES, "parallel": PARALLEL}
+_CHOICES = {"engine": tuple(MODULES), "parallel": PARALLEL}
 
 
 def _mistyped(told: Options) -> list[Problem]:
@@ -213,3 +212,83 @@ def _number(given: Mapping[str, Any], name: str, default: int) -> int:
         raise ReshardError(
             "option-not-a-number", f"--{name} is no number", found=repr(value), remedy="give a whole number"
         ) from None
+
+
+def check(run: Run) -> None:
+    """Refuse what cannot be together, all at once. Raises ReshardError."""
+    problems = [problem for rule in _RULES if (problem := rule(run))]
+    problems += engine_of(run).looks.asked(run)
+    if problems:
+        raise ReshardError(problems)
+
+
+def _folders(run: Run) -> Problem | None:
+    from reshard.formats.not_found import download  # which numpy comes with, and --help needs none
+
+    if not (run.model / "config.json").is_file():
+        if remedy := download(run.model, f"--model {run.model.name}"):
+            return Problem(
+                "model-not-local",
+                "the model is not on this machine",
+                file=str(run.model),
+                expected="a folder with config.json, weights and tokenizer",
+                remedy=remedy,
+            )
+        return Problem(
+            "model-not-hugging-face",
+            "the model is no Hugging Face folder",
+            file=str(run.model),
+            expected="a folder with config.json, weights and tokenizer",
+            remedy="`reshard inspect` says what it is, `reshard convert` makes such a folder of a checkpoint",
+        )
+    return None
+
+
+def _data(run: Run) -> Problem | None:
+    if run.data.exists():
+        return None
+    return Problem(
+        "data-not-found", "there is no data", file=str(run.data), remedy="give a file or a folder with --data"
+    )
+
+
+def _eval_data(run: Run) -> Problem | None:
+    if run.eval_data is None or run.eval_data.exists():
+        return None
+    return Problem(
+        "evaluation-data-not-found",
+        "there are no data to evaluate on",
+        file=str(run.eval_data),
+        remedy="give a file or a folder with --eval-data, or leave it out",
+    )
+
+
+def _method(run: Run) -> Problem | None:
+    engine = engine_of(run)
+    if run.method in engine.methods:
+        return None
+    others = [name for name in MODULES if run.method in engine_named(name).methods]
+    return Problem(
+        "engine-method-unsupported",
+        f"the {engine.title} engine trains with {', '.join(engine.methods).upper()} only",
+        found=f"{run.method} with --engine {run.engine}",
+        remedy=f"use --engine {' or '.join(others)}",
+    )
+
+
+def _reward(run: Run) -> Problem | None:
+    if run.method == "grpo" and not run.reward:
+        return Problem(
+            "reward-missing", "GRPO needs a reward", remedy="name a function: --reward module:function"
+        )
+    if run.method != "grpo" and run.reward:
+        return Problem(
+            "reward-not-taken",
+            "only GRPO takes a reward",
+            found=f"--reward with {run.method}",
+            remedy="leave it out",
+        )
+    return None
+
+
+_RULES = (_folders, _data, _eval_data, _method, _reward)

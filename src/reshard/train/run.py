@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from reshard.algebra.layout import Layout
-from reshard.errors import UNUSABLE, Problem, ReshardError
+from reshard.errors import UNUSABLE, ReshardError
 from reshard.plain import json_of
 from reshard.train import signals
 
 METHODS = ("sft", "dpo", "grpo")
-ENGINES = ("trl", "megatron")
 PARALLEL = ("ddp", "fsdp2", "zero2", "zero3", "tp")
 SIZES = ("tp", "pp", "vpp", "ep", "cp")
 """The sizes of a layout that a run can be given."""
@@ -122,110 +121,3 @@ def conclude(output: Path, outcome: str) -> None:
     file = output / RECORD
     if file.is_file():
         put(file, {**read_record(file), "outcome": outcome})
-
-
-def check(run: Run) -> None:
-    """Refuse what cannot be together, all at once. Raises ReshardError."""
-    problems = [problem for rule in _RULES if (problem := rule(run))]
-    if problems:
-        raise ReshardError(problems)
-
-
-def _folders(run: Run) -> Problem | None:
-    from reshard.formats.not_found import download  # which numpy comes with, and --help needs none
-
-    if not (run.model / "config.json").is_file():
-        if remedy := download(run.model, f"--model {run.model.name}"):
-            return Problem(
-                "model-not-local",
-                "the model is not on this machine",
-                file=str(run.model),
-                expected="a folder with config.json, weights and tokenizer",
-                remedy=remedy,
-            )
-        return Problem(
-            "model-not-hugging-face",
-            "the model is no Hugging Face folder",
-            file=str(run.model),
-            expected="a folder with config.json, weights and tokenizer",
-            remedy="`reshard inspect` says what it is, `reshard convert` makes such a folder of a checkpoint",
-        )
-    return None
-
-
-def _data(run: Run) -> Problem | None:
-    if run.data.exists():
-        return None
-    return Problem(
-        "data-not-found", "there is no data", file=str(run.data), remedy="give a file or a folder with --data"
-    )
-
-
-def _eval_data(run: Run) -> Problem | None:
-    if run.eval_data is None or run.eval_data.exists():
-        return None
-    return Problem(
-        "evaluation-data-not-found",
-        "there are no data to evaluate on",
-        file=str(run.eval_data),
-        remedy="give a file or a folder with --eval-data, or leave it out",
-    )
-
-
-def _engine_knows_method(run: Run) -> Problem | None:
-    if run.engine == "megatron" and run.method != "sft":
-        return Problem(
-            "megatron-method-unsupported",
-            "the Megatron engine trains with SFT only",
-            found=f"{run.method} with --engine megatron",
-            remedy="use --engine trl",
-        )
-    return None
-
-
-def _sizes_belong_to_the_engine(run: Run) -> Problem | None:
-    if run.engine == "megatron":
-        if run.parallel in ("ddp", "tp"):
-            return None
-        return Problem(
-            "megatron-parallelism-unsupported",
-            "the Megatron engine has no such parallelism",
-            found=f"--parallel {run.parallel}",
-            expected="--tp, --pp, --vpp, --ep and --cp; the rest of the ranks is data parallel",
-            remedy="leave out --parallel, or use --engine trl",
-        )
-    alien = [name for name in ("pp", "vpp", "cp") if getattr(run.layout, name) > 1]
-    if alien:
-        return Problem(
-            "trl-parallelism-unsupported",
-            "TRL has no pipeline and no context parallelism here",
-            found=", ".join(f"--{name} {getattr(run.layout, name)}" for name in alien),
-            remedy="use --engine megatron, or --parallel fsdp2 to shard the model",
-        )
-    if (run.layout.tp > 1) != (run.parallel == "tp"):
-        return Problem(
-            "parallel-and-tp-disagree",
-            "--parallel and --tp disagree",
-            found=f"--parallel {run.parallel} with --tp {run.layout.tp}",
-            expected="--parallel tp --tp N",
-            remedy="give both, or neither",
-        )
-    return None
-
-
-def _reward(run: Run) -> Problem | None:
-    if run.method == "grpo" and not run.reward:
-        return Problem(
-            "reward-missing", "GRPO needs a reward", remedy="name a function: --reward module:function"
-        )
-    if run.method != "grpo" and run.reward:
-        return Problem(
-            "reward-not-taken",
-            "only GRPO takes a reward",
-            found=f"--reward with {run.method}",
-            remedy="leave it out",
-        )
-    return None
-
-
-_RULES = (_folders, _data, _eval_data, _engine_knows_method, _sizes_belong_to_the_engine, _reward)

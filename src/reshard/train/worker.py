@@ -14,7 +14,7 @@ from pathlib import Path
 from reshard.errors import Problem, ReshardError
 from reshard.train import signals
 from reshard.train.collective import meet
-from reshard.train.engine import engine_of
+from reshard.train.engines import engine_of
 from reshard.train.lifetime import end_with_parent
 from reshard.train.run import Run, put
 from reshard.train.show import trackers

@@ -19,7 +19,8 @@ from reshard.errors import Problem, ReshardError
 from reshard.formats import open_checkpoint
 from reshard.formats.companions import CONFIG, find_companions
 from reshard.planning import Options
-from reshard.train.engine import Trained, engine_of
+from reshard.train.engine import Trained
+from reshard.train.engines import engine_of
 from reshard.train.final import acceptance
 from reshard.train.final.acceptance import Check, checked
 from reshard.train.run import RECORD, Run, conclude, read_record

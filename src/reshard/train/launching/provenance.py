@@ -11,21 +11,18 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from reshard.train import data
+from reshard.train.engines import engine_of
 from reshard.train.run import Run
 from reshard.train.signals import SECONDS
 from reshard.version import __version__
 
-PACKAGES = (
-    *("torch", "transformers", "trl", "accelerate", "peft", "datasets", "tokenizers", "safetensors"),
-    *("deepspeed", "megatron-core", "transformer-engine", "flash-attn"),
-)
 FLAGS = ("nproc", "nnodes", "rendezvous")
 
 
-def versions() -> dict[str, str]:
+def versions(run: Run) -> dict[str, str]:
     """The versions that a run depends on."""
     found = {"reshard": __version__, "python": platform.python_version()}
-    for package in PACKAGES:
+    for package in engine_of(run).packages:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     return found
@@ -38,7 +35,7 @@ def record_of(run: Run, more: Mapping[str, Any]) -> dict[str, Any]:
     if run.eval_data:
         digest["eval_data_digest"] = data.digest(run.eval_data)
     more = {name: value for name, value in more.items() if name not in ("run", "problems")}
-    return {**told, "versions": versions(), **digest, **more}
+    return {**told, "versions": versions(run), **digest, **more}
 
 
 def words_of(run: Run, *, resume: bool = False) -> list[str]:
@@ -46,7 +43,7 @@ def words_of(run: Run, *, resume: bool = False) -> list[str]:
     words = ["reshard", "train", run.method, "--model", str(run.model), "--data", str(run.data)]
     words += ["--eval-data", str(run.eval_data)] if run.eval_data else []
     words += ["-o", str(run.output)]
-    words += ["--engine", run.engine] if run.engine != "trl" else []
+    words += ["--engine", run.engine] if run.engine != Run.engine else []
     words += ["--lora"] if run.lora else []
     words += ["--parallel", run.parallel] if run.parallel not in ("ddp", "tp") else []
     for name in ("tp", "pp", "vpp", "ep", "cp"):

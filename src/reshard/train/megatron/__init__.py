@@ -1,24 +1,34 @@
 """Fine-tuning and continued pre-training on megatron-core, from a Hugging Face folder and back into one.
 
-`options.py` lists what can be set, `weights.py` says what each rank holds, `load.py` reads it; `rows.py` and
-`samples.py` make sequences of data; `setup.py`, `step.py`, `store.py`, `lora.py` and `proof.py` are the parts of
-`loop.py`, which trains. Importing this package imports neither torch nor megatron-core.
+`options.py` lists what can be set, `looks.py`, `batches.py` and `memory.py` are asked before launch; `weights.py` says
+what each rank holds, `load.py` reads it; `rows.py` and `samples.py` make sequences of data; `setup.py`, `step.py`,
+`store.py`, `lora.py` and `proof.py` are the parts of `loop.py`, which trains. Importing this package imports neither
+torch nor megatron-core.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from reshard.errors import Problem
-from reshard.train.engine import Monitor, Trained
+from reshard.formats import iterations
+from reshard.train.engine import (
+    Checkpoints,
+    Engine,
+    Estimates,
+    Looks,
+    Monitor,
+    Reading,
+    Trained,
+    sizes_in_words,
+)
+from reshard.train.megatron import looks, memory
 from reshard.train.megatron.batches import batches, precision
 from reshard.train.megatron.options import known_options, read
 from reshard.train.run import Run
-
-__all__ = ["batches", "check", "evaluation", "known_options", "options", "precision", "train"]
-
 
 _CHATTER: tuple[dict[str, Any], ...] = (
     {"module": r"megatron\.core"},
@@ -28,21 +38,31 @@ _CHATTER: tuple[dict[str, Any], ...] = (
 """Warnings about megatron-core's own code: each rank would repeat them before every run."""
 
 
-def options(run: Run) -> dict[str, Any]:
-    """The engine's options of a run, typed. Raises ReshardError naming all that are wrong."""
-    return dict(vars(read(run)))
+def _plan(run: Run, world_size: int) -> list[str]:
+    """As TP2, PP2, DP4."""
+    return [*sizes_in_words(run.layout), f"DP{max(run.layout.replicas(world_size), 1)}"]
 
 
-def evaluation(run: Run) -> str:
-    """When a run with data to evaluate on is evaluated, in words."""
+def _reading(run: Run, options: Mapping[str, Any], record: Mapping[str, Any]) -> Reading:
+    """Long text goes on in the next sequence; other sequences are packed, or filled up."""
+    limit = None if "text" in record else options["seq_length"] or None
+    packed = bool(options["pack"])
+    return Reading("seq_length", limit, assistant_only=True, packed=packed, full=True, mixed=True)
+
+
+def _evaluation(run: Run) -> str:
     found = read(run)
     often = f"every {found.eval_interval} steps" if found.eval_interval else "once an epoch"
     part = f", at most {found.eval_iters} steps' worth of sequences" if found.eval_iters else ""
     return f"{often} and after the last step{part}"
 
 
-def train(run: Run, monitor: Monitor) -> Trained:
-    """Load, assert the plan, train, save. Called on each rank, with the launcher's environment set."""
+def _last(output: Path) -> Path | None:
+    step = looks.last_iteration(output)
+    return None if step is None else output / iterations.name_of(step)
+
+
+def _train(run: Run, monitor: Monitor) -> Trained:
     for chatter in _CHATTER:
         warnings.filterwarnings("ignore", **chatter)
     from reshard.train.megatron import loop
@@ -50,8 +70,42 @@ def train(run: Run, monitor: Monitor) -> Trained:
     return loop.train(run, monitor)
 
 
-def check(run: Run, trained: Trained, final: Path) -> list[Problem]:
-    """What differs between the weights in the folder `final` and those that were trained, shard by shard."""
-    from reshard.train.megatron.checking import check as compare
+def _check(run: Run, trained: Trained, final: Path) -> list[Problem]:
+    from reshard.train.megatron.checking import check
 
-    return compare(run, trained, final)
+    return check(run, trained, final)
+
+
+ENGINE = Engine(
+    name="megatron",
+    title="Megatron-Core",
+    what="Megatron-Core, for TP, PP, EP and CP",
+    methods=("sft",),
+    packages=(
+        *("torch", "transformers", "tokenizers", "safetensors"),
+        *("megatron-core", "transformer-engine", "flash-attn"),
+    ),
+    requires=lambda run: {"torch": ">=2.6", "transformers": ">=5", "megatron-core": ">=0.12.3"},
+    known_options=known_options,
+    options=lambda run: dict(vars(read(run))),
+    looks=Looks(looks.asked, looks.machine, looks.model),
+    reading=_reading,
+    batches=batches,
+    precision=precision,
+    evaluation=_evaluation,
+    plan=_plan,
+    estimates=Estimates(memory.parts, memory.parallelisms, memory.savings, memory.smaller_batch),
+    checkpoints=Checkpoints(
+        pattern="iter_*",
+        name=iterations.name_of,
+        last=_last,
+        expected="iter_*, and the file that names the last one",
+        interval=lambda options: options.get("save_interval"),
+        shares=lambda run, world_size: (run.layout.tp * run.layout.pp, world_size),
+        fewer="save less often with --save_interval",
+    ),
+    train=_train,
+    check=_check,
+    leaves=(iterations.TRACKER, ".rows"),
+    dequantizes=True,
+)

@@ -122,8 +122,8 @@ def _length_problems(options: Options, layout: Layout) -> list[Problem]:
     ]
 
 
-def batches(run: Run, world_size: int, samples: int) -> Batches:
-    """The arithmetic of a run. Packed samples share sequences: how many is counted on the first of them."""
+def batches(run: Run, world_size: int, samples: int, tokens: int | None = None) -> Batches:
+    """The arithmetic of a run. Packed samples share sequences: how many is counted on the first, not by `tokens`."""
     options = read(run)
     if run.layout.cp > 1 or options.transformer_impl:
         uses_transformer_engine(options, run.layout)

@@ -24,6 +24,7 @@ from reshard.formats.companions import find_companions
 from reshard.formats.megatron.request import LORA
 from reshard.formats.provenance import RUN_CONFIG
 from reshard.formats.torchfiles.read import read_torch_file
+from reshard.train.megatron.looks import last_iteration
 from reshard.train.megatron.lora import is_adapter
 from reshard.train.megatron.setup import Trainee, dtype_of, gather_weights
 from reshard.train.run import RECORD
@@ -40,14 +41,6 @@ _SIZES = (
     "expert_model_parallel_size",
     "world_size",
 )
-
-
-def last_iteration(output: Path) -> int | None:
-    """The last step that is saved whole, by the tracker."""
-    try:
-        return int((output / iterations.TRACKER).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
 
 
 def lay_beside(trainee: Trainee) -> None:

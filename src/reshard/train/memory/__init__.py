@@ -8,8 +8,8 @@ from typing import Any
 
 from reshard.doctor.environment import Environment
 from reshard.errors import ReshardError
-from reshard.train.engine import Batches, Precision, engine_of
-from reshard.train.memory import megatron, trl
+from reshard.train.engine import Batches, Precision
+from reshard.train.engines import engine_of
 from reshard.train.run import Run
 
 GIB = 1 << 30
@@ -46,8 +46,8 @@ def estimate(
     run: Run, batches: Batches, precision: Precision, world_size: int, *, gpu: bool = True
 ) -> Memory:
     """What a run takes on the fullest of `world_size` GPUs."""
-    of_engine = megatron.parts if run.engine == "megatron" else trl.parts
-    always, step, generation = of_engine(run, batches, precision, world_size, gpu=gpu)
+    parts = engine_of(run).estimates.parts
+    always, step, generation = parts(run, batches, precision, world_size, gpu=gpu)
     return Memory({**always, **({"CUDA and NCCL": OVERHEAD} if gpu else {})}, step, generation)
 
 
@@ -65,8 +65,6 @@ def by_length(
 
 
 def _activations(run: Run, batches: Batches, precision: Precision, world_size: int, *, again: bool) -> int:
-    if run.engine == "megatron":
-        run = replace(run, options={**run.options, "recompute_granularity": "full" if again else None})
     precision = replace(precision, recomputation=again)
     return estimate(run, batches, precision, world_size).step["activations"]
 
@@ -124,7 +122,7 @@ def _tried(run: Run, world_size: int, samples: int, length: int, *, gpu: bool) -
 
 def _candidates(run: Run, world_size: int) -> Iterator[tuple[tuple[str, ...], Run]]:
     """Plans beside the one that was asked for, those that cost least first; smaller batches come last."""
-    of_engine = megatron if run.engine == "megatron" else trl
+    of_engine = engine_of(run).estimates
     nothing: dict[str, object] = {}
     for batch in (nothing, of_engine.smaller_batch(run)):
         for flags, other in (((), run), *of_engine.parallelisms(run, world_size)):

@@ -1,6 +1,6 @@
 """TensorBoard and Weights & Biases, where `--report_to` asks for them.
 
-TRL writes to them itself. For the Megatron engine rank 0 does, from the rows of `metrics.jsonl`.
+An engine that does not track by itself leaves it to rank 0, which does so from the rows of `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from reshard.errors import Problem, ReshardError
+from reshard.train.engines import engine_of
 from reshard.train.run import Run
 from reshard.train.show.monitor import Row, number
 
@@ -41,11 +42,11 @@ def check(run: Run) -> None:
         for name in names
         if name in MODULES and not any(map(_is_here, MODULES[name]))
     ]
-    if run.engine == "megatron":
+    if not engine_of(run).tracks:
         problems += [
             Problem(
-                "megatron-tracker-unsupported",
-                "the Megatron engine does not write to this tracker",
+                "engine-tracker-unsupported",
+                f"the {engine_of(run).title} engine does not write to this tracker",
                 expected=" or ".join(MODULES),
                 found=f"report_to {name}",
                 remedy="choose one of these; metrics.jsonl and report.html are always written",
@@ -63,7 +64,7 @@ def _is_here(module: str) -> bool:
 
 def listeners(run: Run) -> list[Callable[[Row], None]]:
     """What takes the rows of a run to the trackers that are asked for; none where the engine does it by itself."""
-    if run.engine != "megatron":
+    if engine_of(run).tracks:
         return []
     return [_LISTENERS[name](run) for name in asked(run) if name in _LISTENERS]
 

@@ -1,63 +1,125 @@
 """The TRL engine: SFT, DPO and GRPO on transformers, TRL, accelerate and PEFT.
 
-`fields.py` and `arithmetic.py` are asked before launch, `training.py` is what each rank runs. Importing this package
-imports none of the frameworks.
+`config_fields.py`, `arithmetic.py`, `looks.py` and `memory.py` are asked before launch, `training.py` is what each rank
+runs. Importing this package imports none of the frameworks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from reshard.errors import Problem
-from reshard.train.engine import Batches, Monitor, Option, Precision, Trained
-from reshard.train.run import Run
+from reshard.train.engine import (
+    Batches,
+    Checkpoints,
+    Engine,
+    Estimates,
+    Looks,
+    Monitor,
+    Reading,
+    Trained,
+    sizes_in_words,
+)
+from reshard.train.run import METHODS, Run
+from reshard.train.trl import looks, memory
+from reshard.train.trl.arithmetic import batches_of, evaluation_of, precision_of
+from reshard.train.trl.config_fields import known, options_of
+from reshard.train.trl.saving import last_complete
+
+NEEDS = {
+    "torch": ">=2.6",
+    "transformers": ">=5",
+    "trl": ">=1.16",
+    "accelerate": ">=1.15",
+    "peft": ">=0.21",
+    "datasets": ">=3",
+}
 
 
-def known_options(method: str) -> list[Option]:
-    """Every option that the engine takes for a method: TRL's config of it, and what ModelConfig says of LoRA."""
-    from reshard.train.trl.config_fields import known
-
-    return known(method)
+def _requires(run: Run) -> Mapping[str, str]:
+    return {**NEEDS, "deepspeed": ">=0.16"} if run.parallel.startswith("zero") else NEEDS
 
 
-def options(run: Run) -> dict[str, Any]:
-    """All options of a run, typed. Raises ReshardError naming every one that is unknown, mistyped or refused."""
-    from reshard.train.trl.config_fields import options_of
-
-    return options_of(run)
-
-
-def batches(run: Run, world_size: int, samples: int) -> Batches:
-    """The arithmetic of a run over so many ranks and samples. Raises ReshardError where it does not come out."""
-    from reshard.train.trl.arithmetic import batches_of
-
-    return batches_of(run, options(run), world_size, samples)
+def _plan(run: Run, world_size: int) -> list[str]:
+    """As FSDP2; or TP2, FSDP2 over 4."""
+    if run.parallel != "tp":
+        return [run.parallel.upper(), *sizes_in_words(run.layout)]
+    replicas = max(run.layout.replicas(world_size), 1)
+    return [*sizes_in_words(run.layout), *([f"FSDP2 over {replicas}"] if replicas > 1 else [])]
 
 
-def evaluation(run: Run) -> str:
-    """When a run with data to evaluate on is evaluated, in words."""
-    from reshard.train.trl.arithmetic import evaluation_of
-
-    return evaluation_of(options(run))
-
-
-def precision(run: Run) -> Precision:
-    """What a parameter weighs while it is trained."""
-    from reshard.train.trl.arithmetic import precision_of
-
-    return precision_of(run, options(run))
+def _reading(run: Run, options: Mapping[str, Any], record: Mapping[str, Any]) -> Reading:
+    """GRPO bounds completions alone. TRL looks at the shape of the records to train on, and treats others as such."""
+    packed = bool(options.get("packing"))
+    limit = None if run.method == "grpo" else int(options.get("max_length") or 0) or None
+    only = bool(options.get("assistant_only_loss"))
+    return Reading("max_length", limit, assistant_only=only, packed=packed, full=packed)
 
 
-def train(run: Run, monitor: Monitor) -> Trained:
-    """Load, assert the plan, train, save. Called on each rank, with the launcher's environment set."""
+def _batches(run: Run, world_size: int, samples: int, tokens: int | None = None) -> Batches:
+    """Packed samples fill sequences of the greatest length."""
+    options = options_of(run)
+    found = batches_of(run, options, world_size, samples)
+    if options.get("packing") and found.length and tokens is not None:
+        return batches_of(run, options, world_size, -(-tokens // found.length))
+    return found
+
+
+def _interval(options: Mapping[str, Any]) -> float | None:
+    strategy, steps = str(options.get("save_strategy")), float(options.get("save_steps") or 0)
+    return steps if strategy.endswith("steps") and steps >= 1 else None
+
+
+def _shares(run: Run, world_size: int) -> tuple[int, int]:
+    weights = run.parallel in ("fsdp2", "zero3", "tp")
+    return (world_size if weights else 1), (world_size if weights or run.parallel == "zero2" else 1)
+
+
+def _train(run: Run, monitor: Monitor) -> Trained:
     from reshard.train.trl.training import train_here
 
     return train_here(run, monitor)
 
 
-def check(run: Run, trained: Trained, final: Path) -> list[Problem]:
-    """What differs between the weights in the folder `final` and those that were trained."""
+def _check(run: Run, trained: Trained, final: Path) -> list[Problem]:
     from reshard.train.trl.checking import differences
 
     return differences(run, trained, final)
+
+
+ENGINE = Engine(
+    name="trl",
+    title="TRL",
+    what="TRL on Accelerate",
+    methods=METHODS,
+    packages=(
+        *("torch", "transformers", "trl", "accelerate", "peft", "datasets", "tokenizers", "safetensors"),
+        *("deepspeed", "flash-attn"),
+    ),
+    requires=_requires,
+    known_options=known,
+    options=options_of,
+    looks=Looks(looks.asked, looks.machine, chats=looks.chats),
+    reading=_reading,
+    batches=_batches,
+    precision=lambda run: precision_of(run, options_of(run)),
+    evaluation=lambda run: evaluation_of(options_of(run)),
+    plan=_plan,
+    estimates=Estimates(memory.parts, memory.parallelisms, memory.savings, memory.smaller_batch),
+    checkpoints=Checkpoints(
+        pattern="checkpoint-*",
+        name=lambda step: f"checkpoint-{step}",
+        last=last_complete,
+        expected="checkpoint-*",
+        interval=_interval,
+        shares=_shares,
+        fewer="keep fewer with --save_total_limit 1, or no optimizer with --save_only_model",
+        bound=lambda run: {"parallel": run.parallel, "tp": run.layout.tp},
+    ),
+    train=_train,
+    check=_check,
+    leaves=(".data-*",),
+    tracks=True,
+)

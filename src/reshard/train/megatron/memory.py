@@ -6,16 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import prod
-from typing import TYPE_CHECKING
 
-from reshard.train.engine import Batches, Precision
+from reshard.train.engine import Batches, Parts, Precision
+from reshard.train.megatron.options import Options, read
+from reshard.train.megatron.weights import Coordinates, Weights, weights_of
 from reshard.train.memory import activations
 from reshard.train.memory.activations import Kept, Widths
 from reshard.train.run import Run
-
-if TYPE_CHECKING:
-    from reshard.train.megatron.options import Options
-    from reshard.train.megatron.weights import Weights
 
 BY_ROW = ("linear_proj", "linear_fc2")
 """Linears whose input tensor parallelism cuts; of all others it cuts the output."""
@@ -34,21 +31,20 @@ class _Held:
 
 def parts(
     run: Run, batches: Batches, precision: Precision, world_size: int, *, gpu: bool
-) -> tuple[dict[str, int], ...]:
+) -> tuple[Parts, Parts, Parts]:
     """Bytes of what lies on the fullest rank all the time, and of what a step adds. Raises ReshardError."""
-    from reshard.train.megatron.options import read
-    from reshard.train.megatron.weights import weights_of
-
     options = read(run)
     transformer_engine = _transformer_engine(options)
     weights = weights_of(run.model, run, options, transformer_engine=transformer_engine, dtype=None)
     widths = replace(Widths.of(weights.model.config), vocab=weights.rows)
     kept = _kept(run, options, precision, transformer_engine, gpu=gpu)
+    again = options.recompute_granularity if options.recompute_granularity == "selective" else None
+    again = "full" if precision.recomputation else again
     found = []
     for stage in range(run.layout.pp):
         held = _held(weights, options, stage, lora=run.lora)
         always = _states(run, options, held, precision, world_size)
-        found.append((always, _step(run, batches, options, widths, kept, held, stage)))
+        found.append((always, _step(run, batches, again, widths, kept, held, stage)))
     always, step = max(found, key=lambda each: sum(each[0].values()) + sum(each[1].values()))
     return always, step, {}
 
@@ -59,8 +55,6 @@ def _transformer_engine(options: Options) -> bool:
 
 
 def _held(weights: Weights, options: Options, stage: int, *, lora: bool) -> _Held:
-    from reshard.train.megatron.weights import Coordinates
-
     dense = experts = adapters = 0
     layers: set[tuple[int, str]] = set()
     sparse: set[tuple[int, str]] = set()
@@ -124,21 +118,21 @@ def _kept(run: Run, options: Options, precision: Precision, transformer_engine: 
 
 
 def _step(
-    run: Run, batches: Batches, options: Options, widths: Widths, kept: Kept, held: _Held, stage: int
+    run: Run, batches: Batches, again: str | None, widths: Widths, kept: Kept, held: _Held, stage: int
 ) -> dict[str, int]:
-    """What is kept of all micro-batches that a stage has begun, and of the layer that is computed again."""
+    """What is kept of all micro-batches that a stage has begun, and of what is computed `again`: full, or selective."""
     length = batches.length
     own = replace(widths, layers=held.layers, sparse=held.sparse)
-    if options.recompute_granularity == "full":
+    if again == "full":
         layers = held.layers * activations.between_layers(widths, kept)
-        again = activations.of_one_layer(widths, kept, length)
-    elif options.recompute_granularity == "selective":
+        extra = activations.of_one_layer(widths, kept, length)
+    elif again == "selective":
         layers = activations.of_layers(own, replace(kept, scores=0), length)
-        again = widths.heads * kept.scores * length // kept.tp
+        extra = widths.heads * kept.scores * length // kept.tp
     else:
-        layers, again = activations.of_layers(own, kept, length), 0
+        layers, extra = activations.of_layers(own, kept, length), 0
     tokens = batches.per_device * length // run.layout.cp
-    step = {"activations": tokens * (round(layers * _in_flight(run, batches, stage)) + again)}
+    step = {"activations": tokens * (round(layers * _in_flight(run, batches, stage)) + extra)}
     if stage == run.layout.pp - 1:
         step["activations"] += tokens * activations.of_ends(widths, kept)
         step["logits"] = tokens * (widths.vocab // run.layout.tp) * (2 * kept.computed + 4)
@@ -188,8 +182,6 @@ def _has_experts(run: Run) -> bool:
 
 def savings(run: Run) -> Iterator[dict[str, object]]:
     """Options that take less memory for the same steps, those that cost least first."""
-    from reshard.train.megatron.options import read
-
     options = read(run)
     changes: dict[str, object] = {}
     yield {}
@@ -204,6 +196,4 @@ def savings(run: Run) -> Iterator[dict[str, object]]:
 
 def smaller_batch(run: Run) -> dict[str, object]:
     """One sequence at a time; a step has as many as before."""
-    from reshard.train.megatron.options import read
-
     return {"micro_batch_size": 1} if read(run).micro_batch_size > 1 else {}

@@ -14,11 +14,11 @@ from typing import Any
 from reshard.algebra.layout import Layout
 from reshard.errors import ReshardError
 from reshard.formats.companions import read_object
-from reshard.train.engine import Batches, Precision, engine_of
+from reshard.train.engine import Batches, Parts, Precision
 from reshard.train.memory import activations
 from reshard.train.memory.activations import Kept, Widths
 from reshard.train.run import Run
-from reshard.train.trl.config_fields import LORA
+from reshard.train.trl.config_fields import LORA, options_of
 
 HEAD_TOKENS, HEAD_COLUMNS = 4096, 32768
 """The tile of logits that TRL 1.16 computes at a time: `trl.kernels.chunked_logprob`, `trl.trainer.utils`."""
@@ -201,9 +201,9 @@ class _Case:
 
 def parts(
     run: Run, batches: Batches, precision: Precision, world_size: int, *, gpu: bool
-) -> tuple[dict[str, int], ...]:
+) -> tuple[Parts, Parts, Parts]:
     """Bytes of what lies there all the time, of what a training step adds, and of what generation adds instead."""
-    options = engine_of(run).options(run)
+    options = options_of(run)
     case = _Case(
         run=run,
         options=options,
@@ -215,8 +215,12 @@ def parts(
         gpu=gpu,
         base=BYTES.get(str(options.get("dtype")), 4) if run.lora else precision.weights,
     )
-    found = _states(case), _step(case), _generation(case) if run.method == "grpo" else {}
-    return tuple({name: size for name, size in each.items() if size} for each in found)
+    always, step = _states(case), _step(case)
+    return _there(always), _there(step), _there(_generation(case) if run.method == "grpo" else {})
+
+
+def _there(parts: Parts) -> Parts:
+    return {name: size for name, size in parts.items() if size}
 
 
 def _states(case: _Case) -> dict[str, int]:
@@ -341,13 +345,13 @@ def parallelisms(run: Run, world_size: int) -> Iterator[tuple[tuple[str, ...], R
 def savings(run: Run) -> Iterator[dict[str, object]]:
     """Options that take less memory for the same steps, those that cost least first."""
     yield {}
-    if not engine_of(run).options(run).get("gradient_checkpointing"):
+    if not options_of(run).get("gradient_checkpointing"):
         yield {"gradient_checkpointing": "true"}
 
 
 def smaller_batch(run: Run) -> dict[str, object]:
     """One sample at a time, and as many in a step as before; the groups of GRPO stay as they are."""
-    options = engine_of(run).options(run)
+    options = options_of(run)
     size, steps = int(options["per_device_train_batch_size"]), int(options["gradient_accumulation_steps"])
     if size == 1 or run.method == "grpo":
         return {}

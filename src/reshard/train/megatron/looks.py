@@ -1,0 +1,77 @@
+"""What keeps Megatron-Core from a run, seen before it starts: the plan, the machine, the model over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from reshard.doctor.environment import Environment
+from reshard.errors import Problem, ReshardError
+from reshard.formats import iterations, open_checkpoint
+from reshard.formats.megatron.layouts import SHARED_GROUPS, shares_groups
+from reshard.model.resolve import resolve
+from reshard.train.findings import in_training, lacking, without_bf16
+from reshard.train.megatron.options import read
+from reshard.train.megatron.weights import layout_of
+from reshard.train.run import Run
+
+
+def asked(run: Run) -> Iterator[Problem]:
+    """A way to spread the model that is TRL's."""
+    if run.parallel not in ("ddp", "tp"):
+        yield Problem(
+            "megatron-parallelism-unsupported",
+            "the Megatron engine has no such parallelism",
+            found=f"--parallel {run.parallel}",
+            expected="--tp, --pp, --vpp, --ep and --cp; the rest of the ranks is data parallel",
+            remedy="leave out --parallel, or use --engine trl",
+        )
+
+
+def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> Iterator[Problem]:
+    """GPUs that cannot compute as the options ask."""
+    if not environment.gpus:
+        return
+    half = options.get("bf16") is not False and not options.get("fp16") and not options.get("fp32")
+    if half or options.get("attention_backend") == "flash":
+        yield from without_bf16(environment)
+
+
+def model(run: Run, installed: Mapping[str, str] | None = None) -> Iterator[Problem]:
+    """Whether the sizes of the model divide over the ranks, and the installed megatron-core can do it."""
+    try:
+        model = resolve(open_checkpoint(run.model)).declared
+        cure = "correct config.json, or train it with --engine trl"
+        yield from (replace(each, severity="error", remedy=cure) for each in model.warnings)
+        if shares_groups(model, layout_of(run, read(run), model)):
+            rule = f"--tp {run.layout.tp} is larger than the {model.dims.groups} query groups"
+            yield from lacking({"megatron-core": SHARED_GROUPS}, installed, rule)
+        _known(run.model)
+    except ReshardError as error:
+        yield from map(in_training, error.problems)
+
+
+def _known(folder: Path) -> None:
+    """Raises ReshardError for a model that transformers does not know: in the end it has to load it."""
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    except Exception as error:  # whatever a config makes transformers raise
+        raise ReshardError(
+            "transformers-unknown-model",
+            "transformers does not know the model, and would not load what was trained",
+            file=str(folder),
+            found=f"{type(error).__name__}: {error}".split("\n")[0],
+            remedy="update transformers, or correct config.json",
+        ) from None
+
+
+def last_iteration(output: Path) -> int | None:
+    """The last step that is saved whole, by the tracker."""
+    try:
+        return int((output / iterations.TRACKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None

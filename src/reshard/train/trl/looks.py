@@ -1,0 +1,89 @@
+"""What keeps TRL from a run, seen before it starts: the plan, the machine, packed samples, the template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from reshard.doctor.entries import find
+from reshard.doctor.environment import Environment, diagnose_environment
+from reshard.errors import Problem
+from reshard.train.findings import problem_of, without_bf16
+from reshard.train.run import Run
+
+RULES = ("env-device-map-tp", "env-accelerate-fsdp2-lora", "env-trl-transformers")
+"""Rules of the environment that can break a run. Those about launches do not: reshard sets these itself."""
+
+
+def asked(run: Run) -> Iterator[Problem]:
+    """Sizes of a layout that TRL does not have here, or that contradict each other."""
+    alien = [name for name in ("pp", "vpp", "cp") if getattr(run.layout, name) > 1]
+    if alien:
+        yield Problem(
+            "trl-parallelism-unsupported",
+            "TRL has no pipeline and no context parallelism here",
+            found=", ".join(f"--{name} {getattr(run.layout, name)}" for name in alien),
+            remedy="use --engine megatron, or --parallel fsdp2 to shard the model",
+        )
+    elif (run.layout.tp > 1) != (run.parallel == "tp"):
+        yield Problem(
+            "parallel-and-tp-disagree",
+            "--parallel and --tp disagree",
+            found=f"--parallel {run.parallel} with --tp {run.layout.tp}",
+            expected="--parallel tp --tp N",
+            remedy="give both, or neither",
+        )
+
+
+def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> Iterator[Problem]:
+    """Rules of the environment that matter to this run; attention that is not there, or sees other samples."""
+    found = diagnose_environment(environment)
+    yield from (problem_of(finding) for finding in found if finding.id in RULES)
+    yield from _packed(options)
+    if not environment.gpus or options.get("use_cpu"):
+        return
+    flash = str(options.get("attn_implementation")).startswith("flash")
+    if options.get("bf16") or flash:
+        yield from without_bf16(environment)
+    if flash and "flash-attn" not in environment.versions:
+        yield Problem(
+            "flash-attention-not-installed",
+            "flash-attention 2 is not installed",
+            found=f"attn_implementation {options['attn_implementation']}",
+            remedy="leave it out: sdpa has the same kernels; or pip install flash-attn",
+        )
+
+
+def _packed(options: Mapping[str, Any]) -> Iterator[Problem]:
+    """Packed samples that would see each other: of TRL's attentions only flash keeps them apart."""
+    chosen = str(options.get("attn_implementation"))
+    if options.get("packing") and "flash" not in chosen:
+        yield Problem(
+            "packed-samples-see-each-other",
+            "samples that share a sequence see each other",
+            rule="TRL keeps packed samples apart by their positions, which only flash-attention reads",
+            found=f"--packing with attn_implementation {chosen}",
+            remedy="leave out --packing, add --attn_implementation flash_attention_2, or use --engine megatron, which "
+            "masks other samples",
+            severity="warning",
+        )
+
+
+def chats(run: Run, options: Mapping[str, Any], tokenizer: Any) -> Iterator[Problem]:
+    """Whether TRL finds the assistant's words, if it is to learn these alone."""
+    if not options.get("assistant_only_loss") or "{% generation" in tokenizer.chat_template:
+        return
+    from trl.chat_template_utils import get_training_chat_template
+
+    try:
+        get_training_chat_template(tokenizer)
+    except ValueError:
+        entry = find("assistant-mask-template")
+        yield Problem(
+            entry.id,
+            entry.title.en,
+            file=str(run.model),
+            rule=entry.cause.en,
+            found="--assistant_only_loss, and a chat template without {% generation %}",
+            remedy=entry.cure.en.strip(),
+        )
