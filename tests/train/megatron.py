@@ -104,7 +104,7 @@ def _stopped(run: Run, after: int) -> tuple[Seen, tuple[int | None, Path | None]
     seen = Seen(signal_after=after)
     with signals.listening(None):
         try:
-            megatron.train(run, seen)
+            megatron.ENGINE.train(run, seen)
         except signals.Stopped as stop:
             return seen, (stop.step, stop.checkpoint)
     raise AssertionError("the run was not stopped")

@@ -165,7 +165,7 @@ class Looks:
 class Engine:
     """One engine. None of its functions but `train` starts processes or needs a GPU; importing it imports no framework.
 
-    `name` is what users type, `title` what texts call it, `what` tells in a few words what it is for. `methods` are
+    `name` is what users type, `title` what texts call it. `methods` are
     those of `METHODS` that it trains with. `packages` are those whose versions matter to a run; `requires` says which
     of them have to be there, with the versions that will do. `leaves` are patterns of what it leaves in the output
     beside checkpoints. An engine that `tracks` reports to trackers by itself, one that `dequantizes` starts from a
@@ -185,7 +185,6 @@ class Engine:
 
     name: str
     title: str
-    what: str
     methods: tuple[str, ...]
     packages: tuple[str, ...]
     requires: Callable[[Run], Mapping[str, str]]

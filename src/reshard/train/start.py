@@ -51,15 +51,16 @@ def start(
     Of the processes of a run one speaks for all: it looks before, and finishes after. Raises ReshardError with all that
     forbids the run, and nothing started; also where ranks refuse to go on.
     """
+    from reshard.train.engines import engine_of
     from reshard.train.launching import launch
     from reshard.train.launching.lock import held
     from reshard.train.launching.places import place_of
-    from reshard.train.preconditions import config_problems, last_checkpoint
+    from reshard.train.preconditions import config_problems
     from reshard.train.preflight import preflight
     from reshard.train.worker import restarted
 
     if restarted() and place_of(run):
-        going_on = last_checkpoint(run) is not None
+        going_on = engine_of(run).checkpoints.last(run.output) is not None
         run, overwrite = replace(run, resume=going_on), overwrite or not going_on
     found = None
     if launch.leads(run) or (dry_run and not place_of(run)):  # another node can look at its own machine, too

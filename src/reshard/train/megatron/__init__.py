@@ -79,7 +79,6 @@ def _check(run: Run, trained: Trained, final: Path) -> list[Problem]:
 ENGINE = Engine(
     name="megatron",
     title="Megatron-Core",
-    what="Megatron-Core, for TP, PP, EP and CP",
     methods=("sft",),
     packages=(
         *("torch", "transformers", "tokenizers", "safetensors"),
@@ -87,7 +86,7 @@ ENGINE = Engine(
     ),
     requires=lambda run: {"torch": ">=2.6", "transformers": ">=5", "megatron-core": ">=0.12.3"},
     known_options=known_options,
-    options=lambda run: dict(vars(read(run))),
+    options=lambda run: read(run).as_dict(),
     looks=Looks(looks.asked, looks.machine, looks.model),
     reading=_reading,
     batches=batches,

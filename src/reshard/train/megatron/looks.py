@@ -45,10 +45,16 @@ def model(run: Run, installed: Mapping[str, str] | None = None) -> Iterator[Prob
         model = resolve(open_checkpoint(run.model)).declared
         cure = "correct config.json, or train it with --engine trl"
         yield from (replace(each, severity="error", remedy=cure) for each in model.warnings)
-        if shares_groups(model, layout_of(run, read(run), model)):
+        options = read(run)
+        layout = layout_of(run, options, model)
+        if shares_groups(model, layout):
             rule = f"--tp {run.layout.tp} is larger than the {model.dims.groups} query groups"
             yield from lacking({"megatron-core": SHARED_GROUPS}, installed, rule)
         _known(run.model)
+        if options.more:
+            from reshard.train.megatron.setup import try_configs  # which imports megatron-core
+
+            try_configs(model.args, options, replace(layout, cp=run.layout.cp))
     except ReshardError as error:
         yield from map(in_training, error.problems)
 

@@ -1,7 +1,8 @@
-"""The options of the Megatron engine, under the names of Megatron-LM's arguments.
+"""The options of the Megatron engine: reshard's own, under the names of Megatron-LM's arguments, and megatron-core's.
 
-Each is declared once: its type, what is taken where nothing is said, and a line of help. Values arrive as words of a
-command line or as they stand in a config file; both are brought to the type, or refused.
+Its own are declared once: type, what is taken where nothing is said, a line of help. Other fields of megatron-core's
+configs pass through (`core_fields.py`), but for those of `refusals.py`. Values arrive as words of a command line or as
+they stand in a config file; both are brought to the type, or refused.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 from reshard.errors import Problem, ReshardError
 from reshard.train.engine import Option
+from reshard.train.fields import kind, nearest, typed
+from reshard.train.megatron.core_fields import all_fields
+from reshard.train.megatron.refusals import missing, passes, refused
 from reshard.train.run import Run
 
 LENGTH = 4096
@@ -23,7 +26,6 @@ LENGTH = 4096
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """What LoRA adapts, by the names of Megatron-Bridge's `target_modules`."""
 FULL_LR, LORA_LR = 2e-5, 1e-4
-_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 def _option(default: Any, text: str, *choices: str) -> Any:
@@ -37,11 +39,16 @@ class Options:
     lr: float | None = _option(None, f"the highest learning rate; {FULL_LR:g}, or {LORA_LR:g} with --lora")
     min_lr: float = _option(0.0, "where the decay ends")
     lr_decay_style: str = _option(
-        "cosine", "how the learning rate falls", "cosine", "linear", "constant", "inverse-square-root"
+        "cosine", "how the learning rate falls", "cosine", "linear", "constant", "inverse-square-root", "WSD"
     )
     lr_decay_iters: int | None = _option(None, "steps of the decay; all of them")
     lr_warmup_fraction: float = _option(0.03, "part of the decay's steps that rise to `lr`")
     lr_warmup_iters: int | None = _option(None, "the same in steps; goes before lr_warmup_fraction")
+    lr_warmup_init: float = _option(0.0, "where the warm-up begins")
+    lr_wsd_decay_iters: int | None = _option(None, "with WSD: steps of the decay at the end")
+    lr_wsd_decay_style: str = _option(
+        "exponential", "with WSD: how it falls", "exponential", "linear", "cosine", "minus_sqrt"
+    )
     train_iters: int | None = _option(None, "optimizer steps; goes before train_epochs")
     train_epochs: float = _option(1.0, "how often all data is seen")
     micro_batch_size: int = _option(1, "sequences that a rank computes at a time")
@@ -50,6 +57,11 @@ class Options:
     )
     seq_length: int | None = _option(None, f"tokens of a sequence; {LENGTH}, or what the model knows")
     weight_decay: float = _option(0.01, "decay of matrices; norms and biases never decay")
+    weight_decay_incr_style: str = _option(
+        "constant", "how the decay rises from start_weight_decay", "constant", "linear", "cosine"
+    )
+    start_weight_decay: float | None = _option(None, "weight decay of the first step; weight_decay")
+    end_weight_decay: float | None = _option(None, "weight decay of the last step; weight_decay")
     adam_beta1: float = _option(0.9, "Adam's first coefficient")
     adam_beta2: float = _option(0.999, "Adam's second coefficient")
     adam_eps: float = _option(1e-8, "Adam's epsilon")
@@ -104,6 +116,13 @@ class Options:
     report_to: tuple[str, ...] | None = _option(None, "where metrics go as well: tensorboard, wandb")
     distributed_timeout_minutes: int = _option(30, "how long a rank waits for another")
 
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of megatron-core's configs by name, of those that were given."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """All options by name."""
+        return {**{name: value for name, value in vars(self).items() if name != "more"}, **self.more}
+
     @property
     def rate(self) -> float:
         """The learning rate at its highest."""
@@ -111,18 +130,24 @@ class Options:
         return self.lr
 
 
+OWN = {each.name: each for each in fields(Options) if each.name != "more"}
+"""The fields of `Options` by name."""
+
+
 def known_options(method: str) -> list[Option]:
-    """Every option with its type in words."""
+    """Every option with its type in words: reshard's own, then megatron-core's."""
     hints = get_type_hints(Options)
-    return [
+    own = [
         Option(
-            each.name,
-            " | ".join(each.metadata["choices"]) or _kind(hints[each.name]).__name__,
+            name,
+            " | ".join(each.metadata["choices"]) or kind(hints[name]),
             "" if each.default is None else _shown(each.default),
             each.metadata["help"],
         )
-        for each in fields(Options)
+        for name, each in OWN.items()
     ]
+    theirs = [each for name, each in sorted(all_fields().items()) if name not in OWN and passes(name)]
+    return [*own, *(Option(each.name, kind(each.hint), each.default, each.help) for each in theirs)]
 
 
 def _shown(value: Any) -> str:
@@ -131,30 +156,39 @@ def _shown(value: Any) -> str:
 
 def read(run: Run) -> Options:
     """The options of a run, with what is taken where nothing is said. Raises ReshardError naming all that are wrong."""
-    hints, known = get_type_hints(Options), {each.name: each for each in fields(Options)}
     problems: list[Problem] = []
     given: dict[str, Any] = {}
+    more: dict[str, Any] = {}
+    hints, theirs = get_type_hints(Options), all_fields()
     for name, value in run.options.items():
-        if name not in known:
-            problems.append(_unknown(name, list(known)))
-            continue
-        try:
-            given[name] = _typed(value, hints[name])
-        except (TypeError, ValueError):
-            problems.append(_mistyped(name, value, _kind(hints[name]).__name__))
-            continue
-        choices = known[name].metadata["choices"]
-        if choices and given[name] is not None and given[name] not in choices:
-            problems.append(_mistyped(name, value, ", ".join(choices)))
-            del given[name]
+        hint = hints[name] if name in OWN else theirs[name].hint if name in theirs else None
+        if hint is None:
+            problems.append(_unknown(name, value))
+        elif name not in OWN and (wrong := refused(name, value)):
+            problems.append(wrong)
+        else:
+            try:
+                (given if name in OWN else more)[name] = _chosen(name, typed(value, hint))
+            except ValueError:
+                choices = OWN[name].metadata["choices"] if name in OWN else ()
+                problems.append(_mistyped(name, value, ", ".join(choices) or kind(hint)))
+    problems += missing(more, local=given.get("transformer_impl") == "local")
     if not problems:
         given.setdefault("lr", LORA_LR if run.lora else FULL_LR)
         given.setdefault("seq_length", _length(run.model))
-        options = Options(**given)
+        options = Options(**given, more=more)
         problems = [*_contradictions(options), *_without_data(run), *_without_lora(run)]
     if problems:
         raise ReshardError(problems)
     return options
+
+
+def _chosen(name: str, value: Any) -> Any:
+    """A value, if it is one of the choices of an option that has some. Raises ValueError."""
+    choices = OWN[name].metadata["choices"] if name in OWN else ()
+    if choices and value is not None and value not in choices:
+        raise ValueError(value)
+    return value
 
 
 def _length(model: Path) -> int:
@@ -163,37 +197,6 @@ def _length(model: Path) -> int:
         return min(LENGTH, int(config.get("max_position_embeddings") or LENGTH))
     except (OSError, ValueError, TypeError, AttributeError):
         return LENGTH  # `Run`'s own check and `resolve` say what is wrong with the folder
-
-
-def _kind(hint: Any) -> type:
-    """The type of a value of an option that may be None as well."""
-    kinds = [kind for kind in get_args(hint) if isinstance(kind, type) and kind is not type(None)]
-    return tuple if str(hint).startswith("tuple") else kinds[0] if kinds else hint
-
-
-def _typed(value: Any, hint: Any) -> Any:
-    kind = _kind(hint)
-    if value is None or (isinstance(value, str) and value.lower() == "none"):
-        if type(None) in get_args(hint):
-            return None
-        raise ValueError(value)
-    if kind is bool:
-        return _switch(value)
-    if isinstance(value, bool):
-        raise TypeError(value)
-    if kind is tuple:
-        return tuple(value.replace(",", " ").split() if isinstance(value, str) else map(str, value))
-    if kind is int and float(value) != int(float(value)):
-        raise ValueError(value)
-    return kind(float(value)) if kind is int else kind(value)
-
-
-def _switch(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    if str(value).lower() not in (*_TRUE, *_FALSE):
-        raise ValueError(value)
-    return str(value).lower() in _TRUE
 
 
 def _without_lora(run: Run) -> Iterator[Problem]:
@@ -207,23 +210,13 @@ def _without_lora(run: Run) -> Iterator[Problem]:
             )
 
 
-def _unknown(name: str, known: list[str]) -> Problem:
-    if name.removeprefix("no_") in known:
-        cure = f"--{name.removeprefix('no_')} false switches it off"
-        return Problem(
-            "megatron-option-unknown",
-            "the Megatron engine has no such option",
-            found=f"--{name}",
-            remedy=cure,
-        )
-    near = get_close_matches(_ELSEWHERE.get(name, name), known, 1)
+def _unknown(name: str, value: Any) -> Problem:
+    known = [*OWN, *(each for each in all_fields() if each not in OWN and passes(each))]
     return Problem(
         "megatron-option-unknown",
         "the Megatron engine has no such option",
         found=f"--{name}",
-        remedy=f"did you mean --{near[0]}?"
-        if near
-        else "see `reshard train sft --engine megatron --options`",
+        remedy=nearest(name, known, _ELSEWHERE) or "see `reshard train sft --engine megatron --options`",
     )
 
 
@@ -269,12 +262,21 @@ _POSITIVE = (
         "make_vocab_size_divisible_by",
         "recompute_num_layers",
         "lr_decay_iters",
+        "lr_wsd_decay_iters",
     ),
     *("distributed_timeout_minutes", "lr"),
 )
 _NOT_NEGATIVE = (
     *("min_lr", "weight_decay", "adam_eps", "clip_grad", "seed", "lora_dropout", "lr_warmup_fraction"),
-    *("lr_warmup_iters", "moe_aux_loss_coeff", "moe_router_bias_update_rate", "mtp_loss_scaling_factor"),
+    *(
+        "lr_warmup_iters",
+        "lr_warmup_init",
+        "start_weight_decay",
+        "end_weight_decay",
+        "moe_aux_loss_coeff",
+        "moe_router_bias_update_rate",
+        "mtp_loss_scaling_factor",
+    ),
 )
 
 
@@ -290,7 +292,7 @@ def _without_data(run: Run) -> Iterator[Problem]:
 
 
 def _contradictions(options: Options) -> Any:
-    values: Mapping[str, Any] = vars(options)
+    values: Mapping[str, Any] = options.as_dict()
     for name in _POSITIVE:
         if values[name] is not None and values[name] <= 0:
             yield _mistyped(name, values[name], "more than 0")
@@ -306,6 +308,13 @@ def _contradictions(options: Options) -> Any:
             "a run has one precision",
             found="several of bf16, fp16, fp32",
             remedy="choose one",
+        )
+    if options.lr_warmup_init > options.rate > 0:
+        yield Problem(
+            "megatron-warm-up-falls",
+            "lr_warmup_init is higher than lr",
+            found=f"lr_warmup_init {options.lr_warmup_init:g}, lr {options.rate:g}",
+            remedy="lower lr_warmup_init",
         )
     if options.min_lr > options.rate > 0:
         yield Problem(
@@ -329,6 +338,41 @@ def _contradictions(options: Options) -> Any:
             "recompute_method says which layers, and no layers are computed again",
             remedy="add --recompute_granularity full",
         )
+    yield from _schedules(options)
     for name in options.lora_target_modules:
         if name not in LINEARS:
             yield _mistyped("lora_target_modules", name, ", ".join(LINEARS))
+
+
+def _schedules(options: Options) -> Iterator[Problem]:
+    """Schedules of the learning rate and of the weight decay that lack a part of theirs, or have one of another."""
+    ends = (options.start_weight_decay, options.end_weight_decay)
+    if options.weight_decay_incr_style != "constant" and None in ends:
+        yield Problem(
+            "megatron-weight-decay-without-ends",
+            "a weight decay that rises needs its start and its end",
+            found=f"weight_decay_incr_style {options.weight_decay_incr_style}",
+            expected="start_weight_decay and end_weight_decay",
+            remedy="add both, or leave out --weight_decay_incr_style",
+        )
+    elif None not in ends and ends > ends[::-1]:
+        yield Problem(
+            "megatron-weight-decay-falls",
+            "megatron-core has no weight decay that falls",
+            found=f"start_weight_decay {ends[0]}, end_weight_decay {ends[1]}",
+            remedy="raise end_weight_decay",
+        )
+    if options.weight_decay_incr_style == "constant" and ends != (None, None):
+        yield Problem(
+            "megatron-weight-decay-is-constant",
+            "a weight decay that is constant has no start and no end",
+            found=f"start_weight_decay {ends[0]}, end_weight_decay {ends[1]}",
+            remedy="add --weight_decay_incr_style linear, or use --weight_decay",
+        )
+    if options.lr_decay_style == "WSD" and options.lr_wsd_decay_iters is None:
+        yield Problem(
+            "megatron-wsd-without-steps",
+            "WSD needs to know how long its decay is",
+            found="--lr_decay_style WSD without --lr_wsd_decay_iters",
+            remedy="add --lr_wsd_decay_iters",
+        )

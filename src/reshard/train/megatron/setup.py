@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 from reshard.algebra.layout import Layout
 from reshard.engines.megatron import cpu, parallel
-from reshard.engines.megatron.model import build_model
+from reshard.engines.megatron.arguments import complete
+from reshard.engines.megatron.model import Spec, build_config, build_model
+from reshard.errors import ReshardError
 from reshard.train.collective import join
 from reshard.train.megatron import lora
-from reshard.train.megatron.batches import Steps, check_ranks, is_half, schedule
+from reshard.train.megatron.batches import (
+    Steps,
+    check_ranks,
+    is_half,
+    schedule,
+    uses_transformer_engine,
+)
+from reshard.train.megatron.core_fields import DATA_PARALLEL, MODEL, OPTIMIZER, given_to
 from reshard.train.megatron.load import fill
 from reshard.train.megatron.options import Options
 from reshard.train.megatron.weights import Coordinates, Weights, weights_of
@@ -129,13 +139,35 @@ def gather_weights(trainee: Trainee) -> None:
             module.start_param_sync(force_sync=True)
 
 
+def try_configs(args: Mapping[str, Any], options: Options, layout: Layout) -> None:
+    """Make megatron-core's configs, which look at their fields. Raises ReshardError where they refuse these."""
+    spec: Spec = "te" if uses_transformer_engine(options, layout) else "local"
+    dtype = dtype_of(options)
+    settings = _settings(options, layout)
+    try:
+        full = complete({**args, "padded_vocab_size": args.get("padded_vocab_size") or 1})
+        build_config(
+            full, layout.over(full.num_layers), spec=spec, dtype=dtype, training=True, settings=settings
+        )
+        _ddp_config(options)
+        _optimizer_config(options, dtype)
+    except (AssertionError, ValueError, TypeError, NotImplementedError) as error:
+        raise ReshardError(
+            "megatron-config-refused",
+            "megatron-core refuses the options",
+            found=str(error).split("\n")[0] or type(error).__name__,
+            remedy="correct or leave out what this is about: "
+            + " ".join(f"--{name}" for name in sorted(options.more)),
+        ) from None
+
+
 def _build(args: dict[str, Any], options: Options, layout: Layout, transformer_engine: bool) -> Any:
     import torch
 
     gpu = torch.cuda.is_available()
     chunks = build_model(
         args,
-        _with_stages(layout, args),
+        layout.over(int(args["num_layers"])),
         spec="te" if transformer_engine else "local",
         dtype=dtype_of(options),
         training=True,
@@ -149,12 +181,9 @@ def _build(args: dict[str, Any], options: Options, layout: Layout, transformer_e
     return [chunk.cuda(torch.cuda.current_device()) if gpu else chunk for chunk in chunks]
 
 
-def _with_stages(layout: Layout, args: dict[str, Any]) -> Layout:
-    return layout.over(int(args["num_layers"]))
-
-
 def _settings(options: Options, layout: Layout) -> dict[str, Any]:
     """Fields of TransformerConfig that concern speed, memory and the loss."""
+    import torch
     from megatron.core.transformer.enums import AttnBackend
 
     recompute = {
@@ -162,6 +191,8 @@ def _settings(options: Options, layout: Layout) -> dict[str, Any]:
         "recompute_method": options.recompute_method,
         "recompute_num_layers": options.recompute_num_layers,
     }
+    # Stages hand on the residual stream, in the dtype in which it is kept.
+    residual = {"pipeline_dtype": torch.float32} if options.more.get("fp32_residual_connection") else {}
     if options.recompute_granularity == "full":
         recompute["recompute_method"] = options.recompute_method or "uniform"
         recompute["recompute_num_layers"] = options.recompute_num_layers or 1
@@ -173,6 +204,8 @@ def _settings(options: Options, layout: Layout) -> dict[str, Any]:
         "moe_router_bias_update_rate": options.moe_router_bias_update_rate,
         "mtp_loss_scaling_factor": options.mtp_loss_scaling_factor,
         "attention_backend": AttnBackend[options.attention_backend],
+        **residual,
+        **given_to(MODEL, options.more),
     }
 
 
@@ -225,15 +258,9 @@ def _in_halves(chunk: Any) -> Any:
 
 def _wrap(modules: list[Any], options: Options) -> list[Any]:
     """Data parallelism around each chunk."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed import DistributedDataParallel
 
-    config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=not options.grad_reduce_in_bf16,
-        overlap_grad_reduce=options.overlap_grad_reduce,
-        overlap_param_gather=options.overlap_param_gather,
-        use_distributed_optimizer=options.use_distributed_optimizer,
-        check_for_nan_in_grad=False,  # `step` looks at the loss and the norm
-    )
+    config = _ddp_config(options)
     return [
         DistributedDataParallel(
             config=module.config, ddp_config=config, module=module, disable_bucketing=index > 0
@@ -242,32 +269,47 @@ def _wrap(modules: list[Any], options: Options) -> list[Any]:
     ]
 
 
+def _ddp_config(options: Options) -> Any:
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=not options.grad_reduce_in_bf16,
+        overlap_grad_reduce=options.overlap_grad_reduce,
+        overlap_param_gather=options.overlap_param_gather,
+        use_distributed_optimizer=options.use_distributed_optimizer,
+        check_for_nan_in_grad=False,  # `step` looks at the loss and the norm
+        **given_to(DATA_PARALLEL, options.more),
+    )
+
+
+def _optimizer_config(options: Options, dtype: Any) -> Any:
+    import torch
+    from megatron.core.optimizer import OptimizerConfig
+
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=options.rate,
+        min_lr=options.min_lr,
+        weight_decay=options.weight_decay,
+        adam_beta1=options.adam_beta1,
+        adam_beta2=options.adam_beta2,
+        adam_eps=options.adam_eps,
+        bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
+        params_dtype=dtype,
+        use_distributed_optimizer=options.use_distributed_optimizer,
+        overlap_param_gather=options.overlap_param_gather,
+        clip_grad=options.clip_grad,
+        **{"initial_loss_scale": _loss_scale(options), **given_to(OPTIMIZER, options.more)},
+    )
+
+
 def _optimizer(wrapped: list[Any], options: Options) -> Any:
     from megatron.core.distributed import finalize_model_grads
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer import get_megatron_optimizer
 
     config = wrapped[0].config
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=options.rate,
-            min_lr=options.min_lr,
-            weight_decay=options.weight_decay,
-            adam_beta1=options.adam_beta1,
-            adam_beta2=options.adam_beta2,
-            adam_eps=options.adam_eps,
-            bf16=config.bf16,
-            fp16=config.fp16,
-            params_dtype=config.params_dtype,
-            use_distributed_optimizer=options.use_distributed_optimizer,
-            overlap_param_gather=options.overlap_param_gather,
-            clip_grad=options.clip_grad,
-            # Of the sum over tokens, which is divided only after the gradients are there. Megatron-LM begins with 2^32,
-            # which costs a short run its first steps.
-            initial_loss_scale=max(1.0, 2.0**16 / ((options.seq_length or 1) * options.micro_batch_size)),
-        ),
-        wrapped,
-    )
+    optimizer = get_megatron_optimizer(_optimizer_config(options, config.params_dtype), wrapped)
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     if options.overlap_grad_reduce:
@@ -276,23 +318,34 @@ def _optimizer(wrapped: list[Any], options: Options) -> Any:
     return optimizer
 
 
+def _loss_scale(options: Options) -> float:
+    """Of the sum over tokens, which is divided only after the gradients are there.
+
+    Megatron-LM begins with 2^32, which costs a short run its first steps.
+    """
+    return max(1.0, 2.0**16 / ((options.seq_length or 1) * options.micro_batch_size))
+
+
 def _scheduler(optimizer: Any, options: Options, steps: Steps) -> Any:
     """The schedule, counted in sequences as Megatron-LM does."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     decay, warmup = schedule(options, steps)
+    start, end = options.start_weight_decay, options.end_weight_decay
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0,
+        init_lr=options.lr_warmup_init,
         max_lr=options.rate,
         min_lr=options.min_lr,
         lr_warmup_steps=warmup * steps.sequences,
         lr_decay_steps=decay * steps.sequences,
         lr_decay_style=options.lr_decay_style,
-        start_wd=options.weight_decay,
-        end_wd=options.weight_decay,
-        wd_incr_steps=decay * steps.sequences,
-        wd_incr_style="constant",
+        start_wd=options.weight_decay if start is None else start,
+        end_wd=options.weight_decay if end is None else end,
+        wd_incr_steps=steps.total * steps.sequences,
+        wd_incr_style=options.weight_decay_incr_style,
+        wsd_decay_steps=options.lr_wsd_decay_iters and options.lr_wsd_decay_iters * steps.sequences,
+        lr_wsd_decay_style=options.lr_wsd_decay_style,
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )

@@ -146,7 +146,7 @@ def _arguments(trainee: Trainee, step: int) -> Any:
         "ckpt_fully_parallel_save": True,
         "dist_ckpt_optim_fully_reshardable": True,
     }
-    given = {name: value for name, value in vars(options).items() if name not in _OURS}
+    given = {name: value for name, value in options.as_dict().items() if name not in _OURS}
     return to_store(trainee.args, trainee.layout, **{**given, **of_run})
 
 

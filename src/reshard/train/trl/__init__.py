@@ -92,7 +92,6 @@ def _check(run: Run, trained: Trained, final: Path) -> list[Problem]:
 ENGINE = Engine(
     name="trl",
     title="TRL",
-    what="TRL on Accelerate",
     methods=METHODS,
     packages=(
         *("torch", "transformers", "trl", "accelerate", "peft", "datasets", "tokenizers", "safetensors"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, fields
-from difflib import get_close_matches
 from typing import Any, get_args, get_type_hints
 
 from reshard.doctor.history.calls import refused
@@ -14,6 +13,7 @@ from reshard.doctor.history.versions import Versions
 from reshard.errors import Problem, ReshardError
 from reshard.plain import json_of
 from reshard.train.engine import Option
+from reshard.train.fields import nearest
 from reshard.train.run import Run
 from reshard.train.trl import defaults, limits, packages, refusals, reward
 
@@ -117,13 +117,8 @@ def _unknown(run: Run, there: Mapping[str, Any]) -> Iterator[Problem]:
     for name in run.options:
         if name in there or name in refusals.REFUSED:
             continue
-        if cure := _of_other_release(CONFIGS[run.method], name):
-            pass
-        elif name.removeprefix("no_") in names:
-            cure = f"--{name.removeprefix('no_')} false switches it off"
-        else:
-            near = get_close_matches(_ELSEWHERE.get(name, name), names, 1)
-            cure = f"did you mean --{near[0]}?" if near else "--options lists those that there are"
+        other = _of_other_release(CONFIGS[run.method], name)
+        cure = other or nearest(name, names, _ELSEWHERE) or "--options lists those that there are"
         yield Problem(
             "option-not-in-config",
             f"{CONFIGS[run.method]} has no option {name}",

@@ -1,0 +1,79 @@
+"""The table of docs/training.md that says what of each engine passes through: `python -m tests.train.options_table`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from reshard.train.megatron import refusals
+from reshard.train.megatron.core_fields import CONFIGS, all_fields
+from reshard.train.megatron.options import OWN
+from reshard.train.trl import config_fields, defaults
+from reshard.train.trl import refusals as of_trl
+
+PAGE = Path(__file__).parents[2] / "docs" / "training.md"
+BEGIN, END = "<!-- options: python -m tests.train.options_table -->\n", "<!-- /options -->\n"
+
+
+def names(found: Iterable[str]) -> str:
+    """Names between commas, each as code."""
+    return ", ".join(f"`{each}`" for each in found)
+
+
+def grouped(refused: dict[str, tuple[str, str]]) -> dict[tuple[str, str], list[str]]:
+    """Names by why they are refused, and what to do instead."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, reason in refused.items():
+        found.setdefault(reason, []).append(name)
+    return found
+
+
+def trl() -> str:
+    """The table of TRL's options."""
+    configs = names(config_fields.CONFIGS.values())
+    rows = [
+        ("pass through", f"all fields of {configs} that are not refused below"),
+        ("of `ModelConfig`", names((*config_fields.LORA, *config_fields.MODEL))),
+        ("have another default", names(defaults.ALWAYS)),
+    ]
+    for (why, cure), which in grouped(of_trl.REFUSED).items():
+        rows.append((f"refused: {why}; {cure}", names(which)))
+    return table("TRL", rows)
+
+
+def megatron() -> str:
+    """The table of Megatron's options."""
+    passing = [name for name in all_fields() if refusals.passes(name) and name not in OWN]
+    engine = [name for name in passing if refusals.NEEDS_ENGINE.takes(name)]
+    gpu = [name for name in passing if refusals.NEEDS_GPU.takes(name)]
+    rows = [
+        ("pass through", names(name for name in passing if name not in (*engine, *gpu))),
+        ("pass through with TransformerEngine, and are refused without", names(engine)),
+        ("pass through on a GPU, and are refused without", names(gpu)),
+        ("reshard's own, under Megatron-LM's names", names(OWN)),
+        (
+            "refused: they have another name here",
+            ", ".join(f"`{name}` (`{flag}`)" for name, flag in refusals.SIZES.items()),
+        ),
+    ]
+    for each in refusals.REFUSED:
+        rows.append((f"refused: {each.why}; {each.cure}", names(each.names)))
+    return table(f"Megatron-Core 0.16.1 ({names(CONFIGS)})", rows)
+
+
+def table(title: str, rows: list[tuple[str, str]]) -> str:
+    """A table of Markdown."""
+    lines = [f"| {title} | options |", "|---|---|", *(f"| {what} | {which} |" for what, which in rows)]
+    return "\n".join(lines) + "\n"
+
+
+def tables() -> str:
+    """All that stands between `BEGIN` and `END`."""
+    return f"\n{trl()}\n{megatron()}\n"
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text(encoding="utf-8")
+    between = re.escape(BEGIN) + ".*?" + re.escape(END)
+    PAGE.write_text(re.sub(between, lambda _: BEGIN + tables() + END, text, flags=re.S), encoding="utf-8")
