@@ -25,12 +25,12 @@ KEBAB = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)+")
 
 
 class Made(NamedTuple):
-    """One problem as the source makes it; `named` are the fields and values that it has."""
+    """One problem as the source makes it; `named` are the fields and values that it has, as they are written."""
 
     file: str
     code: str
     message: str
-    named: set[str]
+    named: dict[str, str]
 
 
 def made() -> Iterator[Made]:
@@ -43,9 +43,13 @@ def made() -> Iterator[Made]:
 
 
 def _of_call(file: str, call: ast.Call, code: ast.expr, message: ast.expr) -> Iterator[Made]:
-    named = {str(each.arg) for each in call.keywords}
-    values = (each.value for each in call.keywords if each.arg == "values")
-    named.update(str(key.value) for each in values for key in getattr(each, "keys", ()))
+    named = {str(each.arg): ast.unparse(each.value) for each in call.keywords}
+    values = next((each.value for each in call.keywords if each.arg == "values"), None)
+    if isinstance(values, ast.Dict):
+        named.update(
+            (ast.literal_eval(key), ast.unparse(value))
+            for key, value in zip(values.keys, values.values, strict=True)
+        )
     codes, texts = _branches(code), _branches(message)
     pairs = zip(codes, texts, strict=True) if len(codes) > 1 < len(texts) else product(codes, [message])
     for each, text in pairs:
@@ -84,7 +88,15 @@ def test_a_translation_is_of_a_problem() -> None:
     for each in ALL:
         for text in translations().get(each.code, {}).values():
             needed = {name for _, name, _, _ in Formatter().parse(text) if name}
-            assert needed <= each.named, each
+            assert needed <= each.named.keys(), each
+
+
+def test_a_translation_says_what_every_problem_of_its_code_says() -> None:
+    """Two remedies need two codes: a translation knows one."""
+    for code, chinese in translations().items():
+        for field in chinese.keys() & {"rule", "remedy"}:
+            texts = {each.named.get(field) for each in ALL if each.code == code}
+            assert len(texts) <= 1, f"{code} has several of its {field}: {texts}"
 
 
 def test_nearly_all_that_readers_say_is_translated() -> None:

@@ -271,7 +271,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def _pointer(path: Path) -> ReshardError:
     return ReshardError(
-        "companion-unreadable",
+        "git-lfs-companion",
         f"{path.name} cannot be read",
         file=str(path),
         expected="the content of the file",

@@ -150,7 +150,7 @@ def _spare(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
 def _must_be_zeros(name: str, tensor: Tensor, rule: str) -> Replica:
     zeros = View.of(Cells(ZERO, tensor.dtype), tensor.view.numel).reshape(*tensor.shape)
     remedy = "the model was trained with them, and no model of its family on the hub has them"
-    return Replica(name, Tensor(tensor.dtype, zeros), tensor, rule, remedy)
+    return Replica(name, Tensor(tensor.dtype, zeros), tensor, rule, remedy, "spare-tensor-not-zero")
 
 
 def _tied(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[Replica]:
@@ -165,7 +165,7 @@ def _tied(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[Replica]:
 def _tied_head(name: str, embedding: Tensor, head: Tensor) -> Replica:
     rule = f"tie_word_embeddings is true in config.json, so the head is {name} over again"
     remedy = "if the head has values of its own, set tie_word_embeddings to false in config.json"
-    return Replica("lm_head.weight", embedding, head, rule, remedy)
+    return Replica("lm_head.weight", embedding, head, rule, remedy, "tied-head-differs")
 
 
 def _copies(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
