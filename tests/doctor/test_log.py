@@ -352,7 +352,7 @@ LAUNCHER = [
 
 def test_a_launcher_alone_is_never_the_first_failure() -> None:
     (found,) = diagnose_text("log", "\n".join(LAUNCHER))
-    assert found.id == "worker-traceback-missing" and "first rank to die: 5" in found.cause.en
+    assert found.id == "worker-traceback-missing" and "the first rank to die is 5" in map(str, found.evidence)
     assert all(
         word in found.cure.en for word in ("--log-dir", "--tee 3", "TORCHELASTIC_ERROR_FILE", "@record")
     )
@@ -450,3 +450,16 @@ def test_an_entry_that_knows_the_message_goes_before_the_kind_of_its_exception()
 def test_other_wordings_and_quotation_marks_are_recognised(said: str, identifier: str) -> None:
     lines = "\n".join([*FAILURE[:-1], f"ValueError: {said}"])
     assert identifier in [found.id for found in diagnose_text("log", lines)]
+
+
+def test_no_rank_is_named_that_the_log_does_not_name() -> None:
+    """A question mark in its place would be a riddle, and in a command a trap."""
+    clash = "ValueError: 'qwen3_5' is already used by a Transformers config, pick another name."
+    lost = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:"
+    codes = set()
+    for excerpt in ("RuntimeError: frob the nub", lost, clash):
+        for found in diagnose_text("log", excerpt):
+            codes.add(found.id)
+            texts = (found.title, found.cause, found.cure, *found.evidence)
+            assert "?" not in "".join(text.en + text.zh for text in texts)
+    assert codes == {"unknown-failure", "worker-traceback-missing", "api-clash"}

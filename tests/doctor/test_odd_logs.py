@@ -41,7 +41,7 @@ Root Cause (first observed failure):
 ============================================================
 10:46:04   ERROR Terminating all processes..."""
     (found,) = diagnose_text("log", told)
-    assert found.id == WORKER_UNSEEN and "first rank to die: 2" in found.cause.en
+    assert found.id == WORKER_UNSEEN and "the first rank to die is 2" in map(str, found.evidence)
     before = f"10:46:01   ERROR The tokenizer has left\n{told}"
     assert "tokenizer has left" in diagnose_text("log", before)[0].cause.en
 

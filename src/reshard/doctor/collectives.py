@@ -16,9 +16,9 @@ _WORK = re.compile(
 
 def compared(log: Log) -> list[Text]:
     """What comparing SeqNum, OpType and NumelIn over the ranks tells; nothing if fewer than two ranks show them."""
-    works: dict[int, tuple[int, str, str]] = {}
+    works: dict[int, tuple[int, str, str]] = {}  # NumelIn is "" where the log does not say it
     for match in _WORK.finditer(log.text):
-        works.setdefault(int(match["rank"]), (int(match["seq"]), match["op"], match["numel"] or "?"))
+        works.setdefault(int(match["rank"]), (int(match["seq"]), match["op"], match["numel"] or ""))
     if len(works) < 2:
         return []
     numbers = sorted({seq for seq, _, _ in works.values()})
@@ -27,10 +27,14 @@ def compared(log: Log) -> list[Text]:
         return [words("ranks-behind", first=numbers[0], last=numbers[-1], late=late)]
     kinds = sorted({work[1:] for work in works.values()})
     if len(kinds) > 1:
-        shown = "; ".join(f"{op} × {numel}: rank {_ranks(works, (op, numel))}" for op, numel in kinds)
+        shown = "; ".join(f"{_shown(*kind)}: rank {_ranks(works, kind)}" for kind in kinds)
         sizes = "-sizes" * (len({op for op, _ in kinds}) == 1)
         return [words(f"ranks-diverged{sizes}", number=numbers[0], shown=shown)]
-    return [words("ranks-alike", number=numbers[0], op=kinds[0][0], numel=kinds[0][1], count=len(works))]
+    return [words("ranks-alike", number=numbers[0], shown=_shown(*kinds[0]), count=len(works))]
+
+
+def _shown(operation: str, elements: str) -> str:
+    return f"{operation} × {elements}" if elements else operation
 
 
 def _ranks(works: dict[int, tuple[int, str, str]], kind: tuple[str, str]) -> str:

@@ -17,7 +17,7 @@ from reshard.doctor.finding import CERTAINTIES, Finding, Place, Text
 from reshard.doctor.history.messages import of_failure, of_one_package
 from reshard.doctor.kinds import BY_KIND, filled_in, told_of
 from reshard.doctor.log import Log, Traceback, read_log
-from reshard.doctor.match import Match, first_sign, match_log
+from reshard.doctor.match import Match, first_sign, match_log, which_is_first
 from reshard.doctor.reading import clipped, encoding_of, lines_of
 from reshard.doctor.resolvers import of_resolver
 from reshard.doctor.rules import told
@@ -220,8 +220,9 @@ def _last_line(root: Traceback, log: Log) -> Place:
 
 def _unseen(root: Traceback, log: Log) -> Finding:
     """A log that has the launcher's word only that a worker failed."""
-    who = log.facts.get("first rank to die", "?")
-    return told(WORKER_UNSEEN, [_last_line(root, log)], {"who": who}, certainty="likely")
+    who = log.facts.get("first rank to die")
+    evidence = [words("first-to-die", who=who)] if who else []
+    return told(WORKER_UNSEEN, [_last_line(root, log)], certainty="likely", evidence=evidence)
 
 
 def _unknown(root: Traceback, log: Log, symptoms: tuple[str, ...]) -> Finding:
@@ -234,7 +235,7 @@ def _unknown(root: Traceback, log: Log, symptoms: tuple[str, ...]) -> Finding:
     quoted = Text("\n".join([*frames, said.en]), "\n".join([*frames, said.zh]))
     place = _last_line(root, log)
     asked = clipped(asks(root.message), LONGEST_SAID)
-    values: dict[str, object] = {"who": root.stream or "?", "shown": quoted, "asked": asked}
+    values: dict[str, object] = {"shown": quoted, "asked": asked}
     values["near"] = words("near-entries", near=", ".join(near)) if near else Text.same("")
     known = None if first.exception in (CUT_OFF, EXIT) else search_of(first)
     upstream = words("search-upstream", name=known[0], url=known[1]) if known else Text.same("")
@@ -243,9 +244,12 @@ def _unknown(root: Traceback, log: Log, symptoms: tuple[str, ...]) -> Finding:
     values["upstream"] = Text(*(f"{text}\n" if text else "" for text in (upstream.en, upstream.zh)))
     if shapes := computed(_with_table(root, log)):
         return told(SHAPES, [place], {"shown": quoted, "shapes": shapes}, certainty="likely")
+    evidence = [which_is_first(root)]
     if not asked and (needed := clipped(needs(root.message), LONGEST_SAID)):
-        return replace(told(NEEDS, [place], {**values, "asked": needed}, certainty="likely"), also=symptoms)
-    found = told(UNKNOWN_THAT_ASKS if asked else UNKNOWN, [place], values, certainty="possible")
+        needing = told(NEEDS, [place], {**values, "asked": needed}, certainty="likely", evidence=evidence)
+        return replace(needing, also=symptoms)
+    rule = UNKNOWN_THAT_ASKS if asked else UNKNOWN
+    found = told(rule, [place], values, certainty="possible", evidence=evidence)
     return replace(found, id=UNKNOWN, also=symptoms)
 
 

@@ -195,7 +195,7 @@ def _weighed(entry: Entry, line: Line, text: str, log: Log, root: Traceback | No
     if root and _explains(entry, root):
         match.score += IN_ROOT
         match.at_root = True
-        match.evidence.append(_first(root))
+        match.evidence.append(which_is_first(root))
     seen = [hit[0] for pattern in entry.hints if (hit := pattern.search(text))]
     if seen:
         match.told_apart = True
@@ -211,7 +211,7 @@ def _weighed(entry: Entry, line: Line, text: str, log: Log, root: Traceback | No
     return match
 
 
-def _first(root: Traceback) -> Text:
+def which_is_first(root: Traceback) -> Text:
     """Which failure of the log is the first."""
     phrase = "first-failure" + "-alone" * (root.exception in ("", EXIT, CUT_OFF)) + "-of" * bool(root.stream)
     who = f"rank {root.stream}" if root.stream.isdecimal() else root.stream

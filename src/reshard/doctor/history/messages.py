@@ -294,7 +294,8 @@ def _clash(name: str, failure: Traceback, log: Log) -> Finding | None:
     values: dict[str, object] = {
         "name": name,
         "since": since,
-        "importer": importer or "?",
+        "importer": Text(importer, f"{importer} ") if importer else words("another-package"),
+        "update": words("update-package", importer=importer) if importer else "",
         "pin": f"transformers<{since}",
     }
     return _told("api-clash", values, "sure" if importer else "likely", found, failure, log)
