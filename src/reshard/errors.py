@@ -6,6 +6,8 @@ one run shows all there is to repair. Commands print them and exit with status 2
 
 from __future__ import annotations
 
+import errno
+import mmap
 import re
 import reprlib
 from collections import Counter
@@ -69,12 +71,36 @@ class ReshardError(Exception):
         return type(self), (self.problems,), {"__cause__": self.__cause__}
 
 
-def no_memory(error: Exception) -> Problem:
+STACK = 9 << 20
+"""Bytes of address space that a thread takes by default."""
+
+
+def can_reserve(nbytes: int) -> bool:
+    """Whether the process may have so much more address space, which `ulimit -v` limits."""
+    try:
+        mmap.mmap(-1, nbytes).close()
+    except (MemoryError, OSError):
+        return False
+    return True
+
+
+def is_no_memory(error: BaseException) -> bool:
+    """Whether an error says that the system gives no memory: to Python, to a call, to a library or a thread."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, ImportError):  # of the loader, which numpy quotes
+        return any(words in str(error) for words in ("failed to map segment", "cannot allocate memory"))
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return not can_reserve(STACK)
+    return isinstance(error, MemoryError)
+
+
+def no_memory(error: BaseException) -> Problem:
     """What to say when the system refuses memory, wherever that is noticed."""
     return Problem(
         "out-of-memory",
         "the system gives no more memory",
-        found=str(error) or None,
+        found=str(error).strip().rpartition("\n")[2] or None,
         remedy="end other programs, pass a smaller --memory, or raise what limits the process: `ulimit -v`, "
         "the container's memory",
     )

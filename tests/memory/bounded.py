@@ -72,14 +72,21 @@ def _warm() -> int:
             import_module(module.name)
     import reshard.cli.convert
     import reshard.cli.verify
+    from reshard.adapters.computed import multiplied
 
     found: list[int] = []
     barrier = Barrier(THREADS + 1)
 
+    class Factor:
+        """A matrix that is multiplied on all threads at a time, so that each takes a buffer."""
+
+        def __matmul__(self, other: Any) -> Any:
+            barrier.wait()
+            return other @ other
+
     def work() -> None:
-        ones = np.ones((256, 256), np.float32)
-        barrier.wait()
-        _ = ones @ ones
+        factor: Any = Factor()
+        multiplied(factor, np.ones((256, 256), np.float32))
         barrier.wait()
         barrier.wait()
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from threading import Lock
+from threading import Condition, Lock
 from typing import Any
 
 import numpy as np
 
 from reshard.algebra.dtypes import DType, dtype
 from reshard.algebra.tensors import Computed, Read, Tensor
+from reshard.errors import can_reserve
 from reshard.transfer.gather import CAST, RAW, as_float, cast
 
 FLOAT32 = dtype("float32")
@@ -43,7 +44,45 @@ EACH = 44
 MULTIPLYING = 8 << 20
 """Bytes into which BLAS copies parts of what it multiplies, at most."""
 
+BUFFER = 40 << 20
+"""Bytes of address space in which OpenBLAS puts a buffer for each product that is under way: 32 MiB, and some to spare.
+Little of it becomes memory (`MULTIPLYING`)."""
+
 Floats = np.ndarray[Any, Any]
+
+
+class Multiplier:
+    """Products of matrices, so many at a time as OpenBLAS has buffers for: it ends the process for want of one."""
+
+    def __init__(self) -> None:
+        self._free = Condition()
+        self._buffers = self._used = 0
+
+    def __call__(self, left: Floats, right: Floats) -> Floats:
+        """`left` times `right`. Raises MemoryError if there is room for no buffer."""
+        with self._free:
+            while self._used == self._buffers and not self._has_more():
+                self._free.wait()
+            self._used += 1
+        try:
+            product: Floats = left @ right
+        finally:
+            with self._free:
+                self._used -= 1
+                self._free.notify()
+        return product
+
+    def _has_more(self) -> bool:
+        """Whether there is room for another buffer, which is then kept."""
+        if can_reserve(BUFFER):
+            self._buffers += 1
+            return True
+        if not self._buffers:
+            raise MemoryError(f"{BUFFER:,} bytes of address space to multiply matrices in")
+        return False
+
+
+multiplied = Multiplier()
 
 
 @dataclass(frozen=True)
@@ -143,9 +182,9 @@ class Merged(Computed):
         left = _floats(read, self._delta.left, low * rank, last * rank).reshape(-1, rank)
         right = right.reshape(rank, -1)
         size = _part(rank)
-        product: Floats = left[:, :size] @ right[:size]
+        product = multiplied(left[:, :size], right[:size])
         for k in range(size, rank, size):
-            product += left[:, k : k + size] @ right[k : k + size]
+            product += multiplied(left[:, k : k + size], right[k : k + size])
         return product[first - low :]
 
     def _factors(self, first: int, last: int, total: Floats, right: Floats, read: Read) -> Floats:

@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from reshard.errors import ReshardError
+from reshard.errors import Problem, ReshardError, can_reserve, is_no_memory, no_memory
 from reshard.shown import shown
 from reshard.version import __version__
 
@@ -28,6 +28,9 @@ merge of an adapter took four times the processor time."""
 gc.set_threshold(100_000)
 """Objects between two looks for garbage in circles. Plans are trees: looking at them so often as Python does by default
 took a fifth of the time of a large one."""
+
+NUMPY = 96 << 20
+"""Bytes of address space with which numpy can be loaded. With less, its OpenBLAS ends the process itself."""
 
 COMMANDS = {
     "inspect": "What is this checkpoint, is it whole, and what to type next.",
@@ -70,6 +73,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
+        if "numpy" not in sys.modules and not can_reserve(NUMPY):
+            raise MemoryError(f"{NUMPY:,} bytes for numpy")
         command: click.Command = import_module(f"reshard.cli.{cmd_name}").command
         return command
 
@@ -134,10 +139,22 @@ def _run(words: list[str]) -> Any:
         sys.exit(130)
     except BrokenPipeError:
         raise
-    except OSError as error:  # all others have been told by the command
-        _silence(sys.stdout)
-        click.echo(f"error: the output cannot be written\n  found: {error.strerror}", err=True)
-        sys.exit(2)
+    except Exception as error:
+        found = _last_words(error)
+        if "--json" in words:
+            click.echo(json.dumps({"problems": [found.as_dict()]}))
+    click.echo(f"error: {found}", err=True)
+    sys.exit(2)
+
+
+def _last_words(error: Exception) -> Problem:
+    """What is left to say when a command cannot say it: all other errors it has told. It takes little memory."""
+    if is_no_memory(error):
+        return no_memory(error)
+    if not isinstance(error, OSError):
+        raise error
+    _silence(sys.stdout)
+    return Problem("stdout-not-writable", "the output cannot be written", found=error.strerror)
 
 
 def _show(otherwise: Callable[..., None], message: Warning | str, *where: Any) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.errors import Problem, ReshardError, RunFailedError, no_memory, size
+from reshard.errors import Problem, ReshardError, RunFailedError, is_no_memory, no_memory, size
 from reshard.shown import escape, escape_lines, shown, shown_json, shown_lines
 from reshard.stores import StorePath
 from reshard.stores.address import without_secrets
@@ -102,9 +102,9 @@ def handles_errors(function: Callable[..., Any]) -> Callable[..., Any]:
             if debug:
                 click.echo(shown_lines(without_secrets(traceback.format_exc())), err=True, nl=False)
             problems, status = problems_of(error), 1 if isinstance(error, RunFailedError) else 2
+        print_problems(problems)
         if kwargs.get("json_output"):
             print_json({"problems": [problem.as_dict() for problem in problems]})
-        print_problems(problems)
         sys.exit(status)
 
     return wrapped
@@ -186,6 +186,8 @@ def problems_of(error: Exception) -> list[Problem]:
     """What to tell the user about an exception. One that nobody foresaw is a mistake of ours, and says so."""
     if isinstance(error, ReshardError):
         return error.problems
+    if is_no_memory(error):
+        return [no_memory(error)]
     if isinstance(error, OSError):
         return [
             Problem(
@@ -196,8 +198,6 @@ def problems_of(error: Exception) -> list[Problem]:
                 remedy="see to what the system reports, and run the same command again",
             )
         ]
-    if isinstance(error, MemoryError):
-        return [no_memory(error)]
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
         return [
             Problem(
