@@ -81,7 +81,7 @@ def test_checksums_add_up_from_any_ranges(tmp_path_factory, reads, damaged) -> N
         content[0] ^= 1
     ledger = Ledger()
     for begin, count in reads:
-        ledger.record(cells.storage, begin, memoryview(content[begin : begin + count]))
+        ledger.record(cells.storage, [(begin, memoryview(content[begin : begin + count]))])
     files = Files()
     assert ledger.settle(files) == ([cells.storage] if damaged and reads else [])
     files.close()

@@ -480,8 +480,8 @@ def test_a_ledger_is_the_same_whoever_read_the_bytes(tmp_path: Path, seed: int) 
     for _ in range(12):
         begin = rng.randrange(size)
         part = memoryview(data)[begin : begin + rng.randrange(1 << 19)]
-        alone.record(storage, begin, part)
-        rng.choice(workers).record(storage, begin, part)
+        alone.record(storage, [(begin, part)])
+        rng.choice(workers).record(storage, [(begin, part)])
     files = Files()
     for each in workers:
         shared.merge(files, each.passed)

@@ -468,7 +468,7 @@ def test_what_the_system_does_not_tell_is_not_removed(
         if call == "mkdir":
             refuse(patch, Path, "mkdir", "probe-", refused)
         else:
-            refuse(patch, journal_module, "read_source", "journal", refused)
+            refuse(patch, journal_module, "open_file", "journal", refused)
         with pytest.raises(ReshardError, match=os.strerror(refused)) as caught:
             continued(tmp_path / "dst", ONE)
     assert "run the same command again" in str(caught.value.problems[0].remedy)

@@ -216,7 +216,7 @@ def _compared(
             same.append(name)
     nbytes = sum(ours[name].nbytes for name in same)
     on_total(nbytes)
-    ledger = Ledger()
+    ledger = Ledger(most=share.ranges)
     waiting = deque(same)
 
     def work(index: int, stopped: Event) -> list[Row]:

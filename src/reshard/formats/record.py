@@ -21,7 +21,7 @@ from reshard.plain import json_of, to_json
 from reshard.transfer.digests import NAME, NONE, digest_of
 from reshard.transfer.execute import Report
 from reshard.transfer.journal import Journal
-from reshard.transfer.ledger import Passed
+from reshard.transfer.ledger import Passed, Ranges
 from reshard.transfer.plan import OutputFile, Plan
 from reshard.transfer.sources import read_source
 from reshard.transfer.threads import together
@@ -58,7 +58,9 @@ def _is_own(content: bytes) -> bool:
 
 def with_record(plan: Plan, facts: Mapping[str, Any]) -> Plan:
     """The plan with a record that has a place for the digests, which `recorded` fills."""
-    whole = {path: [(0, size, 0)] for path, size in plan.sources.sizes().items()}  # as most sources are read
+    whole = {
+        path: Ranges([(0, size, 0)]) for path, size in plan.sources.sizes().items()
+    }  # as most sources are read
     record = OutputFile.of_bytes(RECORD, recorded(plan, {}, facts, whole if facts["checksums"] else None))
     return replace(plan, files=[*without_record(plan).files, record])
 

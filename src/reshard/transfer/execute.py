@@ -71,7 +71,7 @@ def execute(
     make_folders(plan, folder)
     share = share or shared(None, 1 << 30, plan.need)
     journal = journal or Journal()
-    ledger = Ledger(every=True, passed=journal.progress.passed) if checksum else None
+    ledger = Ledger(every=True, passed=journal.progress.passed, most=share.ranges) if checksum else None
     run = Run(plan, folder, share, ledger, on_bytes, journal, on_file)
     try:
         together(run.work, share.threads)

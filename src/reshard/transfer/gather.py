@@ -192,8 +192,7 @@ class Gatherer:
             return
         noted = list(places)
         self._files.read(storage.path, ((storage.offset + begin, part) for begin, part in noted))
-        for begin, part in noted:
-            join(self._passed, {storage.path: self._ledger.record(storage, begin, part)})
+        join(self._passed, self._ledger.record(storage, noted))
 
     def take_passed(self) -> Passed:
         """What this thread has added to the ledger since it was last asked."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Event, Lock
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from reshard.algebra.storage import Storage
 from reshard.transfer.batch import Batch, batches
 from reshard.transfer.digests import Digest
 from reshard.transfer.gather import Gatherer
-from reshard.transfer.journal import EVERY, Begun, Written, as_entry
+from reshard.transfer.journal import EVERY, MANY, Begun, Written, as_entry
 from reshard.transfer.ledger import Passed, join
 from reshard.transfer.plan import OutputFile
 from reshard.transfer.sink import Sink
@@ -113,9 +113,9 @@ class Job:
         with self._run.lock:
             if begun:
                 self.begun[batch.number] = begun
-                self.unsaved.add(Found(passed=gatherer.take_passed()))
+                self._keep(Found(passed=gatherer.take_passed()))
             self._loose += nbytes
-            if self._loose < EVERY:
+            if self._loose < EVERY and sum(map(len, self.unsaved.passed.values())) < MANY:
                 return
             self._loose = 0
         self.save()
@@ -127,7 +127,11 @@ class Job:
                 self.begun.pop(number, None)
             self._nbytes += found.nbytes
             self._late += found.late
-            self.unsaved.add(found)
+            self._keep(found)
+
+    def _keep(self, found: Found) -> None:
+        """Keep what there is to note, if anybody notes it: the ledger has the ranges, too."""
+        self.unsaved.add(found if self._run.journal.is_open else replace(found, passed={}))
 
     def is_written(self) -> bool:
         """Whether no batch is left, now that a thread is done with its own."""

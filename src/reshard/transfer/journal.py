@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -19,15 +19,21 @@ from zlib import crc32
 
 from reshard.algebra.storage import Storage
 from reshard.errors import UNUSABLE, ReshardError
+from reshard.stores import File, open_file
 from reshard.transfer.ledger import Passed, join
 from reshard.transfer.sink import allocate
-from reshard.transfer.sources import read_source
 
 ROOM = 1 << 20
 """Bytes of the disk that the journal has ahead of its end, so that a full disk can still be told of."""
 
 EVERY = 256 << 20
 """Bytes of a file, at most, that a run loses when it is killed or the machine fails: it waits for the disk so often."""
+
+MANY = 1 << 14
+"""Ranges of sources after which it does so, too, where rows are short: until then they take memory."""
+
+READ = 1 << 20
+"""Bytes of a journal that are read at a time."""
 
 
 class Identity(NamedTuple):
@@ -219,8 +225,10 @@ class Journal:
             return
         with self._lock:
             before = self.progress.files.get(entry.get("file", ""), Written()).nbytes
-            self._write(entry)
-            self.progress.apply(entry)
+            # The ledger keeps what has passed: millions of ranges need no second copy.
+            passed = entry.get("passed", {})
+            self._write({**entry, "passed": {path: ranges.as_list() for path, ranges in passed.items()}})
+            self.progress.apply({**entry, "passed": {}})
             if "file" in entry:
                 self._loose += entry["bytes"] - before
             if self._loose >= EVERY:
@@ -289,21 +297,32 @@ def read_journal(path: Path) -> tuple[Identity, Mapping[str, Any], Progress] | N
 
 def parsed_journal(content: bytes) -> tuple[Identity, Mapping[str, Any], Progress] | None:
     """The same of a journal that lies elsewhere."""
-    header, progress, _ = _parsed(content)
+    header, progress, _ = _parsed(content.splitlines(keepends=True))
     return (*header, progress) if header else None
 
 
 def _read(path: Path) -> tuple[tuple[Identity, Mapping[str, Any]] | None, Progress, int]:
     """The header, what follows it, and the byte behind the last line that is whole."""
     try:
-        return _parsed(read_source(path))
+        with open_file(path) as file:
+            return _parsed(_lines(file))
     except (FileNotFoundError, ReshardError):
         return None, Progress(), 0
 
 
-def _parsed(content: bytes) -> tuple[tuple[Identity, Mapping[str, Any]] | None, Progress, int]:
+def _lines(file: File) -> Iterator[bytes]:
+    """The lines of a file with their ends: a journal that names millions of ranges is never held as a whole."""
+    place, rest = 0, b""
+    while content := file.read(place, READ):
+        place += len(content)
+        *lines, rest = (rest + content).split(b"\n")
+        yield from (line + b"\n" for line in lines)
+    yield rest
+
+
+def _parsed(lines: Iterable[bytes]) -> tuple[tuple[Identity, Mapping[str, Any]] | None, Progress, int]:
     header, progress, end = None, Progress(), 0
-    for line in content.splitlines(keepends=True):
+    for line in lines:
         checksum, text = line[:8], line[9:-1]
         if not line.endswith(b"\n") or checksum != b"%08x" % crc32(text):
             break

@@ -1,11 +1,13 @@
 """What has passed of each source: CRC32s of ranges of its bytes, combined in whatever order the ranges come.
 
 A file's ranges are disjoint and in order, and those that touch are joined, so a file that has passed as a whole is one
-range: its checksum is the CRC32 that any other tool computes.
+range: its checksum is the CRC32 that any other tool computes. Until then they can be millions: a rank that takes an
+eighth of each row reads every row of its tensors apart from the next.
 """
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from threading import Lock
@@ -21,8 +23,8 @@ if TYPE_CHECKING:
 Range = tuple[int, int, int]
 """Bytes `begin` to `end` of a file, and their CRC32."""
 
-Passed = dict[str, list[Range]]
-"""The ranges of each file, by its path."""
+EACH = 20
+"""Bytes that a range takes."""
 
 LITTLE = 1 << 20
 """Bytes of a file that are read for its checksum alone, if no tensor needed them: headers, alignment, padding."""
@@ -34,6 +36,9 @@ SPAN = 2 << 20
 """Bytes that are read at a time, few enough for the cache of a core."""
 
 
+MOST = 1 << 21
+"""Ranges that are kept, unless it is said how many."""
+
 NEVER = 1 << 62
 
 CELL = 256 << 10
@@ -41,71 +46,129 @@ CELL = 256 << 10
 overlaps another in part is of no use."""
 
 
-def add(ranges: list[Range], begin: int, end: int, value: int, apart: int = NEVER) -> bool:
-    """Put a range among others, joined with those that touch it unless at a multiple of `apart`.
+class Ranges:
+    """Ranges of a file, in order and apart from each other, in 20 bytes each. Those that touch are joined.
 
-    False if some of its bytes are there already.
+    A file may be read in more ranges than can be kept. They are then `lost`, and stay so: there are none.
     """
-    place = bisect_left(ranges, (begin,))
-    before = ranges[place - 1] if place else None
-    after = ranges[place] if place < len(ranges) else None
-    if (before and before[1] > begin) or (after and after[0] < end):
-        return False
-    first = last = place
-    if before and before[1] == begin and begin % apart:
-        begin, value = before[0], crc32_combine(before[2], value, end - begin)
-        first -= 1
-    if after and after[0] == end and end % apart:
-        value, end = crc32_combine(value, after[2], after[1] - end), after[1]
-        last += 1
-    ranges[first:last] = [(begin, end, value)]
-    return True
+
+    __slots__ = ("_begins", "_ends", "_values", "lost")
+
+    def __init__(self, ranges: Iterable[Range] | None = ()) -> None:
+        """`ranges` do not overlap; None if they are lost."""
+        self._begins, self._ends, self._values = array("Q"), array("Q"), array("I")
+        self.lost = ranges is None
+        for each in ranges or ():
+            self.add(*each)
+
+    def __iter__(self) -> Iterator[Range]:
+        return zip(self._begins, self._ends, self._values, strict=True)
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ranges) and (self.lost, *self) == (other.lost, *other)
+
+    def add(self, begin: int, end: int, value: int, apart: int = NEVER) -> bool:
+        """Put a range among the others, joined with those that touch it unless at a multiple of `apart`.
+
+        False if some of its bytes are there already, or if all is lost.
+        """
+        begins, ends, values = self._begins, self._ends, self._values
+        first = last = bisect_left(begins, begin)
+        if self.lost or (first and ends[first - 1] > begin) or (last < len(begins) and begins[last] < end):
+            return False
+        if first and ends[first - 1] == begin and begin % apart:
+            first -= 1
+            begin, value = begins[first], crc32_combine(values[first], value, end - begin)
+        if last < len(begins) and begins[last] == end and end % apart:
+            value, end = crc32_combine(value, values[last], ends[last] - end), ends[last]
+            last += 1
+        for column, each in ((begins, begin), (ends, end), (values, value)):
+            if first == last:
+                column.insert(first, each)
+            else:
+                column[first] = each
+                del column[first + 1 : last]
+        return True
+
+    def missing(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """The parts of bytes `begin` to `end` that are in no range."""
+        place = max(bisect_left(self._begins, begin) - 1, 0)
+        while begin < end and place < len(self):
+            first, last = self._begins[place], self._ends[place]
+            if begin < first:
+                yield begin, min(first, end)
+            begin = max(begin, last)
+            place += 1
+        if begin < end:
+            yield begin, end
+
+    def checksum_of(self, begin: int, end: int) -> int | None:
+        """The CRC32 of bytes `begin` to `end`; None unless they are whole ranges."""
+        places = range(bisect_left(self._begins, begin), bisect_left(self._begins, end))
+        is_whole = sum(self._ends[i] - self._begins[i] for i in places) == end - begin
+        if not is_whole or (places and self._ends[places[-1]] != end):
+            return None
+        return _combined((self._begins[i], self._ends[i], self._values[i]) for i in places)
+
+    def checksum(self) -> int:
+        """The CRC32 of all ranges, one after another."""
+        return _combined(self)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes there are in all ranges."""
+        return sum(self._ends) - sum(self._begins)
+
+    def lose(self) -> None:
+        """Forget all ranges, and those to come."""
+        for column in (self._begins, self._ends, self._values):
+            del column[:]
+        self.lost = True
+
+    def as_list(self) -> list[Range] | None:
+        """What makes the same ranges."""
+        return None if self.lost else list(self)
 
 
-def join(passed: Passed, more: Mapping[str, Iterable[Range]]) -> None:
-    """Put ranges of files among others."""
-    for path, ranges in more.items():
-        for begin, end, value in ranges:
-            add(passed.setdefault(path, []), begin, end, value)
+Passed = dict[str, Ranges]
+"""The ranges of each file, by its path."""
 
 
-def missing(ranges: list[Range], begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """The parts of bytes `begin` to `end` that are in no range."""
-    place = max(bisect_left(ranges, (begin,)) - 1, 0)
-    while begin < end and place < len(ranges):
-        first, last, _ = ranges[place]
-        if begin < first:
-            yield begin, min(first, end)
-        begin = max(begin, last)
-        place += 1
-    if begin < end:
-        yield begin, end
-
-
-def checksum(ranges: Iterable[Range]) -> int:
-    """The CRC32 of ranges, one after another."""
+def _combined(ranges: Iterable[Range]) -> int:
     total = 0
     for begin, end, value in ranges:
         total = crc32_combine(total, value, end - begin)
     return total
 
 
+def join(passed: Passed, more: Mapping[str, Ranges | Iterable[Range] | None]) -> None:
+    """Put ranges of files among others. None are lost ones."""
+    for path, found in more.items():
+        ranges = passed.setdefault(path, Ranges())
+        if found is None or (isinstance(found, Ranges) and found.lost):
+            ranges.lose()
+            continue
+        for each in found:
+            ranges.add(*each)
+
+
 class Ledger:
     """What passed of those storages that recorded a CRC32 or, with `every`, of all. `passed` did so in an earlier run.
 
-    Bytes that are read more than once count once, when they pass first. Ranges end at each multiple of `apart`.
+    Bytes that are read more than once count once, when they pass first. Ranges end at each multiple of `apart`. Of more
+    than `most` ranges, those of the file that has most of them are lost.
     """
 
     def __init__(
-        self,
-        *,
-        every: bool = False,
-        passed: Mapping[str, Iterable[Range]] | None = None,
-        apart: int = NEVER,
+        self, *, every: bool = False, passed: Passed | None = None, apart: int = NEVER, most: int = MOST
     ) -> None:
         self._apart = apart
-        self.passed: Passed = {path: list(ranges) for path, ranges in (passed or {}).items()}
-        self._every = every
+        self.passed: Passed = {} if passed is None else passed
+        self._every, self._most = every, most
+        self._count = sum(map(len, self.passed.values()))
         self._touched: set[Storage] = set()
         self._lock = Lock()
 
@@ -113,37 +176,56 @@ class Ledger:
         """Whether bytes of a storage are noted."""
         return self._every or storage.crc32 is not None
 
-    def record(self, storage: Storage, begin: int, data: memoryview) -> list[Range]:
-        """Note that bytes `begin` and on of `storage` were `data`. Returns what was new, by its place in the file."""
+    def record(self, storage: Storage, parts: Iterable[tuple[int, memoryview]]) -> Passed:
+        """Note bytes of `storage` that were read, each part with its place. Returns what was new, and what is lost."""
         if not self.counts(storage):
-            return []
-        begin += storage.offset
+            return {}
+        places = [(storage.offset + begin, data) for begin, data in parts]
         with self._lock:
             if storage.crc32 is not None:
                 self._touched.add(storage)
-            ranges = self.passed.setdefault(storage.path, [])
-            parts = list(missing(ranges, begin, begin + len(data)))
-        parts = [piece for first, last in parts for piece in _cells(first, last, self._apart)]
-        found = [(first, last, crc32(data[first - begin : last - begin])) for first, last in parts]
+            ranges = self.passed.setdefault(storage.path, Ranges())
+            gaps = [] if ranges.lost else [[*ranges.missing(at, at + len(data))] for at, data in places]
+        found = [
+            (first, last, crc32(data[first - at : last - at]))
+            for (at, data), missing in zip(places, gaps, strict=False)
+            for gap in missing
+            for first, last in (_cells(*gap, self._apart) if self._apart < NEVER else (gap,))
+        ]
         with self._lock:  # another thread may have noted the same meanwhile
-            return [part for part in found if add(ranges, *part, self._apart)]
+            return self._add(storage.path, found)
 
-    def merge(self, files: Files, more: Mapping[str, Iterable[Range]]) -> Passed:
+    def _add(self, path: str, found: Iterable[Range]) -> Passed:
+        """Put ranges of a file among the others, or lose some. Returns what was new, and what is lost."""
+        ranges = self.passed.setdefault(path, Ranges())
+        before = len(ranges)
+        new = {path: Ranges(each for each in found if ranges.add(*each, self._apart))}
+        self._count += len(ranges) - before
+        while self._count > self._most:
+            largest = max(self.passed, key=lambda each: len(self.passed[each]))
+            self._count -= len(self.passed[largest])
+            self.passed[largest].lose()
+            new[largest] = Ranges(None)
+        return new
+
+    def merge(self, files: Files, more: Passed) -> Passed:
         """Take in what has passed elsewhere; of ranges of which a part is here already, the rest is read again.
 
-        Returns what was new.
+        Returns what was new, and what is lost.
         """
         new: Passed = {}
         for path, found in more.items():
-            ranges = self.passed.setdefault(path, [])
+            ranges = self.passed.setdefault(path, Ranges())
+            if found.lost:
+                self._count -= len(ranges)
+                ranges.lose()
+                new[path] = Ranges(None)
             for begin, end, value in found:
-                if list(missing(ranges, begin, end)) == [(begin, end)]:
-                    add(ranges, begin, end, value)
-                    fresh = [(begin, end, value)]
-                else:
-                    fresh = self._read(files, path, begin, end)
-                for each in fresh:
-                    add(new.setdefault(path, []), *each)
+                is_new = list(ranges.missing(begin, end)) == [(begin, end)]
+                fresh = (
+                    self._add(path, [(begin, end, value)]) if is_new else self._read(files, path, begin, end)
+                )
+                join(new, fresh)
         return new
 
     def touch(self, storage: Storage) -> None:
@@ -159,22 +241,20 @@ class Ledger:
 
     def _checksum(self, storage: Storage) -> int | None:
         """The CRC32 of a storage; None unless it is made of whole ranges."""
-        begin, end = storage.offset, storage.offset + storage.nbytes
-        ranges = self.passed.get(storage.path, [])
-        inside = ranges[bisect_left(ranges, (begin,)) : bisect_left(ranges, (end,))]
-        is_whole = sum(last - first for first, last, _ in inside) == storage.nbytes
-        return checksum(inside) if is_whole and (not inside or inside[-1][1] == end) else None
+        ranges = self.passed.get(storage.path, Ranges())
+        return ranges.checksum_of(storage.offset, storage.offset + storage.nbytes)
 
     def settle(self, files: Files) -> list[Storage]:
         """Read what did not pass of each storage that was touched, and return those whose CRC32 is wrong."""
         wrong = []
         for storage in self._touched:
-            self._read(files, storage.path, storage.offset, storage.offset + storage.nbytes)
+            begin, end = storage.offset, storage.offset + storage.nbytes
+            self._read(files, storage.path, begin, end)
             found = self._checksum(storage)
-            if found is None:  # it lies in a larger range
-                apart = Ledger()
-                apart._read(files, storage.path, storage.offset, storage.offset + storage.nbytes)
-                found = apart._checksum(storage)
+            if found is None:  # it lies in a larger range, or its ranges are lost
+                alone = Ledger()
+                alone._read(files, storage.path, begin, end)
+                found = alone._checksum(storage)
             if found != storage.crc32:
                 wrong.append(storage)
         return wrong
@@ -182,20 +262,19 @@ class Ledger:
     def complete(self, files: Files, sizes: Mapping[str, int]) -> None:
         """Read what did not pass of each file, where that is little. `sizes` are those of the files, in bytes."""
         for path, size in sizes.items():
-            left = size - sum(end - begin for begin, end, _ in self.passed.get(path, []))
-            if 0 < left <= max(LITTLE, size // SHARE):
+            ranges = self.passed.get(path, Ranges())
+            if not ranges.lost and 0 < size - ranges.nbytes <= max(LITTLE, size // SHARE):
                 self._read(files, path, 0, size)
 
-    def _read(self, files: Files, path: str, begin: int, end: int) -> list[Range]:
-        """Let those bytes of a file pass that have not, and return their ranges."""
-        ranges = self.passed.setdefault(path, [])
-        found: list[Range] = []
-        for batch in _batches(list(missing(ranges, begin, end)), min(SPAN, end - begin)):
+    def _read(self, files: Files, path: str, begin: int, end: int) -> Passed:
+        """Let those bytes of a file pass that have not. Returns what was new, and what is lost."""
+        ranges, new = self.passed.setdefault(path, Ranges()), Passed()
+        size = min(SPAN, end - begin)
+        while not ranges.lost and (batch := next(_batches(ranges.missing(begin, end), size), None)):
             files.read(path, batch)
-            found += [(start, start + len(part), crc32(part)) for start, part in batch]
-        for each in found:
-            add(ranges, *each)
-        return found
+            join(new, self._add(path, [(start, start + len(part), crc32(part)) for start, part in batch]))
+            begin = batch[-1][0] + len(batch[-1][1])
+        return new
 
 
 def _batches(gaps: Iterable[tuple[int, int]], size: int) -> Iterator[list[tuple[int, memoryview]]]:

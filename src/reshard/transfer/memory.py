@@ -7,7 +7,6 @@ the bound. What a plan takes is measured: it is made of Python's objects.
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 import sys
@@ -18,8 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard.algebra.tensors import Tensor, least_room
-from reshard.errors import ReshardError, no_memory
+from reshard.errors import ReshardError, is_no_memory, no_memory
 from reshard.stores import CONNECTIONS, REQUEST, is_remote
+from reshard.transfer import ledger
 from reshard.transfer.gather import LEAST
 
 WINDOW = 4 << 20
@@ -36,6 +36,12 @@ USUAL = 24 << 20
 
 MOST = 96 << 20
 """Bytes of one thread above which nothing is faster."""
+
+LEDGER = 64 << 20
+"""Bytes for the CRC32s of ranges that do not touch yet, at most: those of Llama-3.1-405B at TP8 take 42 MiB."""
+
+LEAST_LEDGER = 1 << 20
+"""The same at least."""
 
 SLACK = 8 << 20
 """Bytes by which two runs of the same plan differ, at most, so that what one asks for is enough for the next."""
@@ -66,11 +72,15 @@ NOTHING = Need()
 
 
 class Share(NamedTuple):
-    """How many threads run, and the bytes that each may take, of which computing an element takes up to `need`."""
+    """How many threads run, and the bytes that each may take, of which computing an element takes up to `need`.
+
+    All of them together keep the CRC32s of so many `ranges` of what they read.
+    """
 
     threads: int
     each: int
     need: int = 0
+    ranges: int = LEDGER // ledger.EACH
 
     @property
     def wide(self) -> int:
@@ -89,12 +99,14 @@ def shared(workers: int | None, memory: int, need: Need = NOTHING, paths: Iterab
     If any of the `paths` that are read is in a store, there is a thread for each connection, and room for what comes.
     There are fewer if they would have little each. One there always is, whatever it takes: see `Meter.left`.
     """
+    noted = max(LEAST_LEDGER, min(LEDGER, memory // 16))
+    memory -= noted
     wanted = workers or min(8, 2 * (os.cpu_count() or 1))
     if any(map(is_remote, paths)):
         wanted, memory = workers or CONNECTIONS, memory - min(memory // 2, CONNECTIONS * REQUEST)
     least = _least(need)
     threads = max(1, min(wanted, memory // max(least, USUAL)))
-    return Share(threads, max(least, min(MOST, memory // threads)), need.nbytes)
+    return Share(threads, max(least, min(MOST, memory // threads)), need.nbytes, noted // ledger.EACH)
 
 
 def _least(need: Need) -> int:
@@ -117,10 +129,10 @@ class Meter:
         now, peak = resident()
         held = max(0, now - self._now)
         planning = max(held, peak - self._now if peak > self._peak else 0)
-        enough = max(planning, held + _least(need))
+        enough = max(planning, held + _least(need) + LEAST_LEDGER)
         if enough <= self._memory:
             return self._memory - held
-        found = f"the plan takes {_mebibytes(planning)}, one thread {_mebibytes(_least(need))}"
+        found = f"the plan takes {_mebibytes(planning)}, one thread {_mebibytes(_least(need) + LEAST_LEDGER)}"
         raise self._too_little(enough, found, tensor=need.tensor)
 
     @contextmanager
@@ -165,8 +177,8 @@ def plainly() -> Iterator[None]:
     """Say in words that the system gives no memory. It decorates functions, too."""
     try:
         yield
-    except (MemoryError, OSError) as error:
-        if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+    except Exception as error:
+        if not is_no_memory(error):
             raise
         raise ReshardError([no_memory(error)]) from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 
@@ -96,7 +96,8 @@ def execute_part(
         if is_stopped():
             raise StoppedError
 
-    run = _PartRun(plan, folder, part, share, Ledger(every=True, apart=CELL) if checksum else None, on_bytes)
+    ledger = Ledger(every=True, apart=CELL, most=share.ranges) if checksum else None
+    run = _PartRun(plan, folder, part, share, ledger, on_bytes)
     try:
         together(run.work, share.threads)
     finally:
@@ -131,7 +132,7 @@ class _PartRun(Run):
         job.sink.flush()
         job.abandon()
         with self.lock:
-            self._done[job.path] = replace(job.unsaved, passed={}), job.digest.seen()
+            self._done[job.path] = job.unsaved, job.digest.seen()
         return True
 
     def outcome(self) -> Outcome:

@@ -19,7 +19,7 @@ from isal.isal_zlib import crc32
 
 from reshard.errors import Problem, ReshardError
 from reshard.stores import File, Stamp, as_path, is_remote, open_file, realpath, refresh
-from reshard.transfer.ledger import Passed, Range, checksum
+from reshard.transfer.ledger import Passed, Ranges
 from reshard.transfer.memory import expect
 
 MOST = 2 << 30
@@ -82,7 +82,7 @@ class Sources:
         for path, note in self._notes.items():
             full = as_path(path).absolute()
             shown = full.relative_to(first).as_posix() if first and first in full.parents else full.name
-            read = {} if passed is None else _as_read(note, passed.get(path, []))
+            read = {} if passed is None else _as_read(note, passed.get(path, Ranges()))
             found.append({"path": shown, **note.stamp.as_dict(), **read})
         return sorted(found, key=lambda each: str(each["path"]))
 
@@ -138,14 +138,15 @@ class Sources:
             raise ReshardError(problems)
 
 
-def _as_read(note: _Note, ranges: list[Range]) -> dict[str, Any]:
-    """What was read of a file."""
+def _as_read(note: _Note, ranges: Ranges) -> dict[str, Any]:
+    """What was read of a file; nothing where it was in too many ranges to keep them."""
     size = note.stamp.size
     if note.digest is not None:
-        ranges = [(0, size, note.crc32)]
-    nbytes = sum(end - begin for begin, end, _ in ranges)
-    found: dict[str, Any] = {"read": nbytes, "crc32": f"{checksum(ranges):08x}"}
-    return found if nbytes == size else {**found, "ranges": [[begin, end] for begin, end, _ in ranges]}
+        ranges = Ranges([(0, size, note.crc32)])
+    if ranges.lost:
+        return {}
+    found: dict[str, Any] = {"read": ranges.nbytes, "crc32": f"{ranges.checksum():08x}"}
+    return found if ranges.nbytes == size else {**found, "ranges": [[begin, end] for begin, end, _ in ranges]}
 
 
 def _otherwise(path: str, note: _Note) -> str | None:

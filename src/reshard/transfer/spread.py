@@ -70,7 +70,7 @@ def spread(
     """
     make_folders(plan, folder)
     journal = journal or Journal()
-    ledger = Ledger(every=True, passed=journal.progress.passed) if checksum else None
+    ledger = Ledger(every=True, passed=journal.progress.passed, most=share.ranges) if checksum else None
     run = _Spread(plan, folder, share, ledger, on_bytes, journal, on_file)
     try:
         run.hand_out(executor, perform)
