@@ -10,7 +10,9 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, dynamic_module_utils
 
 from reshard.errors import ReshardError
+from reshard.formats import companions
 from reshard.formats.companions import Companions, check, find_companions, output_file
+from reshard.transfer import sources
 from tests.genuine.huggingface import make_model
 
 
@@ -151,7 +153,9 @@ def test_a_broken_config_is_named(tmp_path: Path) -> None:
 
 
 def content_of(file: Path) -> bytes:
-    return b"".join(content for _, content in output_file(file.name, file).literals())
+    """What is written in place of a file: other bytes, or its own."""
+    written = output_file(file.name, file)
+    return b"".join(content for _, content in written.literals()) if not written.blocks else file.read_bytes()
 
 
 def test_the_config_of_a_tokenizer_is_spelled_for_both_generations_of_transformers(tmp_path: Path) -> None:
@@ -255,17 +259,36 @@ def test_json_that_could_not_be_loaded_is_named(content: bytes, tmp_path: Path) 
     assert sorted(map(str, damaged)) == sorted(str(tmp_path / name) for name in [*names, "tokenizer.model"])
 
 
-def test_a_large_companion_is_copied_and_not_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content", [b'{"a": 1' + b" " * 99, b'"a": 1}', b'{"a": "\0\0"}', b'{"a": "\xff"}', b"\xe2{}"]
+)
+def test_large_json_is_looked_through(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is too large to be parsed is read in windows: it is text from brace to brace, or it is damaged."""
+    monkeypatch.setattr(companions, "fits", lambda nbytes: nbytes < 10 * companions.JSON_WEIGHT)
+    monkeypatch.setattr(sources, "WINDOW", 3)
+    write(tmp_path, tokenizer__json=' {"a": "\u20ac\u20ac"}\n ', vocab__json="{}")
+    found = check(find_companions(tmp_path))
+    assert found.unparsed == ("tokenizer.json",) and "tokenizer.json" in found.notes[0]
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ReshardError, match=r"tokenizer\.json cannot be read"):
+        check(find_companions(tmp_path))
+
+
+def test_a_large_companion_is_copied_and_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     huge = tmp_path / "tokenizer.model"
     with huge.open("wb") as file:
         file.truncate(3 << 30)
+    size = 9 << 20
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"x": "x" * size}))
+    monkeypatch.setattr(companions, "fits", lambda nbytes: nbytes < size)
     tracemalloc.start()
     try:
-        found = find_companions(tmp_path)
-        check(found)
+        found = check(find_companions(tmp_path))
         planned = [output_file(name, path) for name, path in found.files.items()]
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert [file.size for file in planned] == [3 << 30]
-    assert peak < 1 << 20
+    assert [file.size for file in planned] == [size + 9, 3 << 30]
+    assert peak < 8 << 20

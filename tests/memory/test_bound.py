@@ -147,18 +147,24 @@ def test_what_does_not_fit_is_refused_with_the_number_that_would(folder: Path, d
     rmtree(target, ignore_errors=True)
 
 
-def test_a_tokenizer_that_does_not_fit_is_refused_before_it_is_read(folder: Path, tmp_path: Path) -> None:
-    source = tmp_path / "model"
-    models.many(source, 2)
-    words = {f"word{i}": i for i in range(100_000)}
-    text = json.dumps({"model": {"type": "BPE", "vocab": words, "merges": []}, "padding": "x" * (4 * MIB)})
+def test_a_tokenizer_is_copied_without_being_loaded(folder: Path, tmp_path: Path) -> None:
+    """It is parsed where its tokens count: where Megatron's embedding has other rows than the config."""
+    source, padded, back = tmp_path / "model", tmp_path / "padded", tmp_path / "back"
+    models.make(source, {**models.LLAMA, "intermediate_size": 64, "vocab_size": 1000})
+    words = {f"word{i}": i for i in range(1000)}
+    text = json.dumps({"model": {"type": "BPE", "vocab": words, "merges": []}, "padding": "x" * (6 * MIB)})
     (source / "tokenizer.json").write_text(text)
-    refused = bounded(24 * MIB, "convert", source, tmp_path / "out", *HUGGINGFACE, "--json")
+    there = bounded(56 * MIB, "convert", source, padded, "--to", "megatron", "--json")
+    assert_within(there)
+    assert any("tokenizer.json is copied without" in note for note in json.loads(there.out)["notes"])
+    (copied,) = padded.rglob("tokenizer.json")
+    assert copied.read_text() == text
+    refused = bounded(56 * MIB, "convert", padded, back, "--json")
     (problem,) = json.loads(refused.out)["problems"]
-    assert refused.code == 2 and problem["file"] == str(source / "tokenizer.json")
+    assert refused.code == 2 and problem["file"] == str(copied)
     number = int(re.fullmatch(r"pass --memory (\d+)MiB", problem["remedy"])[1])  # type: ignore[index]
-    assert_within(bounded(number * MIB, "convert", source, tmp_path / "out", *HUGGINGFACE), number * MIB)
-    assert (tmp_path / "out" / "tokenizer.json").read_text() == text
+    assert_within(bounded(number * MIB, "convert", padded, back), number * MIB)
+    assert json.loads((back / "config.json").read_text())["vocab_size"] == 1000
 
 
 @pytest.mark.parametrize("command", ["convert", "verify"])

@@ -7,8 +7,9 @@ complete. They are copied as bytes; nothing in them is run, and none is a link t
 from __future__ import annotations
 
 import re
+from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from reshard.errors import Problem, ReshardError, understood
 from reshard.formats.places import belongs
 from reshard.plain import JSON_MOST, JSON_WEIGHT, json_of, to_json
 from reshard.stores import as_path
+from reshard.transfer.memory import fits
 from reshard.transfer.plan import OutputFile
-from reshard.transfer.sources import open_source, read_source
+from reshard.transfer.sources import open_source, read_source, windows
 
 CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -56,18 +58,24 @@ BPE = ("vocab.json", "merges.txt")
 class Companions:
     """The companions of a checkpoint: `files` maps each name, relative to its folder, to the path it was found at.
 
-    `code` are the names of those that are Python. `left_out` are links that were not followed.
+    `code` are the names of those that are Python. `left_out` are links that were not followed, `unparsed` the names of
+    JSON that was only looked through, as parsing it would take more memory than is allowed.
     """
 
     files: Mapping[str, Path]
     code: tuple[str, ...] = ()
     left_out: tuple[Path, ...] = ()
+    unparsed: tuple[str, ...] = ()
 
     @property
     def notes(self) -> list[str]:
         """What a user should know about what is copied, and what is not."""
         code = [f"Python code is copied too, because auto_map names it: {', '.join(self.code)}"]
-        return [*(code if self.code else []), *told(self.left_out)]
+        large = [
+            f"{name} is copied without parsing it, which would take {JSON_WEIGHT} times its size: its JSON may be wrong"
+            for name in self.unparsed
+        ]
+        return [*(code if self.code else []), *large, *told(self.left_out)]
 
     @property
     def config(self) -> dict[str, Any] | None:
@@ -143,34 +151,65 @@ def told(links: Iterable[Path]) -> list[str]:
     return [f"left out: {path} is a link out of its folder, to {path.resolve()}" for path in links]
 
 
-def check(companions: Companions) -> None:
-    """Raise ReshardError naming every companion that whoever loads it could not read."""
-    problems = [problem for _, path in sorted(companions.files.items()) for problem in _damage(path)]
+def check(companions: Companions) -> Companions:
+    """Raise ReshardError naming every companion that whoever loads it could not read; tell which were not parsed."""
+    files = sorted(companions.files.items())
+    large = tuple(name for name, path in files if path.suffix == ".json" and _is_large(path.stat().st_size))
+    problems = [problem for name, path in files for problem in _damage(path, is_parsed=name not in large)]
     if problems:
         raise ReshardError(problems)
+    return replace(companions, unparsed=large)
 
 
-def _damage(path: Path) -> list[Problem]:
+def _is_large(size: int) -> bool:
+    """Whether JSON is longer than what is parsed, or needs more memory than is allowed."""
+    return size > JSON_MOST or not fits(size * JSON_WEIGHT)
+
+
+def _damage(path: Path, *, is_parsed: bool) -> list[Problem]:
     try:
-        if path.suffix == ".json":
+        if path.suffix != ".json":
+            if _head(path).startswith(_POINTER):
+                raise _pointer(path)
+        elif is_parsed:
             read_object(path)
-        elif _head(path).startswith(_POINTER):
-            raise _pointer(path)
+        else:
+            _look_through(path)
     except ReshardError as error:
         return error.problems
     return []
 
 
+def _look_through(path: Path) -> None:
+    """Raise ReshardError if a file is not text from brace to brace: it was cut short, or parts of it are missing."""
+    decoder = getincrementaldecoder("utf-8")()
+    first, last = "", ""
+    with open_source(path) as file:
+        try:
+            for part in windows(file):
+                text = decoder.decode(part).strip()
+                first, last = first or text[:1], text[-1:] or last
+                if "\0" in text:
+                    raise _unreadable(path, "zeros in the middle of it")
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError as error:
+            raise _unreadable(path, str(error)) from error
+    if (first, last) != ("{", "}"):
+        raise _unreadable(path, f"{first!r} at its beginning, {last!r} at its end")
+
+
 def output_file(name: str, file: Path) -> OutputFile:
-    """A companion as it travels: as it is, but for what transformers 4 refuses in one."""
+    """A companion that was checked, as it travels: as it is, but for what transformers 4 refuses in one.
+
+    Its bytes are read when they are written, however many they are.
+    """
     if name == TOKENIZER_CONFIG:
         config = read_object(file)
         portable = portable_tokenizer_config(config)
         if portable != config:
             return OutputFile.of_bytes(name, to_json(portable))
-    if file.suffix == ".json":
-        return OutputFile.of_bytes(name, read_source(file, JSON_MOST))
-    open_source(file).close()  # noted now, and read when it is written, however long it is
+    if file.suffix != ".json":  # which `check` has read
+        open_source(file).close()
     return OutputFile.copy_of(name, file)
 
 

@@ -93,6 +93,8 @@ def corrected(checkpoint: Checkpoint, config: Mapping[str, Any], base: Path) -> 
     if checkpoint.dialect != "mcore" or not isinstance(declared, int) or declared < 1:
         return None
     rows = embedding_rows(checkpoint)
+    if rows == declared:
+        return None  # whatever the tokenizer has, which may take long to read
     folders = find_companions(base, *checkpoint.folders), find_companions(*checkpoint.folders)
     tokens = folders[0].vocab_size
     # Qwen2.5's config, for one, has 151,936 rows for 151,665 tokens.

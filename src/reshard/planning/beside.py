@@ -30,9 +30,7 @@ def find_companions(checkpoint: Checkpoint, request: Request) -> companions.Comp
     else:
         base = request.options.base
         folders = [*checkpoint.beside, *([base] if base else []), checkpoint.root]
-    found = companions.find_companions(*folders)
-    companions.check(found)
-    return found
+    return companions.check(companions.find_companions(*folders))
 
 
 def companion_files(

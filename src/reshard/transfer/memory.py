@@ -144,9 +144,16 @@ class Meter:
         finally:
             _meter.reset(token)
 
+    def fits(self, nbytes: int) -> bool:
+        """Whether something that takes so many bytes more takes no more than is left."""
+        return self._enough(nbytes) <= self._memory
+
+    def _enough(self, nbytes: int) -> int:
+        return max(0, resident()[0] - self._now) + nbytes
+
     def expect(self, nbytes: int, path: str) -> None:
         """Raise ReshardError if reading a file, and what is made of it, takes more than is left."""
-        enough = max(0, resident()[0] - self._now) + nbytes
+        enough = self._enough(nbytes)
         if enough > self._memory:
             raise self._too_little(enough, f"reading this takes {_mebibytes(nbytes)}", file=path)
 
@@ -170,6 +177,11 @@ def expect(nbytes: int, path: str) -> None:
     """Raise ReshardError if reading a file that takes `nbytes` would take more than is allowed."""
     if nbytes >= SLACK and (meter := _meter.get()):
         meter.expect(nbytes, path)
+
+
+def fits(nbytes: int) -> bool:
+    """Whether as much more as `nbytes` is allowed."""
+    return nbytes < SLACK or (meter := _meter.get()) is None or meter.fits(nbytes)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ reading one can wait for ever, have no end, or do something.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from hashlib import sha256
@@ -24,6 +24,9 @@ from reshard.transfer.memory import expect
 
 MOST = 2 << 30
 """Bytes of a file that is read whole, at most: ten times the metadata of the largest models."""
+
+WINDOW = 1 << 20
+"""Bytes of a file that are looked at in passing."""
 
 OnStep = Callable[[str], None]
 """Hears in words what is done next, where that may take long."""
@@ -66,7 +69,7 @@ class Sources:
         if content is None or (first and first.digest is None):
             self._notes[path] = _Note(stamp, None)
         else:
-            self._notes[path] = _Note(stamp, _digest(content), crc32(content))
+            self._notes[path] = _Note(stamp, _digest([content]), crc32(content))
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each file that was not read whole when it was opened, by its path."""
@@ -161,13 +164,24 @@ def _otherwise(path: str, note: _Note) -> str | None:
         return error.problems[0].found
     with file:
         stamp = file.stamp()
-        if stamp == note.stamp or (note.digest and note.digest == _digest(file.read(0, stamp.size))):
+        if stamp == note.stamp or (note.digest and note.digest == _digest(windows(file))):
             return None  # a run that goes on may write its config again with every step
         return str(stamp)
 
 
-def _digest(content: bytes) -> bytes:
-    return sha256(content).digest()
+def _digest(parts: Iterable[bytes]) -> bytes:
+    digest = sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
+
+
+def windows(file: File) -> Iterator[bytes]:
+    """All bytes of a file, `WINDOW` at a time."""
+    at = 0
+    while part := file.read(at, WINDOW):
+        yield part
+        at += len(part)
 
 
 _noting: ContextVar[Sources | None] = ContextVar("noting", default=None)
