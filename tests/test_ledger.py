@@ -12,7 +12,7 @@ from typing import Any
 from zlib import crc32
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import reshard as api
@@ -30,6 +30,7 @@ def as_range(begin: int, end: int) -> tuple[int, int, int]:
     return begin, end, crc32(DATA[begin:end])
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.integers(0, 399), st.integers(1, 60)), max_size=40))
 def test_ranges_come_in_any_order(spans: list[tuple[int, int]]) -> None:
     """Beside a set of all bytes: what touches is one range, with the CRC32 of its bytes, and no byte is in two."""
@@ -149,8 +150,8 @@ def test_the_record_says_nothing_of_a_file_whose_ranges_are_lost(
         return found
 
     kept = made("kept")
-    monkeypatch.setattr(memory, "LEDGER", 2 * EACH)
-    monkeypatch.setattr(memory, "LEAST_LEDGER", 2 * EACH)
+    monkeypatch.setattr(memory, "LEDGER", 6 * EACH)
+    monkeypatch.setattr(memory, "LEAST_LEDGER", 6 * EACH)
     lost = made("lost")
     assert kept["files"] == lost["files"]
     kept, lost = ({each["path"]: each for each in record["sources"]} for record in (kept, lost))

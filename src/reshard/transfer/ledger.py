@@ -203,6 +203,8 @@ class Ledger:
         self._count += len(ranges) - before
         while self._count > self._most:
             largest = max(self.passed, key=lambda each: len(self.passed[each]))
+            if len(self.passed[largest]) < 2:
+                break  # there are so many files, whose names take more than this
             self._count -= len(self.passed[largest])
             self.passed[largest].lose()
             new[largest] = Ranges(None)
