@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import click
 
-from bench import costs, scale, sync, training
+from bench import costs, rows, scale, sync, training
 from bench.models import QWEN2_5_3B, QWEN3_MOE, REAL_SIZES, make
 from bench.race import HEADER, Contender, race
 
@@ -82,6 +82,10 @@ def main(data: Path, rounds: int, only: str) -> None:
     if only in "train":
         _show(["", *training.HEADER])
         for row in training.rows(data, rounds):
+            _show([row])
+    if only in "rows":
+        _show(["", *rows.HEADER])
+        for row in rows.rows(data, rounds):
             _show([row])
     if only in "costs":
         _show(list(costs.rows(data, rounds)))
