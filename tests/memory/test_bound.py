@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 
 from tests.commandline import reshard
-from tests.memory import models
+from tests.memory import engines, models
 from tests.memory.bounded import THREADS, Ended, bounded
 
 MIB = 1 << 20
 BOUND = 56 * MIB
 HUGGINGFACE = ("--to", "huggingface")
 MERGED = ("--merge", "--base", "@llama")
+STATES = ("--with-optimizer",)
 
 Road = tuple[str, tuple[str, ...], str]
 """The source, flags, in which @NAME is a folder, and the folder with the same weights, or none."""
@@ -57,14 +58,35 @@ ROADS: dict[str, Road] = {
     "dora": ("dora", MERGED, ""),
     "lora-of-fp8": ("adapter", ("--merge", "--base", "@fp8", "--dtype", "bfloat16"), ""),
     "lora-to-megatron": ("adapter", (*MERGED, "--to", "megatron", "--tp", "2"), ""),
+    "lora-in-float32": ("adapter", (*MERGED, "--dtype", "float32"), ""),
+    "lora-of-awq": ("adapter", ("--merge", "--base", "@awq", "--dtype", "bfloat16"), ""),
+    "dora-of-fp8": ("dora", ("--merge", "--base", "@fp8", "--dtype", "bfloat16"), ""),
+    "dora-to-megatron": ("dora", (*MERGED, "--to", "megatron", "--tp", "2"), ""),
+    "adapter-cast": ("wide", ("--to", "peft", "--dtype", "bfloat16"), ""),
+    "adapter-to-megatron": ("wide", ("--to", "megatron", "--tp", "2", "--base", "@llama"), ""),
+    "adapter-back": ("adapter-to-megatron", ("--to", "peft", "--base", "@llama"), "wide"),
+    "zero1": ("zero-1", HUGGINGFACE, "plain"),
+    "zero2": ("zero-2", ("--to", "megatron", "--tp", "2"), "plain"),
+    "zero3": ("zero-3", HUGGINGFACE, "plain"),
+    "zero3-cast": ("zero-3", ("--to", "megatron", "--tp", "2", "--dtype", "bfloat16"), ""),
+    "zero2-states": ("zero-2", ("--to", "megatron", "--tp", "2", *STATES), "plain"),
+    "zero3-states": ("zero-3", ("--to", "dcp", *STATES), "plain"),
+    "states-back": ("zero2-states", ("--to", "deepspeed", *STATES), "plain"),
+    "fsdp-ranks": ("fsdp", HUGGINGFACE, "plain"),
+    "fsdp-ranks-to-megatron": ("fsdp", ("--to", "megatron", "--tp", "2"), "plain"),
     "many": ("many", HUGGINGFACE, "many"),
 }
-"""Each may start where one before it ended. ZeRO and the files of FSDP's ranks are read by the same views."""
+"""Each may start where one before it ended."""
 
 MAKERS: dict[str, Callable[[Path], Path]] = {
     **{make.__name__: make for make in (models.llama, models.gpt_oss, models.adapter, models.many)},
     **{make.__name__: make for make in (models.gptq, models.awq, models.nf4, models.int8)},
     "dora": lambda folder: models.adapter(folder, use_dora=True),
+    "wide": lambda folder: models.adapter(folder, rank=512),
+    "zero-1": engines.zero1,
+    "zero-2": engines.zero2,
+    "zero-3": engines.zero3,
+    **{make.__name__: make for make in (engines.fsdp, engines.plain)},
 }
 
 
