@@ -25,7 +25,8 @@ RUN = 32 << 10
 """Bytes side by side from which they are read straight to their place: measured, docs/performance.md."""
 
 GAP = 32 << 10
-"""Unused bytes between two runs from which two reads are cheaper than one across: measured, docs/performance.md."""
+"""Unused bytes between two runs from which two reads are cheaper than one across: about what is copied out of the page
+cache while one more read is made and its checksum noted (`python -m bench --only rows`, docs/performance.md)."""
 
 SPAN = 2 << 20
 """Bytes that are read at a time to pick elements from: they stay in the cache of the processor."""
