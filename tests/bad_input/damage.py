@@ -34,7 +34,7 @@ def refused(*words: object) -> Problems:
     assert listing(parent) == before
     problems: Problems = machine.json["problems"]
     first = problems[0]
-    for field in first.keys() - {"severity"}:
+    for field in first.keys() - {"code", "severity"}:
         assert first[field] in plain.err
     assert "message" in first and (first.keys() & {"remedy", "expected"})
     return problems
