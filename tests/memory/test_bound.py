@@ -32,6 +32,7 @@ FAST: dict[str, Road] = {
     "cast": ("llama", (*HUGGINGFACE, "--dtype", "float32"), ""),
     "mxfp4": ("gpt_oss", (*HUGGINGFACE, "--quantize", "mxfp4"), ""),
     "lora": ("adapter", MERGED, ""),
+    "zero3-cast": ("zero-3", ("--to", "megatron", "--tp", "2", "--dtype", "bfloat16"), ""),
 }
 ROADS: dict[str, Road] = {
     "copy": ("llama", (*HUGGINGFACE, "--max-shard-size", "100MB"), "llama"),
@@ -68,7 +69,6 @@ ROADS: dict[str, Road] = {
     "zero1": ("zero-1", HUGGINGFACE, "plain"),
     "zero2": ("zero-2", ("--to", "megatron", "--tp", "2"), "plain"),
     "zero3": ("zero-3", HUGGINGFACE, "plain"),
-    "zero3-cast": ("zero-3", ("--to", "megatron", "--tp", "2", "--dtype", "bfloat16"), ""),
     "zero2-states": ("zero-2", ("--to", "megatron", "--tp", "2", *STATES), "plain"),
     "zero3-states": ("zero-3", ("--to", "dcp", *STATES), "plain"),
     "states-back": ("zero2-states", ("--to", "deepspeed", *STATES), "plain"),

@@ -58,9 +58,8 @@ def _is_own(content: bytes) -> bool:
 
 def with_record(plan: Plan, facts: Mapping[str, Any]) -> Plan:
     """The plan with a record that has a place for the digests, which `recorded` fills."""
-    whole = {
-        path: Ranges([(0, size, 0)]) for path, size in plan.sources.sizes().items()
-    }  # as most sources are read
+    # Most sources are read whole.
+    whole = {path: Ranges([(0, size, 0)]) for path, size in plan.sources.sizes().items()}
     record = OutputFile.of_bytes(RECORD, recorded(plan, {}, facts, whole if facts["checksums"] else None))
     return replace(plan, files=[*without_record(plan).files, record])
 
