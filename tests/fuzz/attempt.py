@@ -28,9 +28,12 @@ class Attempts:
         assert self.seeds, "a target without a genuine input"
         self._target = target
         self._take = target.open(folder / "inputs")
+        self.accepted = 0
+        """How many genuine inputs are not refused: where none is, mutations of them reach little."""
         for seed in self.seeds:  # what is imported on the way counts for no input
             with suppress(*target.errors):
                 self._take(seed)
+                self.accepted += 1
         self.folder = folder
         self.inputs = 0
         self.failures: dict[str, bytes] = {}

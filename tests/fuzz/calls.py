@@ -253,7 +253,7 @@ def url(data: bytes) -> None:
 
 def diagnosed(path: Path) -> None:
     """The doctor takes a file by its suffix."""
-    diagnose([str(path)])
+    diagnose(path)
 
 
 def request(path: Path) -> None:

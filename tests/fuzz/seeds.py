@@ -173,7 +173,7 @@ JSONS = [
     '{"compute_environment": "LOCAL_MACHINE", "distributed_type": "DEEPSPEED", "num_processes": 2}',
 ]
 TRAINING = (
-    "model: /models/a\ndata: /data/d.jsonl\noutput: /out\nengine: trl\nlora: true\nparallel: fsdp2\nnproc: auto\n"
+    "model: {model}\ndata: {data}\noutput: {output}\nengine: trl\nlora: true\nparallel: fsdp2\nnproc: auto\n"
     "tp: 1\nlearning-rate: 1.0e-5\nnum_train_epochs: 3\nreport_to: [none]\nrendezvous: host:29500\n"
 )
 RUN = (
@@ -230,6 +230,13 @@ def as_parquet(rows: list[dict[str, object]]) -> bytes:
              for row in rows]  # fmt: skip
     parquet.write_table(arrow.Table.from_pylist(plain), file)
     return file.getvalue()
+
+
+def training(folder: Path) -> list[bytes]:
+    """The config of a run whose model and data are there."""
+    (folder / "d.jsonl").write_bytes(as_lines(ROWS[0]))
+    model = DATA / "peers" / "bridge" / "base-mistral"
+    return encoded(TRAINING.format(model=model, data=folder / "d.jsonl", output=folder / "out"))
 
 
 def encoded(*texts: str) -> list[bytes]:

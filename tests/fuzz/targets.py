@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import reshard
 from reshard import api
 from reshard.errors import ReshardError
 from reshard.formats.torchfiles.pickles import loads
@@ -126,11 +127,11 @@ TARGETS: dict[str, Target] = {
     ),
     "fsdp-dtensor": _pickle(
         lambda: pickles("fsdp_ranks/*/*/*rank_1.pt"),
-        file_of("fsdp_ranks/torch-2.10.0/fsdp2-tp", "*rank_1.pt", put=pickled),
+        file_of("fsdp_ranks/torch-2.10.0/fsdp2-tp", "*rank_1.pt", reshard.inspect, put=pickled),
     ),
     "fsdp-sharded": _pickle(
         lambda: pickles("fsdp_ranks/*/*/*rank1.bin"),
-        file_of("fsdp_ranks/torch-2.6.0/fsdp1", "*rank1.bin", put=pickled),
+        file_of("fsdp_ranks/torch-2.6.0/fsdp1", "*rank1.bin", reshard.inspect, put=pickled),
     ),
     "verl-config": _json(
         lambda: files("verl/**/fsdp_config.json"),
@@ -143,7 +144,7 @@ TARGETS: dict[str, Target] = {
     "url": _text(lambda: encoded(*seeds.URLS), directly(calls.url)),
     "marker": _json(lambda: encoded(seeds.MARKER), directly(calls.marker)),
     "arguments": _text(lambda: encoded(*seeds.ARGUMENTS), calls.arguments),
-    "train-config": _text(lambda: encoded(seeds.TRAINING), alone("sft.yaml", calls.request)),
+    "train-config": Target(mutate.of_words, seeds.training, alone("sft.yaml", calls.request)),
     "train-record": _json(lambda: encoded(seeds.RUN), alone("run.json", calls.record_of_run)),
     "train-data": Target(
         mutate.of_json_lines, lambda folder: seeds.rows_as(seeds.as_lines), calls.data("data.jsonl")
