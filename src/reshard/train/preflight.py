@@ -254,8 +254,7 @@ class _Looking:
         if not path.exists():
             return 0, []
         refuses = tokens.probe(tokenizer) if tokenizer is not None else data.ANY_TEMPLATE
-        rows = self._good(data.read_records(path, self.run.method, refuses))
-        return tokens.draw(seen(row, self.run.method) for row in rows)
+        return tokens.draw(self._good(data.read_records(path, self.run.method, refuses)))
 
     def _evaluated(
         self,
@@ -339,6 +338,7 @@ class _Looking:
     ) -> Lengths | None:
         if tokenizer is None:
             return None
+        drawn = [seen(row, run.method) for row in drawn]  # other columns are the reward's
         if any(isinstance(value, list) for value in drawn[0].values()) and not tokenizer.chat_template:
             self.found.append(preconditions.template(run.model))
             return None
