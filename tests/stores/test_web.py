@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from reshard import api
 from reshard.errors import ReshardError
 from reshard.stores import errors, source_path
-from reshard.stores.remote import AHEAD
+from reshard.stores.remote import AHEAD, REQUEST
+from reshard.transfer.compare import Comparer
 from reshard.transfer.gather import Files, Gatherer
+from reshard.transfer.memory import shared
 from tests.commandline import reshard
 from tests.genuine.huggingface import make_model
 from tests.stores.web_server import Web, web_server
@@ -58,8 +61,45 @@ def test_inspecting_moves_headers_alone(web: Web, root: Path) -> None:
     here = api.inspect(root / "large")
     assert (found.family, found.checkpoint.parameters) == (here.family, here.checkpoint.parameters)
     assert [problem.message for problem in found.problems] == [problem.message for problem in here.problems]
-    # Companions are read whole, some of them more than once.
-    assert web.sent < 4 * beside_weights(root / "large") + 2 * AHEAD
+    assert web.sent < beside_weights(root / "large") + 2 * AHEAD
+
+
+@pytest.mark.parametrize("lists", [False, True], ids=["known names", "pages of links"])
+def test_inspecting_asks_once_for_each_file(web: Web, lists: bool) -> None:
+    web.lists, web.latency = lists, 0.01
+    api.inspect(f"{web.address}/large")
+    asked = [path for path, _ in web.requests]
+    assert len(asked) == len(set(asked))
+    assert web.most > 1
+
+
+@pytest.mark.parametrize("lists", [False, True], ids=["known names", "pages of links"])
+def test_a_server_may_have_the_model_at_its_top(root: Path, lists: bool) -> None:
+    with web_server(root / "large") as web:
+        web.lists = lists
+        for typed in (web.address, f"{web.address}/"):
+            assert api.open(typed).tensors.keys() == api.open(root / "large").tensors.keys()
+
+
+def test_a_folder_may_have_a_dot_in_its_name(web: Web, root: Path, tmp_path: Path) -> None:
+    (tmp_path / "Llama-3.1").symlink_to(root / "large")
+    web.folder, web.lists = tmp_path, True
+    assert api.open(f"{web.address}/Llama-3.1").tensors.keys() == api.open(root / "large").tensors.keys()
+
+
+def test_comparing_asks_for_as_much_at_once_as_converting(web: Web, tmp_path: Path) -> None:
+    values = np.arange(5 << 20, dtype=np.float32)
+    save_file({"w": values}, tmp_path / "a.safetensors")
+    values[-1] += 1
+    save_file({"w": values}, tmp_path / "b.safetensors")
+    web.folder = tmp_path
+    far, here = api.open(f"{web.address}/a.safetensors"), api.open(tmp_path / "b.safetensors")
+    web.clear()
+    comparer = Comparer(Event(), shared(1, 1 << 30))
+    found = comparer.difference(far.tensors["w"], here.tensors["w"])
+    comparer.close()
+    assert found == (1, 1.0, values.size - 1)
+    assert len(web.requests) == -(-values.nbytes // REQUEST)
 
 
 def test_reading_one_tensor_moves_the_tensor_and_the_header(web: Web, root: Path) -> None:
@@ -176,7 +216,7 @@ def test_headers_are_fetched_side_by_side(web: Web, root: Path) -> None:
     api.open(f"{web.address}/shards")
     assert web.most > 3
     heads = [each for path, each in web.requests if path.startswith("/shards/model-")]
-    assert len(heads) == 2 * count  # what is there, and then its header
+    assert len(heads) == count  # what is there, and its header
 
 
 def test_paths_answer_like_local_ones(web: Web, root: Path) -> None:

@@ -91,6 +91,8 @@ class RemoteFile:
             return content + b"".join(_side_by_side([partial(self._fetch, *each) for each in ranges]))
         more = self._fetch(begin, reach)
         self._kept = [*self._kept[-KEPT:], (begin, more)]
+        if begin == 0 and len(self._store.heads) < HEADS // AHEAD:
+            self._store.heads[self._url] = [(0, more)]
         return content + more[: end - begin]
 
     def fill(self, parts: Iterable[Part]) -> int | None:

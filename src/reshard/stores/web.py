@@ -2,7 +2,7 @@
 
 A server that shows folders as pages of links, as nginx and `python -m http.server` do, is read by them. Elsewhere a
 folder has the files that its `reshard.json` or its index of weights names, and those that checkpoints usually have.
-Each is asked for its first byte, which tells its size, its state, and whether the server reads ranges at all. A HEAD
+Each is asked for its beginning, which tells its size, its state, and whether the server reads ranges at all. A HEAD
 would not do: the signature of a URL that was made for a GET does not hold for it.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from email.utils import parsedate_to_datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote, urlsplit
@@ -19,7 +19,7 @@ from urllib.parse import quote, unquote, urlsplit
 from reshard.errors import ReshardError
 from reshard.stores.address import Address
 from reshard.stores.errors import DENIED, retried, status_of, translated
-from reshard.stores.remote import pool
+from reshard.stores.remote import AHEAD, HEADS, RemoteFile, pool
 from reshard.stores.store import Entry, Store
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -51,6 +51,9 @@ KNOWN = (
     "latest_checkpointed_iteration.txt",
 )
 """What a folder is asked for that shows no links and has none of the files that name others."""
+
+BEGUN = (".json", ".jinja", ".txt", ".safetensors")
+"""Files that are read from their beginning by whoever finds them: the first request for them brings it along."""
 
 DEPTH = 3
 """How many folders of links are followed, one inside the other."""
@@ -130,6 +133,8 @@ class WebStore(Store):
             if response.status == 416:  # there is nothing from there on: an empty file
                 return Answer(b"", dict(response.headers))
             response.raise_for_status()
+            if response.status != 206 and response.content_type == "text/html":
+                raise FileNotFoundError(url)  # a folder, or a page in place of what is missing
             if response.status != 206:
                 raise ReshardError(
                     "server-without-ranges",
@@ -141,10 +146,14 @@ class WebStore(Store):
                 )
             return Answer(await response.read(), dict(response.headers))
 
-    def _look(self, url: str) -> Entry | None:
+    def _look(self, url: str, most: int = 1) -> Entry | None:
+        """What lies at a URL, of which the first `most` bytes come along and are kept if there are several."""
         with translated(url):
             try:
-                return _entry(retried(lambda: self._ask(url, 0, 1)).headers)
+                answer = retried(lambda: self._ask(url, 0, most))
+                if most > 1:
+                    self.heads[url] = [(0, answer.content)]
+                return _entry(answer.headers)
             except FileNotFoundError:
                 return None
             except Exception as error:
@@ -160,7 +169,7 @@ class WebStore(Store):
             known = sorted(url for url in self._seen if url == root or url.startswith(root + "/"))
             looked = zip(known, pool().map(self._look, known), strict=True)
             return {url: entry for url, entry in looked if entry}
-        found = self._present([root]) if PurePosixPath(root).suffix else {}
+        found = self._present([root]) if PurePosixPath(root.removeprefix(self.url)).suffix else {}
         if root.endswith(INDEXES):
             folder = root.rpartition("/")[0]
             self._outside.update(self._present(f"{folder}/{name}" for name in {*self._named(root), *KNOWN}))
@@ -178,10 +187,12 @@ class WebStore(Store):
         name = url.rpartition("/")[2]
         if name not in (*INDEXES, "reshard.json"):
             return set()
+        entry = self._look(url)
+        if entry is None:
+            return set()
         with translated(url):
-            size = _entry(retried(lambda: self._ask(url, 0, 1)).headers).size
             try:
-                content = json.loads(retried(lambda: self._ask(url, 0, size)).content)
+                content = json.loads(RemoteFile(url, entry).read(0, entry.size))
                 files = content["files"] if name == "reshard.json" else content["weight_map"].values()
                 return {str(each) for each in files}
             except (AttributeError, LookupError, TypeError, ValueError):
@@ -208,8 +219,9 @@ class WebStore(Store):
     def _present(self, urls: Iterable[str]) -> dict[str, Entry]:
         """Those that are there. Raises ReshardError if the server refuses all of them."""
         asked = list(urls)
+        most = min(AHEAD, HEADS // max(1, len(asked)))
         found, refused = dict[str, Entry](), list[ReshardError]()
-        for url, entry in zip(asked, pool().map(self._glance, asked), strict=True):
+        for url, entry in zip(asked, pool().map(partial(self._glance, most=most), asked), strict=True):
             if isinstance(entry, Entry):
                 found[url] = entry
             elif entry is not None:
@@ -218,9 +230,9 @@ class WebStore(Store):
             raise refused[0]
         return found
 
-    def _glance(self, url: str) -> Entry | ReshardError | None:
+    def _glance(self, url: str, most: int) -> Entry | ReshardError | None:
         try:
-            return self._look(url)
+            return self._look(url, most if url.endswith(BEGUN) else 1)
         except ReshardError as error:
             if status_of(error) in DENIED:  # as stores do that must not tell whether something is there
                 return error

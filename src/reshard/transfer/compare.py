@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from operator import itemgetter
 from threading import Event
@@ -14,6 +14,7 @@ from reshard.algebra.dtypes import DType
 from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Replica, Tensor
 from reshard.errors import Problem, one_for_each_file
+from reshard.stores import REQUEST, is_remote
 from reshard.transfer.gather import Files, Gatherer, as_float, castable
 from reshard.transfer.ledger import Ledger
 from reshard.transfer.memory import Share
@@ -24,6 +25,9 @@ WINDOW = 1 << 20
 
 EACH = 32
 """Bytes that are taken for a byte that is compared: both sides, masks, and the differences as float64."""
+
+
+Elements = np.ndarray[Any, Any]
 
 
 class Difference(NamedTuple):
@@ -48,6 +52,7 @@ class Comparer:
         self._files = Files()
         self._gatherer = Gatherer(self._files, ledger, share.gathering)
         self._size = min(WINDOW, share.wide // EACH)
+        self._far = min(REQUEST, share.wide // 4)
 
     def close(self) -> None:
         self._files.close()
@@ -57,13 +62,8 @@ class Comparer:
 
         With `any_nan`, one NaN is as good as another: processors round it to different ones.
         """
-        step = self._size // first.dtype.itemsize
         elements, largest, at = 0, 0.0, 0
-        for begin in range(0, first.view.numel, step):
-            if self._stopped.is_set():
-                break
-            count = min(step, first.view.numel - begin)
-            a, b = (self._gatherer.read(tensor, begin, begin + count) for tensor in (first, second))
+        for begin, a, b in self._windows(first, second):
             if np.array_equal(a, b):
                 continue
             unequal = a != b
@@ -74,6 +74,23 @@ class Comparer:
                 elements += found
                 largest = max(largest, _gap(a[unequal], b[unequal], first.dtype), key=_nan_last)
         return Difference(elements, largest, at) if elements else None
+
+    def _windows(self, first: Tensor, second: Tensor) -> Iterator[tuple[int, Elements, Elements]]:
+        """Elements of both tensors that are compared at a time, and the first of them.
+
+        From a store as many are read at once as `convert` reads, since a request costs a round trip.
+        """
+        step = compared = self._size // first.dtype.itemsize
+        if is_remote(first.file) or is_remote(second.file):
+            # Half of the room is for what is read, the other for what is compared of it.
+            step, compared = self._far // first.dtype.itemsize, max(1, compared // 2)
+        for begin in range(0, first.view.numel, step):
+            end = min(begin + step, first.view.numel)
+            if self._stopped.is_set():
+                return
+            a, b = (self._gatherer.read(tensor, begin, end) for tensor in (first, second))
+            for low in range(0, end - begin, compared):
+                yield begin + low, a[low : low + compared], b[low : low + compared]
 
 
 def _nan_last(value: float) -> tuple[bool, float]:
