@@ -27,8 +27,7 @@ from bench.models import QWEN2_5_3B, make
 from reshard.errors import Problem, ReshardError
 from reshard.planning import Options, plan_conversion
 from reshard.remote import Worker, identity_of
-from reshard.stores import as_path
-from reshard.transfer import claims, executors, spread
+from reshard.transfer import claims, spread
 from reshard.transfer.digests import CELL, Digest
 from reshard.transfer.gather import Files
 from reshard.transfer.ledger import Ledger
@@ -308,6 +307,7 @@ def _where(library: str) -> Path:
 
 
 WRONG = {
+    "": "there is no engine ''",
     "spark://host": "--on: there is no engine 'spark'",
     "dask": "--on: this is not the form for dask",
     "dask://127.0.0.1:1": "Dask does not answer",
@@ -333,11 +333,6 @@ def test_what_cannot_run_is_refused(
     result = command("convert", sources["model"], tmp_path / "dst", *flags)
     assert result.code == 2 and WRONG[on] in result.err and "Traceback" not in result.err
     assert not list(tmp_path.iterdir())
-
-
-def test_a_store_is_no_folder_that_all_machines_share() -> None:
-    with pytest.raises(ReshardError, match="--on writes to a folder, not to a store"):
-        executors.check("slurm", as_path("s3://bucket/model"))
 
 
 def worker(source: Path, **changes: Any) -> Worker:

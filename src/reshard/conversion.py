@@ -108,7 +108,7 @@ class How:
 
     def check(self, target: Path) -> None:
         """Raise ReshardError for what does not go together."""
-        if not self.sync and (self.verify or self.on):
+        if not self.sync and (self.verify or self.on is not None):
             other = "--verify" if self.verify else "--on"
             raise ReshardError(
                 "no-sync-not-combinable",
@@ -116,8 +116,8 @@ class How:
                 rule="--verify reads the output from the disk, and with --on several machines have to see all of it",
                 remedy="leave out one of them",
             )
-        if self.on:
-            executors.check(self.on, target)
+        if self.on is not None:
+            executors.check(self.on)
         if isinstance(target, StorePath):
             Bucket(target)  # or nothing can be written there
             if self.push:
@@ -134,7 +134,7 @@ def convert(source: Path, target: Path, options: Options, how: How | None = None
     how = how or How()
     how.check(target)
     given = options
-    if how.on:
+    if how.on is not None:
         source, options = absolute(source, options)
     meter = Meter(how.memory)
     with meter.bounding():
@@ -158,7 +158,11 @@ def convert(source: Path, target: Path, options: Options, how: How | None = None
         result = Conversion(plan, share, None if how.dry_run else Report(plan.nbytes, plan.nbytes))
     else:
         warnings = check_destination(
-            plan, target, share.threads, overwrite=how.overwrite, dry_run=how.dry_run
+            plan,
+            target,
+            None if how.on is not None else share.threads,
+            overwrite=how.overwrite,
+            dry_run=how.dry_run,
         )
         result = Conversion(plan, share, warnings=warnings)
     if how.dry_run:
@@ -308,10 +312,11 @@ def _until_restart(identity: Identity) -> Identity | None:
 
 
 def check_destination(
-    plan: Plan, target: Path, threads: int = 1, *, overwrite: bool = False, dry_run: bool = False
+    plan: Plan, target: Path, threads: int | None = 1, *, overwrite: bool = False, dry_run: bool = False
 ) -> list[Problem]:
     """Raise ReshardError if the result of a plan cannot appear at `target`, with every reason; return warnings.
 
+    `threads` write and upload a file each if the target is in a store; None if other machines write, which do not wait.
     In a dry run, a disk that is too small is one of them: space may be found until it counts. Any other run first puts
     right what runs that were killed left beside `target`.
     """
@@ -328,7 +333,7 @@ def check_destination(
 
 
 def _check_bucket(
-    plan: Plan, target: StorePath, threads: int, *, overwrite: bool, dry_run: bool
+    plan: Plan, target: StorePath, threads: int | None, *, overwrite: bool, dry_run: bool
 ) -> list[Problem]:
     """The same of a destination in a store."""
     bucket = Bucket(target)
@@ -336,7 +341,8 @@ def _check_bucket(
     names = sorted(bucket.listing().keys() - (left.names if left else set()))
     foreign = foreign_among(names, target) if overwrite and names else None
     problems = bucket_problems(plan.sources.paths, bucket.url, names, foreign=foreign)
-    needed = room({file.path: file.size for file in plan.files}, _last(plan), threads)
+    sizes = {file.path: file.size for file in plan.files}
+    needed = room(sizes, _last(plan), len(sizes) if threads is None else threads)
     place = staging_folder(bucket)
     too_small = space_problems(place, needed - reusable(place))
     problems += [] if dry_run else too_small

@@ -138,5 +138,6 @@ def _unseen(folder: Path) -> ReshardError:
         file=str(folder.parent),
         rule="workers write to one folder, beside the destination",
         found=f"it is not there on {socket.gethostname()}",
-        remedy="choose a destination on a file system that all nodes share",
+        remedy="choose a destination on a file system that all nodes share; for one in a store, set TMPDIR to a folder "
+        "on such a file system",
     )

@@ -16,7 +16,7 @@ import pytest
 import reshard as api
 from reshard.stores import source_path
 from reshard.stores.bucket import Bucket
-from reshard.transfer import marker, uploading
+from reshard.transfer import marker, spread, uploading
 from reshard.transfer.marker import MARKER, parsed_marker
 from reshard.transfer.uploading import remove_unfinished_at, unfinished_at
 from tests.bad_input.damage import flip
@@ -69,6 +69,17 @@ def test_objects_are_the_files_of_a_local_conversion(s3: S3, model: Path, tmp_pa
     assert told(model) == []
     assert s3.objects(PREFIX) == content(tmp_path / "dst")
     assert list((tmp_path / "tmp").rglob("*.safetensors")) == []
+
+
+def test_other_machines_write_and_this_one_uploads(
+    s3: S3, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("submitit")
+    monkeypatch.setattr(spread, "LEAST", 1 << 17)
+    api.convert(model, tmp_path / "dst", **SHARDS)
+    assert told(model, on="slurm:cluster=local,nodes=2") == []
+    assert s3.objects(PREFIX) == content(tmp_path / "dst")
+    assert not [each for each in (tmp_path / "tmp").glob("reshard-*/*") if each.is_dir()]
 
 
 def test_what_makes_a_checkpoint_comes_last(s3: S3, model: Path) -> None:

@@ -126,9 +126,8 @@ class Run:
         try:
             while not stopped.is_set() and (taken := self._take()):
                 job, batch = taken
-                if worker.write(job, batch, stopped) and job.is_written() and self.end(job, stopped):
-                    self._unfinished.discard(job)
-                    self.on_file(job.path, stopped)
+                if worker.write(job, batch, stopped) and job.is_written():
+                    self.end(job, stopped)
         finally:
             worker.close()
 
@@ -152,9 +151,11 @@ class Run:
         """What is left to do of a file."""
         return Job(self, file, self.journal.progress.files.get(file.path, Written()))
 
-    def end(self, job: Job, stopped: Event) -> bool:
-        """Do what is left once all batches of a file are written. False if stopped."""
-        return job.close(stopped)
+    def end(self, job: Job, stopped: Event) -> None:
+        """Do what is left once all batches of a file are written, and have it taken care of, unless stopped."""
+        if job.close(stopped):
+            self._unfinished.discard(job)
+            self.on_file(job.path, stopped)
 
     def note(self, stream: Stream) -> list[Storage]:
         """Keep what one finished block showed; return the storages that it was read from, if they have checksums."""

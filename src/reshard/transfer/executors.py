@@ -22,7 +22,6 @@ from threading import Event, Thread
 from typing import Any, Protocol, TypeVar
 
 from reshard.errors import UNUSABLE, ReshardError, said
-from reshard.stores import StorePath
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -70,17 +69,9 @@ def opened(on: str) -> Iterator[Executor]:
         executor.close()
 
 
-def check(on: str, target: Path) -> None:
-    """Raise ReshardError if nothing is called `on`, if what it needs is not installed, or if `target` is in a store."""
+def check(on: str) -> None:
+    """Raise ReshardError if nothing is called `on`, or if what it needs is not installed."""
     kind, _ = _parsed(on)
-    if isinstance(target, StorePath):
-        raise ReshardError(
-            "executor-needs-folder",
-            "--on writes to a folder, not to a store",
-            file=str(target),
-            rule="all machines write to one file system",
-            remedy="choose a folder that all nodes share, and copy it to the store then; or leave out --on",
-        )
     if not find_spec(kind.package):
         name = next(name for name, each in EXECUTORS.items() if each is kind)
         raise ReshardError(

@@ -127,13 +127,13 @@ class _PartRun(Run):
         before = Written(begun=self._part.begun.get(file.path, {}))
         return Job(self, file, before, set(self._part.batches[file.path]))
 
-    def end(self, job: Job, stopped: Event) -> bool:
+    def end(self, job: Job, stopped: Event) -> None:
         """Have a file on the disk; others write to it, and somebody else ends it."""
         job.sink.flush()
         job.abandon()
         with self.lock:
             self._done[job.path] = job.unsaved, job.digest.seen()
-        return True
+        self._unfinished.discard(job)
 
     def outcome(self) -> Outcome:
         """What the part has shown."""

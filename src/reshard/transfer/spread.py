@@ -105,7 +105,7 @@ class _Spread(Run):
         total = sum(file.size - before.get(file.path, Written()).nbytes for file in there)
         parts = parts_for(executor, map(self._begun, there), total)
         stopped = Event()
-        with ThreadPoolExecutor(2, "close") as closers:
+        with ThreadPoolExecutor(self.share.threads, "close") as closers:
             try:
                 self._follow(
                     executor, perform, deque(parts), lambda job: closers.submit(self.end, job, stopped)
@@ -124,11 +124,11 @@ class _Spread(Run):
         executor: Executor,
         perform: Perform,
         waiting: deque[Part],
-        close: Callable[[Job], Future[bool]],
+        close: Callable[[Job], Future[None]],
     ) -> None:
-        """Keep the workers busy until no part is left, and close each file once all of it is there."""
+        """Keep the workers busy until no part is left, and end each file once all of it is there."""
         running: dict[Future[Outcome], Part] = {}
-        closing: set[Future[bool]] = set()
+        closing: set[Future[None]] = set()
         while waiting or running or closing:
             count = min(executor.queue - len(running), len(waiting))
             if count > 0:
