@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -118,3 +119,13 @@ def test_virtual_stages_interleave() -> None:
         Layout(pp=2, vpp=2).chunks(6)
     with pytest.raises(ReshardError, match="do not divide"):
         Layout(pp=2, stages=(3, 4)).chunks(6)
+
+
+def test_no_garbage_is_looked_for_while_planning(tmp_path: Path) -> None:
+    source = make_model("llama", tmp_path / "hf")
+    seen: list[bool] = []
+    plan_conversion(source, Options(to="megatron"), lambda step: seen.append(gc.isenabled()))
+    assert seen and not any(seen) and gc.isenabled()
+    with pytest.raises(ReshardError):
+        plan_conversion(source, Options(to="megatron", layout=Layout(tp=3)))
+    assert gc.isenabled()

@@ -21,6 +21,9 @@ class DType:
     def __str__(self) -> str:
         return self.name
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # of each tensor, several times
+
     def elements(self, items: int) -> int:
         """How many elements so many items hold."""
         return items * 8 // self.bits if self.bits else items

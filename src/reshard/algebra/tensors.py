@@ -12,7 +12,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from reshard.algebra.dtypes import DType
 from reshard.algebra.storage import Storage, StoredTensor
-from reshard.algebra.views import View
+from reshard.algebra.views import Piece, View
 
 
 class Cells(NamedTuple):
@@ -113,11 +113,16 @@ class Tensor(NamedTuple):
 def cells_of(view: View) -> Iterator[Cells]:
     """Everything that is read for a view, those inputs included that its elements are computed from."""
     for piece in view.pieces:
-        if isinstance(piece.source, Cells):
-            yield piece.source
-        elif isinstance(piece.source, Computed):
-            for tensor in piece.source.inputs:
-                yield from cells_of(tensor.view)
+        yield from cells_under(piece)
+
+
+def cells_under(piece: Piece) -> Iterator[Cells]:
+    """The same for one piece."""
+    if isinstance(piece.source, Cells):
+        yield piece.source
+    elif isinstance(piece.source, Computed):
+        for tensor in piece.source.inputs:
+            yield from cells_of(tensor.view)
 
 
 def least_room(view: View) -> int:

@@ -28,6 +28,7 @@ from reshard.formats.places import belongs
 from reshard.formats.target import Format, Target
 from reshard.plugins import Registry, leave_out
 from reshard.transfer.marker import MARKER, parsed_marker
+from reshard.transfer.memory import uncollected
 from reshard.transfer.sources import read_source
 
 FORMATS = Registry(
@@ -70,6 +71,7 @@ def _holds(path: Path, format: Format) -> bool:
         return False
 
 
+@uncollected()
 def open_checkpoint(
     path: Path, iteration: Iteration | None = None, strip: tuple[str, ...] = ()
 ) -> Checkpoint:

@@ -9,14 +9,15 @@ the dtype that is wanted.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import lcm, prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from reshard.algebra.dtypes import DType, dtype
-from reshard.algebra.tensors import Computed, Read, Tensor
+from reshard.algebra.tensors import FEW, Computed, Read, Tensor
 from reshard.algebra.views import View
 from reshard.errors import Problem, ReshardError, one_for_all
 from reshard.formats.checkpoint import Checkpoint
@@ -81,18 +82,39 @@ _POWERS[0] = 2.0**-127
 """Scales that are exponents alone: 2^(s - 127)."""
 
 
-class _Arithmetic(NamedTuple):
+@dataclass(frozen=True)
+class _Arithmetic:
     """What weights of one shape have in common.
 
     `shape` is [..., rows, columns], with a scale for each of its `blocks`. A row has `items` items of packed values, of
-    which `table` says what a byte means. `dtype` is that of the weights.
+    which `table` says what a byte means. `packed`, `scales` and `dtype` are the dtypes of both and of the weights.
     """
 
     shape: Shape
     blocks: Blocks
     items: int
     table: Floats
+    packed: DType
+    scales: DType
     dtype: DType
+
+    def room(self, count: int) -> int:
+        """Bytes that computing `count` elements takes."""
+        columns = self.blocks.columns
+        return self.room_of_rows(count // columns + 2, columns) + count * self.dtype.itemsize
+
+    def room_of_rows(self, rows: int, columns: int) -> int:
+        """The same of a part of some rows, without the result."""
+        blocks = self.blocks
+        read = rows * (columns * self.items // blocks.columns + 1) * self.packed.itemsize
+        read += blocks.scales_of(rows) * blocks.across * (self.scales.itemsize + 12)
+        step = max(BLOCK, columns) * (8 + CAST)
+        return read + rows * (columns * self.dtype.itemsize + 24) + step
+
+    @cached_property
+    def least(self) -> int:
+        """What `Dequantized.least` is of each."""
+        return self.room(FEW)
 
 
 class Dequantized(Computed):
@@ -100,7 +122,8 @@ class Dequantized(Computed):
 
     def __init__(self, packed: Tensor, scales: Tensor, arithmetic: _Arithmetic) -> None:
         self.inputs = (packed, scales)
-        _, self._blocks, self._items, self._table, self.dtype = arithmetic
+        self.dtype = arithmetic.dtype
+        self._arithmetic = arithmetic
 
     def values(self, begin: int, end: int, read: Read) -> Floats:
         columns = self._blocks.columns
@@ -110,21 +133,25 @@ class Dequantized(Computed):
         return out.reshape(-1)[begin - first * columns : end - first * columns]
 
     def room(self, count: int) -> int:
-        columns = self._blocks.columns
-        return self._room(count // columns + 2, columns) + count * self.dtype.itemsize
+        return self._arithmetic.room(count)
+
+    @property
+    def least(self) -> int:  # what is read is stored, and takes no room to be computed
+        return self._arithmetic.least
 
     def room_of_runs(self, count: int, step: int, length: int) -> int:
         columns, unit = self._blocks.columns, self._unit
         if step != columns or length + 2 * unit > columns:
             return super().room_of_runs(count, step, length)
-        return self._room(count, length + 2 * unit) + count * length * self.dtype.itemsize
+        return self._arithmetic.room_of_rows(count, length + 2 * unit) + count * length * self.dtype.itemsize
 
-    def _room(self, rows: int, columns: int) -> int:
-        (packed, scales), blocks = self.inputs, self._blocks
-        read = rows * (columns * self._items // blocks.columns + 1) * packed.dtype.itemsize
-        read += blocks.scales_of(rows) * blocks.across * (scales.dtype.itemsize + 12)
-        step = max(BLOCK, columns) * (8 + CAST)
-        return read + rows * (columns * self.dtype.itemsize + 24) + step
+    @property
+    def _blocks(self) -> Blocks:
+        return self._arithmetic.blocks
+
+    @property
+    def _items(self) -> int:
+        return self._arithmetic.items
 
     @property
     def _unit(self) -> int:
@@ -160,7 +187,7 @@ class Dequantized(Computed):
         step = max(1, BLOCK // out.shape[1])
         for low in range(0, last - first, step):
             part = slice(low, low + step)
-            values = np.take(self._table, packed[part]).view(np.float32)
+            values = np.take(self._arithmetic.table, packed[part]).view(np.float32)
             with np.errstate(over="ignore", invalid="ignore"):  # reported by name as NaN or Inf
                 self._blocks.multiply(values, scales[index[part]])
             out[part] = cast(values.view(np.uint32), FLOAT32, self.dtype)
@@ -308,7 +335,13 @@ class _Plainly:
         height = rows if scales.view.numel == 1 else shape[-2]
         values = table.view(f"u{4 * table.shape[1]}")[:, 0]
         return _Arithmetic(
-            shape, Blocks(height, shape[-1], *blocks), packed.view.numel // rows, values, self._wanted
+            shape,
+            Blocks(height, shape[-1], *blocks),
+            packed.view.numel // rows,
+            values,
+            packed.dtype,
+            scales.dtype,
+            self._wanted,
         )
 
 

@@ -26,13 +26,14 @@ from reshard.model.vocabulary import lost_padding
 from reshard.plain import to_json
 from reshard.planning import adapters, beside, merge, optimizer
 from reshard.planning.naming import Types, elements, names_of
-from reshard.transfer.memory import NOTHING, Need
+from reshard.transfer.memory import NOTHING, Need, uncollected
 from reshard.transfer.plan import OutputFile, Plan
 from reshard.transfer.sources import OnStep, noted, read_source
 
 __all__ = ["Options", "plan_conversion"]
 
 
+@uncollected()
 def plan_conversion(source: Path, options: Options, on_step: OnStep = lambda step: None) -> Plan:
     """Plan the conversion of `source`; raises ReshardError. `on_step` hears what is done next.
 

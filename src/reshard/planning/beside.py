@@ -8,8 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from reshard.algebra.tensors import cells_of
-from reshard.algebra.views import View
+from reshard.algebra.tensors import cells_under
 from reshard.errors import ReshardError, understood
 from reshard.families.config import portable_config
 from reshard.formats import companions
@@ -107,8 +106,7 @@ def facts(
             "variant": checkpoint.variant,
             "layout": checkpoint.layout.as_dict(),
             "iteration": checkpoint.iteration,
-            "fingerprint": _fingerprint(checkpoint),
-            "files": _source_files(checkpoint),
+            **_origin(checkpoint),
         },
         "format": format.name,
         "family": model.family.name if model else None,
@@ -122,22 +120,21 @@ def facts(
     return found
 
 
-def _fingerprint(checkpoint: Checkpoint) -> str:
-    """SHA-256 over what the headers of the source say: names, dtypes, shapes, places, and checksums if recorded."""
+def _origin(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What the output was made of.
+
+    `fingerprint` is a SHA-256 over what the headers of the source say: names, dtypes, shapes, places, and checksums if
+    recorded. `files` has each file that holds weights, with its size.
+    """
     digest = sha256()
     names: dict[str, str] = {}
     for name, tensor in sorted(checkpoint.tensors.items()):
         told = [f"{name} {tensor.dtype.name} {list(tensor.shape)}"]
         for piece in tensor.view.pieces:
-            for cells in cells_of(View(tensor.shape, (piece,))):
+            for cells in cells_under(piece):
                 storage = cells.storage
                 file = names.get(storage.path) or names.setdefault(storage.path, Path(storage.path).name)
                 told.append(f" {file} {storage.offset} {piece.start} {storage.crc32}")
         digest.update("".join(told).encode())
-    return digest.hexdigest()
-
-
-def _source_files(checkpoint: Checkpoint) -> dict[str, int]:
-    """Each file that holds weights, with its size: what the output was made of."""
-    paths = {cells.storage.path for tensor in checkpoint.tensors.values() for cells in cells_of(tensor.view)}
-    return {Path(path).name: as_path(path).stat().st_size for path in sorted(paths)}
+    files = {name: as_path(path).stat().st_size for path, name in sorted(names.items())}
+    return {"fingerprint": digest.hexdigest(), "files": files}

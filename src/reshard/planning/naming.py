@@ -155,7 +155,7 @@ def sources_of(bound: Bound) -> set[str]:
 
 
 def _named(state: str, tensors: Iterable[Planned]) -> dict[str, Planned]:
-    return {tensor.name: replace(tensor, name=f"{tensor.name} ({state})") for tensor in tensors}
+    return {tensor.name: tensor._replace(name=f"{tensor.name} ({state})") for tensor in tensors}
 
 
 def _partly_frozen(state: str, name: str, missing: set[str]) -> Problem:

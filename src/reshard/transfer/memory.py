@@ -7,6 +7,7 @@ the bound. What a plan takes is measured: it is made of Python's objects.
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import sys
@@ -193,6 +194,24 @@ def plainly() -> Iterator[None]:
         if not is_no_memory(error):
             raise
         raise ReshardError([no_memory(error)]) from error
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Look for no garbage in circles. It decorates functions that make millions of objects, and no circles.
+
+    Python would look at all objects again whenever their number has grown by a quarter. What was made is old at the
+    end of the block, and is not looked at then either.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.freeze()
+            gc.unfreeze()  # to the oldest generation
+            gc.enable()
 
 
 def _mebibytes(nbytes: int) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard.algebra.dtypes import BY_NAME, DType
 from reshard.algebra.storage import Storage
@@ -27,8 +27,7 @@ ZERO = Storage("", 0, 0)
 """The source of elements that the input does not have: vocabulary padding."""
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
+class Planned(NamedTuple):
     """A whole tensor of the output. `source` compiles its view over `Cells` (or `ZERO` cells)."""
 
     name: str
@@ -41,8 +40,7 @@ class Planned:
         return prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """A view of planned elements that lies contiguous at byte `offset` of a file.
 
     `crc_at` lists where the file keeps the CRC32 of the block (little-endian, four bytes).

@@ -75,7 +75,7 @@ def complete(request: Request) -> Request:
         return request
     table = next(tensor for tensor in request.tensors if tensor.name in EMBEDDINGS)
     config = {**model.config, "tie_word_embeddings": False}
-    head = replace(table, name=HEAD)
+    head = table._replace(name=HEAD)
     return replace(
         request, model=replace(model, config=config), config=config, tensors=[*request.tensors, head]
     )

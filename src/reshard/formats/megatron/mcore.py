@@ -173,14 +173,14 @@ def unfused(module: str) -> str:
 class Spelling:
     """How layers are spelled: by Transformer Engine or by the local spec, in torch_dist or legacy files.
 
-    `names` are those of all tensors. torch_dist writes fused names under both specs, but only Transformer Engine keeps
+    `places` are those of all tensors. torch_dist writes fused names under both specs, but only Transformer Engine keeps
     the norm before a mixture of experts by itself, and only it fuses the norms of latent attention, unless an indexer
     reads what they return.
     """
 
-    def __init__(self, names: Iterable[str], *, transformer_engine: bool, torch_dist: bool) -> None:
+    def __init__(self, places: Iterable[Place], *, transformer_engine: bool, torch_dist: bool) -> None:
         self.transformer_engine, self._torch_dist = transformer_engine, torch_dist
-        places = [place_of(name) for name in names]
+        places = list(places)
         self._latent = any("linear_kv_up_proj" in place.module for place in places)
         self.indexed = any("core_attention.indexer" in place.module for place in places)
         self._sparse = {place[1:3] for place in places if place.expert is not None}

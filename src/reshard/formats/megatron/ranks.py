@@ -71,7 +71,9 @@ class RankStates:
                 expected="a torch_dist checkpoint",
                 remedy="choose --to megatron",
             )
-        self._spelling = Spelling(names, transformer_engine=transformer_engine, torch_dist=False)
+        self._spelling = Spelling(
+            map(place_of, names), transformer_engine=transformer_engine, torch_dist=False
+        )
         self.stages = Stages(layout, int(args["num_layers"]))
         self._table = self.stages.table()
         gated = is_gated(args)

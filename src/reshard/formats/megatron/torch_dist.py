@@ -392,7 +392,7 @@ def lay_out(request: Request) -> list[OutputFile]:
         layout,
         int(args["num_layers"]),
         int(args.get("num_experts") or 0),
-        Spelling(places, transformer_engine=transformer_engine, torch_dist=True),
+        Spelling(places.values(), transformer_engine=transformer_engine, torch_dist=True),
         stacked,
         below(request),
         is_gated(args),
