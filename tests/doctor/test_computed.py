@@ -70,6 +70,10 @@ MISSING = {
         "install ninja",
     ),
     "run.sh: line 4: torchrun: command not found": ("program-missing", "torch.distributed.run"),
+    "RuntimeError: frob was requested, but nvcc was not found.  Are you sure?": (
+        "program-missing",
+        "CUDA_HOME",
+    ),
 }
 
 
@@ -196,12 +200,103 @@ def test_a_package_that_lacks_what_it_asks_itself_for_is_named() -> None:
 
 
 def test_arguments_by_position_have_a_history_too() -> None:
-    """`Trainer.log` takes `start_time` since transformers 4.47."""
-    said = "TypeError: Trainer.log() takes 2 positional arguments but 3 were given"
+    """`Trainer.log` hands on `start_time` since transformers 4.47, and TRL's trainers take it since 0.13."""
+    said = "TypeError: DPOTrainer.log() takes 2 positional arguments but 3 were given"
     found = first(*raised(said, f"{SITE}/transformers/trainer.py"))
-    assert found.id == "api-came-later" and "'transformers>=4.47.0'" in found.cure.en
-    own = said.replace("Trainer.log", "MyTrainer.log")
+    assert found.id == "api-came-later" and "'trl>=0.13.0'" in found.cure.en
+    own = said.replace("DPOTrainer.log", "MyTrainer.log")
     assert first(*raised(own, f"{SITE}/transformers/trainer.py")).id == "trainer-old-signature"
+
+
+def test_the_history_knows_names_that_the_log_gives_no_package_for() -> None:
+    said = "AttributeError: 'SFTConfig' object has no attribute 'padding_free'"
+    found = first(*raised(said, code="args.padding_free"))
+    assert found.id == "api-came-later" and "'trl>=" in found.cure.en
+    assert found.certainty == "possible", "another class may have this name"
+
+
+def test_a_name_that_was_dropped_and_put_back() -> None:
+    said = "ImportError: cannot import name 'is_torch_greater_or_equal_than_1_13' from 'transformers.pytorch_utils'"
+    found = first("transformers 4.48.0", *raised(f"{said} ({SITE}/transformers/pytorch_utils.py)"))
+    assert found.id == "api-returned" and "transformers==4.47.1" in found.cure.en
+
+
+def test_a_name_that_no_release_has_is_said_to_be_none() -> None:
+    said = f"ImportError: cannot import name 'SFTTrainr' from 'trl' ({SITE}/trl/__init__.py)"
+    found = first(*raised(said))
+    assert (found.id, found.certainty) == ("in-no-release", "possible") and "SFTTrainer" in found.cure.en
+
+
+def test_a_model_type_of_no_transformers_is_not_said_to_be_too_new() -> None:
+    said = "The checkpoint you are trying to load has model type `frobnet` but Transformers does not recognize this"
+    found = first(
+        *raised(f"ValueError: {said} architecture. This could be because", f"{SITE}/transformers/a.py")
+    )
+    assert found.id == "model-type-of-none" and "trust_remote_code" in found.cure.en
+    known = first(*raised("KeyError: 'qwen3'", f"{SITE}/transformers/models/auto/configuration_auto.py"))
+    assert known.id == "hf-unknown-architecture" and "'transformers>=4.51.0'" in known.cure.en
+
+
+REQUIRED = {
+    "ImportError: Please install frob>=0.43.1 via `pip install frob>=0.43.1`": "'frob>=0.43.1'",
+    "ValueError: nicating requires frob>=0.37.0 - please upgrade": "'frob>=0.37.0'",
+    "pkg_resources.DistributionNotFound: The 'frob<2,>=1.5' distribution was not found and is required by nicate": (
+        "'frob<2,>=1.5'"
+    ),
+    "pkg_resources.ContextualVersionConflict: (frob 3.0 (/x), Requirement.parse('frob<2'), {'nicate'})": "'frob<2'",
+}
+
+
+@pytest.mark.parametrize("said", REQUIRED)
+def test_a_release_that_is_required_is_what_pip_installs(said: str) -> None:
+    found = first(*raised(said, f"{SITE}/nicate/a.py"))
+    assert found.id == "version-required" and f"pip install {REQUIRED[said]}" in found.cure.en
+    assert ("nicate requires" in found.title.en) == ("nicate" in said and "pkg_resources" in said)
+
+
+def test_a_name_of_another_python() -> None:
+    said = "ImportError: cannot import name '{}' from '{}' (/home/user/venv/lib/python{}/{}.py)"
+    older = first(*raised(said.format("ParamSpec", "typing", "3.9", "typing")))
+    assert older.id == "python-release" and "a newer Python" in older.cause.en
+    newer = first(*raised(said.format("Mapping", "collections", "3.12", "collections/__init__")))
+    assert newer.id == "python-release" and "an older Python" in newer.cause.en
+
+
+def test_whose_value_is_of_another_type() -> None:
+    said = "AttributeError: 'list' object has no attribute 'items'"
+    outer = f'  File "{SITE}/nicate/b.py", line 9, in g\n    f()'
+    lines = raised(said, f"{SITE}/frob/a.py")
+    assert "code of" not in first(*lines).cure.en
+    other = first(lines[0], outer, *lines[1:])
+    assert other.id == "value-of-another-type" and "nicate passes it" in other.cause.en
+    own = first(lines[0], '  File "/home/user/train.py", line 2, in <module>\n    f()', *lines[1:])
+    assert "/home/user/train.py:2 <module>" in own.cause.en
+    assert first(*raised(said)).id != "value-of-another-type"
+
+
+def test_a_host_that_is_not_reached() -> None:
+    said = "x:7:9 [0] misc/socket.cc:4 NCCL WARN Net : Connect to 10.0.0.9<4000> failed : Connection refused"
+    found = first("RuntimeError: Socket Timeout", said)
+    assert found.id == "host-unreachable" and "10.0.0.9" in found.title.en
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "frob() got an unexpected keyword argument 'nicate'",
+        "'Frob' object has no attribute 'nicate'",
+        "No module named 'frob'",
+        "vllm/frob_ops.cpython-310-x86_64-linux-gnu.so: undefined symbol: _ZN3c106detail5frobEv",
+    ],
+)
+def test_what_python_says_counts_without_the_name_of_its_exception(said: str) -> None:
+    assert first("After the update I only get this:", said, "", "How can I go on?").severity == "error"
+
+
+def test_an_assertion_without_its_exception_is_taken_by_its_source() -> None:
+    lines = raised("", f"{SITE}/frob/a.py", "assert len(frobs) == 1")[1:3]
+    found = first(*lines)
+    assert found.id == "requirement-not-met" and found.certainty == "possible"
 
 
 def test_a_bare_heading_is_no_failure() -> None:

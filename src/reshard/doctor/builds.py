@@ -1,4 +1,4 @@
-"""What compilers, linkers and shells say is missing: a program, a header file, a symbol of another library.
+"""What compilers, linkers, shells and the system say is missing: a program, a header file, a symbol, a host.
 
 Such lines name the thing itself. Which package brings it, or was built for another one, follows from its name.
 """
@@ -47,7 +47,7 @@ def _texts(root: Traceback, log: Log) -> Iterator[tuple[str, int]]:
     while failure is not None:
         yield failure.said, failure.last
         failure = failure.before
-    if _BUILDING.search(root.said):
+    if _BUILDING.search(root.said) or "subprocess-exited-with-error" in log.text:
         for line in log.lines:
             if line.stream == root.stream and 0 <= root.last - line.number < ABOVE:
                 yield line.text, line.number
@@ -92,7 +92,7 @@ def _package_of(file: str) -> str:
     """The package of an extension, by its own name or by its folder."""
     name = file.rpartition("/")[2].partition(".")[0]
     folder = re.search(r"(?:site|dist)-packages/(\w+)/", file)
-    own = re.sub(r"_(?:cuda|C|ext|lib)$", "", name)
+    own = re.sub(r"_(?:cuda|C|ext|lib|torch|extensions)$", "", name)
     return _NAMED_OTHERWISE.get(name, folder[1] if folder else own).replace("_", "-")
 
 
@@ -110,6 +110,7 @@ _PROGRAM = tuple(
         rf"Command '\['which', '{_PATH}'\]' returned non-zero",
         rf"(?:unable to execute|error: command) '{_PATH}'(?: failed)?: No such file",
         r"(?P<name>[Nn]inja) is required to load C\+\+ extensions",
+        r"\b(?P<name>[\w+-]{2,40}) (?:was|is|could) not (?:be )?(?:found|installed)\b",
     )
 )
 
@@ -195,6 +196,20 @@ _PYTHON = re.compile(r"python|torchrun|accelerate|deepspeed|bash$|sh$")
 MOST_SAID = 4
 """Lines of a failed command that are shown."""
 
+# ------------------------------------------------------------------------------------------ hosts
+
+_UNREACHABLE = re.compile(
+    r"[Cc]onnect(?:ion)?(?: call)? (?:to |with |from )?\S{0,40}?(?P<host>\d{1,3}(?:\.\d{1,3}){3})\S{0,20}"
+    r".{0,80}?(?P<why>No route to host|Connection refused|Connection timed out|[Nn]etwork is unreachable)"
+)
+
+
+def _unreachable(text: str, log: Log) -> Told | None:
+    """A host that another one does not reach, by the words of the system."""
+    match = _UNREACHABLE.search(text)
+    return ("host-unreachable", {"host": match["host"], "why": match["why"]}) if match else None
+
+
 _ASKED: tuple[Callable[[str, Log], Told | None], ...] = (
-    *(_undefined, _header, _program, _isolated, _failed_command),
+    *(_undefined, _header, _program, _isolated, _failed_command, _unreachable),
 )

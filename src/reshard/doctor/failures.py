@@ -23,7 +23,7 @@ _WENT_ON = re.compile(
     re.VERBOSE,
 )
 _NAME = (
-    r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*"
+    r"(?:[A-Za-z_]\w*\.)*(?:[A-Z]|nccl[A-Z])\w*"
     r"(?:Error|Exception|Interrupt|Exit|Invalid|Mismatch|Failure|NotFound|Timeout|Iteration|Impossible|Unavailable)"
 )
 _EXCEPTION = re.compile(
@@ -41,6 +41,7 @@ _ASSERTION = re.compile(r"\bAssertion [`'\"].{0,1000} failed")
 _LOGGED = re.compile(
     r"""^\[?[EF]\d{3,4}\ \d\d:\d\d | \[[EF]\ ?[\w./]+\.(?:cpp|cc|h|cu|py):\d+ | \b\d\d:\d\d:\d\d,\d+\ [EF]\ \d+\ \d+
       | ^.{0,100}?(?:^|[\s\[|(-])(?:ERROR|FATAL|CRITICAL)(?=[\]:|\s,-]|$)(?!\s*\|)
+      | \bNCCL\ WARN\ .{0,300}(?:[Ff]ail|[Ee]rror|[Tt]imed?\ ?out)
       | No\ solution\ found\ when\ resolving | ^.{0,100}\bProblem:\s
       | ^(?:\S+:\ )?(?:(?:fatal|Fatal|internal)\ )?(?:error|Error|fatal):\ | ^Fatal\ Python\ error
       | ^\*\*\*\ An\ error\ occurred | ^terminate\ called\ after\ throwing
@@ -111,7 +112,7 @@ def loose_failure(lines: Sequence[Line]) -> Traceback | None:
     quoted = next(((at, found) for at, line in enumerate(after) if (found := _quoted(line))), None)
     if quoted:
         return _failure(after, quoted[0], *quoted[1])
-    return _cut_off(after) or _exit_status(after) or _begun(after) or _last_words(after)
+    return _cut_off(after) or _exit_status(after) or _begun(after) or _unnamed(after) or _last_words(after)
 
 
 def _after_progress(lines: Sequence[Line]) -> Sequence[Line]:
@@ -190,7 +191,10 @@ def _failure(lines: Sequence[Line], at: int, name: str, message: str) -> Traceba
     """A failure in one line, with the frames before it in its stream and the rest of an exception's message."""
     before = [line for line in lines[:at] if line.stream == lines[at].stream]
     first = len(before)
-    while first and (before[first - 1].text[:1] in (" ", "") or frame_of(before[first - 1].text)):
+    while first and (
+        before[first - 1].text[:1] in (" ", "", "^")
+        or any(frame_of(line.text) for line in before[max(0, first - 2) : first])  # with its code, not set in
+    ):
         first -= 1
     frames = [frame for line in before[first:] if (frame := frame_of(line.text))]
     rest = [line for line in lines[at:] if line.stream == lines[at].stream]
@@ -212,6 +216,10 @@ def _cut_off(lines: Sequence[Line]) -> Traceback | None:
     (at, innermost), frames = found[-1], [frame for _, frame in found]
     first, last, stream = same[0].number, same[-1].number, same[0].stream
     rest = [line for line in same[at + 1 :] if not _is_source(line.text)]
+    asserts = next((line for line in same[at + 1 :] if line.text.lstrip().startswith("assert ")), None)
+    if asserts and not rest:
+        said = asserts.text.strip()
+        return Traceback(stream, first, asserts.number, last, "AssertionError", said, frames)
     if rest:  # the message, without the name of its exception
         end = rest[end_of_message(rest, 0) - 1].number
         message = "\n".join(line.text.strip() for line in rest if line.number <= end)
@@ -229,6 +237,36 @@ def _exit_status(lines: Sequence[Line]) -> Traceback | None:
     if line is None:
         return None
     return Traceback(line.stream, line.number, line.number, line.number, EXIT, line.text.strip())
+
+
+_PYTHONS_OWN = {
+    "TypeError": re.compile(
+        r"(?:[\w.]{1,200}\(\) )?(?:got an )?unexpected keyword argument ['\"`]|takes \d+ positional arguments? but \d+"
+    ),
+    "AttributeError": re.compile(
+        r"(?:module |type object )?['\"`]\w{1,100}['\"`](?: object)? has no attribute ['\"`]"
+    ),
+    "ImportError": re.compile(
+        r"cannot import name ['\"`]|(?<![\w./+@-])[\w./+@-]{1,300}\.so\S{0,40}: undefined symbol: \w"
+    ),
+    "ModuleNotFoundError": re.compile(r"No module named ['\"`]"),
+}
+"""What Python itself says, by the exceptions that people leave out."""
+
+
+def _unnamed(lines: Sequence[Line]) -> Traceback | None:
+    """An exception of Python's own without its name, as people write it into a title."""
+    for line in lines[:FEW] if len(lines) <= FEW else ():
+        for name, pattern in _PYTHONS_OWN.items():
+            match = None if _QUIET.search(line.text) or _FINE.search(line.text) else pattern.search(line.text)
+            if match:
+                said = line.text[match.start() :].strip()
+                return Traceback(line.stream, line.number, line.number, line.number, name, said)
+    return None
+
+
+FEW = 30
+"""Lines up to which a text is taken for what somebody quotes of a log."""
 
 
 def _begun(lines: Sequence[Line]) -> Traceback | None:

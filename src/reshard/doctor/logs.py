@@ -9,19 +9,20 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from reshard.doctor.artefacts import VETOED, mixed_up
+from reshard.doctor.askers import of_python, of_wrong_type
 from reshard.doctor.builds import of_build
 from reshard.doctor.collectives import compared
 from reshard.doctor.entries import Entry, catalogue
 from reshard.doctor.failures import CUT_OFF, EXIT, is_launchers
 from reshard.doctor.finding import CERTAINTIES, Finding, Place, Text
-from reshard.doctor.history.messages import of_failure, of_one_package
+from reshard.doctor.history.messages import of_failure, of_no_release, of_no_transformers, of_one_package
 from reshard.doctor.kinds import BY_KIND, filled_in, told_of
 from reshard.doctor.log import Log, Traceback, read_log
-from reshard.doctor.match import Match, first_sign, match_log, which_is_first
+from reshard.doctor.match import OF_SCRIPTS, Match, first_sign, match_log, which_is_first
 from reshard.doctor.reading import clipped, encoding_of, lines_of
-from reshard.doctor.resolvers import of_resolver
+from reshard.doctor.resolvers import of_requirement, of_resolver
 from reshard.doctor.rules import told
-from reshard.doctor.sentences import asks, needs
+from reshard.doctor.sentences import asks, needs, stated
 from reshard.doctor.shapes import computed, contradict
 from reshard.doctor.upstream import own_code, search_of
 from reshard.doctor.words import words
@@ -33,6 +34,16 @@ STDIN = "-"
 UNKNOWN = "unknown-failure"
 UNKNOWN_THAT_ASKS = "unknown-failure-that-asks"
 NEEDS = "requirement-not-met"
+CHECKS = (
+    "",
+    "AssertionError",
+    "ValueError",
+    "RuntimeError",
+    "NotImplementedError",
+    "ImportError",
+    "Exception",
+)
+"""Exceptions that a check of settings raises; others are Python's own word on values."""
 SHAPES = "shapes-differ"
 WORKER_UNSEEN = "worker-traceback-missing"
 LARGEST = 64 << 20
@@ -147,10 +158,15 @@ def _of_history(root: Traceback, log: Log, causes: list[Match]) -> list[Finding]
 def _of_words(root: Traceback, log: Log, causes: list[Match]) -> Finding | None:
     """What follows from the words of a failure that no entry explains, or one only that knows its kind."""
     at_root = [match for match in causes if match.at_root or match.line.number == root.last]
-    if any(match.entry.id not in BY_KIND for match in at_root):
+    if found := of_no_transformers(root, log):
+        return replace(found, also=tuple(match.entry.id for match in at_root))
+    if any(match.entry.id not in BY_KIND | OF_SCRIPTS for match in at_root):
         return None
-    found = of_build(root, log) or of_resolver(log) or of_one_package(root, log)
+    found = next((each for ask in _OF_WORDS if (each := ask(root, log))), None)
     return replace(found, also=tuple(match.entry.id for match in at_root)) if found else None
+
+
+_OF_WORDS = (of_build, of_resolver, of_requirement, of_one_package, of_python, of_no_release, of_wrong_type)
 
 
 def _both(text: Text) -> tuple[str, str]:
@@ -235,7 +251,8 @@ def _unknown(root: Traceback, log: Log, symptoms: tuple[str, ...]) -> Finding:
     quoted = Text("\n".join([*frames, said.en]), "\n".join([*frames, said.zh]))
     place = _last_line(root, log)
     asked = clipped(asks(root.message), LONGEST_SAID)
-    values: dict[str, object] = {"shown": quoted, "asked": asked}
+    shown = clipped(stated(root.message), LONGEST_SAID)
+    values: dict[str, object] = {"shown": quoted, "asked": shown}
     values["near"] = words("near-entries", near=", ".join(near)) if near else Text.same("")
     known = None if first.exception in (CUT_OFF, EXIT) else search_of(first)
     upstream = words("search-upstream", name=known[0], url=known[1]) if known else Text.same("")
@@ -245,8 +262,10 @@ def _unknown(root: Traceback, log: Log, symptoms: tuple[str, ...]) -> Finding:
     if shapes := computed(_with_table(root, log)):
         return told(SHAPES, [place], {"shown": quoted, "shapes": shapes}, certainty="likely")
     evidence = [which_is_first(root)]
-    if not asked and (needed := clipped(needs(root.message), LONGEST_SAID)):
-        needing = told(NEEDS, [place], {**values, "asked": needed}, certainty="likely", evidence=evidence)
+    needed = clipped(needs(root.message), LONGEST_SAID) if first.exception in CHECKS else ""
+    if needed and not asked:
+        sure = "possible" if needed.startswith("assert") else "likely"
+        needing = told(NEEDS, [place], {**values, "asked": needed}, certainty=sure, evidence=evidence)
         return replace(needing, also=symptoms)
     rule = UNKNOWN_THAT_ASKS if asked else UNKNOWN
     found = told(rule, [place], values, certainty="possible", evidence=evidence)

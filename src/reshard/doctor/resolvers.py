@@ -9,9 +9,10 @@ from typing import NamedTuple
 from packaging.utils import canonicalize_name
 
 from reshard.doctor.finding import Finding, Place, Text
-from reshard.doctor.log import Log
+from reshard.doctor.log import Log, Traceback
 from reshard.doctor.reading import clipped
 from reshard.doctor.rules import told
+from reshard.doctor.words import words
 
 _FAILED = re.compile(
     r"ResolutionImpossible|have conflicting dependencies|No solution found when resolving"
@@ -46,7 +47,7 @@ class Need(NamedTuple):
         return canonicalize_name(name[0]) if name else ""
 
 
-def of_resolver(log: Log) -> Finding | None:
+def of_resolver(root: Traceback, log: Log) -> Finding | None:
     """The requirements that exclude each other, as the resolver lists them; None if none of its failures is there."""
     line = next((line for line in log.lines if _FAILED.search(line.text)), None)
     if line is None:
@@ -64,6 +65,32 @@ def of_resolver(log: Log) -> Finding | None:
     values = {"package": package, "needs": Text.same(shown), "command": _command(package, asked)}
     place = Place(log.name, line.number, clipped(line.text.strip(), 300))
     return told("requirements-conflict", [place], values, certainty="likely")
+
+
+_REQUIRED = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"The '(?P<spec>[A-Za-z][\w.-]{0,60}[<>=!~][^'\s]{1,60})' distribution was not found"
+        r"(?: and is required by (?P<who>[\w.-]{1,60}))?",
+        r"Requirement\.parse\('(?P<spec>[A-Za-z][\w.-]{0,60}[<>=!~][^'\s]{1,60})'\)(?:, \{'(?P<who>[\w.-]{1,60})'\})?",
+        r"\b(?i:requires?|need|needs|install|upgrade|update)\b[^.\n]{0,60}?"
+        r"(?<![\w.-])(?P<spec>[A-Za-z][\w-]{0,60}(?:>=|==|~=|<=|<|>)\d[\w.]{0,20}(?:,[<>=!~]{1,2}\d[\w.]{0,20}){0,3})(?P<who>)",
+    )
+)
+_NO_PACKAGE = re.compile(r"(?i:python|cuda|gcc|glibc|driver|nvcc|rocm)\W")
+
+
+def of_requirement(root: Traceback, log: Log) -> Finding | None:
+    """The release of a package that a failure says is required; None if it names none."""
+    match = next((hit for pattern in _REQUIRED if (hit := pattern.search(root.said))), None)
+    if match is None or _NO_PACKAGE.match(match["spec"]):
+        return None
+    spec, who = match["spec"].rstrip("."), match["who"]
+    values: dict[str, object] = {"spec": spec, "package": re.split(r"[<>=!~]", spec)[0]}
+    values["what"] = words("required-by", spec=spec, who=who) if who else words("required", spec=spec)
+    values["newer"] = words("or-newer", who=who) if who else Text.same("")
+    place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+    return told("version-required", [place], values, certainty="likely")
 
 
 MOST = 8

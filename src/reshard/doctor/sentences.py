@@ -15,6 +15,11 @@ def needs(message: str) -> str:
     return _those(message, _NEEDS)
 
 
+def stated(message: str) -> str:
+    """The sentences of either kind, in their order."""
+    return _those(message, re.compile(f"{_ASKS.pattern}|{_NEEDS.pattern}"))
+
+
 def _those(message: str, pattern: re.Pattern[str]) -> str:
     sentences = re.split(r"(?<=[.!;])\s+|\n+", message)
     return " ".join(each.strip() for each in sentences if pattern.search(each) and not _REPORT.search(each))
@@ -22,11 +27,11 @@ def _those(message: str, pattern: re.Pattern[str]) -> str:
 
 _ASKS = re.compile(
     r"\b(?:[Pp]lease \w|[Yy]ou (?:can|could|should|may|must|need to|might want)\b)"
-    r"|^\s*(?:To fix|Try|Set|Use|Run|Install|Upgrade|Consider|Make sure|Ensure|Check)\b"
+    r"|^\s*(?:To fix|Note: make sure|Try|Set|Use|Run|Install|Upgrade|Consider|Make sure|Ensure|Check)\b"
 )
 _NEEDS = re.compile(
     r"\b(?:must|should|needs? to|ha(?:s|ve) to) (?:not )?(?:both )?"
-    r"(?:be|match|equal|divide|have|specify|set|use|enable)\b"
+    r"(?:be|match|equal|divide|have(?! been)|specify|set|use|enable)\b"
     r"|\b(?:is|are) (?:not |only )supported (?:with|when|for|by|in|on|if|without)\b|\bonly supports?\b"
     r"|\b(?:does|do) not support\b|\b(?:is|are) (?:required|incompatible|mutually exclusive|not compatible)\b"
     r"|\bdivisible by\b|\brequires? (?:--|that|the|at least|a|an)?\b"

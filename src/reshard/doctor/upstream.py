@@ -56,20 +56,38 @@ def search_of(root: Traceback) -> tuple[str, str] | None:
     return name, f"https://github.com/{REPOSITORIES[name]}/issues?q={query}"
 
 
-_LIBRARY = re.compile(r"(?:site|dist)-packages/|/lib(?:64)?/python\d|^<|/opt/|/usr/|(?:^|/)(?:Cell|ipython)")
+_LIBRARY = re.compile(
+    r"(?:site|dist)-packages/|/lib(?:64)?/python\d|^<|pip-install-|pip-build-env-|/opt/|/usr/|(?:^|/)(?:Cell|ipython)"
+)
 
 
 def own_code(root: Traceback) -> str | None:
     """The innermost frame, if it lies in a file of the user's own: no package, and no copy of a known one."""
-    if not root.frames or not root.exception:
+    frame = asker(root)
+    if not frame or not root.exception:
         return None
-    frame = root.frames[-1]
     return None if _LIBRARY.search(frame) or package_of(frame) else frame
+
+
+_PASSES_ON = re.compile(
+    r" (?:wrapp(?:er|ed)\w*|inner\w*|_inner_fn|decorate_context|__getattr__|_(?:wrapped_)?call_impl|\S*<locals>.*)"
+    r"(?:\(.*)?$"
+)
+"""Functions that stand between who asks and who is asked: decorators, lookups, hooks."""
+
+
+def asker(root: Traceback) -> str:
+    """The innermost frame of who asks for something: decorators of packages only pass a call on; "" without frames."""
+    frames = list(root.frames)
+    while len(frames) > 1 and _PASSES_ON.search(frames[-1]) and _LIBRARY.search(frames[-1]):
+        frames.pop()
+    return frames[-1] if frames else ""
 
 
 def is_of_package(root: Traceback) -> bool:
     """Whether the innermost frame lies in a package, and not in the user's own code."""
-    return bool(root.frames) and bool(_LIBRARY.search(root.frames[-1]) or package_of(root.frames[-1]))
+    frame = asker(root)
+    return bool(frame) and bool(_LIBRARY.search(frame) or package_of(frame))
 
 
 def package_of(frame: str) -> str | None:

@@ -7,6 +7,8 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import partial
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 
@@ -19,11 +21,12 @@ from reshard.doctor.kinds import filled_in
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.reading import clipped
 from reshard.doctor.rules import told
+from reshard.doctor.upstream import asker
 from reshard.doctor.words import words
 
 _Q = r"[`'\"‘’“”]"
 _IMPORT = re.compile(
-    rf"cannot import name {_Q}(?P<name>\w+){_Q} from {_Q}(?P<module>[\w.]+){_Q}(?: \((?P<path>[^)]+)\))?"
+    rf"cannot import name {_Q}(?P<name>\w+){_Q}? from {_Q}(?P<module>[\w.]+){_Q}(?: \((?P<path>[^)]+)\))?"
 )
 _MODULE = re.compile(rf"No module named {_Q}?(?P<module>\w+(?:\.\w+)+){_Q}?(?!.*is not a package)")
 _ATTRIBUTE = re.compile(
@@ -40,6 +43,8 @@ _GIVEN = re.compile(
     r"(?P<function>[\w.<>]+)\(\) takes (?:from \d+ to )?(?P<takes>\d+) positional arguments?"
     r" but (?P<given>\d+) (?:was|were)"
 )
+_KEY = re.compile(r"KeyError: ['\"](?P<name>[a-z][\w-]{2,60})['\"]")
+_MODEL_TYPES = re.compile(r"CONFIG_MAPPING|configuration_auto|Auto(?:Config|Model|Processor|Tokenizer)\b")
 _TYPE = re.compile(rf"model type {_Q}(?P<name>[\w.-]+){_Q} but Transformers does not recognize")
 _ARCHITECTURE = re.compile(
     rf"Model architectures? \[{_Q}(?P<name>\w+){_Q}.*(?:not supported|no vLLM implementation)"
@@ -57,6 +62,15 @@ class Missing:
     instead: str | None = None
     target: str = ""
     """`module:name` as another package would import it."""
+    of_object: bool = False
+    """Whether it is an attribute of a class by this name, which may be another class."""
+    wider: Presence | None = None
+    """When it may have been taken, decorators and `**` included."""
+
+    def bounds(self, version: Version | None) -> Bounds | None:
+        """Which releases have it, seen from one that has not."""
+        known = self.wider.bounds(version) if self.wider and version else None
+        return known or self.presence.bounds(version)
 
     @property
     def table(self) -> Table:
@@ -69,9 +83,12 @@ def of_failure(root: Traceback, log: Log) -> Finding | None:
     while failure is not None:  # an exception, then the one that it says came before
         if match := _CLASH.search(failure.said):
             return _clash(match["name"], failure, log)
-        for found in (hit for ask in ASKED for hit in ask(failure.said, failure, log)):
+        own = _package_of(asker(failure))
+        for asked, found in ((ask, hit) for ask in ASKED for hit in ask(failure.said, failure, log)):
+            if found.table.package == own and asked in OF_NAMES:
+                return None  # one release knows its own names: see `of_one_package`
             version = version_of(found.table.package, failure, log)
-            bounds = found.presence.bounds(version)
+            bounds = found.bounds(version)
             return _finding(found, bounds, version, failure, log) if bounds else None
         failure = failure.before
     return None
@@ -79,7 +96,7 @@ def of_failure(root: Traceback, log: Log) -> Finding | None:
 
 def of_one_package(root: Traceback, log: Log) -> Finding | None:
     """That who asks and who is asked belong to one package, none of whose releases has what is asked for."""
-    said, importer = root.said, _package_of(root.frames[-1]) if root.frames else None
+    said, importer = root.said, _package_of(asker(root))
     own = table(importer) if importer else None
     match = _ATTRIBUTE.search(said) or _MEMBER.search(said) or _IMPORT.search(said)
     if own is None or match is None or _is_shadowed(match.groupdict().get("path")):
@@ -91,12 +108,55 @@ def of_one_package(root: Traceback, log: Log) -> Finding | None:
     version = version_of(own.package, root, log)
     values: dict[str, object] = {
         "package": own.package,
-        "frame": root.frames[-1],
+        "frame": asker(root),
         "asked": asked.get("kind") or asked["module"],
         "name": asked["name"],
         "release": f"{own.package} {version}" if version else own.package,
     }
     return _told("one-package", values, "possible", own, root, log)
+
+
+def of_no_transformers(root: Traceback, log: Log) -> Finding | None:
+    """A model type that no release of transformers has: it is another package's, or comes with the model's own code."""
+    own = table("transformers")
+    for failure in (root, *([root.before] if root.before else [])):
+        match = _TYPE.search(failure.said)
+        if match is None and _MODEL_TYPES.search("\n".join([*failure.frames, failure.source])):
+            match = _KEY.search(failure.said)
+        if match and own and not own.key(match["name"]).there:
+            values: dict[str, object] = {
+                "name": match["name"],
+                "first": own.versions[0],
+                "last": own.versions[-1],
+            }
+            return _told("model-type-of-none", values, "likely", own, root, log)
+    return None
+
+
+NEAR = 0.75
+"""How alike a name has to be to one that was asked for."""
+
+
+def of_no_release(root: Traceback, log: Log) -> Finding | None:
+    """That an imported name is in no release that was read, with the one that is most like it."""
+    match = _IMPORT.search(root.said)
+    own = next(_table_of(match["module"]), None) if match else None
+    if (
+        match is None
+        or own is None
+        or _is_shadowed(match["path"])
+        or own.name(match["module"], match["name"]).there
+    ):
+        return None
+    module = own.raw["names"].get(match["module"])
+    if module is None or "partially initialized" in root.said:
+        return None
+    names = {name for group in module.values() for name in group.split(" ")}
+    near = get_close_matches(match["name"], sorted(names), 1, NEAR)
+    values: dict[str, object] = {"name": match["name"], "module": match["module"], "package": own.package}
+    values |= {"first": own.versions[0], "last": own.versions[-1]}
+    values["near"] = words("nearest-name", name=near[0]) if near else Text.same("")
+    return _told("in-no-release", values, "possible", own, root, log)
 
 
 # ------------------------------------------------------------------------------------------ what is missing
@@ -151,39 +211,36 @@ def _module_moved(presence: Presence, module: str) -> str | None:
 
 def _member(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
     if (match := _MEMBER.search(said)) and not _ATTRIBUTE.search(said):
-        yield from _only(
-            Missing(f"{match['kind']}.{match['name']}", found.attribute(match["kind"], match["name"]))
-            for found in tables(_mentioned(root, log))
+        kind, name = match["kind"], match["name"]
+        yield from _wherever(
+            root, log, lambda own: Missing(f"{kind}.{name}", own.attribute(kind, name), of_object=True)
         )
 
 
 def _keyword(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
     if match := _KEYWORD.search(said):
         for function in _functions(match["function"], root, log):
-            yield from _only(
-                _taken(found, function, match["name"]) for found in tables(_mentioned(root, log))
-            )
+            yield from _wherever(root, log, partial(_taken, function=function, name=match["name"]))
 
 
 def _taken(found: Table, function: str, name: str) -> Missing:
     """A parameter of a function, or of the bases of its class in other packages."""
-    presence, renames = found.parameter(function, name), dict(found.renames)
+    presence, renames = found.own_parameter(function, name), dict(found.renames)
+    wider = found.parameter(function, name)
     for base in map(base_of, found.marked(function)):
         if base and not presence.there:
-            presence, renames = base[0].parameter(base[1], name), {**base[0].renames, **renames}
+            presence, renames = base[0].own_parameter(base[1], name), {**base[0].renames, **renames}
+            wider = base[0].parameter(base[1], name)
     new = renames.get(name)
     shown = f"{function.removesuffix('.__init__')}({name}=…)"
-    return Missing(shown, presence, f"{new}=…" if new else None)
+    return Missing(shown, presence, f"{new}=…" if new else None, wider=wider)
 
 
 def _needed(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
     if match := _NEEDED.search(said):
         for function in _functions(match["function"], root, log):
             shown = words("without-argument", function=function.removesuffix(".__init__"), name=match["name"])
-            yield from _only(
-                Missing(shown, found.needed(function, match["name"]))
-                for found in tables(_mentioned(root, log))
-            )
+            yield from _wherever(root, log, partial(_required, shown, function, match["name"]))
 
 
 def _given(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
@@ -191,9 +248,15 @@ def _given(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
         more = int(match["given"]) - int(match["takes"])
         for function in _functions(match["function"], root, log):
             shown = words("more-arguments", function=function.removesuffix(".__init__"), count=more)
-            yield from _only(
-                Missing(shown, found.arity(function, more)) for found in tables(_mentioned(root, log))
-            )
+            yield from _wherever(root, log, partial(_counted, shown, function, more))
+
+
+def _required(shown: Text, function: str, name: str, found: Table) -> Missing:
+    return Missing(shown, found.needed(function, name))
+
+
+def _counted(shown: Text, function: str, more: int, found: Table) -> Missing:
+    return Missing(shown, found.arity(function, more))
 
 
 def _functions(function: str, root: Traceback, log: Log) -> list[str]:
@@ -206,6 +269,8 @@ def _functions(function: str, root: Traceback, log: Log) -> list[str]:
 
 def _type(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
     match, found = _TYPE.search(said), table("transformers")
+    if match is None and _MODEL_TYPES.search(log.text):
+        match = _KEY.search(said)
     if match and found:
         yield Missing(f"model_type {match['name']}", found.key(match["name"]))
 
@@ -221,10 +286,17 @@ ASKED: tuple[Callable[[str, Traceback, Log], Iterator[Missing]], ...] = (
 )
 
 
-def _only(every: Iterator[Missing]) -> Iterator[Missing]:
-    """What one package alone knows."""
-    found = [each for each in every if each.presence.there]
-    yield from found if len(found) == 1 else []
+OF_NAMES = (_imported, _attribute, _member)
+
+
+def _wherever(root: Traceback, log: Log, ask: Callable[[Table], Missing]) -> Iterator[Missing]:
+    """What one package alone knows: of those that the failure mentions, or of all, where none of these knows it."""
+    mentioned = _mentioned(root, log)
+    known = [each for each in map(ask, tables(mentioned)) if each.presence.there]
+    if not known:
+        others = tables(package for package in ROOTS if package not in mentioned)
+        known = [each for each in map(ask, others) if each.presence.there]
+    yield from known if len(known) == 1 else []
 
 
 def _is_shadowed(path: str | None) -> bool:
@@ -265,7 +337,7 @@ def _finding(
     found: Missing, bounds: Bounds, version: Version | None, failure: Traceback, log: Log
 ) -> Finding:
     kind = "api-came-later" if bounds.until is None or (version and bounds.since) else "api-between"
-    kind = "api-is-gone" if bounds.since is None else kind
+    kind = "api-is-gone" if bounds.since is None else "api-returned" if bounds.again else kind
     package = found.table.package
     values: dict[str, object] = {
         "name": found.name,
@@ -273,11 +345,15 @@ def _finding(
         "since": bounds.shown,
         "until": bounds.until or bounds.last,
         "last": bounds.last,
+        "again": bounds.again or "",
+        "version": version or "",
         "pin": f"{package}{bounds.specifier}",
         "yours": words("yours-is", package=package, version=version) if version else words("yours-unknown"),
         "instead": _instead(found, failure),
     }
-    certainty = "sure" if version else "likely" if kind != "api-between" else "possible"
+    certainty = (
+        "sure" if version else "likely" if kind != "api-between" and not found.of_object else "possible"
+    )
     return _told(kind, values, certainty, found.table, failure, log)
 
 
@@ -322,7 +398,7 @@ def read_from(found: Table) -> Text:
 
 def _instead(found: Missing, failure: Traceback) -> Text:
     """What to write, or which package to update, in place of going back to an old release."""
-    importer = _package_of(failure.frames[-1]) if failure.frames else None
+    importer = _package_of(asker(failure)) if failure.frames else _who_dropped(found)
     if importer not in (None, found.table.package) and importer:
         own = table(importer)
         new = own.dropped(found.target) if own and found.target else None
@@ -332,6 +408,12 @@ def _instead(found: Missing, failure: Traceback) -> Text:
             else words("fits", importer=importer)
         )
     return words("write-instead", new=found.instead) if found.instead else words("go-back")
+
+
+def _who_dropped(found: Missing) -> str | None:
+    """The one package that imported a name and does not any more, where a log does not say who asks."""
+    asking = [own.package for own in tables(ROOTS) if found.target and own.dropped(found.target)]
+    return asking[0] if len(asking) == 1 else None
 
 
 def _package_of(frame: str) -> str | None:

@@ -7,7 +7,7 @@ import lzma
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,9 @@ class Presence:
         before, _ = self.table.place(version)
         later = [at for at in self.there if at > before]
         if later:
-            return self._since(min(later))
+            earlier = [at for at in self.there if at <= before]
+            again = self.table.versions[max(earlier)] if earlier else None
+            return replace(self._since(min(later)), again=again)
         last = max(self.there)
         until = self._next(last)
         if until is None or Version(until) > version:
@@ -115,6 +117,9 @@ class Bounds:
     until: str | None
     last: str
     is_patch: bool = False
+
+    again: str | None = None
+    """The last release that had it before it was missing for a while."""
 
     @property
     def shown(self) -> str:
@@ -214,13 +219,20 @@ class Table:
         found = [
             other
             for other, groups in self.raw["names"].items()
-            if other != module and "._" not in other and at in self._of(groups, name)
+            if other != module
+            and "._" not in other
+            and at in (there := self._of(groups, name))
+            and (at - 1 not in there or name != name.lower())  # a plain word is a name of many things
         ]
         return min(found, key=lambda other: (other.count("."), other), default=None)
 
     def parameter(self, function: str, name: str) -> Presence:
         """A parameter of a function or method, by its qualified name, wherever the function lies."""
         return self._parameter(function, name, "**")
+
+    def own_parameter(self, function: str, name: str) -> Presence:
+        """A parameter by its own name alone, of a call that was refused: no `**` took it."""
+        return self._parameter(function, name)
 
     def needed(self, function: str, name: str) -> Presence:
         """When a parameter does not have to be given, of the releases that have the function."""

@@ -1,0 +1,82 @@
+"""Whose fault a failure is, by who asks whom: another package, the user's own code, the interpreter."""
+
+from __future__ import annotations
+
+import re
+import sys
+from contextlib import suppress
+from importlib import import_module
+
+from reshard.doctor.finding import Finding, Place
+from reshard.doctor.history.table import PACKAGES
+from reshard.doctor.log import Log, Traceback
+from reshard.doctor.reading import clipped
+from reshard.doctor.rules import told
+from reshard.doctor.upstream import is_of_package, package_of
+from reshard.doctor.words import words
+
+_TYPES = r"(?P<kind>list|dict|tuple|str|int|float|bool|set|bytes|function|method|OrderedDict|NoneType)"
+_PATTERNS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        rf"AttributeError: ['\"`‘’“”]{_TYPES}['\"`‘’“”] object has no attribute",
+        rf"TypeError: ['\"`‘’“”]{_TYPES}['\"`‘’“”] object is not (?:callable|subscriptable|iterable|a mapping)",
+        r"TypeError: (?P<kind>list|string|tuple|str) indices must be integers",
+    )
+)
+_INSTALLED = re.compile(r"(?:site|dist)-packages/(?P<name>[A-Za-z_]\w*)")
+
+
+def of_wrong_type(root: Traceback, log: Log) -> Finding | None:
+    """That a package was given a plain Python value where it expects another, and by whom; None for one's own code."""
+    match = next((hit for pattern in _PATTERNS if (hit := pattern.search(root.said))), None)
+    if match is None or not is_of_package(root):
+        return None
+    owners = [owner(frame) for frame in root.frames]
+    asked = owners[-1]
+    if asked is None:
+        return None
+    caller = next((at for at in reversed(range(len(owners))) if owners[at] != asked), None)
+    by = owners[caller] if caller is not None else asked
+    values: dict[str, object] = {
+        "package": PACKAGES.get(asked, asked.replace("_", "-")),
+        "kind": match["kind"],
+    }
+    values["frame"] = root.frames[-1]
+    if by == asked:
+        values["whose"] = words("type-of-itself", package=values["package"])
+    elif by is None and caller is not None:
+        values["whose"] = words("type-of-script", frame=root.frames[caller], package=values["package"])
+    else:
+        values["whose"] = words("type-of-other", other=str(by).replace("_", "-"), package=values["package"])
+    place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+    return told("value-of-another-type", [place], values, certainty="possible")
+
+
+_OF_PYTHON = re.compile(
+    r"cannot import name ['\"`‘’](?P<name>\w+)['\"`‘’] from ['\"`‘’](?P<module>\w+)(?:\.\w+)*['\"`‘’]"
+    r" \([^)]{0,300}/lib/python(?P<version>3\.\d+)/(?!(?:site|dist)-packages)"
+)
+
+
+def of_python(root: Traceback, log: Log) -> Finding | None:
+    """That the interpreter is too old or too new for a name of its own library."""
+    match = _OF_PYTHON.search(root.said)
+    if match is None or match["module"] not in sys.stdlib_module_names:
+        return None
+    here, there = sys.version_info[:2], tuple(map(int, match["version"].split(".")))
+    with suppress(ImportError):
+        later = hasattr(import_module(match["module"]), match["name"]) and there < here
+        which = words("a-newer" if later else "an-older")
+        other = f"{here[0]}.{here[1]}" if later else f"{there[0]}.{there[1] - 1}"
+        values = {**match.groupdict(), "which": which, "other": other}
+        place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+        return told("python-release", [place], values, certainty="likely")
+    return None
+
+
+def owner(frame: str) -> str | None:
+    """The package that a frame's file lies in; None for a script."""
+    match = _INSTALLED.search(frame)
+    found = match["name"] if match else package_of(frame)
+    return found.partition("/")[0] if found else None
