@@ -158,6 +158,11 @@ def test_exceptions_that_are_not_called_errors_are_seen() -> None:
         "Not an error, but frobs cannot be patched",
         "XFAIL tests/a.py::b (AssertionError: frob)",
         "rm: cannot remove 'x'\nmake: [Makefile:3: clean] Error 1 (ignored)",
+        "[I1122 11:36:49.195080631 TCPStoreLibUvBackend.cpp:1354] [c10d] uv_loop_close failed with:-16 errn:EBUSY",
+        'INFO:     127.0.0.1:50464 - "GET /favicon.ico HTTP/1.1" 404 Not Found',
+        "INFO:root:retrying after error 503",
+        "a.cpp:3:7: warning: unused variable 'error' [-Wunused-variable]",
+        "wandb: WARNING Unable to verify login\nwandb: Waiting for the process to finish... (success).",
     ],
 )
 def test_what_says_that_it_is_no_error_is_none(line: str) -> None:

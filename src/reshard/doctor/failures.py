@@ -19,7 +19,8 @@ _WENT_ON = re.compile(
       | ^(?!.{0,200}\b(?:Loading|Map|Filter|Fetching|Download|Generating|Tokeniz|Resolving|Capturing)).*\b100%\|
       | \b(?i:successfully|(?:training|run|export|conversion|evaluation)\ (?:is\ )?(?:complete|finished|done)
             |(?:model|weights|checkpoint|tokenizer|adapter)s?\ saved|saved\ (?:model|weights|checkpoint|to)
-            |saving\ (?:model|tokenizer|checkpoint)|nothing\ wrong\ found)\b""",
+            |saving\ (?:model|tokenizer|checkpoint)|nothing\ wrong\ found)\b
+      | \(success\)""",
     re.VERBOSE,
 )
 _NAME = (
@@ -298,6 +299,8 @@ _FINE = re.compile(
     re.VERBOSE,
 )
 """What a program says that helps itself, or that all is well."""
+_CALM = re.compile(r"\b(?:INFO|DEBUG)\b|^\[?[ID]\d{3,4}\b|: warning: |\bHTTP/\d")
+"""Lines of a level that tells of no failure, of a compiler that goes on, of a server that answers."""
 _QUOTES = re.compile(r"\((?:\w+\.)*\w+(?:Error|Exception): |errno: 97\b")
 """A warning that says why something optional is missing, or that the next address is tried."""
 
@@ -310,7 +313,9 @@ def _last_words(lines: Sequence[Line]) -> Traceback | None:
     fails = (
         each
         for each in told
-        if _FAILS.search(each.text) and not _FINE.search(each.text) and not _HEADING.fullmatch(each.text)
+        if _FAILS.search(each.text)
+        and not any(calm.search(each.text) for calm in (_FINE, _CALM))
+        and not _HEADING.fullmatch(each.text)
     )
     line = next((each for each in fails if len(each.text) < DATA and not _QUOTES.search(each.text)), None)
     if line is None:
