@@ -227,6 +227,18 @@ def test_a_name_that_no_release_has_is_said_to_be_none() -> None:
     assert (found.id, found.certainty) == ("in-no-release", "possible") and "SFTTrainer" in found.cure.en
 
 
+def test_a_name_of_another_package_is_found_there() -> None:
+    found = first(
+        *raised(f"ImportError: cannot import name 'LoraConfig' from 'trl' ({SITE}/trl/__init__.py)")
+    )
+    assert found.id == "in-no-release" and "from peft import LoraConfig" in found.cure.en
+
+
+def test_a_folder_that_stands_for_a_package() -> None:
+    found = first(*raised("ImportError: cannot import name 'LoraConfig' from 'peft' (unknown location)"))
+    assert found.id == "folder-for-package" and "checkout of peft" in found.cause.en
+
+
 def test_a_model_type_of_no_transformers_is_not_said_to_be_too_new() -> None:
     said = "The checkpoint you are trying to load has model type `frobnet` but Transformers does not recognize this"
     found = first(

@@ -15,7 +15,13 @@ from reshard.doctor.collectives import compared
 from reshard.doctor.entries import Entry, catalogue
 from reshard.doctor.failures import CUT_OFF, EXIT, is_launchers
 from reshard.doctor.finding import CERTAINTIES, Finding, Place, Text
-from reshard.doctor.history.messages import of_failure, of_no_release, of_no_transformers, of_one_package
+from reshard.doctor.history.messages import (
+    of_failure,
+    of_no_release,
+    of_no_transformers,
+    of_one_package,
+    of_shadow,
+)
 from reshard.doctor.kinds import BY_KIND, filled_in, told_of
 from reshard.doctor.log import Log, Traceback, read_log
 from reshard.doctor.match import OF_SCRIPTS, Match, first_sign, match_log, which_is_first
@@ -166,7 +172,16 @@ def _of_words(root: Traceback, log: Log, causes: list[Match]) -> Finding | None:
     return replace(found, also=tuple(match.entry.id for match in at_root)) if found else None
 
 
-_OF_WORDS = (of_build, of_resolver, of_requirement, of_one_package, of_python, of_no_release, of_wrong_type)
+_OF_WORDS = (
+    of_build,
+    of_resolver,
+    of_requirement,
+    of_shadow,
+    of_one_package,
+    of_python,
+    of_no_release,
+    of_wrong_type,
+)
 
 
 def _both(text: Text) -> tuple[str, str]:

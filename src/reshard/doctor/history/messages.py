@@ -133,8 +133,24 @@ def of_no_transformers(root: Traceback, log: Log) -> Finding | None:
     return None
 
 
+OWNERS = ("transformers", "peft", "torch", "accelerate", "datasets")
+"""Packages whose names others export, too."""
 NEAR = 0.75
 """How alike a name has to be to one that was asked for."""
+
+
+_NOWHERE = re.compile(rf"cannot import name {_Q}\w+{_Q} from {_Q}(?P<module>\w+){_Q} \(unknown location\)")
+
+
+def of_shadow(root: Traceback, log: Log) -> Finding | None:
+    """That a folder without `__init__.py` stands for a package: Python says "unknown location" of such a one."""
+    match = _NOWHERE.search(root.said)
+    own = next(_table_of(match["module"]), None) if match else None
+    return (
+        _told("folder-for-package", {"module": match["module"]}, "likely", own, root, log)
+        if match and own
+        else None
+    )
 
 
 def of_no_release(root: Traceback, log: Log) -> Finding | None:
@@ -156,6 +172,10 @@ def of_no_release(root: Traceback, log: Log) -> Finding | None:
     values: dict[str, object] = {"name": match["name"], "module": match["module"], "package": own.package}
     values |= {"first": own.versions[0], "last": own.versions[-1]}
     values["near"] = words("nearest-name", name=near[0]) if near else Text.same("")
+    every = tables(dict.fromkeys((*OWNERS, *ROOTS)))
+    others = [each.raw["root"] for each in every if each.name(each.raw["root"], match["name"]).there]
+    if others:
+        values["near"] = words("name-of-other", name=match["name"], other=others[0])
     return _told("in-no-release", values, "possible", own, root, log)
 
 
@@ -301,7 +321,7 @@ def _wherever(root: Traceback, log: Log, ask: Callable[[Table], Missing]) -> Ite
 
 def _is_shadowed(path: str | None) -> bool:
     """Whether a module was read from elsewhere than where packages are installed."""
-    return path is not None and path != "unknown location" and not re.search("(?:site|dist)-packages", path)
+    return path is not None and not re.search("(?:site|dist)-packages", path)
 
 
 def _table_of(module: str) -> Iterator[Table]:
@@ -402,6 +422,8 @@ def _instead(found: Missing, failure: Traceback) -> Text:
     if importer not in (None, found.table.package) and importer:
         own = table(importer)
         new = own.dropped(found.target) if own and found.target else None
+        if new and not failure.frames:
+            return words("update-if-importer", importer=importer, version=new)
         return (
             words("update-importer", importer=importer, version=new)
             if new
