@@ -49,7 +49,7 @@ _LOGGED = re.compile(
       | :\ command\ not\ found$ | sh:\ \d+:\ \S+:\ not\ found$ | \bpanicked\ at\ """,
     re.VERBOSE,
 )
-_HEADING = re.compile(r"\W*(?i:errors?|fatal|critical)\W*")
+_HEADING = re.compile(r"^\W{0,80}(?i:errors?|fatal|critical)\W{0,80}$")
 _SOCKET = re.compile(
     r"socket\.cpp[^\[]{0,40}\[c10d\].{0,300}?(?:client socket.{0,60}(?:failed|cannot)|cannot be retrieved"
     r"|cannot be initialized|has (?:failed|timed out))"
