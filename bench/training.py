@@ -111,7 +111,7 @@ def _pair(engine: str, model: Path, records: Path, data: Path, steps: int) -> li
     trl = {"per_device_train_batch_size": BATCH, "max_length": LENGTH, "max_steps": steps + 100}
     trl |= {"gradient_checkpointing": False, "save_strategy": "no", "use_cpu": True}
     megatron = {"micro_batch_size": BATCH, "global_batch_size": BATCH, "seq_length": LENGTH, "fp32": True}
-    megatron |= {"train_iters": steps + 100, "save_interval": 0}
+    megatron |= {"train_iters": steps + 100}
     options = trl if engine == "trl" else megatron
     flags = [f"--{name}={str(value).lower()}" for name, value in options.items()]
     words = ["--model", str(model), "--data", str(records), "-o", str(ours), "--engine", engine]
