@@ -20,6 +20,8 @@ import pytest
 import reshard.doctor
 from reshard.doctor.entries import catalogue
 from reshard.doctor.reading import LONGEST_LINE
+from reshard.doctor.shortages import _FLAG, _kinds, _of_memory
+from reshard.doctor.spelling import _shows
 from reshard.doctor.words import _known
 
 if sys.version_info >= (3, 11):
@@ -119,6 +121,9 @@ def expressions() -> Iterator[tuple[str, re.Pattern[str], str]]:
     for entry in catalogue().values():
         for path, pattern in patterns_in(entry.id, [entry.patterns, entry.needs, entry.unless, entry.hints]):
             yield path, pattern, "search"
+    of_data = {f"short-{kind}": patterns for kind, patterns, *_ in _kinds()} | _of_memory() | _shows()
+    for path, pattern in patterns_in("data", {**of_data, "typed": re.compile(_FLAG.format(8))}):
+        yield path, pattern, "search"
     for pattern, _ in _known():
         yield pattern.pattern, pattern, "fullmatch"
 

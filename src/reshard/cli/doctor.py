@@ -17,6 +17,7 @@ from reshard.doctor.environment import Environment, diagnose_environment, look_a
 from reshard.doctor.finding import LANGUAGES, Text
 from reshard.doctor.machine import PACKAGES
 from reshard.doctor.rules import rules
+from reshard.doctor.spelling import Usage, spelled
 from reshard.doctor.words import locale_language as locale_language
 from reshard.shown import escape, escape_lines
 
@@ -108,9 +109,9 @@ def command(
     environment = None if targets else look_around(python)
     read: list[Text] = []
     if environment is None:
-        findings = _diagnosed(targets, json_output, read.append)
+        findings = _diagnosed(targets, json_output or quiet, read.append)
     else:
-        findings = diagnose_environment(environment)
+        findings = spelled(diagnose_environment(environment), Usage())
     if json_output:
         shown = {} if environment is None else {"environment": environment.as_dict()}
         print_json({**shown, "findings": [finding.as_dict(lang) for finding in findings]})
@@ -127,9 +128,9 @@ LONG = 32 << 20
 """Bytes of logs from which on progress is shown: two seconds."""
 
 
-def _diagnosed(targets: tuple[str, ...], json_output: bool, on_read: Callable[[Text], None]) -> list[Finding]:
+def _diagnosed(targets: tuple[str, ...], silent: bool, on_read: Callable[[Text], None]) -> list[Finding]:
     total = bytes_of_logs(*targets)
-    with progress("read", total, quiet=json_output or total < LONG) as advance:
+    with progress("read", total, quiet=silent or total < LONG) as advance:
         return diagnose(*targets, on_bytes=advance, on_read=on_read)
 
 
@@ -234,10 +235,10 @@ def _list(language: str, json_output: bool) -> None:
 
 
 class _Names(dict[str, str]):
-    """Fills each brace of a text with its own name."""
+    """Fills each brace of a text with its own name; what a log would tell before a sentence is left out."""
 
     def __missing__(self, key: str) -> str:
-        return f"<{key}>"
+        return "" if key == "told" else f"<{key}>"
 
 
 def _explain_rule(identifier: str, language: str, json_output: bool) -> None:
@@ -246,7 +247,10 @@ def _explain_rule(identifier: str, language: str, json_output: bool) -> None:
     content = {
         "id": identifier,
         "kind": rule["severity"],
-        **{key: rule[key][language].strip().format_map(_Names()) for key in ("title", "cause", "cure")},
+        **{
+            key: Usage().spelled(rule[key][language].strip().format_map(_Names()))
+            for key in ("title", "cause", "cure")
+        },
         "sources": [link(source) for source in rule["sources"]],
     }
     if json_output:
@@ -254,7 +258,7 @@ def _explain_rule(identifier: str, language: str, json_output: bool) -> None:
         return
     console, words = stdout(), LABELS[language]
     console.print(f"[bold]{escape(content['title'])}[/] ({identifier}, {words[content['kind']]})")
-    console.print(f"[bold]{words['why']}[/] {escape_lines(content['cause'])}")
+    console.print(f"[bold]{words['why']}[/] {escape_lines(str(content['cause']))}")
     console.print(f"[bold]{words['cure']}[/]")
     _print_cure(content["cure"])
     if content["sources"]:
@@ -267,8 +271,8 @@ def _explain(entry: Entry, language: str, json_output: bool) -> None:
         "kind": entry.kind,
         "engines": list(entry.engines),
         "title": entry.title.of(language),
-        "cause": entry.cause.of(language),
-        "cure": entry.cure.of(language),
+        "cause": Usage().spelled(entry.cause.of(language)),
+        "cure": Usage().spelled(entry.cure.of(language)),
         "versions": entry.versions,
         "patterns": [pattern.pattern for pattern in entry.patterns],
         "sources": [link(source) for source in entry.sources],
@@ -282,8 +286,8 @@ def _explain(entry: Entry, language: str, json_output: bool) -> None:
     console.print(f"[bold]{escape(entry.title.of(language))}[/] ({entry.id}, {words[entry.kind]})")
     for name, specifier in entry.versions.items():
         console.print(f"  {name} {escape(specifier)}")
-    console.print(f"[bold]{words['why']}[/] {escape_lines(entry.cause.of(language))}")
+    console.print(f"[bold]{words['why']}[/] {escape_lines(str(content['cause']))}")
     console.print(f"[bold]{words['cure']}[/]")
-    _print_cure(entry.cure.of(language))
+    _print_cure(str(content["cure"]))
     console.print(f"[bold]{words['sources']}[/] {escape(', '.join(map(link, entry.sources)))}")
     console.print(f"\n{escape_lines(entry.excerpt.rstrip())}\n  — {escape(entry.excerpt_from)}")

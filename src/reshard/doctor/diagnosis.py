@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from os import PathLike
 from pathlib import Path
 
@@ -19,9 +18,10 @@ from reshard.doctor.freezes import diagnose_freeze, versions_in
 from reshard.doctor.launches import SHELL, diagnose_launch, processes_of, under_launch
 from reshard.doctor.logs import BEGIN, STDIN, diagnose_log
 from reshard.doctor.notebooks import diagnose_notebook
-from reshard.doctor.reading import encoding_of
+from reshard.doctor.reading import decoded, encoding_of
 from reshard.doctor.rules import CAUSES
 from reshard.doctor.scripts import diagnose_script
+from reshard.doctor.spelling import Usage, spelled
 from reshard.doctor.words import words
 from reshard.errors import Problem, ReshardError
 from reshard.shown import shown
@@ -44,10 +44,12 @@ def diagnose(
     Raises ReshardError for a target that cannot be read.
     """
     if not targets:
-        return diagnose_environment()
+        return spelled(diagnose_environment(), Usage())
     paths = (str(typed_path(str(each))) if is_remote(str(each)) else str(each) for each in targets)
     named = list(dict.fromkeys(paths))
     seen = _Seen(on_bytes, on_read)
+    for target in named:
+        seen.of_usage(target)
     found = [finding for target in named for finding in seen.of_target(target)]
     if seen.problems:
         raise ReshardError(seen.problems)
@@ -55,7 +57,7 @@ def diagnose(
         found += of_pair(*seen.checkpoints)
     launch = next((started for target in named if (started := processes_of(target))), None)
     found = [under_launch(finding, *launch) if launch else finding for finding in found]
-    return [typed(finding, seen.commands) for finding in combined(found)]
+    return spelled((typed(finding, seen.commands) for finding in combined(found)), seen.usage)
 
 
 @dataclass
@@ -69,6 +71,20 @@ class _Seen:
     checkpoints: list[Path] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     """Why targets cannot be read."""
+    usage: Usage = field(default_factory=Usage)
+    """What was run, by all targets."""
+
+    def of_usage(self, target: str) -> None:
+        """Take in what a script or a config shows of what was run: logs are read later, once."""
+        path = as_path(target)
+        if (
+            target != STDIN
+            and path.is_file()
+            and path.suffix not in WEIGHTS
+            and _kind(path) is not diagnose_log
+        ):
+            with path.open("rb") as file:
+                self.usage.see(decoded(file.read(LONGEST_LIST)))
 
     def of_target(self, target: str) -> Sequence[Finding]:
         """The findings of one target."""
@@ -78,11 +94,27 @@ class _Seen:
                 return self._of_folder(path) if path.is_dir() else self._of_weights(path)
             kind = kind_of(target)
             if kind is diagnose_log:
-                return _of_text(target, self.on_bytes, self.on_read)
+                return self._of_text(target)
             return kind(target)
         except ReshardError as error:
             self.problems += error.problems
             return []
+
+    def _of_text(self, target: str) -> Sequence[Finding]:
+        """The findings of a log, or of a list of packages."""
+        if target != STDIN and (versions := versions_in(_first_lines(as_path(target)))):
+            if not (found := diagnose_freeze(target, versions)):
+                self.on_read(words("read-packages", target=target, count=len(versions)))
+            return found
+        count = 0
+
+        def counted(lines: int) -> None:
+            nonlocal count
+            count += lines
+
+        if not (found := diagnose_log(target, self.on_bytes, counted, self.usage)):
+            self.on_read(words("read-lines", target="stdin" if target == STDIN else target, count=count))
+        return found
 
     def _of_weights(self, path: Path) -> Sequence[Finding]:
         findings, command = diagnose_checkpoint(path)
@@ -100,45 +132,28 @@ class _Seen:
                 raise
             found = []
         for path in logs:
-            found += _of_text(str(path), self.on_bytes, self.on_read)
+            found += self._of_text(str(path))
         for path in configs:
             with suppress(ReshardError):  # files of other tools
                 found += diagnose_config(str(path))
         return found
 
 
-def _of_text(
-    target: str, on_bytes: Callable[[int], None], on_read: Callable[[Text], None]
-) -> Sequence[Finding]:
-    """The findings of a log, or of a list of packages."""
-    if target != STDIN and (versions := versions_in(_first_lines(as_path(target)))):
-        if not (found := diagnose_freeze(target, versions)):
-            on_read(words("read-packages", target=target, count=len(versions)))
-        return found
-    count = 0
-
-    def counted(lines: int) -> None:
-        nonlocal count
-        count += lines
-
-    if not (found := diagnose_log(target, on_bytes, counted)):
-        on_read(words("read-lines", target="stdin" if target == STDIN else target, count=count))
-    return found
-
-
-MOST_PACKAGES = 5000
-"""Lines of a file that are looked at for whether it is a list of packages."""
+LONGEST_LIST = 1 << 20
+"""Bytes of the beginning of a file that show whether it is a list of packages, and what was run."""
 
 
 def _first_lines(path: Path) -> list[str]:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return [line.rstrip("\n") for line in islice(file, MOST_PACKAGES)]
+    with path.open("rb") as file:
+        return decoded(file.read(LONGEST_LIST)).splitlines()
 
 
 def bytes_of_logs(*targets: str) -> int:
     """How much `on_bytes` will be told of; what comes on standard input is not known before."""
-    files = (target for target in targets if target != STDIN and Path(target).is_file())
-    return sum(Path(target).stat().st_size for target in files if _kind(Path(target)) is diagnose_log)
+    paths = [Path(target) for target in targets if target != STDIN]
+    files = [path for path in paths if path.is_file() and _kind(path) is diagnose_log]
+    files += [log for path in paths if path.is_dir() for log in logs_in(path)]
+    return sum(path.stat().st_size for path in files)
 
 
 def is_checkpoint(target: str) -> bool:

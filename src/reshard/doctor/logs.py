@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 
+from reshard.doctor import shortages
 from reshard.doctor.artefacts import VETOED, mixed_up
 from reshard.doctor.askers import of_python, of_wrong_type
 from reshard.doctor.builds import of_build
@@ -30,6 +31,7 @@ from reshard.doctor.resolvers import of_requirement, of_resolver
 from reshard.doctor.rules import told
 from reshard.doctor.sentences import asks, needs, stated
 from reshard.doctor.shapes import computed, contradict
+from reshard.doctor.spelling import Usage, spelled
 from reshard.doctor.upstream import own_code, search_of
 from reshard.doctor.words import words
 from reshard.errors import ReshardError
@@ -62,11 +64,12 @@ def diagnose_log(
     target: str,
     on_bytes: Callable[[int], None] = lambda count: None,
     on_lines: Callable[[int], None] = lambda count: None,
+    usage: Usage | None = None,
 ) -> list[Finding]:
     """The findings of one log, the first cause first. `target` is a path, or "-" for standard input.
 
-    `on_bytes` is told of bytes as they are read, `on_lines` of lines. Raises ReshardError if there is nothing that can
-    be read.
+    `on_bytes` is told of bytes as they are read, `on_lines` of lines, `usage` of what was run. Raises ReshardError if
+    there is nothing that can be read.
     """
     try:
         with nullcontext(sys.stdin.buffer) if target == STDIN else as_path(target).open("rb") as file:
@@ -78,7 +81,7 @@ def diagnose_log(
                     expected="the log of a run",
                     remedy="pipe both streams of the run: COMMAND 2>&1 | reshard doctor -",
                 )
-            return diagnose_text(target, _counted(lines_of(file, begin, on_bytes), on_lines))
+            return diagnose_text(target, _counted(lines_of(file, begin, on_bytes), on_lines), usage)
     except OSError as error:
         raise ReshardError(
             "log-unreadable", "a log cannot be read", file=target, found=error.strerror
@@ -91,9 +94,19 @@ def _counted(lines: Iterable[str], on_lines: Callable[[int], None]) -> Iterator[
         yield line
 
 
-def diagnose_text(name: str, content: str | Iterable[str]) -> list[Finding]:
-    """The findings of a log that is at hand, as text or as its lines; `name` is what it is called."""
+def diagnose_text(name: str, content: str | Iterable[str], usage: Usage | None = None) -> list[Finding]:
+    """The findings of a log that is at hand, as text or as its lines; `name` is what it is called.
+
+    `usage` takes in what the log shows of what was run, beside what is known already.
+    """
     log = read_log(name, content)
+    usage = usage or Usage()
+    usage.see(log.text)
+    return spelled(_diagnosed(log), usage)
+
+
+def _diagnosed(log: Log) -> list[Finding]:
+    """The findings of a log, the first cause first."""
     matches = match_log(log, catalogue().values())
     root = first_sign(log)
     said = root.said if root else ""
@@ -110,6 +123,11 @@ def diagnose_text(name: str, content: str | Iterable[str]) -> list[Finding]:
         return known
     if root is not None and (own := _of_words(root, log, causes)) is not None:
         return [own, *(_finding(match, log, ()) for match in causes if match.entry.id not in own.also)]
+    if root is None and not causes and (ended := shortages.of_log(log)):
+        _, line = ended
+        root = Traceback(line.stream, line.number, line.number, line.number, "", line.text.strip())
+    if root is not None and (short := _short(root, log, matches)) is not None:
+        return short
     if root is not None and all(match.entry.kind in WARNINGS for match in causes):
         if any(match.line.number == root.last for match in matches):
             return [
@@ -188,6 +206,20 @@ def _both(text: Text) -> tuple[str, str]:
     return text.en, text.zh
 
 
+def _short(root: Traceback, log: Log, matches: list[Match]) -> list[Finding] | None:
+    """What the first failure lacked, and the rest of the log, unless an entry explains it."""
+    found = shortages.of_failure(root, log)
+    if found is None:
+        return None
+    rest = [match for match in matches if match.entry.id not in found.over]
+    if any(match.at_root and match.entry.kind not in WARNINGS for match in rest):
+        return None
+    return [
+        shortages.finding(found, root, log, _last_line(root, log)),
+        *(_finding(match, log, ()) for match in rest),
+    ]
+
+
 LONGEST_SAID = 2000
 """Characters of a message that are shown as the cause."""
 SHOWN = 300
@@ -223,7 +255,9 @@ def _told_by(match: Match, log: Log) -> list[Text]:
         return []
     of_kind = told_of(root, log) if match.entry.id in BY_KIND else []
     of_shapes = computed(_with_table(root, log))
-    return [*of_kind, *([of_shapes] if of_shapes else [])]
+    short = shortages.of_failure(root, log)
+    numbers = shortages.evidence(short, root, log) if short else []
+    return [*of_kind, *([of_shapes] if of_shapes else []), *numbers]
 
 
 TABLE = 60

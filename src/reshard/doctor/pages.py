@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from reshard.doctor.entries import Entry, catalogue
+from reshard.doctor.spelling import Usage
 
 KINDS = {
     "error": "Errors",
@@ -43,9 +44,9 @@ def _section(entry: Entry) -> Iterator[str]:
     versions = ", ".join(f"{name} {specifier}" for name, specifier in entry.versions.items())
     yield f"**{entry.title.en}**" + (f" ({versions})" if versions else "")
     yield ""
-    yield entry.cause.en
+    yield Usage().spelled(entry.cause.en)
     yield ""
-    yield entry.cure.en
+    yield Usage().spelled(entry.cure.en)
     if entry.sources:
         yield ""
         yield f"Sources: {', '.join(entry.sources)}"

@@ -12,6 +12,7 @@ from packaging.specifiers import SpecifierSet
 
 from reshard.doctor.environment import Environment, diagnose_environment
 from reshard.doctor.finding import Finding, Place
+from reshard.doctor.spelling import Usage, spelled
 from reshard.errors import Problem
 
 LONGEST = 160
@@ -19,7 +20,8 @@ LONGEST = 160
 
 
 def problem_of(finding: Finding, severity: str | None = None) -> Problem:
-    """A finding of the doctor as a problem."""
+    """A finding of the doctor as a problem, in the options of `reshard train`."""
+    (finding,) = spelled([finding], Usage({"reshard"}))
     where = finding.places[0] if finding.places else Place("")
     return Problem(
         finding.id,

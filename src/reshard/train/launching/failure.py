@@ -22,6 +22,7 @@ from reshard.doctor.log import Line, Log, Traceback, read_log
 from reshard.doctor.logs import LARGEST, UNKNOWN, diagnose_text
 from reshard.doctor.match import first_failure
 from reshard.doctor.scripts import diagnose_script
+from reshard.doctor.spelling import Usage, spelled
 from reshard.shown import escape, escape_lines
 from reshard.train.launching.places import Place
 from reshard.train.launching.provenance import words_of
@@ -62,7 +63,7 @@ def failure_in(name: str, content: str, run: Run) -> Failure:
     """The failure that a text shows; `name` is what the text is called."""
     log = read_log(name, content)
     root = first_failure(log)
-    findings = tuple(_explained(diagnose_text(name, content), run))
+    findings = tuple(_explained(diagnose_text(name, content, Usage({"reshard"})), run))
     if root is None or is_consequence(root):
         silent = _silent(content, log)
         if silent:
@@ -119,7 +120,7 @@ def _explained(findings: list[Finding], run: Run) -> list[Finding]:
     shown = {finding.id for finding in findings}
     script = Path(f"{(run.reward or '').partition(':')[0].replace('.', '/')}.py")
     of_script = diagnose_script(str(script)) if run.reward and script.is_file() else []
-    both = combined([*findings, *diagnose_environment(), *of_script])
+    both = spelled(combined([*findings, *diagnose_environment(), *of_script]), Usage({"reshard"}))
     return [finding for finding in both if finding.id in shown or shown & set(finding.also)]
 
 

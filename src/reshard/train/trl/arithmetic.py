@@ -7,6 +7,7 @@ from math import ceil
 from typing import Any
 
 from reshard.doctor.rules import told
+from reshard.doctor.spelling import Usage, spelled
 from reshard.errors import Problem, ReshardError
 from reshard.formats.companions import CONFIG
 from reshard.train.engine import Batches, Precision
@@ -106,6 +107,7 @@ def _groups(options: Mapping[str, Any], step: int, replicas: int) -> Iterator[Pr
         )
     else:
         return
+    (finding,) = spelled([finding], Usage({"reshard"}))
     yield Problem(finding.id, finding.title.en, rule=finding.cause.en, found=found, remedy=finding.cure.en)
 
 

@@ -1,0 +1,325 @@
+"""What a program asked for and did not get, with its numbers: memory of every kind, GPUs, slots, heads, a port.
+
+Makers of devices, allocators, kernels, schedulers and engines each have words of their own for it (`shortages.yaml`).
+What they tell is the same: how much was requested, how much is there, and who takes the rest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from reshard.doctor.failures import CUT_OFF, is_launchers
+from reshard.doctor.finding import Finding, Place, Text
+from reshard.doctor.log import Line, Log, Traceback
+from reshard.doctor.match import live_lines
+from reshard.doctor.rules import told
+from reshard.doctor.words import words
+
+Numbers = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """A kind of `shortages.yaml` that a message shows, and the numbers in it: bytes of memory, or counts."""
+
+    kind: str
+    numbers: Numbers
+    over: tuple[str, ...] = ()
+    """Entries of the catalogue that know less of it."""
+
+    @property
+    def is_memory(self) -> bool:
+        return _is_memory(self.kind)
+
+
+_UNITS = {"b": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+_SIZE = r"(?P<number>\d+(?:\.\d*)?) ?(?P<unit>[KkMGT]i?B|bytes|B)\b"
+_MEMORY = {
+    "asked": (
+        r"[Tt]ried to allocate SIZE",
+        r"Unable to allocate SIZE for",
+        r"allocating SIZE",
+        r"CUDA (?:host )?[mc]alloc(?: async)? SIZE",
+        r"SIZE KV cache is needed",
+        r"desired GPU memory utilization \([\d.]+, SIZE\)",
+    ),
+    "there": (
+        r"of which SIZE is free",
+        r"[;,] SIZE free",
+        r"available KV cache memory \(SIZE\)",
+        r"[Ff]ree memory on device[^(]{0,40}\((?P<number>[\d.]+)/[\d.]+ (?P<unit>\wiB)\)",
+    ),
+    "total": (
+        r"total capacity of SIZE",
+        r"[;(] ?SIZE total capacity",
+        r"max allowed: SIZE",
+        r"[Ff]ree memory on device[^(]{0,40}\([\d.]+/SIZE\)",
+        r"\) was [\d.]+ ?\w+ / SIZE",
+    ),
+    "own": (r"this process has SIZE memory in use", r"\) was SIZE / ", r"anon-rss:SIZE"),
+    "allocated": (
+        r"memory SIZE is allocated by PyTorch",
+        r"; SIZE already allocated",
+        r"MPS allocated: SIZE",
+    ),
+    "unallocated": (r"SIZE is reserved by PyTorch but unallocated",),
+    "reserved": (r"; SIZE reserved in total",),
+    "others": (r"Process \d+ has SIZE memory in use",),
+}
+"""What is told of memory, wherever a message tells it. Of `others` the sum counts."""
+_DEVICE = re.compile(r"\b(?:[GNX]PU|cuda:|device) ?(?P<number>\d+)\b")
+_PROCESS = re.compile(r"Kill(?:ed)? process (?P<process>\d+ \([^)]*\))|\(pid (?P<pid>\d+)\) is killed")
+_TASK = re.compile(r"srun: error: (?P<host>[^\s:]+): tasks? (?P<task>\d+(?:[-,]\d+)*): Out Of Memory")
+_NCCL = re.compile(r"(?<![\w.-])(?P<host>[\w.-]+):\d+:\d+ \[(?P<gpu>\d+)\] [^\n]*out of memory")
+_NODE = re.compile(r"Memory on the node \(IP: (?P<host>[\w.:]+)")
+MUCH = 0.1
+"""The share of a device that other processes have to take to be the cause."""
+
+
+def shortage(said: str, alone: bool = False) -> Shortage | None:
+    """What was short, by what a failure said; None if nothing was. `alone`: only kinds that no warning is."""
+    for kind, patterns, over, is_alone in _kinds():
+        for pattern in patterns if is_alone or not alone else ():
+            if match := pattern.search(said):
+                numbers = dict(_counts(match))
+                return Shortage(kind, {**(_memory(said) if _is_memory(kind) else {}), **numbers}, over)
+    return None
+
+
+def of_failure(root: Traceback, log: Log) -> Shortage | None:
+    """What the first failure of a log lacked. Where that is only an exit status, what its last lines say counts."""
+    if found := shortage(root.said):
+        return found
+    if not is_launchers(root) and root.exception not in ("", CUT_OFF):
+        return None
+    near = [line.text for line in log.lines if abs(line.number - root.last) <= NEAR]
+    return shortage("\n".join(near))
+
+
+def of_log(log: Log) -> tuple[Shortage, Line] | None:
+    """What the last words of a log say was lacking, in words in which nothing else here sees a failure."""
+    lines = [line for line in live_lines(log) if line.text.strip()][-NEAR:]
+    found = shortage("\n".join(line.text for line in lines), alone=True)
+    if found is None:
+        return None
+    return found, next((line for line in lines if shortage(line.text, alone=True)), lines[0])
+
+
+NEAR = 30
+"""Lines around an exit status in which the system says why."""
+
+
+def finding(found: Shortage, root: Traceback, log: Log, place: Place) -> Finding:
+    """The finding of a shortage that no entry of the catalogue explains better."""
+    texts = evidence(found, root, log)
+    values = {**_shown(found), "told": _sentence(texts)}
+    return told(f"short-{found.kind}", [place], values, certainty="likely")
+
+
+def evidence(found: Shortage, root: Traceback, log: Log) -> list[Text]:
+    """What the numbers of a shortage show, whom it met, and what was typed."""
+    texts = [_numbers(found), _met(root, log, found), _typed(found, log)]
+    if found.kind == "device-memory":
+        texts += [_verdict(found.numbers), _estimate(found.numbers, log)]
+    if found.kind == "ordinal":
+        texts += [_ordinal(root, log)]
+    return [text for text in texts if text is not None]
+
+
+def _is_memory(kind: str) -> bool:
+    return kind.endswith("-memory")
+
+
+@lru_cache(maxsize=1)
+def _kinds() -> list[tuple[str, list[re.Pattern[str]], tuple[str, ...], bool]]:
+    content: list[dict[str, Any]] = yaml.safe_load(
+        Path(__file__).with_name("shortages.yaml").read_text(encoding="utf-8")
+    )
+    return [
+        (
+            each["kind"],
+            [re.compile(one, re.MULTILINE) for one in each["patterns"]],
+            tuple(each.get("over", ())),
+            each.get("alone", False),
+        )
+        for each in content
+    ]
+
+
+@lru_cache(maxsize=1)
+def _of_memory() -> dict[str, list[re.Pattern[str]]]:
+    return {name: [re.compile(each.replace("SIZE", _SIZE)) for each in of] for name, of in _MEMORY.items()}
+
+
+def _memory(said: str) -> Numbers:
+    """Bytes by what they are, as a message tells them."""
+    numbers: Numbers = {}
+    for name, patterns in _of_memory().items():
+        found = next((hits for pattern in patterns if (hits := list(pattern.finditer(said)))), [])
+        if found:
+            sizes = [float(each["number"]) * 2.0 ** _UNITS[each["unit"][0].lower()] for each in found]
+            numbers[name] = sum(sizes) if name == "others" else sizes[0]
+    if "reserved" in numbers and "allocated" in numbers:
+        numbers.setdefault("unallocated", max(0.0, numbers["reserved"] - numbers["allocated"]))
+    return numbers
+
+
+def _counts(match: re.Match[str]) -> Iterator[tuple[str, float]]:
+    """The numbers in the groups of a pattern: of a list its length, of the last index one more."""
+    for name, text in match.groupdict().items():
+        if text is None:
+            continue
+        if text.startswith("["):
+            yield name, len(re.findall(r"\d+", text))
+        elif re.fullmatch(r"\d+(?:\.\d+)?", text):
+            yield ("asked", float(text) + 1) if name == "last" else (name, float(text))
+        elif text == "zero":
+            yield name, 0
+
+
+def _numbers(found: Shortage) -> Text | None:
+    """What was requested, and what there is."""
+    shown, known = _shown(found), found.numbers
+    if "size" in known and "parts" in known:
+        return words("short-parts", **shown) if known["parts"] and known["size"] % known["parts"] else None
+    parts = [
+        words(f"short-{name}", **shown)
+        for name in ("asked", "there", "total", "own", "port")
+        if name in known
+    ]
+    return _joined(parts, ", ", ",") if parts else None
+
+
+def _shown(found: Shortage) -> dict[str, object]:
+    """The numbers as they are printed, and those that would divide what has to be divided."""
+    is_bytes = found.is_memory and found.kind != "kernel-memory"
+    shown: dict[str, object] = {
+        name: _size(value) if is_bytes else f"{value:g}" for name, value in found.numbers.items()
+    }
+    size = int(found.numbers.get("size", 0))
+    if size and "parts" in found.numbers:
+        fits = [each for each in range(1, min(size, 512) + 1) if size % each == 0]
+        shown["fits"] = ", ".join(map(str, fits))
+    return {**dict.fromkeys(("asked", "there", "port", "fits", "size", "parts"), "?"), **shown}
+
+
+def _size(value: float) -> str:
+    unit = next((power for power in (40, 30, 20, 10) if value >= 2**power), 0)
+    name = {0: "B", 10: "KiB", 20: "MiB", 30: "GiB", 40: "TiB"}[unit]
+    return f"{value / 2**unit:.4g} {name}"
+
+
+def _met(root: Traceback, log: Log, found: Shortage) -> Text | None:
+    """Whom it met: the ranks, the device, the process, the machine."""
+    said = root.said
+    ranks = sorted({each.stream for each in log.tracebacks if _same(each, found)} - {""})
+    ranks = ranks or [root.stream] * bool(root.stream)
+    who = (
+        [f"rank {_listed(ranks)}"]
+        if ranks and all(rank.split("/")[-1].isdecimal() for rank in ranks)
+        else ranks[:3]
+    )
+    if found.kind == "device-memory" and (device := _DEVICE.search(said)):
+        who += [f"GPU {device['number']}"]
+    if process := _PROCESS.search(said):
+        who += [f"process {process['process'] or process['pid']}"]
+    if task := _TASK.search(log.text):
+        who += [f"task {task['task']}", task["host"]]
+    if found.kind == "nccl-memory" and (nccl := _NCCL.search(log.text)):
+        who += [nccl["host"], f"GPU {nccl['gpu']}"]
+    if node := _NODE.search(said):
+        who += [node["host"]]
+    return words("short-met", who=", ".join(who)) if who else None
+
+
+def _same(other: Traceback, found: Shortage) -> bool:
+    seen = shortage(other.said)
+    return seen is not None and seen.kind == found.kind
+
+
+def _listed(ranks: list[str]) -> str:
+    numbers = sorted(ranks, key=lambda rank: (len(rank), rank))
+    return ", ".join(numbers[:8]) + (f" … ({len(numbers)})" if len(numbers) > 8 else "")
+
+
+def _verdict(numbers: Numbers) -> Text | None:
+    """Why memory of a device was short, by its numbers; what is most particular first."""
+    asked, total, free = (numbers.get(name, 0.0) for name in ("asked", "total", "there"))
+    shown: dict[str, object] = {name: _size(value) for name, value in numbers.items()}
+    if total and asked > total:
+        return words("memory-never", **shown)
+    if total and numbers.get("others", 0.0) > MUCH * total:
+        return words("memory-others", **shown)
+    if asked and numbers.get("unallocated", 0.0) >= asked:
+        return words("memory-fragments", **shown)
+    if asked and free > asked:
+        return words("memory-limited", **shown)
+    taken = numbers.get("allocated", total - free if free else 0.0)
+    if total and taken:
+        return words(
+            "memory-own", **{**shown, "allocated": _size(taken), "share": round(100 * taken / total)}
+        )
+    return None
+
+
+_ROW = re.compile(
+    r"(?<![\d.])(?P<cpu>[\d.]+)GB \| +(?P<gpu>[\d.]+)GB \| (?P<options>offload\S[^\n]{0,200})$", re.MULTILINE
+)
+"""A row of the table that DeepSpeed's estimate_zero2 and estimate_zero3 functions print."""
+
+
+def _estimate(numbers: Numbers, log: Log) -> Text | None:
+    """What DeepSpeed estimated, if the log has its table: the row that takes most of the GPU and fits."""
+    rows = [row for row in _ROW.finditer(log.text) if float(row["gpu"]) * 2**30 < numbers.get("total", 0.0)]
+    best = max(rows, key=lambda row: float(row["gpu"]), default=None)
+    if best is None:
+        return None
+    return words(
+        "memory-estimate", gpu=f"{best['gpu']} GB", cpu=f"{best['cpu']} GB", options=best["options"].strip()
+    )
+
+
+def _ordinal(root: Traceback, log: Log) -> Text | None:
+    """The first rank without a GPU: those before it have one each."""
+    ranks = [_rank(each.stream) for each in log.tracebacks if each.said == root.said]
+    first = min((rank for rank in ranks if rank is not None), default=None)
+    return words("ordinal-first", first=first) if first else None
+
+
+def _rank(stream: str) -> int | None:
+    last = stream.rpartition("/")[2]
+    return int(last) if last.isdecimal() else None
+
+
+_FLAG = (
+    r"(?<![\w-])(?:--?[\w.-]{{0,40}}(?:nproc|num[_-]?proc|gpus|tensor|tp|np|devices|slots|tasks)[\w.-]{{0,40}}[ =]{{1,4}}"
+    r"|NPROC_PER_NODE=){}\b"
+)
+
+
+def _typed(found: Shortage, log: Log) -> Text | None:
+    """The flag that the number comes from, if the log shows the command."""
+    number = found.numbers.get("asked", found.numbers.get("parts"))
+    if found.is_memory or number is None:
+        return None
+    match = re.search(_FLAG.format(f"{number:g}"), log.text)
+    return words("short-typed", typed=match[0]) if match else None
+
+
+def _sentence(texts: list[Text]) -> Text:
+    """What the numbers tell as a sentence before another one; nothing if they tell nothing."""
+    if not texts:
+        return Text.same("")
+    joined = _joined(texts, "; ", ";")
+    return Text(f"{joined.en[0].upper()}{joined.en[1:]}. ", f"{joined.zh}。")
+
+
+def _joined(texts: list[Text], en: str, zh: str) -> Text:
+    return Text(en.join(each.en for each in texts), zh.join(each.zh for each in texts))

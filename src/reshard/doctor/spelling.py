@@ -1,0 +1,98 @@
+"""Remedies in the language of the program that somebody ran: `<<micro-batch>>` is `--per_device_train_batch_size 1` to
+ms-swift, `micro_batch_size: 1` to Axolotl, an override to verl (`settings.yaml`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from reshard.doctor.finding import Finding, Text
+
+USUAL = "script"
+"""The tool that has a spelling for every setting: a script of the user's own."""
+SEEN = 1 << 20
+"""Characters of a text that are looked at for the tools that it shows."""
+_HOLE = re.compile(r"<<(?P<name>[a-z][a-z0-9-]*)(?:=(?P<value>[^<>\n]*))?>>")
+_FP16 = re.compile(
+    r"\bfp16['\"]?\s*[=:]\s*['\"]?[Tt]rue|--fp16\b(?! (?:[Ff]alse|0))|mixed_precision['\"]?\s*[=: ]\s*['\"]?fp16"
+    r"|(?:dtype|DTYPE)['\"]?\s*[=: ]\s*['\"]?(?:torch\.)?(?:float16|fp16|half)\b"
+)
+_BF16 = re.compile(r"\bbf16['\"]?\s*[=:]\s*['\"]?[Tt]rue|--bf16\b(?! (?:[Ff]alse|0))|\bbfloat16\b")
+
+
+@dataclass
+class Usage:
+    """What was run, by the texts that tell of it: the tools by precedence, and whether in float16."""
+
+    found: set[str] = field(default_factory=set)
+    fp16: bool = False
+    bf16: bool = False
+
+    def see(self, text: str) -> None:
+        """Take in what a log, a script or a config shows."""
+        begin = text[:SEEN]
+        self.found |= {
+            name for name, shows in _shows().items() if name not in self.found and shows.search(begin)
+        }
+        self.fp16 = self.fp16 or bool(_FP16.search(begin))
+        self.bf16 = self.bf16 or bool(_BF16.search(begin))
+
+    @property
+    def tools(self) -> list[str]:
+        """The tools that were seen, the most particular first, and the usual one."""
+        return [name for name in _data()["tools"] if name in self.found or name == USUAL]
+
+    def spelled(self, text: str) -> str:
+        """A text with its settings as the tools write them."""
+        return _HOLE.sub(lambda hole: self._setting(hole["name"], hole["value"]), text)
+
+    def _setting(self, name: str, value: str | None) -> str:
+        setting = _data()["settings"][name]
+        given = value if value is not None else setting.get("value")
+        if self.fp16 and not self.bf16 and value is None and name in ("dtype", "dtype-name"):
+            given = "float16"
+        for tool in self.tools:
+            spelling = setting.get(
+                tool, setting.get("key") if _data()["tools"][tool].get("trainer") else None
+            )
+            if spelling is not None:
+                return _written(tool, spelling, given)
+        raise KeyError(name)
+
+
+def _written(tool: str, spelling: str, value: object) -> str:
+    """A key with its value in the manner of a tool; what is no bare key is written as it stands."""
+    form = _data()["tools"][tool]
+    shown = str(value) if form.get("titled") or not isinstance(value, bool) else str(value).lower()
+    if re.fullmatch(r"[\w.-]+", spelling):
+        return str(form["form"]).format(key=spelling, value=shown)
+    return spelling.replace("{value}", shown)
+
+
+def spelled(findings: Iterable[Finding], usage: Usage) -> list[Finding]:
+    """Findings whose causes and cures speak the language of what was run."""
+    return [replace(each, cause=_of(each.cause, usage), cure=_of(each.cure, usage)) for each in findings]
+
+
+def _of(text: Text, usage: Usage) -> Text:
+    return Text(usage.spelled(text.en), usage.spelled(text.zh))
+
+
+@lru_cache(maxsize=1)
+def _shows() -> dict[str, re.Pattern[str]]:
+    tools = _data()["tools"]
+    return {name: re.compile(tool["shows"], re.MULTILINE) for name, tool in tools.items() if "shows" in tool}
+
+
+@lru_cache(maxsize=1)
+def _data() -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load(
+        Path(__file__).with_name("settings.yaml").read_text(encoding="utf-8")
+    )
+    return content

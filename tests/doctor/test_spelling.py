@@ -1,0 +1,146 @@
+"""Remedies in the language of the program that was run: its keys are read in its own releases."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from reshard.doctor.diagnosis import diagnose
+from reshard.doctor.entries import catalogue
+from reshard.doctor.history.keys import Keys
+from reshard.doctor.history.table import table
+from reshard.doctor.history.versions import Versions
+from reshard.doctor.logs import diagnose_text
+from reshard.doctor.rules import rules
+from reshard.doctor.spelling import USUAL, Usage, _data, _shows
+
+SETTINGS, TOOLS = _data()["settings"], _data()["tools"]
+RAN = {
+    "reshard": "$ reshard train sft --model m --data d -o out",
+    "verl": "+ python3 -m verl.trainer.main_ppo data.train_batch_size=256",
+    "swift": "+ swift sft --model Qwen/Qwen3-8B --train_type lora",
+    "llamafactory": "$ llamafactory-cli train sft.yaml",
+    "axolotl": "$ axolotl train lora.yml",
+    "torchtitan": "+ torchrun --nproc_per_node=8 -m torchtitan.train",
+    "megatron": "+ torchrun pretrain_gpt.py --tensor-model-parallel-size 8",
+    "trl": "$ trl sft --model_name_or_path m",
+    "flags": "+ python finetune.py --model_name_or_path m --output_dir out --bf16 True",
+    "vllm": "$ vllm serve Qwen/Qwen3-8B",
+    "sglang": "$ python -m sglang.launch_server --model-path m",
+    "accelerate": "$ accelerate launch train.py",
+    "torchrun": "$ torchrun --nproc-per-node 8 train.py",
+    "deepspeed": "$ deepspeed --num_gpus 8 train.py",
+    USUAL: "$ python train.py",
+}
+OUT_OF_MEMORY = (
+    "RuntimeError: XPU out of memory. Tried to allocate 7.42 GiB. GPU 0 has a total capacity of 15.56 GiB"
+)
+
+
+def usage_of(text: str) -> Usage:
+    usage = Usage()
+    usage.see(text)
+    return usage
+
+
+def test_every_tool_is_known_by_its_command() -> None:
+    assert RAN.keys() == TOOLS.keys() and _shows().keys() == TOOLS.keys() - {USUAL}
+    for tool, command in RAN.items():
+        assert usage_of(command).tools[0] == tool, command
+
+
+@pytest.mark.parametrize("tool", RAN)
+def test_every_setting_has_a_spelling_in_every_tool(tool: str) -> None:
+    usage = usage_of(RAN[tool])
+    for name in SETTINGS:
+        written = usage.spelled(f"set `<<{name}>>`")
+        assert "<<" not in written and "{" not in re.sub(
+            r"\{[\w\": ]+(?:false|False|\d)[\d.]*\}", "", written
+        ), written
+
+
+def keys_of(tool: str) -> set[str]:
+    """The keys that the table has for one tool."""
+    found = set()
+    for setting in SETTINGS.values():
+        shared = setting.get("key") if TOOLS[tool].get("trainer") else None
+        spelling = setting.get(tool, shared) or ""
+        if re.fullmatch(r"[\w.-]+", spelling):
+            found.add(spelling)
+        else:
+            found |= {
+                each for pair in re.findall(r"(?<!\S)--([\w-]+)|^(\w+):", spelling) for each in pair if each
+            }
+    return {key.replace("-", "_") for key in found}
+
+
+LAUNCHERS = {"trl": {"accelerate_config", "num_processes", "main_process_port"}}
+"""What a program's command line takes and hands on to `accelerate launch`."""
+
+
+@pytest.mark.parametrize(
+    ("tool", "program"),
+    [("trl", "trl"), ("swift", "ms-swift"), ("llamafactory", "llamafactory"), ("accelerate", "accelerate")],
+)
+def test_keys_are_those_of_the_programs_releases(tool: str, program: str) -> None:
+    keys = Keys(program, Versions())
+    found = keys_of(tool) - LAUNCHERS.get(tool, set())
+    assert found and not {key for key in found if key not in keys.known}
+
+
+def test_keys_of_axolotl_and_vllm_are_those_of_their_releases() -> None:
+    keys = Keys("axolotl", Versions())
+    command_line = {"num_processes", "main_process_port"}
+    assert not {key for key in keys_of("axolotl") - command_line if key not in keys.known}
+    vllm = table("vllm")
+    assert vllm is not None
+    engine = {key for name in vllm.raw["functions"] if "EngineArgs" in name for key in vllm.ever(name)}
+    assert keys_of("vllm") - {"port"} <= engine | vllm.words()
+
+
+def test_no_text_of_the_doctor_names_a_setting_that_is_none() -> None:
+    texts = [
+        text
+        for entry in catalogue().values()
+        for each in (entry.cause, entry.cure)
+        for text in (each.en, each.zh)
+    ]
+    texts += [
+        rule[key][language]
+        for rule in rules().values()
+        for key in ("cause", "cure")
+        for language in ("en", "zh")
+    ]
+    named = [match for text in texts for match in re.findall(r"<<([a-z0-9-]+)", text)]
+    assert named and set(named) <= SETTINGS.keys()
+
+
+@pytest.mark.parametrize(
+    ("tool", "written"),
+    [
+        ("swift", "`--deepspeed zero3`"),
+        ("llamafactory", "`deepspeed: examples/deepspeed/ds_z3_config.json`"),
+        ("axolotl", "`micro_batch_size: 1`"),
+        ("verl", "`actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1`"),
+        ("trl", "`--accelerate_config zero3`"),
+        ("megatron", "`--micro-batch-size 1`"),
+        ("accelerate", "`accelerate launch --use_deepspeed --zero_stage 3 …`"),
+        (USUAL, "`gradient_checkpointing=True`"),
+    ],
+)
+def test_a_cure_speaks_the_language_of_what_the_log_ran(tool: str, written: str) -> None:
+    found = diagnose_text("log", f"{RAN[tool]}\n{OUT_OF_MEMORY}\n")
+    assert found[0].id == "short-device-memory"
+    assert written in found[0].cure.en and written in found[0].cure.zh
+
+
+def test_a_script_beside_the_log_tells_the_precision(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    script, log = tmp_path / "train.py", tmp_path / "train.log"
+    log.write_text("ValueError: You can't train a model that has been loaded with device_map='auto',\n")
+    for precision, dtype in (("fp16=True", "torch.float16"), ("bf16=True", "torch.bfloat16")):
+        script.write_text(
+            f"from transformers import TrainingArguments\nTrainingArguments('out', {precision})\n"
+        )
+        cure = diagnose(script, log)[0].cure.en
+        assert f"dtype={dtype}" in cure, cure
