@@ -13,7 +13,7 @@ from reshard.doctor.history.table import table
 from reshard.doctor.history.versions import Versions
 from reshard.doctor.logs import diagnose_text
 from reshard.doctor.rules import rules
-from reshard.doctor.spelling import USUAL, Usage, _data, _shows
+from reshard.doctor.spelling import USUAL, Usage, _data, _shows, keys_of
 
 SETTINGS, TOOLS = _data()["settings"], _data()["tools"]
 RAN = {
@@ -60,19 +60,8 @@ def test_every_setting_has_a_spelling_in_every_tool(tool: str) -> None:
         ), written
 
 
-def keys_of(tool: str) -> set[str]:
-    """The keys that the table has for one tool."""
-    found = set()
-    for setting in SETTINGS.values():
-        shared = setting.get("key") if TOOLS[tool].get("trainer") else None
-        spelling = setting.get(tool, shared) or ""
-        if re.fullmatch(r"[\w.-]+", spelling):
-            found.add(spelling)
-        else:
-            found |= {
-                each for pair in re.findall(r"(?<!\S)--([\w-]+)|^(\w+):", spelling) for each in pair if each
-            }
-    return {key.replace("-", "_") for key in found}
+def keys(tool: str) -> set[str]:
+    return {key.replace("-", "_") for key in keys_of(tool)}
 
 
 LAUNCHERS = {"trl": {"accelerate_config", "num_processes", "main_process_port"}}
@@ -84,19 +73,19 @@ LAUNCHERS = {"trl": {"accelerate_config", "num_processes", "main_process_port"}}
     [("trl", "trl"), ("swift", "ms-swift"), ("llamafactory", "llamafactory"), ("accelerate", "accelerate")],
 )
 def test_keys_are_those_of_the_programs_releases(tool: str, program: str) -> None:
-    keys = Keys(program, Versions())
-    found = keys_of(tool) - LAUNCHERS.get(tool, set())
-    assert found and not {key for key in found if key not in keys.known}
+    known = Keys(program, Versions()).known
+    found = keys(tool) - LAUNCHERS.get(tool, set())
+    assert found and found <= known
 
 
 def test_keys_of_axolotl_and_vllm_are_those_of_their_releases() -> None:
-    keys = Keys("axolotl", Versions())
+    known = Keys("axolotl", Versions()).known
     command_line = {"num_processes", "main_process_port"}
-    assert not {key for key in keys_of("axolotl") - command_line if key not in keys.known}
+    assert keys("axolotl") - command_line <= known
     vllm = table("vllm")
     assert vllm is not None
     engine = {key for name in vllm.raw["functions"] if "EngineArgs" in name for key in vllm.ever(name)}
-    assert keys_of("vllm") - {"port"} <= engine | vllm.words()
+    assert keys("vllm") - {"port"} <= engine | vllm.words()
 
 
 def test_no_text_of_the_doctor_names_a_setting_that_is_none() -> None:

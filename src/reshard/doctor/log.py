@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from reshard.doctor.prefixes import without_prefixes
+from reshard.doctor.prefixes import START, without_prefixes
 from reshard.doctor.reading import shortened
 from reshard.doctor.thinning import thinned
-from reshard.doctor.tracebacks import Line, Traceback, tracebacks
+from reshard.doctor.tracebacks import Line, Traceback, frame_of, tracebacks
 
 __all__ = ["Line", "Log", "Traceback", "read_log"]
 
@@ -51,12 +51,31 @@ def read_log(name: str, content: str | Iterable[str]) -> Log:
     lines = [
         line for each in thinned(without_prefixes(map(shortened, raw))) for line in _unescaped(Line(*each))
     ]
+    lines = _begun_elsewhere(lines)
     streams: dict[str, list[Line]] = {}
     for line in lines:
         streams.setdefault(line.stream, []).append(line)
     found = [each for stream in streams.values() for each in tracebacks(stream)]
     text = "\n".join(line.text for line in lines)
     return Log(name, lines, sorted(found, key=lambda t: t.first), _versions(text), _facts(text))
+
+
+_ERROR = re.compile(r"\s*(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): ")
+
+
+def _begun_elsewhere(lines: list[Line]) -> list[Line]:
+    """Lines of which the first, pasted from behind its prefix, belongs to the stream that goes on with it.
+
+    That is an exception (with its traceback) directly before the first line that has a prefix.
+    """
+    first = next((at for at, line in enumerate(lines) if line.stream), 0)
+    if not first or not _ERROR.match(lines[first - 1].text):
+        return lines
+    if START in lines[first].text or _ERROR.match(lines[first].text) or frame_of(lines[first].text):
+        return lines
+    begin = max((at for at in range(first) if START in lines[at].text), default=first - 1)
+    stream = lines[first].stream
+    return [*lines[:begin], *(line._replace(stream=stream) for line in lines[begin:first]), *lines[first:]]
 
 
 _ESCAPED_FRAME = re.compile(r'File \\+"[^"]+\\", line \d+')

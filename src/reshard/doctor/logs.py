@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 
-from reshard.doctor import shortages
+from reshard.doctor import absent, arguments, shortages
 from reshard.doctor.artefacts import VETOED, mixed_up
 from reshard.doctor.askers import of_python, of_wrong_type
 from reshard.doctor.builds import of_build
@@ -126,8 +126,8 @@ def _diagnosed(log: Log) -> list[Finding]:
     if root is None and not causes and (ended := shortages.of_log(log)):
         _, line = ended
         root = Traceback(line.stream, line.number, line.number, line.number, "", line.text.strip())
-    if root is not None and (short := _short(root, log, matches)) is not None:
-        return short
+    if root is not None and (counted := _counted_out(root, log, matches)) is not None:
+        return counted
     if root is not None and all(match.entry.kind in WARNINGS for match in causes):
         if any(match.line.number == root.last for match in matches):
             return [
@@ -206,18 +206,18 @@ def _both(text: Text) -> tuple[str, str]:
     return text.en, text.zh
 
 
-def _short(root: Traceback, log: Log, matches: list[Match]) -> list[Finding] | None:
-    """What the first failure lacked, and the rest of the log, unless an entry explains it."""
-    found = shortages.of_failure(root, log)
-    if found is None:
-        return None
-    rest = [match for match in matches if match.entry.id not in found.over]
+def _counted_out(root: Traceback, log: Log, matches: list[Match]) -> list[Finding] | None:
+    """What the first failure lacked (memory, a rank, a key) and the rest of the log, unless an entry explains it."""
+    short, place = shortages.of_failure(root, log), _last_line(root, log)
+    rest = [match for match in matches if short is None or match.entry.id not in short.over]
     if any(match.at_root and match.entry.kind not in WARNINGS for match in rest):
         return None
-    return [
-        shortages.finding(found, root, log, _last_line(root, log)),
-        *(_finding(match, log, ()) for match in rest),
-    ]
+    found = (
+        shortages.finding(short, root, log, place)
+        if short
+        else absent.finding(root, log, place) or arguments.finding(root, log, place)
+    )
+    return [found, *(_finding(match, log, ()) for match in rest)] if found else None
 
 
 LONGEST_SAID = 2000
@@ -248,16 +248,22 @@ def _finding(match: Match, log: Log, also: tuple[str, ...]) -> Finding:
 
 def _told_by(match: Match, log: Log) -> list[Text]:
     """What an entry's own look at the log adds to its evidence."""
-    if match.entry.id == "hang-nccl":
-        return compared(log)
     root = first_sign(log)
+    if match.entry.id == "hang-nccl":
+        return [*compared(log), *(absent.evidence(root, log) if root else ())]
     if root is None or not match.at_root:
         return []
     of_kind = told_of(root, log) if match.entry.id in BY_KIND else []
     of_shapes = computed(_with_table(root, log))
     short = shortages.of_failure(root, log)
     numbers = shortages.evidence(short, root, log) if short else []
-    return [*of_kind, *([of_shapes] if of_shapes else []), *numbers]
+    return [
+        *of_kind,
+        *([of_shapes] if of_shapes else []),
+        *numbers,
+        *absent.evidence(root, log),
+        *arguments.evidence(root, log),
+    ]
 
 
 TABLE = 60

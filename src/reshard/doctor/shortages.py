@@ -299,8 +299,8 @@ def _rank(stream: str) -> int | None:
 
 
 _FLAG = (
-    r"(?<![\w-])(?:--?[\w.-]{{0,40}}(?:nproc|num[_-]?proc|gpus|tensor|tp|np|devices|slots|tasks)[\w.-]{{0,40}}[ =]{{1,4}}"
-    r"|NPROC_PER_NODE=){}\b"
+    r"(?<![\w-])(?:--?[\w.-]{{0,40}}(?:nproc|num[_-]?proc|gpus|tensor|tp|np|devices|slots|tasks)[\w.-]{{0,40}}"
+    r"[ =]{{1,4}}|NPROC_PER_NODE=){}\b"
 )
 
 

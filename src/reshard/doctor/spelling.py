@@ -70,7 +70,7 @@ def _written(tool: str, spelling: str, value: object) -> str:
     """A key with its value in the manner of a tool; what is no bare key is written as it stands."""
     form = _data()["tools"][tool]
     shown = str(value) if form.get("titled") or not isinstance(value, bool) else str(value).lower()
-    if re.fullmatch(r"[\w.-]+", spelling):
+    if _KEY.fullmatch(spelling):
         return str(form["form"]).format(key=spelling, value=shown)
     return spelling.replace("{value}", shown)
 
@@ -78,6 +78,20 @@ def _written(tool: str, spelling: str, value: object) -> str:
 def spelled(findings: Iterable[Finding], usage: Usage) -> list[Finding]:
     """Findings whose causes and cures speak the language of what was run."""
     return [replace(each, cause=_of(each.cause, usage), cure=_of(each.cure, usage)) for each in findings]
+
+
+def keys_of(tool: str) -> set[str]:
+    """The keys that a tool has for settings, as it writes them."""
+    found: set[str] = set()
+    for setting in _data()["settings"].values():
+        shared = setting.get("key") if _data()["tools"][tool].get("trainer") else None
+        spelling = setting.get(tool, shared) or ""
+        flags = re.findall(r"(?<!\S)--([\w-]+)|(?:^|(?<=\s))\+?([a-z][\w.]*)(?==|: )", spelling)
+        found |= {spelling} if _KEY.fullmatch(spelling) else {name for pair in flags for name in pair if name}
+    return found
+
+
+_KEY = re.compile(r"[\w.-]+")
 
 
 def _of(text: Text, usage: Usage) -> Text:

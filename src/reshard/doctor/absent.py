@@ -1,0 +1,104 @@
+"""Which rank never came: to the rendezvous, to a barrier, or to a collective that the others waited in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from reshard.doctor.finding import Finding, Place, Text
+from reshard.doctor.log import Log, Traceback
+from reshard.doctor.rules import told
+from reshard.doctor.words import words
+
+_JOINED = re.compile(
+    r"\b(?P<came>\d+)/(?P<all>\d+) clients joined"
+    r"|world_size=(?P<size>\d+), (?:num_workers_joined|worker_count)=(?P<workers>\d+)"
+)
+_NAMED = re.compile(r"\bRanks? (?P<ranks>\d+(?:, \d+)*) failed to pass monitoredBarrier")
+_WAITED = re.compile(
+    r"\[Rank (?P<rank>\d+)\] (?:Watchdog caught collective operation timeout|Observed flight recorder)"
+)
+_SPEAKS = re.compile(r"\[(?:Rank|rank) ?(?P<rank>\d+)\]|(?<![\w.])rank (?P<nccl>\d+) nranks \d+")
+_WORLD = re.compile(
+    r"\bnranks (?P<nranks>\d+)|\bworld[_ ]size['\"]?\s{0,2}[=:]\s{0,2}(?P<size>\d+)", re.IGNORECASE
+)
+_NCCL = re.compile(
+    r"(?:(?P<host>[A-Za-z][\w.-]*):)?\d+:\d+ \[\d+\] NCCL INFO [^\n]{0,200}?\brank (?P<rank>\d+) nranks"
+)
+"""A line of NCCL. Its host may have been taken for the prefix that names the stream."""
+_SUMMARY = re.compile(r"\bhost\s*: (?P<host>\S+)\s+rank\s*: (?P<rank>\d+)")
+_LOCAL = re.compile(r"(?:nproc[-_]per[-_]node|local_world_size|NPROC_PER_NODE)['\"]?[ =:]{1,3}(?P<count>\d+)")
+MOST = 4096
+"""Ranks of a run, at most: a larger number is no world size."""
+
+
+def evidence(root: Traceback, log: Log) -> list[Text]:
+    """Which ranks are absent, with their machines, as far as a log tells; nothing if it tells nothing."""
+    if named := _NAMED.search(root.said):
+        ranks = [int(rank) for rank in named["ranks"].split(", ")]
+        return [words("absent-named", absent=_listed(ranks, log))]
+    text = log.text
+    if joined := _JOINED.search(root.said):
+        came, every = (int(joined[one] or joined[two]) for one, two in (("came", "workers"), ("all", "size")))
+        return [_of_count(came, every, _heard(log, text), log)]
+    waited = {int(match["rank"]) for match in _WAITED.finditer(text)}
+    world = max(_world(log, text), max(waited, default=-1) + 1)
+    if waited and len(waited) < world:
+        absent = [rank for rank in range(world) if rank not in waited]
+        return [words("absent-waited", absent=_listed(absent, log), waited=_short(waited), world=world)]
+    return []
+
+
+def finding(root: Traceback, log: Log, place: Place) -> Finding | None:
+    """The finding for a failure of which nothing is known but who was absent."""
+    texts = evidence(root, log)
+    if not texts:
+        return None
+    return told("ranks-absent", [place], {"told": texts[0]}, certainty="likely")
+
+
+def _of_count(came: int, every: int, heard: set[int], log: Log) -> Text:
+    """Who is missing where only numbers are told: those that the log hears nothing of."""
+    if came > every:
+        return words("absent-more", came=came, world=every)
+    silent = [rank for rank in range(min(every, MOST)) if rank not in heard]
+    if heard and len(silent) == every - came:
+        return words("absent-silent", absent=_listed(silent, log), came=came, world=every)
+    return words("absent-some", missing=every - came, came=came, world=every)
+
+
+def _heard(log: Log, text: str) -> set[int]:
+    """The ranks that say anything in a log."""
+    streams = {line.stream.rpartition("/")[2] for line in log.lines}
+    heard = {int(stream) for stream in streams if stream.isdecimal()}
+    return heard | {int(match["rank"] or match["nccl"]) for match in _SPEAKS.finditer(text)}
+
+
+def _world(log: Log, text: str) -> int:
+    """How many ranks there are, as a log tells; 0 if it does not."""
+    found = _WORLD.search(text)
+    size = int(found["nranks"] or found["size"]) if found else int(log.facts.get("world size", 0))
+    return size if size <= MOST else 0
+
+
+def _listed(ranks: list[int], log: Log) -> str:
+    """Ranks with the machines that the log names for them, or that they are on by their number."""
+    hosts = {int(match["rank"]): match["host"] for match in _SUMMARY.finditer(log.text)}
+    for line in log.lines:
+        if "NCCL INFO" in line.text and (match := _NCCL.match(line.text)):
+            hosts[int(match["rank"])] = match["host"] or line.stream.partition("/")[0]
+    known = list(dict.fromkeys(host for rank in ranks if (host := hosts.get(rank))))
+    if not known and (local := _LOCAL.search(log.text)) and int(local["count"]):
+        known = [f"node {number}" for number in dict.fromkeys(rank // int(local["count"]) for rank in ranks)]
+    return _short(ranks) + (f" ({', '.join(known[:4])})" if known else "")
+
+
+def _short(ranks: Iterable[int]) -> str:
+    """Numbers with those that follow each other as ranges: 0-3, 5."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)

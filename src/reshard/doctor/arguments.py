@@ -1,0 +1,96 @@
+"""Arguments and keys that a program says it does not know, and the ones that are probably meant."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from difflib import get_close_matches
+
+from reshard.doctor.finding import Finding, Place, Text
+from reshard.doctor.history.keys import Keys
+from reshard.doctor.history.table import table
+from reshard.doctor.history.versions import Versions
+from reshard.doctor.log import Log, Traceback
+from reshard.doctor.rules import told
+from reshard.doctor.spelling import Usage, keys_of
+from reshard.doctor.words import words
+
+_LISTS = re.compile(
+    r"unrecognized arguments?: (?P<typed>[^\n]+)"
+    r"|(?:not used by the HfArgumentParser|remaining_argv): \[(?P<used>[^\]\n]*)\]"
+    r"|had unknown keys \(\[(?P<keys>[^\]\n]*)\]\)"
+    r"|[Nn]o such option:? (?P<option>--[\w-]+)"
+    r"|[Uu]nrecognized (?:option|argument)s?:? (?P<other>--?[\w-]+)"
+    r"|[Kk]ey '(?P<struct>\w+)' is not in struct|Could not override '(?P<override>[\w.]+)'"
+    r"|^(?P<extra>[\w.]+)\n\s+Extra inputs are not permitted",
+    re.MULTILINE,
+)
+_NAME = re.compile(r"[A-Za-z_][\w.-]*")
+_USAGE = re.compile(r"--[a-z][\w-]+")
+_FULL = re.compile(r"full_key: (?P<key>[\w.]+)")
+PROGRAMS = {tool: tool for tool in ("trl", "llamafactory", "axolotl", "accelerate")} | {"swift": "ms-swift"}
+"""Programs whose keys are known from their releases, by the tools of settings.yaml."""
+ALIKE = 0.75
+
+
+def evidence(root: Traceback, log: Log) -> list[Text]:
+    """For each argument that is not known the nearest that is; nothing if a message names none."""
+    unknown = list(dict.fromkeys(_unknown(root.said)))
+    known = _known(root.said, log) if unknown else set()
+    return [_near(name, known) for name in unknown[:5]]
+
+
+def finding(root: Traceback, log: Log, place: Place) -> Finding | None:
+    """The finding for a key that no entry of the catalogue knows of."""
+    texts = evidence(root, log)
+    if not texts:
+        return None
+    lines = Text("; ".join(each.en for each in texts), ";".join(each.zh for each in texts))
+    return told("unknown-key", [place], {"told": lines}, certainty="likely")
+
+
+def _unknown(said: str) -> Iterator[str]:
+    """The names in a message, without their values."""
+    for match in _LISTS.finditer(said):
+        given = next(each for each in match.groups() if each is not None)
+        if match.lastgroup in ("typed", "used"):
+            tokens = re.findall(r"(?<![\w-])--?([A-Za-z][\w.-]*)", given)
+            yield from tokens or (_NAME.findall(given) if match.lastgroup == "used" else ())
+        elif match.lastgroup == "struct" and (full := _FULL.search(said)):
+            yield full["key"]
+        else:
+            yield from (name.lstrip("-") for name in re.findall(r"-{0,2}[A-Za-z_][\w.-]*", given))
+
+
+def _known(said: str, log: Log) -> set[str]:
+    """What the program takes: by its usage, if the log shows it, or by its releases."""
+    usage = Usage()
+    usage.see(log.text)
+    of_usage = (
+        line.text for line in log.lines if line.text.lstrip()[:1] in ("[", "-") or "usage:" in line.text
+    )
+    shown = {flag[2:] for text in of_usage for flag in _USAGE.findall(text)}
+    if shown and "usage:" in log.text:
+        return shown
+    named = next((program for program in ("deepspeed", "accelerate") if program in said.lower()), None)
+    program = named or next((PROGRAMS[tool] for tool in usage.tools if tool in PROGRAMS), None)
+    if program is not None:
+        return shown | Keys(program, Versions()).known
+    if "is not in struct" in said or "Could not override" in said:  # Hydra, which verl is configured by
+        return shown | {key.rpartition(".")[2] for key in keys_of("verl")}
+    trains = table("transformers")
+    return shown | (trains.ever("Seq2SeqTrainingArguments.__init__") if trains else set())
+
+
+def _near(name: str, known: set[str]) -> Text:
+    """An unknown name with the one that it is probably meant for. Dashes and underscores are alike."""
+    plain = {each.replace("-", "_"): each for each in known}
+    prefix, dot, last = name.replace("-", "_").rpartition(".")
+    if last in plain and not dot:
+        return words("argument-elsewhere", name=name)
+    near = get_close_matches(last, sorted(plain), 1, ALIKE)
+    return (
+        words("argument-near", name=name, near=f"{prefix}{dot}{plain[near[0]]}")
+        if near
+        else words("argument-unknown", name=name)
+    )

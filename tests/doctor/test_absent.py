@@ -1,0 +1,121 @@
+"""Which rank never came, and which key nobody knows: by the words of torch, argparse and others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reshard.doctor.logs import diagnose_text
+
+BARRIER = """
+import sys, torch.distributed as dist
+from datetime import timedelta
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=3)
+dist.barrier()
+if rank != 1:
+    dist.monitored_barrier(timeout=timedelta(seconds=2), wait_all_ranks=True)
+"""
+WATCHDOG = (
+    "[rank{0}]:[E101 10:00:00.0 ProcessGroupNCCL.cpp:632] [Rank {0}] Watchdog caught collective operation timeout: "
+    "WorkNCCL(SeqNum=12, OpType=ALLREDUCE, NumelIn=1000, NumelOut=1000, Timeout(ms)=600000) ran for 600001 "
+    "milliseconds before timing out.\n"
+)
+NCCL = "node{1}:11:12 [{2}] NCCL INFO comm 0x55 rank {0} nranks 16 cudaDev {2} busId 1000 - Init COMPLETE\n"
+
+
+def told(text: str) -> str:
+    """What the first finding says of a log."""
+    first = diagnose_text("log", text)[0]
+    return "\n".join([first.id, first.cause.en, *map(str, first.evidence)])
+
+
+@pytest.mark.slow
+def test_the_rank_that_gloo_names_is_told(tmp_path: Path) -> None:
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", BARRIER, str(rank), str(tmp_path / "store")],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    said = "".join(run.communicate()[1] for run in runs)
+    assert "ranks-absent\nrank 1 never came to the barrier" in told(said), said
+
+
+def test_a_rank_that_waited_in_no_collective_is_told_with_its_machine() -> None:
+    names = "".join(NCCL.format(rank, rank // 8, rank % 8) for rank in range(16))
+    waits = "".join(WATCHDOG.format(rank) for rank in range(16) if rank != 11)
+    shown = told(names + waits)
+    assert "hang-nccl" in shown
+    assert "rank 0-10, 12-15 of 16 waited" in shown and "rank 11 (node1) never came" in shown
+
+
+def test_ranks_that_say_nothing_did_not_come() -> None:
+    lines = "+ torchrun --nnodes 2 --nproc-per-node 2 train.py\n" + "".join(
+        f"[rank{rank}]: begins\n" for rank in range(3)
+    )
+    said = "[rank0]: DistStoreError: Timed out after 9 seconds waiting for clients. 3/4 clients joined"
+    assert "3 of 4 ranks came; rank 3 (node 1) is not heard of" in told(lines + said)
+    assert "1 of 2 ranks came, 1 did not" in told(said.replace("3/4", "1/2").removeprefix("[rank0]: "))
+    assert "20 processes came where 16 were expected" in told(
+        "torch.distributed.DistStoreError: Timed out initializing process group in store based barrier on rank: 0, for "
+        "key: store_based_barrier_key:1 (world_size=16, num_workers_joined=20, timeout=0:30:00)"
+    )
+
+
+def test_a_message_pasted_from_behind_its_prefix_is_whole() -> None:
+    text = (
+        "ValueError: four parts,\n[rank0]: and five were given\n[rank1]: Traceback (most recent call last):"
+    )
+    first = diagnose_text("log", text)[0]
+    assert "and five were given" in first.cause.en and "of rank 0" in str(first.evidence[0])
+
+
+ARGPARSE = """
+import argparse
+parser = argparse.ArgumentParser("train.py")
+parser.add_argument("--learning_rate"), parser.add_argument("--num-train-epochs")
+parser.parse_args(["--learnig_rate", "1e-4", "--num_train_epoch", "3"])
+"""
+
+
+def test_the_nearest_argument_is_told_from_the_usage() -> None:
+    run = subprocess.run([sys.executable, "-c", ARGPARSE], capture_output=True, text=True, check=False)
+    shown = told(run.stderr)
+    assert "`learnig_rate` is not known: `learning_rate`" in shown
+    assert "`num_train_epoch` is not known: `num-train-epochs`" in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [
+        ("[INFO:swift] x\nValueError: remaining_argv: ['--lora_rnk', '8']", "`lora_rank`"),
+        (
+            "$ llamafactory-cli train x.yaml\n"
+            "ValueError: Some keys are not used by the HfArgumentParser: ['cutof_len', 'lora_rnk']",
+            "`cutoff_len`",
+        ),
+        (
+            "ValueError: The config file at x.yaml had unknown keys (['fsdp_cpu_ram_eficient_loading']), please try "
+            "upgrading your `accelerate` version or fix (and potentially remove) these keys from your config file.",
+            "`fsdp_cpu_ram_efficient_loading`",
+        ),
+        (
+            "pydantic_core._pydantic_core.ValidationError: 1 validation error for DeepSpeedZeroConfig\noverlap_com\n"
+            "  Extra inputs are not permitted [type=extra_forbidden, input_value=True, input_type=bool]",
+            "`overlap_comm`",
+        ),
+        (
+            "omegaconf.errors.ConfigAttributeError: Key 'n_gpu_per_node' is not in struct\n"
+            "    full_key: trainer.n_gpu_per_node\n    object_type=dict",
+            "`trainer.n_gpus_per_node`",
+        ),
+    ],
+)
+def test_the_nearest_key_is_told_from_the_releases_of_the_program(text: str, near: str) -> None:
+    assert f"is not known: {near} is the nearest" in told(text)
