@@ -165,6 +165,43 @@ def test_a_prefix_of_its_own_on_every_line_takes_no_time() -> None:
     assert found[0].id == "device-map-distributed" and time.process_time() - begin < 30  # it took minutes
 
 
+def large_log(kind: str, size: int) -> Iterator[str]:
+    """Text of `size` bytes or more, with a failure: steps before it, noise around it, or a single line before it."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randrange(3, 10))) for _ in range(5_000)]
+    failure = "".join(f"[rank3]: {line}\n" for line in failing())
+    chunk, written, step, told = " ".join(rng.choices(words, k=50_000)), 0, 0, False
+    while written < size:
+        step += 1
+        text = f"{{'loss': {rng.random():.4f}, 'learning_rate': {rng.random():.3e}, 'epoch': {step / 1000:.2f}}}\n"
+        if kind == "noise":
+            text = f"[rank{rng.randrange(64)}]: " + " ".join(rng.choices(words, k=12)) + "\n"
+        yield chunk if kind == "a line" else text
+        written += len(chunk if kind == "a line" else text)
+        if kind == "noise" and not told and written > size / 2:
+            yield failure
+            told = True
+    if not told:
+        yield "\n" + failure
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["steps", "noise", "a line"])
+def test_memory_does_not_grow_with_a_log(kind: str, tmp_path: Path) -> None:
+    memory = []
+    for size in (100_000_000, 200_000_000):
+        path = tmp_path / f"{size}.log"
+        with path.open("w") as file:
+            file.writelines(large_log(kind, size))
+        command = [sys.executable, "-m", "reshard", "doctor", str(path), "--quiet"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+            said = run.communicate()
+            used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert said[0].count("\n") == 1 and "device-map-distributed, sure" in said[0] and not said[1], said
+        memory.append(used.ru_maxrss << 10)
+    assert memory[1] < 450e6 and memory[1] - memory[0] < 100e6, memory
+
+
 @pytest.mark.slow
 def test_two_hundred_megabytes_take_less_than_a_minute_and_a_gigabyte(tmp_path: Path) -> None:
     path = tmp_path / "run.log"
