@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -124,7 +125,7 @@ def test_a_cure_speaks_the_language_of_what_the_log_ran(tool: str, written: str)
     assert written in found[0].cure.en and written in found[0].cure.zh
 
 
-def test_a_script_beside_the_log_tells_the_precision(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_a_script_beside_the_log_tells_the_precision(tmp_path: Path) -> None:
     script, log = tmp_path / "train.py", tmp_path / "train.log"
     log.write_text("ValueError: You can't train a model that has been loaded with device_map='auto',\n")
     for precision, dtype in (("fp16=True", "torch.float16"), ("bf16=True", "torch.bfloat16")):
@@ -133,3 +134,20 @@ def test_a_script_beside_the_log_tells_the_precision(tmp_path) -> None:  # type:
         )
         cure = diagnose(script, log)[0].cure.en
         assert f"dtype={dtype}" in cure, cure
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "written"),
+    [
+        ("args.json", '{"model_type": "qwen3", "swift_version": "3.8.0"}', "`--deepspeed zero3`"),
+        ("training_args.yaml", "finetuning_type: lora\n", "`cutoff_len: 2048`"),
+        (".hydra/config.yaml", "actor_rollout_ref:\n  model: x\n", "`data.max_response_length=2048`"),
+        ("run.json", '{"method": "sft", "versions": {"reshard": "0.1.0"}}', "`--parallel fsdp2`"),
+    ],
+)
+def test_the_folder_of_a_run_tells_what_ran(file: str, content: str, written: str, tmp_path: Path) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(content)
+    (tmp_path / "train.log").write_text(f"{OUT_OF_MEMORY}\n")
+    found = [each for each in diagnose(tmp_path) if each.id == "short-device-memory"]
+    assert found and written in found[0].cure.en

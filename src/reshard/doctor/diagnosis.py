@@ -13,7 +13,7 @@ from reshard.doctor.checkpoints import diagnose_checkpoint, of_pair
 from reshard.doctor.configs import diagnose_config
 from reshard.doctor.environment import diagnose_environment
 from reshard.doctor.finding import CERTAINTIES, Finding, Text
-from reshard.doctor.folders import configs_in, logs_in
+from reshard.doctor.folders import ARGUMENTS, configs_in, logs_in
 from reshard.doctor.freezes import diagnose_freeze, versions_in
 from reshard.doctor.launches import SHELL, diagnose_launch, processes_of, under_launch
 from reshard.doctor.logs import BEGIN, STDIN, diagnose_log
@@ -77,13 +77,14 @@ class _Seen:
     def of_usage(self, target: str) -> None:
         """Take in what a script or a config shows of what was run: logs are read later, once."""
         path = as_path(target)
-        if (
-            target != STDIN
-            and path.is_file()
-            and path.suffix not in WEIGHTS
-            and _kind(path) is not diagnose_log
-        ):
-            with path.open("rb") as file:
+        if target == STDIN or not path.exists():
+            return
+        if path.is_dir():
+            texts = [*configs_in(path), *(path / name for name in ARGUMENTS if (path / name).is_file())]
+        else:
+            texts = [path] if path.suffix not in WEIGHTS and _kind(path) is not diagnose_log else []
+        for each in texts:
+            with each.open("rb") as file:
                 self.usage.see(decoded(file.read(LONGEST_LIST)))
 
     def of_target(self, target: str) -> Sequence[Finding]:

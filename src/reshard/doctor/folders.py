@@ -12,6 +12,8 @@ from pathlib import Path
 LOGS = ("*.log", "*.out", "*.err", "log*.txt", "*log.txt", "std*.txt")
 CONFIGS = ("*.yaml", "*.yml", "ds*.json", "*deepspeed*.json", "zero*.json")
 CHECKPOINTS = ("checkpoint-*", "iter_*", "global_step*", "epoch_*", "*.distcp", "huggingface")
+ARGUMENTS = ("args.json", "run.json")
+"""Files in which ms-swift and `reshard train` keep what they were given."""
 DEPTH = 4
 """Levels of folders that are looked into: torchrun puts logs three below the one that it was given."""
 MOST = 8
