@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -32,6 +33,10 @@ Models = Callable[..., Path]
 
 def run_of(model: Path, output: Path, **fields: Any) -> Run:
     return Run("sft", model, model, output, **fields)
+
+
+def crc(tensor: torch.Tensor) -> int:
+    return crc32(tensor.contiguous().view(torch.uint8).numpy().tobytes())
 
 
 def digests(folder: Path) -> dict[str, int]:
@@ -319,3 +324,17 @@ def test_what_the_system_refuses_is_a_check_that_failed(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     check = checked("written", lambda: str((tmp_path / "file/below").write_text("a")))
     assert not check.right and check.problems[0].found == "Not a directory"
+
+
+def test_final_has_the_dtype_of_the_base(hf_model: Models, tmp_path: Path) -> None:
+    base = hf_model("qwen2", dtype="bfloat16")
+    run, checkpoint = trained(base, tmp_path)
+    halves = {name: tensor.bfloat16() for name, tensor in tensors_of(checkpoint).items()}
+    leave(run, checkpoint, {name: crc(tensor) for name, tensor in halves.items()})
+    finished = finish(run)
+    assert finished.whole, wrong(finished)
+    assert all(torch.equal(tensor, halves[name]) for name, tensor in tensors_of(finished.final).items())
+    assert json.loads((finished.final / "config.json").read_text())["dtype"] == "bfloat16"
+    assert "rounded to bfloat16" in {check.name: check.found for check in finished.checks}["bits"]
+    leave(replace(run, options={"dtype": "float32"}), checkpoint, digests(checkpoint))
+    assert finish(replace(run, options={"dtype": "float32"})).whole

@@ -70,7 +70,7 @@ def test_a_run_that_is_in_order_is_told_what_it_will_do(run: Run) -> None:
     assert found.lengths.longest < 64 and found.lengths.cut == 0
     assert found.room.fits and found.room.on_cpu
     rows = dict(found.rows())
-    assert rows["plan"] == "SFT of all weights with TRL: DDP on 1 process"
+    assert rows["plan"] == "SFT of all weights with TRL on 1 process"
     assert "64 records" in rows["data"] and "8 samples" in rows["step"] and "weights" in rows["memory"]
     longest = found.lengths.longest
     kept, again = found.room.by_length[longest]
@@ -97,6 +97,18 @@ def test_every_method_and_engine_is_told_as_json(
     content = json.loads(json.dumps(found.as_dict()))
     assert content["memory"]["fits"] and content["batches"]["steps"] > 0
     assert content["world_size"] == run.ranks.nproc or found.world_size
+
+
+def test_a_base_in_bfloat16_is_trained_in_float32_and_stays_what_it_is(
+    hf_model: Callable[..., Path], run: Run
+) -> None:
+    half = replace(run, model=hf_model("qwen3", dtype="bfloat16"))
+    assert dict(preflight(half, environment=NOWHERE).rows())["model"].endswith(
+        "; trained in float32, final in bfloat16"
+    )
+    asked = replace(half, options={"dtype": "float32"})
+    for other in (run, asked, replace(half, lora=True)):
+        assert preflight(other, environment=NOWHERE).final_dtype is None
 
 
 def reward(completions: list[Any], **columns: Any) -> list[float]:

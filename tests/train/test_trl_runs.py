@@ -114,6 +114,20 @@ def test_every_plan_has_the_losses_of_one_process(plan: str, ran: Trainer) -> No
     assert list(ran(plan).evaluations()) == [0, 2, 4]
 
 
+@pytest.mark.slow
+def test_ranks_take_digests_of_what_final_will_be(
+    hf_model: Callable[..., Path], data: dict[str, Path], tmp_path: Path
+) -> None:
+    from reshard.train.final.finish import export
+
+    base = hf_model("qwen3", dtype="bfloat16", num_hidden_layers=2)
+    half = train(run_of("one", "dpo", base, data["dpo"], tmp_path / "out", False, 1, {}), 1)
+    assert not half.failed, half.log
+    export(half.trained.checkpoint, tmp_path / "final")
+    assert {tensor.dtype.name for tensor in api.open(tmp_path / "final").tensors.values()} == {"bfloat16"}
+    assert trl.ENGINE.check(half.run, half.trained, tmp_path / "final") == []
+
+
 def test_one_rank_of_torchrun_trains_as_one_process_without_ddp(ran: Trainer, tmp_path: Path) -> None:
     one = ran("one")
     rank = train(replace(one.run, output=tmp_path), 1, before="tests.train.trl_runs:started_as_one_rank")

@@ -168,8 +168,8 @@ class Engine:
     `name` is what users type, `title` what texts call it. `methods` are
     those of `METHODS` that it trains with. `packages` are those whose versions matter to a run; `requires` says which
     of them have to be there, with the versions that will do. `leaves` are patterns of what it leaves in the output
-    beside checkpoints. An engine that `tracks` reports to trackers by itself, one that `dequantizes` starts from a
-    quantized model.
+    beside checkpoints, `dtypes` are the options that say in which dtype weights are trained. An engine that `tracks`
+    reports to trackers by itself, one that `dequantizes` starts from a quantized model.
 
     `options` are all options of a run, typed, with what is taken where nothing is said: it raises ReshardError naming
     every one that is wrong, with the nearest that is right. `known_options` lists them for a method.
@@ -194,6 +194,7 @@ class Engine:
     reading: Callable[[Run, Mapping[str, Any], Mapping[str, Any]], Reading]
     batches: Callable[..., Batches]
     precision: Callable[[Run], Precision]
+    dtypes: tuple[str, ...]
     evaluation: Callable[[Run], str]
     plan: Callable[[Run, int], list[str]]
     estimates: Estimates

@@ -18,6 +18,7 @@ from reshard.train.data.tokens import Lengths
 from reshard.train.engine import Batches, Precision, Reading
 from reshard.train.engines import engine_of
 from reshard.train.evaluation import Evaluation
+from reshard.train.final.dtype import final_dtype
 from reshard.train.launching import launch
 from reshard.train.launching.places import place_of
 from reshard.train.memory import GIB, Memory, Proposal
@@ -71,6 +72,8 @@ class Preflight:
     evaluation: Evaluation | None = None
     batches: Batches | None = None
     precision: Precision | None = None
+    final_dtype: str | None = None
+    """What the weights are rounded to in the end; None if they stay as they are trained."""
     room: Room | None = None
     files: list[str] = field(default_factory=list)
     command: list[str] = field(default_factory=list)
@@ -88,6 +91,7 @@ class Preflight:
             "evaluation": self.evaluation.as_dict() if self.evaluation else None,
             "batches": {**vars(self.batches), "samples": self.batches.samples} if self.batches else None,
             "memory": self.room.as_dict() if self.room else None,
+            "final_dtype": self.final_dtype,
             "files": self.files,
             "command": self.command,
             "problems": [problem.as_dict() for problem in self.problems],
@@ -99,7 +103,8 @@ class Preflight:
         run = self.run
         yield "plan", plan_in_words(run, self.world_size)
         yield "devices", self.devices
-        yield "model", str(run.model)
+        final = f"; trained in float32, final in {self.final_dtype}" if self.final_dtype else ""
+        yield "model", f"{run.model}{final}"
         yield (
             "data",
             f"{run.data}: {self.records:,} records" + _tokens(self.lengths),
@@ -131,7 +136,7 @@ def plan_in_words(run: Run, world_size: int) -> str:
     what = "LoRA adapters" if run.lora else "all weights"
     processes = f"{world_size} process{'es' * (world_size > 1)}"
     words = " · ".join(engine.plan(run, world_size))
-    return f"{run.method.upper()} of {what} with {engine.title}: {words} on {processes}"
+    return f"{run.method.upper()} of {what} with {engine.title}{f': {words}' if words else ''} on {processes}"
 
 
 def _tokens(lengths: Lengths | None) -> str:
@@ -314,7 +319,7 @@ class _Looking:
             if self._broken()
             else self._try(lambda: memory.estimate(run, whole, precision, world_size, gpu=not on_cpu))
         )
-        sized = replace(result, batches=batches, precision=precision)
+        sized = replace(result, batches=batches, precision=precision, final_dtype=final_dtype(run))
         if needed is None:
             return sized
         found = Room(needed, room, on_cpu, memory.by_length(run, whole, precision, world_size))

@@ -23,6 +23,7 @@ from reshard.train.engine import Trained
 from reshard.train.engines import engine_of
 from reshard.train.final import acceptance
 from reshard.train.final.acceptance import Check, checked
+from reshard.train.final.dtype import final_dtype
 from reshard.train.run import RECORD, Run, conclude, read_record
 from reshard.train.show import report
 from reshard.train.show.monitor import append
@@ -148,7 +149,8 @@ def _bits(run: Run, trained: Trained, folder: Path) -> str:
         )
     if problems:
         raise ReshardError(problems)
-    return f"equal to what was trained: {len(trained.digests)} CRC32s after step {trained.step}"
+    rounded = f", rounded to {dtype}" if (dtype := final_dtype(run)) else ""
+    return f"equal to what was trained{rounded}: {len(trained.digests)} CRC32s after step {trained.step}"
 
 
 def _merged(final: Path, draft: Path, run: Run, on_bytes: OnBytes) -> Iterator[Check]:
@@ -164,8 +166,8 @@ def export(
 ) -> Conversion:
     """Convert a checkpoint of a run, told everything by the record in it: to a Hugging Face folder, or to PEFT's.
 
-    `merge` puts the adapter of a LoRA run into its base; `how` are fields of `conversion.How`. Raises
-    ReshardError if there is no record.
+    `dtype` is that of the base where nothing else is said. `merge` puts the adapter of a LoRA run into its base; `how`
+    are fields of `conversion.How`. Raises ReshardError if there is no record.
     """
     run = Run.of_dict(read_record(checkpoint / RECORD))
     if merge and not run.lora:
@@ -179,7 +181,7 @@ def export(
     options = Options(
         to="peft" if run.lora and not merge else "huggingface",
         base=_base(run, checkpoint),
-        dtype=dtype,
+        dtype=dtype or final_dtype(run),
         merge=merge,
         beside=_beside(run, checkpoint, merge=merge),
     )

@@ -91,6 +91,7 @@ ENGINE = Engine(
     reading=_reading,
     batches=batches,
     precision=precision,
+    dtypes=("bf16", "fp16", "fp32"),
     evaluation=_evaluation,
     plan=_plan,
     estimates=Estimates(memory.parts, memory.parallelisms, memory.savings, memory.smaller_batch),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from reshard.errors import Problem, ReshardError, listed
+from reshard.train.final.dtype import final_dtype
 from reshard.train.megatron.load import checksum, live_tensors
 from reshard.train.megatron.lora import is_adapter
 from reshard.train.megatron.setup import Trainee, gather_weights
@@ -195,14 +196,15 @@ class Change:
 
 
 def digests(trainee: Trainee) -> dict[str, int]:
-    """CRC32s of all live shards of all ranks; of a run with LoRA those of the adapters. Collective.
+    """CRC32s of all live shards of all ranks, in the dtype of `final`; with LoRA those of the adapters. Collective.
 
     Raises ReshardError where ranks that should hold the same do not.
     """
     import torch
 
+    dtype = final_dtype(trainee.run)
     own = {
-        trainee.at.key(index, name): checksum(value)
+        trainee.at.key(index, name): checksum(value.to(getattr(torch, dtype)) if dtype else value)
         for index, chunk in enumerate(trainee.chunks)
         for name, value in live_tensors(chunk).items()
         if is_adapter(name) or not trainee.run.lora

@@ -43,7 +43,9 @@ def _requires(run: Run) -> Mapping[str, str]:
 
 
 def _plan(run: Run, world_size: int) -> list[str]:
-    """As FSDP2; or TP2, FSDP2 over 4."""
+    """As FSDP2; or TP2, FSDP2 over 4. One process is DDP of nothing."""
+    if run.parallel == "ddp" and world_size == 1:
+        return []
     if run.parallel != "tp":
         return [run.parallel.upper(), *sizes_in_words(run.layout)]
     replicas = max(run.layout.replicas(world_size), 1)
@@ -104,6 +106,7 @@ ENGINE = Engine(
     reading=_reading,
     batches=_batches,
     precision=lambda run: precision_of(run, options_of(run)),
+    dtypes=("dtype",),
     evaluation=lambda run: evaluation_of(options_of(run)),
     plan=_plan,
     estimates=Estimates(memory.parts, memory.parallelisms, memory.savings, memory.smaller_batch),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.train.engine import Monitor, Trained
+from reshard.train.final.dtype import final_dtype
 from reshard.train.run import Run
 from reshard.train.trl import arithmetic, cpu, devices, environment, loading, saving, weights
 from reshard.train.trl.arguments import arguments_of
@@ -66,6 +67,6 @@ def _finish(run: Run, trainer: Any, checkpoint: Path | None) -> Trained:
     last = run.output / f"checkpoint-{step}"
     if last not in (trainer.last_saved, checkpoint):
         trainer._save_checkpoint(trainer.model_wrapped, None)
-    digests = weights.digests_of(trainer.model)
+    digests = weights.digests_of(trainer.model, final_dtype(run))
     devices.barrier()
     return Trained(last, step, digests)

@@ -24,12 +24,17 @@ def tensors_of(model: Any) -> Iterator[tuple[str, Any]]:
     yield from _adapter(model) if is_adapter(model) else _full(model)
 
 
-def digests_of(model: Any) -> dict[str, int]:
-    """The CRC32 of each trained tensor's bytes, on the first rank. All ranks must call it."""
+def digests_of(model: Any, dtype: str | None = None) -> dict[str, int]:
+    """The CRC32 of each trained tensor's bytes, rounded to `dtype`, on the first rank. All ranks must call it."""
+    import torch
+
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if is_adapter(model):
         return {name: _crc32(tensor) for name, tensor in _adapter(model)}
-    return {name: _crc32(tensor) for name, tensor in _full(model, trained)}
+    return {
+        name: _crc32(tensor if dtype is None else tensor.to(getattr(torch, dtype)))
+        for name, tensor in _full(model, trained)
+    }
 
 
 def is_adapter(model: Any) -> bool:
