@@ -22,7 +22,6 @@ from reshard.doctor.entries import catalogue
 from reshard.doctor.reading import LONGEST_LINE
 from reshard.doctor.shortages import _FLAG, _kinds, _of_memory
 from reshard.doctor.spelling import _shows
-from reshard.doctor.words import _known
 
 if sys.version_info >= (3, 11):
     from re import _parser as parser
@@ -112,7 +111,7 @@ def line(begin: str, unit: str, length: int) -> str:
 
 def expressions() -> Iterator[tuple[str, re.Pattern[str], str]]:
     """All expressions of the engine and the catalogue by name, and the method that each is used with."""
-    for info in pkgutil.iter_modules(reshard.doctor.__path__, "reshard.doctor."):
+    for info in pkgutil.walk_packages(reshard.doctor.__path__, "reshard.doctor."):
         module = import_module(info.name)
         for name, value in vars(module).items():
             for path, pattern in patterns_in(f"{info.name}.{name}", value):
@@ -124,8 +123,6 @@ def expressions() -> Iterator[tuple[str, re.Pattern[str], str]]:
     of_data = {f"short-{kind}": patterns for kind, patterns, *_ in _kinds()} | _of_memory() | _shows()
     for path, pattern in patterns_in("data", {**of_data, "typed": re.compile(_FLAG.format(8))}):
         yield path, pattern, "search"
-    for pattern, _ in _known():
-        yield pattern.pattern, pattern, "fullmatch"
 
 
 def patterns_in(name: str, value: Any) -> Iterator[tuple[str, re.Pattern[str]]]:

@@ -35,12 +35,11 @@ _ATTRIBUTE = re.compile(
 _MEMBER = re.compile(
     rf"(?:type object )?{_Q}(?P<kind>\w+){_Q}(?: object)? has no attribute {_Q}(?P<name>\w+)"
 )
-_KEYWORD = re.compile(rf"(?P<function>[\w.<>]+)\(\) got an unexpected keyword argument {_Q}(?P<name>\w+)")
-_NEEDED = re.compile(
-    rf"(?P<function>[\w.<>]+)\(\) missing \d+ required (?:positional|keyword-only) arguments?: {_Q}(?P<name>\w+)"
-)
+_F = r"(?<![\w.<>])(?P<function>[\w.<>]+)\(\)"
+_KEYWORD = re.compile(rf"{_F} got an unexpected keyword argument {_Q}(?P<name>\w+)")
+_NEEDED = re.compile(rf"{_F} missing \d+ required (?:positional|keyword-only) arguments?: {_Q}(?P<name>\w+)")
 _GIVEN = re.compile(
-    r"(?P<function>[\w.<>]+)\(\) takes (?:from \d+ to )?(?P<takes>\d+) positional arguments?"
+    rf"{_F} takes (?:from \d+ to )?(?P<takes>\d+) positional arguments?"
     r" but (?P<given>\d+) (?:was|were)"
 )
 _KEY = re.compile(r"KeyError: ['\"](?P<name>[a-z][\w-]{2,60})['\"]")
