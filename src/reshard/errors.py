@@ -13,7 +13,7 @@ import reprlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -47,8 +47,9 @@ class Problem:
         return "\n".join([shown(self.message), *lines])
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields that are set, for `--json`."""
-        return {name: value for name, value in asdict(self).items() if value not in (None, {})}
+        """The fields of a problem that are set, for `--json`."""
+        given = {each.name: getattr(self, each.name) for each in fields(Problem)}
+        return {name: value for name, value in given.items() if value not in (None, {})}
 
 
 class ReshardError(Exception):

@@ -307,12 +307,14 @@ def _diagnosis(error: Exception) -> str:
     from reshard.doctor.words import locale_language
 
     words = "".join(traceback.format_exception(error))
-    known = [finding for finding in diagnose_text("this exception", words) if finding.id != "unknown-failure"]
+    known = [
+        finding for finding in diagnose_text("this exception", words) if finding.code != "unknown-failure"
+    ]
     language = locale_language()
     why, cure = {"en": ("why", "cure"), "zh": ("原因", "解法")}[language]
     return "\n".join(
-        f"reshard doctor: {finding.title.of(language)} ({finding.id}, {finding.certainty})\n"
-        f"{why}: {finding.cause.of(language)}\n{cure}: {finding.cure.of(language)}"
+        f"reshard doctor: {finding.message.of(language)} ({finding.code}, {finding.certainty})\n"
+        f"{why}: {finding.rule.of(language)}\n{cure}: {finding.remedy.of(language)}"
         for finding in known[:1]
     )
 

@@ -30,7 +30,7 @@ NCCL = "node{1}:11:12 [{2}] NCCL INFO comm 0x55 rank {0} nranks 16 cudaDev {2} b
 def told(text: str) -> str:
     """What the first finding says of a log."""
     first = diagnose_text("log", text)[0]
-    return "\n".join([first.id, first.cause.en, *map(str, first.evidence)])
+    return "\n".join([first.code, first.rule.en, *map(str, first.evidence)])
 
 
 @pytest.mark.slow
@@ -73,7 +73,7 @@ def test_a_message_pasted_from_behind_its_prefix_is_whole() -> None:
         "ValueError: four parts,\n[rank0]: and five were given\n[rank1]: Traceback (most recent call last):"
     )
     first = diagnose_text("log", text)[0]
-    assert "and five were given" in first.cause.en and "of rank 0" in str(first.evidence[0])
+    assert "and five were given" in first.rule.en and "of rank 0" in str(first.evidence[0])
 
 
 ARGPARSE = """

@@ -61,11 +61,11 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_a_checkpoint_of_another_kind_is_named_with_its_way_out(path: str, told: dict[str, str]) -> None:
     kind, way_out = PATHS[path]
     found = diagnose_text("log", told[path])
-    assert found[0].id == "artefact-mixed-up" and found[0].certainty == "likely"
-    assert kind in found[0].title.en and kind in found[0].title.zh and way_out in found[0].cure.zh
-    assert path in found[0].cause.en and "hf-no-config" not in [each.id for each in found]
+    assert found[0].code == "artefact-mixed-up" and found[0].certainty == "likely"
+    assert kind in found[0].message.en and kind in found[0].message.zh and way_out in found[0].remedy.zh
+    assert path in found[0].rule.en and "hf-no-config" not in [each.code for each in found]
 
 
 def test_a_folder_of_no_known_kind_is_left_to_the_catalogue(told: dict[str, str]) -> None:
     said = told["run/global_step10"].replace("global_step10", "folder")
-    assert diagnose_text("log", said)[0].id == "hf-no-config"
+    assert diagnose_text("log", said)[0].code == "hf-no-config"

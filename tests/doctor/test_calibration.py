@@ -23,25 +23,25 @@ def test_the_text_alone_is_not_sure_where_an_entry_names_what_tells_it_apart() -
     said = f"{CALL}RuntimeError: Missing key in checkpoint state_dict: b."
     (alone,) = diagnose_text("log", said)
     (told,) = diagnose_text("log", said.replace("/a/b.py", "/x/torch/distributed/checkpoint/planner.py"))
-    assert (alone.id, alone.certainty, told.certainty) == ("dcp-missing-key", "likely", "sure")
+    assert (alone.code, alone.certainty, told.certainty) == ("dcp-missing-key", "likely", "sure")
 
 
 def test_what_explains_another_failure_than_the_first_is_not_sure() -> None:
     entry = ENTRIES["kw-removed"]
     found = diagnose_text("log", f"{CALL}FrobError: no frob\n\n{entry.excerpt}")
-    assert all(each.certainty != "sure" for each in found if each.id == entry.id)
+    assert all(each.certainty != "sure" for each in found if each.code == entry.id)
 
 
 def test_a_pattern_does_not_join_a_listing_with_an_exception() -> None:
     listing = "total 12\n-rw-r--r-- 1 me me 2490 modeling_tiny.py\n-rw-r--r-- 1 me me 99 config.json\n"
     said = "ImportError: cannot import name 'frob' from 'transformers.frobs' (/x/transformers/frobs.py)"
     assert "hf-remote-code-too-old" not in [
-        each.id for each in diagnose_text("log", f"{listing}{CALL}{said}")
+        each.code for each in diagnose_text("log", f"{listing}{CALL}{said}")
     ]
     of_model = CALL.replace(
         "/a/b.py", "/home/me/.cache/huggingface/modules/transformers_modules/modeling_tiny.py"
     )
-    assert diagnose_text("log", f"{of_model}{said}")[0].id == "hf-remote-code-too-old"
+    assert diagnose_text("log", f"{of_model}{said}")[0].code == "hf-remote-code-too-old"
 
 
 @pytest.mark.parametrize("entry", ["kw-removed", "hf-missing-shard", "cuda-out-of-memory"])
@@ -51,12 +51,12 @@ def test_a_failure_that_the_run_got_over_is_none(entry: str) -> None:
 
 def test_a_failure_counts_if_the_launcher_says_that_a_process_failed() -> None:
     ended = "E0301 09:11:12.345678 4711 api.py:869] failed (exitcode: 1) local_rank: 5 (pid: 452) of binary: python"
-    assert diagnose_text("log", f"{ENTRIES['kw-removed'].excerpt}\n{STEP}\n{ended}")[0].id == "kw-removed"
+    assert diagnose_text("log", f"{ENTRIES['kw-removed'].excerpt}\n{STEP}\n{ended}")[0].code == "kw-removed"
 
 
 def test_a_loading_bar_is_no_sign_that_a_run_went_on() -> None:
     bar = "INFO:root:Loading checkpoint shards: 100%|##########| 14/14 [00:07<00:00,  1.87it/s]"
-    assert diagnose_text("log", f"{ENTRIES['kw-removed'].excerpt}\n{bar}")[0].id == "kw-removed"
+    assert diagnose_text("log", f"{ENTRIES['kw-removed'].excerpt}\n{bar}")[0].code == "kw-removed"
 
 
 LAST_WORDS = [
@@ -84,16 +84,16 @@ def test_a_message_below_frames_is_taken_without_the_name_of_its_exception() -> 
     said = '  File "/a/b.py", line 3, in f\n    g()\nThe frob is nicated, and cannot be unnicated.'
     (found,) = diagnose_text("log", said)
     assert (
-        found.id == UNKNOWN
-        and "frob is nicated" in found.cause.en
-        and "the log ends here" not in found.cause.en
+        found.code == UNKNOWN
+        and "frob is nicated" in found.rule.en
+        and "the log ends here" not in found.rule.en
     )
 
 
 def test_an_exception_in_a_sentence_is_taken_before_a_traceback_that_lacks_one() -> None:
     said = "I get `FrobError: the frob is gone` on 2 nodes.\n" + CALL
     (found,) = diagnose_text("log", said)
-    assert "FrobError: the frob is gone\n" in found.cause.en + "\n" and "log ends here" not in found.cause.en
+    assert "FrobError: the frob is gone\n" in found.rule.en + "\n" and "log ends here" not in found.rule.en
 
 
 def test_entries_that_share_hardly_a_word_are_not_near() -> None:
@@ -129,27 +129,27 @@ def test_the_beginning_of_a_message_names_its_entry(quoted: Callable[[list[str]]
 def test_a_message_that_is_cut_is_likely_and_one_that_goes_on_otherwise_is_another() -> None:
     cut = "You can't train a model that has been loaded with device_map='auto'"
     (found,) = diagnose_text("log", f"微调报错 {cut},怎么办")
-    assert (found.id, found.certainty) == ("device-map-distributed", "likely")
-    assert diagnose_text("log", f"ValueError: {cut} on a frob")[0].id == UNKNOWN
+    assert (found.code, found.certainty) == ("device-map-distributed", "likely")
+    assert diagnose_text("log", f"ValueError: {cut} on a frob")[0].code == UNKNOWN
 
 
 @pytest.mark.parametrize("path", ["config.json", "conf/ds.json", "/data/train.jsonl"])
 def test_a_file_that_is_missing_is_no_entry_by_itself(path: str) -> None:
     said = f"{CALL}FileNotFoundError: [Errno 2] No such file or directory: '{path}'"
-    assert diagnose_text("log", said)[0].id == UNKNOWN
+    assert diagnose_text("log", said)[0].code == UNKNOWN
 
 
 def test_a_keyword_that_is_the_newer_one_is_not_said_to_be_removed() -> None:
     said = "DPOTrainer.__init__() got an unexpected keyword argument 'processing_class'"
     (found,) = diagnose_text("log", f"trl 0.11.3\n{CALL.replace('g()', 'g(tokenizer)')}TypeError: {said}")
-    assert found.id == "api-came-later" and "'trl>=0.12.0'" in found.cure.en
+    assert found.code == "api-came-later" and "'trl>=0.12.0'" in found.remedy.en
 
 
 def test_exceptions_that_are_not_called_errors_are_seen() -> None:
     said = (
         "pyarrow.lib.ArrowInvalid: Could not convert 'a' with type str: tried to convert to int64\nx\ny\nz\nw"
     )
-    assert diagnose_text("log", said)[0].id == UNKNOWN
+    assert diagnose_text("log", said)[0].code == UNKNOWN
 
 
 @pytest.mark.parametrize(
@@ -172,10 +172,12 @@ def test_what_says_that_it_is_no_error_is_none(line: str) -> None:
 def test_code_of_the_user_is_named_and_its_line_shown() -> None:
     own = CALL.replace("/a/b.py", "/home/me/train.py")
     (found,) = diagnose_text("log", f"{own}KeyError: 'frob'")
-    assert "code of your own, /home/me/train.py:3 f" in found.cure.en and "github.com" not in found.cure.en
-    assert "g()" in found.cause.en
+    assert (
+        "code of your own, /home/me/train.py:3 f" in found.remedy.en and "github.com" not in found.remedy.en
+    )
+    assert "g()" in found.rule.en
     (found,) = diagnose_text("log", f"{CALL.replace('/a/b.py', '/x/site-packages/trl/a.py')}KeyError: 'frob'")
-    assert "github.com/huggingface/trl" in found.cure.en and "your own" not in found.cure.en
+    assert "github.com/huggingface/trl" in found.remedy.en and "your own" not in found.remedy.en
 
 
 # ---------------------------------------------------------------------------------------- what nothing is known of
@@ -205,7 +207,7 @@ def test_a_list_of_packages_is_read_as_one(how: str, tmp_path: Path) -> None:
     packages |= {"trl": "0.15.0", "transformers": "5.2.0"}
     path.write_text("\n".join(FREEZES[how].format(*each) for each in packages.items()))
     (found,) = reshard.diagnose(path)
-    assert found.id == "env-trl-transformers" and found.places[0].target == str(path)
+    assert found.code == "env-trl-transformers" and found.places[0].target == str(path)
 
 
 def test_a_log_without_a_failure_is_said_to_have_been_read(tmp_path: Path) -> None:

@@ -44,14 +44,14 @@ EXTENSIONS = {
 def test_an_extension_of_another_torch_names_its_package(said: str) -> None:
     package, cure = EXTENSIONS[said]
     found = first(*raised(f"ImportError: {SITE}/{said}"))
-    assert found.id in ("extension-abi", "flash-attn-abi") and found.title.en.startswith(package)
-    assert cure in found.cure.en
+    assert found.code in ("extension-abi", "flash-attn-abi") and found.message.en.startswith(package)
+    assert cure in found.remedy.en
 
 
 def test_a_symbol_of_cuda_is_not_of_torch() -> None:
     said = f"ImportError: {SITE}/nvidia/cusparse/lib/libcusparse.so.12: undefined symbol: __nvJitLinkAddData_12_1"
-    assert first(*raised(said)).id == "cuda-libraries-mixed"
-    assert first(*raised(f"ImportError: {SITE}/frob/_C.so: undefined symbol: frob_new")).id == UNKNOWN
+    assert first(*raised(said)).code == "cuda-libraries-mixed"
+    assert first(*raised(f"ImportError: {SITE}/frob/_C.so: undefined symbol: frob_new")).code == UNKNOWN
 
 
 MISSING = {
@@ -81,7 +81,7 @@ MISSING = {
 def test_what_is_missing_is_named_with_what_brings_it(said: str) -> None:
     identifier, cure = MISSING[said]
     found = first(*raised(said)) if "Error: " in said and "fatal" not in said else first("building", said)
-    assert found.id == identifier and cure in found.cure.en
+    assert found.code == identifier and cure in found.remedy.en
 
 
 def test_a_compiler_that_failed_is_told_with_its_own_words() -> None:
@@ -89,14 +89,14 @@ def test_a_compiler_that_failed_is_told_with_its_own_words() -> None:
     code = "import subprocess, sys; subprocess.check_call(['gcc', 'nowhere.c', '-o', 'x'])"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     found = diagnose_text("log", ran.stderr)[0]
-    assert found.id == "command-failed" and found.title.en == "gcc failed"
-    assert "nowhere.c: No such file or directory" in found.cause.en
+    assert found.code == "command-failed" and found.message.en == "gcc failed"
+    assert "nowhere.c: No such file or directory" in found.rule.en
 
 
 def test_a_launcher_that_failed_is_no_compiler() -> None:
     code = "import subprocess, sys; subprocess.check_call([sys.executable, '-c', 'raise SystemExit(3)'])"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert diagnose_text("log", ran.stderr)[0].id == "worker-traceback-missing"
+    assert diagnose_text("log", ran.stderr)[0].code == "worker-traceback-missing"
 
 
 # --------------------------------------------------------------------------------------------------- resolvers
@@ -120,9 +120,9 @@ UV = """\
 @pytest.mark.parametrize("said", [PIP, UV], ids=["pip", "uv"])
 def test_requirements_that_exclude_each_other_are_listed(said: str) -> None:
     found = diagnose_text("log", said)[0]
-    assert found.id == "requirements-conflict" and "frob" in found.title.en
-    assert "frob>=1.5" in found.cause.en and "you: frob==1.0" in found.cause.en
-    assert "pip install -U nicate frob" in found.cure.en
+    assert found.code == "requirements-conflict" and "frob" in found.message.en
+    assert "frob>=1.5" in found.rule.en and "you: frob==1.0" in found.rule.en
+    assert "pip install -U nicate frob" in found.remedy.en
 
 
 def test_pip_itself_says_so(tmp_path: Path) -> None:
@@ -146,8 +146,8 @@ def test_pip_itself_says_so(tmp_path: Path) -> None:
         [*install, str(tmp_path), "nicate", "wibble"], capture_output=True, text=True, check=False
     )
     found = diagnose_text("log", ran.stdout + ran.stderr)[0]
-    assert found.id == "requirements-conflict", ran.stdout + ran.stderr
-    assert "frob>=2" in found.cause.en and "frob<2" in found.cause.en
+    assert found.code == "requirements-conflict", ran.stdout + ran.stderr
+    assert "frob>=2" in found.rule.en and "frob<2" in found.rule.en
 
 
 def test_a_build_in_an_environment_of_its_own_lacks_torch() -> None:
@@ -167,7 +167,7 @@ Collecting flash-attn
 error: metadata-generation-failed
 """
     found = diagnose_text("log", said)[0]
-    assert found.id == "build-isolation" and "--no-build-isolation flash-attn" in found.cure.en
+    assert found.code == "build-isolation" and "--no-build-isolation flash-attn" in found.remedy.en
 
 
 # ----------------------------------------------------------------------------------------- checks, and whose fault
@@ -184,59 +184,59 @@ error: metadata-generation-failed
 )
 def test_a_check_states_its_own_cure(said: str) -> None:
     found = first(*raised(said, f"{SITE}/frob/a.py"))
-    assert (found.id, found.certainty) == ("requirement-not-met", "likely")
-    assert said.partition(": ")[2] in found.cure.en
+    assert (found.code, found.certainty) == ("requirement-not-met", "likely")
+    assert said.partition(": ")[2] in found.remedy.en
 
 
 def test_a_message_that_states_no_condition_stays_unknown() -> None:
-    assert first(*raised("RuntimeError: the frob is gone", f"{SITE}/frob/a.py")).id == UNKNOWN
+    assert first(*raised("RuntimeError: the frob is gone", f"{SITE}/frob/a.py")).code == UNKNOWN
 
 
 def test_a_package_that_lacks_what_it_asks_itself_for_is_named() -> None:
     said = "AttributeError: 'Qwen2VLConfig' object has no attribute 'frob_size'"
     found = first(*raised(said, f"{SITE}/transformers/models/qwen2_vl/modeling_qwen2_vl.py"))
-    assert (found.id, found.certainty) == ("one-package", "possible") and "transformers" in found.cure.en
-    assert first(*raised(said, f"{SITE}/vllm/a.py")).id == "object-attribute-missing"
+    assert (found.code, found.certainty) == ("one-package", "possible") and "transformers" in found.remedy.en
+    assert first(*raised(said, f"{SITE}/vllm/a.py")).code == "object-attribute-missing"
 
 
 def test_arguments_by_position_have_a_history_too() -> None:
     """`Trainer.log` hands on `start_time` since transformers 4.47, and TRL's trainers take it since 0.13."""
     said = "TypeError: DPOTrainer.log() takes 2 positional arguments but 3 were given"
     found = first(*raised(said, f"{SITE}/transformers/trainer.py"))
-    assert found.id == "api-came-later" and "'trl>=0.13.0'" in found.cure.en
+    assert found.code == "api-came-later" and "'trl>=0.13.0'" in found.remedy.en
     own = said.replace("DPOTrainer.log", "MyTrainer.log")
-    assert first(*raised(own, f"{SITE}/transformers/trainer.py")).id == "trainer-old-signature"
+    assert first(*raised(own, f"{SITE}/transformers/trainer.py")).code == "trainer-old-signature"
 
 
 def test_the_history_knows_names_that_the_log_gives_no_package_for() -> None:
     said = "AttributeError: 'SFTConfig' object has no attribute 'padding_free'"
     found = first(*raised(said, code="args.padding_free"))
-    assert found.id == "api-came-later" and "'trl>=" in found.cure.en
+    assert found.code == "api-came-later" and "'trl>=" in found.remedy.en
     assert found.certainty == "possible", "another class may have this name"
 
 
 def test_a_name_that_was_dropped_and_put_back() -> None:
     said = "ImportError: cannot import name 'is_torch_greater_or_equal_than_1_13' from 'transformers.pytorch_utils'"
     found = first("transformers 4.48.0", *raised(f"{said} ({SITE}/transformers/pytorch_utils.py)"))
-    assert found.id == "api-returned" and "transformers==4.47.1" in found.cure.en
+    assert found.code == "api-returned" and "transformers==4.47.1" in found.remedy.en
 
 
 def test_a_name_that_no_release_has_is_said_to_be_none() -> None:
     said = f"ImportError: cannot import name 'SFTTrainr' from 'trl' ({SITE}/trl/__init__.py)"
     found = first(*raised(said))
-    assert (found.id, found.certainty) == ("in-no-release", "possible") and "SFTTrainer" in found.cure.en
+    assert (found.code, found.certainty) == ("in-no-release", "possible") and "SFTTrainer" in found.remedy.en
 
 
 def test_a_name_of_another_package_is_found_there() -> None:
     found = first(
         *raised(f"ImportError: cannot import name 'LoraConfig' from 'trl' ({SITE}/trl/__init__.py)")
     )
-    assert found.id == "in-no-release" and "from peft import LoraConfig" in found.cure.en
+    assert found.code == "in-no-release" and "from peft import LoraConfig" in found.remedy.en
 
 
 def test_a_folder_that_stands_for_a_package() -> None:
     found = first(*raised("ImportError: cannot import name 'LoraConfig' from 'peft' (unknown location)"))
-    assert found.id == "folder-for-package" and "checkout of peft" in found.cause.en
+    assert found.code == "folder-for-package" and "checkout of peft" in found.rule.en
 
 
 def test_a_model_type_of_no_transformers_is_not_said_to_be_too_new() -> None:
@@ -244,9 +244,9 @@ def test_a_model_type_of_no_transformers_is_not_said_to_be_too_new() -> None:
     found = first(
         *raised(f"ValueError: {said} architecture. This could be because", f"{SITE}/transformers/a.py")
     )
-    assert found.id == "model-type-of-none" and "trust_remote_code" in found.cure.en
+    assert found.code == "model-type-of-none" and "trust_remote_code" in found.remedy.en
     known = first(*raised("KeyError: 'qwen3'", f"{SITE}/transformers/models/auto/configuration_auto.py"))
-    assert known.id == "hf-unknown-architecture" and "'transformers>=4.51.0'" in known.cure.en
+    assert known.code == "hf-unknown-architecture" and "'transformers>=4.51.0'" in known.remedy.en
 
 
 REQUIRED = {
@@ -262,34 +262,34 @@ REQUIRED = {
 @pytest.mark.parametrize("said", REQUIRED)
 def test_a_release_that_is_required_is_what_pip_installs(said: str) -> None:
     found = first(*raised(said, f"{SITE}/nicate/a.py"))
-    assert found.id == "version-required" and f"pip install {REQUIRED[said]}" in found.cure.en
-    assert ("nicate requires" in found.title.en) == ("nicate" in said and "pkg_resources" in said)
+    assert found.code == "version-required" and f"pip install {REQUIRED[said]}" in found.remedy.en
+    assert ("nicate requires" in found.message.en) == ("nicate" in said and "pkg_resources" in said)
 
 
 def test_a_name_of_another_python() -> None:
     said = "ImportError: cannot import name '{}' from '{}' (/home/user/venv/lib/python{}/{}.py)"
     older = first(*raised(said.format("ParamSpec", "typing", "3.9", "typing")))
-    assert older.id == "python-release" and "a newer Python" in older.cause.en
+    assert older.code == "python-release" and "a newer Python" in older.rule.en
     newer = first(*raised(said.format("Mapping", "collections", "3.12", "collections/__init__")))
-    assert newer.id == "python-release" and "an older Python" in newer.cause.en
+    assert newer.code == "python-release" and "an older Python" in newer.rule.en
 
 
 def test_whose_value_is_of_another_type() -> None:
     said = "AttributeError: 'list' object has no attribute 'items'"
     outer = f'  File "{SITE}/nicate/b.py", line 9, in g\n    f()'
     lines = raised(said, f"{SITE}/frob/a.py")
-    assert "code of" not in first(*lines).cure.en
+    assert "code of" not in first(*lines).remedy.en
     other = first(lines[0], outer, *lines[1:])
-    assert other.id == "value-of-another-type" and "nicate passes it" in other.cause.en
+    assert other.code == "value-of-another-type" and "nicate passes it" in other.rule.en
     own = first(lines[0], '  File "/home/user/train.py", line 2, in <module>\n    f()', *lines[1:])
-    assert "/home/user/train.py:2 <module>" in own.cause.en
-    assert first(*raised(said)).id != "value-of-another-type"
+    assert "/home/user/train.py:2 <module>" in own.rule.en
+    assert first(*raised(said)).code != "value-of-another-type"
 
 
 def test_a_host_that_is_not_reached() -> None:
     said = "x:7:9 [0] misc/socket.cc:4 NCCL WARN Net : Connect to 10.0.0.9<4000> failed : Connection refused"
     found = first("RuntimeError: Socket Timeout", said)
-    assert found.id == "host-unreachable" and "10.0.0.9" in found.title.en
+    assert found.code == "host-unreachable" and "10.0.0.9" in found.message.en
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_what_python_says_counts_without_the_name_of_its_exception(said: str) ->
 def test_an_assertion_without_its_exception_is_taken_by_its_source() -> None:
     lines = raised("", f"{SITE}/frob/a.py", "assert len(frobs) == 1")[1:3]
     found = first(*lines)
-    assert found.id == "requirement-not-met" and found.certainty == "possible"
+    assert found.code == "requirement-not-met" and found.certainty == "possible"
 
 
 def test_a_bare_heading_is_no_failure() -> None:

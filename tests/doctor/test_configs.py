@@ -126,7 +126,7 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def only(found: list[Finding]) -> Finding:
-    assert len(found) == 1, [finding.id for finding in found]
+    assert len(found) == 1, [finding.code for finding in found]
     return found[0]
 
 
@@ -135,7 +135,7 @@ def test_a_trap_is_found_with_its_line_and_the_mended_line(tmp_path: Path, case:
     content, identifier, mended = TRAPS[case]
     found = only(reshard.diagnose(written(tmp_path, content)))
     lines = content.splitlines()
-    assert found.id == identifier
+    assert found.code == identifier
     assert all(place.line and lines[place.line - 1].strip() == place.text for place in found.places)
     assert [place.mended for place in found.places if place.mended] == [mended] * bool(mended)
 
@@ -184,7 +184,7 @@ def test_what_the_gpus_of_this_machine_lack(
 ) -> None:
     monkeypatch.setattr(configs, "find_gpus", lambda: ([Gpu("Tesla V100", 7.0, 0)], "570"))
     found = only(reshard.diagnose(written(tmp_path, content)))
-    assert found.id == "env-no-bf16" and found.places[0].mended == mended
+    assert found.code == "env-no-bf16" and found.places[0].mended == mended
 
 
 @pytest.mark.parametrize(("name", "line"), [("run.yaml", 3), ("run.json", 2)])

@@ -50,8 +50,8 @@ def test_failures_are_recognised_however_their_logs_are_disturbed() -> None:
     missed = []
     for entry in SHOWN:
         found = diagnose_text("log", disturbed(entry.excerpt, rng))
-        if entry.id not in [finding.id for finding in found[:1]]:
-            missed.append((entry.id, [finding.id for finding in found]))
+        if entry.id not in [finding.code for finding in found[:1]]:
+            missed.append((entry.id, [finding.code for finding in found]))
     assert len(missed) <= 0.05 * len(SHOWN), missed
 
 
@@ -61,7 +61,7 @@ def test_the_last_lines_are_enough() -> None:
     for entry in SHOWN:
         lines = entry.excerpt.splitlines()
         found = diagnose_text("log", "\n".join(lines[len(lines) // 2 :]))
-        if entry.id not in [finding.id for finding in found]:
+        if entry.id not in [finding.code for finding in found]:
             missed.append(entry.id)
     assert len(missed) <= 0.1 * len(SHOWN), missed
 
@@ -72,7 +72,7 @@ def test_one_cure_at_most_is_sure(entry) -> None:
     by_line: dict[object, list[str]] = {}
     for finding in found:
         if finding.certainty == "sure":
-            by_line.setdefault(finding.places[0].line, []).append(finding.id)
+            by_line.setdefault(finding.places[0].line, []).append(finding.code)
     assert all(len(sure) == 1 for sure in by_line.values()), by_line
 
 
@@ -94,14 +94,14 @@ def test_a_trap_in_a_run_that_ended_well_is_told_as_a_warning(identifier: str) -
     """Exit status 0 is no proof: weights were drawn anew, or an adapter was saved in pieces."""
     ran = (CLEAN / "sft-lora-ddp.log").read_text()
     found = diagnose_text("log", ENTRIES[identifier].excerpt + "\n" + ran)
-    assert [(finding.id, finding.severity) for finding in found] == [(identifier, "warning")]
+    assert [(finding.code, finding.severity) for finding in found] == [(identifier, "warning")]
 
 
 def test_a_warning_that_does_no_harm_here_is_not_told() -> None:
     """Without the cache training is as fast as with it, and generating is not."""
     trained, generated = ((CLEAN / f"{name}-ddp.log").read_text() for name in ("sft", "grpo"))
     assert diagnose_text("log", f"{CACHE_OFF}\n{trained}") == []
-    assert [finding.id for finding in diagnose_text("log", f"{CACHE_OFF}\n{generated}")] == [
+    assert [finding.code for finding in diagnose_text("log", f"{CACHE_OFF}\n{generated}")] == [
         "use-cache-checkpointing"
     ]
 
@@ -110,8 +110,8 @@ def test_a_failure_that_nobody_described_is_said_to_be_unknown() -> None:
     frame = 'Traceback (most recent call last):\n  File "/a/b.py", line 3, in f\n    g()\n'
     log = frame + "FrobnicationError: the frob is nicated"
     (found,) = diagnose_text("log", log)
-    assert found.id == UNKNOWN and found.certainty == "possible"
-    assert "FrobnicationError: the frob is nicated" in found.cause.en and "/a/b.py:3 f" in found.cause.zh
+    assert found.code == UNKNOWN and found.certainty == "possible"
+    assert "FrobnicationError: the frob is nicated" in found.rule.en and "/a/b.py:3 f" in found.rule.zh
 
 
 def test_a_rank_that_only_lost_its_peer_is_not_the_cause() -> None:
@@ -119,7 +119,7 @@ def test_a_rank_that_only_lost_its_peer_is_not_the_cause() -> None:
     lost = ["Traceback (most recent call last):", '  File "/a/b.py", line 3, in f', "    g()"]
     lost += ["RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]:4242"]
     log = [f"[rank0]: {line}" for line in lost] + [f"[rank3]: {line}" for line in entry.excerpt.splitlines()]
-    assert diagnose_text("log", "\n".join(log))[0].id == "kw-removed"
+    assert diagnose_text("log", "\n".join(log))[0].code == "kw-removed"
 
 
 # ------------------------------------------------------------------------------------------------- checkpoints
@@ -136,7 +136,7 @@ def test_what_is_wrong_with_a_checkpoint(hf_model: Callable[..., Path], tmp_path
     )
     old = "class M:\n    def _set_gradient_checkpointing(self, module, value=False):\n        pass\n"
     (folder / "modeling_old.py").write_text(old)
-    found = {finding.id: finding for finding in reshard.diagnose(folder)}
+    found = {finding.code: finding for finding in reshard.diagnose(folder)}
     expected = {"checkpoint-use-cache", "checkpoint-tokenizer-of-5", "checkpoint-old-gradient-checkpointing"}
     assert expected <= found.keys()
     assert found["checkpoint-old-gradient-checkpointing"].places[0].line == 2
@@ -180,7 +180,7 @@ def test_a_failure_is_told_before_a_warning_that_it_did_not_die_of() -> None:
         warning
         + '\nTraceback (most recent call last):\n  File "/a/b.py", line 3, in f\n    g()\nFrobError: frob'
     )
-    assert [finding.id for finding in diagnose_text("log", log)] == [UNKNOWN, "old-gc"]
+    assert [finding.code for finding in diagnose_text("log", log)] == [UNKNOWN, "old-gc"]
 
 
 # -------------------------------------------------------------------------------------------- several at once
@@ -191,7 +191,7 @@ def test_a_log_and_its_script_point_at_one_cause(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(f"{loaded}\ntrainer = GRPOTrainer(model=model)\n")
     (tmp_path / "train.log").write_text(ENTRIES["dtensor-mixed-cat-ddp"].excerpt)
     found = reshard.diagnose(tmp_path / "train.log", tmp_path / "train.py")
-    assert found[0].id == "script-device-map" and found[0].certainty == "sure"
+    assert found[0].code == "script-device-map" and found[0].certainty == "sure"
     assert found[0].also == ("dtensor-mixed-cat-ddp",)
     assert {Path(place.target).name for place in found[0].places} == {"train.py", "train.log"}
 

@@ -88,13 +88,13 @@ BROKEN = {
 def test_what_an_environment_breaks(tmp_path: Path, case: str) -> None:
     changes, identifier = BROKEN[case]
     found = diagnose_environment(environment(tmp_path, **changes))
-    assert [finding.id for finding in found] == [identifier]
-    assert found[0].places[0].text and found[0].cure.zh
+    assert [finding.code for finding in found] == [identifier]
+    assert found[0].places[0].text and found[0].remedy.zh
 
 
 def test_volta_has_no_kernels_in_cuda_13(tmp_path: Path) -> None:
     found = diagnose_environment(environment(tmp_path, gpus=[V100], driver="580.65.06", cuda="13.0"))
-    assert [finding.id for finding in found] == ["env-capability-not-built", "env-no-bf16"]
+    assert [finding.code for finding in found] == ["env-capability-not-built", "env-no-bf16"]
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ def test_a_stray_accelerate_config_is_mentioned_with_what_it_switches_on(tmp_pat
     path.parent.mkdir(parents=True)
     path.write_text("distributed_type: FSDP\nnum_processes: 8\n")
     (found,) = diagnose_environment(environment(tmp_path))
-    assert found.id == "env-accelerate-default-config" and str(path) in found.cure.en
-    assert "distributed_type: FSDP, num_processes: 8" in found.cause.en
+    assert found.code == "env-accelerate-default-config" and str(path) in found.remedy.en
+    assert "distributed_type: FSDP, num_processes: 8" in found.rule.en
 
 
 def test_what_nvidia_smi_prints() -> None:

@@ -113,11 +113,11 @@ def checkpoint_of(
 
 
 def ids(findings: list[Finding]) -> list[str]:
-    return [finding.id for finding in findings]
+    return [finding.code for finding in findings]
 
 
 def errors(findings: list[Finding]) -> list[str]:
-    return [finding.id for finding in findings if finding.severity == "error"]
+    return [finding.code for finding in findings if finding.severity == "error"]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -151,9 +151,9 @@ def test_log_script_and_checkpoint_point_at_one_cause(
     targets = [log_of(name), script_of(name), checkpoint_of(name)]
     found = reshard.diagnose(*(target for target in targets if target))
     first = found[0]
-    assert errors(found) == [first.id] == [CASES[name].together]
+    assert errors(found) == [first.code] == [CASES[name].together]
     assert first.certainty == "sure" and CASES[name].log in first.also
-    assert all(CASES[name].words in cure for cure in (first.cure.en, first.cure.zh))
+    assert all(CASES[name].words in cure for cure in (first.remedy.en, first.remedy.zh))
     assert log_of(name) in {Path(place.target) for place in first.places}
 
 
@@ -173,7 +173,7 @@ def test_the_printed_command_converts_the_checkpoint(
 ) -> None:
     found = reshard.diagnose(log_of(name), script_of(name), checkpoint_of(name))
     tiny_model.main(str(tmp_path / "base"), experts="sft" in name)
-    words = typed(found[0].cure.en, tmp_path / "base", tmp_path / "out")
+    words = typed(found[0].remedy.en, tmp_path / "base", tmp_path / "out")
     if name == "convert2hf":
         words = [*words[:3], "--no-tokenizer"]  # InternLM's tokenizer is that of no model here
     done = command(*words)
@@ -197,7 +197,7 @@ def test_what_a_megatron_folder_lacks_is_listed_with_the_flags_that_supply_it(
     shutil.copytree(checkpoint_of("export-sft"), tmp_path / "run")
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").unlink()
     (found,) = reshard.diagnose(tmp_path / "run")
-    lines = found.cause.en.splitlines()
+    lines = found.rule.en.splitlines()
     assert [line for line in lines if line.startswith("weights: 63 tensors (megatron")]
     assert "config.json: missing; --base DIR supplies it" in lines
     assert "tokenizer: missing; --base DIR (--no-tokenizer) supplies it" in lines
@@ -216,7 +216,7 @@ def test_the_run_made_anew_fails_and_is_told_alike(name: str, tmp_path: Path) ->
     found = reshard.diagnose(tmp_path / "run.log")
     assert status != 0 and errors(found) == [CASES[name].log], log
     both = reshard.diagnose(tmp_path / "run.log", script_of(name))
-    assert both[0].id == (CASES[name].script or CASES[name].log) and both[0].certainty == "sure"
+    assert both[0].code == (CASES[name].script or CASES[name].log) and both[0].certainty == "sure"
 
 
 def mend(script: Path) -> None:
@@ -258,7 +258,7 @@ def test_the_export_goes_through_with_the_converted_folder(name: str, tmp_path: 
     (found,) = reshard.diagnose(trained)
     converted = trained.with_name("converted")
     runs.make_base(tmp_path / "base", python, "experts")
-    done = command(*typed(found.cure.en, tmp_path / "base", converted))
+    done = command(*typed(found.remedy.en, tmp_path / "base", converted))
     assert done.code == 0, done.err
     shutil.rmtree(trained)
     converted.rename(trained)

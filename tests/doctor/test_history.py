@@ -67,9 +67,9 @@ UNSURE = ("peft-of-another-transformers",)
 def test_a_genuine_log_gets_direction_and_bound(case: str) -> None:
     identifier, pin, _ = SAID[case]
     found = first(LOGS / f"{case}.log")
-    assert found.id == identifier
-    assert pin in found.cure.en
-    assert pin in found.cure.zh
+    assert found.code == identifier
+    assert pin in found.remedy.en
+    assert pin in found.remedy.zh
 
 
 @pytest.mark.parametrize("case", [case for case in SAID if case != "transformers-registry"])
@@ -79,14 +79,14 @@ def test_a_version_in_the_log_makes_it_sure(case: str, tmp_path: Path) -> None:
     log.write_text(f"{version}\n" + (LOGS / f"{case}.log").read_text())
     found = first(log)
     assert found.certainty == "sure"
-    assert pin.split(",")[-1].strip("'") in found.cure.en
+    assert pin.split(",")[-1].strip("'") in found.remedy.en
 
 
 @pytest.mark.parametrize("case", [case for case in SAID if case not in (*UNSURE, "transformers-registry")])
 def test_a_version_that_has_it_silences_the_history(case: str, tmp_path: Path) -> None:
     """What the log says and the table deny each other: the module is another one than it seems."""
     package = SAID[case][2].split()[0]
-    lines = [line for line in first(LOGS / f"{case}.log").cure.en.splitlines() if "pip install" in line]
+    lines = [line for line in first(LOGS / f"{case}.log").remedy.en.splitlines() if "pip install" in line]
     pins = [line.split("'")[1] for line in lines if f"'{package.replace('_', '-')}" in line]
     specifier = SpecifierSet(pins[0][len(package) :])
     known = table(package.replace("_", "-"))
@@ -104,7 +104,7 @@ def test_what_a_log_misses_is_gone_even_if_newer_files_may_hide_it(tmp_path: Pat
     log = tmp_path / "run.log"
     for told in (said, f"transformers 5.23.0\n{said}"):
         log.write_text(told)
-        assert "'transformers<4.50.0'" in first(log).cure.en
+        assert "'transformers<4.50.0'" in first(log).remedy.en
 
 
 QUIET = {
@@ -126,7 +126,7 @@ def test_what_the_table_does_not_know_is_left_to_the_catalogue(case: str, tmp_pa
     log.write_text(
         f'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\n    x\n{QUIET[case]}\n'
     )
-    assert not any(finding.id.startswith("api-") for finding in reshard.diagnose(log))
+    assert not any(finding.code.startswith("api-") for finding in reshard.diagnose(log))
 
 
 # ------------------------------------------------------------------------------------------------ bounds
@@ -233,8 +233,8 @@ def test_a_pin_beside_a_script_counts_more_than_what_is_installed(tmp_path: Path
     assert reshard.diagnose(script) == []
     (tmp_path / "requirements.txt").write_text("trl==0.12.2  # old\n")
     found = first(script)
-    assert (found.id, found.certainty) == ("script-name-later", "sure")
-    assert "'trl>=0.14.0'" in found.cure.en
+    assert (found.code, found.certainty) == ("script-name-later", "sure")
+    assert "'trl>=0.14.0'" in found.remedy.en
     assert any("requirements.txt pins trl to 0.12.2" in each.en for each in found.evidence)
 
 
@@ -245,7 +245,7 @@ def test_the_metadata_of_a_script_pin_too(tmp_path: Path) -> None:
         'from trl import SFTConfig\nSFTConfig("o", padding_free=True)\n'
     )
     found = first(script)
-    assert (found.id, found.places[0].line) == ("script-name-later", 5)
+    assert (found.code, found.places[0].line) == ("script-name-later", 5)
 
 
 def test_who_is_prepared_for_several_versions_is_not_accused(tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_a_script_is_told_before_it_runs(case: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(text)
     found = first(script)
-    assert found.id == identifier
+    assert found.code == identifier
     assert found.places[0].mended == mended
 
 
@@ -317,7 +317,7 @@ def test_a_slip_in_a_config_is_told_with_the_key_that_is_meant(case: str, tmp_pa
     name, text, identifier, mended = CONFIGS[case]
     config = tmp_path / name
     config.write_text(text)
-    found = [each for each in reshard.diagnose(config) if each.id == identifier]
+    found = [each for each in reshard.diagnose(config) if each.code == identifier]
     assert [place.mended for each in found for place in each.places] == [mended]
 
 

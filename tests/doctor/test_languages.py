@@ -38,13 +38,13 @@ def english_in(text: str) -> list[str]:
 
 def said(finding: Finding) -> Iterator[str]:
     """All that a finding says in Chinese; lines of logs and files, which places show, are quotations."""
-    yield from (text.zh for text in (finding.title, finding.cause, finding.cure, *finding.evidence))
+    yield from (text.zh for text in (finding.message, finding.rule, finding.remedy, *finding.evidence))
     yield from (place.text for place in finding.places if place.target == "environment")
 
 
 def assert_chinese(findings: list[Finding]) -> None:
     assert findings
-    wrong = [(finding.id, text) for finding in findings for text in said(finding) if english_in(text)]
+    wrong = [(finding.code, text) for finding in findings for text in said(finding) if english_in(text)]
     assert wrong == []
 
 
@@ -76,8 +76,8 @@ def _texts(content: object) -> Iterator[dict[str, str]]:
 def test_findings_of_logs() -> None:
     excerpts = [entry.excerpt for entry in catalogue().values() if entry.patterns]
     found = [each for excerpt in excerpts for each in diagnose_text("log", f"peft 0.17.0\n{excerpt}")]
-    assert len({finding.id for finding in found} & catalogue().keys()) > 0.9 * len(excerpts)
-    assert_chinese([finding for finding in found if finding.id in catalogue()])
+    assert len({finding.code for finding in found} & catalogue().keys()) > 0.9 * len(excerpts)
+    assert_chinese([finding for finding in found if finding.code in catalogue()])
 
 
 def test_findings_of_the_head_failures() -> None:
@@ -140,7 +140,7 @@ def test_findings_of_checkpoints(
     damage(folder)
     found = reshard.diagnose(folder)
     assert_chinese(found)
-    assert not any("“" in finding.title.zh for finding in found)  # what is quoted was not translated
+    assert not any("“" in finding.message.zh for finding in found)  # what is quoted was not translated
     assert not english_in(command("doctor", folder, "--lang", "zh").out.replace(str(folder), ""))
 
 

@@ -263,7 +263,7 @@ LOOSE = {
 @pytest.mark.parametrize("before", ["", STEPS])
 def test_a_failure_that_is_visible_is_never_passed_over(how: str, before: str) -> None:
     (found,) = diagnose_text("log", f"{before}\n{LOOSE[how]}")
-    assert found.id == UNKNOWN and found.severity == "error"
+    assert found.code == UNKNOWN and found.severity == "error"
 
 
 @pytest.mark.parametrize("how", [how for how in LOOSE if how != "cut off"])
@@ -291,12 +291,14 @@ def test_what_only_looks_like_a_failure_is_none(line: str) -> None:
 
 def test_frames_without_their_first_line_are_shown_with_the_exception() -> None:
     (found,) = diagnose_text("log", "\n".join([*FAILURE[3:-1], "FrobError: the frob is", "nicated"]))
-    assert "trainer.py:2245 train" in found.cause.en and "the frob is\n  nicated" in found.cause.en
+    assert "trainer.py:2245 train" in found.rule.en and "the frob is\n  nicated" in found.rule.en
 
 
 def test_an_exception_without_a_traceback_is_matched_as_the_first_failure() -> None:
     (found,) = diagnose_text("log", f"{STEPS}\n[rank2]: {FAILURE[-1]}")
-    assert found.id == "dtensor-mixed-cat" and any("the first failure" in each.en for each in found.evidence)
+    assert found.code == "dtensor-mixed-cat" and any(
+        "the first failure" in each.en for each in found.evidence
+    )
 
 
 SIGNALS = {
@@ -323,7 +325,7 @@ STATUSES = (
 @pytest.mark.parametrize("status", STATUSES)
 def test_every_signal_is_told_in_the_words_of_every_launcher(number: int, status: str) -> None:
     line = status.format(number, 128 + number, signal.Signals(number).name)
-    assert [found.id for found in diagnose_text("log", line)] == [SIGNALS[number]]
+    assert [found.code for found in diagnose_text("log", line)] == [SIGNALS[number]]
 
 
 @pytest.mark.parametrize(
@@ -337,7 +339,7 @@ def test_every_signal_is_told_in_the_words_of_every_launcher(number: int, status
     ],
 )
 def test_signals_as_shells_tell_them(line: str, identifier: str) -> None:
-    assert [found.id for found in diagnose_text("log", line)] == [identifier]
+    assert [found.code for found in diagnose_text("log", line)] == [identifier]
 
 
 LAUNCHER = [
@@ -352,12 +354,14 @@ LAUNCHER = [
 
 def test_a_launcher_alone_is_never_the_first_failure() -> None:
     (found,) = diagnose_text("log", "\n".join(LAUNCHER))
-    assert found.id == "worker-traceback-missing" and "the first rank to die is 5" in map(str, found.evidence)
+    assert found.code == "worker-traceback-missing" and "the first rank to die is 5" in map(
+        str, found.evidence
+    )
     assert all(
-        word in found.cure.en for word in ("--log-dir", "--tee 3", "TORCHELASTIC_ERROR_FILE", "@record")
+        word in found.remedy.en for word in ("--log-dir", "--tee 3", "TORCHELASTIC_ERROR_FILE", "@record")
     )
     (found,) = diagnose_text("log", "\n".join([*FAILURE, *LAUNCHER]))
-    assert found.id == "dtensor-mixed-cat"
+    assert found.code == "dtensor-mixed-cat"
 
 
 def test_the_traceback_in_an_error_file_of_torchelastic_is_read() -> None:
@@ -377,8 +381,8 @@ def test_an_assertion_without_a_message_is_told_by_its_source() -> None:
 def test_a_message_that_says_what_to_do_is_the_cure() -> None:
     said = "FrobError: this card has no frob. Please set `FROB=0` or use `frobless`. Bye."
     (found,) = diagnose_text("log", "\n".join([*FAILURE[:-1], said]))
-    assert found.id == UNKNOWN
-    assert "Please set `FROB=0` or use `frobless`." in found.cure.zh and "Bye" not in found.cure.en
+    assert found.code == UNKNOWN
+    assert "Please set `FROB=0` or use `frobless`." in found.remedy.zh and "Bye" not in found.remedy.en
 
 
 def waiting(rank: int, number: int, elements: int) -> str:
@@ -398,8 +402,8 @@ def waiting(rank: int, number: int, elements: int) -> str:
 )
 def test_collectives_that_timed_out_are_compared(works: list[tuple[int, int, int]], told: str) -> None:
     (found,) = diagnose_text("log", "\n".join(waiting(*work) for work in works))
-    assert found.id == "hang-nccl" and any(told in each.en for each in found.evidence)
-    hardware = "a link or a GPU" in " ".join([found.cause.en, *map(str, found.evidence)])
+    assert found.code == "hang-nccl" and any(told in each.en for each in found.evidence)
+    hardware = "a link or a GPU" in " ".join([found.rule.en, *map(str, found.evidence)])
     assert hardware == ("a link" in told)
 
 
@@ -422,15 +426,15 @@ def test_an_exception_that_no_entry_knows_is_told_by_its_kind(identifier: str) -
     said, typed = KINDS[identifier]
     (found,) = diagnose_text("log", "\n".join(["/data/env/bin/python train.py", *FAILURE[:-1], said]))
     certainty = "likely" if identifier == "module-not-found" else "possible"
-    assert (found.id, found.certainty) == (identifier, certainty) and typed in found.cure.en
+    assert (found.code, found.certainty) == (identifier, certainty) and typed in found.remedy.en
 
 
 def test_an_entry_that_knows_the_message_goes_before_the_kind_of_its_exception() -> None:
     said = "ImportError: cannot import name 'AdamW' from 'transformers' (/data/transformers/__init__.py)"
     (found,) = diagnose_text("log", "\n".join([*FAILURE[:3], said]))
-    assert found.id == "import-removed"
+    assert found.code == "import-removed"
     (found,) = diagnose_text("log", "\n".join([*FAILURE[:-1], said]))
-    assert found.id == "import-name-missing", "a package asks for it: what to write in a script is no cure"
+    assert found.code == "import-name-missing", "a package asks for it: what to write in a script is no cure"
 
 
 @pytest.mark.parametrize(
@@ -449,7 +453,7 @@ def test_an_entry_that_knows_the_message_goes_before_the_kind_of_its_exception()
 )
 def test_other_wordings_and_quotation_marks_are_recognised(said: str, identifier: str) -> None:
     lines = "\n".join([*FAILURE[:-1], f"ValueError: {said}"])
-    assert identifier in [found.id for found in diagnose_text("log", lines)]
+    assert identifier in [found.code for found in diagnose_text("log", lines)]
 
 
 def test_no_rank_is_named_that_the_log_does_not_name() -> None:
@@ -459,7 +463,7 @@ def test_no_rank_is_named_that_the_log_does_not_name() -> None:
     codes = set()
     for excerpt in ("RuntimeError: frob the nub", lost, clash):
         for found in diagnose_text("log", excerpt):
-            codes.add(found.id)
-            texts = (found.title, found.cause, found.cure, *found.evidence)
+            codes.add(found.code)
+            texts = (found.message, found.rule, found.remedy, *found.evidence)
             assert "?" not in "".join(text.en + text.zh for text in texts)
     assert codes == {"unknown-failure", "worker-traceback-missing", "api-clash"}

@@ -68,7 +68,7 @@ def long_log(steps: int, ranks: int = 512) -> Iterator[str]:
 
 def test_the_first_rank_to_fail_is_found_among_hundreds() -> None:
     found = diagnose_text("log", long_log(steps=60))
-    assert found[0].id == "device-map-distributed" and found[0].certainty == "sure"
+    assert found[0].code == "device-map-distributed" and found[0].certainty == "sure"
     assert found[0].places[0].text.startswith("ValueError: You can't train a model")
     assert any(f"of rank {FIRST}," in evidence for evidence in map(str, found[0].evidence))
 
@@ -122,13 +122,13 @@ def test_a_line_of_any_length_hides_no_failure(kind: str, tmp_path: Path) -> Non
         begin = time.process_time()
         found = diagnose(path)
         assert time.process_time() - begin < 5
-        assert [each.id for each in found] == ["device-map-distributed"] and found[0].certainty == "sure"
+        assert [each.code for each in found] == ["device-map-distributed"] and found[0].certainty == "sure"
         assert found[0].places[0].line == each.index(next(line for line in each if "ValueError:" in line)) + 1
 
 
 def test_a_failure_in_a_long_line_is_shown_with_what_is_near_it() -> None:
     (found,) = diagnose_text("log", "ValueError: no frobs: " + "x" * 50_000 + " but the grob is 7")
-    assert "no frobs" in found.places[0].text and len(str(found.cause)) < 5_000
+    assert "no frobs" in found.places[0].text and len(str(found.rule)) < 5_000
     (found,) = diagnose_text("log", "FrobError: " + "lorem " * 50_000)
     assert found.places[0].text.endswith(" …") and len(found.places[0].text) < 400
 
@@ -144,7 +144,7 @@ def test_a_traceback_deep_in_a_line_of_json_is_found(encoding: str, tmp_path: Pa
     }
     path.write_text(json.dumps(record, ensure_ascii=False), encoding=encoding)
     (found,) = diagnose(path)
-    assert found.id == "device-map-distributed" and found.places[0].text.startswith(
+    assert found.code == "device-map-distributed" and found.places[0].text.startswith(
         "ValueError: You can't train"
     )
 
@@ -162,7 +162,7 @@ def test_a_prefix_of_its_own_on_every_line_takes_no_time() -> None:
     lines = [f"{each} {line}" for each in ids for line in failing()[:1] + failing()[-3:]]
     begin = time.process_time()
     found = diagnose_text("log", lines)
-    assert found[0].id == "device-map-distributed" and time.process_time() - begin < 30  # it took minutes
+    assert found[0].code == "device-map-distributed" and time.process_time() - begin < 30  # it took minutes
 
 
 def large_log(kind: str, size: int) -> Iterator[str]:

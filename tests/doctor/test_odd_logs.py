@@ -20,14 +20,14 @@ SITE = "/home/user/venv/lib/python3.11/site-packages"
 @pytest.mark.parametrize("mark", ["**", "`"])
 def test_an_exception_that_a_page_made_bold_or_code(mark: str) -> None:
     (found,) = diagnose_text("log", f"[rank0]: {mark}{FAILURE[-1]}{mark}")
-    assert found.id == "dtensor-mixed-cat" and found.places[0].text == FAILURE[-1].strip()
+    assert found.code == "dtensor-mixed-cat" and found.places[0].text == FAILURE[-1].strip()
 
 
 def test_lines_of_versions_are_no_part_of_a_message() -> None:
     (found,) = diagnose_text(
         "log", "TypeError: 'NoneType' object is not iterable\nvllm=0.9.1\ntrl[vllm]==0.19.0"
     )
-    assert found.id == UNKNOWN and "vllm" not in found.cause.en
+    assert found.code == UNKNOWN and "vllm" not in found.rule.en
 
 
 def test_a_launcher_that_ends_is_not_the_first_failure_whoever_tells_of_it() -> None:
@@ -41,15 +41,15 @@ Root Cause (first observed failure):
 ============================================================
 10:46:04   ERROR Terminating all processes..."""
     (found,) = diagnose_text("log", told)
-    assert found.id == WORKER_UNSEEN and "the first rank to die is 2" in map(str, found.evidence)
+    assert found.code == WORKER_UNSEEN and "the first rank to die is 2" in map(str, found.evidence)
     before = f"10:46:01   ERROR The tokenizer has left\n{told}"
-    assert "tokenizer has left" in diagnose_text("log", before)[0].cause.en
+    assert "tokenizer has left" in diagnose_text("log", before)[0].rule.en
 
 
 def test_a_traceback_whose_lines_were_joined_is_not_taken_for_a_clean_log() -> None:
     joined = "12:00 - [rank7]: AssertionError    12:00 - [rank7]: Traceback (most recent call last): (RANK 7)     12:0"
     (found,) = diagnose_text("log", joined)
-    assert found.id == UNKNOWN and found.certainty == "possible"
+    assert found.code == UNKNOWN and found.certainty == "possible"
 
 
 LOAD = """
@@ -70,11 +70,11 @@ def test_the_exception_of_a_rank_inside_that_of_a_distributed_checkpoint(tmp_pat
     )
     assert "CheckpointException" in ran.stderr and "(RANK 0)" in ran.stderr
     found = diagnose_text("log", ran.stderr)[0]
-    assert (found.id, found.certainty) == ("dcp-missing-key", "sure")
+    assert (found.code, found.certainty) == ("dcp-missing-key", "sure")
     assert found.places[0].text == "RuntimeError: Missing key in checkpoint state_dict: b."
     assert any("first failure" in each.en for each in found.evidence)
     unknown = diagnose_text("log", ran.stderr.replace("Missing key in checkpoint state_dict", "frob"))[0]
-    assert unknown.id == UNKNOWN and "create_default_local_load_plan" in unknown.cause.en
+    assert unknown.code == UNKNOWN and "create_default_local_load_plan" in unknown.rule.en
 
 
 def test_an_argument_that_is_not_known_is_told_by_its_kind_and_loses_to_an_entry() -> None:
@@ -84,11 +84,11 @@ def test_an_argument_that_is_not_known_is_told_by_its_kind_and_loses_to_an_entry
     (found,) = diagnose_text(
         "log", f"{call}TypeError: A.load_adapter() got an unexpected keyword argument 'state'"
     )
-    assert (found.id, found.certainty) == ("unexpected-keyword", "possible")
+    assert (found.code, found.certainty) == ("unexpected-keyword", "possible")
     (known,) = diagnose_text(
         "log", f"{call}TypeError: SFTConfig.__init__() got an unexpected keyword argument 'max_seq_length'"
     )
-    assert known.id == "kw-removed"
+    assert known.code == "kw-removed"
 
 
 def test_what_several_causes_have_is_never_sure() -> None:
@@ -96,14 +96,14 @@ def test_what_several_causes_have_is_never_sure() -> None:
     assert len(entries) > 5
     for entry in entries:
         found = diagnose_text("log", entry.excerpt)
-        (certainty,) = {each.certainty for each in found if entry.id in (each.id, *each.also)}
+        (certainty,) = {each.certainty for each in found if entry.id in (each.code, *each.also)}
         assert certainty == entry.certainty
 
 
 def test_the_advice_of_nccl_is_no_level_of_a_logger() -> None:
     told = "unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.18.1"
     (found,) = diagnose_text("log", f"torch.distributed.DistBackendError: NCCL error in: x.cpp:1, {told}\n")
-    assert found.id == UNKNOWN and told in found.cause.en
+    assert found.code == UNKNOWN and told in found.rule.en
 
 
 # ------------------------------------------------------------------------------------------------- upstream
@@ -140,4 +140,4 @@ def test_an_unknown_failure_names_where_to_search() -> None:
     assert search_of(Traceback("", 1, 2, 2, "KeyError", "'x'", ["train.py:3 main"])) is None
     lines = "\n".join([*FAILURE[:-1], "FrobError: no grobs"])
     (found,) = diagnose_text("log", lines)
-    assert "github.com/" in found.cure.en and "github.com/" in found.cure.zh
+    assert "github.com/" in found.remedy.en and "github.com/" in found.remedy.zh

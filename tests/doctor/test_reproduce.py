@@ -174,7 +174,7 @@ def diagnosed(log: str, folder: Path) -> list[str]:
     (folder / "run.log").write_text(log)
     if not log.strip():
         return []  # a run that printed nothing
-    return [finding.id for finding in reshard.diagnose(folder / "run.log")]
+    return [finding.code for finding in reshard.diagnose(folder / "run.log")]
 
 
 @pytest.mark.parametrize("case", parameters(CASES))

@@ -190,7 +190,7 @@ def diagnosed(folder: Path, body: str) -> list[Finding]:
 @pytest.mark.parametrize("case", TRAPS)
 def test_a_trap_is_found_with_its_line_and_the_mended_line(tmp_path: Path, case: str) -> None:
     identifier, body, mended = TRAPS[case]
-    (found,) = [each for each in diagnosed(tmp_path, body) if each.id == identifier]
+    (found,) = [each for each in diagnosed(tmp_path, body) if each.code == identifier]
     lines = body.splitlines()
     assert all(place.line and lines[place.line - 1].strip() == place.text for place in found.places)
     assert not mended or mended in [place.mended for place in found.places]
@@ -200,11 +200,11 @@ def test_a_trap_is_found_with_its_line_and_the_mended_line(tmp_path: Path, case:
 def test_the_mended_lines_mend_the_script(tmp_path: Path, case: str) -> None:
     identifier, body, _ = TRAPS[case]
     lines = body.splitlines()
-    (found,) = [each for each in diagnosed(tmp_path, body) if each.id == identifier]
+    (found,) = [each for each in diagnosed(tmp_path, body) if each.code == identifier]
     changes = {place.line: place for place in found.places if place.line and place.mended}
     for line, place in changes.items():
         lines[line - 1] = lines[line - 1].replace(place.text, place.mended)
-    assert identifier not in [each.id for each in diagnosed(tmp_path, "\n".join(lines))]
+    assert identifier not in [each.code for each in diagnosed(tmp_path, "\n".join(lines))]
     assert changes
 
 
@@ -288,7 +288,7 @@ def test_a_map_for_each_process_does_not_help_if_the_kind_of_launch_is_forced(tm
         SOUND["a map for each process"]
         + "args.distributed_state.distributed_type = DistributedType.DEEPSPEED\n"
     )
-    assert [each.id for each in diagnosed(tmp_path, body)] == ["script-device-map"]
+    assert [each.code for each in diagnosed(tmp_path, body)] == ["script-device-map"]
 
 
 def test_a_script_is_never_run(tmp_path: Path) -> None:
@@ -340,7 +340,7 @@ def test_a_launch_that_cannot_be(tmp_path: Path, case: str) -> None:
     content, identifier, line = LAUNCHES[case]
     (tmp_path / "run.sh").write_text(content)
     (found,) = reshard.diagnose(tmp_path / "run.sh")
-    assert (found.id, found.places[0].line) == (identifier, line)
+    assert (found.code, found.places[0].line) == (identifier, line)
 
 
 @pytest.mark.parametrize(

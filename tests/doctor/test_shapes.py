@@ -87,7 +87,7 @@ def test_what_torch_itself_says_is_computed(name: str) -> None:
     )
     assert ran.returncode == 1
     (found,) = diagnose_text("log", ran.stderr)
-    assert found.id == SHAPES and found.certainty == "likely" and told in found.cause.en
+    assert found.code == SHAPES and found.certainty == "likely" and told in found.rule.en
 
 
 def test_an_entry_that_knows_the_message_tells_the_numbers_as_evidence() -> None:
@@ -95,7 +95,7 @@ def test_an_entry_that_knows_the_message_tells_the_numbers_as_evidence() -> None
     (found,) = diagnose_text(
         "log", said + LOAD.format("model.layers.0.mlp.up_proj.weight", [32, 32], [64, 32])
     )
-    assert found.id == "hf-size-mismatch" and any("rank of 2" in each.en for each in found.evidence)
+    assert found.code == "hf-size-mismatch" and any("rank of 2" in each.en for each in found.evidence)
 
 
 def test_nothing_is_computed_from_equal_or_unrelated_numbers() -> None:
@@ -109,6 +109,6 @@ def test_numbers_that_speak_against_an_entry_are_believed() -> None:
         "base_model.model.layers.19.mlp.up_proj.lora_B.default.weight", [13824, 64], [13696, 64]
     )
     (found,) = diagnose_text("log", said)
-    assert found.id == SHAPES and "neither divides" in found.cause.en
+    assert found.code == SHAPES and "neither divides" in found.rule.en
     rank = LOAD.format("base_model.model.layers.19.mlp.up_proj.lora_A.default.weight", [16, 64], [8, 64])
-    assert diagnose_text("log", rank)[0].id == "peft-size-mismatch-rank"
+    assert diagnose_text("log", rank)[0].code == "peft-size-mismatch-rank"

@@ -110,7 +110,7 @@ def test_numbers_are_read_in_the_words_of_every_maker(said: str) -> None:
 @pytest.mark.parametrize("said", SAID, ids=lambda said: said[:40])
 def test_each_is_a_failure_that_is_not_unknown(said: str) -> None:
     found = diagnose_text("log", said)
-    assert found and found[0].id != "unknown-failure" and found[0].severity == "error"
+    assert found and found[0].code != "unknown-failure" and found[0].severity == "error"
 
 
 def test_a_host_that_has_too_little_is_told_what_was_requested() -> None:
@@ -122,7 +122,7 @@ def test_a_host_that_has_too_little_is_told_what_was_requested() -> None:
         check=False,
     )
     found = diagnose_text("log", run.stderr)
-    assert found[0].id == "short-host-memory" and "728 TiB requested" in found[0].cause.en
+    assert found[0].code == "short-host-memory" and "728 TiB requested" in found[0].rule.en
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_launcher_without_slots_is_no_clean_log() -> None:
     )
     found = diagnose_text("log", f"+ mpirun -np 8 python train.py\n{said}")
     assert (
-        found[0].id == "short-slots" and "8 requested" in found[0].cause.en and "-np 8" in found[0].cause.en
+        found[0].code == "short-slots" and "8 requested" in found[0].rule.en and "-np 8" in found[0].rule.en
     )
 
 

@@ -121,8 +121,8 @@ def test_no_text_of_the_doctor_names_a_setting_that_is_none() -> None:
 )
 def test_a_cure_speaks_the_language_of_what_the_log_ran(tool: str, written: str) -> None:
     found = diagnose_text("log", f"{RAN[tool]}\n{OUT_OF_MEMORY}\n")
-    assert found[0].id == "short-device-memory"
-    assert written in found[0].cure.en and written in found[0].cure.zh
+    assert found[0].code == "short-device-memory"
+    assert written in found[0].remedy.en and written in found[0].remedy.zh
 
 
 def test_a_script_beside_the_log_tells_the_precision(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_script_beside_the_log_tells_the_precision(tmp_path: Path) -> None:
         script.write_text(
             f"from transformers import TrainingArguments\nTrainingArguments('out', {precision})\n"
         )
-        cure = diagnose(script, log)[0].cure.en
+        cure = diagnose(script, log)[0].remedy.en
         assert f"dtype={dtype}" in cure, cure
 
 
@@ -149,5 +149,5 @@ def test_the_folder_of_a_run_tells_what_ran(file: str, content: str, written: st
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text(content)
     (tmp_path / "train.log").write_text(f"{OUT_OF_MEMORY}\n")
-    found = [each for each in diagnose(tmp_path) if each.id == "short-device-memory"]
-    assert found and written in found[0].cure.en
+    found = [each for each in diagnose(tmp_path) if each.code == "short-device-memory"]
+    assert found and written in found[0].remedy.en

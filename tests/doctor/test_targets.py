@@ -29,13 +29,13 @@ def test_a_log_in_any_encoding_has_the_same_finding_at_the_same_line(tmp_path: P
     plain = tmp_path / "plain.log"
     plain.write_text(f"{beginning}\n{EXCERPT}", encoding="utf-8")
     (found,), (wanted,) = reshard.diagnose(log), reshard.diagnose(plain)
-    assert found.id == wanted.id and found.places[0].line == wanted.places[0].line
+    assert found.code == wanted.code and found.places[0].line == wanted.places[0].line
     assert found.places[0].text == wanted.places[0].text
 
 
 def test_words_in_gbk_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_bytes("ValueError: 找不到分词器文件\n".encode("gbk"))
-    assert "找不到分词器文件" in reshard.diagnose(tmp_path / "a.log")[0].cause.en
+    assert "找不到分词器文件" in reshard.diagnose(tmp_path / "a.log")[0].rule.en
     assert decoded(b"\xff\xff\xff") and encoding_of(bytes(range(256)) * 4) is None
 
 
@@ -89,7 +89,7 @@ def test_a_script_is_read_by_the_encoding_that_it_declares(tmp_path: Path) -> No
     script = tmp_path / "run.py"
     script.write_bytes(f"# -*- coding: gbk -*-\n# 训练\n{SPREAD}  # 模型\nTrainer(model)\n".encode("gbk"))
     (found,) = reshard.diagnose(script)
-    assert found.id == "script-device-map" and "device_map=None)  # 模型" in found.places[0].mended
+    assert found.code == "script-device-map" and "device_map=None)  # 模型" in found.places[0].mended
 
 
 # ------------------------------------------------------------------------------------------------ notebooks
@@ -115,7 +115,7 @@ def test_the_code_of_a_notebook_is_a_script_and_its_outputs_are_logs(tmp_path: P
         (f"{SPREAD}\n", [{"output_type": "stream", "name": "stdout", "text": ["Loading\n"]}]),
         ("Trainer(model).train()\n", [error]),
     )
-    found = {finding.id: finding for finding in reshard.diagnose(path)}
+    found = {finding.code: finding for finding in reshard.diagnose(path)}
     places = [(Path(place.target).name, place.line) for place in found["script-device-map"].places[:2]]
     assert places == [("train.ipynb[4]", 1), ("train.ipynb[5]", 1)]
     assert "dtensor-mixed-cat" in found["script-device-map"].also
@@ -177,7 +177,7 @@ def test_code_that_is_nested_too_deep_is_no_script_and_left_out_of_a_notebook(
     shown = command("doctor", tmp_path / "a.py")
     assert shown.code == 2 and "nested too deep" in shown.err and "Traceback" not in shown.err
     (found,) = reshard.diagnose(notebook(tmp_path, (code, []), (f"{SPREAD}\nTrainer(model).train()\n", [])))
-    assert found.id == "script-device-map"
+    assert found.code == "script-device-map"
 
 
 # -------------------------------------------------------------------------------------------------- configs
@@ -190,7 +190,7 @@ def test_a_key_that_stands_twice(tmp_path: Path) -> None:
     ):
         (tmp_path / name).write_text(content)
         (found,) = reshard.diagnose(tmp_path / name)
-        assert found.id == "config-repeated-key" and "bf16" in found.cause.en and found.places[0].line == 4
+        assert found.code == "config-repeated-key" and "bf16" in found.rule.en and found.places[0].line == 4
 
 
 def test_json_with_comments_is_diagnosed_and_told_of(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_json_with_comments_is_diagnosed_and_told_of(tmp_path: Path) -> None:
     path.write_text(
         '{\n  // "//" here\n  "zero_optimization": {"stage": 3}, /* last */\n  "url": "http://x"  # end\n,}\n'
     )
-    found = {finding.id: finding for finding in reshard.diagnose(path)}
+    found = {finding.code: finding for finding in reshard.diagnose(path)}
     assert found.keys() == {"config-json-comments", "config-zero3-gather"}
     assert found["config-zero3-gather"].places[0].line == 3
 
@@ -207,7 +207,7 @@ def test_what_is_merged_from_an_anchor_has_its_line(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("base: &b\n  learning_rate: 1.0e-5\n  output_dir: o\n  device_map: auto\n<<: *b\n")
     (found,) = reshard.diagnose(path)
-    assert found.id == "script-device-map" and found.places[0].line == 4
+    assert found.code == "script-device-map" and found.places[0].line == 4
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_a_script_is_judged_by_the_launch_beside_it(tmp_path: Path, launch: str,
     (tmp_path / "auto.py").write_text(SPREAD)
     (tmp_path / "run.sh").write_text(f"#!/bin/bash\n{launch}\n")
     (found,) = reshard.diagnose(tmp_path / "auto.py", tmp_path / "run.sh")
-    assert found.id == "script-device-map"
+    assert found.code == "script-device-map"
     assert (found.severity, found.certainty) == (("error", "sure") if is_sure else ("warning", "likely"))
     assert any("run.sh" in each.en for each in found.evidence) == is_sure
 
@@ -44,7 +44,7 @@ def test_a_mixed_cat_beside_a_spread_model_is_not_code_of_your_own(tmp_path: Pat
     (tmp_path / "auto.py").write_text(SPREAD)
     (tmp_path / "run.log").write_text(catalogue()["dtensor-mixed-cat"].excerpt)
     found = reshard.diagnose(tmp_path / "auto.py", tmp_path / "run.log")
-    assert [each.id for each in found] == ["script-device-map"] and "dtensor-mixed-cat" in found[0].also
+    assert [each.code for each in found] == ["script-device-map"] and "dtensor-mixed-cat" in found[0].also
 
 
 def test_a_checkpoint_and_a_base_are_compared(hf_model: Callable[..., Path], tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_checkpoint_and_a_base_are_compared(hf_model: Callable[..., Path], tmp
     ] == []
     for pair in ((checkpoint, hf_model("llama")), (hf_model("llama"), checkpoint)):
         found = reshard.diagnose(*pair)
-        assert any(each.id == "base-does-not-fit" and each.severity == "error" for each in found)
+        assert any(each.code == "base-does-not-fit" and each.severity == "error" for each in found)
 
 
 def test_the_folder_of_a_run_is_read_with_its_logs_and_checkpoints(
@@ -65,10 +65,10 @@ def test_the_folder_of_a_run_is_read_with_its_logs_and_checkpoints(
     run = tmp_path / "run"
     (run / "logs" / "none_x" / "attempt_0" / "1").mkdir(parents=True)
     (run / "logs" / "none_x" / "attempt_0" / "1" / "stderr.log").write_text(entry.excerpt)
-    assert [each.id for each in reshard.diagnose(run)] == [entry.id]
+    assert [each.code for each in reshard.diagnose(run)] == [entry.id]
     shutil.copytree(hf_model("qwen3"), run / "checkpoint-4")
     (run / "checkpoint-4" / "model.safetensors").write_bytes(b"PK")
-    found = [each.id for each in reshard.diagnose(run)]
+    found = [each.code for each in reshard.diagnose(run)]
     assert entry.id in found and "checkpoint-damaged" in found
 
 

@@ -27,7 +27,7 @@ def change(path: Path, **values: object) -> None:
 
 
 def test_a_dtype_that_the_weights_do_not_have(folder: Path) -> None:
-    before = [finding.id for finding in reshard.diagnose(folder)]
+    before = [finding.code for finding in reshard.diagnose(folder)]
     assert "checkpoint-dtype" not in before
     named = json.loads((folder / "config.json").read_text())
     other = (
@@ -36,12 +36,12 @@ def test_a_dtype_that_the_weights_do_not_have(folder: Path) -> None:
         else "float32"
     )
     change(folder / "config.json", dtype=other)
-    found = {finding.id: finding for finding in reshard.diagnose(folder)}
+    found = {finding.code: finding for finding in reshard.diagnose(folder)}
     (place,) = found["checkpoint-dtype"].places
     assert place.line and f'"{other}"' in place.text and place.mended != place.text
     config = folder / "config.json"
     config.write_text(config.read_text().replace(place.text, place.mended))
-    assert "checkpoint-dtype" not in [finding.id for finding in reshard.diagnose(folder)]
+    assert "checkpoint-dtype" not in [finding.code for finding in reshard.diagnose(folder)]
 
 
 def test_sampling_options_without_sampling_are_those_that_transformers_refuses_to_save(
@@ -53,7 +53,7 @@ def test_sampling_options_without_sampling_are_those_that_transformers_refuses_t
     for options in ({"temperature": 0.6}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}):
         for sampling in (True, False):
             path.write_text(json.dumps({"do_sample": sampling, **options}, indent=2))
-            found = [f for f in reshard.diagnose(folder) if f.id == "checkpoint-generation-config"]
+            found = [f for f in reshard.diagnose(folder) if f.code == "checkpoint-generation-config"]
             try:
                 trained = GenerationConfig.from_pretrained(folder)
                 trained.pad_token_id = 1  # as a trainer does
@@ -74,7 +74,7 @@ def test_a_tokenizer_of_transformers_5_is_an_error_beside_transformers_4(
     severity = {}
     for installed in ("5.23.0", "4.51.3"):
         monkeypatch.setattr(trainable, "version", lambda package, installed=installed: installed)
-        found = {finding.id: finding for finding in reshard.diagnose(folder)}["checkpoint-tokenizer-of-5"]
+        found = {finding.code: finding for finding in reshard.diagnose(folder)}["checkpoint-tokenizer-of-5"]
         severity[installed] = found.severity
     assert severity == {"5.23.0": "warning", "4.51.3": "error"}
     assert "transformers 4.51.3 is installed here" in map(str, found.evidence)
@@ -85,12 +85,12 @@ def test_a_tokenizer_with_hardly_a_token(folder: Path) -> None:
     content["model"] = {"type": "WordLevel", "vocab": {"<unk>": 0}, "unk_token": "<unk>"}
     content["added_tokens"] = []
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    assert "checkpoint-tiny-tokenizer" in [finding.id for finding in reshard.diagnose(folder)]
+    assert "checkpoint-tiny-tokenizer" in [finding.code for finding in reshard.diagnose(folder)]
 
 
 def test_a_head_beside_an_embedding_that_it_is_tied_to(folder: Path) -> None:
     change(folder / "config.json", tie_word_embeddings=True)
-    assert "checkpoint-tied-head" in [finding.id for finding in reshard.diagnose(folder)]
+    assert "checkpoint-tied-head" in [finding.code for finding in reshard.diagnose(folder)]
 
 
 def test_a_head_that_is_missing_although_it_is_not_tied(hf_model: Callable[..., Path], folder: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_head_that_is_missing_although_it_is_not_tied(hf_model: Callable[..., 
     tensors.pop("lm_head.weight", None)
     save_file(tensors, path, {"format": "pt"})
     change(folder / "config.json", tie_word_embeddings=False)
-    assert "lm_head.weight" in json.dumps([finding.as_dict("en") for finding in reshard.diagnose(folder)])
+    assert "lm_head.weight" in json.dumps([finding.told("en") for finding in reshard.diagnose(folder)])
 
 
 def test_an_adapter_whose_base_is_not_there(hf_model: Callable[..., Path], tmp_path: Path) -> None:
@@ -110,10 +110,10 @@ def test_an_adapter_whose_base_is_not_there(hf_model: Callable[..., Path], tmp_p
         AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, target_modules=["q_proj"])
     )
     adapter.save_pretrained(tmp_path / "adapter")
-    assert [finding.id for finding in reshard.diagnose(tmp_path / "adapter")] == []
+    assert [finding.code for finding in reshard.diagnose(tmp_path / "adapter")] == []
     change(tmp_path / "adapter/adapter_config.json", base_model_name_or_path="/nowhere/model")
     (found,) = reshard.diagnose(tmp_path / "adapter")
-    assert found.id == "checkpoint-adapter-base" and "/nowhere/model" in found.cause.en
+    assert found.code == "checkpoint-adapter-base" and "/nowhere/model" in found.rule.en
     with pytest.raises(Exception, match="/nowhere/model"):  # by its name, on the hub
         AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
     change(tmp_path / "adapter/adapter_config.json", base_model_name_or_path="Qwen/Qwen3-8B")

@@ -80,8 +80,8 @@ def test_the_script_of_a_reward_is_seen_with_the_log(tmp_path: Path, monkeypatch
     )
     run = replace(PLAIN, method="grpo", reward="rewards:score")
     (alone,), (first, *_) = failure_in("log", log, PLAIN).findings, failure_in("log", log, run).findings
-    assert alone.id == "hang-gloo"
-    assert first.id == "script-rank-guard" and "hang-gloo" in first.also
+    assert alone.code == "hang-gloo"
+    assert first.code == "script-rank-guard" and "hang-gloo" in first.also
     assert str(first.places[0]) == "rewards.py:4"
 
 
@@ -190,4 +190,4 @@ def test_a_full_disk_is_told_as_what_it_is(tmp_path: Path) -> None:
         append(tmp_path, {"event": "step", "step": 1})
     text = "".join(traceback.format_exception(caught.value))
     assert f"No space left on device: '{tmp_path / 'metrics.jsonl'}'" in text
-    assert [finding.id for finding in failure_in("train.log", text, PLAIN).findings] == ["disk-full"]
+    assert [finding.code for finding in failure_in("train.log", text, PLAIN).findings] == ["disk-full"]

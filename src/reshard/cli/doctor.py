@@ -114,7 +114,7 @@ def command(
         findings = spelled(diagnose_environment(environment), Usage())
     if json_output:
         shown = {} if environment is None else {"environment": environment.as_dict()}
-        print_json({**shown, "findings": [finding.as_dict(lang) for finding in findings]})
+        print_json({**shown, "findings": [finding.told(lang) for finding in findings]})
     elif quiet:
         _print_lines(findings, language)
     else:
@@ -152,7 +152,7 @@ def _print_lines(findings: list[Finding], language: str) -> None:
     words = LABELS[language]
     for finding in findings:
         where = f"{finding.places[0]}: " if finding.places else ""
-        said = f"{finding.title.of(language)} ({finding.id}, {words[finding.certainty]})"
+        said = f"{finding.message.of(language)} ({finding.code}, {words[finding.certainty]})"
         stdout().print(escape(f"{where}{words[finding.severity]}: {said}"))
 
 
@@ -178,8 +178,8 @@ def _print_finding(finding: Finding, language: str) -> None:
     console, words = stdout(), LABELS[language]
     style = "bold red" if finding.severity == "error" else "bold yellow"
     console.print(
-        f"[{style}]{words[finding.severity]}:[/] [bold]{escape(finding.title.of(language))}[/] "
-        f"({escape(finding.id)}, {words[finding.certainty]})"
+        f"[{style}]{words[finding.severity]}:[/] [bold]{escape(finding.message.of(language))}[/] "
+        f"({escape(finding.code)}, {words[finding.certainty]})"
     )
     for place in finding.places:
         console.print(
@@ -187,9 +187,9 @@ def _print_finding(finding: Finding, language: str) -> None:
         )
         if place.mended:
             console.print(f"[bold]{words['mended']}[/] {escape(place.mended)}")
-    console.print(f"[bold]{words['why']}[/] {escape_lines(finding.cause.of(language))}")
+    console.print(f"[bold]{words['why']}[/] {escape_lines(finding.rule.of(language))}")
     console.print(f"[bold]{words['cure']}[/]")
-    _print_cure(finding.cure.of(language))
+    _print_cure(finding.remedy.of(language))
     for evidence in finding.evidence:
         console.print(f"[bold]{words['because']}[/] {escape(evidence.of(language))}")
     if finding.also:

@@ -214,10 +214,10 @@ def _of_problem(problem: Problem, inspection: Inspection) -> Finding:
     if inspection.next:
         cure.append(Text.same(f"```\n{shown(inspection.next)}\n```"))
     return Finding(
-        id=problem.code,
-        title=translated(problem, "message"),
-        cause=_lines([words("problem-cause", rule=rule), *_said(problem, "expected", "found")]),
-        cure=_lines(cure),
+        code=problem.code,
+        message=translated(problem, "message"),
+        rule=_lines([words("problem-cause", rule=rule), *_said(problem, "expected", "found")]),
+        remedy=_lines(cure),
         severity=problem.severity,
         places=(where,),
     )

@@ -219,15 +219,17 @@ def typed(finding: Finding, commands: Sequence[str]) -> Finding:
     """A finding whose cure names the one checkpoint that was given, where it says how to convert one."""
     if len(commands) != 1 or not commands[0] or "--to" in commands[0].split():
         return finding
-    cure = (_CONVERT.sub(lambda _: shown(commands[0]), text) for text in (finding.cure.en, finding.cure.zh))
-    return replace(finding, cure=Text(*cure))
+    cure = (
+        _CONVERT.sub(lambda _: shown(commands[0]), text) for text in (finding.remedy.en, finding.remedy.zh)
+    )
+    return replace(finding, remedy=Text(*cure))
 
 
 def combined(findings: Sequence[Finding]) -> list[Finding]:
     """One finding for one cause: what a script or an environment breaks explains what a log shows of it."""
     by_id: dict[str, list[Finding]] = {}
     for finding in findings:
-        by_id.setdefault(finding.id, []).append(finding)
+        by_id.setdefault(finding.code, []).append(finding)
     explained: dict[str, str] = {}
     for cause, effects in CAUSES.items():
         if cause in by_id:
@@ -247,7 +249,7 @@ def _merged(same: Sequence[Finding], effects: Sequence[Finding]) -> Finding:
     first, every = same[0], [*same, *effects]
     evidence = [each for finding in same for each in finding.evidence]
     evidence += [
-        words("shown-by", place=effect.places[0], title=effect.title) for effect in effects if effect.places
+        words("shown-by", place=effect.places[0], title=effect.message) for effect in effects if effect.places
     ]
     return replace(
         first,
@@ -257,6 +259,8 @@ def _merged(same: Sequence[Finding], effects: Sequence[Finding]) -> Finding:
         evidence=tuple(dict.fromkeys(evidence)),
         sources=tuple(dict.fromkeys(source for finding in every for source in finding.sources)),
         also=tuple(
-            dict.fromkeys([*first.also, *(each for effect in effects for each in (effect.id, *effect.also))])
+            dict.fromkeys(
+                [*first.also, *(each for effect in effects for each in (effect.code, *effect.also))]
+            )
         ),
     )

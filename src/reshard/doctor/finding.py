@@ -1,27 +1,38 @@
-"""What the doctor says: one finding for each thing that is wrong."""
+"""What the doctor says: a problem in both languages, with what it rests on."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from reshard.errors import Problem
 
 LANGUAGES = ("en", "zh")
 CERTAINTIES = ("sure", "likely", "possible")
 
 
-@dataclass(frozen=True)
-class Text:
-    """The same sentence in both languages."""
+class Text(str):
+    """A sentence, and the same in Chinese (`zh`)."""
 
-    en: str
     zh: str
+
+    def __new__(cls, en: str, zh: str) -> Text:
+        text = super().__new__(cls, en)
+        text.zh = zh
+        return text
+
+    def __reduce__(self) -> tuple[type[Text], tuple[str, str]]:
+        """What a copy is made of."""
+        return Text, (self.en, self.zh)
+
+    @property
+    def en(self) -> str:
+        """The sentence itself, without the other language."""
+        return str(self)
 
     def of(self, language: str) -> str:
         """The words in one of `LANGUAGES`."""
         return self.zh if language == "zh" else self.en
-
-    def __str__(self) -> str:
-        return self.en
 
     @staticmethod
     def same(text: str) -> Text:
@@ -42,31 +53,36 @@ class Place:
         return self.target if self.line is None else f"{self.target}:{self.line}"
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What happened (`title`), why (`cause`), and what to do (`cure`).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding(Problem):
+    """A problem that the doctor found: what happened (`message`), why (`rule`), and what to do (`remedy`).
 
-    `id` is that of a catalogue entry or a rule, `certainty` one of `CERTAINTIES`, `severity` "error" or "warning".
-    `evidence` says what the certainty rests on; `sources` are upstream threads.
+    `code` is that of a catalogue entry, a rule or another problem, `certainty` one of `CERTAINTIES`. `evidence` says
+    what the certainty rests on; `sources` are upstream threads, and `also` the codes of what is only a consequence.
     """
 
-    id: str
-    title: Text
-    cause: Text
-    cure: Text
+    message: Text
+    rule: Text
+    remedy: Text
     certainty: str = "sure"
-    severity: str = "error"
     places: tuple[Place, ...] = ()
     evidence: tuple[Text, ...] = ()
     sources: tuple[str, ...] = ()
-    also: tuple[str, ...] = field(default=())
-    """Ids of what is only a consequence of this."""
+    also: tuple[str, ...] = ()
 
-    def as_dict(self, language: str | None = None) -> dict[str, Any]:
-        """For `--json`: both languages, or the words of one. Evidence is always lines of one: English by default."""
-        content = asdict(self)
-        for key in ("title", "cause", "cure"):
-            text: Text = getattr(self, key)
-            content[key] = text.of(language) if language else {"en": text.en, "zh": text.zh}
-        content["evidence"] = [each.of(language or "en") for each in self.evidence]
-        return content
+    def told(self, language: str | None = None) -> dict[str, Any]:
+        """For `doctor --json`: both languages, or the words of one. Evidence is always in one: English by default."""
+        texts = {"title": self.message, "cause": self.rule, "cure": self.remedy}
+        return {
+            "id": self.code,
+            **{
+                key: text.of(language) if language else {"en": text.en, "zh": text.zh}
+                for key, text in texts.items()
+            },
+            "certainty": self.certainty,
+            "severity": self.severity,
+            "places": [asdict(place) for place in self.places],
+            "evidence": [each.of(language or "en") for each in self.evidence],
+            "sources": self.sources,
+            "also": self.also,
+        }

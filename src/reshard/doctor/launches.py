@@ -62,7 +62,7 @@ def processes_of(path: str) -> tuple[Place, int] | None:
 
 def under_launch(finding: Finding, place: Place, count: int) -> Finding:
     """A finding about a script, now that a launch of several processes was seen beside it."""
-    if finding.id != "script-device-map" or finding.severity == "error":
+    if finding.code != "script-device-map" or finding.severity == "error":
         return finding
     seen = words("launch-starts", place=place, count=count)
     return replace(finding, severity="error", certainty="sure", evidence=(seen,))

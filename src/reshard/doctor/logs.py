@@ -167,16 +167,16 @@ def _of_history(root: Traceback, log: Log, causes: list[Match]) -> list[Finding]
     if (
         own is None
         or own.entry.id in BY_KIND
-        or found.id not in (GUESSED.get(own.entry.id, found.id), "api-between")
+        or found.code not in (GUESSED.get(own.entry.id, found.code), "api-between")
     ):
         return [replace(found, also=(own.entry.id,) if own else ()), *rest]
     entry = _finding(own, log, ())
     cure = Text(
-        *(f"{one.rstrip()}\n{two}" for one, two in zip(_both(found.cure), _both(entry.cure), strict=True))
+        *(f"{one.rstrip()}\n{two}" for one, two in zip(_both(found.remedy), _both(entry.remedy), strict=True))
     )
     sure = min(found.certainty, entry.certainty, key=CERTAINTIES.index)
-    proof = (found.title, *found.evidence, *entry.evidence)
-    return [replace(entry, cure=cure, certainty=sure, evidence=proof), *rest]
+    proof = (found.message, *found.evidence, *entry.evidence)
+    return [replace(entry, remedy=cure, certainty=sure, evidence=proof), *rest]
 
 
 def _of_words(root: Traceback, log: Log, causes: list[Match]) -> Finding | None:
@@ -233,10 +233,10 @@ WARNINGS = ("warning", "silent")
 def _finding(match: Match, log: Log, also: tuple[str, ...]) -> Finding:
     entry = match.entry
     return Finding(
-        id=entry.id,
-        title=entry.title,
-        cause=entry.cause,
-        cure=_cure(match, log),
+        code=entry.id,
+        message=entry.title,
+        rule=entry.cause,
+        remedy=_cure(match, log),
         certainty=match.certainty,
         severity="warning" if entry.kind in WARNINGS else "error",
         places=(Place(log.name, match.line.number, clipped(match.line.text.strip(), SHOWN)),),
@@ -324,7 +324,7 @@ def _unknown(root: Traceback, log: Log, symptoms: tuple[str, ...]) -> Finding:
         return replace(needing, also=symptoms)
     rule = UNKNOWN_THAT_ASKS if asked else UNKNOWN
     found = told(rule, [place], values, certainty="possible", evidence=evidence)
-    return replace(found, id=UNKNOWN, also=symptoms)
+    return replace(found, code=UNKNOWN, also=symptoms)
 
 
 def _quoted(said: str) -> str:

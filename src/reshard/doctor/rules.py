@@ -70,10 +70,10 @@ def told(
         return filled(rule[key], values or {})
 
     return Finding(
-        id=identifier,
-        title=text("title"),
-        cause=text("cause"),
-        cure=text("cure"),
+        code=identifier,
+        message=text("title"),
+        rule=text("cause"),
+        remedy=text("cure"),
         certainty=certainty,
         severity=severity or rule["severity"],
         places=tuple(places),

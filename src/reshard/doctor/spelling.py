@@ -77,7 +77,7 @@ def _written(tool: str, spelling: str, value: object) -> str:
 
 def spelled(findings: Iterable[Finding], usage: Usage) -> list[Finding]:
     """Findings whose causes and cures speak the language of what was run."""
-    return [replace(each, cause=_of(each.cause, usage), cure=_of(each.cure, usage)) for each in findings]
+    return [replace(each, rule=_of(each.rule, usage), remedy=_of(each.remedy, usage)) for each in findings]
 
 
 def keys_of(tool: str) -> set[str]:

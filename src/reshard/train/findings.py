@@ -11,7 +11,7 @@ from textwrap import shorten
 from packaging.specifiers import SpecifierSet
 
 from reshard.doctor.environment import Environment, diagnose_environment
-from reshard.doctor.finding import Finding, Place
+from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.spelling import Usage, spelled
 from reshard.errors import Problem
 
@@ -19,17 +19,16 @@ LONGEST = 160
 """Characters of a line that a problem shows: a config can be one line."""
 
 
-def problem_of(finding: Finding, severity: str | None = None) -> Problem:
-    """A finding of the doctor as a problem, in the options of `reshard train`."""
+def in_short(finding: Finding, severity: str | None = None) -> Problem:
+    """A finding in the options of `reshard train` and the lines of a problem: its first place, its remedy in one."""
     (finding,) = spelled([finding], Usage({"reshard"}))
     where = finding.places[0] if finding.places else Place("")
-    return Problem(
-        finding.id,
-        finding.title.en,
+    lines = (line for line in finding.remedy.en.split("\n") if line and not line.startswith("```"))
+    return replace(
+        finding,
         file=str(where) or None,
-        rule=finding.cause.en,
         found=shorten(where.text, LONGEST, placeholder=" …") or None,
-        remedy=" ".join(line for line in finding.cure.en.split("\n") if line and not line.startswith("```")),
+        remedy=Text.same(" ".join(lines)),
         severity=severity or finding.severity,
     )
 
@@ -37,7 +36,7 @@ def problem_of(finding: Finding, severity: str | None = None) -> Problem:
 def without_bf16(environment: Environment) -> Iterator[Problem]:
     """That the GPUs are too old for bfloat16 and flash-attention, if they are."""
     found = diagnose_environment(environment)
-    yield from (problem_of(finding, "error") for finding in found if finding.id == "env-no-bf16")
+    yield from (in_short(finding, "error") for finding in found if finding.code == "env-no-bf16")
 
 
 def lacking(

@@ -17,7 +17,7 @@ from reshard.inspection import inspect_checkpoint
 from reshard.plain_yaml import yaml_of
 from reshard.train import data, outputs
 from reshard.train.engines import engine_of
-from reshard.train.findings import in_training, lacking, problem_of
+from reshard.train.findings import in_short, in_training, lacking
 from reshard.train.run import RECORD, Run, read_record
 
 GIB = 1 << 30
@@ -56,7 +56,7 @@ def ranks(processes: int, gpus: list[Gpu], *, on_cpu: bool) -> Iterator[Problem]
     if gpus and not on_cpu and processes > len(gpus):
         shows = f"--nproc {processes}, {len(gpus)} GPUs visible"
         values = {"local": processes, "count": len(gpus)}
-        yield problem_of(
+        yield in_short(
             told("env-more-processes-than-gpus", [Place("environment", None, shows)], values), "error"
         )
 
@@ -93,9 +93,9 @@ def model(run: Run) -> Iterator[Problem]:
         return
     own = {problem.code: problem for problem in inspection.problems}
     for finding in findings:
-        if finding.id not in HARMLESS:
-            said = own.get(finding.id)
-            yield in_training(said) if said else problem_of(finding)
+        if finding.code not in HARMLESS:
+            said = own.get(finding.code)
+            yield in_training(said) if said else in_short(finding)
     yield from _named(found.path)
     yield from _quantized(run)
 
@@ -137,7 +137,7 @@ SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 
 def template(folder: Path) -> Problem:
     """What the doctor says of a tokenizer that cannot chat, for data that are chats."""
-    return problem_of(told("checkpoint-no-template", [Place(str(folder))]), "error")
+    return in_short(told("checkpoint-no-template", [Place(str(folder))]), "error")
 
 
 def output(run: Run, *, overwrite: bool) -> Iterator[Problem]:
@@ -244,9 +244,9 @@ def config_problems(path: Path) -> list[Problem]:
     """What the doctor finds in a script or a config that a run is to follow. Raises ReshardError if it is none."""
     findings = diagnose(path)
     # The doctor cannot know whether several processes will run a script; here they will.
-    problems = [problem_of(each, "error" if each.id == "script-device-map" else None) for each in findings]
+    problems = [in_short(each, "error" if each.code == "script-device-map" else None) for each in findings]
     if path.suffix in (".yaml", ".yml", ".json") and not any(
-        each.id == "script-device-map" for each in findings
+        each.code == "script-device-map" for each in findings
     ):
         text = path.read_text(encoding="utf-8")
         if _spreads(yaml_of(text.encode())):
@@ -254,7 +254,7 @@ def config_problems(path: Path) -> list[Problem]:
             number = next((number for number, line in lines if "device_map" in line), None)
             shows = text.splitlines()[number - 1].strip() if number else "device_map"
             place = Place(str(path), number, shows, "device_map: null")
-            problems.append(problem_of(told("script-device-map", [place])))
+            problems.append(in_short(told("script-device-map", [place])))
     return problems
 
 

@@ -401,7 +401,7 @@ def _told(
 ) -> Finding:
     place = Place(log.name, failure.last, clipped(failure.said.split("\n")[0], 300))
     finding = told(kind, [place], values, certainty=certainty, evidence=[read_from(found)])
-    return replace(finding, cure=filled_in(finding.cure, failure, log))
+    return replace(finding, remedy=filled_in(finding.remedy, failure, log))
 
 
 def read_from(found: Table) -> Text:

@@ -117,11 +117,11 @@ def signal_name(number: int) -> str:
 
 def _explained(findings: list[Finding], run: Run) -> list[Finding]:
     """What the log shows, together with what this machine and the reward's script break of it, and nothing else."""
-    shown = {finding.id for finding in findings}
+    shown = {finding.code for finding in findings}
     script = Path(f"{(run.reward or '').partition(':')[0].replace('.', '/')}.py")
     of_script = diagnose_script(str(script)) if run.reward and script.is_file() else []
     both = spelled(combined([*findings, *diagnose_environment(), *of_script]), Usage({"reshard"}))
-    return [finding for finding in both if finding.id in shown or shown & set(finding.also)]
+    return [finding for finding in both if finding.code in shown or shown & set(finding.also)]
 
 
 _LAUNCHER = re.compile(
@@ -194,13 +194,13 @@ def _print(
     _print_full(run, console)
     print_way_on(run, console, place)
     for finding in failure.findings[:1]:
-        title = escape(finding.title.of(language))
-        console.print(f"[bold red]{error}:[/] [bold]{title}[/] ({finding.id}, {finding.certainty})")
+        title = escape(finding.message.of(language))
+        console.print(f"[bold red]{error}:[/] [bold]{title}[/] ({finding.code}, {finding.certainty})")
         for shown in (shown for shown in finding.places if shown.target.endswith(".py")):
             console.print(f"  {escape(str(shown))}  {escape(shown.text)}")
-        if finding.id != UNKNOWN:  # its cause is the traceback above
-            console.print(f"[bold]{why}[/] {escape_lines(finding.cause.of(language))}")
-        console.print(f"[bold]{cure}[/] {escape_lines(finding.cure.of(language))}")
+        if finding.code != UNKNOWN:  # its cause is the traceback above
+            console.print(f"[bold]{why}[/] {escape_lines(finding.rule.of(language))}")
+        console.print(f"[bold]{cure}[/] {escape_lines(finding.remedy.of(language))}")
 
 
 FULL = 1 << 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
@@ -108,7 +109,7 @@ def _groups(options: Mapping[str, Any], step: int, replicas: int) -> Iterator[Pr
     else:
         return
     (finding,) = spelled([finding], Usage({"reshard"}))
-    yield Problem(finding.id, finding.title.en, rule=finding.cause.en, found=found, remedy=finding.cure.en)
+    yield replace(finding, found=found)
 
 
 def _evaluated_groups(run: Run, options: Mapping[str, Any], replicas: int) -> Iterator[Problem]:

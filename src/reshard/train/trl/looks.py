@@ -8,7 +8,7 @@ from typing import Any
 from reshard.doctor.entries import find
 from reshard.doctor.environment import Environment, diagnose_environment
 from reshard.errors import Problem
-from reshard.train.findings import problem_of, without_bf16
+from reshard.train.findings import in_short, without_bf16
 from reshard.train.run import Run
 
 RULES = ("env-device-map-tp", "env-accelerate-fsdp2-lora", "env-trl-transformers")
@@ -38,7 +38,7 @@ def asked(run: Run) -> Iterator[Problem]:
 def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> Iterator[Problem]:
     """Rules of the environment that matter to this run; attention that is not there, or sees other samples."""
     found = diagnose_environment(environment)
-    yield from (problem_of(finding) for finding in found if finding.id in RULES)
+    yield from (in_short(finding) for finding in found if finding.code in RULES)
     yield from _packed(options)
     if not environment.gpus or options.get("use_cpu"):
         return
