@@ -46,10 +46,10 @@ class Problem:
         lines = [f"  {name}: {shown(value)}" for name in fields if (value := getattr(self, name)) is not None]
         return "\n".join([shown(self.message), *lines])
 
-    def as_dict(self) -> dict[str, Any]:
-        """The fields of a problem that are set, for `--json`."""
-        given = {each.name: getattr(self, each.name) for each in fields(Problem)}
-        return {name: value for name, value in given.items() if value not in (None, {})}
+    def as_dict(self) -> dict[str, str]:
+        """The fields that are set, for `--json`, without the values: the texts say them."""
+        names = (each.name for each in fields(Problem) if each.name != "values")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 class ReshardError(Exception):
