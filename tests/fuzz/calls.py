@@ -246,7 +246,7 @@ def url(data: bytes) -> None:
     text = data.decode("utf-8", "replace")
     if is_url(text):
         place = parsed(text)
-        assert not place.userinfo or f"{place.userinfo}@" not in place.shown
+        assert not place.userinfo or f"//{place.userinfo}@" not in place.shown
         if place.kind != "http":
             assert not place.query
 
