@@ -222,7 +222,7 @@ def many_ranks(run: Run) -> Run:
         (not_a_model, NOWHERE, "the model is no Hugging Face folder", "reshard inspect"),
         (with_options(device_map="auto"), NOWHERE, "device_map", "device_map=None"),
         (with_options(max_length=4), NOWHERE, "records teach nothing", None),
-        (with_options(bf16=True, use_cpu=False), gpus(2, capability=7.0), "no bfloat16", "fp16=True"),
+        (with_options(bf16=True, use_cpu=False), gpus(2, capability=7.0), "no bfloat16", "--fp16 true"),
         (
             with_options(bf16=True, use_cpu=False),
             gpus(1, gib=1),
