@@ -1,0 +1,21 @@
+"""Folders that are written beside their place, for the tests of what is published, continued and refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from reshard.transfer.staging import staged
+
+LEFT = "0123abcd"
+"""What a run that was killed has in the names of what it left."""
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def write(target: Path, *files: str, overwrite: bool = False) -> None:
+    with staged(target, {file: len(file) for file in files}, overwrite=overwrite) as folder:
+        for file in files:
+            (folder / file).parent.mkdir(exist_ok=True)
+            (folder / file).write_text(file)
