@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from reshard.train import signals
 from reshard.train.launching import launch
 from reshard.train.launching.provenance import words_of
 from reshard.train.request import run_of
@@ -101,6 +104,20 @@ def test_a_step_that_takes_too_long_is_not_saved(before: tuple[str, ...], make_r
     assert "no checkpoint was saved" in shown
     assert read_record(run.output / "run.json")["outcome"] == "interrupted"
     until(lambda: not any(is_alive(pid) for pid in started))
+
+
+def test_a_process_with_many_open_files_hears_it_too() -> None:
+    """As a DataLoader has that opens every shard of a dataset."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        while stack.enter_context(Path(os.devnull).open("rb")).fileno() < 1024:
+            pass
+        stack.enter_context(signals.listening(None))
+        signals.hold()
+        signal.raise_signal(signal.SIGUSR1)
+        until(lambda: signals.heard() == signal.SIGUSR1)
 
 
 @pytest.mark.slow

@@ -90,11 +90,13 @@ class _Listener:
         """Hear what the pipe says until the run is over, and end the process at its deadline."""
         import select
 
+        poll = select.poll()  # select.select takes no descriptor above 1,023
+        poll.register(pipe, select.POLLIN)
         while not self.over.is_set():
             left = self.at + self.seconds - time.monotonic() if self.number and self.seconds else None
             if left is not None and left <= 0:
                 self._end(late(self.number, self.seconds or 0))
-            ready, _, _ = select.select([pipe], [], [], left)
+            ready = poll.poll(None if left is None else 1000 * left)
             for number in os.read(pipe, 64) if ready else b"":
                 if number in ENDING:
                     self.hear(number)
