@@ -14,7 +14,7 @@ SOURCE = Path(reshard.__file__).parent
 DOCS = SOURCE.parents[1] / "docs"
 
 ORDER = (
-    ("shown", "version"),
+    ("shown", "suggest", "version"),
     ("errors", "plain", "plain_yaml"),
     ("plugins",),
     ("stores",),
@@ -81,3 +81,9 @@ def test_the_architecture_page_tells_the_same_order() -> None:
     text = " ".join((DOCS / "architecture.md").read_text(encoding="utf-8").split())
     order = " → ".join(", ".join(parts) for parts in reversed(ORDER))
     assert order in text
+
+
+def test_one_module_suggests_names() -> None:
+    """Similar names are found in one way everywhere: `reshard.suggest`."""
+    users = {name_of(path) for path in MODULES if "difflib" in path.read_text(encoding="utf-8")}
+    assert users == {"reshard.suggest"}

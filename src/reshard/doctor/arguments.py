@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from difflib import get_close_matches
 
 from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.history.keys import Keys
@@ -14,6 +13,7 @@ from reshard.doctor.log import Log, Traceback
 from reshard.doctor.rules import told
 from reshard.doctor.spelling import Usage, keys_of
 from reshard.doctor.words import words
+from reshard.suggest import closest
 
 _LISTS = re.compile(
     r"unrecognized arguments?: (?P<typed>[^\n]+)"
@@ -88,7 +88,7 @@ def _near(name: str, known: set[str]) -> Text:
     prefix, dot, last = name.replace("-", "_").rpartition(".")
     if last in plain and not dot:
         return words("argument-elsewhere", name=name)
-    near = get_close_matches(last, sorted(plain), 1, ALIKE)
+    near = closest(last, plain, cutoff=ALIKE)
     return (
         words("argument-near", name=name, near=f"{prefix}{dot}{plain[near[0]]}")
         if near

@@ -16,6 +16,7 @@ import yaml
 
 from reshard.doctor.finding import Text
 from reshard.errors import ReshardError
+from reshard.suggest import closest
 
 FOLDER = Path(__file__).with_name("catalogue")
 KINDS = ("error", "hang", "silent", "warning", "symptom")
@@ -70,13 +71,11 @@ def find(identifier: str) -> Entry:
 
 def _near(identifier: str, entries: dict[str, Entry]) -> list[str]:
     """Ids of rules and entries like this one; of entries, too, whose text has these words."""
-    from difflib import get_close_matches
-
     from reshard.doctor.rules import rules
 
     asked = identifier.lower().replace("_", "-")
     said = [entry.id for entry in entries.values() if " " in asked and asked in entry.excerpt.lower()]
-    return (said or get_close_matches(asked, [*entries, *rules()], n=4, cutoff=0.3))[:4]
+    return (said or closest(asked, [*entries, *rules()], most=4, cutoff=0.3))[:4]
 
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a hundred files: ten times faster in C

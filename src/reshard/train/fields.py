@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import ast
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ForwardRef, List, Literal, Optional, Tuple, Union, get_args, get_origin  # noqa: UP035
 
 from reshard.plain import json_of
+from reshard.suggest import closest
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
@@ -183,5 +183,5 @@ def nearest(name: str, known: Collection[str], elsewhere: Mapping[str, str]) -> 
     """What to type in the place of an option that there is not; `elsewhere` are names that others have for it."""
     if name.removeprefix("no_") in known:
         return f"--{name.removeprefix('no_')} false switches it off"
-    near: Iterator[str] = iter(get_close_matches(elsewhere.get(name, name), known, 1))
-    return next((f"did you mean --{each}?" for each in near), None)
+    near = closest(elsewhere.get(name, name), known)
+    return f"did you mean --{near[0]}?" if near else None

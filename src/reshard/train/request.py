@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from reshard.algebra.layout import Layout
 from reshard.errors import Problem, ReshardError
 from reshard.plain_yaml import yaml_of
+from reshard.suggest import did_you_mean
 from reshard.train.engines import MODULES, engine_named, engine_of
 from reshard.train.run import PARALLEL, RECORD, SIZES, Ranks, Run
 from reshard.train.signals import SECONDS
@@ -169,9 +169,7 @@ def _mistyped(told: Options) -> list[Problem]:
             f"there is no such {name}",
             expected=", ".join(choices),
             found=f"{name}: {told[name]}",
-            remedy=f"did you mean {near[0]}?"
-            if (near := get_close_matches(str(told[name]), choices, 1))
-            else "choose one of these",
+            remedy=did_you_mean(str(told[name]), choices, "choose one of these"),
         )
         for name, choices in _CHOICES.items()
         if told.get(name) not in (None, *choices)

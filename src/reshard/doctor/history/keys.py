@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 from reshard.doctor.history.calls import Refused, base_of
 from reshard.doctor.history.table import Table, table
 from reshard.doctor.history.versions import Versions
+from reshard.suggest import closest
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Keys:
         """The key that an unknown one is probably meant for."""
         if not self.known or key in self.known or self.gone(key):
             return None
-        near = get_close_matches(key, sorted(self.known), 1, 0.85)
+        near = closest(key, self.known, cutoff=0.85)
         return near[0] if near else None
 
     def gone(self, key: str) -> Refused | None:

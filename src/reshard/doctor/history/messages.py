@@ -7,7 +7,6 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
@@ -23,6 +22,7 @@ from reshard.doctor.reading import clipped
 from reshard.doctor.rules import told
 from reshard.doctor.upstream import asker
 from reshard.doctor.words import words
+from reshard.suggest import closest
 
 _Q = r"[`'\"‘’“”]"
 _IMPORT = re.compile(
@@ -167,7 +167,7 @@ def of_no_release(root: Traceback, log: Log) -> Finding | None:
     if module is None or "partially initialized" in root.said:
         return None
     names = {name for group in module.values() for name in group.split(" ")}
-    near = get_close_matches(match["name"], sorted(names), 1, NEAR)
+    near = closest(match["name"], names, cutoff=NEAR)
     values: dict[str, object] = {"name": match["name"], "module": match["module"], "package": own.package}
     values |= {"first": own.versions[0], "last": own.versions[-1]}
     values["near"] = words("nearest-name", name=near[0]) if near else Text.same("")

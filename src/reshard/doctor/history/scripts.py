@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from difflib import get_close_matches
 
 from reshard.doctor.finding import Finding, Place
 from reshard.doctor.history.calls import parameters, refused
@@ -15,6 +14,7 @@ from reshard.doctor.history.versions import Versions
 from reshard.doctor.rules import told
 from reshard.doctor.source import Call, Source
 from reshard.doctor.words import words
+from reshard.suggest import closest
 
 COMMON = ("trl", "transformers", "peft", "accelerate")
 """Where a class comes from that a script uses without an import, as a cell of a notebook does."""
@@ -211,7 +211,7 @@ def _keywords(
         name = keyword.arg
         if why.bounds is None:
             known = parameters(found, function, versions) or set()
-            near = get_close_matches(name, sorted(known), 1, 0.85)
+            near = closest(name, known, cutoff=0.85)
             if near:
                 sure, evidence = versions.certainty(found, found.versions[-1])
                 slip = {"name": shown, "key": name, "near": near[0]}

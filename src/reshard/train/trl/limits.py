@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from reshard.errors import Problem
+from reshard.suggest import did_you_mean
 
 POSITIVE = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "logging_steps"),
@@ -62,13 +62,12 @@ def _attention(chosen: Any) -> Iterator[Problem]:
 
     known = [*ATTENTIONS, *(name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in name)]
     if chosen not in known:
-        near = get_close_matches(chosen, known, 1)
         yield Problem(
             "attention-unknown",
             "transformers has no such attention",
             expected=", ".join(dict.fromkeys(known)),
             found=f"--attn_implementation {chosen}",
-            remedy=f"did you mean {near[0]}?" if near else "leave it out: sdpa is taken",
+            remedy=did_you_mean(chosen, known, "leave it out: sdpa is taken"),
         )
 
 
@@ -80,13 +79,12 @@ def _trackers(named: Any) -> Iterator[Problem]:
     known = [*INTEGRATION_TO_CALLBACK, "all", "none"]
     for name in names:
         if name not in known:
-            near = get_close_matches(str(name), known, 1)
             yield Problem(
                 "tracker-unknown",
                 "transformers knows no such tracker",
                 expected=", ".join(known),
                 found=f"--report_to {name}",
-                remedy=f"did you mean {near[0]}?"
-                if near
-                else "leave it out: metrics.jsonl and report.html are always written",
+                remedy=did_you_mean(
+                    str(name), known, "leave it out: metrics.jsonl and report.html are always written"
+                ),
             )

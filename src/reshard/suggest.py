@@ -1,0 +1,44 @@
+"""What somebody who typed an unknown name probably meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+
+ALIKE = 0.6
+"""The similarity, from 0 to 1 (`difflib.SequenceMatcher.ratio`), from which on a name is suggested."""
+
+
+def closest(name: str, known: Iterable[str], *, most: int = 1, cutoff: float = ALIKE) -> list[str]:
+    """At most `most` of the `known` names, the most similar first; none below `cutoff`.
+
+    Case does not matter, and neither do leading dashes or dashes in place of underscores.
+    """
+    plain = {_plain(each): each for each in sorted(known)}
+    return [plain[each] for each in get_close_matches(_plain(name), plain, most, cutoff)]
+
+
+def meant(name: str, known: Iterable[str], elsewhere: Mapping[str, str] | None = None) -> str | None:
+    """The known name to suggest, or None.
+
+    `elsewhere` maps names that other programs use to ours. An unambiguous beginning of a name stands for it.
+    """
+    known = list(known)
+    for theirs, ours in (elsewhere or {}).items():
+        if _plain(theirs) == _plain(name) and ours.split()[0] in known:
+            return ours
+    begun = [each for each in known if _plain(each).startswith(_plain(name))] if len(_plain(name)) > 2 else []
+    near = begun if len(begun) == 1 else closest(name, known)
+    return near[0] if near else None
+
+
+def did_you_mean(
+    name: str, known: Iterable[str], otherwise: str, elsewhere: Mapping[str, str] | None = None
+) -> str:
+    """The remedy for an unknown name; `otherwise` is the remedy if no known name is similar."""
+    near = meant(name, known, elsewhere)
+    return f"did you mean {near}?" if near else otherwise
+
+
+def _plain(name: str) -> str:
+    return name.lower().lstrip("-").replace("_", "-")
