@@ -23,18 +23,18 @@ PROMPT = "A checkpoint is a promise: whoever stops the machine tonight"
 
 @dataclass(frozen=True)
 class Station:
-    """A command with the exit status that it should have; `last_line` shows only the end of what it prints."""
+    """A command with the exit status that it should have; `first_line` shows only the beginning of what it prints."""
 
     title: str
     command: tuple[str, ...]
     result: Path | None = None
     status: int = 0
-    last_line: bool = False
+    first_line: bool = False
 
     @property
     def shown(self) -> str:
         """The command as one types it."""
-        return shlex.join(self.command) + (" | tail -n 1" if self.last_line else "")
+        return shlex.join(self.command) + (" | head -n 1" if self.first_line else "")
 
 
 def stations(output: Path, steps: int) -> Iterator[Station]:
@@ -64,7 +64,7 @@ def stations(output: Path, steps: int) -> Iterator[Station]:
         "The weights are no longer those of the beginning",
         ("reshard", "verify", model, final),
         status=1,
-        last_line=True,
+        first_line=True,
     )
     yield Station(
         "They are those that Megatron-Core saved, and both compute the same",
@@ -84,7 +84,7 @@ def run(station: Station) -> None:
         _executable(station.command), stdout=subprocess.PIPE, text=True, encoding="utf-8", check=False
     )
     lines = done.stdout.splitlines()
-    for line in lines[-1:] if station.last_line else lines:
+    for line in lines[:1] if station.first_line else lines:
         print(line)
     size = "" if station.result is None else f", {station.result} is {_megabytes(station.result):.1f} MB"
     print(f"  ({time.monotonic() - begin:.1f} s{size})\n", flush=True)

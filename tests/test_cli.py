@@ -32,17 +32,21 @@ CONTRACT = {
     "export": "",
     "doctor": "--lang --list --explain --json --python",
     "support": "--json",
+    "install-completion": "--print --json",
+    "help": "",
 }
 BESIDES = {
-    "inspect": "--iteration --remove-unfinished --debug",
+    "inspect": "--iteration --remove-unfinished --quiet --debug",
     "convert": "--stages --transformer-impl --strict --strip --no-checksum --with-optimizer "
     "--merge --adapter --lora-alpha --engine --quantize --no-resume --verify --push-to-hub --private"
     " --on --no-sync",
-    "verify": "--memory --debug",
+    "verify": "--memory --quiet --debug",
     "train": "",  # its methods have the flags: tests/train/test_cli.py
     "export": "--merge --dtype --overwrite --no-resume --quiet --json --debug",
     "doctor": "--quiet --debug",
     "support": "--debug",
+    "install-completion": "--debug",
+    "help": "",
 }
 INSPECT_KEYS = {
     *("format", "family", "layout", "iteration", "tensors", "parameters"),
@@ -93,16 +97,17 @@ def test_help_tells_every_flag_and_there_are_no_others(name: str) -> None:
     flags = {*CONTRACT[name].split(), *BESIDES[name].split()}
     result = reshard(name, "--help")
     assert result.code == 0 and result.err == ""
-    assert set(re.findall(r"(?m)^ +(?:-h, )?(--[a-z-]+)", result.out)) == flags | {"--help"}
+    assert set(re.findall(r"(?m)^ +(?:-[hq], )?(--[a-z-]+)", result.out)) == flags | {"--help"}
     options = [each for each in command(name).params if isinstance(each, click.Option)]
-    assert {flag for option in options for flag in option.opts} == flags
+    assert {flag for option in options for flag in option.opts} - {"-q"} == flags
+    assert ("-q, --quiet" in result.out) == ("--quiet" in flags)
     assert all(option.help and not option.hidden for option in options)
 
 
 def test_help_tells_every_command() -> None:
     result = reshard("--help")
     assert result.code == 0 and list(cli.list_commands(click.Context(cli))) == list(CONTRACT)
-    assert set(re.findall(r"(?m)^  ([a-z]+)  ", result.out)) == set(CONTRACT)
+    assert set(re.findall(r"(?m)^  ([a-z-]+)  ", result.out)) == set(CONTRACT)
     assert "Exit status: 0 done, 1 the check failed, 2 the request cannot be carried" in result.out
 
 
@@ -111,22 +116,18 @@ def test_formats_to_choose_from_are_those_there_are() -> None:
     assert isinstance(to.type, click.Choice) and set(to.type.choices) == written().keys()
 
 
-def test_version() -> None:
-    result = reshard("--version")
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_version(flag: str) -> None:
+    result = reshard(flag)
     assert (result.code, result.out) == (0, f"reshard, version {api.__version__}\n")
-
-
-def test_a_command_that_is_none() -> None:
-    result = reshard("explode")
-    assert result.code == 2 and "explode" in result.err and result.out == ""
 
 
 @pytest.mark.parametrize(
     ("function", "name", "own"),
     [
-        (api.inspect, "inspect", {"age"}),
+        (api.inspect, "inspect", {"age", "quiet"}),
         (api.convert, "convert", {"quiet"}),
-        (api.verify, "verify", set()),
+        (api.verify, "verify", {"quiet"}),
     ],
 )
 def test_functions_have_the_arguments_of_their_commands(
@@ -135,7 +136,9 @@ def test_functions_have_the_arguments_of_their_commands(
     signature = inspect.signature(function)
     arguments = {each: value for each, value in signature.parameters.items() if not each.startswith("on_")}
     arguments.pop("command", None)  # what was typed
-    options: Mapping[str | None, click.Parameter] = {each.name: each for each in command(name).params}
+    options: Mapping[str | None, click.Parameter] = {
+        "path" if each.name == "paths" else each.name: each for each in command(name).params
+    }
     assert arguments.keys() == options.keys() - own - {"json_output", "debug"}
     assert all(value.annotation is not inspect.Parameter.empty for value in arguments.values())
     words = ["A", "B"][
@@ -377,7 +380,7 @@ def test_verify_tells_what_it_took_for_granted(model: Path, megatron: Path, tmp_
 def test_verify_different(model: Path, other: Path) -> None:
     assert not api.verify(model, other)
     result = reshard("verify", model, other)
-    assert result.code == 1 and "different: 6 tensors" in result.out
+    assert result.code == 1 and result.out.startswith("different: 6 of 47 tensors\n")
     layer = "model.layers.1."
     rows = {
         f"{layer}self_attn.q_proj.weight": ("values", "3 of 8192 elements", "0.5"),
@@ -388,7 +391,7 @@ def test_verify_different(model: Path, other: Path) -> None:
         f"{layer}extra.weight": ("only in B", "float32 [64, 128]"),
     }
     for tensor, cells in rows.items():
-        (line,) = [line for line in result.out.splitlines() if f" {tensor} " in line]
+        (line,) = [line for line in result.out.splitlines() if line.startswith(f"{tensor} ")]
         assert all(cell in line for cell in cells), line
     machine = reshard("verify", model, other, "--json")
     assert machine.code == 1 and not machine.json["equal"]
@@ -406,10 +409,29 @@ def test_verify_of_what_cannot_be_read(model: Path, tmp_path: Path) -> None:
     assert result.code == 2 and "nothing at this path" in result.err
 
 
-def test_names_of_tensors_are_whole_on_a_narrow_terminal(model: Path, other: Path) -> None:
-    shown = in_terminal("verify", model, other, COLUMNS="60", NO_COLOR="1")
+def test_names_of_tensors_are_whole_on_a_terminal(model: Path, other: Path) -> None:
+    shown = in_terminal("verify", model, other, COLUMNS="80", NO_COLOR="1")
     letters = re.sub(rf"[^a-z0-9_.]|{ESCAPE}\[[0-9;]*m", "", "".join(re.findall(r"(?m)^│ ?(\S*)", shown)))
     assert "model.layers.1.self_attn.q_proj.weight" in letters
+
+
+def test_a_narrow_terminal_gets_a_record_for_each_row(model: Path, other: Path) -> None:
+    lines = in_terminal("verify", model, other, COLUMNS="40", NO_COLOR="1").splitlines()
+    at = lines.index("model.layers.1.self_attn.q_proj.weight")
+    assert lines[0].startswith("different: 6 of") and not any("│" in line for line in lines)
+    assert lines[at + 1 : at + 4] == [
+        "  what differs: values",
+        "  A: 3 of 8192 elements",
+        "  largest difference: 0.5",
+    ]
+
+
+def test_a_pipe_gets_plain_columns(model: Path, other: Path) -> None:
+    for words in (("verify", model, other), ("support",), ("doctor", "--list", "--lang", "en")):
+        out = reshard(*words).out
+        assert not set(out) & set("│┃━─┏╇"), words
+    columns = [line.split()[0] for line in reshard("support").out.splitlines() if line]
+    assert columns[0] == "FORMAT" and {*FORMATS, *FAMILIES} <= {*columns}
 
 
 def test_support(model: Path) -> None:

@@ -11,7 +11,7 @@ from reshard import conversion, planning
 from reshard.algebra.layout import Layout
 from reshard.conversion import Conversion
 from reshard.errors import ReshardError
-from reshard.formats import open_checkpoint
+from reshard.formats import open_checkpoint, writable
 from reshard.formats.checkpoint import Checkpoint, Iteration
 from reshard.formats.record import Integrity, check_record
 from reshard.stores import source_path, typed_path
@@ -142,7 +142,7 @@ def convert(
         push = Push(push_to_hub, private, overwrite)
     layout = Layout(tp, pp, vpp, ep, tp if etp is None else etp, stages)
     options = planning.Options(
-        to=to,
+        to=writable(to).name if to else None,
         base=source_path(base) if base else None,
         layout=layout,
         iteration=iteration,

@@ -17,9 +17,10 @@ from importlib import import_module
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
+from reshard.cli.usage import Group, WrongUsageError, problems_of_usage
 from reshard.errors import Problem, ReshardError, can_reserve, is_no_memory, no_memory
-from reshard.shown import shown
 from reshard.version import __version__
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -33,13 +34,15 @@ NUMPY = 96 << 20
 """Bytes of address space with which numpy can be loaded. With less, its OpenBLAS ends the process itself."""
 
 COMMANDS = {
-    "inspect": "What is this checkpoint, is it whole, and what to type next.",
-    "convert": "Carry a checkpoint to another format or parallel layout.",
-    "verify": "Are the weights of two checkpoints the same, bit for bit?",
+    "inspect": "Show what a checkpoint is, whether it is complete, and what to type next.",
+    "convert": "Convert a checkpoint to another format or parallel layout.",
+    "verify": "Compare the weights of two checkpoints bit for bit.",
     "train": "Fine-tune on many processes, and end with a Hugging Face folder.",
-    "export": "Make a Hugging Face folder of a checkpoint that `train` left.",
-    "doctor": "What is wrong with a log, a script, a checkpoint or this machine, and the cure.",
-    "support": "Which formats and families are read and written.",
+    "export": "Make a Hugging Face folder from a checkpoint that `train` saved.",
+    "doctor": "Explain why a log, script, checkpoint or machine fails, and how to fix it.",
+    "support": "List the formats and model families that are read and written.",
+    "install-completion": "Complete commands, options and their values in your shell.",
+    "help": "Show the help of a command.",
 }
 
 
@@ -56,7 +59,7 @@ def _past_click() -> Iterator[None]:
         sys.exit(READER_GONE)
 
 
-class LazyGroup(click.Group):
+class LazyGroup(Group):
     """Knows its commands by name; imports one when it is needed, so that `--help` stays fast."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
@@ -75,8 +78,15 @@ class LazyGroup(click.Group):
             return None
         if "numpy" not in sys.modules and not can_reserve(NUMPY):
             raise MemoryError(f"{NUMPY:,} bytes for numpy")
-        command: click.Command = import_module(f"reshard.cli.{cmd_name}").command
+        command: click.Command = import_module(f"reshard.cli.{cmd_name.replace('-', '_')}").command
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
+        """The names of the commands, of which none is imported for that."""
+        names = [
+            CompletionItem(name, help=text) for name, text in COMMANDS.items() if name.startswith(incomplete)
+        ]
+        return names or super().shell_complete(ctx, incomplete)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -86,9 +96,9 @@ class LazyGroup(click.Group):
 @click.group(
     cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
 )
-@click.version_option(__version__, prog_name="reshard")
+@click.version_option(__version__, "-V", "--version", prog_name="reshard", help="Show the version.")
 def cli() -> None:
-    """Carry LLM weights between Hugging Face and every distributed-training checkpoint, in any parallel layout.
+    """Convert LLM weights between Hugging Face and every distributed-training checkpoint, in any parallel layout.
 
     \b
       reshard inspect  CKPT                              what is this, what do I type next
@@ -120,20 +130,11 @@ def main(argv: list[str] | None = None) -> Any:
 def _run(words: list[str]) -> Any:
     try:
         return cli.main(args=words, prog_name="reshard", standalone_mode=False, obj=tuple(words))
-    except click.ClickException as error:
-        vars(error)["message"] = shown(
-            error.message
-        )  # it quotes what was typed, or what the shell found for a *
-        if "--json" in words:
-            click.echo(json.dumps({"problems": [{"message": error.format_message(), "severity": "error"}]}))
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
-        sys.exit(error.exit_code)
-    except ReshardError as error:  # what was typed names nothing: no command began
-        from reshard.cli.console import print_json, print_problems, stderr
-
-        if "--json" in words:
-            print_json({"problems": [problem.as_dict() for problem in error.problems]})
-        print_problems(error.problems, stderr())
+        sys.exit(2)
+    except (click.ClickException, ReshardError) as error:  # no command began
+        _refuse(error, as_json="--json" in words)
         sys.exit(2)
     except click.Abort:  # Ctrl-C before a command began
         sys.exit(130)
@@ -145,6 +146,19 @@ def _run(words: list[str]) -> Any:
             click.echo(json.dumps({"problems": [found.as_dict()]}))
     click.echo(f"error: {found}", err=True)
     sys.exit(2)
+
+
+def _refuse(error: click.ClickException | ReshardError, *, as_json: bool) -> None:
+    """Say what is wrong with the command line, and where to read what is right."""
+    from reshard.cli.console import print_json, print_problems, stderr
+
+    problems = problems_of_usage(error)
+    if as_json:
+        print_json({"problems": [problem.as_dict() for problem in problems]})
+    print_problems(problems, stderr())
+    context = error.context if isinstance(error, WrongUsageError) else getattr(error, "ctx", None)
+    if context is not None:
+        click.echo(f"{context.get_usage()}\nTry '{context.command_path} --help'.", err=True)
 
 
 def _last_words(error: Exception) -> Problem:

@@ -226,7 +226,7 @@ def problems_of(error: Exception) -> list[Problem]:
     ]
 
 
-_PRINTING = ("--json", "--debug", "--quiet")
+_PRINTING = ("--json", "--debug", "--quiet", "-q")
 
 
 def typed() -> str:

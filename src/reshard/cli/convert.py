@@ -23,17 +23,24 @@ from reshard.cli.console import (
     stdout,
     typed,
 )
-from reshard.cli.options import iteration_option, memory_option
+from reshard.cli.options import OUTPUT, SOURCE, iteration_option, memory_option, quiet_option
+from reshard.cli.usage import Command
 from reshard.conversion import Conversion
 from reshard.errors import listed, size
 from reshard.families.family import ENGINES
-from reshard.formats import written
+from reshard.formats import writable, written
 from reshard.model.quantizer import STORAGES
 from reshard.shown import escape
-from reshard.stores import source_path, typed_path
 from reshard.transfer.plan import Plan
 
 POSITIVE = click.IntRange(min=1)
+
+
+class FormatName(click.Choice[str]):
+    """A format to write, by its name or one of its aliases."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return writable(value).name
 
 
 def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...]:
@@ -43,15 +50,15 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
         raise click.BadParameter("give the layers of each stage, as 10,12,12,10") from None
 
 
-@click.command("convert")
-@click.argument("src", type=source_path)
-@click.argument("dst", type=typed_path)
+@click.command("convert", cls=Command)
+@click.argument("src", type=SOURCE)
+@click.argument("dst", type=OUTPUT)
 @click.option(
-    "--to", type=click.Choice(list(written())), help="Format of DST; huggingface unless SRC is one."
+    "--to",
+    type=FormatName(list(written())),
+    help="Format of the output, or an alias such as hf or mcore. [default: huggingface, unless SRC is that]",
 )
-@click.option(
-    "--base", type=source_path, metavar="PATH", help="Hugging Face folder with config and tokenizer."
-)
+@click.option("--base", type=SOURCE, metavar="PATH", help="Hugging Face folder with config and tokenizer.")
 @click.option(
     "--tp",
     type=POSITIVE,
@@ -132,7 +139,7 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     help="Then upload DST to this Hugging Face repository, with a model card, in one commit.",
 )
 @click.option("--private", is_flag=True, help="Make the repository private if it is new.")
-@click.option("--quiet", is_flag=True, help="Print warnings and errors only.")
+@quiet_option()
 @common_options
 @handles_errors
 def command(src: Path, dst: Path, quiet: bool, json_output: bool, **options: Any) -> None:

@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 import click
 from rich.cells import set_cell_size
-from rich.table import Table
 
 from reshard.cli.console import common_options, handles_errors, print_json, progress, stdout
+from reshard.cli.options import quiet_option
+from reshard.cli.tables import print_table
+from reshard.cli.usage import Command
 from reshard.doctor import Finding, diagnose
 from reshard.doctor.diagnosis import bytes_of_logs
 from reshard.doctor.entries import Entry, catalogue, find
@@ -51,7 +53,7 @@ LABELS = {
 }
 
 
-@click.command("doctor")
+@click.command("doctor", cls=Command)
 @click.argument("targets", nargs=-1, metavar="[TARGET …]")
 @click.option("--lang", type=click.Choice(LANGUAGES), help="Language of causes and cures; by the locale.")
 @click.option("--list", "list_all", is_flag=True, help="List the catalogue of failures.")
@@ -59,7 +61,7 @@ LABELS = {
 @click.option(
     "--python", metavar="PATH", help="Look at the environment of this interpreter, not of reshard's own."
 )
-@click.option("--quiet", is_flag=True, help="Print one line for each finding.")
+@quiet_option("Print one line for each finding.")
 @common_options
 @handles_errors
 def command(
@@ -227,10 +229,8 @@ def _list(language: str, json_output: bool) -> None:
         )
         return
     words = LABELS[language]
-    table = Table(words["id"], words["kind"], words["title"])
-    for entry in entries:
-        table.add_row(entry.id, words[entry.kind], escape(entry.title.of(language)))
-    stdout().print(table)
+    rows = [(entry.id, words[entry.kind], entry.title.of(language)) for entry in entries]
+    print_table(stdout(), (words["id"], words["kind"], words["title"]), rows)
     stdout().print(words["count"].format(count=len(entries)))
 
 

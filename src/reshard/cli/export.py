@@ -9,16 +9,18 @@ import click
 
 from reshard.cli.console import common_options, handles_errors
 from reshard.cli.convert import shown
+from reshard.cli.options import quiet_option
+from reshard.cli.usage import Command
 
 
-@click.command("export")
+@click.command("export", cls=Command)
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("dst", type=click.Path(path_type=Path))
 @click.option("--merge", is_flag=True, help="Merge the adapter of a LoRA run into its base.")
 @click.option("--dtype", metavar="DTYPE", help="Convert weights to float32, bfloat16 or float16.")
 @click.option("--overwrite", is_flag=True, help="Replace the one checkpoint at DST.")
 @click.option("--no-resume", is_flag=True, help="Start anew, and keep nothing of a run that is interrupted.")
-@click.option("--quiet", is_flag=True, help="Print warnings and errors only.")
+@quiet_option()
 @common_options
 @handles_errors
 def command(

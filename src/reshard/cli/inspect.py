@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -19,12 +20,13 @@ from reshard.cli.console import (
     print_problems,
     stdout,
 )
-from reshard.cli.options import iteration_option
-from reshard.errors import size
+from reshard.cli.options import SOURCE, iteration_option, quiet_option
+from reshard.cli.usage import Command
+from reshard.errors import ReshardError, size
 from reshard.formats.checkpoint import Checkpoint
 from reshard.inspection import OPTIMIZER, Inspection
 from reshard.shown import escape
-from reshard.stores import StorePath, source_path
+from reshard.stores import StorePath
 from reshard.transfer.leftovers import SetAside, Unfinished, set_aside
 from reshard.transfer.uploading import remove_unfinished_at, unfinished_at
 
@@ -41,25 +43,56 @@ def _age(ctx: click.Context, param: click.Parameter, value: str | None) -> float
     return float(int(match[1]) * UNITS[match[2]])
 
 
-@click.command("inspect")
-@click.argument("path", type=source_path)
-@iteration_option("Which step of a run; the one that its tracker names by default.")
+@click.command("inspect", cls=Command)
+@click.argument("paths", nargs=-1, required=True, type=SOURCE, metavar="PATH …")
+@iteration_option("Step of a run to inspect. [default: the one that its tracker names]")
 @click.option(
     "--remove-unfinished",
     "age",
     callback=_age,
     metavar="AGE",
-    help="Remove unfinished conversions to PATH without progress for this long, for example 12h or 7d.",
+    help="Remove unfinished conversions to PATH that made no progress for this long, for example 12h or 7d.",
 )
+@quiet_option("Print problems only.")
 @common_options
 @handles_errors
-def command(path: Path, iteration: int | str | None, age: float | None, json_output: bool) -> None:
-    """Say what the checkpoint at PATH is, whether it is whole, and what to type next.
+def command(
+    paths: tuple[Path, ...], iteration: int | str | None, age: float | None, quiet: bool, json_output: bool
+) -> None:
+    """Show what the checkpoint at each PATH is, whether it is complete, and what to type next.
 
-    Reads headers and metadata only, also of a URL or of Org/Model on the hub. Also lists unfinished conversions to
-    PATH, with the commands that continue them, and folders that a killed run moved aside when it replaced them.
-    Exit status: 0 whole, 1 problems were found, 2 nothing could be opened.
+    Reads headers and metadata only. PATH can be a URL, or Org/Model on the hub. Also lists unfinished conversions to
+    PATH, with the commands that continue them, and folders that a killed run had moved aside to replace them.
+    --json prints an object, or an array of objects for several paths.
+
+    Exit status: 0 complete, 1 problems were found, 2 a PATH cannot be opened.
     """
+    reports, status = [], 0
+    for number, path in enumerate(paths):
+        if number and not (quiet or json_output):
+            stdout().print()
+        try:
+            report, code = _report(path, iteration, age, quiet=quiet, json_output=json_output)
+        except ReshardError as error:
+            if len(paths) == 1:
+                raise
+            print_problems(error.problems)
+            report, code = {"path": str(path), **_problems(error)}, 2
+        reports.append(report)
+        status = max(status, code)
+    if json_output:
+        print_json(reports[0] if len(paths) == 1 else reports)
+    sys.exit(status)
+
+
+def _problems(error: ReshardError) -> dict[str, Any]:
+    return {"problems": [problem.as_dict() for problem in error.problems]}
+
+
+def _report(
+    path: Path, iteration: int | str | None, age: float | None, *, quiet: bool, json_output: bool
+) -> tuple[dict[str, Any], int]:
+    """What `--json` prints about one path, and the exit status; printed for people unless `json_output`."""
     removed = remove_unfinished_at(path, age) if age is not None else []
     left = unfinished_at(path)
     is_inside = isinstance(path, StorePath)  # what a run left is where the checkpoint will be
@@ -69,20 +102,18 @@ def command(path: Path, iteration: int | str | None, age: float | None, json_out
         "set_aside": [each.as_dict() for each in old],
         "removed": [str(each.folder) for each in removed],
     }
-    if not json_output:
+    if not (json_output or quiet):
         _print_unfinished(left, removed)
         _print_set_aside(old)
     if (left or removed or old) and (is_inside or not path.exists()):
-        if json_output:
-            print_json({"path": str(path), **beside})
-        sys.exit(1 if left or old else 0)
-    with Watch("inspect", quiet=json_output) as watch:
+        return {"path": str(path), **beside}, 1 if left or old else 0
+    with Watch("inspect", quiet=json_output or quiet) as watch:
         found = api.inspect(path, iteration, on_step=watch.step)
-    if json_output:
-        print_json({**found.as_dict(), **beside})
-    else:
+    if quiet:
+        print_problems(found.problems)
+    elif not json_output:
         _print(found)
-    sys.exit(0 if found.whole else 1)
+    return {**found.as_dict(), **beside}, 0 if found.whole else 1
 
 
 def _print_unfinished(left: list[Unfinished], removed: list[Unfinished]) -> None:
@@ -125,7 +156,7 @@ def _print(found: Inspection) -> None:
     rows = {
         "path": str(c.path),
         "format": f"{c.format} ({c.variant})" if c.variant else c.format,
-        "family": found.family or "not known",
+        "family": found.family or "unknown",
         "layout": _layout(found),
         "iteration": "" if c.iteration is None else str(c.iteration),
         "weights": f"{count(c.parameters)} parameters in {len(c.tensors)} tensors, {size(c.nbytes)}",

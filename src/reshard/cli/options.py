@@ -3,9 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
+
+from reshard.stores import source_path, typed_path
+
+
+class PathType(click.ParamType):
+    """A path or an address, which shells complete as a path; `read` makes it of what was typed."""
+
+    name = "path"
+
+    def __init__(self, read: Callable[[str], Path]) -> None:
+        self._read = read
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        return value if isinstance(value, Path) else self._read(value)
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem[str]]:
+        return [CompletionItem(incomplete, type="file")]
+
+
+SOURCE, OUTPUT = PathType(source_path), PathType(typed_path)
+"""What is read, on this machine, in a store or on the hub; and what is written."""
 
 
 def _iteration(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
@@ -25,6 +50,11 @@ def memory_option(function: Callable[..., Any]) -> Callable[..., Any]:
         metavar="SIZE",
         help="Bound on the memory that it takes beside Python itself, about 60 MiB.",
     )(function)
+
+
+def quiet_option(help: str = "Print warnings and errors only.") -> Callable[[Any], Any]:
+    """`--quiet`, or `-q`."""
+    return click.option("-q", "--quiet", is_flag=True, help=help)
 
 
 def iteration_option(help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

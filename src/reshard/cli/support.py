@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import click
-from rich.table import Table
 
 from reshard.cli.console import common_options, handles_errors, print_json, stdout
+from reshard.cli.tables import print_table
+from reshard.cli.usage import Command
 
 
-@click.command("support")
+@click.command("support", cls=Command)
 @common_options
 @handles_errors
 def command(json_output: bool) -> None:
@@ -20,21 +21,26 @@ def command(json_output: bool) -> None:
         print_json(content)
         return
     console = stdout()
-    table = Table("format", "what it is", "read", "written")
-    for row in content["formats"]:
-        table.add_row(
-            row["name"], row["what"], "yes" if row["read"] else "no", "yes" if row["written"] else "no"
+    formats = [
+        (each["name"], each["what"], *("yes" if each[way] else "no" for way in ("read", "written")))
+        for each in content["formats"]
+    ]
+    families = [
+        (
+            each["name"],
+            each["architecture"],
+            each["engine"],
+            ", ".join(each["judged"]) or NOT_JUDGED,
+            ", ".join(each["aliases"]),
         )
-    console.print(table)
-    table = Table("family", "architecture", "computed by", "judged by", "the same under another name")
-    for row in content["families"]:
-        judges = ", ".join(row["judged"]) or NOT_JUDGED
-        table.add_row(row["name"], row["architecture"], row["engine"], judges, ", ".join(row["aliases"]))
-    console.print(table)
-    table = Table("not converted to Megatron-Core", "why")
-    for row in content["undeclared"]:
-        table.add_row(row["name"], row["why"])
-    console.print(table)
+        for each in content["families"]
+    ]
+    print_table(console, ("format", "what it is", "read", "written"), formats)
+    console.print()
+    print_table(console, ("family", "architecture", "computed by", "judged by", "also named"), families)
+    console.print()
+    undeclared = [(each["name"], each["why"]) for each in content["undeclared"]]
+    print_table(console, ("not converted to Megatron-Core", "why"), undeclared)
 
 
 NOT_JUDGED = "not judged"

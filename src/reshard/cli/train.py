@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.table import Table
 
 from reshard.cli.console import (
     common_options,
@@ -18,6 +17,9 @@ from reshard.cli.console import (
     stderr,
     stdout,
 )
+from reshard.cli.options import quiet_option
+from reshard.cli.tables import print_table
+from reshard.cli.usage import Group
 from reshard.shown import escape
 from reshard.train.engines import MODULES, engine_named
 from reshard.train.request import run_of
@@ -33,7 +35,7 @@ PATH = click.Path(path_type=Path)
 SETTINGS = {"ignore_unknown_options": True}
 
 
-@click.group("train")
+@click.group("train", cls=Group)
 def command() -> None:
     """Fine-tune a model on many processes, and end with a Hugging Face folder.
 
@@ -105,7 +107,7 @@ _OPTIONS = [
     click.option("--dry-run", is_flag=True, help="Check everything, print the plan, and stop."),
     click.option("--overwrite", is_flag=True, help="Replace what an earlier run left in OUT."),
     click.option("--options", "list_options", is_flag=True, help="List the options of the engine."),
-    click.option("--quiet", is_flag=True, help="Print warnings and errors only."),
+    quiet_option(),
 ]
 
 
@@ -188,7 +190,8 @@ def _print_finished(run: Run, finished: Finished) -> None:
 
 def _print_options(method: str, engine: str) -> None:
     """The options of an engine, which pass through under these names."""
-    table = Table("option", "type", "default", "what it does")
-    for option in engine_named(engine).known_options(method):
-        table.add_row(f"--{option.name}", escape(option.kind), escape(option.default), escape(option.help))
-    stdout().print(table)
+    rows = [
+        (f"--{each.name}", each.kind, each.default, each.help)
+        for each in engine_named(engine).known_options(method)
+    ]
+    print_table(stdout(), ("option", "type", "default", "what it does"), rows)

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import click
-from rich.table import Table
 
 from reshard import api
 from reshard.cli.console import Watch, common_options, handles_errors, print_json, stderr, stdout
-from reshard.cli.options import memory_option
+from reshard.cli.options import SOURCE, memory_option, quiet_option
+from reshard.cli.tables import print_table
+from reshard.cli.usage import Command
 from reshard.errors import size
 from reshard.shown import escape
-from reshard.stores import source_path
 from reshard.verification import ROUNDED, ROUNDED_SUM, Comparison, Row
 
 if TYPE_CHECKING:
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 SHOWN = 40
 
 
-@click.command("verify")
-@click.argument("a", type=source_path)
-@click.argument("b", type=source_path, required=False)
+@click.command("verify", cls=Command)
+@click.argument("a", type=SOURCE)
+@click.argument("b", type=SOURCE, required=False)
 @click.option(
     "--base",
-    type=source_path,
+    type=SOURCE,
     metavar="PATH",
     help="Hugging Face folder with the config, for a side that has none.",
 )
@@ -44,23 +44,34 @@ SHOWN = 40
     "`convert` made B of A.",
 )
 @memory_option
+@quiet_option("Print problems only; the exit status tells the result.")
 @common_options
 @handles_errors
 def command(
-    a: Path, b: Path | None, base: Path | None, logits: bool, proof: bool, memory: str, json_output: bool
+    a: Path,
+    b: Path | None,
+    base: Path | None,
+    logits: bool,
+    proof: bool,
+    memory: str,
+    quiet: bool,
+    json_output: bool,
 ) -> None:
-    """Compare the weights of two checkpoints bit for bit, whatever their formats and layouts.
+    """Compare the weights of checkpoints A and B bit for bit, in any format and layout.
 
-    Without B, check all files of A, which `convert` wrote, against the digests that it recorded in reshard.json.
+    Without B, check all files of A, an output of `convert`, against the digests recorded in its reshard.json.
 
-    Of a run, the step that its tracker names is taken; another is named by its own folder, as RUN/iter_0000200.
-    Exit status: 0 equal or balanced, 1 different or not, 2 one of them cannot be read.
+    For a training run, the step that its tracker names is compared; name the folder of another step to compare that
+    one, for example RUN/iter_0000200.
+
+    Exit status: 0 equal or balanced, 1 not, 2 a checkpoint cannot be read.
     """
+    silent = quiet or json_output
     if proof:
-        _prove(a, b, base, logits, json_output)
+        _prove(a, b, base, logits, json_output, silent)
     if b is None:
-        _check(a, base is not None or logits, memory, json_output)
-    with Watch("verify", quiet=json_output) as watch:
+        _check(a, base is not None or logits, memory, json_output, silent)
+    with Watch("verify", quiet=silent) as watch:
         found = api.verify(
             a,
             b,
@@ -73,26 +84,22 @@ def command(
         )
     if json_output:
         print_json(found.as_dict())
-    else:
+    elif not quiet:
         _print(found)
     sys.exit(0 if found.equal else 1)
 
 
-def _check(folder: Path, is_compared: bool, memory: str, json_output: bool) -> NoReturn:
+def _check(folder: Path, is_compared: bool, memory: str, json_output: bool, silent: bool) -> NoReturn:
     """Check one folder against its own record."""
     if is_compared:
         raise click.UsageError("--base and --logits compare two checkpoints: name B")
-    with Watch("verify", quiet=json_output) as watch:
+    with Watch("verify", quiet=silent) as watch:
         found = api.verify(
             folder, memory=memory, on_total=watch.begin, on_bytes=lambda count: watch.advance(count)
         )
     if json_output:
         print_json(found.as_dict())
-    else:
-        for fault in found.faults[:SHOWN]:
-            stdout().print(f"{escape(fault.file)} {escape(fault.message)}")
-        if len(found.faults) > SHOWN:
-            stdout().print(f"… and {len(found.faults) - SHOWN} more (--json lists all)")
+    elif not silent:
         verdict = (
             "[bold green]unchanged:[/]"
             if found.equal
@@ -101,18 +108,24 @@ def _check(folder: Path, is_compared: bool, memory: str, json_output: bool) -> N
         stdout().print(
             f"{verdict} {found.files} files, {size(found.nbytes)}, read and compared with reshard.json"
         )
+        for fault in found.faults[:SHOWN]:
+            stdout().print(f"{escape(fault.file)} {escape(fault.message)}")
+        if len(found.faults) > SHOWN:
+            stdout().print(f"… and {len(found.faults) - SHOWN} more (--json lists all)")
     sys.exit(0 if found.equal else 1)
 
 
-def _prove(a: Path, b: Path | None, base: Path | None, logits: bool, json_output: bool) -> NoReturn:
+def _prove(
+    a: Path, b: Path | None, base: Path | None, logits: bool, json_output: bool, silent: bool
+) -> NoReturn:
     """Count what the plan did by which `b` was made of `a`."""
     if b is None or logits:
         raise click.UsageError("--proof needs SRC and DST, and counts elements alone")
-    with Watch("verify", quiet=json_output) as watch:
+    with Watch("verify", quiet=silent) as watch:
         found = api.verify(a, b, base=base, proof=True, on_step=watch.step)
     if json_output:
         print_json(found.as_dict())
-    else:
+    elif not silent:
         _print_proof(found, a, b)
     sys.exit(0 if found.balanced else 1)
 
@@ -169,6 +182,20 @@ def _count_of(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
+def _print_different(found: Comparison) -> None:
+    """The verdict, then the tensors that differ."""
+    console = stdout()
+    more = f", {len(found.rounded)} more by rounding only" if found.rounded else ""
+    console.print(f"[bold red]different:[/] {len(found.rows)} of {found.tensors} tensors{more}")
+    rows = [
+        (row.tensor, row.kind, row.a, row.b, "" if row.largest is None else f"{row.largest:.3g}")
+        for row in found.rows[:SHOWN]
+    ]
+    print_table(console, ("tensor", "what differs", "A", "B", "largest difference"), rows)
+    if len(found.rows) > SHOWN:
+        console.print(f"… and {len(found.rows) - SHOWN} more (--json lists all)")
+
+
 def _print_rounded(found: Comparison) -> None:
     """What is equal but for rounding: quantized weights as a whole, and norms that are stored less one by name."""
     console = stdout()
@@ -198,20 +225,7 @@ def _print(found: Comparison) -> None:
     for note in found.notes:
         stderr().print(f"[bold]note:[/] {escape(note)}")
     if found.rows:
-        table = Table()
-        table.add_column("tensor", overflow="fold")  # a name that is cut off names nothing
-        for title in ("what differs", "A", "B", "largest difference"):
-            table.add_column(title)
-        for row in found.rows[:SHOWN]:
-            largest = "" if row.largest is None else f"{row.largest:.3g}"
-            table.add_row(*map(escape, (row.tensor, row.kind, row.a, row.b, largest)))
-        console.print(table)
-        if len(found.rows) > SHOWN:
-            console.print(f"… and {len(found.rows) - SHOWN} more (--json lists all)")
-        more = f"; {len(found.rounded)} more differ by rounding alone" if found.rounded else ""
-        console.print(
-            f"[bold red]different:[/] {len(found.rows)} tensors; {found.tensors} were compared{more}"
-        )
+        _print_different(found)
     elif found.rounded:
         _print_rounded(found)
     else:

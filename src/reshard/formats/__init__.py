@@ -27,6 +27,7 @@ from reshard.formats.checkpoint import Checkpoint, Iteration, States
 from reshard.formats.places import belongs
 from reshard.formats.target import Format, Target
 from reshard.plugins import Registry, leave_out
+from reshard.suggest import did_you_mean
 from reshard.transfer.marker import MARKER, parsed_marker
 from reshard.transfer.memory import uncollected
 from reshard.transfer.sources import read_source
@@ -44,6 +45,7 @@ FORMATS = Registry(
         internlm.FORMAT,
         huggingface.FORMAT,
     ),
+    names=lambda each: each.all_names,
 )
 """By name, in the order in which they are looked for: a folder that could be two of them is the first."""
 
@@ -51,6 +53,30 @@ FORMATS = Registry(
 def written() -> dict[str, Target]:
     """What can be written, by the name of its format."""
     return {each.name: each.target for each in FORMATS.values() if each.target}
+
+
+def writable(name: str) -> Format:
+    """The format to write that a name or one of its aliases stands for. Raises ReshardError if there is none."""
+    plain = name.lower().replace("_", "-")
+    found = next((each for each in FORMATS.values() if plain in each.all_names), None)
+    if found and found.target:
+        return found
+    if found:
+        raise ReshardError(
+            "format-only-read",
+            f"{found.name} checkpoints can be read, but not written",
+            found=f"--to {name}",
+            expected=", ".join(written()),
+            remedy=f"pass --to {found.instead}" if found.instead else "choose another format",
+        )
+    known = {alias: each.name for each in FORMATS.values() if each.target for alias in each.all_names}
+    raise ReshardError(
+        "format-unknown",
+        "no format has this name",
+        found=f"--to {name}",
+        expected=", ".join(written()),
+        remedy=did_you_mean(name, known, "see `reshard support`"),
+    )
 
 
 def detect(path: Path) -> str | None:

@@ -398,4 +398,6 @@ FORMAT = Format(
     "FSDP state dicts, a file for each rank (model_world_size_*_rank_*.pt, pytorch_model_fsdp*.bin)",
     detect,
     open_checkpoint,
+    aliases=("fsdp", "fsdp1", "fsdp2"),
+    instead="dcp, which FSDP and FSDP2 load with torch.distributed.checkpoint",
 )

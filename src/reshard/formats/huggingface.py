@@ -207,4 +207,5 @@ FORMAT = Format(
     detect,
     open_checkpoint,
     Target(lay_out, quantized=True),
+    aliases=("hf", "transformers", "safetensors"),
 )

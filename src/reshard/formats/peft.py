@@ -53,4 +53,5 @@ FORMAT = Format(
     detect,
     open_checkpoint,
     Target(lay_out, holds=frozenset({Kind.ADAPTER})),
+    aliases=("lora",),
 )

@@ -198,6 +198,7 @@ class Target:
 class Format:
     """One format. `what` tells in a line what lies on disk; `target` is None for a format that is only read.
 
+    `aliases` are other names that users may type for it; `instead` is what to write in place of one that is only read.
     `detect` tells by the names of files whether a path holds it; it is quick and does not raise. `open` reads headers
     and metadata only, takes the iteration that is asked for, or None, and raises ReshardError.
     """
@@ -207,3 +208,10 @@ class Format:
     detect: Callable[[Path], bool]
     open: Callable[[Path, Iteration | None], Checkpoint]
     target: Target | None = None
+    aliases: tuple[str, ...] = ()
+    instead: str = ""
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """Every name that stands for it."""
+        return (self.name, *self.aliases)

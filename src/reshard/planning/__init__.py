@@ -13,7 +13,7 @@ from reshard.algebra.layout import Layout
 from reshard.algebra.tensors import Replica
 from reshard.errors import ReshardError
 from reshard.families.family import MCORE
-from reshard.formats import FORMATS, companions, huggingface, open_checkpoint, peft, written
+from reshard.formats import companions, huggingface, open_checkpoint, peft, writable, written
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.provenance import BASE, find_hints
 from reshard.formats.quantization import UNTOLD, settings_of
@@ -88,7 +88,7 @@ def _refuse_nothing_to_merge(checkpoint: Checkpoint, kind: Kind) -> None:
 def _format(source: Path, checkpoint: Checkpoint, kind: Kind, options: Options) -> Format:
     """The format that is asked for. An adapter stays one by default, all else becomes a Hugging Face folder."""
     if options.to:
-        return FORMATS[options.to]
+        return writable(options.to)
     if kind is Kind.ADAPTER:
         return peft.FORMAT
     if checkpoint.format == huggingface.NAME and not (options.merge or options.quantize):

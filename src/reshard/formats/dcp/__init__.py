@@ -11,4 +11,5 @@ FORMAT = Format(
     detect,
     open_checkpoint,
     Target(lay_out, names=(LIVE,), states=MOMENTS, notes=notes),
+    aliases=("torch-dcp", "torchtitan"),
 )

@@ -12,4 +12,5 @@ FORMAT = Format(
     detect,
     open_checkpoint,
     Target(lay_out, names=(LIVE,), states=MOMENTS, dtype="float32", notes=notes),
+    aliases=("ds", "zero"),
 )

@@ -12,4 +12,5 @@ FORMAT = Format(
     detect,
     open_checkpoint,
     Target(lay_out, names=("internlm2", "internlm"), sharded=True, fit=fit, complete=complete, notes=notes),
+    aliases=("internevo",),
 )

@@ -35,6 +35,7 @@ TORCH_DIST = Format(
         notes=notes,
         load_with=load_with,
     ),
+    aliases=("mcore", "megatron-core", "torch-dist"),
 )
 LEGACY = Format(
     legacy.NAME,
@@ -42,4 +43,5 @@ LEGACY = Format(
     legacy.detect,
     legacy.open_checkpoint,
     Target(legacy.lay_out, names=("mcore",), sharded=True, fit=fit, notes=notes, load_with=load_with),
+    aliases=("legacy", "mcore-legacy"),
 )

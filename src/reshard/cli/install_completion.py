@@ -1,0 +1,99 @@
+"""`reshard install-completion`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+from click.shell_completion import get_completion_class
+
+from reshard.cli.console import common_options, handles_errors, print_json
+from reshard.cli.usage import Command
+from reshard.errors import ReshardError
+
+VARIABLE = "_RESHARD_COMPLETE"
+"""Set by the scripts when a shell asks for completions; click reads it."""
+
+
+class Place(NamedTuple):
+    """Where a shell looks for completions, and the line that its startup file needs if it does not look there."""
+
+    file: Path
+    startup: Path
+    line: str
+    enough: str
+    """What the startup file contains where no line is needed."""
+
+
+def _place(shell: str) -> Place:
+    home = Path.home()
+    data = Path(os.environ.get("XDG_DATA_HOME") or home / ".local/share")
+    config = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
+    if shell == "bash":
+        file = data / "bash-completion/completions/reshard"
+        return Place(file, home / ".bashrc", f". {file}", "bash_completion")
+    if shell == "zsh":
+        startup = Path(os.environ.get("ZDOTDIR") or home) / ".zshrc"
+        line = "fpath=(~/.zfunc $fpath); autoload -Uz compinit && compinit"
+        return Place(home / ".zfunc/_reshard", startup, line, ".zfunc")
+    return Place(config / "fish/completions/reshard.fish", config / "fish/config.fish", "", "")
+
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+def script(shell: str) -> str:
+    """What defines the completion of `reshard` in a shell."""
+    from reshard.cli import cli
+
+    kind = get_completion_class(shell)
+    assert kind is not None
+    return kind.source_template % kind(cli, {}, "reshard", VARIABLE).source_vars()
+
+
+@click.command("install-completion", cls=Command)
+@click.argument("shell", required=False, type=click.Choice(SHELLS))
+@click.option("--print", "only_print", is_flag=True, help="Print the completion script, and install nothing.")
+@common_options
+@handles_errors
+def command(shell: str | None, only_print: bool, json_output: bool) -> None:
+    """Install completion of commands, options, values and paths for a SHELL: bash, zsh or fish.
+
+    Without SHELL, installs it for the login shell ($SHELL). Writes one file below your home folder, and changes no
+    startup file: if one needs a line, that line is printed.
+
+    \b
+      reshard install-completion
+      reshard install-completion zsh
+      reshard install-completion bash --print > reshard.bash
+    """
+    shell = shell or _login_shell()
+    if only_print:
+        click.echo(script(shell), nl=False)
+        return
+    place = _place(shell)
+    place.file.parent.mkdir(parents=True, exist_ok=True)
+    place.file.write_text(script(shell), encoding="utf-8")
+    startup = place.startup.read_text(errors="replace") if place.line and place.startup.is_file() else ""
+    needed = place.line if place.enough not in startup and place.line not in startup else ""
+    if json_output:
+        print_json({"shell": shell, "file": str(place.file), "startup": str(place.startup), "line": needed})
+        return
+    click.echo(f"wrote {place.file}")
+    if needed:
+        click.echo(f"add this line to {place.startup}:\n  {needed}")
+    click.echo(f"start a new {shell} to use it")
+
+
+def _login_shell() -> str:
+    name = Path(os.environ.get("SHELL", "")).name
+    if name not in SHELLS:
+        raise ReshardError(
+            "shell-unknown",
+            "completion is available for bash, zsh and fish only",
+            found=f"SHELL={os.environ['SHELL']}" if os.environ.get("SHELL") else "SHELL is not set",
+            remedy="name the shell: reshard install-completion bash",
+        )
+    return name

@@ -1,0 +1,48 @@
+"""Rows of facts: a table on a terminal, records where it is narrow, plain columns in a pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+
+from reshard.shown import escape, shown
+
+NARROW = 60
+"""Columns of a terminal below which each row becomes a few lines."""
+
+
+def print_table(console: Console, titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print rows of foreign text under their titles."""
+    texts = [[shown(cell) for cell in row] for row in rows]
+    if not console.is_terminal:
+        _print_columns(console, titles, texts)
+    elif console.width < NARROW:
+        _print_records(console, titles, texts)
+    else:
+        table = Table()
+        for title in titles:
+            table.add_column(title, overflow="fold")  # a name that is cut off names nothing
+        for row in texts:
+            table.add_row(*map(escape, row))
+        console.print(table)
+
+
+def _print_columns(console: Console, titles: Sequence[str], rows: list[list[str]]) -> None:
+    """Aligned columns that `awk`, `grep` and people read: two spaces or more between them, one line a row."""
+    lines = [[title.upper() for title in titles], *rows]
+    widths = [max(map(cell_len, column)) for column in zip_longest(*lines, fillvalue="")]
+    for line in lines:
+        padded = [cell + " " * (width - cell_len(cell)) for cell, width in zip(line, widths, strict=False)]
+        console.print(escape("  ".join(padded).rstrip()))
+
+
+def _print_records(console: Console, titles: Sequence[str], rows: list[list[str]]) -> None:
+    for first, *rest in rows:
+        console.print(f"[bold]{escape(first)}[/]")
+        for title, cell in zip(titles[1:], rest, strict=False):
+            if cell:
+                console.print(f"  {escape(title)}: {escape(cell)}")

@@ -1,0 +1,196 @@
+"""How a command line is read: everything wrong with it at once, and what was probably meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+
+from reshard.cli.helptext import Context
+from reshard.errors import Problem, ReshardError
+from reshard.shown import shown
+from reshard.suggest import did_you_mean, meant
+
+OPTIONS = {
+    "--tensor-parallel-size": "--tp",
+    "--tensor-model-parallel-size": "--tp",
+    "--target-tensor-parallel-size": "--tp",
+    "--pipeline-parallel-size": "--pp",
+    "--pipeline-model-parallel-size": "--pp",
+    "--target-pipeline-parallel-size": "--pp",
+    "--virtual-pipeline-model-parallel-size": "--vpp",
+    "--expert-parallel-size": "--ep",
+    "--expert-model-parallel-size": "--ep",
+    "--target-expert-parallel-size": "--ep",
+    "--expert-tensor-parallel-size": "--etp",
+    "--pipeline-layers": "--stages",
+    "--make-vocab-size-divisible-by": "--vocab-divisible-by",
+    "--format": "--to",
+    "--saver": "--to",
+    "--target-format": "--to",
+    "--hf-model": "--base",
+    "--hf-path": "--base",
+    "--tokenizer": "--base",
+    "--tokenizer-model": "--base",
+    "--step": "--iteration",
+    "--ckpt-step": "--iteration",
+    "--torch-dtype": "--dtype",
+    "--params-dtype": "--dtype",
+    "--bf16": "--dtype bfloat16",
+    "--fp16": "--dtype float16",
+    "--fp32": "--dtype float32",
+    "--force": "--overwrite",
+    "--threads": "--workers",
+    "--jobs": "--workers",
+    "--silent": "--quiet",
+    "--language": "--lang",
+}
+"""Options of other programs (Megatron-LM's `tools/checkpoint`, vLLM, torch, transformers) that ours stand for."""
+
+COMMANDS = {
+    "info": "inspect",
+    "show": "inspect",
+    "ls": "inspect",
+    "diff": "verify",
+    "compare": "verify",
+    "check": "verify",
+    "diagnose": "doctor",
+    "merge": "convert",
+    "shard": "convert",
+    "formats": "support",
+    "finetune": "train",
+    "completion": "install-completion",
+}
+"""What people call the commands."""
+
+
+class WrongUsageError(ReshardError):
+    """The command line cannot be understood; `context` is the command that it was for."""
+
+    def __init__(self, problems: list[Problem], context: click.Context | None) -> None:
+        super().__init__(problems)
+        self.context = context
+
+
+class Command(click.Command):
+    """A command that reports everything that is wrong with its arguments at once."""
+
+    context_class = Context
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, [*args])
+        except (click.UsageError, ReshardError) as error:
+            if ctx.resilient_parsing or isinstance(error, click.exceptions.NoArgsIsHelpError):
+                raise
+            raise WrongUsageError([*_all_wrong(self, ctx, args)] or problems_of_usage(error), ctx) from None
+
+
+class Group(click.Group):
+    """A group that suggests its commands."""
+
+    command_class = Command
+    context_class = Context
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, [*args])
+        except click.NoSuchOption as error:
+            raise WrongUsageError(_no_option(self, ctx, error.option_name), ctx) from None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if ctx.resilient_parsing or self.get_command(ctx, name):
+            return super().resolve_command(ctx, args)
+        known = self.list_commands(ctx)
+        problem = Problem(
+            "command-unknown",
+            f"{ctx.command_path} has no command {name!r}",
+            expected=", ".join(known),
+            remedy=did_you_mean(name, known, f"see `{ctx.command_path} --help`", COMMANDS),
+        )
+        raise WrongUsageError([problem], ctx)
+
+
+def problems_of_usage(error: click.ClickException | ReshardError) -> list[Problem]:
+    """What click says is wrong, as problems with codes. It quotes what was typed, which may be anything."""
+    if isinstance(error, ReshardError):
+        return error.problems
+    if isinstance(error, click.MissingParameter):
+        kind = "option" if isinstance(error.param, click.Option) else "argument"
+        return [Problem("argument-missing", f"missing {kind}: {_hint(error)}")]
+    if isinstance(error, click.BadParameter):
+        return [
+            Problem(
+                "value-invalid",
+                f"invalid value for {_hint(error)}",
+                found=error.message.rstrip("."),
+                remedy=_near_choice(error),
+            )
+        ]
+    return [Problem("usage-wrong", shown(error.format_message()))]
+
+
+def _hint(error: click.BadParameter) -> str:
+    """The option or the argument that an error is about, as it is typed."""
+    hint = error.param.get_error_hint(error.ctx) if error.param and error.ctx else error.param_hint or ""
+    return (hint if isinstance(hint, str) else " / ".join(hint)).replace("'", "")
+
+
+def _near_choice(error: click.BadParameter) -> str | None:
+    kind = error.param.type if error.param else None
+    words = error.message.split("'")
+    near = meant(words[1], map(str, kind.choices)) if isinstance(kind, click.Choice) and words[1:] else None
+    return f"did you mean {near}?" if near else None
+
+
+def _all_wrong(command: click.Command, ctx: click.Context, args: list[str]) -> Iterator[Problem]:
+    """Unknown options, then values that are wrong, then arguments that are missing or too many."""
+    unknown, args = False, [*args]
+    while True:
+        parser = command.make_parser(ctx)
+        try:
+            options, rest, _ = parser.parse_args([*args])
+            break
+        except click.NoSuchOption as error:
+            yield from _no_option(command, ctx, error.option_name)
+            unknown, shorter = True, _without(command, args, error.option_name)
+            if len(shorter) == len(args):  # one of several short flags in one word
+                return
+            args = shorter
+        except click.UsageError as error:
+            yield from problems_of_usage(error)
+            return
+    for param in command.get_params(ctx):
+        if unknown and isinstance(param, click.Argument):
+            continue  # a value of the unknown option may have been taken for it
+        try:
+            _, rest = param.handle_parse_result(ctx, options, rest)
+        except (click.UsageError, ReshardError) as error:
+            yield from problems_of_usage(error)
+    if rest and not unknown and not ctx.allow_extra_args:
+        yield Problem("argument-unexpected", f"unexpected argument: {shown(' '.join(map(str, rest)))}")
+
+
+def _without(command: click.Command, args: list[str], name: str) -> list[str]:
+    """The words without an unknown option, and without its value where the option that it resembles takes one."""
+    at = next((i for i, word in enumerate(args) if word == name or word.startswith(f"{name}=")), None)
+    if at is None:
+        return args
+    options = {flag: each for each in command.params for flag in each.opts}
+    like = options.get(str(meant(name, options, OPTIONS)).split()[0])
+    takes = args[at] == name and isinstance(like, click.Option) and not like.is_flag
+    return args[:at] + args[at + (2 if takes else 1) :]
+
+
+def _no_option(command: click.Command, ctx: click.Context, name: str) -> list[Problem]:
+    flags = [flag for each in command.get_params(ctx) for flag in each.opts if flag.startswith("-")]
+    return [
+        Problem(
+            "option-not-known",
+            f"{ctx.command_path} has no option {shown(name)}",
+            remedy=did_you_mean(name, flags, f"see `{ctx.command_path} --help`", OPTIONS),
+        )
+    ]

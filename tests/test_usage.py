@@ -1,0 +1,254 @@
+"""Command lines that are not quite right: all that is wrong, and what was meant."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+
+import reshard as api
+from reshard.cli import COMMANDS, cli
+from reshard.cli.usage import COMMANDS as SPELLINGS
+from reshard.cli.usage import OPTIONS
+from reshard.formats import FORMATS, writable, written
+from reshard.suggest import closest, meant
+from tests.commandline import Result, reshard
+
+
+def refused(*words: object) -> Result:
+    """A command line that is refused with status 2 and without a traceback."""
+    result = reshard(*words)
+    assert result.code == 2 and "Traceback" not in result.err and result.out == ""
+    return result
+
+
+@pytest.mark.parametrize(
+    ("typed", "near"),
+    [
+        ("convrt a b", "convert"),
+        ("insp a", "inspect"),
+        ("diff a b", "verify"),
+        ("frobnicate a b", None),
+        ("train stf", "sft"),
+        ("convert a b --tensor-parallel-size 2", "--tp"),
+        ("convert a b --tensor_model_parallel_size 2", "--tp"),
+        ("convert a b --tensor-parallel-size=2", "--tp"),
+        ("convert a b --bf16", "--dtype bfloat16"),
+        ("convert a b --force", "--overwrite"),
+        ("convert a b --max-shard 5GB", "--max-shard-size"),
+        ("convert a b --frobnicate", None),
+        ("convert a b --engine mcor", "mcore"),
+        ("convert a b --to megatorn", "megatron"),
+        ("convert a b --to gguf", None),
+        ("doctor --langauge en", "--lang"),
+    ],
+)
+def test_what_was_probably_meant_is_suggested(typed: str, near: str | None) -> None:
+    told = refused(*typed.split()).err
+    suggested = re.search(r"did you mean (.*)\?", told)
+    assert (suggested[1] if suggested else None) == near, told
+
+
+def test_everything_wrong_is_reported_at_once() -> None:
+    words = (
+        "convert",
+        "a",
+        "--tensor-parallel-size",
+        2,
+        "--pp",
+        "x",
+        "--to",
+        "hff",
+        "--engine",
+        "me",
+        "--ep=0",
+    )
+    problems = reshard(*words, "--json").json["problems"]
+    assert [each["message"] for each in problems] == [
+        "reshard convert has no option --tensor-parallel-size",
+        "no format has this name",
+        "invalid value for --pp",
+        "invalid value for --ep",
+        "invalid value for --engine",
+    ]
+    assert all(each["code"] and each["severity"] == "error" for each in problems)
+    told = refused(*words).err
+    assert told.count("error: ") == 5 and told.endswith("Try 'reshard convert --help'.\n")
+
+
+def test_missing_and_unexpected_arguments_are_named() -> None:
+    assert re.findall(r"error: (.*)", refused("convert").err) == [
+        "missing argument: SRC",
+        "missing argument: DST",
+    ]
+    assert "unexpected argument: c d" in refused("convert", "a", "b", "c", "d").err
+
+
+def test_what_was_typed_is_printed_without_its_control_characters() -> None:
+    for words in (
+        ("\x1b[31m",),
+        ("convert", "a", "b", "--\x1b[31m"),
+        ("convert", "a", "b", "--to", "\x1b[31m"),
+    ):
+        assert "\x1b" not in refused(*words).err
+
+
+def test_a_format_that_is_only_read_names_what_to_write() -> None:
+    told = refused("convert", "a", "b", "--to", "fsdp").err
+    assert "fsdp-ranks checkpoints can be read, but not written" in told and "pass --to dcp" in told
+
+
+def test_aliases_of_formats(hf_model: Callable[..., Path], tmp_path: Path) -> None:
+    names = [name for each in FORMATS.values() for name in each.all_names]
+    assert len(names) == len({*names}) and {writable(name).name for name in ("hf", "HF", "huggingface")} == {
+        "huggingface"
+    }
+    assert {writable(name).name for each in FORMATS.values() if each.target for name in each.all_names} == {
+        *written()
+    }
+    model = hf_model("qwen3")
+    assert reshard("convert", model, tmp_path / "a", "--to", "mcore").code == 0
+    api.convert(tmp_path / "a", tmp_path / "b", to="hf")
+    assert reshard("inspect", tmp_path / "b", "--json").json["format"] == "huggingface"
+    assert "huggingface" in (tmp_path / "b/reshard.json").read_text()
+
+
+def test_suggestions_lead_to_what_there_is() -> None:
+    flags = {flag for name in COMMANDS for each in command(name).params for flag in each.opts}
+    assert {ours.split()[0] for ours in OPTIONS.values()} <= flags and not OPTIONS.keys() & flags
+    assert {*SPELLINGS.values()} <= COMMANDS.keys() and not SPELLINGS.keys() & COMMANDS.keys()
+
+
+def test_similar_names() -> None:
+    assert closest("TP_Size", ["tp-size", "pp-size"]) == ["tp-size"]
+    assert meant("insp", ["inspect", "install"]) == "inspect" and meant("conv", ["convert"]) == "convert"
+    assert meant("in", ["inspect"]) is None
+
+
+def command(name: str) -> click.Command:
+    found = cli.get_command(click.Context(cli), name)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("words", [(), ("convert",), ("train", "sft")])
+def test_help_is_a_command_too(words: tuple[str, ...]) -> None:
+    assert reshard("help", *words) == reshard(*words, "--help")
+
+
+def test_help_of_what_is_no_command() -> None:
+    assert "did you mean convert?" in refused("help", "convrt").err
+
+
+@pytest.mark.parametrize("words", [(), *((name,) for name in COMMANDS), ("train", "sft")])
+def test_help_fits_a_narrow_terminal(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what cannot be broken is longer: an option, a command to type."""
+    monkeypatch.setenv("COLUMNS", "40")
+    lines = reshard(*words, "--help").out.splitlines()
+    assert [line for line in lines if len(line) > 40 and " reshard " not in line and "--" not in line] == []
+
+
+# ------------------------------------------------------------------------------------------- several paths
+
+
+def test_several_paths_are_inspected(hf_model: Callable[..., Path], tmp_path: Path) -> None:
+    model = hf_model("qwen3")
+    result = reshard("inspect", model, tmp_path / "nothing", model)
+    assert result.code == 2 and result.out.count("family     qwen3\n") == 2
+    assert result.err.count("there is nothing at this path") == 1
+    found = reshard("inspect", model, tmp_path / "nothing", "--json")
+    assert found.code == 2 and [each["path"] for each in found.json] == [
+        str(model),
+        str(tmp_path / "nothing"),
+    ]
+    assert found.json[1]["problems"][0]["code"] == "path-not-found"
+    assert reshard("inspect", "-q", model, model) == (0, "", "")
+
+
+def test_quiet_commands_tell_the_result_by_their_status(
+    hf_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = hf_model("qwen3")
+    api.convert(model, tmp_path / "other", to="hf", dtype="bfloat16")
+    assert reshard("verify", "-q", model, model) == (0, "", "")
+    assert reshard("verify", "-q", model, tmp_path / "other") == (1, "", "")
+    assert reshard("verify", "-q", tmp_path / "other") == (0, "", "")
+    assert reshard("verify", "-q", model, tmp_path / "other", "--proof") == (0, "", "")
+
+
+# ---------------------------------------------------------------------------------------------- completion
+
+
+def completed(*words: str) -> list[str]:
+    """What bash is offered for the last word, as `type,value`."""
+    environment = {
+        **os.environ,
+        "_RESHARD_COMPLETE": "bash_complete",
+        "COMP_WORDS": " ".join(("reshard", *words)),
+        "COMP_CWORD": str(len(words)),
+    }
+    code = "from reshard.cli import main; main([])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+def test_completion() -> None:
+    assert completed("con") == ["plain,convert"]
+    assert completed("convert", "--vocab") == ["plain,--vocab-divisible-by"]
+    assert completed("convert", "a", "b", "--to", "mega") == ["plain,megatron", "plain,megatron-legacy"]
+    assert completed("convert", "ckpt/it") == ["file,ckpt/it"]
+    assert completed("train", "s") == ["plain,sft"]
+
+
+SCRIPTS = {
+    "bash": ".local/share/bash-completion/completions/reshard",
+    "zsh": ".zfunc/_reshard",
+    "fish": ".config/fish/completions/reshard.fish",
+}
+
+
+@pytest.mark.parametrize("shell", SCRIPTS)
+def test_a_shell_is_taught(shell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("XDG_DATA_HOME", "XDG_CONFIG_HOME", "ZDOTDIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SHELL", f"/usr/bin/{shell}")
+    result = reshard("install-completion")
+    assert result.code == 0 and f"wrote {tmp_path / SCRIPTS[shell]}" in result.out
+    assert ("add this line" in result.out) == (shell != "fish")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / SCRIPTS[shell]]
+    written = (tmp_path / SCRIPTS[shell]).read_text()
+    assert reshard("install-completion", shell, "--print").out == written
+    if line := reshard("install-completion", "--json").json["line"]:
+        (tmp_path / f".{shell}rc").write_text(f"# mine\n{line}\n")
+        assert reshard("install-completion", "--json").json["line"] == ""
+    if shutil.which(shell):
+        assert subprocess.run([shell, "-n", tmp_path / SCRIPTS[shell]], check=False).returncode == 0
+
+
+def test_bash_completes_with_the_script(tmp_path: Path) -> None:
+    script = tmp_path / "reshard.bash"
+    script.write_text(reshard("install-completion", "bash", "--print").out)
+    program = tmp_path / "reshard"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m reshard "$@"\n')
+    program.chmod(0o755)
+    words = "COMP_WORDS=(reshard conv); COMP_CWORD=1"
+    asked = f'. {script}; {words}; _reshard_completion reshard; echo "${{COMPREPLY[@]}}"'
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", asked], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["convert"], done.stderr
+
+
+def test_an_unknown_shell_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHELL", "/bin/tcsh")
+    assert "SHELL=/bin/tcsh" in refused("install-completion").err
