@@ -10,11 +10,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import cache
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reshard.cli import main
+from reshard.cli import COMMANDS, main
 
 
 class Result(NamedTuple):
@@ -34,8 +35,46 @@ class Result(NamedTuple):
         return json.loads(self.out, parse_constant=refuse)
 
 
+SCHEMA = Path(__file__).parents[1] / "docs/json.schema.json"
+
+
+def _strict(schema: Any) -> Any:
+    """The schema without the room that it leaves for keys of later versions."""
+    if isinstance(schema, list):
+        return [_strict(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = (
+        {"additionalProperties": False} if schema.get("type") == "object" and "properties" in schema else {}
+    )
+    return {**closed, **{key: _strict(value) for key, value in schema.items()}}
+
+
+@cache
+def _validator(command: str) -> Any:
+    from jsonschema import Draft202012Validator
+
+    return Draft202012Validator({**_strict(json.loads(SCHEMA.read_text())), "$ref": f"#/$defs/{command}"})
+
+
+def follows_schema(command: str, printed: str) -> None:
+    """Fail if what a command printed with `--json` is not what `docs/json.schema.json` promises."""
+    content = json.loads(printed)
+    refused = isinstance(content, dict) and "problems" in content and content.keys() <= {"path", "problems"}
+    errors = [*_validator("problems" if refused else command).iter_errors(content)]
+    assert not errors, f"{command}: {errors[0].json_path}: {errors[0].message}"
+
+
 def reshard(*words: object) -> Result:
-    """Run `reshard` with these arguments."""
+    """Run `reshard` with these arguments. What it prints with `--json` must follow the published schema."""
+    result = _run(*words)
+    command = next((str(word) for word in words if str(word) in COMMANDS), "problems")
+    if "--json" in words and result.out:
+        follows_schema(command, result.out)
+    return result
+
+
+def _run(*words: object) -> Result:
     out, err = StringIO(), StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         try:

@@ -45,6 +45,7 @@ FOREIGN_FLAGS = {
     "--no-load-rng",
     "--override-opt_param-scheduler",
     "--save",
+    "--tensor-parallel-size",
     "--use-checkpoint-args",
     "--use-tp-pp-dp-mapping",
 }

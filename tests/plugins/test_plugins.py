@@ -72,7 +72,8 @@ def test_a_format_and_a_family_of_another_package(
     (model / "config.json").write_text(json.dumps(config))
 
     known = json.loads(run("support", "--json").stdout)
-    row = {"name": "toy", "what": "one file of bytes, and an index", "read": True, "written": True}
+    what = "one file of bytes, and an index"
+    row = {"name": "toy", "what": what, "read": True, "written": True, "aliases": []}
     assert row in known["formats"]
     assert "toy" in [family["name"] for family in known["families"]]
     done = run("convert", model, tmp_path / "toy", "--to", "toy")

@@ -36,7 +36,7 @@ from reshard.transfer.plan import Plan
 POSITIVE = click.IntRange(min=1)
 
 
-class FormatName(click.Choice[str]):
+class FormatName(click.Choice):  # type: ignore[type-arg]  # click 8.1 takes no arguments
     """A format to write, by its name or one of its aliases."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:

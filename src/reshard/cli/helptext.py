@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import click
 
 NARROW = 60
 """Columns below which two columns of text no longer fit beside each other."""
 
-_EXAMPLE = re.compile(r"(?m)^(?P<indent> *)(?P<command>\S.*\S) {2,}(?P<text>\S+(?: \S+)*)$")
+EXAMPLE = re.compile(r"(?m)^(?P<indent> *)(?P<command>\S.*\S) {2,}(?P<text>\S+(?: \S+)*)$")
 
 
 class Formatter(click.HelpFormatter):
@@ -26,10 +26,10 @@ class Formatter(click.HelpFormatter):
             width = max(min(columns, max_width or 80) - 2, 20)
         super().__init__(indent_increment, width, max_width)
 
-    def write_dl(self, rows: Sequence[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
+    def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
         """Write names and what they mean, side by side or below each other."""
         if self.width >= NARROW:
-            return super().write_dl(rows, col_max, col_spacing)
+            return super().write_dl([*rows], col_max, col_spacing)
         for name, text in rows:
             self.write_text(name)
             with self.indentation():
@@ -39,7 +39,7 @@ class Formatter(click.HelpFormatter):
     def write_text(self, text: str) -> None:
         """Write paragraphs; examples with what they do beside them are broken between the two."""
         if self.width < NARROW:
-            text = _EXAMPLE.sub(self._below, text)
+            text = EXAMPLE.sub(self._below, text)
         super().write_text(text)
 
     def _below(self, example: re.Match[str]) -> str:

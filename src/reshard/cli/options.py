@@ -12,7 +12,7 @@ from click.shell_completion import CompletionItem
 from reshard.stores import source_path, typed_path
 
 
-class PathType(click.ParamType):
+class PathType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes no arguments
     """A path or an address, which shells complete as a path; `read` makes it of what was typed."""
 
     name = "path"

@@ -22,7 +22,12 @@ def command(json_output: bool) -> None:
         return
     console = stdout()
     formats = [
-        (each["name"], each["what"], *("yes" if each[way] else "no" for way in ("read", "written")))
+        (
+            each["name"],
+            each["what"],
+            *("yes" if each[way] else "no" for way in ("read", "written")),
+            ", ".join(each["aliases"]),
+        )
         for each in content["formats"]
     ]
     families = [
@@ -35,7 +40,7 @@ def command(json_output: bool) -> None:
         )
         for each in content["families"]
     ]
-    print_table(console, ("format", "what it is", "read", "written"), formats)
+    print_table(console, ("format", "what it is", "read", "written", "also named"), formats)
     console.print()
     print_table(console, ("family", "architecture", "computed by", "judged by", "also named"), families)
     console.print()
@@ -54,7 +59,13 @@ def support() -> dict[str, list[dict[str, Any]]]:
     from reshard.formats import FORMATS
 
     formats = [
-        {"name": each.name, "what": each.what, "read": True, "written": each.target is not None}
+        {
+            "name": each.name,
+            "what": each.what,
+            "read": True,
+            "written": each.target is not None,
+            "aliases": [*each.aliases],
+        }
         for each in FORMATS.values()
     ]
     families = [

@@ -185,8 +185,10 @@ def _count_of(number: int, what: str) -> str:
 def _print_different(found: Comparison) -> None:
     """The verdict, then the tensors that differ."""
     console = stdout()
-    more = f", {len(found.rounded)} more by rounding only" if found.rounded else ""
-    console.print(f"[bold red]different:[/] {len(found.rows)} of {found.tensors} tensors{more}")
+    more = f"; {len(found.rounded)} more differ by rounding only" if found.rounded else ""
+    console.print(
+        f"[bold red]different:[/] {_count_of(len(found.rows), 'tensor')}; {found.tensors} were compared{more}"
+    )
     rows = [
         (row.tensor, row.kind, row.a, row.b, "" if row.largest is None else f"{row.largest:.3g}")
         for row in found.rows[:SHOWN]

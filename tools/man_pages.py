@@ -1,0 +1,100 @@
+"""Man pages of all commands, made from their help: `python -m tools.man_pages` writes docs/man.
+
+A test holds that they are what the help says. The wheel installs them below `share/man`, where `man reshard-convert`
+finds them. (click-man does not know groups that load their commands late, nor lines of examples.)
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from reshard.cli import COMMANDS, cli
+from reshard.cli.helptext import EXAMPLE
+from reshard.version import __version__
+
+FOLDER = Path(__file__).parents[1] / "docs/man"
+
+
+def pages() -> dict[str, str]:
+    """The text of each page by the name of its file."""
+    return dict(_pages(click.Context(cli, info_name="reshard", **cli.context_settings)))
+
+
+def _pages(ctx: click.Context) -> Iterator[tuple[str, str]]:
+    name = ctx.command_path.replace(" ", "-")
+    yield f"{name}.1", "\n".join([*_page(ctx, name), ""])
+    if isinstance(ctx.command, click.Group):
+        for each in ctx.command.list_commands(ctx):
+            command = ctx.command.get_command(ctx, each)
+            assert command is not None
+            yield from _pages(click.Context(command, info_name=each, parent=ctx))
+
+
+def _page(ctx: click.Context, name: str) -> Iterator[str]:
+    command = ctx.command
+    summary = COMMANDS.get(str(ctx.info_name)) or command.get_short_help_str(120)
+    yield f'.TH "{name.upper()}" "1" "" "reshard {__version__}" "reshard manual"'
+    yield from (".SH NAME", f"{_escaped(name)} \\- {_escaped(summary.rstrip('.'))}")
+    usage = " ".join(command.collect_usage_pieces(ctx))
+    yield from (".SH SYNOPSIS", f".B {_escaped(ctx.command_path)}", _escaped(usage))
+    yield from (".SH DESCRIPTION", *_paragraphs(inspect.cleandoc(command.help or "")))
+    options = [each for each in command.params if isinstance(each, click.Option)]
+    if options:
+        yield ".SH OPTIONS"
+    for option, text in filter(None, (each.get_help_record(ctx) for each in options)):
+        yield from (".TP", f"\\fB{_escaped(option)}\\fR", _escaped(text))
+    others = command.list_commands(ctx) if isinstance(command, click.Group) else []
+    if others:
+        yield ".SH COMMANDS"
+    for each in others:
+        child = command.get_command(ctx, each) if isinstance(command, click.Group) else None
+        told = COMMANDS.get(each) if ctx.parent is None else child and child.get_short_help_str(120)
+        yield from (".TP", f"\\fB{_escaped(f'{name}-{each}')}\\fR(1)", _escaped(str(told)))
+    if ctx.parent is not None:
+        above = ctx.parent.command_path.replace(" ", "-")
+        yield from (".SH SEE ALSO", f"\\fB{_escaped(above)}\\fR(1)")
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    """Paragraphs that man fills, and those after a \\b, which stay as they are: examples, with what they do."""
+    for number, paragraph in enumerate(re.split(r"\n\s*\n", text)):
+        kept = paragraph.startswith("\b")
+        lines = paragraph.strip("\b\n").splitlines()
+        if number:
+            yield ".PP"
+        if not kept:
+            yield from map(_escaped, lines)
+            continue
+        yield from (".nf", ".RS 2")
+        for line in lines:
+            match = EXAMPLE.match(line)
+            yield f"\\fB{_escaped(match['command'].strip() if match else line.strip())}\\fR"
+            if match:
+                yield f"    {_escaped(match['text'])}"
+        yield from (".RE", ".fi")
+
+
+def _escaped(text: str) -> str:
+    """A text without anything that roff takes for a request; dashes can be copied into a shell."""
+    plain = text.replace("\\", "\\e").replace("-", "\\-").replace("…", "\\[u2026]").replace("·", "\\[pc]")
+    return f"\\&{plain}" if plain[:1] in (".", "'") else plain
+
+
+def main() -> None:
+    """Write all pages, and remove those of commands that are gone."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    made = pages()
+    for path in FOLDER.glob("*.1"):
+        if path.name not in made:
+            path.unlink()
+    for name, text in made.items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
