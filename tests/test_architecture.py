@@ -14,7 +14,7 @@ SOURCE = Path(reshard.__file__).parent
 DOCS = SOURCE.parents[1] / "docs"
 
 ORDER = (
-    ("shown", "suggest", "version"),
+    ("installing", "shown", "suggest", "version"),
     ("errors", "plain", "plain_yaml"),
     ("plugins",),
     ("stores",),

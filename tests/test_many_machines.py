@@ -25,6 +25,7 @@ import pytest
 import reshard
 from bench.models import QWEN2_5_3B, make
 from reshard.errors import Problem, ReshardError
+from reshard.installing import install_command
 from reshard.planning import Options, plan_conversion
 from reshard.remote import Worker, identity_of
 from reshard.transfer import claims, spread
@@ -311,8 +312,8 @@ WRONG = {
     "spark://host": "--on: there is no engine 'spark'",
     "dask": "--on: this is not the form for dask",
     "dask://127.0.0.1:1": "Dask does not answer",
-    "ray": "pip install 'reshard[ray]'",
-    "mpi": "pip install 'reshard[mpi]'",
+    "ray": install_command("ray"),
+    "mpi": install_command("mpi4py"),
     "mpi:4": "expected: mpi",
     "slurm": "there is no `sbatch` here",
     "slurm:cluster=local,nodes=many": "nodes=many",

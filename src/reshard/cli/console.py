@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard import installing
 from reshard.errors import Problem, ReshardError, RunFailedError, is_no_memory, no_memory, size
 from reshard.shown import escape, escape_lines, shown, shown_json, shown_lines
 from reshard.stores import StorePath
@@ -213,7 +214,7 @@ def problems_of(error: Exception) -> list[Problem]:
                 "package-not-installed",
                 "a package that this needs is not installed",
                 found=str(error),
-                remedy="pip install 'reshard[hf,megatron]'",
+                remedy=installing.remedy(error),
             )
         ]
     return [

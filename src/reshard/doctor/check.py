@@ -1,8 +1,8 @@
 """Check entries of the catalogue: `python -m reshard.doctor.check [FILE …]`.
 
 Every file against `catalogue.schema.json`, and what a schema cannot say: that an entry is named like its file, is
-recognised by its own excerpt, and refers to entries that exist. Needs the jsonschema package (`pip install
-"reshard[dev]"`); nothing else of reshard does.
+recognised by its own excerpt, and refers to entries that exist. Needs the jsonschema package; nothing else of
+reshard does.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _unrecognised(entry: dict[str, Any]) -> Iterator[str]:
 def main(names: Sequence[str]) -> int:
     """Print what is wrong with the files named, or with all entries. Returns the exit status."""
     if find_spec("jsonschema") is None:
-        print('this check needs the jsonschema package: pip install "reshard[dev]"', file=sys.stderr)
+        print("this check needs the jsonschema package: pip install jsonschema", file=sys.stderr)
         return 2
     paths = [Path(name) for name in names] or sorted(FOLDER.glob("*.yaml"))
     found = [f"{path.name}: {problem}" for path in paths for problem in problems(path)]

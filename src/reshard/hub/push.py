@@ -21,6 +21,7 @@ from reshard.formats import written
 from reshard.formats.contents import FILES, RECORD
 from reshard.formats.target import HUB, Options
 from reshard.hub.card import README, SIGNED, model_card
+from reshard.installing import install_command
 from reshard.plain import json_of
 from reshard.transfer.plan import Plan
 from reshard.version import __version__
@@ -187,7 +188,7 @@ def _client() -> Any:
             "huggingface-hub-not-installed",
             "the package huggingface_hub is not installed",
             rule="--push-to-hub uploads with it",
-            remedy="pip install huggingface_hub",
+            remedy=install_command("huggingface_hub"),
         ) from None
     for handler in logging.getLogger("huggingface_hub").handlers:
         handler.addFilter(_unsigned)  # its warnings quote addresses to which anybody could upload

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from reshard.errors import ReshardError
 from reshard.families.family import ENGINES, MCORE
+from reshard.installing import remedy
 from reshard.model.vocabulary import embedding_rows
 from reshard.verification import Side
 
@@ -52,7 +53,7 @@ def _oracle(side: Side) -> str:
 def _logits(side: Side, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
     checkpoint = side.checkpoint
     if checkpoint.dialect == "hf":
-        _require("transformers", "pip install torch transformers")
+        _require("transformers")
         from reshard.oracle.transformers import transformers_logits
 
         return transformers_logits(checkpoint.root, tokens)
@@ -63,7 +64,7 @@ def _logits(side: Side, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32
             rule=f"it is computed by {ENGINES[engine]}",
             remedy="leave out --logits: the weights are compared all the same",
         )
-    _require("megatron.core", "pip install torch psutil && pip install --no-deps megatron-core")
+    _require("megatron.core")
     from reshard.engines.megatron import megatron_logits
 
     args = side.model.args if side.model else checkpoint.args or {}
@@ -72,7 +73,7 @@ def _logits(side: Side, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32
     return megatron_logits(checkpoint.path, tokens, args=args, layout=layout).logits
 
 
-def _require(module: str, command: str) -> None:
+def _require(module: str) -> None:
     try:
         found = find_spec(module)
     except ModuleNotFoundError:
@@ -81,5 +82,5 @@ def _require(module: str, command: str) -> None:
         raise ReshardError(
             "logits-package-not-installed",
             f"{module.partition('.')[0]} is not installed, and --logits runs it",
-            remedy=command,
+            remedy=remedy(ImportError(name=module)),
         )

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from reshard.errors import ReshardError
+from reshard.installing import install_command
 from reshard.stores.address import PROTOCOLS, without_secrets
 
 PACKAGES = {
@@ -157,5 +158,5 @@ def missing(url: str, kind: str, error: ImportError) -> ReshardError:
         file=url,
         expected=PACKAGES[kind],
         found=str(error),
-        remedy=f"pip install 'reshard[{'hub' if kind == 'hf' else kind}]'",
+        remedy=install_command(PACKAGES[kind]),
     )

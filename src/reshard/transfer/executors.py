@@ -22,6 +22,7 @@ from threading import Event, Thread
 from typing import Any, Protocol, TypeVar
 
 from reshard.errors import UNUSABLE, ReshardError, said
+from reshard.installing import install_command
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -78,7 +79,7 @@ def check(on: str) -> None:
             "executor-package-not-installed",
             f"--on {name} needs a package that is not installed",
             found=f"there is no package {kind.package!r}",
-            remedy=f"pip install 'reshard[{name}]', here and on all nodes",
+            remedy=f"{install_command(kind.package)}, here and on all nodes",
         )
 
 

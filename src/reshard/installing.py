@@ -1,0 +1,112 @@
+"""What to type to install a package that is missing, as reshard itself was installed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections import defaultdict
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+from packaging.requirements import Requirement
+
+_NEEDS_NO_QUOTES = re.compile(r"[\w@%+=:,./-]+")
+
+MODULES = {"megatron": "megatron-core", "yaml": "pyyaml"}
+"""Modules that are called otherwise than the package that brings them."""
+
+
+def install_command(*packages: str) -> str:
+    """The line for a shell that installs packages.
+
+    It names the smallest extra of reshard that has them all, and where reshard was installed from (PEP 610), so
+    it never asks an index for a reshard that is not there. Packages that no extra has are named themselves.
+    """
+    names = {_normal(name) for name in packages}
+    try:
+        reshard = distribution("reshard")
+    except PackageNotFoundError:  # a checkout on PYTHONPATH
+        return _line(*packages)
+    extras = _extras(reshard)
+    having = [extra for extra, brought in extras.items() if names <= brought.keys()]
+    if not having:
+        return _line(*packages)
+    extra = min(having, key=lambda extra: (len(extras[extra]), extra))
+    return _line(*(_origin(reshard, extra) or extras[extra].values()))
+
+
+def remedy(error: ImportError) -> str:
+    """What to do about an import that failed.
+
+    A module is not always called like its package, and somebody else may own the name: only packages that reshard
+    knows are named.
+    """
+    module = (error.name or "").partition(".")[0]
+    package = _normal(MODULES.get(module, module))
+    if package == "megatron-core":
+        return f"{install_command('psutil', 'torch')} && {_line('--no-deps', package)}"
+    try:
+        known = _extras(distribution("reshard"))
+    except PackageNotFoundError:
+        known = {}
+    if any(package in brought for brought in known.values()):
+        return install_command(package)
+    return (
+        f"install the package that has the module {module!r}"
+        if module
+        else "see which package cannot be loaded"
+    )
+
+
+def _extras(reshard: Distribution) -> dict[str, dict[str, str]]:
+    """What each extra brings, and "" what reshard needs in any case: normalised names, and requirements."""
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for line in reshard.requires or ():
+        requirement = Requirement(line)
+        extra = re.search(r"extra == ['\"]([\w.-]+)", str(requirement.marker))
+        requirement.marker = None
+        found[extra[1] if extra else ""][_normal(requirement.name)] = str(requirement)
+    return found
+
+
+def _origin(reshard: Distribution, extra: str) -> list[str]:
+    """reshard with an extra, as pip takes it from where it came from; nothing if that is gone."""
+    told = json.loads(reshard.read_text("direct_url.json") or "{}")
+    name = f"reshard[{extra}]" if extra else "reshard"
+    if not told:
+        return [name]  # from an index: pip keeps the release that is installed
+    url = told["url"]
+    part = f"#subdirectory={told['subdirectory']}" if "subdirectory" in told else ""
+    if vcs := told.get("vcs_info"):
+        url = f"{vcs['vcs']}+{url}@{vcs['commit_id']}"
+    elif url.startswith("file:"):
+        local = Path(unquote(urlparse(url).path))
+        if not local.exists():
+            return []
+        if told.get("dir_info", {}).get("editable"):
+            return ["-e", f"{local}[{extra}]" if extra else str(local)]
+    return [f"{name} @ {url}{part}"]
+
+
+def _line(*words: str) -> str:
+    quoted = (word if _NEEDS_NO_QUOTES.fullmatch(word) else f"'{word}'" for word in words)
+    return " ".join([_installer(), *quoted])
+
+
+def _installer() -> str:
+    """`pip install` where a shell finds the pip of this Python, and what means the same elsewhere."""
+    python = Path(sys.executable)
+    try:
+        distribution("pip")  # looking for the module would make setuptools give up its distutils
+    except PackageNotFoundError:
+        return f"uv pip install --python {python}"
+    found = shutil.which("pip")
+    return "pip install" if found and Path(found).parent == python.parent else f"{python} -m pip install"
+
+
+def _normal(name: str) -> str:
+    """The name of a package as indexes spell it (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
