@@ -124,9 +124,9 @@ class LocalFile:
         descriptor = self._descriptor
         try:
             for offset, out in parts:
-                count = os.preadv(descriptor, (out,), offset)
+                count = _read_into(descriptor, out, offset)
                 while count < len(out):
-                    more = os.preadv(descriptor, (out[count:],), offset + count)
+                    more = _read_into(descriptor, out[count:], offset + count)
                     if not more:
                         return offset + len(out)
                     count += more
@@ -154,3 +154,12 @@ def open_file(path: str | Path) -> File:
     """Open a file of a disk or a store. Raises OSError, and ReshardError for what is not a regular file."""
     place = as_path(path)
     return place.opened() if isinstance(place, StorePath) else LocalFile(place)
+
+
+def _read_into(descriptor: int, out: memoryview, offset: int) -> int:
+    """Fill memory from byte `offset` of a file on. Returns the number of bytes that the system gave at once."""
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, (out,), offset)
+    content = os.pread(descriptor, len(out), offset)  # Python on macOS before 11
+    out[: len(content)] = content
+    return len(content)
