@@ -1,4 +1,4 @@
-# Everything a fresh machine with Python >= 3.10, pip and make needs.
+# Everything a fresh machine with Python >= 3.11, pip and make needs.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -38,8 +38,8 @@ faults: $(VENV)/.ready  ## conversions with system calls that fail, and a table 
 # torch comes first and by itself, at the version that the tests know. megatron-core comes without its
 # requirements, which would pull in CUDA packages that nothing here uses.
 $(VENV)/.ready: pyproject.toml Makefile
-	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-		{ echo "reshard needs Python 3.10 or later: make PYTHON=python3.12"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "TRL, which the tests run, needs Python 3.11 or later: make PYTHON=python3.12"; exit 1; }
 	@echo "Setting up $(VENV); the first time this takes some minutes."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade "pip>=24"

@@ -67,6 +67,12 @@ ENVIRONMENTS = {
         ("autoawq==0.2.9", "auto-round==0.16.1", "torchao==0.18.0"),
         on=TESTS,
     ),
+    "release": Environment(
+        (
+            *("build==1.6.1", "hatchling==1.33.0", "hatch-fancy-pypi-readme==25.1.0", "twine==7.0.0"),
+            *("check-jsonschema==0.39.0", "uv==0.13.9", "pipx==1.18.4"),
+        )
+    ),
     "executors": Environment(("ray==2.60.0", "mpi4py==4.1.2"), on=TESTS),
     "internevo": Environment(("einops", "requests"), ("InternEvo==0.4.9",), on=TESTS),
     "bridges": Environment(("omegaconf",), ("megatron-bridge==0.3.1", "mcore-bridge==1.6.5"), on=TESTS),
