@@ -21,6 +21,7 @@ from reshard.formats.safetensors import read_tensors
 from reshard.formats.torchfiles.read import read_torch_file
 from reshard.stores.address import is_url, parsed
 from reshard.train.data import load_dataset, read_records, tokens
+from reshard.train.data.mix import mix_of
 from reshard.train.data.records import METHODS, seen
 from reshard.train.megatron.rows import Counts, pieces_of
 from reshard.train.megatron.samples import samples_of
@@ -277,6 +278,9 @@ def data(name: str) -> Open:
 
         tokenizer = make_tokenizer()
 
+        def tabled(path: Path, method: str) -> None:
+            load_dataset(mix_of(path), method)
+
         def counted(path: Path, method: str) -> None:
             rows = read_records(path, method, tokens.probe(tokenizer))
             tokens.lengths(*tokens.draw(seen(row, method) for row in rows), tokenizer, 64)
@@ -289,7 +293,7 @@ def data(name: str) -> Open:
             path = folder / name
             path.write_bytes(content)
             for method in METHODS:
-                for step in (load_dataset, counted, packed):
+                for step in (tabled, counted, packed):
                     with suppress(ReshardError):
                         step(path, method)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,29 @@ import pytest
 
 from reshard.errors import Problem, ReshardError
 from reshard.train import data as training_data
-from reshard.train.data import digest, digests, files_of, held_out, load_dataset, read_records, tokens
-from reshard.train.data.records import Template
+from reshard.train.data import (
+    digest,
+    digest_of,
+    digests,
+    files_of,
+    held_out,
+    load_dataset,
+    read_records,
+    tokens,
+)
+from reshard.train.data.mix import mix_of, read_mix
+from reshard.train.data.records import METHODS, Template
 from tests.train.conftest import chats, preferences, prompts, write_lines
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 SHARE_GPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+CALL = [SHARE_GPT[0], {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'}]
+CALLED = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
+}
+NO = {"role": "assistant", "content": "No"}
 
 
 def lines(path: Path, *rows: object) -> Path:
@@ -52,6 +71,34 @@ def problems_of(
             {"messages": [{"role": "system", "content": "Be brief"}, *CHAT]},
         ),
         ("sft", {"conversations": CHAT}, {"messages": CHAT}),
+        ("sft", {"conversations": [*CALL, SHARE_GPT[1]]}, {"messages": [CHAT[0], CALLED, CHAT[1]]}),
+        ("sft", {"instruction": "Hi", "input": "", "output": "Hello"}, {"messages": CHAT}),
+        (
+            "sft",
+            {"instruction": "a", "input": "b", "output": "c", "history": [["Hi", "Hello"]], "system": "d"},
+            {
+                "messages": [
+                    {"role": "system", "content": "d"},
+                    *CHAT,
+                    {"role": "user", "content": "a\nb"},
+                    {"role": "assistant", "content": "c"},
+                ]
+            },
+        ),
+        (
+            "dpo",
+            {
+                "conversations": SHARE_GPT[:1],
+                "chosen": SHARE_GPT[1],
+                "rejected": {"from": "gpt", "value": "No"},
+            },
+            {"chosen": CHAT[1:], "rejected": [NO], "prompt": CHAT[:1]},
+        ),
+        (
+            "dpo",
+            {"instruction": "Hi", "chosen": "Hello", "rejected": "No"},
+            {"chosen": CHAT[1:], "rejected": [NO], "prompt": CHAT[:1]},
+        ),
         ("sft", {"messages": CHAT, "tools": [{"name": "f"}]}, {"messages": CHAT, "tools": [{"name": "f"}]}),
         ("sft", {"prompt": "a", "completion": "b", "source": "x"}, {"prompt": "a", "completion": "b"}),
         ("sft", {"prompt": CHAT[:1], "completion": CHAT[1:]}, {"prompt": CHAT[:1], "completion": CHAT[1:]}),
@@ -83,7 +130,21 @@ def test_each_shape_is_read_as_trl_takes_it(
         ("sft", "{not json", "a line is no JSON", "mend it"),
         ("sft", '["a"]', "a record is no object", "one JSON object"),
         ("sft", {}, "SFT needs other columns", "rename the columns"),
-        ("sft", {"instruction": "a", "output": "b"}, "SFT needs other columns", "output to completion"),
+        (
+            "sft",
+            {"messages": CHAT, "text": "a"},
+            "a record could be chat or plain text",
+            "--data-shape chat or",
+        ),
+        ("sft", {"instruction": ["a"], "output": "b"}, '"instruction" is of another kind', None),
+        ("sft", {"instruction": "a", "output": "b", "history": ["c"]}, '"history" is of another', None),
+        ("sft", {"instruction": "a", "output": ""}, "messages[1].content is empty", "leave the record out"),
+        (
+            "sft",
+            {"conversations": [CALL[0], {**CALL[1], "value": "f(x)"}]},
+            "messages[1] has an unknown",
+            None,
+        ),
         ("sft", {"prompt": "a"}, "SFT needs other columns than those of prompts", "add the answer"),
         ("sft", {"chosen": "a", "rejected": "b"}, "SFT needs other columns than", "reshard train dpo"),
         ("dpo", {"messages": CHAT}, "DPO needs other columns than those of chat", "two answers"),
@@ -202,6 +263,103 @@ def test_records_of_two_shapes_in_one_file_are_refused(tmp_path: Path) -> None:
 def test_prompts_as_strings_beside_prompts_as_messages_are_refused(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", {"prompt": "a"}, {"prompt": CHAT[:1]})
     assert problems_of(path, "grpo")[0].file == f"{path}:2"
+
+
+def test_shapes_of_the_documentation_are_detected(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/training.md").read_text()
+    table = page.split("<!-- shapes -->")[1].split("<!-- /shapes -->")[0].strip().splitlines()[2:]
+    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in table]
+    assert {(method, shape) for method, shape, _ in rows} == {
+        (method, shape) for method, shapes in METHODS.items() for shape in shapes
+    }
+    for method, shape, record in rows:
+        text = iter("abcdefgh")
+        row = json.loads(re.sub("…", lambda _: next(text), record))  # noqa: B023
+        found: Counter[str] = Counter()
+        assert len(list(read_records(lines(tmp_path / "a.jsonl", row), method, shapes=found))) == 1
+        assert found == {shape: 1}
+
+
+def test_a_record_of_several_shapes_is_what_was_chosen(tmp_path: Path) -> None:
+    row = {"instruction": "Hi", "input": "", "output": "Hello", "text": "### Hi\nHello"}
+    path = lines(tmp_path / "alpaca.jsonl", row)
+    assert list(read_records(path, "sft", chosen="alpaca")) == [{"messages": CHAT}]
+    assert list(read_records(path, "sft", chosen="plain-text")) == [{"text": "### Hi\nHello"}]
+    assert list(read_records(lines(path, {"text": "a"}), "sft", chosen="alpaca")) == [{"text": "a"}]
+
+
+def test_a_system_message_is_for_chats_that_have_none(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "Be brief"}
+    own = {"role": "system", "content": "Be long"}
+    path = lines(tmp_path / "a.jsonl", {"messages": CHAT}, {"messages": [own, *CHAT]})
+    found = [row["messages"] for row in read_records(path, "sft", system="Be brief")]
+    assert found == [[system, *CHAT], [own, *CHAT]]
+    pair = {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": [NO]}
+    (row,) = read_records(lines(path, pair), "dpo", system="Be brief")
+    assert row == {**pair, "prompt": [system, CHAT[0]]}
+
+
+@pytest.mark.parametrize(
+    ("weights", "sizes", "seen"),
+    [
+        (("", ""), (10, 3), [10, 3]),
+        ((":0.7", ":0.3"), (70, 30), [70, 30]),
+        ((":0.7", ":0.3"), (70, 10), [70, 30]),
+        ((":1", ":3"), (10, 7), [10, 30]),
+        ((":2", ":1"), (0, 5), [0, 5]),
+    ],
+)
+def test_an_epoch_sees_every_record_and_each_source_by_its_weight(
+    tmp_path: Path, weights: tuple[str, str], sizes: tuple[int, int], seen: list[int]
+) -> None:
+    mix = read_mix(
+        "--data", [f"{tmp_path}/{name}{weight}" for name, weight in zip("ab", weights, strict=True)]
+    )
+    assert mix.seen(sizes) == seen
+    picks = mix.picks(sizes)
+    assert (picks is None) == (seen == list(sizes))
+    if picks is not None:
+        counts = [list(picks).count(index) for index in range(sum(sizes))]
+        assert [sum(counts[: sizes[0]]), sum(counts[sizes[0] :])] == seen
+        assert max(counts[sizes[0] :]) - min(counts[sizes[0] :]) <= 1
+        again = mix_of(mix.recorded()).picks(sizes)
+        assert again is not None and list(picks) == list(again)
+
+
+def test_a_colon_belongs_to_the_path_that_is_there(tmp_path: Path) -> None:
+    lines(tmp_path / "a:2", {"text": "a"})
+    mix = read_mix("--data", [f"{tmp_path}/a:2", f"{tmp_path}/b:c.jsonl"])
+    assert [source.weight for source in mix.sources] == [None, None]
+    assert [path.name for path in mix.paths] == ["a:2", "b:c.jsonl"]
+    weighted = read_mix("--data", [f"{tmp_path}/a:2:3", f"{tmp_path}/b:c.jsonl:0.5"])
+    assert [source.weight for source in weighted.sources] == [3, 0.5] and weighted.paths == mix.paths
+    assert read_mix("--data", weighted.words) == weighted
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a:0", "b:1"], "a weight of data is not more than 0"),
+        (["a:nan", "b:1"], "a weight of data is not more than 0"),
+        (["a:1", "b"], "some of the data have a weight"),
+        (["a", "b", "a"], "the same data are given twice"),
+        ([{"a": 1}], "--data is no path"),
+    ],
+)
+def test_a_wrong_mix_is_refused(words: list[Any], message: str) -> None:
+    with pytest.raises(ReshardError, match=message):
+        read_mix("--data", words)
+
+
+def test_a_mix_is_an_epoch_of_its_sources(tmp_path: Path) -> None:
+    few = lines(tmp_path / "few.jsonl", {"text": "a"}, {"text": "b"})
+    many = lines(tmp_path / "many.jsonl", *({"text": str(number)} for number in range(9)))
+    mix = read_mix("--data", [f"{few}:1", f"{many}:1"])
+    found = [row["text"] for row in load_dataset(mix, "sft")]
+    assert sorted(found[9:]) == [str(number) for number in range(9)]
+    assert sorted(found[:8]) == ["a"] * 4 + ["b"] * 4 and found[8] in "ab"
+    assert digest_of(mix) != digest_of(read_mix("--data", [f"{few}:2", f"{many}:1"]))
+    assert digest_of(mix_of(few)) == digest(few)
 
 
 def test_a_byte_order_mark_windows_line_ends_and_blank_lines_do_no_harm(tmp_path: Path) -> None:
@@ -333,7 +491,7 @@ def test_datasets_take_it_whatever_columns_later_records_have(
     monkeypatch.setattr(training_data, "BATCH", 2)
     called = [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}]
     rows = [{"messages": CHAT}, {"messages": CHAT}, {"messages": called, "tools": [{"name": "f"}]}]
-    dataset = load_dataset(lines(tmp_path / "a.jsonl", *rows), "sft")
+    dataset = load_dataset(mix_of(lines(tmp_path / "a.jsonl", *rows)), "sft")
     assert len(dataset) == 3
     assert dataset[2]["messages"][1]["tool_calls"] == [{"function": {"name": "f"}}]
     assert dataset[0]["messages"][1]["content"] == "Hello"
@@ -343,7 +501,7 @@ def test_datasets_take_it_whatever_columns_later_records_have(
 def test_a_column_of_several_types_is_named(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", {"prompt": "a", "answer": 1}, {"prompt": "b", "answer": "two"})
     with pytest.raises(ReshardError, match='"answer" has values of several types'):
-        load_dataset(path, "grpo")
+        load_dataset(mix_of(path), "grpo")
 
 
 def test_the_digest_is_that_of_sha256sum(tmp_path: Path) -> None:
@@ -381,7 +539,7 @@ def test_samples_are_those_that_trl_makes(tokenizer: Any, tiny: Callable[..., Pa
         trainer = SFTTrainer(
             model=str(tiny("qwen3")),
             args=config,
-            train_dataset=load_dataset(path, "sft"),
+            train_dataset=load_dataset(mix_of(path), "sft"),
             processing_class=tokenizer,
         )
         for row, theirs in zip(rows, trainer.train_dataset, strict=True):

@@ -77,10 +77,11 @@ def test_records_of_before_have_none(run: Run) -> None:
     assert Run.of_dict(record) == replace(run, eval_data=None)
 
 
-def test_several_paths_are_refused(run: Run) -> None:
+def test_data_to_evaluate_on_may_be_several(run: Run, tmp_path: Path) -> None:
     flags = {"model": run.model, "data": run.data, "output": run.output}
-    problem = refused(run_of, "sft", flags, ["--eval_data", "a.jsonl", "b.jsonl"])
-    assert problem.message == "--eval-data is no path"
+    found = run_of("sft", flags, ["--eval_data", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")])
+    assert found.eval_data is not None
+    assert found.eval_data.paths == [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
 
 
 # looked at

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from reshard.algebra.layout import Layout
 from reshard.cli.train import command as train
+from reshard.train.data.mix import Mix, Source
 from reshard.train.launching import launch
 from reshard.train.launching.failure import failure_in, print_exception, print_interruption
 from reshard.train.launching.places import Place
@@ -129,6 +130,14 @@ def test_a_torchrun_that_was_killed_is_no_failure_of_a_rank(make_run: Callable[.
             layout=Layout(2, 2),
             ranks=Ranks(1),
         ),
+        Run(
+            "sft",
+            Path("/m"),
+            Mix((Source(Path("/a b.jsonl"), 0.7), Source(Path("/b:c.jsonl"), 3))),
+            Path("/o"),
+            data_shape="chat",
+            system="Be brief.",
+        ),
         Run("sft", Path("/m"), Path("/d"), Path("/o"), parallel="tp", layout=Layout(2), options={"seed": -1}),
     ],
 )
@@ -146,7 +155,22 @@ def test_the_command_that_goes_on_asks_for_the_same_run(run: Run) -> None:
 
 
 FLAGS = {
-    *("model", "data", "eval_data", "output", "engine", "lora", "parallel", "tp", "pp", "vpp", "ep", "cp"),
+    *(
+        "model",
+        "data",
+        "eval_data",
+        "data_shape",
+        "system",
+        "output",
+        "engine",
+        "lora",
+        "parallel",
+        "tp",
+        "pp",
+        "vpp",
+        "ep",
+        "cp",
+    ),
     *("nproc", "nnodes", "node_rank", "rendezvous", "reward", "merge", "resume"),
 }
 

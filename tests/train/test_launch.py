@@ -341,4 +341,4 @@ def test_importing_the_launcher_imports_no_torch() -> None:
 
 def test_an_end_that_cannot_be_written_down_hides_no_failure(make_run: Callable[..., Run]) -> None:
     run = make_run()
-    launch.end(replace(run, output=run.data / "below a file"), "failed")
+    launch.end(replace(run, output=run.data.paths[0] / "below a file"), "failed")

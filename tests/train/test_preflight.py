@@ -20,6 +20,7 @@ from reshard.algebra.layout import Layout
 from reshard.doctor.environment import Environment, Gpu
 from reshard.errors import Problem, ReshardError
 from reshard.train import preconditions
+from reshard.train.data.mix import mix_of, read_mix
 from reshard.train.engines import engine_of
 from reshard.train.megatron import looks
 from reshard.train.memory import GIB
@@ -134,6 +135,32 @@ def test_all_that_is_wrong_is_said_at_once(run: Run, tmp_path: Path) -> None:
     assert all(problem.remedy or problem.expected for problem in found.problems)
 
 
+def test_the_records_of_a_mix_that_an_epoch_sees_are_counted(run: Run, tmp_path: Path) -> None:
+    talks = [{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}] * 4
+    few = write_lines(tmp_path / "few.jsonl", talks)  # type: ignore[arg-type]
+    (many,) = run.data.paths
+    found = preflight(replace(run, data=read_mix("--data", [f"{many}:1", f"{few}:1"])), environment=NOWHERE)
+    assert (found.problems, found.records) == ([], 128)
+    assert found.lengths is not None and found.lengths.records == 128
+    alone = preflight(replace(run, data=mix_of(few)), environment=NOWHERE)
+    whole = preflight(run, environment=NOWHERE)
+    assert alone.lengths is not None and whole.lengths is not None
+    assert found.lengths.tokens == whole.lengths.tokens + 16 * alone.lengths.tokens
+    told = [value for name, value in found.rows() if name in ("data", "epoch")]
+    assert told[0] == f"{many}:1: 64 records (chat)"
+    assert told[1] == f"{few}:1: 4 records (ShareGPT), 64 in an epoch, each 16 times"
+    assert told[2].startswith("128 records, ")
+    assert [source["seen"] for source in found.as_dict()["sources"]] == [64, 64]
+
+
+def test_sources_of_different_shapes_are_refused(run: Run, tmp_path: Path) -> None:
+    texts = write_lines(tmp_path / "texts.jsonl", [{"text": "a"}])
+    mix = read_mix("--data", [str(run.data.paths[0]), str(texts)])
+    assert messages(preflight(replace(run, data=mix), environment=NOWHERE).problems) == [
+        "the data has sources of different shapes"
+    ]
+
+
 def test_without_data_everything_else_is_still_looked_at(run: Run, tmp_path: Path) -> None:
     wrong = replace(run, data=tmp_path / "nothing.jsonl", options={"learning_rat": "1"})
     assert messages(preflight(wrong, environment=NOWHERE).problems) == [
@@ -183,7 +210,7 @@ def strict_template(run: Run) -> Run:
     (run.model / "chat_template.jinja").write_text(template)
     turn = {"role": "user", "content": "a"}
     rows = [{"messages": [turn, turn, {"role": "assistant", "content": "b"}]}]
-    return replace(run, data=write_lines(run.data.parent / "turns.jsonl", rows))  # type: ignore[arg-type]
+    return replace(run, data=write_lines(run.data.paths[0].parent / "turns.jsonl", rows))  # type: ignore[arg-type]
 
 
 def not_a_model(run: Run) -> Run:
@@ -239,7 +266,7 @@ def test_what_would_fail_later_is_refused_with_its_cure(
 ) -> None:
     if message == "records teach nothing":
         pairs = [{"prompt": "What is the answer to all?", "completion": " it"}]
-        run = replace(run, data=write_lines(run.data.parent / "pairs.jsonl", pairs * 8))  # type: ignore[arg-type]
+        run = replace(run, data=write_lines(run.data.paths[0].parent / "pairs.jsonl", pairs * 8))  # type: ignore[arg-type]
     changed = change(run)
     problem = next(
         (p for p in preflight(changed, environment=environment).problems if message in str(p)), None
@@ -529,7 +556,7 @@ def test_a_tracker_that_is_not_installed_is_said_before(run: Run, monkeypatch: p
 
 
 def test_an_output_that_cannot_be_made_or_must_not_be_removed_is_refused(run: Run) -> None:
-    below = replace(run, output=run.data / "out")
+    below = replace(run, output=run.data.paths[0] / "out")
     assert "a file lies where" in messages(preflight(below, environment=NOWHERE).problems)[0]
     foreign = preflight(replace(run, output=run.model), overwrite=True, environment=NOWHERE)
     assert messages(foreign.problems) == ["the output holds something that no run has left"]

@@ -21,6 +21,7 @@ from reshard.cli.options import quiet_option
 from reshard.cli.tables import print_table
 from reshard.cli.usage import Group
 from reshard.shown import escape
+from reshard.train.data.records import METHODS, word_of
 from reshard.train.engines import MODULES, engine_named
 from reshard.train.request import run_of
 from reshard.train.run import PARALLEL, Run
@@ -64,8 +65,24 @@ def _options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 _OPTIONS = [
     click.option("--model", type=PATH, help="Hugging Face folder to start from."),
-    click.option("--data", type=PATH, help="JSONL or Parquet file, or a folder of them."),
-    click.option("--eval-data", type=PATH, help="The same, to evaluate the model on while it is trained."),
+    click.option(
+        "--data",
+        multiple=True,
+        metavar="PATH[:WEIGHT]",
+        help="JSONL or Parquet file, or a folder of them; repeat it to mix several: a.jsonl:0.7.",
+    ),
+    click.option(
+        "--eval-data",
+        multiple=True,
+        metavar="PATH[:WEIGHT]",
+        help="The same, to evaluate the model on while it is trained.",
+    ),
+    click.option(
+        "--data-shape",
+        type=click.Choice([word_of(shape) for shape in METHODS["sft"]]),
+        help="What records are taken for that fit several shapes.",
+    ),
+    click.option("--system", metavar="TEXT", help="System message of chats that have none."),
     click.option("-o", "--output", type=PATH, help="Where everything goes; OUT/final is the model."),
     click.option(
         "--engine", type=click.Choice(tuple(MODULES)), help="trl (default), or megatron for TP, PP and EP."

@@ -8,7 +8,7 @@ from typing import Any
 
 from reshard.errors import Problem
 from reshard.train import data
-from reshard.train.data.records import is_chat, shape_of
+from reshard.train.data.records import kind_of
 from reshard.train.data.tokens import Lengths
 from reshard.train.run import Run
 
@@ -38,8 +38,9 @@ def held_out(run: Run) -> Iterator[Problem]:
     """Files that are trained on and look as if they should not be. Raises ReshardError if a folder has no data."""
     if not run.data.exists():
         return
-    apart = data.files_of(run.eval_data) if run.eval_data and run.eval_data.exists() else []
-    both = set(data.files_of(run.data)) & set(apart)
+    apart = run.eval_data.paths if run.eval_data and run.eval_data.exists() else []
+    trained = {file for path in run.data.paths for file in data.files_of(path)}
+    both = trained & {file for path in apart for file in data.files_of(path)}
     for file in sorted(both):
         yield Problem(
             "file-trained-and-evaluated-on",
@@ -49,7 +50,7 @@ def held_out(run: Run) -> Iterator[Problem]:
             remedy="move it out of the folder of --data",
             severity="warning",
         )
-    for file in data.held_out(run.data):
+    for file in [file for path in run.data.paths for file in data.held_out(path)]:
         if file not in both:
             cure = "leave it out" if run.eval_data else "give it with --eval-data"
             yield Problem(
@@ -65,7 +66,7 @@ def unlike(
     run: Run, trained: Mapping[str, Any], read: Mapping[str, Any], *, mixed: bool
 ) -> Iterator[Problem]:
     """Records of another shape than those that are trained on, unless these may be `mixed`; columns that lack."""
-    kinds = [_kind(row, run.method) for row in (trained, read)]
+    kinds = [kind_of(dict(row)) for row in (trained, read)]
     if not mixed and kinds[0] != kinds[1]:
         yield Problem(
             "evaluation-data-shape-differs",
@@ -87,8 +88,3 @@ def unlike(
             remedy="add them, unless the reward does without",
             severity="warning",
         )
-
-
-def _kind(row: Mapping[str, Any], method: str) -> str:
-    shape = str(shape_of(row, method))
-    return f"{shape} as {'messages' if is_chat(dict(row), shape) else 'strings'}"

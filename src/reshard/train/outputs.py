@@ -74,7 +74,7 @@ def cleared(run: Run) -> Iterator[Problem]:
             remedy="name another folder with -o, or remove this one yourself",
         )
     going = [path.resolve() for path in made(run)]
-    for name, source in (("model", run.model), ("data", run.data)):
+    for name, source in (("model", run.model), *(("data", path) for path in run.data.paths)):
         if any(source.resolve().is_relative_to(path) for path in going):
             yield Problem(
                 "overwrite-would-remove-input",

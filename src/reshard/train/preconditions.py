@@ -16,6 +16,7 @@ from reshard.formats.companions import CONFIG, read_object
 from reshard.inspection import inspect_checkpoint
 from reshard.plain_yaml import yaml_of
 from reshard.train import data, outputs
+from reshard.train.data.mix import Mix
 from reshard.train.engines import engine_of
 from reshard.train.findings import in_short, in_training, lacking
 from reshard.train.run import RECORD, Run, read_record
@@ -213,10 +214,10 @@ def _same_data(run: Run, record: Mapping[str, Any]) -> Iterator[Problem]:
         )
 
 
-def _differ(digest: str | None, path: Path) -> bool:
+def _differ(digest: str | None, mix: Mix) -> bool:
     """Whether data have another digest than what was written down; that there are none is said elsewhere."""
     try:
-        return digest not in (None, data.digest(path))
+        return digest not in (None, data.digest_of(mix))
     except ReshardError:
         return False
 

@@ -13,6 +13,8 @@ from reshard.errors import Problem, ReshardError
 from reshard.formats.companions import find_companions
 from reshard.train import data, evaluation, memory, preconditions
 from reshard.train.data import tokens
+from reshard.train.data.drawn import Drawn, drawn_of, first_of, lengths_of, unlike
+from reshard.train.data.mix import Mix
 from reshard.train.data.records import seen
 from reshard.train.data.tokens import Lengths
 from reshard.train.engine import Batches, Precision, Reading
@@ -68,6 +70,8 @@ class Preflight:
     warnings: list[Problem]
     devices: str
     records: int = 0
+    """Those that an epoch sees, of all sources."""
+    sources: list[Drawn] = field(default_factory=list)
     lengths: Lengths | None = None
     evaluation: Evaluation | None = None
     batches: Batches | None = None
@@ -87,6 +91,7 @@ class Preflight:
             "devices": self.devices,
             "plan": plan_in_words(run, self.world_size),
             "records": self.records,
+            "sources": [source.as_dict() for source in self.sources],
             "lengths": self.lengths.as_dict() if self.lengths else None,
             "evaluation": self.evaluation.as_dict() if self.evaluation else None,
             "batches": {**vars(self.batches), "samples": self.batches.samples} if self.batches else None,
@@ -105,10 +110,12 @@ class Preflight:
         yield "devices", self.devices
         final = f"; trained in float32, final in {self.final_dtype}" if self.final_dtype else ""
         yield "model", f"{run.model}{final}"
-        yield (
-            "data",
-            f"{run.data}: {self.records:,} records" + _tokens(self.lengths),
-        )
+        if len(self.sources) > 1:
+            yield from (("data", each.in_words()) for each in self.sources)
+            yield "epoch", f"{self.records:,} records" + _tokens(self.lengths)
+        else:
+            source = self.sources[0].in_words() if self.sources else str(run.data)
+            yield "data", source + _tokens(self.lengths)
         if self.evaluation:
             read = f"{self.evaluation.records:,} records" + _tokens(self.evaluation.lengths)
             yield "evaluate", f"{run.eval_data}: {read}; {self.evaluation.when}"
@@ -190,14 +197,15 @@ class _Looking:
             self._try(lambda: trackers.check(run))
         is_there = (run.model / "config.json").is_file() and not missing
         tokenizer = self._model(options) if is_there else None
-        records, drawn = self._records(run.data, tokenizer)
+        sources = self._sources(run.data, tokenizer)
+        records = sum(source.seen for source in sources)
         self._take(preconditions.output(run, overwrite=overwrite))
-        result = Preflight(run, world_size, [], [], _devices(gpus, on_cpu), records)
+        result = Preflight(run, world_size, [], [], _devices(gpus, on_cpu), records, sources)
         if run.eval_data:
-            result = self._evaluated(result, options, drawn, tokenizer)
+            result = self._evaluated(result, options, tokenizer)
         if options is not None and records:
             room = memory.available(replace(self.environment, gpus=[] if on_cpu else gpus), processes)
-            result = self._sized(result, options, drawn, tokenizer, room, on_cpu)
+            result = self._sized(result, options, tokenizer, room, on_cpu)
         self._take(self._tried(evaluation.held_out(run)))
         command = None if self._placed() else self._try(lambda: launch.command(run))
         unique = list(dict.fromkeys(self.found))
@@ -254,36 +262,33 @@ class _Looking:
         processes = self.run.ranks.nproc or (1 if on_cpu else len(gpus))
         return processes, processes * self.run.ranks.nnodes
 
-    def _records(self, path: Path, tokenizer: Any) -> tuple[int, list[dict[str, Any]]]:
-        """Read all data of a file or folder once; how many records there are, and some of them."""
-        if not path.exists():
-            return 0, []
+    def _sources(self, mix: Mix, tokenizer: Any) -> list[Drawn]:
+        """Read all data of a mix once; what is wrong with records is said when all are read."""
         refuses = tokens.probe(tokenizer) if tokenizer is not None else data.ANY_TEMPLATE
-        return tokens.draw(self._good(data.read_records(path, self.run.method, refuses)))
+        sources, wrong = drawn_of(mix, self.run.method, refuses, **self.run.reading)
+        self.found += wrong
+        return sources
 
     def _evaluated(
         self,
         result: Preflight,
         options: dict[str, Any] | None,
-        trained: list[dict[str, Any]],
         tokenizer: Any,
     ) -> Preflight:
         """The data that the run is evaluated on, looked at as those that it is trained on."""
         run, engine = evaluation.evaluated(self.run), engine_of(self.run)
-        records, drawn = self._records(run.data, tokenizer)
-        if not (records and trained and options is not None):
+        sources = self._sources(run.data, tokenizer)
+        records = sum(source.seen for source in sources)
+        if not (records and result.records and options is not None):
             return result
-        reading = engine.reading(run, options, drawn[0])
-        unlike = list(evaluation.unlike(self.run, trained[0], drawn[0], mixed=reading.mixed))
-        self._take(unlike)
-        wrong = any(each.severity == "error" for each in unlike)
-        lengths = None if wrong else self._lengths(run, records, drawn, tokenizer, reading, options)
+        first = first_of(sources)
+        reading = engine.reading(run, options, first)
+        differing = list(evaluation.unlike(self.run, first_of(result.sources), first, mixed=reading.mixed))
+        self._take(differing)
+        wrong = any(each.severity == "error" for each in differing)
+        lengths = None if wrong else self._lengths(run, sources, tokenizer, reading, options)
         found = Evaluation(records, engine.evaluation(self.run), lengths)
         return replace(result, evaluation=found)
-
-    def _good(self, rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """The records that are right; what is wrong with the others is said when all are read."""
-        yield from self._tried(rows)
 
     def _tried(self, found: Iterator[T]) -> Iterator[T]:
         try:
@@ -295,17 +300,17 @@ class _Looking:
         self,
         result: Preflight,
         options: dict[str, Any],
-        drawn: list[dict[str, Any]],
         tokenizer: Any,
         room: int,
         on_cpu: bool,
     ) -> Preflight:
         """Tokens, steps, memory and disk."""
         run, engine, world_size = self.run, engine_of(self.run), result.world_size
-        reading = engine.reading(run, options, drawn[0])
+        reading = engine.reading(run, options, first_of(result.sources))
+        self._take(unlike(run.data, result.sources, mixed=reading.mixed))
         if reading.packed and tokenizer is None:
             return result  # sequences are counted in tokens
-        lengths = self._lengths(run, result.records, drawn, tokenizer, reading, options)
+        lengths = self._lengths(run, result.sources, tokenizer, reading, options)
         result = replace(result, lengths=lengths)
         tokens = lengths.tokens if lengths else None
         batches = self._try(lambda: engine.batches(run, world_size, result.records, tokens))
@@ -335,23 +340,22 @@ class _Looking:
     def _lengths(
         self,
         run: Run,
-        records: int,
-        drawn: list[dict[str, Any]],
+        sources: list[Drawn],
         tokenizer: Any,
         reading: Reading,
         options: dict[str, Any],
     ) -> Lengths | None:
         if tokenizer is None:
             return None
-        drawn = [seen(row, run.method) for row in drawn]  # other columns are the reward's
-        if any(isinstance(value, list) for value in drawn[0].values()) and not tokenizer.chat_template:
+        values = [each for source in sources for each in seen(source.first, run.method).values()]
+        if any(isinstance(each, list) for each in values) and not tokenizer.chat_template:
             self.found.append(preconditions.template(run.model))
             return None
-        if "messages" in drawn[0]:
+        if any("messages" in source.first for source in sources):
             self._take(engine_of(run).looks.chats(run, options, tokenizer))
         only = reading.assistant_only
         found = self._try(
-            lambda: tokens.lengths(records, drawn, tokenizer, reading.limit, assistant_only=only)
+            lambda: lengths_of(sources, run.method, tokenizer, reading.limit, assistant_only=only)
         )
         self._take(_lengths_wrong(run, found, f"--{reading.length}") if found else ())
         return found

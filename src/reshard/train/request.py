@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,16 @@ from reshard.algebra.layout import Layout
 from reshard.errors import Problem, ReshardError
 from reshard.plain_yaml import yaml_of
 from reshard.suggest import did_you_mean
+from reshard.train.data.mix import read_mix
+from reshard.train.data.records import METHODS, word_of
 from reshard.train.engines import MODULES, engine_named, engine_of
 from reshard.train.run import PARALLEL, RECORD, SIZES, Ranks, Run
 from reshard.train.signals import SECONDS
 
-PATHS = ("model", "data", "output")
+PATHS = ("model", "output")
+NEEDED = ("model", "data", "output")
 OURS = {
-    *(*PATHS, "eval_data", "engine", "lora", "parallel", *SIZES),
+    *(*NEEDED, "eval_data", "data_shape", "system", "engine", "lora", "parallel", *SIZES),
     *("nproc", "nnodes", "node_rank", "rendezvous", "reward", "resume", "merge", "nan_steps"),
     *("save_on_signal", "max_restarts"),
 }
@@ -39,8 +42,8 @@ def run_of(
     given = {name: value for name, value in told.items() if name in OURS}
     # Flags with underscores come as words of the engine, whose options are typed so.
     given |= {name: typed.pop(name) for name in OURS & typed.keys()}
-    given |= {name: value for name, value in flags.items() if value is not None}
-    missing = [name for name in PATHS if not given.get(name)]
+    given |= {name: value for name, value in flags.items() if value not in (None, ())}
+    missing = [name for name in NEEDED if not given.get(name)]
     if missing and flags.get("resume") and "output" not in missing:
         raise ReshardError(
             "run-to-resume-missing",
@@ -65,7 +68,10 @@ def run_of(
     return Run(
         method=method,
         **{name: _path(given, name) for name in PATHS},
-        eval_data=_path(given, "eval_data") if given.get("eval_data") else None,
+        data=read_mix("--data", given["data"]),
+        eval_data=read_mix("--eval-data", given["eval_data"]) if given.get("eval_data") else None,
+        data_shape=given.get("data_shape"),
+        system=given.get("system"),
         engine=str(given.get("engine") or Run.engine),
         lora=_switch(given, "lora", False),
         parallel=str(given.get("parallel") or ("tp" if sizes["tp"] > 1 else "ddp")),
@@ -94,7 +100,7 @@ def _path(given: Mapping[str, Any], name: str) -> Path:
             "option-not-a-path",
             f"--{name.replace('_', '-')} is no path",
             found=repr(given[name]),
-            remedy="give one file or folder; several files can lie in a folder",
+            remedy="give one folder",
         ) from None
 
 
@@ -158,7 +164,7 @@ def words(rest: Sequence[str]) -> Options:
     return options
 
 
-_CHOICES = {"engine": tuple(MODULES), "parallel": PARALLEL}
+_CHOICES = {"engine": tuple(MODULES), "parallel": PARALLEL, "data_shape": tuple(map(word_of, METHODS["sft"]))}
 
 
 def _mistyped(told: Options) -> list[Problem]:
@@ -214,79 +220,81 @@ def _number(given: Mapping[str, Any], name: str, default: int) -> int:
 
 def check(run: Run) -> None:
     """Refuse what cannot be together, all at once. Raises ReshardError."""
-    problems = [problem for rule in _RULES if (problem := rule(run))]
+    problems = [problem for rule in _RULES for problem in rule(run)]
     problems += engine_of(run).looks.asked(run)
     if problems:
         raise ReshardError(problems)
 
 
-def _folders(run: Run) -> Problem | None:
+def _folders(run: Run) -> Iterator[Problem]:
     from reshard.formats.not_found import download  # which numpy comes with, and --help needs none
 
-    if not (run.model / "config.json").is_file():
-        if remedy := download(run.model, f"--model {run.model.name}"):
-            return Problem(
-                "model-not-local",
-                "the model is not on this machine",
-                file=str(run.model),
-                expected="a folder with config.json, weights and tokenizer",
-                remedy=remedy,
-            )
-        return Problem(
+    if (run.model / "config.json").is_file():
+        return
+    if remedy := download(run.model, f"--model {run.model.name}"):
+        yield Problem(
+            "model-not-local",
+            "the model is not on this machine",
+            file=str(run.model),
+            expected="a folder with config.json, weights and tokenizer",
+            remedy=remedy,
+        )
+    else:
+        yield Problem(
             "model-not-hugging-face",
             "the model is no Hugging Face folder",
             file=str(run.model),
             expected="a folder with config.json, weights and tokenizer",
             remedy="`reshard inspect` says what it is, `reshard convert` makes such a folder of a checkpoint",
         )
-    return None
 
 
-def _data(run: Run) -> Problem | None:
-    if run.data.exists():
-        return None
-    return Problem(
-        "data-not-found", "there is no data", file=str(run.data), remedy="give a file or a folder with --data"
-    )
+def _data(run: Run) -> Iterator[Problem]:
+    for path in run.data.paths:
+        if not path.exists():
+            yield Problem(
+                "data-not-found",
+                "there is no data",
+                file=str(path),
+                remedy="give a file or a folder with --data",
+            )
 
 
-def _eval_data(run: Run) -> Problem | None:
-    if run.eval_data is None or run.eval_data.exists():
-        return None
-    return Problem(
-        "evaluation-data-not-found",
-        "there are no data to evaluate on",
-        file=str(run.eval_data),
-        remedy="give a file or a folder with --eval-data, or leave it out",
-    )
+def _eval_data(run: Run) -> Iterator[Problem]:
+    for path in run.eval_data.paths if run.eval_data else []:
+        if not path.exists():
+            yield Problem(
+                "evaluation-data-not-found",
+                "there are no data to evaluate on",
+                file=str(path),
+                remedy="give a file or a folder with --eval-data, or leave it out",
+            )
 
 
-def _method(run: Run) -> Problem | None:
+def _method(run: Run) -> Iterator[Problem]:
     engine = engine_of(run)
-    if run.method in engine.methods:
-        return None
-    others = [name for name in MODULES if run.method in engine_named(name).methods]
-    return Problem(
-        "engine-method-unsupported",
-        f"the {engine.title} engine trains with {', '.join(engine.methods).upper()} only",
-        found=f"{run.method} with --engine {run.engine}",
-        remedy=f"use --engine {' or '.join(others)}",
-    )
+    if run.method not in engine.methods:
+        others = [name for name in MODULES if run.method in engine_named(name).methods]
+        yield Problem(
+            "engine-method-unsupported",
+            f"the {engine.title} engine trains with {', '.join(engine.methods).upper()} only",
+            found=f"{run.method} with --engine {run.engine}",
+            remedy=f"use --engine {' or '.join(others)}",
+        )
 
 
-def _reward(run: Run) -> Problem | None:
+def _reward(run: Run) -> Iterator[Problem]:
     if run.method == "grpo" and not run.reward:
-        return Problem(
+        yield Problem(
             "reward-missing", "GRPO needs a reward", remedy="name a function: --reward module:function"
         )
     if run.method != "grpo" and run.reward:
-        return Problem(
+        yield Problem(
             "reward-not-taken",
             "only GRPO takes a reward",
             found=f"--reward with {run.method}",
             remedy="leave it out",
         )
-    return None
 
 
 _RULES = (_folders, _data, _eval_data, _method, _reward)

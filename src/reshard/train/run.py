@@ -13,6 +13,7 @@ from reshard.algebra.layout import Layout
 from reshard.errors import UNUSABLE, ReshardError
 from reshard.plain import json_of
 from reshard.train import signals
+from reshard.train.data.mix import Mix, mix_of
 
 METHODS = ("sft", "dpo", "grpo")
 PARALLEL = ("ddp", "fsdp2", "zero2", "zero3", "tp")
@@ -41,7 +42,7 @@ class Run:
 
     method: str
     model: Path
-    data: Path
+    data: Mix
     output: Path
     engine: str = "trl"
     lora: bool = False
@@ -52,8 +53,12 @@ class Run:
     ranks: Ranks = field(default_factory=Ranks)
     reward: str | None = None
     """module:function, for GRPO."""
-    eval_data: Path | None = None
+    eval_data: Mix | None = None
     """What the model is evaluated on while it is trained."""
+    data_shape: str | None = None
+    """The shape that is taken of records that fit several."""
+    system: str | None = None
+    """The system message of chats that have none."""
     resume: bool = False
     nan_steps: int = 1
     """Steps in a row whose loss or gradient norm is not finite, after which the run stops."""
@@ -63,17 +68,28 @@ class Run:
     """Write the merged model beside the adapter in the end."""
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Data may be given as one path."""
+        object.__setattr__(self, "data", mix_of(self.data))
+        object.__setattr__(self, "eval_data", self.eval_data and mix_of(self.eval_data))
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """How records are read, for `data.read_records`."""
+        return {"chosen": self.data_shape, "system": self.system}
+
     def as_dict(self) -> dict[str, Any]:
         """The content of `run.json` that says what was asked for."""
         content = {**asdict(self), "layout": {name: getattr(self.layout, name) for name in SIZES}}
+        content["data"] = self.data.recorded()
+        content["eval_data"] = self.eval_data.recorded() if self.eval_data else None
         return {key: str(value) if isinstance(value, Path) else value for key, value in content.items()}
 
     @staticmethod
     def of_dict(content: Mapping[str, Any]) -> Run:
         """The inverse of `as_dict`; other keys are ignored, so that a record can say more."""
         known = {each.name: content[each.name] for each in fields(Run) if each.name in content}
-        paths = {name: Path(known[name]) for name in ("model", "data", "output")}
-        paths |= {"eval_data": Path(known["eval_data"])} if known.get("eval_data") else {}
+        paths = {name: Path(known[name]) for name in ("model", "output")}
         nested = {"layout": Layout(**known["layout"]), "ranks": Ranks(**known["ranks"])}
         return Run(**{**known, **paths, **nested})
 

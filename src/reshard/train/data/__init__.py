@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
@@ -17,7 +18,8 @@ from typing import IO, Any
 
 from reshard.errors import Problem, ReshardError, listed
 from reshard.plain import json_of
-from reshard.train.data.records import Row, Template, faults, is_chat, shape_of, show, standard
+from reshard.train.data.mix import Mix
+from reshard.train.data.records import Row, Template, faults, kind_of, shapes_of, show, standard
 
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 SPLITS = {"test", "valid", "validation", "val", "eval", "dev"}
@@ -67,18 +69,31 @@ def _words(file: Path, root: Path) -> list[str]:
     return name.lower().replace("-", ".").replace("_", ".").replace("/", ".").split(".")
 
 
-def read_records(path: Path, method: str, template: Template = ANY_TEMPLATE) -> Iterator[Row]:
+def read_records(
+    path: Path,
+    method: str,
+    template: Template = ANY_TEMPLATE,
+    *,
+    chosen: str | None = None,
+    system: str | None = None,
+    shapes: Counter[str] | None = None,
+) -> Iterator[Row]:
     """The records of a file or folder, in TRL's standard shape.
 
-    Wrong ones are passed over; at the end they are raised together as a ReshardError, by file and line.
+    `chosen` is the shape to take of records that fit several, `system` the system message of chats without one; how
+    many records have each shape is counted in `shapes`. Wrong records are passed over; at the end they are raised
+    together as a ReshardError, by file and line.
     """
     faulty, first = _Faulty(), None
+    more = {"chosen": chosen, "system": system}
     for where, row in _rows(path):
-        problems = [row] if isinstance(row, Problem) else list(faults(row, method, template, where))
+        problems = [row] if isinstance(row, Problem) else list(faults(row, method, template, where, **more))
         if not problems:
-            shape = str(shape_of(row, method))
-            clean = standard(row, shape)
-            kind = f"{shape} as {'messages' if is_chat(clean, shape) else 'strings'}"
+            (shape,) = shapes_of(row, method, chosen)
+            if shapes is not None:
+                shapes[shape] += 1
+            clean = standard(row, shape, system)
+            kind = kind_of(clean)
             first = first or (kind, where)
             problems = [] if kind == first[0] else [_mixed(kind, where, first)]
         if problems:
@@ -281,19 +296,24 @@ _READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
 }
 
 
-def load_dataset(path: Path, method: str) -> Any:
-    """The data as a `datasets.Dataset` in TRL's standard shape. Raises ReshardError for wrong records."""
+def load_dataset(mix: Mix, method: str, **more: Any) -> Any:
+    """The data as a `datasets.Dataset` in TRL's standard shape, an epoch of a mix. Raises ReshardError."""
     import pyarrow as arrow
     from datasets import Dataset
 
-    tables = []
-    records = read_records(path, method)
-    while rows := list(islice(records, BATCH)):
-        tables.append(arrow.table({key: _column(key, rows, path) for key in dict.fromkeys(chain(*rows))}))
+    tables, sizes = [], []
+    for path in mix.paths:
+        records = read_records(path, method, **more)
+        sizes.append(0)
+        while rows := list(islice(records, BATCH)):
+            sizes[-1] += len(rows)
+            tables.append(arrow.table({key: _column(key, rows, path) for key in dict.fromkeys(chain(*rows))}))
     try:
-        return Dataset(arrow.concat_tables(tables, promote_options="permissive"))
+        whole = Dataset(arrow.concat_tables(tables, promote_options="permissive"))
     except (arrow.ArrowInvalid, arrow.ArrowTypeError) as error:
-        raise _of_several_types("a column", path, error) from None
+        raise _of_several_types("a column", mix, error) from None
+    picks = mix.picks(sizes)
+    return whole if picks is None else whole.select(picks)
 
 
 def _column(key: str, rows: list[Row], path: Path) -> Any:
@@ -305,7 +325,7 @@ def _column(key: str, rows: list[Row], path: Path) -> Any:
         raise _of_several_types(f'"{key}"', path, error) from None
 
 
-def _of_several_types(what: str, path: Path, error: Exception) -> ReshardError:
+def _of_several_types(what: str, path: Path | Mix, error: Exception) -> ReshardError:
     return ReshardError(
         "column-of-several-types",
         f"{what} has values of several types",
@@ -314,6 +334,14 @@ def _of_several_types(what: str, path: Path, error: Exception) -> ReshardError:
         found=str(error).split("\n")[0],
         remedy="write them all as strings",
     )
+
+
+def digest_of(mix: Mix) -> str:
+    """What tells a mix from another: its data's digest, and of several those of all with their weights."""
+    if len(mix.sources) == 1:
+        return digest(mix.sources[0].path)
+    facts = [f"{digest(source.path)}  {source.weight}\n" for source in mix.sources]
+    return hashlib.sha256("".join(facts).encode()).hexdigest()
 
 
 def digest(path: Path) -> str:

@@ -1,7 +1,8 @@
 """One record of data: which shape it has, what is wrong with it, and the same in TRL's standard shape.
 
 The shapes are those of TRL's documentation ("Dataset formats and types"): chat, prompt and completion, plain text,
-preference pairs, prompts alone. ShareGPT's `conversations` become `messages`.
+preference pairs, prompts alone. ShareGPT's `conversations`, and Alpaca's `instruction`, `input` and `output`, become
+`messages`, joined as LLaMA-Factory and ms-swift join them.
 """
 
 from __future__ import annotations
@@ -30,19 +31,22 @@ SHAPES = {
     "preference pairs": ("chosen", "rejected"),
     "prompt and completion": ("prompt", "completion"),
     "chat": ("messages",),
+    "ShareGPT": ("conversations",),
+    "Alpaca": ("instruction", "output"),
     "prompts": ("prompt",),
     "plain text": ("text",),
 }
 """The columns by which each shape is known, the more specific first."""
+CHATS = ("chat", "ShareGPT", "Alpaca")
+"""Shapes that become `messages`."""
 METHODS = {
-    "sft": ("chat", "prompt and completion", "plain text"),
+    "sft": ("chat", "ShareGPT", "Alpaca", "prompt and completion", "plain text"),
     "dpo": ("preference pairs",),
-    "grpo": ("prompts", "prompt and completion"),
+    "grpo": ("prompts",),
 }
 """The shapes that each method learns from."""
 BESIDES = ("tools", "chat_template_kwargs")
 """Columns that chat templates take beside the messages."""
-ALPACA = ("instruction", "output")
 DEEPEST = 50
 """Lists and objects inside each other, at most. Arrow stops at 64; schemas of tools have some ten."""
 SHOWN = 60
@@ -57,38 +61,92 @@ class Template:
     refuses_repeated: bool = False
 
 
-def shape_of(row: Mapping[str, Any], method: str) -> str | None:
-    """The shape of a row, of `SHAPES`; None if it has none. With GRPO every row with a prompt is a prompt."""
-    if method == "grpo" and "prompt" in row:
-        return "prompts"
+def word_of(shape: str) -> str:
+    """A shape as it is typed: `plain-text`."""
+    return shape.lower().replace(" ", "-")
+
+
+def shapes_of(row: Mapping[str, Any], method: str, chosen: str | None = None) -> list[str]:
+    """The shapes that a method could take a row for; that which was `chosen` alone, if it is among several."""
     keys = {key for key, value in row.items() if value is not None}
-    if "conversations" in keys:
-        keys.add("messages")
-    return next((shape for shape, columns in SHAPES.items() if keys.issuperset(columns)), None)
+    found = [shape for shape in METHODS[method] if keys.issuperset(SHAPES[shape])]
+    return [shape for shape in found if len(found) == 1 or chosen in (None, word_of(shape))]
 
 
-def standard(row: Row, shape: str) -> Row:
-    """A row of a known shape as TRL takes it: without columns that no one reads, except for GRPO's reward."""
+def kind_of(row: Row) -> str:
+    """What a standard row is: `chat as messages`, `plain text as strings`."""
+    shape = next(shape for shape, columns in SHAPES.items() if row.keys() >= set(columns))
+    return f"{shape} as {'messages' if isinstance(row[SHAPES[shape][0]], list) else 'strings'}"
+
+
+def standard(row: Row, shape: str, system: str | None = None) -> Row:
+    """A row of a known shape as TRL takes it: without columns that no one reads, except for GRPO's reward.
+
+    `system` is the system message of chats that have none.
+    """
     if shape == "prompts":
-        return {**row, "prompt": _as_messages(row["prompt"])}
-    columns = [key for key in (*SHAPES[shape], "prompt") if row.get(key) is not None]
-    kept = {key: _as_messages(row[key]) for key in columns if key != "messages"}
+        return {**row, "prompt": _with_system(_as_messages(row["prompt"]), system)}
+    beside = {key: row[key] for key in BESIDES if row.get(key) is not None}
+    if shape in CHATS:
+        return {"messages": _with_system(_chat(row, shape), row.get("system") or system), **beside}
+    kept = _pair(row) if shape == "preference pairs" else {key: row[key] for key in SHAPES[shape]}
+    kept = {key: _as_messages(value) for key, value in kept.items()}
+    opened = ("prompt",) if "prompt" in kept else tuple(kept)
+    return {
+        key: _with_system(value, system) if key in opened else value for key, value in kept.items()
+    } | beside
+
+
+def _chat(row: Row, shape: str) -> Any:
     if shape == "chat":
-        given = row["messages"] if row.get("messages") is not None else row["conversations"]
-        kept = {"messages": _with_system(_as_messages(given), row.get("system"))}
-    return kept | {key: row[key] for key in BESIDES if row.get(key) is not None}
+        return _as_messages(row["messages"])
+    if shape == "ShareGPT":
+        return _as_messages(row["conversations"])
+    turns = [*(row.get("history") or []), (_asked(row), row["output"])]
+    roles = ("user", "assistant")
+    return [_message(*each) for turn in turns for each in zip(roles, turn, strict=False)]
+
+
+def _asked(row: Row) -> str:
+    """Alpaca's instruction, and its input behind it."""
+    return "\n".join(part for part in (row["instruction"], row.get("input")) if part)
+
+
+def _message(role: str, content: Any) -> Row:
+    return {"role": role, "content": content}
+
+
+def _pair(row: Row) -> Row:
+    """The columns of a preference pair. Beside ShareGPT's or Alpaca's prompt, answers are messages, or strings."""
+    answers = {key: row[key] for key in ("chosen", "rejected")}
+    if row.get("prompt") is not None:
+        return {**answers, "prompt": row["prompt"]}
+    if row.get("conversations") is not None:
+        prompt = row["conversations"]
+    elif row.get("instruction") is not None:
+        prompt = [_message("user", _asked(row))]
+    else:
+        return answers
+    return {key: _answer(value) for key, value in answers.items()} | {"prompt": prompt}
+
+
+def _answer(value: Any) -> Any:
+    if isinstance(value, str):
+        return [_message("assistant", value)]
+    return [value] if isinstance(value, Mapping) else value
 
 
 def seen(row: Row, method: str) -> Row:
     """What becomes tokens of a standard row: GRPO's reward gets all columns, its model the prompt alone."""
-    return {"prompt": row["prompt"]} if method == "grpo" else row
+    return {key: row[key] for key in row if key == "prompt"} if method == "grpo" else row
 
 
 def _with_system(messages: Any, system: Any) -> Any:
-    """ShareGPT keeps the system message in a column of its own."""
-    if isinstance(messages, list) and isinstance(system, str) and system:
-        return [{"role": "system", "content": system}, *messages]
-    return messages
+    """Messages behind a system message, unless they begin with one."""
+    if not (isinstance(messages, list) and isinstance(system, str) and system):
+        return messages
+    first = messages[0].get("role") if messages and isinstance(messages[0], Mapping) else None
+    return messages if first in ("system", "developer") else [_message("system", system), *messages]
 
 
 def _as_messages(value: Any) -> Any:
@@ -102,16 +160,33 @@ def _as_message(value: Any) -> Any:
     if not isinstance(value, Mapping) or "from" not in value or "role" in value:
         return value
     rest = {key: each for key, each in value.items() if key not in ("from", "value")}
-    who = value["from"]
-    return {
-        "role": SHARE_GPT.get(who, who) if isinstance(who, str) else who,
-        "content": value.get("value"),
-        **rest,
-    }
+    who, content = value["from"], value.get("value")
+    if who == "function_call" and (calls := _calls(content)):
+        return {"role": "assistant", "content": None, "tool_calls": calls, **rest}
+    return {"role": SHARE_GPT.get(who, who) if isinstance(who, str) else who, "content": content, **rest}
 
 
-def faults(row: Any, method: str, template: Template, where: str) -> Iterator[Problem]:
-    """What is wrong with a row, whatever the others are."""
+def _calls(text: Any) -> list[Row]:
+    """LLaMA-Factory's `function_call`, a string of JSON, as calls of tools; nothing if it is none."""
+    try:
+        given = json_of(text.encode())
+    except (AttributeError, ValueError):
+        return []
+    calls = given if isinstance(given, list) else [given]
+    right = all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls)
+    return [{"type": "function", "function": call} for call in calls] if right else []
+
+
+def faults(
+    row: Any,
+    method: str,
+    template: Template,
+    where: str,
+    *,
+    chosen: str | None = None,
+    system: str | None = None,
+) -> Iterator[Problem]:
+    """What is wrong with a row, whatever the others are; `chosen` and `system` as for `shapes_of` and `standard`."""
     if not isinstance(row, dict):
         yield Problem(
             "record-not-an-object",
@@ -122,45 +197,88 @@ def faults(row: Any, method: str, template: Template, where: str) -> Iterator[Pr
             remedy="write one JSON object for each record",
         )
         return
-    shape = shape_of(row, method)
-    if shape not in METHODS[method] or shape is None:
-        yield _other_columns(row, shape, method, where)
+    shapes = shapes_of(row, method, chosen)
+    if len(shapes) != 1:
+        yield _several_shapes(row, shapes, where) if shapes else _other_columns(row, method, where)
         return
-    clean = standard(row, shape)
+    (shape,) = shapes
+    if unlike := list(_of_alpaca(row, where)) if shape == "Alpaca" else []:
+        yield from unlike
+        return
+    clean = standard(row, shape, system)
     if unfit := [replace(problem, file=where) for problem in _unfit(clean)]:
         yield from unfit
         return
     yield from _of_besides(clean, where)
-    wrong = [each for column in SHAPES[shape] for each in _of_column(column, clean[column], template, where)]
+    columns = ("messages",) if shape in CHATS else SHAPES[shape]
+    wrong = [each for column in columns for each in _of_column(column, clean[column], template, where)]
     yield from wrong
     if shape == "preference pairs" and not wrong:
         yield from _of_pair(clean, template, where)
-    yield from _of_kinds(clean, shape, where)
+    yield from _of_kinds(clean, columns, where)
 
 
 def _columns(method: str) -> str:
     return ", or ".join(" and ".join(f'"{key}"' for key in SHAPES[shape]) for shape in METHODS[method])
 
 
-def _other_columns(row: Row, shape: str | None, method: str, where: str) -> Problem:
+def _other_columns(row: Row, method: str, where: str) -> Problem:
+    keys = {key for key, value in row.items() if value is not None}
+    shape = next((shape for shape, columns in SHAPES.items() if keys.issuperset(columns)), None)
     name = f"{method.upper()} needs other columns"
-    found = ", ".join(map(str, row)) or "an empty object"
     return Problem(
         "columns-missing",
         f"{name} than those of {shape}" if shape else name,
         file=where,
         expected=_columns(method),
-        found=found if len(found) <= 2 * SHOWN else found[: 2 * SHOWN] + " …",
-        remedy=_cure(row, shape, method),
+        found=_names(row) or "an empty object",
+        remedy=_cure(shape, method),
     )
 
 
-def _cure(row: Row, shape: str | None, method: str) -> str:
-    if all(key in row for key in ALPACA):
-        return "rename instruction (with input behind it) to prompt, and output to completion"
+def _names(row: Row) -> str:
+    """The columns of a row, as far as they fit into two lines."""
+    names = ", ".join(map(str, row))
+    return names if len(names) <= 2 * SHOWN else names[: 2 * SHOWN] + " …"
+
+
+def _several_shapes(row: Row, shapes: Sequence[str], where: str) -> Problem:
+    return Problem(
+        "record-of-several-shapes",
+        f"a record could be {' or '.join(shapes)}",
+        file=where,
+        expected="the columns of one shape",
+        found=_names(row),
+        remedy=f"choose with --data-shape {' or '.join(map(word_of, shapes))}",
+    )
+
+
+def _of_alpaca(row: Row, where: str) -> Iterator[Problem]:
+    """Columns of Alpaca's that are no strings, and a history that is no list of pairs."""
+    for column in ("instruction", "input", "output", "system"):
+        value = row.get(column)
+        if value is not None and not isinstance(value, str):
+            yield _another_kind(column, "a string", value, where)
+    turns = row.get("history")
+    pairs = isinstance(turns, list) and all(isinstance(turn, list) and len(turn) == 2 for turn in turns)
+    if turns is not None and not pairs:
+        yield _another_kind("history", "a list of [question, answer]", turns, where)
+
+
+def _another_kind(column: str, expected: str, found: Any, where: str) -> Problem:
+    return Problem(
+        "column-of-another-kind",
+        f'"{column}" is of another kind',
+        file=where,
+        expected=expected,
+        found=show(found),
+    )
+
+
+def _cure(shape: str | None, method: str) -> str:
     if method == "dpo":
         return "give two answers to each prompt, or train on one with `reshard train sft`"
-    if method == "grpo" and shape == "chat":
+    if method == "grpo" and shape in CHATS:
         return (
             "keep the turns before the answer as `prompt`; what the reward needs goes into columns of its own"
         )
@@ -179,13 +297,7 @@ def _of_column(column: str, value: Any, template: Template, where: str) -> Itera
         expected = "a string" if column == "text" else "a list of messages"
         if column not in ("text", "messages"):
             expected = "a string, or a list of messages"
-        yield Problem(
-            "column-of-another-kind",
-            f'"{column}" is of another kind',
-            file=where,
-            expected=expected,
-            found=show(value),
-        )
+        yield _another_kind(column, expected, value, where)
         return
     wrong = list(_of_messages(value, column, where))
     yield from wrong
@@ -389,10 +501,10 @@ def _of_pair(row: Row, template: Template, where: str) -> Iterator[Problem]:
         )
 
 
-def _of_kinds(row: Row, shape: str, where: str) -> Iterator[Problem]:
+def _of_kinds(row: Row, columns: Sequence[str], where: str) -> Iterator[Problem]:
     """Strings and messages in one record."""
-    columns = [key for key in ("prompt", *SHAPES[shape]) if isinstance(row.get(key), str | list)]
-    kinds = {key: "messages" if isinstance(row[key], list) else "a string" for key in columns}
+    there = [key for key in ("prompt", *columns) if isinstance(row.get(key), str | list)]
+    kinds = {key: "messages" if isinstance(row[key], list) else "a string" for key in there}
     if len(set(kinds.values())) > 1:
         yield Problem(
             "strings-beside-messages",
@@ -402,11 +514,6 @@ def _of_kinds(row: Row, shape: str, where: str) -> Iterator[Problem]:
             found=", ".join(f"{key} is {kind}" for key, kind in kinds.items()),
             remedy='write the string as [{"role": …, "content": …}]',
         )
-
-
-def is_chat(row: Row, shape: str) -> bool:
-    """Whether a standard row is made of messages."""
-    return isinstance(row[SHAPES[shape][0]], list)
 
 
 def show(value: Any) -> str:

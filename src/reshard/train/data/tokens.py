@@ -43,6 +43,11 @@ class Lengths:
     empty: int
     """Records of which nothing is learned, because all of it was cut or masked."""
 
+    def __add__(self, other: Lengths) -> Lengths:
+        """Of the records of both."""
+        sums = {name: count + getattr(other, name) for name, count in vars(self).items()}
+        return Lengths(**sums | {"longest": max(self.longest, other.longest)})
+
     def as_dict(self) -> dict[str, int]:
         """For `--json`."""
         return asdict(self)

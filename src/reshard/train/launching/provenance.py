@@ -31,17 +31,22 @@ def versions(run: Run) -> dict[str, str]:
 def record_of(run: Run, more: Mapping[str, Any]) -> dict[str, Any]:
     """The content of `run.json`. It is the same on all nodes, so that they may write it to one place."""
     told = replace(run, ranks=replace(run.ranks, node_rank=0)).as_dict()
-    digest = {} if "data_digest" in more else {"data_digest": data.digest(run.data)}
+    digest = {} if "data_digest" in more else {"data_digest": data.digest_of(run.data)}
     if run.eval_data:
-        digest["eval_data_digest"] = data.digest(run.eval_data)
+        digest["eval_data_digest"] = data.digest_of(run.eval_data)
     more = {name: value for name, value in more.items() if name not in ("run", "problems")}
     return {**told, "versions": versions(run), **digest, **more}
 
 
 def words_of(run: Run, *, resume: bool = False) -> list[str]:
     """The command by which a run is asked for: the inverse of `request.run_of`."""
-    words = ["reshard", "train", run.method, "--model", str(run.model), "--data", str(run.data)]
-    words += ["--eval-data", str(run.eval_data)] if run.eval_data else []
+    words = ["reshard", "train", run.method, "--model", str(run.model)]
+    words += [word for each in run.data.words for word in ("--data", each)]
+    words += [
+        word for each in (run.eval_data.words if run.eval_data else []) for word in ("--eval-data", each)
+    ]
+    words += ["--data-shape", run.data_shape] if run.data_shape else []
+    words += ["--system", run.system] if run.system else []
     words += ["-o", str(run.output)]
     words += ["--engine", run.engine] if run.engine != Run.engine else []
     words += ["--lora"] if run.lora else []

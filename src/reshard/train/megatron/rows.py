@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from reshard.errors import ReshardError
 from reshard.formats.companions import find_companions
-from reshard.train.data import digest, read_records
+from reshard.train.data import digest_of, read_records
 from reshard.train.megatron.options import Options
 from reshard.train.megatron.samples import Sample, load_tokenizer, samples_of
 from reshard.train.run import Run
@@ -122,32 +122,50 @@ def put_together(pieces: list[Piece], length: int, *, pack: bool) -> Rows:
     return rows
 
 
-def make_rows(run: Run, options: Options, limit: int | None = None) -> tuple[Rows, Counts]:
-    """The rows of the first `limit` records, or of all. Raises ReshardError if nothing is left to learn."""
+def make_rows(run: Run, options: Options) -> tuple[Rows, Counts]:
+    """The rows of an epoch. Raises ReshardError if nothing is left to learn."""
     counts = Counts()
-    length = options.seq_length or 0
-    unit = 2 * run.layout.cp if run.layout.cp > 1 else 1
-    records = read_records(run.data, run.method)
-    taken = records if limit is None else islice(records, limit)
-    samples = samples_of(taken, load_tokenizer(run.model))
-    rows = put_together(list(pieces_of(samples, length, unit, counts)), length, pack=options.pack)
+    rows = _rows_of(_epoch(run, options, counts), options)
     if not len(rows):
         raise ReshardError(
             "data-teach-nothing",
             "there is nothing to learn in the data",
             file=str(run.data),
-            found=f"{counts.samples} samples, without a token to be learned in the first {length}",
+            found=f"{counts.samples} samples, without a token to be learned in the first {options.seq_length}",
             remedy="raise --seq_length, or check who says what",
         )
     return rows, counts
 
 
+def _epoch(run: Run, options: Options, counts: Counts, limit: int | None = None) -> list[list[Piece]]:
+    """The pieces of each record that an epoch sees, of the first `limit` of each source if there is one."""
+    tokenizer = load_tokenizer(run.model)
+    unit = 2 * run.layout.cp if run.layout.cp > 1 else 1
+    found: list[list[Piece]] = []
+    sizes = []
+    for path in run.data.paths:
+        records = islice(read_records(path, run.method, **run.reading), limit)
+        before = len(found)
+        found += (
+            list(pieces_of([sample], options.seq_length or 0, unit, counts))
+            for sample in samples_of(records, tokenizer)
+        )
+        sizes.append(len(found) - before)
+    picks = run.data.picks(sizes)
+    return found if picks is None else [found[index] for index in picks]
+
+
+def _rows_of(epoch: list[list[Piece]], options: Options) -> Rows:
+    pieces = [piece for pieces in epoch for piece in pieces]
+    return put_together(pieces, options.seq_length or 0, pack=options.pack)
+
+
 def forecast(run: Run, options: Options, samples: int) -> int:
     """How many rows `samples` records will give; counted, unless there are many."""
-    key = (str(run.model), str(run.data), run.method, options.seq_length, run.layout.cp > 1)
+    key = (str(run.model), run.data, run.system, options.seq_length, run.layout.cp > 1)
     if key not in _FORETOLD:
-        rows, counts = make_rows(run, options, ENOUGH)
-        _FORETOLD[key] = len(rows), counts.samples
+        epoch = _epoch(run, options, Counts(), ENOUGH)
+        _FORETOLD[key] = len(_rows_of(epoch, options)), len(epoch)
     found, counted = _FORETOLD[key]
     return found if counted >= samples else round(found * samples / counted)
 
@@ -162,7 +180,14 @@ def key_of(run: Run, options: Options) -> str:
     for name, file in sorted(find_companions(run.model).files.items()):
         if name not in ("config.json", "generation_config.json"):
             tokenizer.update(name.encode() + file.read_bytes())
-    facts = [digest(run.data), tokenizer.hexdigest(), options.seq_length, options.pack, run.layout.cp]
+    facts = [
+        digest_of(run.data),
+        run.reading,
+        tokenizer.hexdigest(),
+        options.seq_length,
+        options.pack,
+        run.layout.cp,
+    ]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 

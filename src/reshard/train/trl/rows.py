@@ -37,7 +37,9 @@ def rows_of(run: Run) -> Iterator[Data]:
     from datasets import Dataset
 
     if devices.world_size() == 1:
-        yield Data(*(path and load_dataset(path, run.method) for path in (run.data, run.eval_data)))
+        yield Data(
+            *(path and load_dataset(path, run.method, **run.reading) for path in (run.data, run.eval_data))
+        )
         return
     folder = run.output / f"{FOLDER}-{platform.node()}"
     first = os.environ.get("LOCAL_RANK", "0") == "0"
@@ -57,4 +59,4 @@ def _write(run: Run, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
     for name, path in {"train": run.data, "eval": run.eval_data}.items():
         if path:
-            load_dataset(path, run.method).save_to_disk(str(folder / name))
+            load_dataset(path, run.method, **run.reading).save_to_disk(str(folder / name))

@@ -1,0 +1,105 @@
+"""The sources of a mix as they are before a run starts: read once, counted, and some records of each kept."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
+from typing import Any
+
+from reshard.errors import Problem, ReshardError
+from reshard.train.data import read_records
+from reshard.train.data.mix import Mix, Source
+from reshard.train.data.records import Row, Template, kind_of, seen
+from reshard.train.data.tokens import Lengths, draw, lengths
+
+
+@dataclass
+class Drawn:
+    """One source of data: how many records it has, of which shapes, how many an epoch sees, and some of them."""
+
+    source: Source
+    records: int = 0
+    shapes: Counter[str] = field(default_factory=Counter)
+    seen: int = 0
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def first(self) -> Row:
+        """A record; an empty one of an empty source."""
+        return self.rows[0] if self.rows else {}
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        path, weight = str(self.source.path), self.source.weight
+        counts = {"records": self.records, "seen": self.seen, "shapes": dict(self.shapes)}
+        return {"path": path, "weight": weight, **counts}
+
+    def in_words(self) -> str:
+        """As `a.jsonl: 64 records (chat)`, and how many an epoch sees of them if that is another number."""
+        shapes = ", ".join(self.shapes)
+        told = f"{self.source}: {self.records:,} records" + (f" ({shapes})" if shapes else "")
+        if self.seen == self.records:
+            return told
+        return f"{told}, {self.seen:,} in an epoch, each {self.seen / self.records:.3g} times"
+
+
+def drawn_of(mix: Mix, method: str, template: Template, **more: Any) -> tuple[list[Drawn], list[Problem]]:
+    """Each source, and what is wrong with any; `more` as for `read_records`."""
+    problems: list[Problem] = []
+    sources = [Drawn(source) for source in mix.sources]
+    for each in sources:
+        if each.source.path.exists():
+            rows = read_records(each.source.path, method, template, shapes=each.shapes, **more)
+            each.records, each.rows = draw(_right(rows, problems))
+    for each, count in zip(sources, mix.seen([each.records for each in sources]), strict=True):
+        each.seen = count
+    return sources, problems
+
+
+def _right(rows: Iterator[Row], problems: list[Problem]) -> Iterator[Row]:
+    try:
+        yield from rows
+    except ReshardError as error:
+        problems += error.problems
+
+
+def first_of(sources: list[Drawn]) -> Row:
+    """A record of the first source that has any."""
+    return next(source.first for source in sources if source.rows)
+
+
+def unlike(mix: Mix, sources: list[Drawn], *, mixed: bool) -> Iterator[Problem]:
+    """Sources whose records are of another kind than those of the first, unless they may be `mixed`."""
+    kinds = {str(source.source): kind_of(source.first) for source in sources if source.rows}
+    if not mixed and len(set(kinds.values())) > 1:
+        yield Problem(
+            "sources-of-different-shapes",
+            "the data has sources of different shapes",
+            file=str(mix),
+            expected="one shape",
+            found=", ".join(f"{kind} in {name}" for name, kind in kinds.items()),
+            remedy="train on one shape, or rewrite the others to it",
+        )
+
+
+def lengths_of(
+    sources: list[Drawn], method: str, tokenizer: Any, length: int | None, *, assistant_only: bool
+) -> Lengths:
+    """How long the records of an epoch are. Raises ReshardError if the template refuses one."""
+    return reduce(
+        add,
+        (
+            lengths(
+                source.seen,
+                [seen(row, method) for row in source.rows],  # other columns are the reward's
+                tokenizer,
+                length,
+                assistant_only=assistant_only,
+            )
+            for source in sources
+            if source.rows
+        ),
+    )

@@ -1,0 +1,181 @@
+"""What a run learns from: files and folders of data, each with its share, and how often an epoch sees each record."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import Problem, ReshardError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file or folder of data. `weight` is its share of an epoch beside the other sources; None if none was given."""
+
+    path: Path
+    weight: float | None = None
+
+    def __str__(self) -> str:
+        """As it is typed behind --data. The name of a file may end as a weight does."""
+        if self.weight is not None:
+            return f"{self.path}:{self.weight:g}"
+        return str(self.path)
+
+
+@dataclass(frozen=True)
+class Mix:
+    """The sources of a run, of which all have a weight or none has.
+
+    Without weights an epoch sees each record once. With weights it is as long as it must be for every record to be
+    seen: records of the sources that are too small for their share are seen several times.
+    """
+
+    sources: tuple[Source, ...]
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.sources))
+
+    @property
+    def paths(self) -> list[Path]:
+        """Where the data lie."""
+        return [source.path for source in self.sources]
+
+    @property
+    def words(self) -> list[str]:
+        """What is typed behind each --data."""
+        return [str(source) for source in self.sources]
+
+    def exists(self) -> bool:
+        """Whether all sources are there."""
+        return all(path.exists() for path in self.paths)
+
+    def seen(self, sizes: Sequence[int]) -> list[int]:
+        """Records of each source that an epoch sees, given how many each has; none of an empty source."""
+        if not self._weighted:
+            return list(sizes)
+        weights = [source.weight or 0.0 for source in self.sources]
+        lengths = [size / weight for size, weight in zip(sizes, weights, strict=True)]
+        unit = max(lengths, default=0.0)
+        return [
+            max(size, round(weight * unit)) if size else 0
+            for size, weight in zip(sizes, weights, strict=True)
+        ]
+
+    def picks(self, sizes: Sequence[int]) -> npt.NDArray[np.int64] | None:
+        """The records of an epoch, numbered through all sources in their order; None if it is each record once.
+
+        A source is repeated whole as often as it fits into its share. Which of its records fill up the rest is drawn,
+        and is the same in every epoch and every run.
+        """
+        import numpy as np
+
+        seen = self.seen(sizes)
+        if seen == list(sizes):
+            return None
+        parts, first = [], 0
+        for number, (size, count) in enumerate(zip(sizes, seen, strict=True)):
+            times, rest = divmod(count, size) if size else (0, 0)
+            drawn = np.sort(np.random.default_rng([number, size]).permutation(size)[:rest])
+            parts += [first + np.tile(np.arange(size), times), first + drawn]
+            first += size
+        return np.concatenate(parts).astype(np.int64)
+
+    @property
+    def _weighted(self) -> bool:
+        return len(self.sources) > 1 and self.sources[0].weight is not None
+
+    def recorded(self) -> str | list[dict[str, Any]]:
+        """For `run.json`: a path, or several sources with their weights."""
+        if len(self.sources) == 1 and self.sources[0].weight is None:
+            return str(self.sources[0].path)
+        return [{"path": str(source.path), "weight": source.weight} for source in self.sources]
+
+
+def mix_of(given: Any) -> Mix:
+    """A mix of what was `recorded`, is a path, or is one already."""
+    if isinstance(given, Mix):
+        return given
+    if isinstance(given, (str, Path)):
+        return Mix((Source(Path(given)),))
+    return Mix(tuple(Source(Path(each["path"]), each["weight"]) for each in given))
+
+
+def read_mix(option: str, words: Any) -> Mix:
+    """The mix that `PATH` or `PATH:WEIGHT`, or a list of those, asks for. Raises ReshardError.
+
+    A colon belongs to the path if there is such a path, or if what follows it is no number.
+    """
+    if isinstance(words, Mix):
+        return words
+    listed = words if isinstance(words, (list, tuple)) else [words]
+    problems = [_no_path(option, each) for each in listed if not isinstance(each, (str, Path))]
+    if problems or not listed:
+        raise ReshardError(problems or [_no_path(option, words)])
+    mix = Mix(tuple(_source(str(each)) for each in listed))
+    wrong = [*_wrong_weights(option, mix), *_twice(option, mix)]
+    if wrong:
+        raise ReshardError(wrong)
+    return mix
+
+
+def _source(word: str) -> Source:
+    path, colon, weight = word.rpartition(":")
+    if colon and path and not _absolute(word).exists():
+        try:
+            return Source(_absolute(path), float(weight))
+        except ValueError:
+            pass
+    return Source(_absolute(word))
+
+
+def _absolute(word: str) -> Path:
+    return Path(word).expanduser().absolute()
+
+
+def _no_path(option: str, found: Any) -> Problem:
+    return Problem(
+        "option-not-a-path",
+        f"{option} is no path",
+        found=repr(found),
+        remedy=f"give files or folders, each with {option}; in a config, as one path or a list of paths",
+    )
+
+
+def _wrong_weights(option: str, mix: Mix) -> Iterator[Problem]:
+    for source in mix.sources:
+        if source.weight is not None and not 0 < source.weight < math.inf:
+            yield Problem(
+                "data-weight-not-positive",
+                "a weight of data is not more than 0",
+                found=f"{option} {source}",
+                expected="a positive number, as in a.jsonl:0.7",
+                remedy="correct the weight, or leave the source out",
+            )
+    without = [str(source) for source in mix.sources if source.weight is None]
+    if 0 < len(without) < len(mix.sources):
+        yield Problem(
+            "data-weight-missing",
+            "some of the data have a weight, and some have none",
+            found=f"no weight: {', '.join(without)}",
+            expected="a weight for each source, or for none",
+            remedy=f"write {option} {without[0]}:1, or leave out all weights to see each record once in an epoch",
+        )
+
+
+def _twice(option: str, mix: Mix) -> Iterator[Problem]:
+    for path in dict.fromkeys(mix.paths):
+        if (count := mix.paths.count(path)) > 1:
+            yield Problem(
+                "data-given-twice",
+                "the same data are given twice",
+                file=str(path),
+                found=f"{count} times with {option}",
+                remedy="give them once, with a higher weight if they are to be seen more often",
+            )
