@@ -9,6 +9,8 @@ MCORE  := megatron-core==0.16.1
 export OMP_NUM_THREADS ?= 1
 export TORCHDYNAMO_DISABLE := 1
 export HF_HUB_OFFLINE := 1
+# Modules are compiled once, and not again by each of a thousand processes.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all lint bench fuzz faults clean
 
