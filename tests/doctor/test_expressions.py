@@ -187,7 +187,7 @@ def slow_line(search: Callable[[str], object], pattern: re.Pattern[str]) -> str:
         once = seconds(search, line(begin, unit, LONGEST_LINE))
         if once > QUICK / 8:
             twice = min(seconds(search, line(begin, unit, 2 * LONGEST_LINE)) for _ in range(2))
-            if twice > QUICK and twice > 3 * once:
+            if twice > QUICK and (twice > 3 * once or twice > ENDLESS / 2):
                 return f"{begin!r}, {unit!r} … take {once:.3f} s, and twice the line {twice:.3f} s"
             if once > ENDLESS:
                 return f"{begin!r}, {unit!r} … take {once:.3f} s and more"

@@ -40,7 +40,7 @@ class Shortage:
 
 
 _UNITS = {"b": 0, "k": 10, "m": 20, "g": 30, "t": 40}
-_SIZE = r"(?P<number>\d+(?:\.\d*)?) ?(?P<unit>[KkMGT]i?B|bytes|B)\b"
+_SIZE = r"(?<![\d.])(?P<number>\d+(?:\.\d*)?) ?(?P<unit>[KkMGT]i?B|bytes|B)\b"
 _MEMORY = {
     "asked": (
         r"[Tt]ried to allocate SIZE",

@@ -20,8 +20,8 @@ SEEN = 1 << 20
 """Characters of a text that are looked at for the tools that it shows."""
 _HOLE = re.compile(r"<<(?P<name>[a-z][a-z0-9-]*)(?:=(?P<value>[^<>\n]*))?>>")
 _FP16 = re.compile(
-    r"\bfp16['\"]?\s*[=:]\s*['\"]?[Tt]rue|--fp16\b(?! (?:[Ff]alse|0))|mixed_precision['\"]?\s*[=: ]\s*['\"]?fp16"
-    r"|(?:dtype|DTYPE)['\"]?\s*[=: ]\s*['\"]?(?:torch\.)?(?:float16|fp16|half)\b"
+    r"\bfp16['\"]?\s*[=:]\s*['\"]?[Tt]rue|--fp16\b(?! (?:[Ff]alse|0))|mixed_precision['\"]?(?:\s*[=:]\s*|\s+)['\"]?fp16"
+    r"|(?:dtype|DTYPE)['\"]?(?:\s*[=:]\s*|\s+)['\"]?(?:torch\.)?(?:float16|fp16|half)\b"
 )
 _BF16 = re.compile(r"\bbf16['\"]?\s*[=:]\s*['\"]?[Tt]rue|--bf16\b(?! (?:[Ff]alse|0))|\bbfloat16\b")
 
