@@ -137,6 +137,7 @@ def test_a_part_whose_worker_is_killed_is_done_elsewhere(
     assert killed and content(tmp_path / "dask") == content(tmp_path / "threads")
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_dies_ends_the_run_and_what_is_done_is_kept(
     sources: dict[str, Path], tmp_path: Path
 ) -> None:

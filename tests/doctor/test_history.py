@@ -151,7 +151,9 @@ def test_a_bound_names_releases_that_have_it_and_never_the_one_at_hand(
 # ------------------------------------------------------------------------------------- the real packages
 
 
-@pytest.mark.parametrize("package", ["transformers", "trl", "peft", "accelerate"])
+@pytest.mark.parametrize(
+    "package", [pytest.param("transformers", marks=pytest.mark.slow), "trl", "peft", "accelerate"]
+)
 def test_the_table_has_the_parameters_of_the_installed_classes(package: str) -> None:
     """Held against the classes themselves, so that the tables cannot go wrong."""
     module = pytest.importorskip(package)

@@ -90,6 +90,7 @@ def test_a_run_that_a_signal_has_stopped_goes_on_to_the_same_bits(tiny: Tiny, tm
     assert trained.digests == finished.digests
 
 
+@pytest.mark.slow
 def test_a_run_killed_while_it_saves_leaves_the_checkpoint_before(tiny: Tiny, tmp_path: Path) -> None:
     run = run_of(tiny("qwen3"), write_chats(tmp_path), tmp_path / "out", train_iters=2, save_interval=1)
     unbroken, _ = train(run)
