@@ -24,7 +24,9 @@ HEADER = [
 ]
 RESHARD = [sys.executable, "-c"]
 MAIN = "from reshard.cli import main; main()"
-BUFFERED = f"import reshard.transfer.sink as sink; sink.DIRECT = 1 << 62; {MAIN}"
+SINK = "import reshard.transfer.sink as sink; "
+DIRECT = f"{SINK}sink.CACHED = 1 << 62; {MAIN}"
+BUFFERED = f"{SINK}sink.CACHED = 0; {MAIN}"
 LOAD = """
 import sys, time
 from pathlib import Path
@@ -52,7 +54,7 @@ def _contenders(model: Path, out: Path) -> list[Contender]:
     return [
         Contender("cp -r", ["cp", "-r", str(model), str(out)], out),
         Contender("cp -r, then sync", ["sh", "-c", durable, str(model), str(out)], out),
-        Contender("reshard, past the page cache", [*RESHARD, MAIN, *words], out),
+        Contender("reshard, past the page cache", [*RESHARD, DIRECT, *words], out),
         Contender("reshard, through it with early writeback", [*RESHARD, BUFFERED, *words], out),
         Contender("reshard --no-sync", [*RESHARD, MAIN, *words, "--no-sync"], out),
     ]

@@ -25,13 +25,14 @@ from reshard.errors import ReshardError
 from reshard.transfer import batch as batch_module
 from reshard.transfer import execute as execute_module
 from reshard.transfer import gather as gather_module
+from reshard.transfer import sink as sink_module
 from reshard.transfer.batch import has_nonfinite
 from reshard.transfer.execute import execute
 from reshard.transfer.gather import RAW, Files, Gatherer, cast
 from reshard.transfer.ledger import Ledger
 from reshard.transfer.memory import shared
 from reshard.transfer.plan import ZERO, Block, OutputFile, Plan
-from reshard.transfer.sink import Buffer, Sink
+from reshard.transfer.sink import Buffer, Sink, stays_cached
 
 U16 = dtype("bfloat16")
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
@@ -264,12 +265,30 @@ def test_any_file_of_literals_and_blocks_is_put_together(tmp_path_factory, data)
     with pytest.MonkeyPatch.context() as patch:
         for module in (batch_module, execute_module):
             patch.setattr(module, "WINDOW", 1 << 17)
+        patch.setattr(sink_module, "CACHED", data.draw(st.sampled_from([0, 1 << 62])))
         execute(
             plan([OutputFile("f", len(expected), blocks, lambda: iter(literals))]),
             target,
             share=shared(3, 1 << 30),
         )
     assert (target / "f").read_bytes() == bytes(expected)
+
+
+def test_an_output_goes_through_the_page_cache_where_it_can_stay_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = np.zeros(100_000, np.uint16)
+    whole = View.of(stored(tmp_path / "s", values), len(values))
+    opened = list[Path]()
+    monkeypatch.setattr(sink_module, "_open_direct", opened.append)
+    for cached in (0, 1 << 62):
+        monkeypatch.setattr(sink_module, "CACHED", cached)
+        target = tmp_path / f"{cached}"
+        target.mkdir()
+        blocks = [Block("a", U16, (len(values),), lambda: whole, 0)]
+        execute(plan([OutputFile("f", values.nbytes, blocks)]), target)
+    assert opened == [tmp_path / f"{1 << 62}" / "f"]
+    assert stays_cached(0) and not stays_cached(1 << 60)
 
 
 @pytest.mark.parametrize("where", ["disk", "memory"])

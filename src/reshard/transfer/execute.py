@@ -24,7 +24,7 @@ from reshard.transfer.journal import Journal, Written
 from reshard.transfer.ledger import Ledger, Passed
 from reshard.transfer.memory import WINDOW, Share, shared
 from reshard.transfer.plan import OutputFile, Plan
-from reshard.transfer.sink import Buffer
+from reshard.transfer.sink import Buffer, stays_cached
 from reshard.transfer.threads import together
 
 PATIENCE = 1.0
@@ -107,6 +107,7 @@ class Run:
         self.ledger = ledger
         self.journal = journal
         self.share = share
+        self.direct = not stays_cached(sum(file.size for file in plan.files))
         before = journal.progress
         self.report = Report(before.nbytes, before.nbytes, sorted(before.nonfinite))
         self.report.digests = {path: each.digest for path, each in before.files.items() if each.is_whole}

@@ -86,7 +86,10 @@ class Job:
         with self._opening:
             if self._sink is None:
                 self._sink = Sink(
-                    self._run.folder / self._file.path, self._file.size, durable=self._run.journal.durable
+                    self._run.folder / self._file.path,
+                    self._file.size,
+                    durable=self._run.journal.durable,
+                    direct=self._run.direct,
                 )
             return self._sink
 

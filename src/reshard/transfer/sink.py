@@ -19,6 +19,10 @@ PAGE = 4096
 DIRECT = 64 << 10
 """Bytes from which a direct write pays."""
 
+CACHED = 4
+"""An output goes through the page cache where it takes at most one part in this many of the memory that is available.
+It is written as fast then, and what loads it next finds it there (docs/performance.md)."""
+
 SLICE = 128 << 10
 """Bytes of one write through the page cache. The kernel sizes the memory that it takes for a file by it: larger
 writes ask for large contiguous pieces, which took three times as long to find as small ones (docs/performance.md)."""
@@ -32,17 +36,17 @@ class Sink:
 
     A file that an earlier run has begun is opened with what it holds.
 
-    What is written has to be on the disk before the file is published, so the page cache would only be a detour:
-    twice the memory traffic, and pages that displace the source's. Whole pages go to the disk directly where the
-    file system can do that (tmpfs, for one, cannot), the rest through the cache. A file that need not be `durable` is
-    left to the cache, and to the system to write when it likes.
+    What is written has to be on the disk before the file is published, so for an output that the page cache cannot
+    keep it would only be a detour: twice the memory traffic, and pages that displace the source's. The whole pages of
+    such an output go to the disk as `direct` writes where the file system has them (tmpfs, for one, does not), the rest
+    through the cache. A file that need not be `durable` is left to the cache, and to the system to write when it likes.
     """
 
-    def __init__(self, path: Path, size: int, *, durable: bool = True) -> None:
+    def __init__(self, path: Path, size: int, *, durable: bool = True, direct: bool = True) -> None:
         self._cached = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         os.ftruncate(self._cached, size)
         self._durable = durable
-        self._direct = _open_direct(path) if durable and size >= DIRECT else None
+        self._direct = _open_direct(path) if durable and direct and size >= DIRECT else None
         if self._direct is not None:
             allocate(self._cached, 0, size)
         self._dirty = 0
@@ -120,6 +124,16 @@ class Buffer:
         if skew + nbytes > self._memory.nbytes:
             self._memory = _pages(nbytes + PAGE)
         return self._memory[skew : skew + nbytes]
+
+
+def stays_cached(nbytes: int) -> bool:
+    """Whether the page cache can keep an output of `nbytes` until something loads it."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        kilobytes = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # not Linux
+        return False
+    return nbytes * CACHED <= kilobytes << 10
 
 
 def _pages(nbytes: int) -> np.ndarray[Any, Any]:
