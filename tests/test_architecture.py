@@ -16,6 +16,7 @@ DOCS = SOURCE.parents[1] / "docs"
 ORDER = (
     ("installing", "shown", "suggest", "version"),
     ("errors", "plain", "plain_yaml"),
+    ("arguments",),
     ("plugins",),
     ("stores",),
     ("algebra",),

@@ -154,11 +154,6 @@ def test_functions_have_the_arguments_of_their_commands(
 def test_open_takes_what_inspect_takes() -> None:
     opened, inspected = (inspect.signature(each).parameters for each in (api.open, api.inspect))
     assert [*opened] == [each for each in inspected if not each.startswith("on_")] == ["path", "iteration"]
-    assert set(api.__all__) == {
-        *("open", "inspect", "convert", "verify", "diagnose"),
-        "ReshardError",
-        "__version__",
-    }
 
 
 # ------------------------------------------------------------------------------------------- what is loaded

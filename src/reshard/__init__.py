@@ -1,38 +1,103 @@
 """reshard: LLM weights between Hugging Face and every distributed-training checkpoint.
 
-import reshard
+The functions have the names of the commands, and their arguments the names of the flags:
 
-print(reshard.inspect("ckpt").as_dict())
-reshard.convert("ckpt", "model-hf")
-assert reshard.verify("ckpt", "model-hf").equal
+    import reshard
+
+    print(reshard.inspect("ckpt"))                             # what it is, and whether it is complete
+    reshard.convert("ckpt", "model-hf")                        # to a Hugging Face folder
+    assert reshard.verify("ckpt", "model-hf")                  # the same weights, bit for bit
+    weight = reshard.open("ckpt")["model.norm.weight"]         # one tensor, whatever the layout
+    print(weight.shape, weight.dtype, weight[:8].numpy())
+
+What a user can fix is a `ReshardError`, whose `problems` list every offender at once.
 """
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from reshard.version import __version__
 
-__all__ = ["ReshardError", "__version__", "convert", "diagnose", "inspect", "open", "verify"]
-
 if TYPE_CHECKING:
-    from reshard.api import convert, inspect, open, verify
-    from reshard.doctor import diagnose
-    from reshard.errors import ReshardError
+    from reshard.algebra.layout import Layout, SavedLayout
+    from reshard.api import convert, inspect, open, support, verify
+    from reshard.conversion import Conversion
+    from reshard.coverage import Proof
+    from reshard.doctor import Finding, diagnose
+    from reshard.errors import Problem, ReshardError
+    from reshard.formats.checkpoint import Checkpoint
+    from reshard.formats.record import Integrity
+    from reshard.inspection import Inspection
+    from reshard.train.calls import export, train
+    from reshard.train.start import Outcome
+    from reshard.transfer.plan import Plan
+    from reshard.verification import Comparison
+
+__all__ = [
+    "Checkpoint",
+    "Comparison",
+    "Conversion",
+    "Finding",
+    "Inspection",
+    "Integrity",
+    "Layout",
+    "Outcome",
+    "Plan",
+    "Problem",
+    "Proof",
+    "ReshardError",
+    "SavedLayout",
+    "__version__",
+    "convert",
+    "diagnose",
+    "export",
+    "inspect",
+    "open",
+    "support",
+    "train",
+    "verify",
+]
+
+_HOMES = {
+    "reshard.algebra.layout": ("Layout", "SavedLayout"),
+    "reshard.api": ("convert", "inspect", "open", "support", "verify"),
+    "reshard.conversion": ("Conversion",),
+    "reshard.coverage": ("Proof",),
+    "reshard.doctor": ("Finding", "diagnose"),
+    "reshard.errors": ("Problem", "ReshardError"),
+    "reshard.formats.checkpoint": ("Checkpoint",),
+    "reshard.formats.record": ("Integrity",),
+    "reshard.inspection": ("Inspection",),
+    "reshard.train.calls": ("export", "train"),
+    "reshard.train.start": ("Outcome",),
+    "reshard.transfer.plan": ("Plan",),
+    "reshard.verification": ("Comparison",),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+if not TYPE_CHECKING:  # or a type checker would believe that there is anything
+    # Imported when first used, so that `reshard --help` need not import numpy.
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = globals()[name] = getattr(import_module(_HOME[name]), name)
+        return found
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
 
 
-def __getattr__(name: str) -> Any:
-    # Loaded when first used, so that `reshard --help` need not import numpy.
-    if name == "ReshardError":
-        from reshard.errors import ReshardError
+class _Package(ModuleType):
+    """This package, in which `train` stays the function when the package of that name is imported."""
 
-        return ReshardError
-    if name == "diagnose":
-        from reshard.doctor import diagnose
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
 
-        return diagnose
-    if name in __all__:
-        from reshard import api
 
-        return getattr(api, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+sys.modules[__name__].__class__ = _Package

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from os import PathLike
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from reshard import conversion, planning
 from reshard.algebra.layout import Layout
+from reshard.arguments import Arguments
 from reshard.conversion import Conversion
 from reshard.errors import ReshardError
+from reshard.families.family import ENGINES
 from reshard.formats import open_checkpoint, writable
 from reshard.formats.checkpoint import Checkpoint, Iteration
 from reshard.formats.record import Integrity, check_record
+from reshard.model.quantizer import STORAGES
 from reshard.stores import source_path, typed_path
 from reshard.transfer.memory import Meter, Need, plainly, shared
 from reshard.transfer.plan import Plan
@@ -28,50 +30,81 @@ if TYPE_CHECKING:
 
 StrPath = str | PathLike[str]
 OnBytes = Callable[[int], None]
-_UNITS = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 2**10,
-    "mi": 2**20,
-    "gi": 2**30,
-    "ti": 2**40,
-}
-
-
-def parse_size(size: int | str, flag: str = "size") -> int:
-    """Bytes of "5GB", "1GiB", "500M" or a plain number. Raises ReshardError naming `flag`."""
-    if isinstance(size, int):
-        return size
-    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]i?)?b?\s*", size.lower())
-    if not match:
-        raise ReshardError(
-            "size-malformed",
-            f"{flag} is no size",
-            expected="a number with a unit, as 5GB or 512MiB",
-            found=size,
-            remedy=f"correct {flag}",
-        )
-    return int(float(match[1]) * _UNITS[match[2] or ""])
+IMPLEMENTATIONS = ("transformer_engine", "local")
+TRUSTED = ("checkpoint", "config")
 
 
 def open(path: StrPath, iteration: Iteration | None = None) -> Checkpoint:
-    """Open a checkpoint of any format, reading headers and metadata only. Raises ReshardError."""
+    """Open a checkpoint of any format, reading headers and metadata only.
+
+    Parameters
+    ----------
+    path : str or path-like
+        A folder or a file, a URL (``s3://``, ``hf://``, ``https://`` …) or ``Org/Model`` on the hub.
+    iteration : int or "release", optional
+        Which step of a training run; by default the one that its tracker names.
+
+    Returns
+    -------
+    Checkpoint
+        Its format, layout, dtypes and native tensors, none of which has been read.
+
+    Raises
+    ------
+    ReshardError
+        If no checkpoint is found there, or its metadata is damaged.
+
+    Examples
+    --------
+    >>> checkpoint = reshard.open("run")
+    >>> print(checkpoint.format, checkpoint.layout)
+    megatron TP2 · PP2
+    """
+    _check_source("open", path, iteration)
     return open_checkpoint(source_path(path), iteration)
 
 
 def inspect(
     path: StrPath, iteration: Iteration | None = None, *, on_step: OnStep = lambda step: None
 ) -> Inspection:
-    """What a checkpoint is, whether it is whole, and what to type next; `on_step` hears what is done next.
+    """Say what a checkpoint is, whether it is complete, and what to type next.
 
-    Raises ReshardError.
+    Parameters
+    ----------
+    path : str or path-like
+        A folder or a file, a URL (``s3://``, ``hf://``, ``https://`` …) or ``Org/Model`` on the hub.
+    iteration : int or "release", optional
+        Which step of a training run; by default the one that its tracker names.
+    on_step : callable
+        Called with a line of text whenever another step of the work begins.
+
+    Returns
+    -------
+    Inspection
+        Its family, layout, sizes and problems. It prints as `reshard inspect` does.
+
+    Raises
+    ------
+    ReshardError
+        If nothing can be opened there. What is wrong with a checkpoint that opens is in `problems`.
+
+    Examples
+    --------
+    >>> found = reshard.inspect("run")
+    >>> found.family, found.whole
+    ('qwen3', True)
     """
+    _check_source("inspect", path, iteration)
     from reshard.inspection import inspect_checkpoint
 
     return inspect_checkpoint(source_path(path), iteration, on_step)
+
+
+def _check_source(function: str, path: StrPath, iteration: Iteration | None) -> None:
+    given = Arguments(function)
+    given.path("path", path)
+    given.step("iteration", iteration)
+    given.settle()
 
 
 def convert(
@@ -120,15 +153,128 @@ def convert(
     on_resume: OnResume = lambda note, nbytes: None,
     on_upload: OnUpload = lambda address, nbytes: None,
 ) -> Conversion:
-    """Carry the checkpoint at `src` to `dst`, in the format and layout that are asked for.
+    """Convert the checkpoint at `src` to `dst`, to any format and parallel layout.
 
-    `on` names other machines that do the work, as `--on` of the command line: "dask://scheduler:8786".
-    `on_step` hears what is done until there is a plan; `on_plan` sees the plan before a byte is read, `on_bytes` the
-    count of each window that was written. The same call continues a run that was interrupted: `on_resume` hears so, and
-    how many bytes are written already. `command` is what `inspect` names to continue this one. `on_upload` hears where
-    `push_to_hub` uploads to, and how much.
-    Raises ReshardError, with `dst` as it was before.
+    Sources are only read. `dst` appears complete, or stays as it was. The same call continues a run that was
+    interrupted.
+
+    Parameters
+    ----------
+    src : str or path-like
+        The checkpoint: a folder or a file, a URL, or ``Org/Model`` on the hub.
+    dst : str or path-like
+        The output: a folder, or a URL of a store that can be written (``s3://``, ``gs://``, ``oss://``, ``az://``).
+    to : str, optional
+        Format of the output, one of those that `support` lists as written. By default "huggingface", or "peft" for an
+        adapter.
+    base : str or path-like, optional
+        Hugging Face folder with the config and the tokenizer; with `merge`, also the model that was adapted.
+    tp, pp, vpp, ep : int
+        Tensor-parallel, pipeline-parallel, virtual-pipeline and expert-parallel size of the output.
+    etp : int, optional
+        Expert-tensor-parallel size; by default `tp`.
+    stages : tuple of int
+        Layers of each pipeline stage, if they are uneven.
+    iteration : int or "release", optional
+        Which step of the run `src`; by default the one that its tracker names.
+    family : str, optional
+        Read the source as this family, whatever its config says.
+    engine : str, optional
+        Who will load the Megatron checkpoint: "mcore", "mcore-bridge" or "megatron-bridge". By default, who saved the
+        source.
+    trust : {"checkpoint", "config"}
+        Which one to use where config.json and a Megatron checkpoint's arguments disagree.
+    dtype : str, optional
+        Convert weights to "float32", "bfloat16" or "float16". Quantized weights are dequantized.
+    quantize : str, optional
+        Quantize the linear layers of a Hugging Face folder, for example to "fp8".
+    max_shard_size : int or str
+        Largest file of weights, in bytes or with a unit ("5GB", "512MiB").
+    vocab_divisible_by : int, optional
+        Pad the vocabulary to a multiple of this times `tp`; by default that of the source, else 128.
+    transformer_impl : {"transformer_engine", "local"}, optional
+        Layer spec whose tensor names to write; by default Transformer Engine's, as Megatron-LM.
+    memory : int or str
+        Bound on the memory beside Python itself (about 60 MiB), in bytes or with a unit.
+    workers : int, optional
+        Threads; by default two a core. With `on`, those of each part.
+    on : str, optional
+        Let other machines do the work, for example "dask://scheduler:8786", "ray" or "mpi".
+    dry_run : bool
+        Plan and check, and write nothing.
+    overwrite : bool
+        Replace the one checkpoint at `dst`.
+    no_tokenizer : bool
+        Continue without a tokenizer.
+    strip : tuple of str
+        Remove these marks from tensor names, for example ("_orig_mod.",).
+    merge : bool
+        Merge the LoRA adapter `src` into the model at `base`.
+    adapter : str, optional
+        Which adapter of `src`, if it has several.
+    lora_alpha : float, optional
+        The adapter's alpha, where no file tells it.
+    with_optimizer : bool
+        Convert the optimizer states too, if both formats can.
+    strict : bool
+        NaN or Inf in the weights is an error.
+    no_checksum : bool
+        Neither check nor record CRC32s of what is read.
+    verify : bool
+        Read the output back from the disk before it is published, and compare it with what was written.
+    no_resume : bool
+        Start anew, and keep nothing of a run that is interrupted.
+    no_sync : bool
+        Do not wait for the disk: if the machine fails within a minute, the output may be lost or damaged.
+    push_to_hub : str, optional
+        Then upload the output to this Hugging Face repository, "Org/Name".
+    private : bool
+        Make that repository private if it is new.
+    command : str
+        What `inspect` names as the way to continue this run, should it be interrupted.
+    on_step : callable
+        Called with a line of text whenever another step of the planning begins.
+    on_plan : callable
+        Called with the `Plan` before a byte is read.
+    on_bytes : callable
+        Called with the number of bytes of each window that was written.
+    on_resume : callable
+        Called with a note and the bytes that are there already, when an interrupted run is continued.
+    on_upload : callable
+        Called with the address of the repository and the bytes to upload.
+
+    Returns
+    -------
+    Conversion
+        The plan with its notes and warnings, and a report of what was written (None after a dry run).
+
+    Raises
+    ------
+    ReshardError
+        With every reason that was found, and `dst` as it was before.
+
+    Examples
+    --------
+    >>> result = reshard.convert("model", "megatron", to="megatron", tp=2, pp=2)
+    >>> result.plan.target, result.report.nonfinite
+    ('megatron', [])
     """
+    given = Arguments("convert")
+    for name, path in (("src", src), ("dst", dst), *([("base", base)] if base is not None else ())):
+        given.path(name, path)
+    given.known("to", to, writable)
+    given.choice("engine", engine, ENGINES)
+    given.choice("trust", trust, TRUSTED)
+    given.choice("quantize", quantize, STORAGES)
+    given.choice("transformer_impl", transformer_impl, IMPLEMENTATIONS)
+    sizes = {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp, "workers": workers}
+    for name, number in {**sizes, "vocab_divisible_by": vocab_divisible_by}.items():
+        given.count(name, number)
+    given.counts("stages", stages)
+    given.texts("strip", strip)
+    given.step("iteration", iteration)
+    largest, allowed = given.size("--max-shard-size", max_shard_size), given.size("--memory", memory)
+    given.settle()
     if private and not push_to_hub:
         raise ReshardError(
             "private-without-push",
@@ -140,7 +286,7 @@ def convert(
         from reshard.hub.push import Push
 
         push = Push(push_to_hub, private, overwrite)
-    layout = Layout(tp, pp, vpp, ep, tp if etp is None else etp, stages)
+    layout = Layout(tp, pp, vpp, ep, tp if etp is None else etp, tuple(stages))
     options = planning.Options(
         to=writable(to).name if to else None,
         base=source_path(base) if base else None,
@@ -151,11 +297,11 @@ def convert(
         trust=trust,
         dtype=dtype,
         quantize=quantize,
-        max_shard_size=parse_size(max_shard_size, "--max-shard-size"),
+        max_shard_size=largest,
         vocab_divisible_by=vocab_divisible_by,
         transformer_impl=transformer_impl,
         tokenizer=not no_tokenizer,
-        strip=strip,
+        strip=tuple(strip),
         merge=merge,
         adapter=adapter,
         lora_alpha=lora_alpha,
@@ -164,7 +310,7 @@ def convert(
     how = conversion.How(
         dry_run=dry_run,
         overwrite=overwrite,
-        memory=parse_size(memory, "--memory"),
+        memory=allowed,
         workers=workers,
         on=on,
         strict=strict,
@@ -229,16 +375,58 @@ def verify(
     on_total: OnBytes = lambda total: None,
     on_bytes: OnBytes = lambda count: None,
 ) -> Comparison | Integrity | Proof:
-    """Whether two checkpoints of any formats and layouts hold the same weights, bit for bit.
+    """Compare the weights of two checkpoints bit for bit, whatever their formats and layouts.
 
-    With `logits`, the same tokens also run through both, by transformers and by megatron-core. Without `b`, whether all
-    files of `a`, which `convert` wrote, are still those that its `reshard.json` names. With `proof`, the plan by which
-    `convert` made `b` of `a` is made again, and instead of values elements are counted: each of `a` is used once or
-    dropped by a rule, each of `b` written once. `base` then replaces the base folder of that plan. `on_step` hears what
-    is done next, `on_total` how many bytes will be compared, `on_bytes` the count of each tensor that was. Raises
-    ReshardError if either cannot be read.
+    Without `b`, all files of `a`, which `convert` wrote, are checked against the digests in its `reshard.json`. With
+    `proof`, elements are counted instead of compared: the plan by which `convert` made `b` of `a` is made again; it
+    uses each element of `a` once or drops it by a rule, and writes each of `b` once.
+
+    Parameters
+    ----------
+    a, b : str or path-like
+        The checkpoints: folders or files, URLs, or ``Org/Model`` on the hub.
+    base : str or path-like, optional
+        Hugging Face folder with the config, for a side that has none; with `proof`, instead of the recorded one.
+    logits : bool
+        Also run the same tokens through both, with transformers or megatron-core.
+    memory : int or str
+        Bound on the memory beside Python itself (about 60 MiB), in bytes or with a unit ("1GiB").
+    proof : bool
+        Count elements instead of comparing values.
+    on_step : callable
+        Called with a line of text whenever another step of the work begins.
+    on_total : callable
+        Called once with the number of bytes that will be compared.
+    on_bytes : callable
+        Called with the number of bytes of each tensor that was compared.
+
+    Returns
+    -------
+    Comparison, Integrity or Proof
+        True if the weights are equal (`Comparison`), the files unchanged (`Integrity`, without `b`), or the counts
+        balanced (`Proof`, with `proof`).
+
+    Raises
+    ------
+    ReshardError
+        If one of them cannot be read.
+
+    Examples
+    --------
+    >>> bool(reshard.verify("run", "model"))
+    True
+    >>> for row in reshard.verify("model", "tuned").rows[:1]:
+    ...     print(row.tensor, row.kind)
+    model.layers.1.mlp.up_proj.weight values
     """
-    meter = Meter(parse_size(memory, "--memory"))
+    given = Arguments("verify")
+    for name, path in (
+        ("a", a),
+        *((name, path) for name, path in (("b", b), ("base", base)) if path is not None),
+    ):
+        given.path(name, path)
+    meter = Meter(given.size("--memory", memory))
+    given.settle()
     if proof:
         from reshard.coverage import prove_output
 
@@ -250,6 +438,12 @@ def verify(
             )
         return prove_output(source_path(a), source_path(b), source_path(base) if base else None, on_step)
     if b is None:
+        if base is not None or logits:
+            raise ReshardError(
+                "second-checkpoint-missing",
+                "base and logits are for two checkpoints, and only one is named",
+                remedy="name the other one too: verify(a, b)",
+            )
         return check_record(source_path(a), shared(None, meter.left(Need())).threads, on_total, on_bytes)
     from reshard.verification import compare_weights, need_of, open_sides
 
@@ -265,3 +459,51 @@ def verify(
 
         result.logits = compare_logits(first, second)
     return result
+
+
+def support() -> dict[str, list[dict[str, Any]]]:
+    """List the formats and families that reshard knows.
+
+    Returns
+    -------
+    dict
+        "formats", "families" and "undeclared" (known models that are not converted to Megatron-Core), each a list of
+        rows, as `reshard support --json` prints them.
+
+    Examples
+    --------
+    >>> [row["name"] for row in reshard.support()["formats"] if row["written"]][:3]
+    ['megatron', 'megatron-legacy', 'dcp']
+    """
+    from reshard.families import FAMILIES
+    from reshard.families.family import JUDGES
+    from reshard.families.undeclared import BEYOND_MEGATRON, BUILT_ALIKE
+    from reshard.formats import FORMATS
+
+    formats = [
+        {
+            "name": each.name,
+            "what": each.what,
+            "read": True,
+            "written": each.target is not None,
+            "aliases": [*each.aliases],
+        }
+        for each in FORMATS.values()
+    ]
+    families = [
+        {
+            "name": name,
+            "architecture": family.architecture,
+            "engine": ENGINES[family.computed_by],
+            "judged": [JUDGES[judge] for judge in family.judged],
+            "carried": [part.hub for part in family.within.carried] if family.within else [],
+            "aliases": [*family.aliases],
+        }
+        for name, family in FAMILIES.items()
+    ]
+    undeclared = sorted((BEYOND_MEGATRON | BUILT_ALIKE).items())
+    return {
+        "formats": formats,
+        "families": families,
+        "undeclared": [{"name": name, "why": why} for name, why in undeclared],
+    }

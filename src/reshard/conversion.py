@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import Problem, ReshardError
+from reshard.errors import Problem, ReshardError, size
 from reshard.formats.contents import RECORD, foreign_among, foreign_in
 from reshard.formats.record import digests_of, is_written, with_record, without_record, write_record
 from reshard.planning import Options, plan_conversion
@@ -39,7 +39,7 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 """What Linux calls each of its runs."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Conversion:
     """A plan, the threads for it, and what passed when it was carried out (None after a dry run).
 
@@ -51,6 +51,10 @@ class Conversion:
     report: Report | None = None
     warnings: list[Problem] = field(default_factory=list)
     uploaded: str | None = None
+
+    def __repr__(self) -> str:
+        done = f"{size(self.report.nbytes)} written" if self.report else "nothing written"
+        return f"<Conversion {self.plan!r}: {done}>"
 
     def as_dict(self) -> dict[str, Any]:
         """The content of `convert --json`."""

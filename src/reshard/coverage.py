@@ -86,6 +86,10 @@ class Proof:
     def __bool__(self) -> bool:
         return self.balanced
 
+    def __repr__(self) -> str:
+        found = "balanced" if self.balanced else f"unbalanced, {len(self.faults):,} faults"
+        return f"<Proof: {found}, {self.source.elements:,} elements>"
+
     @property
     def balanced(self) -> bool:
         return not self.faults

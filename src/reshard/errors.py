@@ -156,6 +156,15 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.1f} TB"
 
 
+def count(number: float) -> str:
+    """Parameters for people: 30.5B."""
+    for unit in ("", "k", "M"):
+        if number < 1000:
+            return f"{number:.0f}" if not unit else f"{number:.1f}{unit}"
+        number /= 1000
+    return f"{number:.1f}B"
+
+
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard import adapters
 from reshard.adapters import description
-from reshard.errors import Problem, ReshardError
+from reshard.errors import Problem, ReshardError, count, size
 from reshard.families.model import Model
 from reshard.formats import huggingface, iterations, open_checkpoint
 from reshard.formats.checkpoint import Checkpoint, Iteration
@@ -23,6 +23,7 @@ from reshard.model.dequantization import dequantized
 from reshard.model.logical import logical_tensors
 from reshard.model.recognition import describes_model
 from reshard.model.resolve import read_config, resolve, resolve_if_declared
+from reshard.shown import html_table, shown
 from reshard.transfer.sources import OnStep, noted
 
 OPTIMIZER = "optimizer states"
@@ -31,7 +32,7 @@ NO_TOKENIZER = "weights-without-tokenizer"
 """Codes of problems that say what lacks beside the weights."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Inspection:
     """What `inspect` found. `problems` of severity "error" stand in the way of a conversion."""
 
@@ -47,6 +48,44 @@ class Inspection:
     def whole(self) -> bool:
         """Whether nothing stands in the way of a conversion."""
         return not any(problem.severity == "error" for problem in self.problems)
+
+    def __repr__(self) -> str:
+        wrong = f", {len(self.problems)} problems" if self.problems else ""
+        return f"<Inspection {self.family or 'family not known'}, {self.checkpoint!r}{wrong}>"
+
+    def rows(self) -> dict[str, str]:
+        """What to tell people, by the name of each row; rows that say nothing are left out."""
+        c = self.checkpoint
+        carried = (
+            f"{prefix}* {count(part['parameters'])} parameters in {part['tensors']} tensors"
+            for prefix, part in self.carried.items()
+        )
+        rows = {
+            "path": str(c.path),
+            "format": f"{c.format} ({c.variant})" if c.variant else c.format,
+            "family": self.family or "unknown",
+            "layout": c.described_layout,
+            "iteration": "" if c.iteration is None else str(c.iteration),
+            "weights": c.amount,
+            "carried": "; ".join(carried),
+            "dtypes": ", ".join(f"{name} × {number}" for name, number in sorted(c.dtypes.items())),
+            "quantized": _quantized(c),
+            "optimizer": f"yes, {size(c.dropped[OPTIMIZER])}" if c.dropped[OPTIMIZER] else "",
+        }
+        return {name: value for name, value in rows.items() if value}
+
+    def __str__(self) -> str:
+        """What `reshard inspect` prints."""
+        rows = [*self.rows().items(), *(("note", note) for note in (*self.notes, *self.hints))]
+        lines = [f"{name:<10} {shown(value)}" for name, value in rows]
+        lines += [f"{problem.severity}: {problem}" for problem in self.problems]
+        return "\n".join([*lines, *([f"{'next':<10} {shown(self.next)}"] if self.next else [])])
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook."""
+        rows = [*self.rows().items(), *(("note", note) for note in (*self.notes, *self.hints))]
+        rows += [(problem.severity, str(problem)) for problem in self.problems]
+        return html_table([*rows, *([("next", self.next)] if self.next else [])])
 
     def as_dict(self) -> dict[str, Any]:
         """The keys of `inspect --json`."""
@@ -128,6 +167,13 @@ def inspect_checkpoint(
         else _next_command(checkpoint, path, model, problems, list(bases.values()) if absent else None),
         hints=[str(hint) for hint in hints],
     )
+
+
+def _quantized(checkpoint: Checkpoint) -> str:
+    found = checkpoint.quantization
+    if found is None:
+        return ""
+    return f"{found}: {len(found.weights)} weights" if found.weights else str(found)
 
 
 def _carried(model: Model) -> dict[str, dict[str, int]]:

@@ -6,7 +6,9 @@ as escapes (`\\x1b`, `\\n`), all other text as it is, in any script.
 
 from __future__ import annotations
 
+import html
 import re
+from collections.abc import Iterable, Sequence
 
 _HIDDEN = re.compile(
     r"[\x00-\x1f\x7f-\x9f"  # C0 and C1, which hold ESC and the one-byte CSI
@@ -43,6 +45,22 @@ def escape_lines(text: str) -> str:
     from rich.markup import escape as of_markup
 
     return of_markup(shown_lines(text))
+
+
+def html_table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
+    """Rows of foreign text as a table of a notebook; the first cell of each names it."""
+
+    def cell(text: str) -> str:
+        return "<br>".join(html.escape(shown(line)) for line in text.split("\n"))
+
+    heads = "".join(f"<th>{cell(text)}</th>" for text in head)
+    body = [
+        f"<tr><th style='text-align:left'>{cell(first)}</th>"
+        + "".join(f"<td style='text-align:left'>{cell(text)}</td>" for text in rest)
+        + "</tr>"
+        for first, *rest in rows
+    ]
+    return "".join(["<table>", f"<tr>{heads}</tr>" if heads else "", *body, "</table>"])
 
 
 def _escaped(match: re.Match[str]) -> str:

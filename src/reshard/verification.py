@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 from reshard.algebra.dtypes import DType
 from reshard.algebra.tensors import Tensor
-from reshard.errors import ReshardError
+from reshard.errors import ReshardError, size
 from reshard.families.model import Model
 from reshard.formats import open_checkpoint
 from reshard.formats.checkpoint import Checkpoint
@@ -23,6 +24,7 @@ from reshard.model.logical import Logical, LogicalTensors, logical_tensors
 from reshard.model.quantizer import Stored, stored_weights
 from reshard.model.resolve import as_named, config_of, read_base, resolve
 from reshard.model.shifted import FLOAT64
+from reshard.shown import html_table
 from reshard.transfer.compare import Comparer, unequal_replicas
 from reshard.transfer.gather import Files, castable, crc_problem
 from reshard.transfer.ledger import Ledger
@@ -35,6 +37,9 @@ ROUNDED = "rounded"
 
 ROUNDED_SUM = "rounded sum"
 """The kind of a difference that rounding a norm explains, which the other side stores less one."""
+
+SHOWN = 40
+"""Differences that are shown to people; `as_dict` has them all."""
 
 EXPLAINED = (ROUNDED, ROUNDED_SUM)
 
@@ -49,7 +54,7 @@ class Row(NamedTuple):
     largest: float | None = None
 
 
-@dataclass
+@dataclass(repr=False)
 class Comparison:
     """What `verify` found. Equal, and true, if there are no rows and, where asked for, the logits agree.
 
@@ -68,6 +73,30 @@ class Comparison:
     def __bool__(self) -> bool:
         return self.equal
 
+    def __repr__(self) -> str:
+        return f"<Comparison: {self.verdict}>"
+
+    @property
+    def verdict(self) -> str:
+        """In a line."""
+        if self.rows:
+            return f"{_tensors(len(self.rows))} different, {_tensors(self.tensors)} compared"
+        if self.rounded:
+            return f"{_tensors(self.tensors)} equal, {len(self.rounded):,} of them but for rounding"
+        logits = "" if self.logits is None or self.logits["equal"] else "; the logits differ"
+        return f"{_tensors(self.tensors)}, {size(self.nbytes)}, equal bit for bit{logits}"
+
+    def _repr_html_(self) -> str:
+        """The verdict and the first differences, for a notebook."""
+        rows = [
+            (row.tensor, row.kind, row.a, row.b, "" if row.largest is None else f"{row.largest:.3g}")
+            for row in self.rows[:SHOWN]
+        ]
+        more = [("…", f"and {len(self.rows) - SHOWN} more")] if len(self.rows) > SHOWN else []
+        head = ("tensor", "what differs", "A", "B", "largest difference")
+        table = html_table([*rows, *more], head) if rows else ""
+        return f"<p><b>{html.escape(self.verdict)}</b></p>{table}"
+
     @property
     def equal(self) -> bool:
         return not self.rows and (self.logits is None or bool(self.logits["equal"]))
@@ -84,6 +113,10 @@ class Comparison:
             "logits": self.logits,
             "notes": self.notes,
         }
+
+
+def _tensors(number: int) -> str:
+    return f"{number:,} tensor{'' if number == 1 else 's'}"
 
 
 class Side(NamedTuple):

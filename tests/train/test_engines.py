@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from reshard import train
+from reshard.train import engines
 from reshard.train.engines import MODULES, engine_named
 from reshard.train.run import METHODS, Run
 
-SOURCE = Path(train.__file__).parent
+SOURCE = Path(engines.__file__).parent
 FOLDERS = [SOURCE / module.rsplit(".", 1)[1] for module in MODULES.values()]
 OUTSIDE = [
     path for path in sorted(SOURCE.rglob("*.py")) if not any(path.is_relative_to(each) for each in FOLDERS)

@@ -242,15 +242,6 @@ def common_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--json", "json_output", is_flag=True, help="Print JSON for machines.")(function)
 
 
-def count(number: float) -> str:
-    """Parameters for people: 30.5B."""
-    for unit in ("", "k", "M"):
-        if number < 1000:
-            return f"{number:.0f}" if not unit else f"{number:.1f}{unit}"
-        number /= 1000
-    return f"{number:.1f}B"
-
-
 PLAIN_EVERY = 5.0
 """Seconds between the lines of progress that a log gets."""
 

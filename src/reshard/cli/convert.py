@@ -15,7 +15,6 @@ from reshard.cli.console import (
     Watch,
     clean_end,
     common_options,
-    count,
     handles_errors,
     print_json,
     print_problems,
@@ -26,7 +25,7 @@ from reshard.cli.console import (
 from reshard.cli.options import OUTPUT, SOURCE, iteration_option, memory_option, quiet_option
 from reshard.cli.usage import Command
 from reshard.conversion import Conversion
-from reshard.errors import listed, size
+from reshard.errors import count, listed, size
 from reshard.families.family import ENGINES
 from reshard.formats import writable, written
 from reshard.model.quantizer import STORAGES

@@ -14,7 +14,6 @@ from reshard import api
 from reshard.cli.console import (
     Watch,
     common_options,
-    count,
     handles_errors,
     print_json,
     print_problems,
@@ -23,8 +22,7 @@ from reshard.cli.console import (
 from reshard.cli.options import SOURCE, iteration_option, quiet_option
 from reshard.cli.usage import Command
 from reshard.errors import ReshardError, size
-from reshard.formats.checkpoint import Checkpoint
-from reshard.inspection import OPTIMIZER, Inspection
+from reshard.inspection import Inspection
 from reshard.shown import escape
 from reshard.stores import StorePath
 from reshard.transfer.leftovers import SetAside, Unfinished, set_aside
@@ -144,46 +142,12 @@ def _duration(seconds: float) -> str:
     return f"{max(seconds, 0) / UNITS[unit]:.0f} {unit}"
 
 
-def _quantized(checkpoint: Checkpoint) -> str:
-    found = checkpoint.quantization
-    if found is None:
-        return ""
-    return f"{found}: {len(found.weights)} weights" if found.weights else str(found)
-
-
 def _print(found: Inspection) -> None:
-    console, c = stdout(), found.checkpoint
-    rows = {
-        "path": str(c.path),
-        "format": f"{c.format} ({c.variant})" if c.variant else c.format,
-        "family": found.family or "unknown",
-        "layout": _layout(found),
-        "iteration": "" if c.iteration is None else str(c.iteration),
-        "weights": f"{count(c.parameters)} parameters in {len(c.tensors)} tensors, {size(c.nbytes)}",
-        "carried": "; ".join(
-            f"{prefix}* {count(part['parameters'])} parameters in {part['tensors']} tensors"
-            for prefix, part in found.carried.items()
-        ),
-        "dtypes": ", ".join(f"{name} × {number}" for name, number in sorted(c.dtypes.items())),
-        "quantized": _quantized(c),
-        "optimizer": f"yes, {size(c.dropped[OPTIMIZER])}" if c.dropped[OPTIMIZER] else "",
-    }
-    for name, value in rows.items():
-        if value:
-            console.print(f"[bold]{name:<10}[/] {escape(value)}")
+    console = stdout()
+    for name, value in found.rows().items():
+        console.print(f"[bold]{name:<10}[/] {escape(value)}")
     for note in [*found.notes, *found.hints]:
         console.print(f"[bold]{'note':<10}[/] {escape(note)}")
     print_problems(found.problems, console)
     if found.next:
         console.print(f"[bold]{'next':<10}[/] {escape(found.next)}")
-
-
-def _layout(found: Inspection) -> str:
-    """What is recorded, and what is not; names of the hub belong to no ranks."""
-    checkpoint = found.checkpoint
-    if checkpoint.dialect == "hf":
-        return ""
-    recorded, unrecorded = str(checkpoint.layout), checkpoint.layout.unrecorded
-    if not recorded:
-        return "not recorded"
-    return f"{recorded} ({', '.join(unrecorded)} not recorded)" if unrecorded else recorded

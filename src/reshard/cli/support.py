@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
+from reshard.api import support
 from reshard.cli.console import common_options, handles_errors, print_json, stdout
 from reshard.cli.tables import print_table
 from reshard.cli.usage import Command
@@ -49,39 +48,3 @@ def command(json_output: bool) -> None:
 
 
 NOT_JUDGED = "not judged"
-
-
-def support() -> dict[str, list[dict[str, Any]]]:
-    """Formats, families, and known models that are no family, as `support --json` prints them."""
-    from reshard.families import FAMILIES
-    from reshard.families.family import ENGINES, JUDGES
-    from reshard.families.undeclared import BEYOND_MEGATRON, BUILT_ALIKE
-    from reshard.formats import FORMATS
-
-    formats = [
-        {
-            "name": each.name,
-            "what": each.what,
-            "read": True,
-            "written": each.target is not None,
-            "aliases": [*each.aliases],
-        }
-        for each in FORMATS.values()
-    ]
-    families = [
-        {
-            "name": name,
-            "architecture": family.architecture,
-            "engine": ENGINES[family.computed_by],
-            "judged": [JUDGES[judge] for judge in family.judged],
-            "carried": [part.hub for part in family.within.carried] if family.within else [],
-            "aliases": [*family.aliases],
-        }
-        for name, family in FAMILIES.items()
-    ]
-    undeclared = sorted((BEYOND_MEGATRON | BUILT_ALIKE).items())
-    return {
-        "formats": formats,
-        "families": families,
-        "undeclared": [{"name": name, "why": why} for name, why in undeclared],
-    }

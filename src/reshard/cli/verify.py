@@ -15,12 +15,10 @@ from reshard.cli.tables import print_table
 from reshard.cli.usage import Command
 from reshard.errors import size
 from reshard.shown import escape
-from reshard.verification import ROUNDED, ROUNDED_SUM, Comparison, Row
+from reshard.verification import ROUNDED, ROUNDED_SUM, SHOWN, Comparison, Row
 
 if TYPE_CHECKING:
     from reshard.coverage import Proof
-
-SHOWN = 40
 
 
 @click.command("verify", cls=Command)

@@ -36,12 +36,34 @@ def diagnose(
     on_bytes: Callable[[int], None] = lambda count: None,
     on_read: Callable[[Text], None] = lambda read: None,
 ) -> list[Finding]:
-    """What is wrong with logs, scripts, configs and checkpoints; with the environment if there is no target.
+    """Find what is wrong with logs, scripts, configs and checkpoints, and the cure.
 
-    "-" is a log on standard input. Several targets are seen together: what one shows and another explains is one
-    finding. The first finding is the one to fix first. `on_bytes` is told of the bytes of logs as they are read,
-    `on_read` what each target without findings was taken for, and how much of it was read.
-    Raises ReshardError for a target that cannot be read.
+    Several targets are seen together: what one shows and another explains is one finding.
+
+    Parameters
+    ----------
+    *targets : str or path-like
+        Logs, scripts, notebooks, configs, lists of packages, checkpoints, or the folder of a run; "-" is a log on
+        standard input. Without a target, this machine and its Python environment are diagnosed.
+    on_bytes : callable
+        Called with the number of bytes of logs as they are read.
+    on_read : callable
+        Called, for each target without findings, with what it was taken for and how much of it was read.
+
+    Returns
+    -------
+    list of Finding
+        The one to fix first comes first.
+
+    Raises
+    ------
+    ReshardError
+        For every target that cannot be read.
+
+    Examples
+    --------
+    >>> reshard.diagnose("train.log")[0].code
+    'cuda-out-of-memory'
     """
     if not targets:
         return spelled(diagnose_environment(), Usage())

@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard.algebra.layout import SavedLayout
 from reshard.algebra.tensors import Replica, Tensor
-from reshard.errors import Problem
+from reshard.errors import Problem, count, size
 from reshard.formats.quantization import Quantization
 
 
@@ -69,7 +69,7 @@ def _is_number(value: Any, *, pairs: bool) -> bool:
     return type(value) in (int, float)
 
 
-@dataclass
+@dataclass(repr=False)
 class Checkpoint:
     """What a format's reader found.
 
@@ -108,6 +108,27 @@ class Checkpoint:
     flat: bool = False
     quantization: Quantization | None = None
     spare: frozenset[str] = frozenset()
+
+    def __repr__(self) -> str:
+        """One line: the tensors of a large model would be megabytes of text."""
+        return f"<{type(self).__name__} {self.format} {str(self.path)!r}: {self.amount}>"
+
+    @property
+    def amount(self) -> str:
+        """How much it stores, for people."""
+        tensors = len(self.tensors)
+        named = "1 tensor" if tensors == 1 else f"{tensors:,} tensors"
+        return f"{count(self.parameters)} parameters in {named}, {size(self.nbytes)}"
+
+    @property
+    def described_layout(self) -> str:
+        """Which layout is recorded, and which sizes are not; empty for names of the hub, which belong to no ranks."""
+        if self.dialect == "hf":
+            return ""
+        recorded, unrecorded = str(self.layout), self.layout.unrecorded
+        if not recorded:
+            return "not recorded"
+        return f"{recorded} ({', '.join(unrecorded)} not recorded)" if unrecorded else recorded
 
     @property
     def folders(self) -> tuple[Path, ...]:

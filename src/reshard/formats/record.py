@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
-from reshard.errors import ReshardError
+from reshard.errors import ReshardError, size
 from reshard.formats.companions import read_object
 from reshard.formats.contents import FILES, RECORD, foreign_in
 from reshard.formats.not_found import nothing_there
@@ -109,6 +109,9 @@ class Integrity:
     def __bool__(self) -> bool:
         return self.equal
 
+    def __repr__(self) -> str:
+        return f"<Integrity: {self.files:,} files, {size(self.nbytes)}, {len(self.faults):,} faults>"
+
     @property
     def equal(self) -> bool:
         return not self.faults
@@ -133,12 +136,12 @@ def check_record(
     if not _is_own(read_source(folder / RECORD)):
         faults.append(Fault(RECORD, "was changed since it was written"))
     whole = []
-    for name, (size, _) in written.items():
+    for name, (length, _) in written.items():
         path = folder / name
         if not path.is_file():
             faults.append(Fault(name, "is missing"))
-        elif (found := path.stat().st_size) != size:
-            faults.append(Fault(name, f"has {found:,} bytes and not {size:,}"))
+        elif (found := path.stat().st_size) != length:
+            faults.append(Fault(name, f"has {found:,} bytes and not {length:,}"))
         else:
             whole.append(name)
     nbytes = sum(written[name][0] for name in whole)

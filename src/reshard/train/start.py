@@ -26,6 +26,10 @@ class Outcome:
     preflight: Preflight | None = None
     finished: Finished | None = None
 
+    def __bool__(self) -> bool:
+        """Whether the run, and every check of its output, succeeded."""
+        return self.status == 0
+
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
         found, finished = self.preflight, self.finished

@@ -19,7 +19,7 @@ from reshard.algebra.dtypes import BY_NAME, DType
 from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Replica
 from reshard.algebra.views import View
-from reshard.errors import Problem, ReshardError
+from reshard.errors import Problem, ReshardError, size
 from reshard.transfer.memory import Need
 from reshard.transfer.sources import Sources
 
@@ -88,7 +88,7 @@ class OutputFile:
         return OutputFile(path, size, [Block(path, cells.dtype, (size,), lambda: View.of(cells, size), 0)])
 
 
-@dataclass
+@dataclass(repr=False)
 class Plan:
     """All that a conversion will do.
 
@@ -112,6 +112,10 @@ class Plan:
     need: Need = field(default_factory=Need)
     sources: Sources = field(default_factory=Sources)
     outputs: Sequence[Planned] = ()
+
+    def __repr__(self) -> str:
+        tensors = "1 tensor" if self.tensors == 1 else f"{self.tensors:,} tensors"
+        return f"<Plan {self.source} → {self.target}: {tensors} in {len(self.files):,} files, {size(self.nbytes)}>"
 
     @cached_property
     def nbytes(self) -> int:

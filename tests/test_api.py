@@ -1,0 +1,196 @@
+"""What `import reshard` gives: functions and types, to people, to type checkers and to notebooks."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import pydoc
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import reshard
+
+FUNCTIONS = ("convert", "diagnose", "export", "inspect", "open", "support", "train", "verify")
+LOG = """Traceback (most recent call last):
+  File "train.py", line 3, in <module>
+    loss.backward()
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of \
+which 1.20 GiB is free.
+"""
+
+
+@pytest.fixture(scope="module")
+def place(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the examples name: a model, a run of Megatron, a fine-tuned model and a log."""
+    folder = tmp_path_factory.mktemp("examples")
+    (folder / "model").symlink_to(hf_model("qwen3"))
+    reshard.convert(folder / "model", folder / "run", to="megatron", tp=2, pp=2)
+    reshard.convert(folder / "model", folder / "tuned", to="huggingface")
+    file = folder / "tuned" / "model.safetensors"
+    tensors: dict[str, Any] = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"] + 0.25
+    save_file(tensors, file, metadata={"format": "pt"})
+    (folder / "train.log").write_text(LOG)
+    return folder
+
+
+# ------------------------------------------------------------------------------------------- what there is
+
+
+def test_everything_is_visible_and_nothing_else_is_there() -> None:
+    public = {name for name in dir(reshard) if not name.startswith("_")}
+    assert {*reshard.__all__} - {"__version__"} <= public
+    assert all(getattr(reshard, name) is not None for name in reshard.__all__)
+    assert [name for name in FUNCTIONS if not inspect.isfunction(getattr(reshard, name))] == []
+    with pytest.raises(AttributeError, match="convrt"):
+        getattr(reshard, "convrt")  # noqa: B009
+
+
+def test_train_is_the_function_whatever_was_imported() -> None:
+    import reshard.train.run
+    from reshard import train
+
+    assert train is reshard.train and inspect.isfunction(train)
+
+
+def test_help_shows_the_functions_with_their_signatures() -> None:
+    text = pydoc.plain(pydoc.render_doc(reshard))
+    functions = text[text.index("\nFUNCTIONS\n") : text.index("\nDATA\n")]
+    for name in FUNCTIONS:
+        assert re.search(rf"(?m)^    {name}\(", functions), name
+        first = (inspect.getdoc(getattr(reshard, name)) or "").splitlines()[0]
+        assert f"        {first}" in functions
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_parameter_is_documented(name: str) -> None:
+    function = getattr(reshard, name)
+    text = inspect.getdoc(function) or ""
+    sections = dict(re.findall(r"(?ms)^(\w+)\n-+\n(.*?)(?=^\w+\n-+\n|\Z)", text))
+    told = re.findall(r"(?m)^(\S[^:\n]*?) : ", sections.get("Parameters", ""))
+    names = [each.lstrip("*") for line in told for each in line.split(", ")]
+    assert names == [*inspect.signature(function).parameters]
+    assert "Returns" in sections and ">>> " in sections["Examples"]
+    assert name == "support" or "ReshardError" in sections["Raises"]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_examples_run(name: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    runner = doctest.DocTestRunner(optionflags=flags)
+    function = getattr(reshard, name)
+    (found,) = doctest.DocTestFinder(recurse=False).find(function, name, globs={"reshard": reshard})
+    said: list[str] = []
+    runner.run(found, out=said.append)
+    assert runner.tries and not runner.failures, "".join(said)
+
+
+CHECKED = """
+import reshard
+reveal_type(reshard.open("a"))
+reveal_type(reshard.train("sft"))
+reveal_type(reshard.verify("a", "b"))
+reveal_type(reshard.verify("a"))
+reveal_type(reshard.ReshardError)
+reshard.convrt("a", "b")
+reshard.convert("a", "b", tpp=2)
+"""
+
+
+@pytest.mark.slow
+def test_type_checkers_see_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "user.py"
+    file.write_text(CHECKED)
+    words = ["-m", "mypy", "--config-file=", "--ignore-missing-imports", "--follow-imports=silent", str(file)]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=tmp_path, check=False)
+    told = re.findall(r'Revealed type is "(.*?)"', done.stdout)
+    assert [each.rpartition(".")[2] for each in told[:4]] == [
+        "Checkpoint",
+        "Outcome",
+        "Comparison",
+        "Integrity",
+    ]
+    errors = re.findall(r"error: (.*?)  \[", done.stdout)
+    assert len(errors) == 2 and "convrt" in errors[0] and "tpp" in errors[1], done.stdout
+
+
+def test_importing_loads_nothing_that_may_not_be_needed() -> None:
+    code = "import sys, reshard; dir(reshard); print(*{each.partition('.')[0] for each in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {*done.stdout.split()} & {"numpy", "torch", "click", "rich", "yaml"}
+
+
+# ------------------------------------------------------------------------------------------- what is wrong
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: reshard.convert("a", "b", to="hugginface"), "did you mean huggingface?"),
+        (lambda: reshard.convert("a", "b", trust="chekpoint"), "did you mean trust='checkpoint'?"),
+        (lambda: reshard.convert("a", "b", to=3), "to=3"),  # type: ignore[arg-type]
+        (lambda: reshard.convert("a", "b", tp=0, pp="2"), "tp=0"),  # type: ignore[arg-type]
+        (lambda: reshard.convert("a", "b", tp=0, pp="2"), "pp='2'"),  # type: ignore[arg-type]
+        (lambda: reshard.convert("a", "b", strip="_orig_mod."), "strip="),  # type: ignore[arg-type]
+        (lambda: reshard.convert("a", "b", stages=(0, 2)), "stages=(0, 2)"),
+        (lambda: reshard.convert("a", "b", trust="me", engine="x"), "trust='me'"),
+        (lambda: reshard.convert("a", "b", memory="much"), "--memory"),
+        (lambda: reshard.convert("a", None), "dst=None"),  # type: ignore[arg-type]
+        (lambda: reshard.open(None), "path=None"),  # type: ignore[arg-type]
+        (lambda: reshard.open("a", iteration="last"), "iteration='last'"),
+        (lambda: reshard.inspect(""), "path=''"),
+        (lambda: reshard.verify("a", 3), "b=3"),  # type: ignore[call-overload]
+        (lambda: reshard.verify("a", logits=True), "only one is named"),  # type: ignore[call-overload]
+        (lambda: reshard.train("ppo"), "method='ppo'"),  # type: ignore[arg-type]
+        (lambda: reshard.train("sft"), "--model is missing"),
+        (lambda: reshard.export("", "b"), "checkpoint=''"),
+    ],
+)
+def test_wrong_arguments_are_said_so(call: Callable[[], object], told: str) -> None:
+    with pytest.raises(reshard.ReshardError, match=re.escape(told)):
+        call()
+
+
+# ------------------------------------------------------------------------------------------- how it shows
+
+
+def test_what_is_returned_is_short_to_see_and_true_if_all_is_well(place: Path, tmp_path: Path) -> None:
+    run, model, tuned = (str(place / name) for name in ("run", "model", "tuned"))
+    found, equal, differs = reshard.inspect(run), reshard.verify(run, model), reshard.verify(model, tuned)
+    made = reshard.convert(run, tmp_path / "hf")
+    whole, proof = reshard.verify(tmp_path / "hf"), reshard.verify(run, tmp_path / "hf", proof=True)
+    assert equal and whole and proof and not differs
+    assert repr(reshard.open(run)).startswith("<Checkpoint megatron ")
+    assert repr(found).startswith("<Inspection qwen3, <Checkpoint megatron ")
+    assert "equal bit for bit" in repr(equal) and "1 tensor different" in repr(differs)
+    assert repr(made).startswith("<Conversion <Plan megatron → huggingface: 47 tensors in ")
+    for each in (reshard.open(run), found, equal, differs, made, made.plan, whole, proof):
+        assert len(repr(each)) < 400 and "\n" not in repr(each), type(each)
+
+
+def test_a_notebook_shows_what_inspect_prints(place: Path) -> None:
+    found = reshard.inspect(place / "run")
+    html = found._repr_html_()
+    for name, value in found.rows().items():
+        assert f">{name}<" in html and f">{value}<" in html
+        assert f"{name:<10} {value}" in str(found)
+    assert found.next in html.replace("&#x27;", "'") and found.next in str(found)
+    differs = reshard.verify(place / "model", place / "tuned")
+    assert "model.layers.1.mlp.up_proj.weight" in differs._repr_html_()
+
+
+def test_foreign_text_is_no_markup_in_a_notebook() -> None:
+    problem = reshard.Problem("x-y", "<script>alert(1)</script>", found="\x1b[31m")
+    found = reshard.inspection.Inspection(
+        reshard.Checkpoint(Path("<b>"), "huggingface", "hf", {}, Path()), None, [problem], [], ""
+    )
+    assert "<script>" not in found._repr_html_() and "<b>" not in found._repr_html_()
+    assert "\x1b" not in found._repr_html_() + str(found)
