@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+DOCS   := .venv-docs
 TORCH  := torch==2.13.0
 MCORE  := megatron-core==0.16.1
 
@@ -12,7 +13,7 @@ export HF_HUB_OFFLINE := 1
 # Modules are compiled once, and not again by each of a thousand processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all lint bench fuzz faults clean
+.PHONY: demo test test-all lint bench fuzz faults docs clean
 
 demo: $(VENV)/.ready  ## Hugging Face -> Megatron-Core, train, and back, with every step checked
 	$(BIN)/python -m demo
@@ -34,6 +35,15 @@ bench: $(VENV)/.ready  ## wall time and memory beside cp and beside other tools
 fuzz: $(VENV)/.ready  ## every parser for a minute of processor time, guided by coverage
 	$(BIN)/python -m tests.fuzz
 
+docs: $(DOCS)/.ready  ## the documentation as a site, in site/, with every link checked
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
+
+# An environment of its own: it needs neither torch nor the tests.
+$(DOCS)/.ready: pyproject.toml Makefile
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install --quiet --disable-pip-version-check --editable ".[docs]"
+	touch $@
+
 faults: $(VENV)/.ready  ## conversions with system calls that fail, and a table of what came of it
 	$(BIN)/python -m tests.faults
 
@@ -51,4 +61,4 @@ $(VENV)/.ready: pyproject.toml Makefile
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist demo-output
+	rm -rf $(VENV) $(DOCS) site .pytest_cache .mypy_cache .ruff_cache build dist demo-output

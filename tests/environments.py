@@ -73,6 +73,10 @@ ENVIRONMENTS = {
             *("check-jsonschema==0.39.0", "uv==0.13.9", "pipx==1.18.4"),
         )
     ),
+    "docs": Environment(
+        ("mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8", "mkdocs-click==0.9.0"),
+        on=TESTS,
+    ),
     "executors": Environment(("ray==2.60.0", "mpi4py==4.1.2"), on=TESTS),
     "internevo": Environment(("einops", "requests"), ("InternEvo==0.4.9",), on=TESTS),
     "bridges": Environment(("omegaconf",), ("megatron-bridge==0.3.1", "mcore-bridge==1.6.5"), on=TESTS),

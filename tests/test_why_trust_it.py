@@ -1,0 +1,45 @@
+"""The figures of docs/why-trust-it.md are those of the tests that it names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sized
+from pathlib import Path
+
+import pytest
+
+from tests.faults.roads import ROADS
+from tests.fuzz.targets import TARGETS
+
+REPOSITORY = Path(__file__).parents[1]
+PAGE = " ".join((REPOSITORY / "docs" / "why-trust-it.md").read_text(encoding="utf-8").split())
+
+
+def test_what_the_judges_are_asked() -> None:
+    pytest.importorskip("megatron.core")
+    from reshard.families import FAMILIES
+    from reshard.families.family import MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE
+    from tests import test_mcore_bridge, test_megatron_bridge
+
+    def asked(names: Mapping[str, Sized]) -> str:
+        return f"{len(names)} models, {sum(map(len, names.values()))} layouts"
+
+    def judged(engine: str) -> str:
+        return f"{sum(engine in family.judged for family in FAMILIES.values())} families"
+
+    ours, theirs = asked(test_mcore_bridge.NAMES), asked(test_megatron_bridge.NAMES)
+    assert re.search(rf"\| {ours} [^|]*, {judged(MCORE_BRIDGE)} \| `tests/test_mcore_bridge.py`", PAGE)
+    assert re.search(
+        rf"\| {theirs}; [^|]*, {judged(MEGATRON_BRIDGE)} \| `tests/test_megatron_bridge.py`", PAGE
+    )
+    assert f"| {judged(MCORE)}, relative difference at most 1e-5 |" in PAGE
+
+
+def test_what_is_struck_and_fuzzed() -> None:
+    security = " ".join((REPOSITORY / "SECURITY.md").read_text(encoding="utf-8").split())
+    runs = f"{60 * len(ROADS):,} runs"
+    assert f"in {len(ROADS)} conversions" in PAGE and runs in PAGE and runs in security
+    outcomes = re.findall(r"(\d+) (?:completed|were killed|were refused)", PAGE)
+    assert outcomes == re.findall(r"(\d+) (?:completed|were killed|were refused)", security)
+    assert sum(map(int, outcomes)) == 60 * len(ROADS)
+    assert f"{len(TARGETS)} targets" in PAGE and f"{len(TARGETS)} targets" in security

@@ -1,0 +1,163 @@
+"""What MkDocs does not know of this repository: pages that lie outside of `docs/`, and pages that are made.
+
+Links from a page to a file of the repository lead to the page of the site if there is one, and to GitHub otherwise. A
+link to a file that does not exist stays as it is, so that the strict build fails on it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mkdocs.plugins
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+import reshard
+from reshard.cli.support import support
+from reshard.doctor.entries import catalogue
+
+REPOSITORY = Path(__file__).parents[2]
+GITHUB = "https://github.com/reshard/reshard/blob/main/"
+ROOT = {
+    "README.md": "index.md",
+    **{
+        name: name
+        for name in (
+            "README.zh-CN.md",
+            "CONTRIBUTING.md",
+            "SECURITY.md",
+            "CHANGELOG.md",
+            "CODE_OF_CONDUCT.md",
+        )
+    },
+}
+"""Files beside `docs/`, and where they are in the site."""
+
+_LINK = re.compile(r'(\]\(|\b(?:src|srcset|href)=")([^)"\s]+)')
+_FENCED = re.compile(r"^```.*?^```$", re.M | re.S)
+_FAILURE = re.compile(r"^### ([\w-]+)\n\n(\*\*.*)$", re.M)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Show the version on every page."""
+    config.site_name = f"reshard {reshard.__version__}"
+    config.copyright = f"reshard {reshard.__version__}, Apache License 2.0"
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are made, and those of the root of the repository with their pictures."""
+    made = {
+        "reference/commands.md": _commands(),
+        "reference/python.md": _python(),
+        "reference/families.md": _families(),
+    }
+    made |= {page: (REPOSITORY / name).read_text(encoding="utf-8") for name, page in ROOT.items()}
+    for place, content in made.items():
+        if files.get_file_from_path(place) is None:
+            files.append(File.generated(config, place, content=content))
+    return files
+
+
+@mkdocs.plugins.event_priority(50)
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Lead links out of `docs/` somewhere, and put the message of each failure where the search finds it."""
+    if page.file.src_uri == "failures.md":
+        markdown = _FAILURE.sub(_with_message, markdown)
+    start = 0
+    parts = []
+    for fence in (*_FENCED.finditer(markdown), None):
+        end = fence.start() if fence else len(markdown)
+        parts.append(
+            _LINK.sub(lambda link: link[1] + _place(link[2], page.file.src_uri), markdown[start:end])
+        )
+        if fence:
+            parts.append(fence[0])
+            start = fence.end()
+    return "".join(parts)
+
+
+def _place(link: str, uri: str) -> str:
+    """Where a link of a page leads in the site."""
+    if "://" in link or link.startswith(("#", "mailto:")):
+        return link
+    path, mark, anchor = link.partition("#")
+    written = {page: name for name, page in ROOT.items()}.get(uri, f"docs/{uri}")
+    target = Path(os.path.normpath(Path(written).parent / path))
+    if not (REPOSITORY / target).exists():
+        return link
+    name = target.as_posix()
+    if name in ROOT:
+        inside = ROOT[name]
+    elif name.startswith("docs/") and (REPOSITORY / target).is_file():
+        inside = name.removeprefix("docs/")
+    else:
+        return GITHUB + name + mark + anchor
+    return os.path.relpath(inside, Path(uri).parent) + mark + anchor
+
+
+def _with_message(failure: re.Match[str]) -> str:
+    excerpt = catalogue()[failure[1]].excerpt.strip()
+    return f"{failure[0]}\n\n````text\n{excerpt}\n````"
+
+
+def _commands() -> str:
+    """The help of every command."""
+    return (
+        "# Commands\n\nThe help of each command; [Command line](../command-line.md) has what they share.\n\n"
+        "::: mkdocs-click\n    :module: reshard.cli\n    :command: cli\n    :prog_name: reshard\n    :depth: 1\n"
+        "    :style: table\n"
+    )
+
+
+def _python() -> str:
+    """Every public name of the package, functions first."""
+    public = [name for name in reshard.__all__ if not name.startswith("_")]
+    lines = [
+        "# Python",
+        "",
+        "The functions have the names of the commands, and their arguments the names of the flags.",
+    ]
+    for heading, names in (
+        ("Functions", [name for name in public if name[0].islower()]),
+        ("Types", [name for name in public if name[0].isupper()]),
+    ):
+        lines += [
+            "",
+            f"## {heading}",
+            *(f"\n::: {getattr(reshard, name).__module__}.{name}" for name in names),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _families() -> str:
+    """What `reshard support` says."""
+    return "\n".join(_rows()) + "\n"
+
+
+def _rows() -> Iterator[str]:
+    known: dict[str, Any] = support()
+    yield "# Families"
+    yield ""
+    yield "What `reshard support` prints of this version. [Formats](../formats.md) says what lies on disk."
+    for name, rows in known.items():
+        if not rows or not isinstance(rows[0], dict):
+            continue
+        yield f"\n## {name.capitalize()}\n"
+        yield "| " + " | ".join(rows[0]) + " |"
+        yield "|---" * len(rows[0]) + "|"
+        for row in rows:
+            yield "| " + " | ".join(map(_cell, row.values())) + " |"
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return "" if value is None else str(value).replace("|", "\\|")
