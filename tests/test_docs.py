@@ -38,6 +38,7 @@ PAGES = [page for page in PAGES if page.name not in MADE]
 # Of other programs; everything else that looks like a flag in the text is one of reshard's.
 FOREIGN_FLAGS = {
     "--ckpt-format",
+    "--dequantize",
     "--dist-ckpt-optim-fully-reshardable",
     "--load",
     "--make-vocab-size-divisible-by",

@@ -12,7 +12,7 @@ from reshard.doctor.rules import told
 from reshard.doctor.trainable import trainability
 from reshard.doctor.words import translated, words
 from reshard.errors import Problem, ReshardError
-from reshard.formats import iterations
+from reshard.formats import foreign, iterations
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.companions import CODE_MOST, find_companions, read_object
 from reshard.formats.megatron import legacy, torch_dist
@@ -48,6 +48,8 @@ def diagnose_checkpoint(path: Path) -> tuple[list[Finding], str]:
     try:
         inspection = inspect_checkpoint(_tracked(path))
     except ReshardError as error:
+        if any(problem.code in foreign.CODES for problem in error.problems):
+            raise
         if not is_meant(path):
             raise (_unknown(path) if path.is_file() else error) from None
         return [_damage(problem, path) for problem in error.problems], ""

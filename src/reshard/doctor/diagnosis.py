@@ -24,6 +24,7 @@ from reshard.doctor.scripts import diagnose_script
 from reshard.doctor.spelling import Usage, spelled
 from reshard.doctor.words import words
 from reshard.errors import Problem, ReshardError
+from reshard.formats import foreign
 from reshard.shown import shown
 from reshard.stores import as_path, is_remote, typed_path
 
@@ -182,7 +183,9 @@ def bytes_of_logs(*targets: str) -> int:
 def is_checkpoint(target: str) -> bool:
     """Whether a target is a folder, or a file of weights."""
     path = as_path(target)
-    return target != STDIN and (path.is_dir() or (path.exists() and path.suffix in WEIGHTS))
+    if target == STDIN or path.is_dir():
+        return target != STDIN
+    return path.exists() and (path.suffix in WEIGHTS or foreign.recognized(path) is not None)
 
 
 def kind_of(target: str) -> Callable[[str], list[Finding]]:

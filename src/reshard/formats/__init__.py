@@ -14,6 +14,7 @@ from reshard.formats import (
     dcp,
     deepspeed,
     descent,
+    foreign,
     fsdp_ranks,
     huggingface,
     internlm,
@@ -127,6 +128,8 @@ def open_checkpoint(
     checkpoint.problems += wrappers.wrapper_problems(checkpoint.tensors, str(folder))
     if checkpoint.dialect == "hf":
         config = _config_beside(checkpoint)
+        if by_mlx := foreign.quantized_by_mlx(folder, config):
+            raise ReshardError(by_mlx)
         checkpoint.quantization, lacking = quantization.find(checkpoint.tensors, config, str(folder))
         checkpoint.problems += lacking
     if folder != path:

@@ -22,6 +22,8 @@ from reshard.transfer.sources import read_source
 
 NAME = "huggingface"
 KINDS = (("model", "safetensors"), ("pytorch_model", "bin"))
+NESTS = ("state_dict", "model_state_dict", "model", "module")
+"""Where training loops put the weights in the dict that they save: Lightning, DeepSpeed, and many scripts."""
 
 
 def detect(path: Path) -> bool:
@@ -62,6 +64,16 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
         tensors.update(found)
     if index and not problems:
         problems += _index_mismatches(index, named, tensors)
+    if not (problems or tensors):
+        problems.append(
+            Problem(
+                "weights-empty",
+                "the files contain no tensors",
+                file=str(path),
+                expected="the weights of a model, by name",
+                remedy="save the model's state_dict()",
+            )
+        )
     if problems:
         raise ReshardError(problems)
     dropped = Counter({"rotary buffers": without_buffers(tensors)})
@@ -146,11 +158,11 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     if file.suffix == ".safetensors":
         return safetensors.read_tensors(file)
     content = read_dict(file, "not-a-state-dict", "not a state dict", "save the model's state_dict()")
-    nested = content.get("state_dict")
-    content = nested if isinstance(nested, dict) else content
-    return {
-        str(name): Tensor.stored(item) for name, item in content.items() if isinstance(item, StoredTensor)
-    }
+    candidates = [content, *(content[key] for key in NESTS if isinstance(content.get(key), dict))]
+    found = (
+        {name: item for name, item in each.items() if isinstance(item, StoredTensor)} for each in candidates
+    )
+    return {str(name): Tensor.stored(item) for name, item in next(filter(None, found), {}).items()}
 
 
 def _index_mismatches(

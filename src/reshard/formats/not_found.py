@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from reshard.errors import Problem, ReshardError, listed
+from reshard.formats import foreign
 from reshard.formats.checkpoint import Iteration
 from reshard.stores import is_remote
 from reshard.stores.address import PROTOCOLS
@@ -74,6 +75,8 @@ def _hub_id(path: Path) -> str | None:
 def no_checkpoint(path: Path, formats: Iterable[str], holds: Callable[[Path], bool]) -> ReshardError:
     """The error for a path that is there and holds no checkpoint itself; `holds` tells of another whether it does."""
     whole = next((parent for parent in [*path.absolute().parents][:ABOVE] if holds(parent)), None)
+    if not whole and (known := foreign.recognized(path)):
+        return ReshardError(known)
     children = sorted(path.iterdir()) if path.is_dir() else []
     below = [child for child in children if child.is_dir()][:BELOW]
     several = [str(child) for child in below if holds(child)]

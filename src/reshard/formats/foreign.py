@@ -1,0 +1,216 @@
+"""Files of other tools that hold weights and are none of the formats: what they are, and the way from there.
+
+They are known by what their tools write first, never by a suffix alone:
+
+- GGUF: the magic `GGUF` (ggml/docs/gguf.md).
+- NeMo 1: a tar archive, plain or gzipped, whose members are `model_config.yaml` and weights
+  (nemo/core/connectors/save_restore_connector.py).
+- torch.save: a zip archive whose first member is `…/data.pkl`; the dict of a Lightning checkpoint has the key
+  `pytorch-lightning_version` before its weights (lightning/pytorch/trainer/connectors/checkpoint_connector.py), and
+  TorchScript has members below `code/`.
+- ONNX: a protobuf message without a magic, whose first field is `ir_version` (onnx/onnx.proto): byte 08.
+- Orbax: a folder with `_CHECKPOINT_METADATA`, or `_METADATA` beside `manifest.ocdbt` (orbax.checkpoint 0.12).
+- MLX: safetensors whose metadata have `"format": "mlx"` and whose config has `quantization` (mlx_lm/utils.py). Without
+  the latter they are Hugging Face weights like any other.
+"""
+
+from __future__ import annotations
+
+import gzip
+import shlex
+import tarfile
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reshard.errors import Problem, ReshardError
+from reshard.stores import open_file
+
+BEGIN = 1 << 16
+"""Bytes of a file that are looked at."""
+
+MOST = 64
+"""Files and folders of a folder that are looked at."""
+
+
+class Kind(NamedTuple):
+    """What a file is, and what to do with it.
+
+    Braces in `remedy` stand for words of a shell (`file`, `absolute`, `folder`: a new folder) and for strings of Python
+    (`its_path`, `its_folder`, `its_name`, `new_folder`).
+    """
+
+    code: str
+    what: str
+    remedy: str
+
+
+_LINK = (
+    "give it the name that Hugging Face has for such a file: "
+    "mkdir {folder} && ln -s {absolute} {folder}/pytorch_model.bin; "
+    "copy config.json and the tokenizer of the model there, then run: reshard inspect {folder}"
+)
+
+GGUF = Kind(
+    "foreign-gguf",
+    "this is a GGUF file of llama.cpp",
+    "convert the Hugging Face model that it was made from; if only this file is left, transformers reads many of them: "
+    "AutoModelForCausalLM.from_pretrained({its_folder}, gguf_file={its_name}).save_pretrained({new_folder})",
+)
+NEMO = Kind(
+    "foreign-nemo",
+    "this is a .nemo archive of NeMo",
+    "unpack it: mkdir {folder} && tar -xf {file} -C {folder}, then run: reshard inspect {folder}",
+)
+LIGHTNING = Kind("foreign-lightning", "this is a checkpoint of PyTorch Lightning", _LINK)
+TORCH = Kind("foreign-torch-file", "this is a file of torch.save with a name that no format has", _LINK)
+OLD_TORCH = Kind(
+    "foreign-torch-legacy",
+    "this is a file of torch.save in the format before torch 1.6",
+    "rewrite it: torch.save(torch.load({its_path}, weights_only=True), {new_folder} + '/pytorch_model.bin'), "
+    "then run: reshard inspect {folder}",
+)
+SCRIPT = Kind(
+    "foreign-torchscript",
+    "this is a TorchScript program",
+    "save its weights: torch.save(torch.jit.load({its_path}).state_dict(), {new_folder} + '/pytorch_model.bin'), "
+    "then run: reshard inspect {folder}",
+)
+MODULE = Kind(
+    "foreign-torch-module",
+    "this is a pickled model, not its weights",
+    "load it where its code is installed, and call model.save_pretrained({new_folder}); loading runs code in the file, "
+    "so do it only with a file that you trust",
+)
+ONNX = Kind(
+    "foreign-onnx",
+    "this is an ONNX program",
+    "convert the model that it was exported from: an export keeps neither the config nor all names of weights",
+)
+ORBAX = Kind(
+    "foreign-orbax",
+    "this is a JAX checkpoint of Orbax",
+    "convert it with the script of its trainer (MaxText has to_huggingface), or restore it with orbax.checkpoint and "
+    "save the arrays as {folder}/model.safetensors under their Hugging Face names",
+)
+FLAX = Kind(
+    "foreign-flax",
+    "these are Flax weights",
+    "load them with transformers 4: "
+    "AutoModelForCausalLM.from_pretrained({its_folder}, from_flax=True).save_pretrained({new_folder})",
+)
+ARRAYS = Kind(
+    "foreign-numpy",
+    "this is an archive of numpy arrays, as older versions of MLX wrote weights",
+    "save the arrays as {folder}/model.safetensors under their Hugging Face names",
+)
+MLX = Kind(
+    "foreign-mlx",
+    "these weights are quantized by MLX",
+    "dequantize them where MLX runs: mlx_lm.convert --hf-path {file} --mlx-path {folder} --dequantize; or convert the "
+    "model that they were made from",
+)
+CODES = {
+    each.code
+    for each in (GGUF, NEMO, LIGHTNING, TORCH, OLD_TORCH, SCRIPT, MODULE, ONNX, ORBAX, FLAX, ARRAYS, MLX)
+}
+
+
+def recognized(path: Path) -> Problem | None:
+    """What a file, or a folder with such a file in it, is; None if that is not known."""
+    if not path.is_dir():
+        kind = _kind_of(path) if path.is_file() else None
+        return problem(kind, path) if kind else None
+    children = sorted(path.iterdir())[:MOST]
+    for folder in (path, *(child for child in children if child.is_dir())):
+        if _is_orbax(folder):
+            return problem(ORBAX, folder)
+    found = ((kind, child) for child in children if child.is_file() and (kind := _kind_of(child)))
+    return next((problem(kind, child) for kind, child in found), None)
+
+
+def quantized_by_mlx(path: Path, config: Mapping[str, Any] | None) -> Problem | None:
+    """What to say of safetensors that MLX has quantized; `config` is the config.json beside them."""
+    if config is None or not isinstance(config.get("quantization"), dict):
+        return None
+    files = [path] if path.is_file() else path.glob("*.safetensors")
+    is_mlx = any(b'"format":"mlx"' in _begin(file).replace(b" ", b"") for file in files)
+    return problem(MLX, path) if is_mlx else None
+
+
+def problem(kind: Kind, path: Path) -> Problem:
+    """One problem, with commands that can be pasted."""
+    folder = path.name.removesuffix(path.suffix) if path.suffix else f"{path.name}-hf"
+    if not path.is_dir() and (path.parent / folder).exists():
+        folder += "-hf"
+    remedy = kind.remedy.format(
+        file=shlex.quote(str(path)),
+        absolute=shlex.quote(str(path.absolute())),
+        folder=shlex.quote(folder),
+        its_path=repr(str(path)),
+        its_folder=repr(str(path.parent)),
+        its_name=repr(path.name),
+        new_folder=repr(folder),
+    )
+    return Problem(kind.code, kind.what, file=str(path), remedy=remedy)
+
+
+def _begin(path: Path) -> bytes:
+    """The first bytes of a file; none where it cannot be read."""
+    with suppress(OSError, ReshardError), open_file(path) as file:
+        return file.read(0, BEGIN)
+    return b""
+
+
+def _end(path: Path) -> bytes:
+    """The last bytes of a file: of a zip archive, its directory."""
+    with suppress(OSError, ReshardError), open_file(path) as file:
+        return file.read(max(file.size - BEGIN, 0), BEGIN)
+    return b""
+
+
+def _is_orbax(folder: Path) -> bool:
+    names = [(folder / name).is_file() for name in ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")]
+    return names[0] or (names[1] and names[2])
+
+
+def _kind_of(path: Path) -> Kind | None:
+    """What a file is, by how it begins."""
+    begin = _begin(path)
+    if begin.startswith(b"GGUF"):
+        return GGUF
+    if begin.startswith(b"PK\x03\x04"):
+        return _of_zip(begin, _end(path))
+    if begin.startswith(
+        b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+    ):  # MAGIC_NUMBER of torch/serialization.py
+        return OLD_TORCH
+    if path.suffix == ".onnx" and begin.startswith(b"\x08"):
+        return ONNX
+    if path.name == "flax_model.msgpack":
+        return FLAX
+    return NEMO if path.suffix == ".nemo" and _is_nemo(begin) else None
+
+
+def _of_zip(begin: bytes, end: bytes) -> Kind | None:
+    """What a zip archive is, by its first member, the pickle in that, and its directory."""
+    name = begin[30 : 30 + int.from_bytes(begin[26:28], "little")]
+    if name.endswith(b".npy"):
+        return ARRAYS
+    if b"/code/__torch__" in end:
+        return SCRIPT
+    if not name.endswith(b"/data.pkl"):
+        return None
+    if b"pytorch-lightning_version" in begin:
+        return LIGHTNING
+    return MODULE if b"torch.nn.modules" in begin else TORCH
+
+
+def _is_nemo(begin: bytes) -> bool:
+    """Whether an archive begins as tar does, plain or gzipped."""
+    if begin.startswith(b"\x1f\x8b"):
+        with suppress(EOFError, zlib.error, gzip.BadGzipFile):
+            begin = zlib.decompressobj(wbits=31).decompress(begin, tarfile.BLOCKSIZE)
+    return begin[257:262] == b"ustar"

@@ -1,0 +1,152 @@
+"""Files of other tools: recognized by all commands, and the way out that is told works."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from reshard.formats import foreign
+from tests.commandline import reshard
+
+DATA = Path(__file__).parents[1] / "data/foreign"
+STATE = {"model.norm.weight": torch.ones(4), "model.embed_tokens.weight": torch.ones(8, 4)}
+
+
+def nemo(path: Path, mode: str, members: dict[str, bytes]) -> None:
+    with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
+        for name, content in {"./model_config.yaml": b"hidden_size: 4\n", **members}.items():
+            told = tarfile.TarInfo(name)
+            told.size = len(content)
+            archive.addfile(told, io.BytesIO(content))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the tools wrote, and what torch and tar write now."""
+    folder = tmp_path_factory.mktemp("foreign") / "files"
+    shutil.copytree(DATA, folder)
+    linear = torch.nn.Linear(4, 2)
+    torch.save(STATE, folder / "plain.pt")
+    torch.save({"model": STATE, "step": 3}, folder / "nested.pt")
+    torch.save(STATE, folder / "old.pth", _use_new_zipfile_serialization=False)
+    torch.save(linear, folder / "module.pt")
+    torch.jit.save(torch.jit.script(linear), str(folder / "script.pt"))
+    nemo(folder / "model.nemo", "w", {"./model_weights/metadata.json": b"{}"})
+    nemo(folder / "old.nemo", "w:gz", {"./model_weights.ckpt": (folder / "plain.pt").read_bytes()})
+    return folder
+
+
+KINDS = {
+    "model.gguf": "foreign-gguf",
+    "model.onnx": "foreign-onnx",
+    "lightning.ckpt": "foreign-lightning",
+    "weights.npz": "foreign-numpy",
+    "orbax": "foreign-orbax",
+    "mlx": "foreign-mlx",
+    "plain.pt": "foreign-torch-file",
+    "nested.pt": "foreign-torch-file",
+    "old.pth": "foreign-torch-legacy",
+    "module.pt": "foreign-torch-module",
+    "script.pt": "foreign-torchscript",
+    "model.nemo": "foreign-nemo",
+    "old.nemo": "foreign-nemo",
+}
+
+
+@pytest.mark.parametrize(("name", "code"), KINDS.items())
+def test_every_command_says_what_it_is(name: str, code: str, files: Path, tmp_path: Path) -> None:
+    for words in (("inspect",), ("convert", "--to", "dcp"), ("doctor",)):
+        paths = (files / name, tmp_path / "out") if words[0] == "convert" else (files / name,)
+        result = reshard(*words, *paths, "--json")
+        (problem,) = result.json["problems"]
+        assert (result.code, problem["code"], problem["file"]) == (2, code, str(files / name)), words
+        assert problem["remedy"] and "{" not in problem["remedy"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_all_kinds_are_seen() -> None:
+    assert {*KINDS.values()} == foreign.CODES - {"foreign-flax"}
+
+
+def test_a_folder_with_such_a_file_is_one(files: Path, tmp_path: Path) -> None:
+    for name in ("model.gguf", "plain.pt", "orbax"):
+        (tmp_path / name).mkdir()
+        copy = shutil.copytree if (files / name).is_dir() else shutil.copy
+        copy(files / name, tmp_path / name / name)  # type: ignore[operator]
+        (problem,) = reshard("inspect", tmp_path / name, "--json").json["problems"]
+        assert (problem["code"], problem["file"]) == (KINDS[name], str(tmp_path / name / name))
+
+
+def test_a_suffix_alone_is_nothing(tmp_path: Path) -> None:
+    for name in ("a.gguf", "a.onnx", "a.nemo", "a.pt", "a.ckpt", "a.npz"):
+        (tmp_path / name).write_bytes(b"\x00nothing of the kind")
+        assert (
+            reshard("inspect", tmp_path / name, "--json").json["problems"][0]["code"]
+            == "checkpoint-not-found"
+        )
+
+
+def test_a_part_of_a_checkpoint_stays_one(hf_model: Callable[..., Path], tmp_path: Path) -> None:
+    assert reshard("convert", hf_model("qwen3"), tmp_path / "run", "--to", "megatron-legacy").code == 0
+    part = next((tmp_path / "run").rglob("*.pt"))
+    told = reshard("inspect", part).err
+    assert "this is a part of a checkpoint" in told
+
+
+def remedy(path: Path) -> str:
+    return str(reshard("inspect", path, "--json").json["problems"][0]["remedy"])
+
+
+@pytest.mark.parametrize("name", ["plain.pt", "nested.pt", "lightning.ckpt"])
+def test_the_way_out_of_torch_files_works(
+    name: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = re.search(r"mkdir .*?;", remedy(files / name))
+    assert command is not None
+    subprocess.run(command[0].rstrip(";"), shell=True, check=True)
+    folder = name.split(".")[0]
+    assert reshard("inspect", folder, "--json").json["tensors"] == 2
+    (tmp_path / folder / "config.json").write_text('{"model_type": "nobodys"}')
+    assert reshard("convert", folder, "out", "--to", "dcp", "--no-tokenizer").code == 0
+    assert reshard("convert", "out", "back", "--no-tokenizer").code == 0
+    found = load_file(tmp_path / "back/model.safetensors")
+    if name != "lightning.ckpt":
+        assert found.keys() == STATE.keys() and all(found[each].equal(STATE[each]) for each in found)
+
+
+@pytest.mark.parametrize("name", ["old.pth", "script.pt"])
+def test_the_way_out_by_torch_works(
+    name: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / name.split(".")[0]
+    folder.mkdir()
+    code = re.search(r"torch\.save\(.*\)(?=, then)", remedy(files / name))
+    assert code is not None
+    exec(code[0], {"torch": torch})
+    assert reshard("inspect", folder, "--json").json["tensors"] == 2
+
+
+def test_the_way_out_of_nemo_works(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = re.search(r"mkdir .*?(?=,)", remedy(files / "old.nemo"))
+    assert command is not None
+    subprocess.run(command[0], shell=True, check=True)
+    (problem,) = reshard("inspect", "old", "--json").json["problems"]
+    assert problem["code"] == "foreign-torch-file"  # whose way out is the one above
+
+
+def test_a_state_dict_without_tensors_is_an_error(tmp_path: Path) -> None:
+    torch.save({"step": 3}, tmp_path / "pytorch_model.bin")
+    (problem,) = reshard("inspect", tmp_path, "--json").json["problems"]
+    assert problem["code"] == "weights-empty"

@@ -1,0 +1,107 @@
+"""Makes tests/data/foreign: small files as llama.cpp's gguf, onnx, Orbax, Lightning and MLX write them.
+
+    python -m tests.genuine.make_foreign FOLDER
+
+runs in an environment with gguf 0.19, onnx 1.23, orbax-checkpoint 0.12.8, lightning 2.6.6, mlx[cpu] 0.32.4,
+mlx-lm 0.32.2 and torch. What torch and tar write is made by the tests themselves.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+
+def gguf_file(path: Path) -> None:
+    """A llama with two tensors, as llama.cpp's converters write one."""
+    import gguf
+
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(8)
+    writer.add_embedding_length(4)
+    writer.add_tensor("token_embd.weight", np.ones((8, 4), np.float32))
+    writer.add_tensor("output_norm.weight", np.ones(4, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def onnx_file(path: Path) -> None:
+    """One product of matrices."""
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+    weight = numpy_helper.from_array(np.ones((8, 4), np.float32), "w")
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 8])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 4])
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "g", [x], [y], [weight])
+    onnx.save(helper.make_model(graph), path)
+
+
+def orbax_folder(path: Path) -> None:
+    """Two arrays of JAX."""
+    import jax.numpy as jnp
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path.absolute(), {"params": {"embedding": jnp.ones((8, 4)), "norm": jnp.ones(4)}})
+
+
+def lightning_file(path: Path) -> None:
+    """A linear layer after one step."""
+    import lightning
+    import torch
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.model = torch.nn.Linear(4, 2)
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            return self.model(batch).sum()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(max_steps=1, accelerator="cpu", default_root_dir=str(path.parent), **quiet)
+    trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(4, 4)))
+    trainer.save_checkpoint(path)
+
+
+def mlx_weights(folder: Path, archive: Path) -> None:
+    """A llama of one layer, quantized to four bits; and the older archive."""
+    import mlx.core as mx
+    import mlx_lm.utils
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1)
+    with tempfile.TemporaryDirectory() as plain:
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(plain)
+        model, settings = mlx_lm.utils.load_model(Path(plain))
+        model, settings = mlx_lm.utils.quantize_model(model, settings, 32, 4)
+        mlx_lm.utils.save_model(folder, model)
+        mlx_lm.utils.save_config(settings, folder / "config.json")
+    mx.savez(str(archive), **{"model.norm.weight": mx.ones(4)})
+
+
+def main(folder: Path) -> None:
+    """Make all of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    gguf_file(folder / "model.gguf")
+    onnx_file(folder / "model.onnx")
+    orbax_folder(folder / "orbax")
+    lightning_file(folder / "lightning.ckpt")
+    mlx_weights(folder / "mlx", folder / "weights.npz")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
