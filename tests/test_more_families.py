@@ -117,8 +117,8 @@ def test_experts_with_biases_stay_whole(hf_model: Models, tmp_path: Path) -> Non
     with pytest.raises(ReshardError) as refused:
         reshard.convert(hf_model("gpt_oss"), tmp_path / "there", to="megatron", tp=2)
     [problem] = refused.value.problems
-    assert problem.found == "--etp 2, which is --tp unless given"
-    assert problem.remedy == "choose --etp 1"
+    assert problem.found == "--tp 2, which holds for experts too unless --etp is given"
+    assert problem.remedy == "pass --etp 1"
 
 
 def test_megatron_is_told_what_only_gpt_oss_has(hf_model: Models) -> None:

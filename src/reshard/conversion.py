@@ -142,7 +142,10 @@ def convert(source: Path, target: Path, options: Options, how: How | None = None
         source, options = absolute(source, options)
     meter = Meter(how.memory)
     with meter.bounding():
-        plan = plan_conversion(source, options, how.on_step)
+        try:
+            plan = plan_conversion(source, options, how.on_step)
+        except ReshardError as error:
+            raise ReshardError([*error.problems, *_also_in_the_way(source, target, how)]) from error
     identity = identity_of(plan, options, checksum=how.checksum)
     facts = {
         "command": how.command,
@@ -183,6 +186,13 @@ def convert(source: Path, target: Path, options: Options, how: How | None = None
         upload.send(target, options, how.on_upload)
         result = replace(result, uploaded=upload.url)
     return result
+
+
+def _also_in_the_way(source: Path, target: Path, how: How) -> list[Problem]:
+    """What is wrong with the destination, as far as it can be told without a plan."""
+    if how.overwrite or isinstance(target, StorePath) or isinstance(source, StorePath):
+        return []
+    return target_problems([source], target, foreign=None)
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,17 @@ class ReshardError(Exception):
         return type(self), (self.problems,), {"__cause__": self.__cause__}
 
 
+@contextmanager
+def along_with(problems: Sequence[Problem]) -> Iterator[None]:
+    """Raise ReshardError with what the block finds wrong and these `problems`, so that one run shows all of them."""
+    try:
+        yield
+    except ReshardError as error:
+        raise ReshardError(dict.fromkeys([*error.problems, *problems])) from error
+    if problems:
+        raise ReshardError(problems)
+
+
 STACK = 9 << 20
 """Bytes of address space that a thread takes by default."""
 

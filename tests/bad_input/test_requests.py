@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -154,7 +156,7 @@ def test_words_that_no_command_knows(copy: Copy, flags: tuple[object, ...]) -> N
     src = copy("qwen3")
     before = listing(src.parent)
     result = reshard(*convert(src, *flags, "--json"))
-    assert result.code == 2 and flags[0] in result.json["problems"][0]["message"]
+    assert result.code == 2 and str(flags[0]) in str(result.json["problems"][0])
     assert flags[0] in result.err and "Traceback" not in result.err
     assert listing(src.parent) == before
 
@@ -293,3 +295,49 @@ def test_a_mount_point_cannot_be_replaced(copy: Copy, monkeypatch: pytest.Monkey
         problem = refusal("convert", src, volume, *MEGATRON, *flags)
         assert problem["message"] == "the destination is a mount point"
     assert reshard("convert", src, volume / "src", *MEGATRON).code == 0
+
+
+def codes(*words: object) -> list[str]:
+    result = reshard(*words, "--json")
+    assert result.code == 2
+    return [problem["code"] for problem in result.json["problems"]]
+
+
+def test_everything_wrong_with_a_request_is_reported_at_once(
+    hf_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(hf_model("qwen3_moe"), tmp_path / "model"))
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/mine").touch()
+    lacks, full = "tokenizer-not-beside-checkpoint", "destination-not-empty"
+    wrong = ("--to", "megatron", "--tp", 3, "--ep", 3)
+    assert codes("convert", model, tmp_path / "full", *wrong)[-2:] == [lacks, full]
+    assert {*codes("convert", model, tmp_path / "out", *wrong)} == {"size-not-divisible", lacks}
+    assert codes("convert", model, tmp_path / "out", "--to", "dcp", "--tp", 2, "--engine", "mcore") == [
+        "format-without-layout",
+        "engine-not-for-format",
+        lacks,
+    ]
+    assert codes("convert", model, tmp_path / "out", "--to", "megatron") == [lacks]
+    assert "size-not-divisible" in codes("convert", model, tmp_path / "out", *wrong, "--no-tokenizer")
+
+
+def test_no_option_is_complained_of_that_nobody_typed(hf_model: Callable[..., Path], tmp_path: Path) -> None:
+    """--etp is --tp unless it is typed."""
+    model = hf_model("qwen3_moe")
+    for wrong in (("--tp", 3), ("--tp", 2, "--quantize", "fp8")):
+        told = reshard("convert", model, tmp_path / "out", "--to", "megatron", *wrong, "--json").json
+        typed = {str(word) for word in wrong if str(word).startswith("--")} | {"--to"}
+        for problem in told["problems"]:
+            named = {*re.findall(r"--[a-z-]+", problem["message"] + (problem.get("found") or ""))}
+            assert named <= typed, problem
+    told = reshard(
+        "convert", model, tmp_path / "out", "--to", "megatron", "--tp", 2, "--etp", 5, "--json"
+    ).json
+    assert any("--etp 5" in problem["found"] for problem in told["problems"])
+    (problem,) = reshard("convert", model, tmp_path / "out", "--to", "dcp", "--pp", 2, "--json").json[
+        "problems"
+    ]
+    assert problem["found"] == "--pp 2"

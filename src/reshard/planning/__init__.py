@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from reshard.adapters import kind_of
 from reshard.algebra.dtypes import dtype
 from reshard.algebra.layout import Layout
 from reshard.algebra.tensors import Replica
-from reshard.errors import ReshardError
+from reshard.errors import Problem, ReshardError, along_with
 from reshard.families.family import MCORE
 from reshard.formats import companions, huggingface, open_checkpoint, peft, writable, written
 from reshard.formats.checkpoint import Checkpoint
@@ -59,6 +60,13 @@ def _planned(source: Path, checkpoint: Checkpoint, options: Options) -> Plan:
         checkpoint, options = merge.merged_source(checkpoint, options)
         kind = Kind.MODEL
     format = _format(source, checkpoint, kind, options)
+    checkpoint, options = _with_hinted_base(checkpoint, options)
+    with along_with(beside.lacking(checkpoint, kind, options)):
+        return _laid_out(checkpoint, kind, format, options)
+
+
+def _laid_out(checkpoint: Checkpoint, kind: Kind, format: Format, options: Options) -> Plan:
+    """The plan for a source that is what it will be: an adapter is merged, and its base is found."""
     target = _target(format, checkpoint, kind, options)
     if checkpoint.quantization and (options.dtype or options.quantize or not target.quantized):
         flags = {"--dtype": options.dtype, "--quantize": options.quantize, "--to": format.name}
@@ -66,7 +74,6 @@ def _planned(source: Path, checkpoint: Checkpoint, options: Options) -> Plan:
         checkpoint = dequantized(checkpoint, Types(options.dtype).wanted, why)
     if options.with_optimizer:
         optimizer.refuse_unable(checkpoint, format)
-    checkpoint, options = _with_hinted_base(checkpoint, options)
     if kind is Kind.ADAPTER:
         resolved = adapters.resolved(checkpoint, target, options)
     else:
@@ -102,27 +109,41 @@ def _format(source: Path, checkpoint: Checkpoint, kind: Kind, options: Options) 
 
 
 def _target(format: Format, checkpoint: Checkpoint, kind: Kind, options: Options) -> Target:
-    """What the format can be written as. Raises ReshardError if it cannot hold what is asked for."""
+    """What the format can be written as. Raises ReshardError with all that it cannot hold of what was typed."""
     target = written()[format.name]
     if kind not in target.holds:
         raise _not_held(checkpoint, kind, format)
+    if problems := [*_unfit(format, target, kind, options)]:
+        raise ReshardError(problems)
+    return target
+
+
+def _flags(layout: Layout) -> str:
+    """A layout as it was typed."""
+    sizes = layout.as_dict() | {"etp": layout.etp if layout.etp != layout.tp else 1}
+    words = [f"--{axis} {size}" for axis, size in sizes.items() if size != 1]
+    return " ".join([*words, *([f"--stages {','.join(map(str, layout.stages))}"] if layout.stages else [])])
+
+
+def _unfit(format: Format, target: Target, kind: Kind, options: Options) -> Iterator[Problem]:
+    chosen = f"--to {options.to}" if options.to else f"{format.name}, the default"
     if not target.sharded and options.layout != Layout():
-        raise ReshardError(
+        yield Problem(
             "format-without-layout",
             f"{format.name} has no parallel layout",
-            found=str(options.layout),
+            found=_flags(options.layout),
             remedy="leave out the layout (that of the source is detected), or add --to megatron",
         )
     if options.engine and MCORE not in target.names:
         able = [name for name, each in written().items() if MCORE in each.names and kind in each.holds]
-        raise ReshardError(
+        yield Problem(
             "engine-not-for-format",
             f"--engine is for Megatron checkpoints; {format.name} is the same for all engines",
-            found=f"--engine {options.engine} --to {format.name}",
+            found=f"--engine {options.engine}; the format is {chosen}",
             remedy=f"leave out --engine (reshard detects who saved the source), or pass --to {' or --to '.join(able)}",
         )
     if target.dtype and Types(options.dtype).wanted not in (None, dtype(target.dtype)):
-        raise ReshardError(
+        yield Problem(
             "format-dtype-fixed",
             f"{format.name} stores weights in {target.dtype} only",
             rule="the engine casts them to the dtype that its own config names",
@@ -130,13 +151,12 @@ def _target(format: Format, checkpoint: Checkpoint, kind: Kind, options: Options
             remedy="leave out --dtype",
         )
     if options.quantize and not target.quantized:
-        raise ReshardError(
+        yield Problem(
             "quantized-output-unsupported",
             "this format has no place for quantized weights",
-            found=f"--quantize {options.quantize} --to {format.name}",
+            found=f"--quantize {options.quantize}; the format is {chosen}",
             remedy="pass --to huggingface, or leave out --quantize",
         )
-    return target
 
 
 def _not_held(checkpoint: Checkpoint, kind: Kind, format: Format) -> ReshardError:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from reshard.algebra.tensors import cells_under
-from reshard.errors import ReshardError, understood
+from reshard.errors import Problem, ReshardError, understood
 from reshard.families.config import portable_config
 from reshard.formats import companions
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.quantization import plain_config, settings_of
-from reshard.formats.target import Format, Request, main_dtype
+from reshard.formats.target import Format, Kind, Options, Request, main_dtype
 from reshard.plain import to_json
 from reshard.stores import as_path
 from reshard.transfer.gather import castable
@@ -24,12 +24,34 @@ from reshard.version import __version__
 
 def find_companions(checkpoint: Checkpoint, request: Request) -> companions.Companions:
     """What lies beside the source. Raises ReshardError naming files that nothing could load."""
-    if request.adapter is not None:
-        folders = [checkpoint.root] if request.options.tokenizer else []
-    else:
-        base = request.options.base
-        folders = [*checkpoint.beside, *([base] if base else []), checkpoint.root]
-    return companions.check(companions.find_companions(*folders))
+    return companions.check(_companions(checkpoint, request.options, is_adapter=request.adapter is not None))
+
+
+def _companions(checkpoint: Checkpoint, options: Options, *, is_adapter: bool) -> companions.Companions:
+    if is_adapter:
+        return companions.find_companions(*([checkpoint.root] if options.tokenizer else []))
+    base = [options.base] if options.base else []
+    return companions.find_companions(*checkpoint.beside, *base, checkpoint.root)
+
+
+def lacking(checkpoint: Checkpoint, kind: Kind, options: Options) -> list[Problem]:
+    """What the output needs and is not there: a tokenizer, unless nobody wants one. An adapter needs none."""
+    if kind is not Kind.MODEL or not options.tokenizer:
+        return []
+    found = _companions(checkpoint, options, is_adapter=False)
+    if found.has_tokenizer:
+        return []
+    return [
+        Problem(
+            "tokenizer-not-beside-checkpoint",
+            "there is no tokenizer beside the checkpoint",
+            file=str(checkpoint.root),
+            rule="the output loads with no other folder",
+            expected="tokenizer.json, tokenizer.model or vocab.json",
+            found="; ".join(found.notes) or None,
+            remedy="give the Hugging Face folder that training started from (--base DIR), or --no-tokenizer",
+        )
+    ]
 
 
 def companion_files(
@@ -45,16 +67,6 @@ def companion_files(
         left = {companions.CONFIG, "generation_config.json"}
     else:
         yield OutputFile.of_bytes(companions.CONFIG, _config(checkpoint, request))
-        if request.options.tokenizer and not found.has_tokenizer:
-            raise ReshardError(
-                "tokenizer-not-beside-checkpoint",
-                "there is no tokenizer beside the checkpoint",
-                file=str(checkpoint.root),
-                rule="the output loads with no other folder",
-                expected="tokenizer.json, tokenizer.model or vocab.json",
-                found="; ".join(found.notes) or None,
-                remedy="give the Hugging Face folder that training started from (--base DIR), or --no-tokenizer",
-            )
     for name, file in sorted(found.files.items()):
         if name not in left:
             yield companions.output_file(name, file)

@@ -27,7 +27,7 @@ def check_layout(model: Model, layout: Layout) -> None:
                 "virtual-stages-without-pipeline",
                 "virtual stages need several pipeline stages",
                 rule="Megatron-Core interleaves the chunks of its stages",
-                found=f"--vpp {layout.vpp} with --pp 1",
+                found=f"--vpp {layout.vpp} and one stage",
                 remedy="leave out --vpp, or choose a greater --pp",
             )
         )
@@ -37,8 +37,10 @@ def check_layout(model: Model, layout: Layout) -> None:
                 "expert-biases-tensor-parallel",
                 "experts with biases cannot be tensor parallel",
                 rule="Megatron-Core would add the bias of an expert on each of its ranks, and refuses to",
-                found=f"--etp {layout.etp}, which is --tp unless given",
-                remedy="choose --etp 1",
+                found=f"--etp {layout.etp}"
+                if layout.etp != layout.tp
+                else f"--tp {layout.tp}, which holds for experts too unless --etp is given",
+                remedy="pass --etp 1",
             )
         )
     if not d.experts and layout.ep > 1:
@@ -64,10 +66,13 @@ def _undivided(d: Dims, layout: Layout) -> Iterator[Problem]:
         divided("the shared experts' width", d.shared_ffn),
         divided("key heads of linear attention", d.key_heads),
     ]
-    yield from misfits("--tp", layout.tp, tensor_parallel)
+    of_experts = divided("an expert's width", d.expert_ffn if d.experts else 0)
+    if layout.etp == layout.tp:  # as --tp says, unless it was typed
+        yield from misfits("--tp", layout.tp, [*tensor_parallel, of_experts])
+    else:
+        yield from misfits("--tp", layout.tp, tensor_parallel)
+        yield from misfits("--etp", layout.etp, [of_experts])
     yield from misfits("--ep", layout.ep, [divided("experts", d.experts)])
-    expert_ffn = d.expert_ffn if d.experts else 0
-    yield from misfits("--etp", layout.etp, [divided("an expert's width", expert_ffn)])
 
 
 def _query_groups(d: Dims) -> Share:
