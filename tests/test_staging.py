@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from reshard.errors import Problem, ReshardError
+from reshard.transfer import locks
 from reshard.transfer.beside import put_aside
 from reshard.transfer.leftovers import recover, set_aside
 from reshard.transfer.staging import staged
@@ -367,3 +368,22 @@ def test_what_the_system_refuses_is_a_problem(tmp_path: Path) -> None:
     (problem,) = caught.value.problems
     assert problem.file == str(tmp_path / "file") and problem.found in ("Not a directory", "File exists")
     assert names(tmp_path) == {"file"}
+
+
+def test_a_lock_that_its_holder_removed_meanwhile_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between opening a lock and taking it, whoever held it may be done and remove it: others would make a new one."""
+    path, take, taken = tmp_path / "lock", locks.fcntl.flock, []
+
+    def removed_first(descriptor: int, how: int) -> None:
+        if not taken:
+            path.unlink()
+        taken.append(take(descriptor, how))
+
+    monkeypatch.setattr(locks.fcntl, "flock", removed_first)
+    with locks.held(path) as has_locks:
+        assert has_locks and len(taken) == 2 and path.exists()
+        with pytest.raises(BlockingIOError), locks.held(path):
+            pass
+    assert not path.exists()

@@ -14,15 +14,15 @@ two runs has its output at `dst`, the other an error.
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from reshard.errors import ReshardError, listed
+from reshard.transfer import locks
 
 OUTPUT, JOURNAL, REPLACED = "output", "journal", "replaced"
 """What lies in the folder of a run: what will be the destination, the journal, and then what was there before."""
@@ -52,63 +52,21 @@ def locked(target: Path) -> Iterator[bool]:
     Raises ReshardError if another run is.
     """
     path = _lock_of(target)
-    while True:
-        lock = _opened(path)
+    with ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            has_locks = True
+            has_locks = stack.enter_context(locks.held(path))
         except BlockingIOError:
-            os.close(lock)
             raise _busy(target, path) from None
-        except OSError:
-            has_locks = False
-        if is_at(path, os.fstat(lock)):
-            break
-        os.close(lock)  # whoever held it was done with it, and has removed it meanwhile
-    try:
         yield has_locks
-    finally:
-        with suppress(OSError):
-            path.unlink()
-        os.close(lock)
 
 
 def is_locked(target: Path) -> bool:
     """Whether a run writes to `target` now, as far as the file system has locks to tell."""
-    try:
-        lock = os.open(_lock_of(target), os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(lock)
-    return False
-
-
-def is_at(path: Path, status: os.stat_result) -> bool:
-    """Whether a path leads to what has this status, and not to something else of the same name."""
-    try:
-        return os.path.samestat(path.stat(), status)
-    except OSError:
-        return False
+    return locks.is_held(_lock_of(target))
 
 
 def _lock_of(target: Path) -> Path:
     return target.with_name(f".{target.name}.lock-reshard")
-
-
-def _opened(lock: Path) -> int:
-    try:
-        return os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)  # NFS locks only what is open for writing
-    except PermissionError:
-        if lock.exists():  # of another user
-            return os.open(lock, os.O_RDONLY)
-        raise
 
 
 def _busy(target: Path, lock: Path) -> ReshardError:

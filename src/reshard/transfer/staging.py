@@ -16,9 +16,10 @@ from pathlib import Path
 
 from reshard.errors import ReshardError, listed, size
 from reshard.transfer import claims
-from reshard.transfer.beside import JOURNAL, OUTPUT, REPLACED, is_at, locked, partials
+from reshard.transfer.beside import JOURNAL, OUTPUT, REPLACED, locked, partials
 from reshard.transfer.journal import Identity, Journal
 from reshard.transfer.leftovers import journal_of
+from reshard.transfer.locks import is_at
 
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 """What a rename says where something stands at the destination that it does not replace."""

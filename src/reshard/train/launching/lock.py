@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 
 from reshard.errors import ReshardError
 from reshard.train.run import Run
+from reshard.transfer import locks
 
 LOCK = ".lock"
 
@@ -20,14 +20,9 @@ def held(run: Run) -> Iterator[None]:
     """
     path = run.output / LOCK
     run.output.mkdir(parents=True, exist_ok=True)
-    try:
-        file = path.open("w")
-    except OSError:
-        yield
-        return
-    with file:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.enter_context(locks.held(path))
         except BlockingIOError:
             raise ReshardError(
                 "output-in-use",
@@ -37,9 +32,5 @@ def held(run: Run) -> Iterator[None]:
                 remedy="wait for it, or end it; or name another folder with -o",
             ) from None
         except OSError:
-            pass
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                path.unlink()
+            pass  # whatever is written next says why
+        yield
