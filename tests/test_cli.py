@@ -109,7 +109,7 @@ def test_help_tells_every_command() -> None:
     result = reshard("--help")
     assert result.code == 0 and list(cli.list_commands(click.Context(cli))) == list(CONTRACT)
     assert set(re.findall(r"(?m)^  ([a-z-]+)  ", result.out)) == set(CONTRACT)
-    assert "Exit status: 0 done, 1 the check failed, 2 the request cannot be carried" in result.out
+    assert "Exit status: 0 done, 1 the check failed, 2 the request is refused." in result.out
 
 
 def test_formats_to_choose_from_are_those_there_are() -> None:

@@ -101,14 +101,14 @@ def cli() -> None:
     """Convert LLM weights between Hugging Face and every distributed-training checkpoint, in any parallel layout.
 
     \b
-      reshard inspect  CKPT                              what is this, what do I type next
+      reshard inspect  CKPT                              what it is, and what to type next
       reshard convert  CKPT  MODEL                       to a Hugging Face folder
       reshard convert  MODEL CKPT --to megatron --tp 2   to Megatron-Core
-      reshard verify   CKPT  MODEL                       prove that nothing was lost
+      reshard verify   CKPT  MODEL                       compare bit for bit
       reshard train    sft --model MODEL --data F -o OUT fine-tune, on many processes
-      reshard doctor   train.log train.py                why did it fail, and the cure
+      reshard doctor   train.log train.py                why it failed, and how to fix it
 
-    Exit status: 0 done, 1 the check failed, 2 the request cannot be carried out.
+    Exit status: 0 done, 1 the check failed, 2 the request is refused.
     """
 
 

@@ -238,8 +238,8 @@ def typed() -> str:
 
 def common_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """`--json` and `--debug`, which every command has."""
-    function = click.option("--debug", is_flag=True, help="Show the traceback of an error.")(function)
-    return click.option("--json", "json_output", is_flag=True, help="Print JSON for machines.")(function)
+    function = click.option("--debug", is_flag=True, help="Show the traceback of errors.")(function)
+    return click.option("--json", "json_output", is_flag=True, help="Print JSON.")(function)
 
 
 PLAIN_EVERY = 5.0

@@ -46,7 +46,7 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     try:
         return tuple(int(part) for part in value.split(",")) if value else ()
     except ValueError:
-        raise click.BadParameter("give the layers of each stage, as 10,12,12,10") from None
+        raise click.BadParameter("give the layers of each stage, for example 10,12,12,10") from None
 
 
 @click.command("convert", cls=Command)
@@ -63,90 +63,114 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     type=POSITIVE,
     default=1,
     metavar="N",
-    help="Tensor-parallel size of DST; 1 by default, as the next three.",
+    help="Tensor-parallel size of the output. [default: 1]",
 )
-@click.option("--pp", type=POSITIVE, default=1, metavar="N", help="Pipeline-parallel size.")
-@click.option("--vpp", type=POSITIVE, default=1, metavar="N", help="Virtual pipeline chunks of a stage.")
-@click.option("--ep", type=POSITIVE, default=1, metavar="N", help="Expert-parallel size.")
-@click.option("--etp", type=POSITIVE, metavar="N", help="Expert-tensor-parallel size; --tp by default.")
-@click.option("--stages", callback=_stages, metavar="N,N,…", help="Layers of each pipeline stage, if uneven.")
-@iteration_option("Which step of the run SRC; the one that its tracker names by default.")
-@click.option("--family", metavar="NAME", help="Read SRC as this family, whatever its config says.")
+@click.option(
+    "--pp", type=POSITIVE, default=1, metavar="N", help="Pipeline-parallel size of the output. [default: 1]"
+)
+@click.option(
+    "--vpp", type=POSITIVE, default=1, metavar="N", help="Virtual pipeline chunks per stage. [default: 1]"
+)
+@click.option(
+    "--ep", type=POSITIVE, default=1, metavar="N", help="Expert-parallel size of the output. [default: 1]"
+)
+@click.option("--etp", type=POSITIVE, metavar="N", help="Expert-tensor-parallel size. [default: --tp]")
+@click.option(
+    "--stages",
+    callback=_stages,
+    metavar="N,N,…",
+    help="Layers of each pipeline stage, for example 10,12,12,10.",
+)
+@iteration_option("Step to read, if SRC is a training run. [default: the one that its tracker names]")
+@click.option("--family", metavar="NAME", help="Model family of SRC, overriding its config.")
 @click.option(
     "--engine",
     type=click.Choice(list(ENGINES)),
-    help="Who will load the Megatron checkpoint. [default: who saved SRC, else as `reshard support` says]",
+    help="Library that will load the Megatron checkpoint. [default: the one that saved SRC]",
 )
 @click.option(
     "--trust",
     type=click.Choice(["checkpoint", "config"]),
     default="checkpoint",
     show_default=True,
-    help="Which one to use where config.json and a Megatron checkpoint's arguments disagree.",
+    help="Which to believe where config.json and the arguments in a Megatron checkpoint disagree.",
 )
 @click.option("--dtype", metavar="DTYPE", help="Convert weights to float32, bfloat16 or float16.")
 @click.option(
     "--quantize",
     type=click.Choice(list(STORAGES)),
-    help="Quantize linear layers of a Hugging Face folder; mxfp4 is for gpt-oss alone.",
+    help="Quantize the linear layers of a Hugging Face output; mxfp4 is for gpt-oss only.",
 )
 @click.option(
-    "--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest file of weights."
+    "--max-shard-size",
+    default="5GB",
+    show_default=True,
+    metavar="SIZE",
+    help="Maximum size of a weights file.",
 )
 @click.option(
     "--vocab-divisible-by",
     type=POSITIVE,
     metavar="N",
-    help="Pad the vocabulary to a multiple of N·TP; SRC's N by default, else 128.",
+    help="Pad the vocabulary to a multiple of N × TP. [default: that of SRC, else 128]",
 )
 @click.option(
     "--transformer-impl",
     type=click.Choice(["transformer_engine", "local"]),
-    help="Layer spec whose tensor names to write; Transformer Engine by default, as Megatron-LM.",
+    help="Layer spec whose tensor names to write. [default: that of SRC, else transformer_engine]",
 )
 @memory_option
 @click.option(
-    "--workers", type=POSITIVE, metavar="N", help="Threads; two a core by default. With --on, of each part."
+    "--workers",
+    type=POSITIVE,
+    metavar="N",
+    help="Threads, or with --on threads per part. [default: two per core]",
 )
 @click.option(
     "--on",
     metavar="WHERE",
-    help="Let other machines do the work: dask://HOST:PORT, ray, slurm:partition=P,nodes=N,time=MIN, or mpi.",
+    help="Run on other machines: dask://HOST:PORT, ray, slurm:partition=P,nodes=N,time=MIN, or mpi.",
 )
-@click.option("--dry-run", is_flag=True, help="Print the plan, or what stands in its way, and write nothing.")
-@click.option("--overwrite", is_flag=True, help="Replace the one checkpoint at DST.")
-@click.option("--no-tokenizer", is_flag=True, help="Go on without a tokenizer.")
-@click.option("--strip", multiple=True, metavar="MARK", help="Take this out of tensor names, as _orig_mod.")
-@click.option("--with-optimizer", is_flag=True, help="Carry the optimizer states too, if both formats can.")
-@click.option("--merge", is_flag=True, help="Merge the LoRA adapter SRC into the model at --base.")
-@click.option("--adapter", metavar="NAME", help="Which adapter of SRC, if it holds several.")
-@click.option("--lora-alpha", type=float, metavar="N", help="The adapter's alpha, where no file tells it.")
+@click.option("--dry-run", is_flag=True, help="Print the plan, or why there is none, and write nothing.")
+@click.option("--overwrite", is_flag=True, help="Replace the checkpoint at DST.")
+@click.option("--no-tokenizer", is_flag=True, help="Continue without a tokenizer.")
 @click.option(
-    "--verify", is_flag=True, help="Read the output back from the disk and compare it with what was written."
+    "--strip", multiple=True, metavar="MARK", help="Remove MARK from tensor names, for example `_orig_mod.`."
 )
-@click.option("--no-resume", is_flag=True, help="Start anew, and keep nothing of a run that is interrupted.")
+@click.option(
+    "--with-optimizer", is_flag=True, help="Convert optimizer states too, if both formats can store them."
+)
+@click.option("--merge", is_flag=True, help="Merge SRC, a LoRA adapter, into the model at --base.")
+@click.option("--adapter", metavar="NAME", help="Adapter to read, if SRC contains several.")
+@click.option("--lora-alpha", type=float, metavar="N", help="Alpha of the adapter, if no file records it.")
+@click.option(
+    "--verify",
+    is_flag=True,
+    help="Read the output back from disk before it is published, and compare checksums.",
+)
+@click.option("--no-resume", is_flag=True, help="Start over, and keep nothing if the run is interrupted.")
 @click.option(
     "--no-sync",
     is_flag=True,
-    help="Do not wait for the disk: if the machine fails within a minute, DST may be lost or damaged.",
+    help="Do not wait for the disk. If the machine crashes within a minute, DST may be lost or damaged.",
 )
-@click.option("--strict", is_flag=True, help="NaN or Inf in the weights is an error.")
-@click.option("--no-checksum", is_flag=True, help="Neither check nor record CRC32s of what is read.")
+@click.option("--strict", is_flag=True, help="Fail if weights contain NaN or Inf.")
+@click.option("--no-checksum", is_flag=True, help="Do not check or record CRC32s of the source.")
 @click.option(
     "--push-to-hub",
     metavar="ORG/NAME",
-    help="Then upload DST to this Hugging Face repository, with a model card, in one commit.",
+    help="Upload DST to this Hugging Face repository afterwards, with a model card, in one commit.",
 )
-@click.option("--private", is_flag=True, help="Make the repository private if it is new.")
+@click.option("--private", is_flag=True, help="Create the repository as private.")
 @quiet_option()
 @common_options
 @handles_errors
 def command(src: Path, dst: Path, quiet: bool, json_output: bool, **options: Any) -> None:
-    """Carry the checkpoint at SRC to DST, in any format and parallel layout.
+    """Convert the checkpoint at SRC to DST, to any format and parallel layout.
 
-    The format of SRC is detected. DST appears whole or not at all; config and tokenizer travel along. If a run is
-    interrupted, the same command continues it. SRC, DST and --base can be URLs (s3://, gs://, oss://, az://), SRC and
-    --base also https://, hf:// and Org/Model of the hub.
+    The format of SRC is detected, and its config and tokenizer are copied. DST appears only when it is complete. If a
+    run is interrupted, the same command continues it. SRC, DST and --base can be URLs (s3://, gs://, oss://, az://).
+    SRC and --base can also be https://, hf:// or Org/Model on the hub.
 
     \b
       reshard convert ckpt model                          Megatron to Hugging Face

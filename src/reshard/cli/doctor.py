@@ -24,13 +24,13 @@ from reshard.doctor.words import locale_language as locale_language
 from reshard.shown import escape, escape_lines
 
 LABELS = {
-    "en": {"why": "why", "cure": "cure", "where": "where", "mended": "mended", "because": "because"}
+    "en": {"why": "why", "cure": "cure", "where": "where", "mended": "fixed", "because": "because"}
     | {"sources": "sources", "also": "and so", "clean": "nothing wrong found"}
     | {"sure": "sure", "likely": "likely", "possible": "possible", "warning": "warning", "error": "error"}
     | {
         "absent": "not installed",
         "none": "–",
-        "total": "{errors} error(s), {warnings} warning(s); mend the first one first",
+        "total": "{errors} error(s), {warnings} warning(s); fix the first one first",
     }
     | {
         "total1": "1 finding",
@@ -55,11 +55,13 @@ LABELS = {
 
 @click.command("doctor", cls=Command)
 @click.argument("targets", nargs=-1, metavar="[TARGET …]")
-@click.option("--lang", type=click.Choice(LANGUAGES), help="Language of causes and cures; by the locale.")
-@click.option("--list", "list_all", is_flag=True, help="List the catalogue of failures.")
-@click.option("--explain", metavar="ID", help="Explain a failure: an entry of the catalogue, or a rule.")
 @click.option(
-    "--python", metavar="PATH", help="Look at the environment of this interpreter, not of reshard's own."
+    "--lang", type=click.Choice(LANGUAGES), help="Language of the report. [default: from the locale]"
+)
+@click.option("--list", "list_all", is_flag=True, help="List all failures in the catalogue.")
+@click.option("--explain", metavar="ID", help="Explain a catalogue entry or a rule.")
+@click.option(
+    "--python", metavar="PATH", help="Examine the environment of this interpreter instead of reshard's own."
 )
 @quiet_option("Print one line for each finding.")
 @common_options
@@ -73,12 +75,12 @@ def command(
     quiet: bool,
     json_output: bool,
 ) -> None:
-    """Say what is wrong, why, and what to do.
+    """Explain what is wrong, why, and how to fix it.
 
     A TARGET is a log (or - for standard input), a training script (.py), a notebook (.ipynb), a launch script (.sh), a
-    config of accelerate, DeepSpeed, TRL or LLaMA-Factory (.yaml, .json), or a checkpoint. Nothing in it is run. Several
-    are seen together: what one shows and another explains is one finding. Without a target, the environment is looked
-    at: versions, GPUs, driver, and the variables of launchers.
+    config of accelerate, DeepSpeed, TRL or LLaMA-Factory (.yaml, .json), or a checkpoint. The doctor never executes the
+    files it reads. Name several TARGETs of the same run together: a cause found in one explains the symptoms in the
+    others. Without a TARGET, the doctor examines the environment: versions, GPUs, driver and launcher variables.
 
     \b
       reshard doctor                              the environment
@@ -88,9 +90,9 @@ def command(
       reshard doctor ckpt/ base/                  whether a checkpoint and a base belong together
       reshard doctor run/                         the folder of a run: its logs, configs and checkpoints
       torchrun … 2>&1 | reshard doctor -          a log from a pipe
-      reshard doctor --explain ID                 one failure of the catalogue
+      reshard doctor --explain ID                 one failure in the catalogue
 
-    Each finding says how sure it is. The first one is to be mended first.
+    Each finding states how certain it is. Fix the first one first.
 
     Exit status: 0 no errors (there may be warnings), 1 errors, 2 a target cannot be read.
     """
@@ -98,7 +100,7 @@ def command(
     if targets and (list_all or explain):
         raise click.UsageError("--list and --explain take no target")
     if python and (targets or list_all or explain):
-        raise click.UsageError("--python looks at an environment, and takes no target")
+        raise click.UsageError("--python examines an environment, and takes no target")
     if list_all:
         _list(language, json_output)
         return

@@ -16,23 +16,23 @@ from reshard.cli.usage import Command
 @click.command("export", cls=Command)
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("dst", type=click.Path(path_type=Path))
-@click.option("--merge", is_flag=True, help="Merge the adapter of a LoRA run into its base.")
+@click.option("--merge", is_flag=True, help="Merge the LoRA adapter into its base model.")
 @click.option("--dtype", metavar="DTYPE", help="Convert weights to float32, bfloat16 or float16.")
-@click.option("--overwrite", is_flag=True, help="Replace the one checkpoint at DST.")
-@click.option("--no-resume", is_flag=True, help="Start anew, and keep nothing of a run that is interrupted.")
+@click.option("--overwrite", is_flag=True, help="Replace the checkpoint at DST.")
+@click.option("--no-resume", is_flag=True, help="Start over, and keep nothing if the run is interrupted.")
 @quiet_option()
 @common_options
 @handles_errors
 def command(
     checkpoint: Path, dst: Path, no_resume: bool, quiet: bool, json_output: bool, **options: Any
 ) -> None:
-    """Make a Hugging Face folder of a CHECKPOINT that `reshard train` left.
+    """Make a Hugging Face folder from a CHECKPOINT that `reshard train` saved.
 
-    The same as `reshard convert`, told everything by the record of the run that lies in the checkpoint.
+    Like `reshard convert`, with all options taken from the record of the run.
 
     \b
-      reshard export OUT/checkpoint-200 model
-      reshard export OUT/iter_0000200 model          of the Megatron engine
+      reshard export OUT/checkpoint-200 model             trained with TRL
+      reshard export OUT/iter_0000200 model               trained with Megatron-Core
       reshard export OUT/checkpoint-200 model --merge     a LoRA run, merged into its base
     """
     from reshard.train.final.finish import export

@@ -54,15 +54,17 @@ def script(shell: str) -> str:
 
 
 @click.command("install-completion", cls=Command)
-@click.argument("shell", required=False, type=click.Choice(SHELLS))
-@click.option("--print", "only_print", is_flag=True, help="Print the completion script, and install nothing.")
+@click.argument("shell", required=False, metavar="[SHELL]", type=click.Choice(SHELLS))
+@click.option(
+    "--print", "only_print", is_flag=True, help="Print the completion script instead of installing it."
+)
 @common_options
 @handles_errors
 def command(shell: str | None, only_print: bool, json_output: bool) -> None:
     """Install completion of commands, options, values and paths for a SHELL: bash, zsh or fish.
 
-    Without SHELL, installs it for the login shell ($SHELL). Writes one file below your home folder, and changes no
-    startup file: if one needs a line, that line is printed.
+    Without SHELL, installs it for the login shell ($SHELL). Writes one file below your home folder, and never edits
+    startup files: if one needs a line, prints that line.
 
     \b
       reshard install-completion

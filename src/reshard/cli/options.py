@@ -48,7 +48,7 @@ def memory_option(function: Callable[..., Any]) -> Callable[..., Any]:
         default="1GiB",
         show_default=True,
         metavar="SIZE",
-        help="Bound on the memory that it takes beside Python itself, about 60 MiB.",
+        help="Memory limit, not counting Python and its libraries (about 60 MiB).",
     )(function)
 
 

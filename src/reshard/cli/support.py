@@ -14,7 +14,7 @@ from reshard.cli.usage import Command
 @common_options
 @handles_errors
 def command(json_output: bool) -> None:
-    """List the formats and families that reshard knows."""
+    """List the formats and model families that are read and written."""
     content = support()
     if json_output:
         print_json(content)

@@ -47,7 +47,7 @@ def command() -> None:
       reshard train dpo  --model DIR --data PAIRS -o OUT
       reshard train grpo --model DIR --data PROMPTS -o OUT --reward rewards:score
 
-    Before anything starts, the plan is checked: versions, data, tokenizer, batches, memory. --dry-run stops there.
+    Versions, data, tokenizer, batches and memory are checked before anything starts; --dry-run stops after that.
     """
 
 
@@ -75,7 +75,7 @@ _OPTIONS = [
         "--eval-data",
         multiple=True,
         metavar="PATH[:WEIGHT]",
-        help="The same, to evaluate the model on while it is trained.",
+        help="Data to evaluate the model on during training.",
     ),
     click.option(
         "--data-shape",
@@ -83,26 +83,26 @@ _OPTIONS = [
         help="What records are taken for that fit several shapes.",
     ),
     click.option("--system", metavar="TEXT", help="System message of chats that have none."),
-    click.option("-o", "--output", type=PATH, help="Where everything goes; OUT/final is the model."),
+    click.option("-o", "--output", type=PATH, help="Output folder; OUT/final is the model."),
     click.option(
         "--engine", type=click.Choice(tuple(MODULES)), help="trl (default), or megatron for TP, PP and EP."
     ),
     click.option("--lora/--full", default=None, help="Train LoRA adapters, or all weights (default)."),
-    click.option(
-        "--parallel", type=click.Choice(PARALLEL), help="How TRL spreads the model; ddp by default."
-    ),
+    click.option("--parallel", type=click.Choice(PARALLEL), help="How TRL shards the model. [default: ddp]"),
     click.option("--tp", type=POSITIVE, metavar="N", help="Tensor-parallel size."),
     click.option("--pp", type=POSITIVE, metavar="N", help="Pipeline-parallel size (megatron)."),
-    click.option("--vpp", type=POSITIVE, metavar="N", help="Virtual pipeline chunks of a stage (megatron)."),
+    click.option("--vpp", type=POSITIVE, metavar="N", help="Virtual pipeline chunks per stage (megatron)."),
     click.option("--ep", type=POSITIVE, metavar="N", help="Expert-parallel size."),
     click.option("--cp", type=POSITIVE, metavar="N", help="Context-parallel size (megatron)."),
     click.option(
-        "--nproc", callback=_number, metavar="N|auto", help="Processes of this node; one on each GPU."
+        "--nproc", callback=_number, metavar="N|auto", help="Processes on this node. [default: one per GPU]"
     ),
-    click.option("--nnodes", type=POSITIVE, metavar="N", help="Nodes; run the same command on each."),
-    click.option("--node-rank", type=COUNT, metavar="R", help="Which node this is, from 0."),
-    click.option("--rendezvous", metavar="HOST:PORT", help="Where the nodes meet: the first one."),
-    click.option("--reward", metavar="MODULE:FUNCTION", help="The reward of GRPO."),
+    click.option(
+        "--nnodes", type=POSITIVE, metavar="N", help="Number of nodes; run the same command on each."
+    ),
+    click.option("--node-rank", type=COUNT, metavar="R", help="Rank of this node, from 0."),
+    click.option("--rendezvous", metavar="HOST:PORT", help="Address of the first node."),
+    click.option("--reward", metavar="MODULE:FUNCTION", help="Reward function for GRPO."),
     click.option(
         "--merge/--no-merge", default=None, help="With --lora: write the merged model too (default)."
     ),
@@ -110,19 +110,21 @@ _OPTIONS = [
         "--nan-steps",
         type=POSITIVE,
         metavar="N",
-        help="Stop after N steps in a row whose loss is NaN or Inf; 1.",
+        help="Stop after N consecutive steps with a NaN or Inf loss. [default: 1]",
     ),
     click.option(
         "--save-on-signal",
         type=COUNT,
         metavar="SECONDS",
-        help="Time to finish and save a step after SIGTERM, SIGUSR1 or Ctrl-C; 600. 0 saves nothing.",
+        help="Time to finish and save the step after SIGTERM, SIGUSR1 or Ctrl-C; 0 saves nothing. [default: 600]",
     ),
-    click.option("--max-restarts", type=COUNT, metavar="N", help="Restart failed ranks up to N times; 0."),
-    click.option("--resume", is_flag=True, default=None, help="Go on from the last checkpoint in OUT."),
-    click.option("--config", type=PATH, help="YAML file with any of these and of the engine's options."),
+    click.option(
+        "--max-restarts", type=COUNT, metavar="N", help="Restart failed ranks up to N times. [default: 0]"
+    ),
+    click.option("--resume", is_flag=True, default=None, help="Continue from the last checkpoint in OUT."),
+    click.option("--config", type=PATH, help="YAML file with any of these options or those of the engine."),
     click.option("--dry-run", is_flag=True, help="Check everything, print the plan, and stop."),
-    click.option("--overwrite", is_flag=True, help="Replace what an earlier run left in OUT."),
+    click.option("--overwrite", is_flag=True, help="Replace the output of an earlier run in OUT."),
     click.option("--options", "list_options", is_flag=True, help="List the options of the engine."),
     quiet_option(),
 ]
@@ -171,11 +173,11 @@ def _method(name: str, help_text: str) -> None:
 
 _REST = """
 
-Options of the engine pass through under their own names, with dashes or underscores: --learning_rate 1e-5. --options
+Options of the engine keep their own names, with dashes or underscores, for example --learning_rate 1e-5. --options
 lists them.
 
-Exit status: 0 done, 1 the run failed or its result is not what was trained, 2 it was refused before it began;
-128 and the number of the signal that ended it.
+Exit status: 0 done, 1 the run failed or its result is not what was trained, 2 it was refused before it started,
+128 + N if signal N ended it.
 """
 _method("sft", "Supervised fine-tuning: chats, prompt and completion, or plain text.")
 _method("dpo", "Direct preference optimization: pairs of a chosen and a rejected answer.")

@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     "--base",
     type=SOURCE,
     metavar="PATH",
-    help="Hugging Face folder with the config, for a side that has none.",
+    help="Hugging Face folder with the config, if A or B has none.",
 )
 @click.option(
     "--logits",
     is_flag=True,
-    help="Also run the same tokens through both, with transformers or megatron-core.",
+    help="Also compare the logits that transformers or megatron-core compute for the same tokens.",
 )
 @click.option(
     "--proof",
     is_flag=True,
-    help="Instead of values, count elements: each of A is used once or dropped by a rule, each of B is written once. "
-    "`convert` made B of A.",
+    help="Count elements instead of comparing values, if `convert` made B from A: every element of A is used once or "
+    "dropped by a named rule, and every element of B is written once.",
 )
 @memory_option
 @quiet_option("Print problems only; the exit status tells the result.")
@@ -59,10 +59,10 @@ def command(
 
     Without B, check all files of A, an output of `convert`, against the digests recorded in its reshard.json.
 
-    For a training run, the step that its tracker names is compared; name the folder of another step to compare that
-    one, for example RUN/iter_0000200.
+    For a training run, compare the step that its tracker names; for another step, name its folder, for example
+    RUN/iter_0000200.
 
-    Exit status: 0 equal or balanced, 1 not, 2 a checkpoint cannot be read.
+    Exit status: 0 equal (or balanced, with --proof), 1 not equal, 2 a checkpoint cannot be read.
     """
     silent = quiet or json_output
     if proof:
