@@ -159,7 +159,7 @@ def listed(names: Sequence[str], most: int = 20) -> str:
 
 
 def size(nbytes: float) -> str:
-    """Bytes for people: 1.3 GB."""
+    """Bytes of files for people: 1.3 GB."""
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 1000:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -174,6 +174,12 @@ def count(number: float) -> str:
             return f"{number:.0f}" if not unit else f"{number:.1f}{unit}"
         number /= 1000
     return f"{number:.1f}B"
+
+
+def memory_size(nbytes: float) -> str:
+    """Bytes of memory for people, in the units that drivers and kernels count it in: 79.6 GiB."""
+    mib = nbytes / (1 << 20)
+    return f"{mib / 1024:.1f} GiB" if mib >= 100 else f"{mib:.1f} MiB"
 
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")

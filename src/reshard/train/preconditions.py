@@ -11,7 +11,7 @@ from reshard.doctor import diagnose
 from reshard.doctor.environment import Environment, Gpu
 from reshard.doctor.finding import Place
 from reshard.doctor.rules import told
-from reshard.errors import Problem, ReshardError
+from reshard.errors import Problem, ReshardError, memory_size
 from reshard.formats.companions import CONFIG, read_object
 from reshard.inspection import inspect_checkpoint
 from reshard.plain_yaml import yaml_of
@@ -21,7 +21,6 @@ from reshard.train.engines import engine_of
 from reshard.train.findings import in_short, in_training, lacking
 from reshard.train.run import RECORD, Run, read_record
 
-GIB = 1 << 30
 MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 """Device maps of accelerate that spread a model over devices."""
 HARMLESS = (
@@ -231,14 +230,10 @@ def disk(run: Run, needed: int) -> Iterator[Problem]:
             "disk-too-small-for-checkpoints",
             "the disk is too small for the checkpoints",
             file=str(folder),
-            expected=_size(needed),
-            found=f"{_size(free)} free",
+            expected=memory_size(needed),
+            found=f"{memory_size(free)} free",
             remedy=f"{engine_of(run).checkpoints.fewer}; or write to another disk with -o",
         )
-
-
-def _size(size: int) -> str:
-    return f"{size / GIB:.1f} GiB" if size >= GIB // 10 else f"{size / (1 << 20):.1f} MiB"
 
 
 def config_problems(path: Path) -> list[Problem]:

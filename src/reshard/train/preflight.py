@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from reshard.doctor.environment import Environment, look_around
-from reshard.errors import Problem, ReshardError
+from reshard.errors import Problem, ReshardError, memory_size
 from reshard.formats.companions import find_companions
 from reshard.train import data, evaluation, memory, preconditions
 from reshard.train.data import tokens
@@ -124,11 +124,11 @@ class Preflight:
             yield "steps", f"{self.batches.steps:,}"
         if self.room:
             of = "of RAM" if self.room.on_cpu else "on each GPU"
-            free = f"{self.room.available / GIB:.1f} GiB {of}"
-            parts = ", ".join(f"{name} {_size(size)}" for name, size in self.room.needed.parts.items())
-            yield "memory", f"{_size(self.room.needed.total)}, there are {free}: {parts}"
+            free = f"{memory_size(self.room.available)} {of}"
+            parts = ", ".join(f"{name} {memory_size(size)}" for name, size in self.room.needed.parts.items())
+            yield "memory", f"{memory_size(self.room.needed.total)}, there are {free}: {parts}"
             told = (
-                f"{length:,} tokens {_size(kept)} ({_size(again)} recomputed)"
+                f"{length:,} tokens {memory_size(kept)} ({memory_size(again)} recomputed)"
                 for length, (kept, again) in self.room.by_length.items()
             )
             yield "lengths", "activations of sequences of " + ", ".join(told)
@@ -159,10 +159,6 @@ def _step(batches: Batches) -> str:
         f"{batches.replicas} data parallel"
         + (f", up to {batches.length:,} tokens each" if batches.length else "")
     )
-
-
-def _size(size: int) -> str:
-    return f"{size / GIB:.1f} GiB" if size >= GIB // 10 else f"{size / (1 << 20):.1f} MiB"
 
 
 def preflight(run: Run, *, overwrite: bool = False, environment: Environment | None = None) -> Preflight:
@@ -470,8 +466,9 @@ def _too_large(run: Run, room: Room) -> Problem:
         "run-exceeds-memory",
         "the run does not fit into memory",
         rule="weights, gradients, optimizer and activations lie in memory at the same time",
-        expected=f"at most {room.available * memory.USABLE / GIB:.1f} GiB in each process",
-        found=f"{_size(room.needed.total)}: " + ", ".join(f"{name} {_size(size)}" for name, size in parts),
+        expected=f"at most {memory_size(room.available * memory.USABLE)} in each process",
+        found=f"{memory_size(room.needed.total)}: "
+        + ", ".join(f"{name} {memory_size(size)}" for name, size in parts),
         remedy=f"{cure}; other ways: {more}",
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.doctor.environment import Environment
-from reshard.errors import ReshardError
+from reshard.errors import ReshardError, memory_size
 from reshard.train.engine import Batches, Precision
 from reshard.train.engines import engine_of
 from reshard.train.run import Run
@@ -91,7 +91,7 @@ class Proposal:
     memory: Memory
 
     def __str__(self) -> str:
-        return f"{' '.join(self.flags)} ({self.memory.total / GIB:.1f} GiB)"
+        return f"{' '.join(self.flags)} ({memory_size(self.memory.total)})"
 
 
 def plan_that_fits(
