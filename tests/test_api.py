@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 import reshard
 
+DOCS = Path(__file__).parents[1] / "docs"
 FUNCTIONS = ("convert", "diagnose", "export", "inspect", "open", "support", "train", "verify")
 LOG = """Traceback (most recent call last):
   File "train.py", line 3, in <module>
@@ -81,7 +82,18 @@ def test_every_parameter_is_documented(name: str) -> None:
     assert name == "support" or "ReshardError" in sections["Raises"]
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_page_about_python_runs(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = DOCS / "python.md"
+    for name in ("model", "run", "tuned"):
+        (tmp_path / name).symlink_to(place / name)
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"(?ms)^```python\n(.*?)^```$", page.read_text(encoding="utf-8"))
+    assert len(blocks) >= 3
+    for block in blocks:
+        exec(compile(block, str(page), "exec"), {})
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, "LazyTensor"])
 def test_examples_run(name: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -113,7 +125,7 @@ def test_type_checkers_see_the_same(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=tmp_path, check=False)
     told = re.findall(r'Revealed type is "(.*?)"', done.stdout)
     assert [each.rpartition(".")[2] for each in told[:4]] == [
-        "Checkpoint",
+        "Weights",
         "Outcome",
         "Comparison",
         "Integrity",
@@ -168,7 +180,7 @@ def test_what_is_returned_is_short_to_see_and_true_if_all_is_well(place: Path, t
     made = reshard.convert(run, tmp_path / "hf")
     whole, proof = reshard.verify(tmp_path / "hf"), reshard.verify(run, tmp_path / "hf", proof=True)
     assert equal and whole and proof and not differs
-    assert repr(reshard.open(run)).startswith("<Checkpoint megatron ")
+    assert repr(reshard.open(run)).startswith("<Weights megatron ")
     assert repr(found).startswith("<Inspection qwen3, <Checkpoint megatron ")
     assert "equal bit for bit" in repr(equal) and "1 tensor different" in repr(differs)
     assert repr(made).startswith("<Conversion <Plan megatron → huggingface: 47 tensors in ")

@@ -26,7 +26,7 @@ ORDER = (
     ("adapters",),
     ("hub", "planning"),
     ("remote",),
-    ("conversion", "inspection", "verification"),
+    ("conversion", "inspection", "verification", "weights"),
     ("coverage",),
     ("engines",),
     ("oracle", "doctor"),

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from reshard.train.start import Outcome
     from reshard.transfer.plan import Plan
     from reshard.verification import Comparison
+    from reshard.weights import LazyTensor, Weights
 
 __all__ = [
     "Checkpoint",
@@ -45,12 +46,14 @@ __all__ = [
     "Inspection",
     "Integrity",
     "Layout",
+    "LazyTensor",
     "Outcome",
     "Plan",
     "Problem",
     "Proof",
     "ReshardError",
     "SavedLayout",
+    "Weights",
     "__version__",
     "convert",
     "diagnose",
@@ -76,6 +79,7 @@ _HOMES = {
     "reshard.train.start": ("Outcome",),
     "reshard.transfer.plan": ("Plan",),
     "reshard.verification": ("Comparison",),
+    "reshard.weights": ("LazyTensor", "Weights"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -12,8 +12,8 @@ from reshard.arguments import Arguments
 from reshard.conversion import Conversion
 from reshard.errors import ReshardError
 from reshard.families.family import ENGINES
-from reshard.formats import open_checkpoint, writable
-from reshard.formats.checkpoint import Checkpoint, Iteration
+from reshard.formats import writable
+from reshard.formats.checkpoint import Iteration
 from reshard.formats.record import Integrity, check_record
 from reshard.model.quantizer import STORAGES
 from reshard.stores import source_path, typed_path
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from reshard.hub.push import OnUpload
     from reshard.inspection import Inspection
     from reshard.verification import Comparison
+    from reshard.weights import Weights
 
 StrPath = str | PathLike[str]
 OnBytes = Callable[[int], None]
@@ -34,8 +35,27 @@ IMPLEMENTATIONS = ("transformer_engine", "local")
 TRUSTED = ("checkpoint", "config")
 
 
-def open(path: StrPath, iteration: Iteration | None = None) -> Checkpoint:
-    """Open a checkpoint of any format, reading headers and metadata only.
+def open(
+    path: StrPath,
+    iteration: Iteration | None = None,
+    *,
+    base: StrPath | None = None,
+    family: str | None = None,
+    dtype: str | None = None,
+    strip: tuple[str, ...] = (),
+    merge: bool = False,
+    adapter: str | None = None,
+    lora_alpha: float | None = None,
+) -> Weights:
+    """Open a checkpoint of any format and layout as a mapping of its tensors, by their names on the hub.
+
+    Headers and metadata are read; a tensor is read when `numpy`, `raw` or `torch` of it is called, and a slice of it
+    reads the bytes of that slice alone. Names, dtypes and values are those that `convert` would write to a Hugging Face
+    folder: shards of tensor, pipeline and expert parallelism are put together, fused weights taken apart.
+
+    Quantized weights are mapped as they are stored, values and scales under their own names; with `dtype` they are
+    dequantized. An adapter is mapped under PEFT's names; with `merge`, as the model that it makes of `base`. CRC32s
+    that files record are not checked: `verify` does that.
 
     Parameters
     ----------
@@ -43,25 +63,61 @@ def open(path: StrPath, iteration: Iteration | None = None) -> Checkpoint:
         A folder or a file, a URL (``s3://``, ``hf://``, ``https://`` …) or ``Org/Model`` on the hub.
     iteration : int or "release", optional
         Which step of a training run; by default the one that its tracker names.
+    base : str or path-like, optional
+        Hugging Face folder with the config, where the checkpoint has none; with `merge`, the model that was adapted.
+    family : str, optional
+        Read the checkpoint as this family, whatever its config says.
+    dtype : str, optional
+        Cast weights to "float32", "bfloat16" or "float16" as they are read.
+    strip : tuple of str
+        Remove these marks from tensor names, for example ("_orig_mod.",).
+    merge : bool
+        Merge the LoRA adapter into the model at `base`.
+    adapter : str, optional
+        Which adapter, if there are several.
+    lora_alpha : float, optional
+        The adapter's alpha, where no file tells it.
 
     Returns
     -------
-    Checkpoint
-        Its format, layout, dtypes and native tensors, none of which has been read.
+    Weights
+        A mapping of names to `LazyTensor`, with the format, layout, dtypes and native tensors of the checkpoint.
 
     Raises
     ------
     ReshardError
-        If no checkpoint is found there, or its metadata is damaged.
+        If no checkpoint is found there, or its metadata is damaged. If its tensors cannot be put together, the first
+        look at them raises what `convert` would. A name that is not there is a KeyError too.
 
     Examples
     --------
-    >>> checkpoint = reshard.open("run")
-    >>> print(checkpoint.format, checkpoint.layout)
-    megatron TP2 · PP2
+    >>> weights = reshard.open("run")
+    >>> print(weights.format, weights.layout, len(weights))
+    megatron TP2 · PP2 25
+    >>> weight = weights["model.layers.0.mlp.up_proj.weight"]
+    >>> weight.shape, weight.dtype, weight[0:2].numpy().shape
+    ((96, 64), 'float32', (2, 64))
     """
-    _check_source("open", path, iteration)
-    return open_checkpoint(source_path(path), iteration)
+    given = Arguments("open")
+    given.path("path", path)
+    if base is not None:
+        given.path("base", base)
+    given.step("iteration", iteration)
+    given.texts("strip", strip)
+    given.settle()
+    from reshard.weights import Weights
+
+    options = planning.Options(
+        base=source_path(base) if base is not None else None,
+        iteration=iteration,
+        family=family,
+        dtype=dtype,
+        strip=tuple(strip),
+        merge=merge,
+        adapter=adapter,
+        lora_alpha=lora_alpha,
+    )
+    return Weights.opened(source_path(path), options)
 
 
 def inspect(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -28,10 +28,10 @@ from reshard.plain import to_json
 from reshard.planning import adapters, beside, merge, optimizer
 from reshard.planning.naming import Types, elements, names_of
 from reshard.transfer.memory import NOTHING, Need, uncollected
-from reshard.transfer.plan import OutputFile, Plan
+from reshard.transfer.plan import OutputFile, Plan, Planned
 from reshard.transfer.sources import OnStep, noted, read_source
 
-__all__ = ["Options", "plan_conversion"]
+__all__ = ["Options", "plan_conversion", "planned_tensors"]
 
 
 @uncollected()
@@ -49,7 +49,33 @@ def plan_conversion(source: Path, options: Options, on_step: OnStep = lambda ste
     return plan
 
 
+@uncollected()
+def planned_tensors(source: Path, checkpoint: Checkpoint, options: Options) -> Sequence[Planned]:
+    """The tensors that a conversion to a Hugging Face folder would write, or that of an adapter to PEFT's.
+
+    Nothing is planned of its files, and no tokenizer is needed. Raises ReshardError.
+    """
+    is_model = options.merge or kind_of(checkpoint) is Kind.MODEL
+    to = huggingface.NAME if is_model else peft.NAME
+    prepared = _prepared(source, checkpoint, replace(options, to=to, tokenizer=False))
+    return _content(*prepared).request.tensors
+
+
 def _planned(source: Path, checkpoint: Checkpoint, options: Options) -> Plan:
+    return _plan(*_prepared(source, checkpoint, options))
+
+
+class _Prepared(NamedTuple):
+    """A source as its target needs it: dequantized, merged, with its model."""
+
+    source: Resolved
+    kind: Kind
+    format: Format
+    target: Target
+    options: Options
+
+
+def _prepared(source: Path, checkpoint: Checkpoint, options: Options) -> _Prepared:
     if checkpoint.problems:
         raise ReshardError(checkpoint.problems)
     kind = kind_of(checkpoint)
@@ -78,7 +104,7 @@ def _laid_out(checkpoint: Checkpoint, kind: Kind, format: Format, options: Optio
         resolved = adapters.resolved(checkpoint, target, options)
     else:
         resolved = _resolved(checkpoint, target, options)
-    return _plan(resolved, kind, format, target, options)
+    return _Prepared(resolved, kind, format, target, options)
 
 
 def _refuse_nothing_to_merge(checkpoint: Checkpoint, kind: Kind) -> None:
@@ -209,8 +235,8 @@ def _resolved(checkpoint: Checkpoint, target: Target, options: Options) -> Resol
     return resolve_if_declared(checkpoint, options.base, options.trust)
 
 
-def _plan(source: Resolved, kind: Kind, format: Format, target: Target, options: Options) -> Plan:
-    """The one way to a plan: tensors under the target's names, laid out in files, with what lies beside; audited."""
+def _content(source: Resolved, kind: Kind, format: Format, target: Target, options: Options) -> _Content:
+    """The tensors under the target's names."""
     checkpoint, model = source.checkpoint, source.model
     request = target.fit(
         Request(
@@ -224,8 +250,15 @@ def _plan(source: Resolved, kind: Kind, format: Format, target: Target, options:
             engine=checkpoint.engine if checkpoint.dialect == MCORE else None,
         )
     )
-    is_adapter = kind is Kind.ADAPTER
-    content = _adapter(source, request) if is_adapter else _model(source, format.name, target, request)
+    if kind is Kind.ADAPTER:
+        return _adapter(source, request)
+    return _model(source, format.name, target, request)
+
+
+def _plan(source: Resolved, kind: Kind, format: Format, target: Target, options: Options) -> Plan:
+    """The one way to a plan: tensors under the target's names, laid out in files, with what lies beside; audited."""
+    checkpoint, model = source.checkpoint, source.model
+    content = _content(source, kind, format, target, options)
     request = target.complete(content.request)
     found = beside.find_companions(checkpoint, request)
     files = [*target.lay_out(request), *beside.companion_files(checkpoint, request, found)]

@@ -8,7 +8,7 @@ reading one can wait for ever, have no end, or do something.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from hashlib import sha256
@@ -70,6 +70,12 @@ class Sources:
             self._notes[path] = _Note(stamp, None)
         else:
             self._notes[path] = _Note(stamp, _digest([content]), crc32(content))
+
+    def only(self, paths: Collection[str]) -> Sources:
+        """Those of the files that are among `paths`."""
+        some = Sources(*self.named)
+        some._notes = {path: self._notes[path] for path in paths if path in self._notes}
+        return some
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each file that was not read whole when it was opened, by its path."""

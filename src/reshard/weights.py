@@ -1,0 +1,267 @@
+"""An opened checkpoint as a mapping of logical tensors, none of which has been read.
+
+The tensors are those that `reshard convert` would write to a Hugging Face folder (of an adapter, to PEFT's), made by
+the same plan: names, dtypes and values are the same to the bit, whatever the format and the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reshard.algebra.dtypes import DType
+from reshard.algebra.tensors import Tensor, cells_of
+from reshard.algebra.views import View
+from reshard.errors import ReshardError
+from reshard.formats import open_checkpoint
+from reshard.formats.checkpoint import Checkpoint
+from reshard.formats.target import Options
+from reshard.planning import planned_tensors
+from reshard.shown import html_table
+from reshard.suggest import meant
+from reshard.transfer.gather import Files, Gatherer
+from reshard.transfer.plan import Planned
+from reshard.transfer.sources import Sources, noted
+
+if TYPE_CHECKING:
+    import torch
+
+Array = np.ndarray[Any, Any]
+Index = int | slice | tuple[Any, ...]
+
+SHOWN = 40
+"""Tensors that a notebook shows; the rest are counted."""
+
+
+class TensorNotFoundError(ReshardError, KeyError):
+    """There is no tensor of this name: a KeyError too, as of any mapping."""
+
+    __str__ = Exception.__str__
+
+
+class LazyTensor:
+    """A tensor of a checkpoint, or a part of one, of which nothing is read until `numpy`, `raw` or `torch` is called.
+
+    Attributes
+    ----------
+    name : str
+        Its name on the hub.
+    shape : tuple of int
+        Its sizes.
+    dtype : str
+        Its dtype as torch calls it, for example "bfloat16".
+
+    Examples
+    --------
+    >>> weight = reshard.open("run")["model.layers.0.mlp.up_proj.weight"]
+    >>> weight
+    <LazyTensor model.layers.0.mlp.up_proj.weight: float32 [96, 64]>
+    >>> weight[:2, 0].numpy().shape
+    (2,)
+    """
+
+    def __init__(self, name: str, dtype: DType, view: View, sources: Sources) -> None:
+        self.name = name
+        self.shape = view.shape
+        self.dtype = dtype.name
+        self._dtype, self._view, self._sources = dtype, view, sources
+
+    def __repr__(self) -> str:
+        return f"<LazyTensor {self.name}: {self.dtype} {list(self.shape)}>"
+
+    @property
+    def ndim(self) -> int:
+        """How many axes it has."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """How many items it has. A packed dtype (float4) has two elements in an item."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes in memory."""
+        return self.size * self._dtype.itemsize
+
+    @property
+    def files(self) -> list[str]:
+        """The files that are read for it."""
+        return sorted({cells.storage.path for cells in cells_of(self._view)} - {""})
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("a tensor without axes has no length")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[LazyTensor]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: Index) -> LazyTensor:
+        """A part of the tensor, by integers and slices of step one. Reading it reads the bytes of this part alone.
+
+        Raises IndexError for an index out of range, and ReshardError for one of another kind.
+        """
+        items = index if isinstance(index, tuple) else (index,)
+        if any(item is Ellipsis for item in items):
+            at = next(i for i, item in enumerate(items) if item is Ellipsis)
+            missing = len(self.shape) - len(items) + 1
+            items = (*items[:at], *[slice(None)] * missing, *items[at + 1 :])
+        plain = tuple(item if isinstance(item, slice) else _whole(item) for item in items)
+        if any(item is None or (isinstance(item, slice) and item.step not in (None, 1)) for item in plain):
+            raise ReshardError(
+                "tensor-index-unsupported",
+                "a lazy tensor takes integers, slices of step one and ... only",
+                tensor=self.name,
+                found=repr(index),
+                remedy="read it first: .numpy()[…]",
+            )
+        if len(items) > len(self.shape):
+            raise IndexError(f"{len(items)} indices for a tensor of {len(self.shape)} axes")
+        return LazyTensor(self.name, self._dtype, self._view[plain], self._sources)  # type: ignore[index]
+
+    def raw(self) -> Array:
+        """Read it as unsigned integers of its width, bit for bit.
+
+        Raises ReshardError if a file cannot be read, or is not what it was when it was opened.
+        """
+        files = Files()
+        with self._sources.only(self.files).unchanged():
+            try:
+                found = Gatherer(files, None).read(Tensor(self._dtype, self._view), 0, self.size)
+            finally:
+                files.close()
+        return found.reshape(self.shape)
+
+    def numpy(self) -> Array:
+        """Read it as an array of numpy. bfloat16 and floats of 8 bits have the dtypes of ml_dtypes.
+
+        Packed floats of 4 and 6 bits, which numpy has no dtype for, stay bytes. Raises ReshardError as `raw` does.
+        """
+        return self.raw().view(_numpy_dtype(self._dtype))
+
+    def torch(self) -> torch.Tensor:
+        """Read it as a tensor of torch, on the CPU.
+
+        Raises ReshardError as `raw` does, and if torch is not installed or does not have the dtype.
+        """
+        try:
+            import torch
+        except ImportError as error:
+            raise ReshardError(
+                "torch-not-installed",
+                "this needs torch, which is not installed",
+                found=str(error),
+                remedy="pip install torch, or use .numpy()",
+            ) from None
+        dtype = getattr(torch, self.dtype, None)
+        if dtype is None:
+            raise ReshardError(
+                "torch-without-dtype",
+                "torch does not have this dtype",
+                tensor=self.name,
+                found=f"{self.dtype} with torch {torch.__version__}",
+                remedy="use .raw()",
+            )
+        items = torch.from_numpy(self.raw().reshape(-1).view(np.uint8))
+        return items.view(dtype).reshape(self.shape)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        found = self.numpy()
+        return found if dtype is None else found.astype(dtype)
+
+
+def _whole(item: Any) -> int | None:
+    """An index as an integer; None if it is none."""
+    if isinstance(item, (bool, np.bool_)):
+        return None
+    try:
+        return int(item.__index__())
+    except (AttributeError, TypeError):
+        return None
+
+
+def _numpy_dtype(dtype: DType) -> np.dtype[Any]:
+    if dtype.bits:
+        return np.dtype(np.uint8)
+    if hasattr(np, dtype.name):
+        return np.dtype(dtype.name)
+    import ml_dtypes
+
+    return np.dtype(getattr(ml_dtypes, dtype.name))
+
+
+class Weights(Checkpoint, Mapping[str, LazyTensor]):
+    """A checkpoint, and its logical tensors by their names on the hub.
+
+    `tensors` are those of its format, under the names of its engine; `weights[name]` is what they make up.
+    """
+
+    _source: Checkpoint
+    _options: Options
+    sources: Sources
+
+    @classmethod
+    def opened(cls, path: Path, options: Options) -> Weights:
+        """Open a checkpoint, of which headers and metadata are read. Raises ReshardError."""
+        with noted(path) as sources:
+            checkpoint = open_checkpoint(path, options.iteration, options.strip)
+        self = cls(**{each.name: getattr(checkpoint, each.name) for each in fields(checkpoint)})
+        self._source, self._options, self.sources = checkpoint, options, sources
+        return self
+
+    @cached_property
+    def _planned(self) -> Mapping[str, Planned]:
+        """The tensors as a conversion would write them. Raises ReshardError where that is refused."""
+        with noted() as more:
+            found = planned_tensors(self.path, self._source, self._options)
+        self.sources |= more
+        return {each.name: each for each in found}
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        """One tensor, of which nothing is read yet. Raises a ReshardError that is a KeyError if there is none."""
+        planned = self._planned.get(name)
+        if planned is None:
+            near = meant(str(name), self._planned)
+            raise TensorNotFoundError(
+                "tensor-name-unknown",
+                "there is no tensor of this name",
+                tensor=str(name),
+                file=str(self.path),
+                found=f"{len(self._planned):,} tensors under the names of the hub",
+                remedy=f"did you mean {near}?" if near else "list them with .keys()",
+            )
+        return LazyTensor(planned.name, planned.dtype, planned.source(), self.sources)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The same, or `default`."""
+        return self[name] if name in self._planned else default
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._planned)
+
+    def __len__(self) -> int:
+        return len(self._planned)
+
+    def __bool__(self) -> bool:
+        return True  # it was opened, which is all that an empty one is asked
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._planned
+
+    def _repr_html_(self) -> str:
+        """Its first tensors, for a notebook."""
+        names = list(self._planned)
+        rows = [
+            (name, self._planned[name].dtype.name, str(list(self._planned[name].shape)))
+            for name in names[:SHOWN]
+        ]
+        more = [("…", f"and {len(names) - SHOWN:,} more", "")] if len(names) > SHOWN else []
+        title = html_table([("path", str(self.path)), ("format", self.format), ("weights", self.amount)])
+        return title + html_table([*rows, *more], ("tensor", "dtype", "shape"))
