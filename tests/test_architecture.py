@@ -27,7 +27,7 @@ ORDER = (
     ("hub", "planning"),
     ("remote",),
     ("conversion", "inspection", "verification", "weights"),
-    ("coverage",),
+    ("coverage", "pages"),
     ("engines",),
     ("oracle", "doctor"),
     ("api", "guard"),

@@ -37,11 +37,11 @@ CONTRACT = {
     "help": "",
 }
 BESIDES = {
-    "inspect": "--iteration --remove-unfinished --quiet --debug",
+    "inspect": "--iteration --remove-unfinished --html --quiet --debug",
     "convert": "--stages --transformer-impl --strict --strip --no-checksum --with-optimizer "
     "--merge --adapter --lora-alpha --engine --quantize --no-resume --verify --push-to-hub --private"
     " --on --no-sync",
-    "verify": "--memory --quiet --debug",
+    "verify": "--html --memory --quiet --debug",
     "train": "",  # its methods have the flags: tests/train/test_cli.py
     "export": "--merge --dtype --overwrite --no-resume --quiet --json --debug",
     "doctor": "--quiet --debug",
@@ -153,8 +153,7 @@ def test_functions_have_the_arguments_of_their_commands(
 
 def test_open_takes_what_inspect_takes() -> None:
     opened, inspected = (inspect.signature(each).parameters for each in (api.open, api.inspect))
-    first = [each for each in inspected if not each.startswith("on_")]
-    assert [*opened][:2] == first == ["path", "iteration"]
+    assert [*opened][:2] == [*inspected][:2] == ["path", "iteration"]
     assert {*opened} - {"path"} <= {*inspect.signature(api.convert).parameters}
 
 

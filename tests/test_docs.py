@@ -50,7 +50,8 @@ FOREIGN_FLAGS = {
     "--use-checkpoint-args",
     "--use-tp-pp-dp-mapping",
 }
-FOREIGN_FUNCTIONS = {"sharded_state_dict"}
+FOREIGN_FUNCTIONS = {"help", "sharded_state_dict"}
+FOREIGN_MODULES = {"numpy", "torch"}
 FOREIGN_FILES = {
     "arguments.py",  # of Megatron-LM
     "training/arguments.py",
@@ -187,7 +188,7 @@ def exists(span: str, defined: set[str]) -> bool:
     if attribute := re.fullmatch(r"reshard\.(?!json)(\w+)", span):
         return hasattr(reshard, attribute[1])
     member = re.fullmatch(r"(\w+)\.(\w+)", span)
-    if member and member[1] in defined:
+    if member and member[1] in defined - FOREIGN_MODULES:
         return member[2] in defined
     if function := re.fullmatch(r"(?:\w+\.)*(\w+)\(.*\)", span):
         return function[1] in defined | FOREIGN_FUNCTIONS

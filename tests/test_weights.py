@@ -144,7 +144,7 @@ UP = "model.layers.0.mlp.up_proj.weight"
 
 def test_it_is_a_mapping(run: Path) -> None:
     weights = reshard.open(run)
-    assert len(weights) == len([*weights]) == len(weights.keys()) == 25
+    assert len(weights) == len([*weights]) == len(weights.keys()) == 47
     assert UP in weights and "x" not in weights and weights.get("x") is None
     tensor = weights[UP]
     assert (tensor.shape, tensor.dtype, tensor.ndim, tensor.size) == ((96, 64), "float32", 2, 96 * 64)

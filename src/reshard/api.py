@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from reshard import conversion, planning
@@ -93,7 +94,7 @@ def open(
     --------
     >>> weights = reshard.open("run")
     >>> print(weights.format, weights.layout, len(weights))
-    megatron TP2 · PP2 25
+    megatron TP2 · PP2 47
     >>> weight = weights["model.layers.0.mlp.up_proj.weight"]
     >>> weight.shape, weight.dtype, weight[0:2].numpy().shape
     ((96, 64), 'float32', (2, 64))
@@ -121,7 +122,11 @@ def open(
 
 
 def inspect(
-    path: StrPath, iteration: Iteration | None = None, *, on_step: OnStep = lambda step: None
+    path: StrPath,
+    iteration: Iteration | None = None,
+    *,
+    html: StrPath | None = None,
+    on_step: OnStep = lambda step: None,
 ) -> Inspection:
     """Say what a checkpoint is, whether it is complete, and what to type next.
 
@@ -131,6 +136,8 @@ def inspect(
         A folder or a file, a URL (``s3://``, ``hf://``, ``https://`` …) or ``Org/Model`` on the hub.
     iteration : int or "release", optional
         Which step of a training run; by default the one that its tracker names.
+    html : str or path-like, optional
+        File to write a page to: a treemap of the weights by module, and what each rank or file holds.
     on_step : callable
         Called with a line of text whenever another step of the work begins.
 
@@ -153,7 +160,12 @@ def inspect(
     _check_source("inspect", path, iteration)
     from reshard.inspection import inspect_checkpoint
 
-    return inspect_checkpoint(source_path(path), iteration, on_step)
+    found = inspect_checkpoint(source_path(path), iteration, on_step)
+    if html is not None:
+        from reshard.pages import inspection_page, write_page
+
+        write_page(Path(html), inspection_page(found))
+    return found
 
 
 def _check_source(function: str, path: StrPath, iteration: Iteration | None) -> None:
@@ -406,6 +418,7 @@ def verify(
     logits: bool = False,
     memory: int | str = ...,
     proof: Literal[False] = False,
+    html: StrPath | None = ...,
     on_step: OnStep = ...,
     on_total: OnBytes = ...,
     on_bytes: OnBytes = ...,
@@ -427,6 +440,7 @@ def verify(
     logits: bool = False,
     memory: int | str = "1GiB",
     proof: bool = False,
+    html: StrPath | None = None,
     on_step: OnStep = lambda step: None,
     on_total: OnBytes = lambda total: None,
     on_bytes: OnBytes = lambda count: None,
@@ -449,6 +463,9 @@ def verify(
         Bound on the memory beside Python itself (about 60 MiB), in bytes or with a unit ("1GiB").
     proof : bool
         Count elements instead of comparing values.
+    html : str or path-like, optional
+        File to write a page to: a heat map of the relative change by layer and module, and a table of differences.
+        The result then has the `changes` of every tensor that was compared.
     on_step : callable
         Called with a line of text whenever another step of the work begins.
     on_total : callable
@@ -483,6 +500,12 @@ def verify(
         given.path(name, path)
     meter = Meter(given.size("--memory", memory))
     given.settle()
+    if html is not None and (b is None or proof):
+        raise ReshardError(
+            "page-needs-two-checkpoints",
+            "a page shows where the values of two checkpoints differ",
+            remedy="name both, and leave out --proof: reshard verify A B --html FILE",
+        )
     if proof:
         from reshard.coverage import prove_output
 
@@ -509,11 +532,17 @@ def verify(
         )
     need = need_of(first, second)
     share = shared(None, meter.left(need), need, (first.sources | second.sources).paths)
-    result = compare_weights(first, second, share, on_total=on_total, on_bytes=on_bytes)
+    result = compare_weights(
+        first, second, share, measured=html is not None, on_total=on_total, on_bytes=on_bytes
+    )
     if logits:
         from reshard.oracle.agreement import compare_logits
 
         result.logits = compare_logits(first, second)
+    if html is not None:
+        from reshard.pages import comparison_page, write_page
+
+        write_page(Path(html), comparison_page(result, str(a), str(b)))
     return result
 
 

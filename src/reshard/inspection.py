@@ -43,6 +43,8 @@ class Inspection:
     next: str
     hints: list[str] = field(default_factory=list)
     carried: dict[str, dict[str, int]] = field(default_factory=dict)
+    model: Model | None = None
+    """The family at the sizes of the checkpoint, if it was found."""
 
     @property
     def whole(self) -> bool:
@@ -160,6 +162,7 @@ def inspect_checkpoint(
         checkpoint=checkpoint,
         family=model.family.name if model else _declared_type(checkpoint),
         carried=_carried(model) if model else {},
+        model=model,
         problems=problems,
         notes=notes,
         next=""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from math import inf, sqrt
 from pathlib import Path
 from threading import Event
 from types import MappingProxyType
@@ -25,7 +26,7 @@ from reshard.model.quantizer import Stored, stored_weights
 from reshard.model.resolve import as_named, config_of, read_base, resolve
 from reshard.model.shifted import FLOAT64
 from reshard.shown import html_table
-from reshard.transfer.compare import Comparer, unequal_replicas
+from reshard.transfer.compare import Comparer, Measure, unequal_replicas
 from reshard.transfer.gather import Files, castable, crc_problem
 from reshard.transfer.ledger import Ledger
 from reshard.transfer.memory import Need, Share, most
@@ -54,12 +55,28 @@ class Row(NamedTuple):
     largest: float | None = None
 
 
+class Change(NamedTuple):
+    """How far a tensor moved: how many of its elements differ, Σ(a-b)² and Σa²."""
+
+    tensor: str
+    elements: int
+    differ: int
+    moved: float
+    norm: float
+
+    @property
+    def relative(self) -> float:
+        """|a-b| / |a|, of the norms of all elements; 0 if nothing moved, infinite from zeros."""
+        return sqrt(self.moved / self.norm) if self.norm else inf if self.moved else 0.0
+
+
 @dataclass(repr=False)
 class Comparison:
     """What `verify` found. Equal, and true, if there are no rows and, where asked for, the logits agree.
 
     `rounded` are tensors that are quantized on one side: those of the other side, quantized likewise, are the same. And
     norms that one side stores less one: plus one, and rounded to their dtype, they are those of the other side.
+    `changes` are there where they were asked for: of every tensor that was compared, how far it moved.
     """
 
     tensors: int
@@ -69,6 +86,7 @@ class Comparison:
     logits: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
     rounded: list[Row] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return self.equal
@@ -212,15 +230,18 @@ def compare_weights(
     second: Side,
     share: Share,
     *,
+    measured: bool = False,
     on_total: Callable[[int], None] = lambda total: None,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Comparison:
     """Compare all logical tensors. `on_total` hears how many bytes, `on_bytes` the count of each tensor.
 
+    Where they are `measured`, the result has their `changes`.
+
     Raises ReshardError if a file is damaged, or changes meanwhile.
     """
     with (first.sources | second.sources).unchanged():
-        return _compared(first, second, share, on_total, on_bytes)
+        return _compared(first, second, share, on_total, on_bytes, [] if measured else None)
 
 
 def _compared(
@@ -229,6 +250,7 @@ def _compared(
     share: Share,
     on_total: Callable[[int], None],
     on_bytes: Callable[[int], None],
+    changes: list[Change] | None,
 ) -> Comparison:
     problems = unequal_replicas([*first.tensors.replicas, *second.tensors.replicas], share)
     if problems:
@@ -254,7 +276,7 @@ def _compared(
 
     def work(index: int, stopped: Event) -> list[Row]:
         names = takewhile(lambda _: not stopped.is_set(), _taken(waiting))
-        return _differing(first, second, names, Comparer(stopped, share, ledger), on_bytes)
+        return _differing(first, second, names, Comparer(stopped, share, ledger), on_bytes, changes)
 
     found = [row for part in together(work, share.threads) for row in part]
     rows += [row for row in found if row.kind not in EXPLAINED]
@@ -274,7 +296,9 @@ def _compared(
     ]
     rounded = sorted(row for row in found if row.kind in EXPLAINED)
     family = model.family.name if model else None
-    return Comparison(len(same), nbytes, sorted(rows), family, notes=notes, rounded=rounded)
+    return Comparison(
+        len(same), nbytes, sorted(rows), family, notes=notes, rounded=rounded, changes=sorted(changes or [])
+    )
 
 
 def _taken(waiting: deque[str]) -> Iterator[str]:
@@ -301,13 +325,22 @@ def _exact(first: Side, second: Side, name: str) -> list[Tensor]:
 
 
 def _differing(
-    first: Side, second: Side, names: Iterable[str], comparer: Comparer, on_bytes: Callable[[int], None]
+    first: Side,
+    second: Side,
+    names: Iterable[str],
+    comparer: Comparer,
+    on_bytes: Callable[[int], None],
+    changes: list[Change] | None,
 ) -> list[Row]:
     rows = []
     try:
         for name in names:
             a, b = _exact(first, second, name)
-            found = comparer.difference(a, b)
+            measure = None if changes is None else Measure()
+            found = comparer.difference(a, b, measure=measure)
+            if changes is not None and measure:
+                differ = found.elements if found else 0
+                changes.append(Change(name, a.view.numel, differ, measure.moved, measure.norm))
             if found:
                 values = f"{found.elements} of {a.view.numel} elements"
                 rows.append(Row(name, _kind(comparer, first, second, name), values, values, found.largest))

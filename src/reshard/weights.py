@@ -194,7 +194,8 @@ def _numpy_dtype(dtype: DType) -> np.dtype[Any]:
         return np.dtype(dtype.name)
     import ml_dtypes
 
-    return np.dtype(getattr(ml_dtypes, dtype.name))
+    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype.name))
+    return found
 
 
 class Weights(Checkpoint, Mapping[str, LazyTensor]):

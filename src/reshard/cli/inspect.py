@@ -19,7 +19,7 @@ from reshard.cli.console import (
     print_problems,
     stdout,
 )
-from reshard.cli.options import SOURCE, iteration_option, quiet_option
+from reshard.cli.options import SOURCE, html_option, iteration_option, quiet_option
 from reshard.cli.usage import Command
 from reshard.errors import ReshardError, size
 from reshard.inspection import Inspection
@@ -51,11 +51,17 @@ def _age(ctx: click.Context, param: click.Parameter, value: str | None) -> float
     metavar="AGE",
     help="Remove unfinished conversions to PATH that made no progress for this long, for example 12h or 7d.",
 )
+@html_option("Write a page to FILE: the weights by module, and what each rank or file holds.")
 @quiet_option("Print problems only.")
 @common_options
 @handles_errors
 def command(
-    paths: tuple[Path, ...], iteration: int | str | None, age: float | None, quiet: bool, json_output: bool
+    paths: tuple[Path, ...],
+    iteration: int | str | None,
+    age: float | None,
+    html: Path | None,
+    quiet: bool,
+    json_output: bool,
 ) -> None:
     """Show what the checkpoint at each PATH is, whether it is complete, and what to type next.
 
@@ -65,12 +71,14 @@ def command(
 
     Exit status: 0 complete, 1 problems were found, 2 a PATH cannot be opened.
     """
+    if html and len(paths) > 1:
+        raise click.UsageError("--html writes the page of one checkpoint: name one PATH")
     reports, status = [], 0
     for number, path in enumerate(paths):
         if number and not (quiet or json_output):
             stdout().print()
         try:
-            report, code = _report(path, iteration, age, quiet=quiet, json_output=json_output)
+            report, code = _report(path, iteration, age, html, quiet=quiet, json_output=json_output)
         except ReshardError as error:
             if len(paths) == 1:
                 raise
@@ -88,7 +96,13 @@ def _problems(error: ReshardError) -> dict[str, Any]:
 
 
 def _report(
-    path: Path, iteration: int | str | None, age: float | None, *, quiet: bool, json_output: bool
+    path: Path,
+    iteration: int | str | None,
+    age: float | None,
+    html: Path | None,
+    *,
+    quiet: bool,
+    json_output: bool,
 ) -> tuple[dict[str, Any], int]:
     """What `--json` prints about one path, and the exit status; printed for people unless `json_output`."""
     removed = remove_unfinished_at(path, age) if age is not None else []
@@ -106,7 +120,7 @@ def _report(
     if (left or removed or old) and (is_inside or not path.exists()):
         return {"path": str(path), **beside}, 1 if left or old else 0
     with Watch("inspect", quiet=json_output or quiet) as watch:
-        found = api.inspect(path, iteration, on_step=watch.step)
+        found = api.inspect(path, iteration, html=html, on_step=watch.step)
     if quiet:
         print_problems(found.problems)
     elif not json_output:

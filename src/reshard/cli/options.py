@@ -60,3 +60,8 @@ def quiet_option(help: str = "Print warnings and errors only.") -> Callable[[Any
 def iteration_option(help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """`--iteration`, the number of a step or `release`."""
     return click.option("--iteration", callback=_iteration, metavar="N|release", help=help)
+
+
+def html_option(help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`--html`, a file for a page."""
+    return click.option("--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help=help)

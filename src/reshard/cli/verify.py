@@ -10,7 +10,7 @@ import click
 
 from reshard import api
 from reshard.cli.console import Watch, common_options, handles_errors, print_json, stderr, stdout
-from reshard.cli.options import SOURCE, memory_option, quiet_option
+from reshard.cli.options import SOURCE, html_option, memory_option, quiet_option
 from reshard.cli.tables import print_table
 from reshard.cli.usage import Command
 from reshard.errors import size
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     help="Count elements instead of comparing values, if `convert` made B from A: every element of A is used once or "
     "dropped by a named rule, and every element of B is written once.",
 )
+@html_option("Write a page to FILE: how much each module of each layer changed, and a table of differences.")
 @memory_option
 @quiet_option("Print problems only; the exit status tells the result.")
 @common_options
@@ -51,6 +52,7 @@ def command(
     base: Path | None,
     logits: bool,
     proof: bool,
+    html: Path | None,
     memory: str,
     quiet: bool,
     json_output: bool,
@@ -65,6 +67,8 @@ def command(
     Exit status: 0 equal (or balanced, with --proof), 1 not equal, 2 a checkpoint cannot be read.
     """
     silent = quiet or json_output
+    if html and (proof or b is None):
+        raise click.UsageError("--html shows where the values of A and B differ: name both, without --proof")
     if proof:
         _prove(a, b, base, logits, json_output, silent)
     if b is None:
@@ -75,6 +79,7 @@ def command(
             b,
             base=base,
             logits=logits,
+            html=html,
             memory=memory,
             on_step=watch.step,
             on_total=watch.begin,

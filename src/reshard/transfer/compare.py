@@ -41,6 +41,22 @@ class Difference(NamedTuple):
 UNCOUNTED = Difference(0, float("nan"), 0)
 
 
+class Measure:
+    """How far two tensors are apart: Σ(a-b)² and Σa², as windows of both pass."""
+
+    def __init__(self) -> None:
+        self.moved = self.norm = 0.0
+
+    def add(self, a: Elements, b: Elements, dtype: DType) -> None:
+        """Count a window. Elements that are no floats count nothing."""
+        if castable(dtype):
+            before = as_float(a, dtype).astype(np.float64)
+            with np.errstate(invalid="ignore", over="ignore"):
+                gap = before - as_float(b, dtype)
+                self.moved += float(np.dot(gap, gap))
+                self.norm += float(np.dot(before, before))
+
+
 class Comparer:
     """Reads two tensors side by side until `stopped`. `ledger` collects the checksums of what passes.
 
@@ -57,13 +73,18 @@ class Comparer:
     def close(self) -> None:
         self._files.close()
 
-    def difference(self, first: Tensor, second: Tensor, *, any_nan: bool = False) -> Difference | None:
+    def difference(
+        self, first: Tensor, second: Tensor, *, any_nan: bool = False, measure: Measure | None = None
+    ) -> Difference | None:
         """What differs between two tensors of one dtype and shape, bit for bit; None if nothing does.
 
-        With `any_nan`, one NaN is as good as another: processors round it to different ones.
+        With `any_nan`, one NaN is as good as another: processors round it to different ones. `measure` counts how far
+        they are apart.
         """
         elements, largest, at = 0, 0.0, 0
         for begin, a, b in self._windows(first, second):
+            if measure:
+                measure.add(a, b, first.dtype)
             if np.array_equal(a, b):
                 continue
             unequal = a != b

@@ -1,0 +1,93 @@
+"""Pages that a browser opens without a network: what a checkpoint is made of, and where two of them differ.
+
+A page is one file: a template of jinja2, its data as JSON, and a build of Apache ECharts (`tools/charts`). What is
+drawn is aggregated here, so that the page of the largest model stays small.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import ReshardError
+from reshard.shown import shown
+from reshard.version import __version__
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+    from reshard.inspection import Inspection
+    from reshard.verification import Comparison
+
+
+def inspection_page(found: Inspection) -> str:
+    """What `inspect --html` writes."""
+    from reshard.pages.board import board_of
+    from reshard.pages.tree import tree_of
+
+    checkpoint = found.checkpoint
+    return _page(
+        "inspect.html",
+        title=str(checkpoint.path),
+        rows=found.rows(),
+        notes=[*found.notes, *found.hints],
+        problems=[(each.severity, str(each)) for each in found.problems],
+        next=found.next,
+        board=board_of(found),
+        data={"tree": tree_of(checkpoint)},
+    )
+
+
+def comparison_page(found: Comparison, a: str, b: str) -> str:
+    """What `verify --html` writes of two checkpoints, whose tensors were measured."""
+    from reshard.pages.changes import heat_of, table_of
+
+    return _page(
+        "verify.html",
+        title=f"{a} ↔ {b}",
+        a=a,
+        b=b,
+        verdict=found.verdict,
+        equal=found.equal,
+        table=table_of(found),
+        notes=found.notes,
+        data={"heat": heat_of(found.changes)},
+    )
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page whole or not at all. Raises ReshardError if it cannot be written."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise ReshardError(
+            "page-not-writable",
+            "the page cannot be written",
+            file=str(path),
+            found=error.strerror,
+            remedy="choose another file for --html",
+        ) from None
+
+
+def _page(template: str, **content: Any) -> str:
+    charts = files(__name__).joinpath("charts.min.js").read_text(encoding="utf-8")
+    return _environment().get_template(template).render(version=__version__, charts=charts, **content)
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    made = Environment(
+        loader=PackageLoader(__name__, "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters["shown"] = shown
+    return made
