@@ -48,6 +48,16 @@ def test_every_value_of_a_config(hf_model: Callable[..., Path], tmp_path: Path, 
                 planned(folder, to="megatron")
 
 
+@pytest.mark.parametrize("value", ODD)
+@pytest.mark.parametrize("key", ["num_attention_heads", "num_key_value_heads"])
+def test_heads_that_rows_are_divided_by(tmp_path: Path, key: str, value: Any) -> None:
+    """torchtitan stores the rows of queries and keys in pairs, which are counted within a head."""
+    folder = Path(shutil.copytree(DATA / "torchtitan" / "llama", tmp_path / "src"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, key: value}))
+    planned(folder)
+
+
 @pytest.mark.parametrize("value", [*ODD, {"vocab": 1}, {"vocab": {"a": "b"}}, {"vocab": {"a": 1e400}}])
 @pytest.mark.parametrize("key", ["model", "added_tokens"])
 def test_every_value_of_a_tokenizer(copy: Copy, key: str, value: Any) -> None:

@@ -112,6 +112,9 @@ class Dims:
                 for n in (value if isinstance(value, tuple) else [value])
             ):
                 raise ValueError(f"{name} is {reprlib.repr(value)}")
+        for name in ("heads", "groups"):  # rows are divided by them
+            if not getattr(self, name):
+                raise ValueError(f"{name} is 0")
         if (self.layers + self.mtp) * max(1, self.experts) > MOST_MODULES:
             raise ValueError(f"{self.layers} layers, {self.mtp} MTP layers and {self.experts} experts")
 
