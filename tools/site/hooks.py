@@ -44,9 +44,14 @@ _FAILURE = re.compile(r"^### ([\w-]+)\n\n(\*\*.*)$", re.M)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Show the version on every page."""
+    """Show the version on every page, and list pages that the navigation does not name among the guides."""
     config.site_name = f"reshard {reshard.__version__}"
     config.copyright = f"reshard {reshard.__version__}, Apache License 2.0"
+    named = set(re.findall(r"[\w./-]+\.md", str(config.nav)))
+    pages = (path.relative_to(config.docs_dir).as_posix() for path in Path(config.docs_dir).rglob("*.md"))
+    for section in config.nav or []:
+        if isinstance(section, dict) and "Guides" in section:
+            section["Guides"] += sorted(page for page in pages if page not in named)
     return config
 
 
