@@ -24,7 +24,6 @@ from reshard.train.data import load_dataset, read_records, tokens
 from reshard.train.data.mix import mix_of
 from reshard.train.data.records import METHODS, seen
 from reshard.train.megatron.rows import Counts, pieces_of
-from reshard.train.megatron.samples import samples_of
 from reshard.train.request import check, run_of
 from reshard.train.run import Run
 from reshard.transfer.leftovers import recover, remove_unfinished, set_aside, unfinished
@@ -287,7 +286,9 @@ def data(name: str) -> Open:
 
         def packed(path: Path, method: str) -> None:
             if method == "sft":
-                list(pieces_of(samples_of(read_records(path, method), tokenizer), 64, 1, Counts()))
+                rows = read_records(path, method)
+                found = (sample for row in rows for sample in tokens.samples(row, tokenizer))
+                list(pieces_of(found, 64, 1, Counts()))
 
         def take(content: bytes) -> None:
             path = folder / name

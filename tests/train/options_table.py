@@ -35,7 +35,7 @@ def trl() -> str:
     rows = [
         ("pass through", f"all fields of {configs} that are not refused below"),
         ("of `ModelConfig`", names((*config_fields.LORA, *config_fields.MODEL))),
-        ("have another default", names(defaults.ALWAYS)),
+        ("have another default", names((*defaults.ALWAYS, *defaults.OF_SFT))),
     ]
     for (why, cure), which in grouped(of_trl.REFUSED).items():
         rows.append((f"refused: {why}; {cure}", names(which)))

@@ -106,10 +106,15 @@ def test_wrong_records_are_named_by_line(run: Run, tmp_path: Path) -> None:
     assert missing == refused(check, nowhere) and "--eval-data" in str(missing.remedy)
 
 
-def test_trl_takes_records_of_one_shape_and_megatron_of_any(run: Run, tmp_path: Path) -> None:
+def test_sft_takes_records_of_any_shape_and_dpo_of_one(
+    run: Run, data: dict[str, Path], tmp_path: Path
+) -> None:
+    strings = write_lines(tmp_path / "strings.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 3)
+    pairs = replace(run, method="dpo", data=data["dpo"], eval_data=strings)
+    problem = the("another shape", preflight(pairs, environment=NOWHERE).problems)
+    assert problem.found == "preference pairs as strings" and "as messages" in str(problem.expected)
     texts = write_lines(tmp_path / "texts.jsonl", [{"text": "The answer is 4."}] * 3)
-    problem = the("another shape", preflight(replace(run, eval_data=texts), environment=NOWHERE).problems)
-    assert problem.found == "plain text as strings" and "chat as messages" in str(problem.expected)
+    assert preflight(replace(run, eval_data=texts), environment=NOWHERE).problems == []
     other = replace(run, eval_data=texts, engine="megatron", options={"seq_length": 64})
     assert preflight(other, environment=NOWHERE).problems == []
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from reshard.algebra.layout import Layout
 from reshard.errors import ReshardError
+from reshard.train.data.tokens import Learning, Sample, load_tokenizer, samples
 from reshard.train.megatron.options import read
 from reshard.train.megatron.rows import (
     IGNORED,
@@ -30,7 +31,6 @@ from reshard.train.megatron.rows import (
     rank_tokens,
     sample_bounds,
 )
-from reshard.train.megatron.samples import Sample, load_tokenizer, samples_of
 from reshard.train.run import Run
 from tests.train.conftest import chats, write_lines
 
@@ -44,7 +44,7 @@ def tokenizer(tiny: Tiny) -> Any:
 
 def learned(record: dict[str, Any], tokenizer: Any) -> str:
     """The text of the tokens that are learned."""
-    (sample,) = samples_of([record], tokenizer)
+    (sample,) = samples(record, tokenizer, Learning(assistant_only=True))
     return str(tokenizer.decode([token for token, wanted in zip(*sample, strict=True) if wanted]))
 
 
@@ -72,7 +72,7 @@ def test_the_marks_of_a_template_go_before_rendering(tiny: Tiny) -> None:
     assert learned({"messages": TALK}, marking) == "Two.Three."
 
 
-def test_of_a_template_that_rewrites_the_past_the_last_answer_is_learned(tiny: Tiny) -> None:
+def test_of_a_template_that_rewrites_the_past_all_answers_are_learned(tiny: Tiny) -> None:
     thinking = load_tokenizer(tiny("qwen3"))
     thinking.chat_template = (
         "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -80,7 +80,7 @@ def test_of_a_template_that_rewrites_the_past_the_last_answer_is_learned(tiny: T
         "{{ message['content'] + '<|im_end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
-    assert learned({"messages": TALK}, thinking) == "<think></think>Three.<|im_end|>\n"
+    assert learned({"messages": TALK}, thinking) == "Two.<|im_end|><think></think>Three.<|im_end|>\n"
 
 
 def test_of_a_prompt_and_its_completion_the_completion_is_learned(tokenizer: Any) -> None:
@@ -97,7 +97,7 @@ def test_a_chat_without_a_template_is_refused(tiny: Tiny) -> None:
     bare = load_tokenizer(tiny("qwen3"))
     bare.chat_template = None
     with pytest.raises(ReshardError, match="no chat template"):
-        list(samples_of([{"messages": TALK}], bare))
+        samples({"messages": TALK}, bare)
 
 
 def test_a_sample_is_learned_one_token_ahead() -> None:
@@ -175,7 +175,7 @@ def test_rows_depend_on_the_data_and_not_on_the_layout(tiny: Tiny, tmp_path: Pat
     )
     before = key_of(run, read(run))
     assert before == key_of(spread, read(spread))
-    rows, counts = make_rows(run, read(run))
+    rows, counts, _ = make_rows(run, read(run))
     assert counts.samples == 64
     assert len(rows) == 32
     data.write_text(data.read_text() + json.dumps(chats()[0]) + "\n")

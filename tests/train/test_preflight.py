@@ -28,7 +28,7 @@ from reshard.train.preconditions import config_problems
 from reshard.train.preflight import Preflight, preflight
 from reshard.train.run import RECORD, Ranks, Run
 from reshard.train.start import clear
-from tests.train.conftest import chats, write_lines
+from tests.train.conftest import chats, preferences, write_lines
 from tests.train.test_memory import QWEN3_8B
 
 NOWHERE = Environment({}, [], None, {})
@@ -156,9 +156,25 @@ def test_the_records_of_a_mix_that_an_epoch_sees_are_counted(run: Run, tmp_path:
 def test_sources_of_different_shapes_are_refused(run: Run, tmp_path: Path) -> None:
     texts = write_lines(tmp_path / "texts.jsonl", [{"text": "a"}])
     mix = read_mix("--data", [str(run.data.paths[0]), str(texts)])
-    assert messages(preflight(replace(run, data=mix), environment=NOWHERE).problems) == [
+    assert preflight(replace(run, data=mix), environment=NOWHERE).problems == []
+    pairs = [
+        write_lines(tmp_path / "messages.jsonl", preferences()),
+        write_lines(tmp_path / "strings.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}]),
+    ]
+    asked = replace(run, method="dpo", data=read_mix("--data", list(map(str, pairs))))
+    assert messages(preflight(asked, environment=NOWHERE).problems) == [
         "the data has sources of different shapes"
     ]
+
+
+def test_a_system_message_is_for_chats(run: Run, tmp_path: Path) -> None:
+    texts = write_lines(tmp_path / "texts.jsonl", [{"text": "a"}] * 8)
+    asked = replace(run, data=mix_of(texts), system="Be brief.")
+    assert messages(preflight(asked, environment=NOWHERE).problems) == [
+        "no record has a place for a system message"
+    ]
+    both = replace(asked, data=read_mix("--data", [str(texts), str(run.data.paths[0])]))
+    assert preflight(both, environment=NOWHERE).problems == []
 
 
 def test_without_data_everything_else_is_still_looked_at(run: Run, tmp_path: Path) -> None:
@@ -331,7 +347,9 @@ def test_what_is_only_doubtful_is_a_warning(run: Run, tmp_path: Path) -> None:
     assert found.problems == []
     assert the("kept for evaluation", found.warnings).file == str(folder / "test.jsonl")
     assert "6 of 6" in str(the("longer than the greatest length", found.warnings).found)
-    assert "--engine megatron" in str(the("see each other", found.warnings).remedy)
+    wrapped = {"packing": "true", "packing_strategy": "wrapped"}
+    refused = preflight(replace(run, options=wrapped), environment=NOWHERE).problems
+    assert "bfd_split" in str(the("see each other", refused).remedy)
 
 
 def test_an_output_of_before_may_be_overwritten(run: Run) -> None:
@@ -381,11 +399,11 @@ def test_a_torch_without_cuda_beside_gpus_is_a_warning(run: Run) -> None:
     assert told.warnings == []
 
 
-def test_the_words_of_the_assistant_have_to_be_marked_for_trl_and_not_for_megatron(run: Run) -> None:
-    found = preflight(replace(run, options={"assistant_only_loss": "true"}), environment=NOWHERE)
-    problem = the("cannot mark the assistant", found.problems)
-    assert "{% generation %}" in str(problem.remedy)
-    assert preflight(replace(run, engine="megatron"), environment=NOWHERE).problems == []
+@pytest.mark.parametrize("engine", ["trl", "megatron"])
+def test_the_words_of_the_assistant_need_no_marks(run: Run, engine: str) -> None:
+    for only in ("true", "false"):
+        asked = replace(run, engine=engine, options={"assistant_only_loss": only})
+        assert preflight(asked, environment=NOWHERE).problems == []
 
 
 def test_long_text_goes_on_in_the_next_sequence_of_megatron(run: Run, tmp_path: Path) -> None:

@@ -89,6 +89,13 @@ def test_what_cannot_be_together_is_refused(
         check(run_of(method, given(tmp_path, **flags)))
 
 
+def test_a_weight_that_is_no_number_is_told_from_a_path(tmp_path: Path) -> None:
+    there = given(tmp_path)
+    with pytest.raises(ReshardError) as caught:
+        check(run_of("sft", {**there, "data": [f"{there['data']}:0,7"]}))
+    assert str(caught.value.problems[0].remedy).startswith("0,7 is no number")
+
+
 def test_a_config_names_the_nearest_choice(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text("parallel: fsdp\nengine: megatron-lm\n")

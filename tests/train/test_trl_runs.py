@@ -138,10 +138,21 @@ def test_one_rank_of_torchrun_trains_as_one_process_without_ddp(ran: Trainer, tm
 
 def test_an_evaluation_is_that_of_plain_trl(ran: Trainer, data: dict[str, Path], tmp_path: Path) -> None:
     from datasets import load_dataset
+    from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
     one = ran("one")
+    tokenizer = AutoTokenizer.from_pretrained(one.run.model)
+
+    def by_hand(row: dict[str, Any]) -> dict[str, list[int]]:
+        """The tokens of a chat, and as labels those of the answer, which is the last turn."""
+        render = tokenizer.apply_chat_template
+        before = len(render(row["messages"][:-1], add_generation_prompt=True, return_dict=True)["input_ids"])
+        ids = render(row["messages"], return_dict=True)["input_ids"]
+        return {"input_ids": ids, "labels": [-100] * before + ids[before:]}
+
     rows = load_dataset("json", data_files=str(data["sft-eval"]), split="train", cache_dir=str(tmp_path))
+    rows = rows.map(by_hand, remove_columns=rows.column_names)
     for step, found in one.evaluations().items():
         folder = one.run.output / f"checkpoint-{step}" if step else one.run.model
         settings = SFTConfig(

@@ -21,7 +21,7 @@ from reshard.cli.options import quiet_option
 from reshard.cli.tables import print_table
 from reshard.cli.usage import Group
 from reshard.shown import escape
-from reshard.train.data.records import METHODS, word_of
+from reshard.train.data.records import DATA_SHAPES
 from reshard.train.engines import MODULES, engine_named
 from reshard.train.request import run_of
 from reshard.train.run import PARALLEL, Run
@@ -79,10 +79,15 @@ _OPTIONS = [
     ),
     click.option(
         "--data-shape",
-        type=click.Choice([word_of(shape) for shape in METHODS["sft"]]),
+        type=click.Choice(DATA_SHAPES),
         help="What records are taken for that fit several shapes.",
     ),
     click.option("--system", metavar="TEXT", help="System message of chats that have none."),
+    click.option(
+        "--token-cache/--no-token-cache",
+        default=None,
+        help="Keep the tokens of the data in ~/.cache/reshard for the next run (default).",
+    ),
     click.option("-o", "--output", type=PATH, help="Output folder; OUT/final is the model."),
     click.option(
         "--engine", type=click.Choice(tuple(MODULES)), help="trl (default), or megatron for TP, PP and EP."

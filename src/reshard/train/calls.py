@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.arguments import Arguments
+from reshard.train.data.records import DATA_SHAPES
 from reshard.train.engines import MODULES
 from reshard.train.request import run_of
 from reshard.train.run import METHODS, PARALLEL
@@ -25,9 +26,12 @@ def train(
     method: Literal["sft", "dpo", "grpo"],
     *,
     model: StrPath | None = None,
-    data: StrPath | None = None,
+    data: StrPath | Sequence[StrPath] | None = None,
     output: StrPath | None = None,
-    eval_data: StrPath | None = None,
+    eval_data: StrPath | Sequence[StrPath] | None = None,
+    data_shape: str | None = None,
+    system: str | None = None,
+    token_cache: bool | None = None,
     engine: str | None = None,
     lora: bool | None = None,
     parallel: str | None = None,
@@ -64,12 +68,18 @@ def train(
         Supervised fine-tuning, direct preference optimization, or group relative policy optimization.
     model : str or path-like
         Hugging Face folder to start from. May be left out with `resume`, or if `config` has it; so may `data`.
-    data : str or path-like
-        JSONL or Parquet file, or a folder of them.
+    data : str, path-like, or a sequence of those
+        JSONL or Parquet file, or a folder of them; several are mixed, each with its weight as in "a.jsonl:0.7".
     output : str or path-like
         Folder for everything; `output/final` is the model.
-    eval_data : str or path-like, optional
+    eval_data : str, path-like, or a sequence of those, optional
         The same as `data`, to evaluate the model on while it is trained.
+    data_shape : {"chat", "sharegpt", "alpaca", "prompt-and-completion", "plain-text"}, optional
+        What records are taken for that fit several shapes.
+    system : str, optional
+        System message of chats that have none.
+    token_cache : bool, optional
+        Keep the tokens of the data in ``~/.cache/reshard`` for the next run; by default true.
     engine : {"trl", "megatron"}, optional
         By default "trl"; "megatron" for tensor, pipeline and expert parallelism.
     lora : bool, optional
@@ -130,6 +140,7 @@ def train(
     given = Arguments("train")
     given.choice("method", str(method), METHODS)
     given.choice("engine", engine, MODULES)
+    given.choice("data_shape", data_shape, DATA_SHAPES)
     given.choice("parallel", parallel, PARALLEL)
     for name, number in {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "cp": cp, "nnodes": nnodes}.items():
         given.count(name, number)
@@ -139,6 +150,9 @@ def train(
         "data": data,
         "output": output,
         "eval_data": eval_data,
+        "data_shape": data_shape,
+        "system": system,
+        "token_cache": token_cache,
         "engine": engine,
         "lora": lora,
         "parallel": parallel,

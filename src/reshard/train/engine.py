@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from reshard.algebra.layout import Layout
 from reshard.errors import Problem
+from reshard.train.data.tokens import EVERYTHING, Learning
 from reshard.train.run import SIZES, Run
 
 if TYPE_CHECKING:
@@ -94,8 +95,7 @@ class Reading:
     length: str
     limit: int | None = None
     """Tokens of a record that are taken at most; None if it goes on in the next sequence, or nothing bounds it."""
-    assistant_only: bool = False
-    """Whether of a chat only the turns of the assistant are learned."""
+    learning: Learning = EVERYTHING
     packed: bool = False
     """Whether several records share a sequence."""
     full: bool = False
@@ -149,16 +149,12 @@ class Looks:
     """What an engine looks at before a run starts; each yields problems, and starts nothing.
 
     `asked` is about the run as it is asked for, and needs nothing that could be missing. `machine(run, options,
-    environment)` is about GPUs and packages, `model` about the folder and its division over the ranks, `chats(run,
-    options, tokenizer)` about a tokenizer for data that are chats.
+    environment)` is about GPUs and packages, `model` about the folder and its division over the ranks.
     """
 
     asked: Callable[[Run], Iterator[Problem]]
     machine: Callable[[Run, Mapping[str, Any], Environment], Iterator[Problem]]
     model: Callable[[Run], Iterator[Problem]] = lambda run: iter(())
-    chats: Callable[[Run, Mapping[str, Any], Any], Iterator[Problem]] = lambda run, options, tokenizer: iter(
-        ()
-    )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from reshard.errors import Problem, ReshardError, memory_size
 from reshard.formats.companions import find_companions
 from reshard.train import data, evaluation, memory, preconditions
 from reshard.train.data import tokens
-from reshard.train.data.drawn import Drawn, drawn_of, first_of, lengths_of, unlike
+from reshard.train.data.drawn import Drawn, drawn_of, first_of, lengths_of, unheard, unlike
 from reshard.train.data.mix import Mix
 from reshard.train.data.records import seen
 from reshard.train.data.tokens import Lengths
@@ -304,6 +304,7 @@ class _Looking:
         run, engine, world_size = self.run, engine_of(self.run), result.world_size
         reading = engine.reading(run, options, first_of(result.sources))
         self._take(unlike(run.data, result.sources, mixed=reading.mixed))
+        self._take(unheard(run.system, result.sources))
         if reading.packed and tokenizer is None:
             return result  # sequences are counted in tokens
         lengths = self._lengths(run, result.sources, tokenizer, reading, options)
@@ -347,12 +348,7 @@ class _Looking:
         if any(isinstance(each, list) for each in values) and not tokenizer.chat_template:
             self.found.append(preconditions.template(run.model))
             return None
-        if any("messages" in source.first for source in sources):
-            self._take(engine_of(run).looks.chats(run, options, tokenizer))
-        only = reading.assistant_only
-        found = self._try(
-            lambda: lengths_of(sources, run.method, tokenizer, reading.limit, assistant_only=only)
-        )
+        found = self._try(lambda: lengths_of(sources, run.method, tokenizer, reading.limit, reading.learning))
         self._take(_lengths_wrong(run, found, f"--{reading.length}") if found else ())
         return found
 

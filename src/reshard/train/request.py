@@ -11,7 +11,7 @@ from reshard.errors import Problem, ReshardError
 from reshard.plain_yaml import yaml_of
 from reshard.suggest import did_you_mean
 from reshard.train.data.mix import read_mix
-from reshard.train.data.records import METHODS, word_of
+from reshard.train.data.records import DATA_SHAPES
 from reshard.train.engines import MODULES, engine_named, engine_of
 from reshard.train.run import PARALLEL, RECORD, SIZES, Ranks, Run
 from reshard.train.signals import SECONDS
@@ -19,7 +19,7 @@ from reshard.train.signals import SECONDS
 PATHS = ("model", "output")
 NEEDED = ("model", "data", "output")
 OURS = {
-    *(*NEEDED, "eval_data", "data_shape", "system", "engine", "lora", "parallel", *SIZES),
+    *(*NEEDED, "eval_data", "data_shape", "system", "token_cache", "engine", "lora", "parallel", *SIZES),
     *("nproc", "nnodes", "node_rank", "rendezvous", "reward", "resume", "merge", "nan_steps"),
     *("save_on_signal", "max_restarts"),
 }
@@ -72,6 +72,7 @@ def run_of(
         eval_data=read_mix("--eval-data", given["eval_data"]) if given.get("eval_data") else None,
         data_shape=given.get("data_shape"),
         system=given.get("system"),
+        token_cache=_switch(given, "token_cache", True),
         engine=str(given.get("engine") or Run.engine),
         lora=_switch(given, "lora", False),
         parallel=str(given.get("parallel") or ("tp" if sizes["tp"] > 1 else "ddp")),
@@ -164,7 +165,7 @@ def words(rest: Sequence[str]) -> Options:
     return options
 
 
-_CHOICES = {"engine": tuple(MODULES), "parallel": PARALLEL, "data_shape": tuple(map(word_of, METHODS["sft"]))}
+_CHOICES = {"engine": tuple(MODULES), "parallel": PARALLEL, "data_shape": DATA_SHAPES}
 
 
 def _mistyped(told: Options) -> list[Problem]:
@@ -256,8 +257,16 @@ def _data(run: Run) -> Iterator[Problem]:
                 "data-not-found",
                 "there is no data",
                 file=str(path),
-                remedy="give a file or a folder with --data",
+                remedy=_weight_of(path) or "give a file or a folder with --data",
             )
+
+
+def _weight_of(path: Path) -> str:
+    """What to do about a path that is another one with a colon behind it."""
+    before, colon, weight = str(path).rpartition(":")
+    return (
+        f"{weight} is no number: write a weight as in {before}:0.7" if colon and Path(before).exists() else ""
+    )
 
 
 def _eval_data(run: Run) -> Iterator[Problem]:

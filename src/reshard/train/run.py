@@ -59,6 +59,8 @@ class Run:
     """The shape that is taken of records that fit several."""
     system: str | None = None
     """The system message of chats that have none."""
+    token_cache: bool = True
+    """Whether the tokens of the data are kept for the next run."""
     resume: bool = False
     nan_steps: int = 1
     """Steps in a row whose loss or gradient norm is not finite, after which the run stops."""

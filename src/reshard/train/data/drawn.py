@@ -13,7 +13,7 @@ from reshard.errors import Problem, ReshardError
 from reshard.train.data import read_records
 from reshard.train.data.mix import Mix, Source
 from reshard.train.data.records import Row, Template, kind_of, seen
-from reshard.train.data.tokens import Lengths, draw, lengths
+from reshard.train.data.tokens import Learning, Lengths, draw, lengths
 
 
 @dataclass
@@ -85,8 +85,21 @@ def unlike(mix: Mix, sources: list[Drawn], *, mixed: bool) -> Iterator[Problem]:
         )
 
 
+def unheard(system: str | None, sources: list[Drawn]) -> Iterator[Problem]:
+    """A system message that no record has a place for."""
+    kinds = {kind_of(source.first) for source in sources if source.rows}
+    if system and kinds and not any(kind.endswith("messages") for kind in kinds):
+        yield Problem(
+            "system-message-without-chats",
+            "no record has a place for a system message",
+            rule="it stands before the first turn of a chat",
+            found=f"--system {system!r}, and {', '.join(sorted(kinds))}",
+            remedy="leave out --system, or write the records as chats",
+        )
+
+
 def lengths_of(
-    sources: list[Drawn], method: str, tokenizer: Any, length: int | None, *, assistant_only: bool
+    sources: list[Drawn], method: str, tokenizer: Any, length: int | None, learning: Learning
 ) -> Lengths:
     """How long the records of an epoch are. Raises ReshardError if the template refuses one."""
     return reduce(
@@ -97,7 +110,7 @@ def lengths_of(
                 [seen(row, method) for row in source.rows],  # other columns are the reward's
                 tokenizer,
                 length,
-                assistant_only=assistant_only,
+                learning,
             )
             for source in sources
             if source.rows

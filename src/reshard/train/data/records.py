@@ -45,6 +45,8 @@ METHODS = {
     "grpo": ("prompts",),
 }
 """The shapes that each method learns from."""
+DATA_SHAPES = tuple(shape.lower().replace(" ", "-") for shape in METHODS["sft"])
+"""Shapes as they are typed, of which a record may fit several."""
 BESIDES = ("tools", "chat_template_kwargs")
 """Columns that chat templates take beside the messages."""
 DEEPEST = 50

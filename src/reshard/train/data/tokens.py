@@ -1,16 +1,23 @@
-"""Records as tokens: what the model sees, what it learns from, and how long that is.
+"""Records as tokens: what the model sees, what it learns from, and how long that is. Both engines train on these.
 
-A tokenizer is one of transformers'. What is learned follows TRL 1.16 (`SFTTrainer._prepare_dataset`): everything of a
-text and of a chat, the completion behind a prompt; with `assistant_only` the turns of the assistant.
+A tokenizer is one of transformers'. Tokens are those of TRL 1.16 (`SFTTrainer._prepare_dataset`), and so is what is
+learned: all of a text, the completion behind a prompt, all of a chat or the turns of the assistant alone.
+
+A turn begins where the template asks for an answer (`add_generation_prompt`), and ends with what closes it. Where they
+are is found by rendering: the chat up to a turn, and up to and including it. A template that marks its answers
+(`{% generation %}`) is taken at its word. One that renders a turn otherwise when others follow (thinking that is left
+out of the past) does not show where it begins; there the words of the turn are learned, and the token that ends them.
 """
 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from reshard.errors import ReshardError
 from reshard.train.data.records import Row, Template, tools_of
@@ -21,8 +28,7 @@ _MARK = "\ue000"
 """A character of the private use area: no text begins or ends with it."""
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """The tokens of a sequence, and for each whether it is learned."""
 
     ids: list[int]
@@ -53,11 +59,29 @@ class Lengths:
         return asdict(self)
 
 
-def samples(row: Row, tokenizer: Any, *, assistant_only: bool = False) -> list[Sample]:
+@dataclass(frozen=True)
+class Learning:
+    """What is learned: of chats the turns of the assistant alone, behind a prompt its completion alone."""
+
+    assistant_only: bool = False
+    completion_only: bool = True
+
+
+EVERYTHING = Learning()
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a Hugging Face folder; code that the folder brings is not run."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+
+
+def samples(row: Row, tokenizer: Any, learning: Learning = EVERYTHING) -> list[Sample]:
     """The sequences of a record in standard shape: one, or two of a preference pair. Raises ReshardError."""
     extra = options_of(row)
     if "messages" in row:
-        return [_chat(row["messages"], tokenizer, extra, assistant_only)]
+        return [_chat(row["messages"], tokenizer, extra, learning)]
     if "text" in row:
         ids = _encode(row["text"] + _eos(tokenizer, row["text"]), tokenizer, extra)
         return [Sample(ids, [True] * len(ids))]
@@ -66,40 +90,88 @@ def samples(row: Row, tokenizer: Any, *, assistant_only: bool = False) -> list[S
     if not answers:
         ids = _encode(prompt, tokenizer, {**extra, "add_generation_prompt": True})
         return [Sample(ids, [False] * len(ids))]
-    return [_answered(prompt, answer, tokenizer, extra) for answer in answers]
+    return [_answered(prompt, answer, tokenizer, extra, learning) for answer in answers]
 
 
-def _chat(messages: list[Row], tokenizer: Any, extra: Mapping[str, Any], assistant_only: bool) -> Sample:
-    if not assistant_only:
+def _chat(messages: list[Row], tokenizer: Any, extra: Mapping[str, Any], learning: Learning) -> Sample:
+    if not learning.assistant_only:
         ids = _encode(messages, tokenizer, extra)
         return Sample(ids, [True] * len(ids))
+    if _MARKS.search(_template(tokenizer)):
+        how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        with asking_template(messages):
+            found = tokenizer.apply_chat_template(messages, **how, **extra)
+        return Sample(list(found["input_ids"]), list(map(bool, found["assistant_masks"])))
     text = render(messages, tokenizer, extra)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids = encoded["input_ids"]
-    special = {each for each, token in tokenizer.added_tokens_decoder.items() if token.special}
-    learned = [False] * len(ids)
-    for start, end in _turns(messages, text, tokenizer, extra):
-        for index, (low, high) in enumerate(encoded["offset_mapping"]):
-            ends_turn = low == end and ids[index] in special
-            learned[index] |= (low < end and high > start) or ends_turn
-    return Sample(ids, learned)
+    return _within(list(_turns(messages, text, tokenizer, extra)), text, tokenizer)
+
+
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def _template(tokenizer: Any) -> str:
+    """The chat template of a tokenizer. Raises ReshardError if it has none."""
+    if not tokenizer.chat_template:
+        raise ReshardError(
+            "tokenizer-without-template",
+            "the tokenizer has no chat template",
+            file=str(tokenizer.name_or_path),
+            rule="chats are rendered by the template of the model",
+            remedy="put chat_template.jinja into the model's folder (that of its instruct version), or train on "
+            "prompt and completion",
+        )
+    return str(tokenizer.chat_template)
+
+
+def _within(spans: list[tuple[int, int]], text: str, tokenizer: Any) -> Sample:
+    """The tokens of a text; those that begin within one of `spans` are learned."""
+    if tokenizer.is_fast:
+        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        starts = [begin for begin, _ in found["offset_mapping"]]
+        learned = [any(low <= start < high for low, high in spans) for start in starts]
+        return Sample(list(found["input_ids"]), learned)
+    ids = _ids(text, tokenizer)
+    counts = [(len(_ids(text[:low], tokenizer)), len(_ids(text[:high], tokenizer))) for low, high in spans]
+    return Sample(ids, [any(low <= index < high for low, high in counts) for index in range(len(ids))])
+
+
+def _ids(text: str, tokenizer: Any) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _turns(
     messages: list[Row], text: str, tokenizer: Any, extra: Mapping[str, Any]
 ) -> Iterator[tuple[int, int]]:
-    """Where the words of each turn of the assistant stand in the text: what changes if they are others.
-
-    Templates treat the last turn otherwise than earlier ones, so that a text of the first turns need not be a
-    beginning of the whole.
-    """
+    """Where each turn of the assistant begins and ends in the text of a chat."""
     for number, message in enumerate(messages):
-        if message["role"] == "assistant":
-            other = {key: value for key, value in message.items() if key != "tool_calls"} | {"content": _MARK}
-            changed = render([*messages[:number], other, *messages[number + 1 :]], tokenizer, extra)
-            start = _common(text, changed)
-            behind = _common(text[start:][::-1], changed[start:][::-1])
-            yield start, len(text) - behind
+        if message["role"] != "assistant":
+            continue
+        opened = {**extra, "add_generation_prompt": True}
+        try:
+            before = render(messages[:number], tokenizer, opened) if number else ""
+            through = render(messages[: number + 1], tokenizer, extra)
+        except ReshardError:  # a part of a chat that the template refuses
+            before = through = _MARK
+        if not text.startswith(through):  # some templates end every chat with the end of a text
+            through = through.removesuffix(tokenizer.eos_token or "")
+        if text.startswith(through) and through.startswith(before):
+            yield len(before), len(through)
+        else:
+            yield _words(messages, number, text, tokenizer, extra)
+
+
+def _words(
+    messages: list[Row], number: int, text: str, tokenizer: Any, extra: Mapping[str, Any]
+) -> tuple[int, int]:
+    """Where the words of a turn stand in the text, and the token that ends them: what changes if they are others."""
+    other = {key: value for key, value in messages[number].items() if key != "tool_calls"} | {
+        "content": _MARK
+    }
+    changed = render([*messages[:number], other, *messages[number + 1 :]], tokenizer, extra)
+    start = _common(text, changed)
+    end = len(text) - _common(text[start:][::-1], changed[start:][::-1])
+    special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return start, end + max((len(token) for token in special if text.startswith(token, end)), default=0)
 
 
 def _common(a: Any, b: Any) -> int:
@@ -110,12 +182,20 @@ def _common(a: Any, b: Any) -> int:
     )
 
 
-def _answered(prompt: Any, answer: Any, tokenizer: Any, extra: Mapping[str, Any]) -> Sample:
+def _answered(
+    prompt: Any, answer: Any, tokenizer: Any, extra: Mapping[str, Any], learning: Learning
+) -> Sample:
+    """A prompt and what follows it. A tokenizer may join the end of a prompt with that, which is learned then."""
+    if isinstance(answer, str):
+        ids = _encode(prompt + answer + _eos(tokenizer, answer), tokenizer, extra)
+        learned = [True] * len(ids)
+    else:
+        ids, learned = _chat(prompt + answer, tokenizer, extra, learning)
+    if not learning.completion_only:
+        return Sample(ids, learned)
     before = _encode(prompt, tokenizer, {**extra, "add_generation_prompt": True}) if prompt else []
-    end = _eos(tokenizer, answer) if isinstance(answer, str) else []
-    ids = _encode(prompt + answer + end, tokenizer, extra)
     known = _common(before, ids)
-    return Sample(ids, [False] * known + [True] * (len(ids) - known))
+    return Sample(ids, [False] * known + learned[known:])
 
 
 def _eos(tokenizer: Any, text: str) -> str:
@@ -127,16 +207,17 @@ def _eos(tokenizer: Any, text: str) -> str:
 def _encode(content: Any, tokenizer: Any, extra: Mapping[str, Any]) -> list[int]:
     if isinstance(content, str):
         return list(tokenizer(content)["input_ids"])
-    return list(tokenizer(render(content, tokenizer, extra), add_special_tokens=False)["input_ids"])
+    return _ids(render(content, tokenizer, extra), tokenizer)
 
 
 def options_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """What a record tells the chat template beside its messages."""
-    return {"tools": tools_of(row), **(row.get("chat_template_kwargs") or {})}
+    return {"tools": tools_of(row) or None, **(row.get("chat_template_kwargs") or {})}
 
 
 def render(messages: list[Row], tokenizer: Any, extra: Mapping[str, Any]) -> str:
-    """The words of the chat template. Raises ReshardError if it refuses."""
+    """The words of the chat template. Raises ReshardError if it refuses, or if there is none."""
+    _template(tokenizer)
     with asking_template(messages):
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **extra))
 
@@ -189,12 +270,12 @@ def draw(rows: Iterable[Row], limit: int = LOOKED_AT) -> tuple[int, list[Row]]:
 
 
 def lengths(
-    records: int, drawn: list[Row], tokenizer: Any, length: int | None, *, assistant_only: bool = False
+    records: int, drawn: list[Row], tokenizer: Any, length: int | None, learning: Learning = EVERYTHING
 ) -> Lengths:
     """How long `records` are, by those that were drawn from them. Raises ReshardError if the template refuses one."""
     tokens = longest = cut = empty = 0
     for row in drawn:
-        given = samples(row, tokenizer, assistant_only=assistant_only)
+        given = samples(row, tokenizer, learning)
         sizes = [len(each.ids) for each in given]
         limit = max(sizes) if length is None else length
         tokens += sum(min(size, limit) for size in sizes)

@@ -47,6 +47,7 @@ def words_of(run: Run, *, resume: bool = False) -> list[str]:
     ]
     words += ["--data-shape", run.data_shape] if run.data_shape else []
     words += ["--system", run.system] if run.system else []
+    words += [] if run.token_cache else ["--no-token-cache"]
     words += ["-o", str(run.output)]
     words += ["--engine", run.engine] if run.engine != Run.engine else []
     words += ["--lora"] if run.lora else []

@@ -1,7 +1,7 @@
 """Fine-tuning and continued pre-training on megatron-core, from a Hugging Face folder and back into one.
 
 `options.py` lists what can be set, `looks.py`, `batches.py` and `memory.py` are asked before launch; `weights.py` says
-what each rank holds, `load.py` reads it; `rows.py` and `samples.py` make sequences of data; `setup.py`, `step.py`,
+what each rank holds, `load.py` reads it; `rows.py` makes sequences of data; `setup.py`, `step.py`,
 `store.py`, `lora.py` and `proof.py` are the parts of `loop.py`, which trains. Importing this package imports neither
 torch nor megatron-core.
 """
@@ -15,6 +15,7 @@ from typing import Any
 
 from reshard.errors import Problem
 from reshard.formats import iterations
+from reshard.train.data.tokens import Learning
 from reshard.train.engine import (
     Checkpoints,
     Engine,
@@ -47,7 +48,14 @@ def _reading(run: Run, options: Mapping[str, Any], record: Mapping[str, Any]) ->
     """Long text goes on in the next sequence; other sequences are packed, or filled up."""
     limit = None if "text" in record else options["seq_length"] or None
     packed = bool(options["pack"])
-    return Reading("seq_length", limit, assistant_only=True, packed=packed, full=True, mixed=True)
+    return Reading(
+        "seq_length",
+        limit,
+        Learning(bool(options["assistant_only_loss"])),
+        packed=packed,
+        full=True,
+        mixed=True,
+    )
 
 
 def _evaluation(run: Run) -> str:

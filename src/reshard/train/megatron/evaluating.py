@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from reshard.train.megatron.rows import IGNORED, LABELS, Rows
+from reshard.train.data.store import IGNORED
+from reshard.train.megatron.rows import LABELS, Rows
 from reshard.train.megatron.setup import Trainee, gather_weights
 from reshard.train.megatron.step import over_all_ranks, run_schedule
 

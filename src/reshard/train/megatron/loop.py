@@ -69,7 +69,7 @@ def _rows(run: Run, options: Options, vocab: int, monitor: Monitor, which: str =
     if torch.distributed.get_rank() == 0:
         try:
             told[0] = rows.key_of(run, options)
-            told[1] = list(rows.store_rows(run, options, told[0], vocab).notes(options.seq_length or 0))
+            told[1] = rows.store_rows(run, options, told[0], vocab)
         except ReshardError as error:
             told[2] = error.problems
     torch.distributed.broadcast_object_list(told)

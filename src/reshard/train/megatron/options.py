@@ -72,6 +72,7 @@ class Options:
     )
     fp16: bool = _option(False, "train in float16 with a scaled loss")
     fp32: bool = _option(False, "train in float32")
+    assistant_only_loss: bool = _option(True, "of a chat, learn the turns of the assistant alone")
     pack: bool = _option(True, "put several samples into a sequence; none attends to another")
     recompute_granularity: str | None = _option(
         None, "compute activations again to save memory", "full", "selective"

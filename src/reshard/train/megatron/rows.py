@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
@@ -22,13 +23,13 @@ import numpy.typing as npt
 from reshard.errors import ReshardError
 from reshard.formats.companions import find_companions
 from reshard.train.data import digest_of, read_records
+from reshard.train.data.store import IGNORED, folder_of, open_tokens, tokenize
+from reshard.train.data.tokens import Learning, Sample, load_tokenizer, samples
 from reshard.train.megatron.options import Options
-from reshard.train.megatron.samples import Sample, load_tokenizer, samples_of
 from reshard.train.run import Run
 
 Rows = npt.NDArray[np.int32]
 """[rows, 3, length]: inputs, labels, samples."""
-IGNORED = -100
 INPUTS, LABELS, SAMPLES = range(3)
 ENOUGH = 2000
 """Records from which the number of rows is foretold."""
@@ -62,22 +63,22 @@ class Counts:
             yield f"{self.without} of {self.samples} samples were left out: nothing in them is to be learned"
 
 
-def pieces_of(samples: Iterable[Sample], length: int, unit: int, counts: Counts) -> Iterator[Piece]:
+def pieces_of(found: Iterable[Sample], length: int, unit: int, counts: Counts) -> Iterator[Piece]:
     """Inputs and labels, at most `length`, padded to a multiple of `unit`.
 
     Text that is learned as a whole goes on in the next piece; of other samples the end is lost.
     """
-    for sample in samples:
+    for sample in found:
         counts.samples += 1
-        tokens, learned = np.array(sample.tokens, np.int32), np.array(sample.learned, bool)
+        tokens, learned = np.array(sample.ids, np.int32), np.array(sample.learned, bool)
         labels = np.where(learned[1:], tokens[1:], np.int32(IGNORED))
         count = len(labels)
         starts = range(0, count, length) if learned.all() else range(0, length, length)
         counts.cut += count > length and len(starts) == 1
         parts = [slice(at, min(at + length, count)) for at in starts]
-        found = [Piece(tokens[part], labels[part]) for part in parts if (labels[part] != IGNORED).any()]
-        counts.without += not found
-        for inputs, follows in found:
+        taken = [Piece(tokens[part], labels[part]) for part in parts if (labels[part] != IGNORED).any()]
+        counts.without += not taken
+        for inputs, follows in taken:
             room = -len(inputs) % unit
             yield Piece(np.pad(inputs, (0, room)), np.pad(follows, (0, room), constant_values=IGNORED))
 
@@ -105,28 +106,86 @@ def packed(lengths: list[int], length: int) -> list[list[int]]:
     return rows
 
 
-def put_together(pieces: list[Piece], length: int, *, pack: bool) -> Rows:
-    """The rows of pieces. What is left of a row is filled up with a sample of its own that is not learned."""
-    sizes = [len(piece.inputs) for piece in pieces]
-    groups = packed(sizes, length) if pack else [[index] for index in range(len(pieces))]
-    rows = np.zeros((len(groups), 3, length), np.int32)
-    rows[:, LABELS] = IGNORED
+class Pieces(Sequence[Piece]):
+    """The pieces of an epoch, made when they are asked for: `picks` of samples, in their order."""
+
+    def __init__(
+        self, found: Sequence[Sample], picks: Iterable[int], length: int, unit: int, counts: Counts
+    ) -> None:
+        self._found, self._length, self._unit = found, length, unit
+        sizes = [
+            [len(piece.inputs) for piece in pieces_of([found[index]], length, unit, counts)]
+            for index in range(len(found))
+        ]
+        self._places: list[tuple[int, int]] = []
+        self.sizes: list[int] = []
+        """Tokens of each piece."""
+        self.samples = 0
+        """Of the epoch; a sample that is seen twice counts twice."""
+        for index in picks:
+            self.samples += 1
+            self._places += ((index, part) for part in range(len(sizes[index])))
+            self.sizes += sizes[index]
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, number: Any) -> Any:
+        index, part = self._places[number]
+        again = pieces_of([self._found[index]], self._length, self._unit, Counts())
+        return next(islice(again, part, None))
+
+
+def put_together(
+    pieces: Sequence[Piece],
+    length: int,
+    *,
+    pack: bool,
+    sizes: Sequence[int] | None = None,
+    empty: Callable[[tuple[int, int, int]], Rows] = lambda shape: np.zeros(shape, np.int32),
+) -> Rows:
+    """The rows of pieces, in the zeros that `empty` makes of a shape; `sizes` are those of the pieces, if known.
+
+    What is left of a row is filled up with a sample of its own that is not learned.
+    """
+    sizes = [len(piece.inputs) for piece in pieces] if sizes is None else sizes
+    groups = _groups(sizes, length, pack=pack)
+    rows = empty((len(groups), 3, length))
     for row, group in zip(rows, groups, strict=True):
+        row[LABELS] = IGNORED
         at = 0
         for number, index in enumerate(group):
             end = at + sizes[index]
-            row[INPUTS, at:end], row[LABELS, at:end] = pieces[index].inputs, pieces[index].labels
+            row[INPUTS, at:end], row[LABELS, at:end] = pieces[index]
             row[SAMPLES, at:end] = number
             at = end
         row[SAMPLES, at:] = len(group)
     return rows
 
 
-def make_rows(run: Run, options: Options) -> tuple[Rows, Counts]:
-    """The rows of an epoch. Raises ReshardError if nothing is left to learn."""
-    counts = Counts()
-    rows = _rows_of(_epoch(run, options, counts), options)
-    if not len(rows):
+def _groups(sizes: Sequence[int], length: int, *, pack: bool) -> list[list[int]]:
+    return packed(list(sizes), length) if pack else [[index] for index in range(len(sizes))]
+
+
+def _pieces(
+    run: Run, options: Options, counts: Counts, found: Sequence[Sample], sizes: Sequence[int]
+) -> Pieces:
+    """The pieces of the samples that an epoch sees, of sources of these sizes."""
+    picks = run.data.picks(sizes)
+    unit = 2 * run.layout.cp if run.layout.cp > 1 else 1
+    return Pieces(found, range(len(found)) if picks is None else picks, options.seq_length or 0, unit, counts)
+
+
+def make_rows(run: Run, options: Options, **more: Any) -> tuple[Rows, Counts, str]:
+    """The rows of an epoch (`more` as for `put_together`), and what was done with tokens on disk, in words.
+
+    Raises ReshardError for wrong records, and if nothing is left to learn.
+    """
+    counts, kept = Counts(), folder_of(run, run.output / FOLDER)
+    files = tokenize(run, load_tokenizer(run.model), Learning(options.assistant_only_loss), kept)
+    sizes = [len(open_tokens(file)) for file in files.files]
+    pieces = _pieces(run, options, counts, open_tokens(*files.files), sizes)
+    if not len(pieces):
         raise ReshardError(
             "data-teach-nothing",
             "there is nothing to learn in the data",
@@ -134,40 +193,38 @@ def make_rows(run: Run, options: Options) -> tuple[Rows, Counts]:
             found=f"{counts.samples} samples, without a token to be learned in the first {options.seq_length}",
             remedy="raise --seq_length, or check who says what",
         )
-    return rows, counts
-
-
-def _epoch(run: Run, options: Options, counts: Counts, limit: int | None = None) -> list[list[Piece]]:
-    """The pieces of each record that an epoch sees, of the first `limit` of each source if there is one."""
-    tokenizer = load_tokenizer(run.model)
-    unit = 2 * run.layout.cp if run.layout.cp > 1 else 1
-    found: list[list[Piece]] = []
-    sizes = []
-    for path in run.data.paths:
-        records = islice(read_records(path, run.method, **run.reading), limit)
-        before = len(found)
-        found += (
-            list(pieces_of([sample], options.seq_length or 0, unit, counts))
-            for sample in samples_of(records, tokenizer)
-        )
-        sizes.append(len(found) - before)
-    picks = run.data.picks(sizes)
-    return found if picks is None else [found[index] for index in picks]
-
-
-def _rows_of(epoch: list[list[Piece]], options: Options) -> Rows:
-    pieces = [piece for pieces in epoch for piece in pieces]
-    return put_together(pieces, options.seq_length or 0, pack=options.pack)
+    rows = put_together(pieces, options.seq_length or 0, pack=options.pack, sizes=pieces.sizes, **more)
+    return rows, counts, files.in_words(kept)
 
 
 def forecast(run: Run, options: Options, samples: int) -> int:
     """How many rows `samples` records will give; counted, unless there are many."""
-    key = (str(run.model), run.data, run.system, options.seq_length, run.layout.cp > 1)
+    key = (
+        str(run.model),
+        run.data,
+        run.system,
+        options.assistant_only_loss,
+        options.seq_length,
+        run.layout.cp > 1,
+    )
     if key not in _FORETOLD:
-        epoch = _epoch(run, options, Counts(), ENOUGH)
-        _FORETOLD[key] = len(_rows_of(epoch, options)), len(epoch)
+        _FORETOLD[key] = _counted(run, options)
     found, counted = _FORETOLD[key]
     return found if counted >= samples else round(found * samples / counted)
+
+
+def _counted(run: Run, options: Options) -> tuple[int, int]:
+    """Rows and samples of an epoch of the first records of each source."""
+    tokenizer, learning = load_tokenizer(run.model), Learning(options.assistant_only_loss)
+    found: list[Sample] = []
+    sizes = []
+    for path in run.data.paths:
+        rows = islice(read_records(path, run.method, **run.reading), ENOUGH)
+        new = [sample for row in rows for sample in samples(row, tokenizer, learning)]
+        found += new
+        sizes.append(len(new))
+    pieces = _pieces(run, options, Counts(), found, sizes)
+    return len(_groups(pieces.sizes, options.seq_length or 0, pack=options.pack)), pieces.samples
 
 
 _FORETOLD: dict[Any, tuple[int, int]] = {}
@@ -186,15 +243,27 @@ def key_of(run: Run, options: Options) -> str:
         tokenizer.hexdigest(),
         options.seq_length,
         options.pack,
+        options.assistant_only_loss,
         run.layout.cp,
     ]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
-def store_rows(run: Run, options: Options, key: str, vocab: int) -> Counts:
-    """Make the rows and keep them in the run's output for all ranks. Raises ReshardError for tokens beyond `vocab`."""
-    rows, counts = make_rows(run, options)
-    if (highest := int(rows[:, INPUTS : LABELS + 1].max())) >= vocab:
+def store_rows(run: Run, options: Options, key: str, vocab: int) -> list[str]:
+    """Make the rows and keep them in the run's output for all ranks; notes for the user.
+
+    Raises ReshardError for tokens beyond `vocab`.
+    """
+    folder = run.output / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f"{key}.{os.getpid()}.npy"
+
+    def mapped(shape: tuple[int, int, int]) -> Rows:
+        return np.lib.format.open_memmap(part, "w+", np.int32, shape)
+
+    rows, counts, kept = make_rows(run, options, empty=mapped)
+    if (highest := max(int(row[INPUTS : LABELS + 1].max()) for row in rows)) >= vocab:
+        part.unlink()
         raise ReshardError(
             "megatron-tokenizer-exceeds-embedding",
             "the tokenizer has tokens that the model has no row for",
@@ -203,12 +272,8 @@ def store_rows(run: Run, options: Options, key: str, vocab: int) -> Counts:
             found=f"id {highest} in the data",
             remedy="give the tokenizer that belongs to the model, or grow the embedding (resize_token_embeddings)",
         )
-    folder = run.output / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f"{key}.{os.getpid()}.npy"
-    np.save(part, rows)
     part.replace(folder / f"{key}.npy")
-    return counts
+    return [*counts.notes(options.seq_length or 0), *([kept] if run.token_cache else [])]
 
 
 def open_rows(run: Run, key: str) -> Rows:
@@ -229,11 +294,7 @@ def open_rows(run: Run, key: str) -> Rows:
 
 def remove_rows(run: Run) -> None:
     """Delete what `store_rows` left."""
-    folder = run.output / FOLDER
-    for file in folder.glob("*.npy"):
-        file.unlink()
-    if folder.is_dir():
-        folder.rmdir()
+    shutil.rmtree(run.output / FOLDER, ignore_errors=True)
 
 
 class Order:

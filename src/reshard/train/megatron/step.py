@@ -12,9 +12,10 @@ import numpy as np
 
 from reshard.train import signals
 from reshard.train.collective import highest
+from reshard.train.data.store import IGNORED
+from reshard.train.data.tokens import load_tokenizer
 from reshard.train.divergence import beginnings
 from reshard.train.megatron.rows import (
-    IGNORED,
     INPUTS,
     LABELS,
     SAMPLES,
@@ -23,7 +24,6 @@ from reshard.train.megatron.rows import (
     rank_tokens,
     sample_bounds,
 )
-from reshard.train.megatron.samples import load_tokenizer
 from reshard.train.megatron.setup import Trainee
 
 

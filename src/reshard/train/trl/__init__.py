@@ -26,6 +26,7 @@ from reshard.train.run import METHODS, Run
 from reshard.train.trl import looks, memory
 from reshard.train.trl.arithmetic import batches_of, evaluation_of, precision_of
 from reshard.train.trl.config_fields import known, options_of
+from reshard.train.trl.rows import learning_of
 from reshard.train.trl.saving import last_complete
 
 NEEDS = {
@@ -53,11 +54,11 @@ def _plan(run: Run, world_size: int) -> list[str]:
 
 
 def _reading(run: Run, options: Mapping[str, Any], record: Mapping[str, Any]) -> Reading:
-    """GRPO bounds completions alone. TRL looks at the shape of the records to train on, and treats others as such."""
+    """GRPO bounds completions alone. TRL looks at the shape of the first record of DPO, and treats others as such."""
     packed = bool(options.get("packing"))
     limit = None if run.method == "grpo" else int(options.get("max_length") or 0) or None
-    only = bool(options.get("assistant_only_loss"))
-    return Reading("max_length", limit, assistant_only=only, packed=packed, full=packed)
+    learning, mixed = learning_of(options), run.method == "sft"
+    return Reading("max_length", limit, learning, packed=packed, full=packed, mixed=mixed)
 
 
 def _batches(run: Run, world_size: int, samples: int, tokens: int | None = None) -> Batches:
@@ -102,7 +103,7 @@ ENGINE = Engine(
     requires=_requires,
     known_options=known,
     options=options_of,
-    looks=Looks(looks.asked, looks.machine, chats=looks.chats),
+    looks=Looks(looks.asked, looks.machine),
     reading=_reading,
     batches=_batches,
     precision=lambda run: precision_of(run, options_of(run)),

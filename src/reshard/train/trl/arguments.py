@@ -14,6 +14,7 @@ def arguments_of(run: Run, options: Mapping[str, Any]) -> Any:
     """SFTConfig, DPOConfig or GRPOConfig. What says what TRL takes anyway is left out, so that nothing warns of it."""
     own = {name: value for name, value in options.items() if name not in (*LORA, *MODEL)}
     stated = _stated(run, own)
+    stated.pop("assistant_only_loss", None)  # TRL gets labels
     if run.method == "grpo" and stated.get("generation_batch_size"):
         stated["generation_batch_size"] = int(stated["generation_batch_size"]) * run.layout.tp
     arguments = config_class(run.method)(

@@ -47,6 +47,7 @@ def known(method: str) -> list[Option]:
     hints = _hints(method)
     found = {name: field for name, field in _fields(method).items() if name not in refusals.REFUSED}
     taken = {name: _default(field) for name, field in found.items()} | defaults.ALWAYS
+    taken |= defaults.OF_SFT if method == "sft" else {}
     return [
         Option(
             name, _kind(hints[name]), str(taken[name]), " ".join(str(field.metadata.get("help", "")).split())

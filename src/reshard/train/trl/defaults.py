@@ -21,6 +21,8 @@ ALWAYS: dict[str, Any] = {
     "lora_dropout": 0.0,
     "lora_target_modules": ["all-linear"],
 }
+OF_SFT: dict[str, Any] = {"assistant_only_loss": True}
+"""The same for SFT alone."""
 EVAL_STEPS = 500
 """Steps between evaluations where `eval_strategy steps` says no number: what lies between logs in transformers."""
 BF16_CAPABILITY = 8.0
@@ -33,6 +35,7 @@ def defaults_of(run: Run, typed: Mapping[str, Any]) -> dict[str, Any]:
     half = _half(typed, gpu)
     return {
         **ALWAYS,
+        **(OF_SFT if run.method == "sft" else {}),
         "bf16": half == "bfloat16",
         "fp16": half == "float16",
         "use_cpu": not gpu,

@@ -14,20 +14,48 @@ from reshard.train.trl.arguments import model_arguments
 from reshard.train.trl.weights import adapter_parameters
 
 
-def tokenizer_of(run: Run, options: Mapping[str, Any], chats: bool) -> Any:
-    """The tokenizer of a model, able to pad. `chats` is whether a template is needed. Raises ReshardError."""
+def tokenizer_of(run: Run, options: Mapping[str, Any]) -> Any:
+    """The tokenizer of a model, able to pad, with the template and the end that options name. Raises ReshardError."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(run.model, trust_remote_code=bool(options["trust_remote_code"]))
-    templated = bool(tokenizer.chat_template or options.get("chat_template_path"))
-    if problems := [*_unfit(run, tokenizer, chats and not templated)]:
+    if problems := [*_unfit(run, tokenizer)]:
         raise ReshardError(problems)
+    if path := options.get("chat_template_path"):
+        _take_template(tokenizer, Path(path))
+    if end := options.get("eos_token"):
+        tokenizer.eos_token = end
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
-def _unfit(run: Run, tokenizer: Any, lacks_template: bool) -> Iterator[Problem]:
+def _take_template(tokenizer: Any, path: Path) -> None:
+    """What TRL's `clone_chat_template` does to a tokenizer; the model follows when TRL has it."""
+    from transformers import AutoTokenizer
+
+    if path.is_file():
+        tokenizer.chat_template = path.read_text(encoding="utf-8")
+        return
+    source = AutoTokenizer.from_pretrained(str(path))
+    tokenizer.chat_template = source.get_chat_template()
+    known = tokenizer.get_vocab()
+    tokenizer.add_tokens([each for each in source.added_tokens_decoder.values() if each.content not in known])
+    tokenizer.eos_token = source.eos_token
+
+
+def check_template(run: Run, tokenizer: Any) -> None:
+    """Raise ReshardError for chats without a template."""
+    if not tokenizer.chat_template:
+        raise ReshardError(
+            "chats-without-template",
+            "the data are chats, and the tokenizer has no chat template",
+            file=str(run.model),
+            remedy="give --chat_template_path, or put a chat_template.jinja beside the tokenizer",
+        )
+
+
+def _unfit(run: Run, tokenizer: Any) -> Iterator[Problem]:
     """What is wrong with a tokenizer for training this model."""
     file = str(run.model)
     if len(tokenizer) <= 1:
@@ -37,13 +65,6 @@ def _unfit(run: Run, tokenizer: Any, lacks_template: bool) -> Iterator[Problem]:
             file=file,
             rule="where there is none, transformers 5 makes one of one token, which encodes everything to nothing",
             remedy="copy tokenizer.json and tokenizer_config.json of the base model into the folder",
-        )
-    if lacks_template:
-        yield Problem(
-            "chats-without-template",
-            "the data are chats, and the tokenizer has no chat template",
-            file=file,
-            remedy="give --chat_template_path, or put a chat_template.jinja beside the tokenizer",
         )
     rows = read_object(run.model / CONFIG).get("vocab_size")
     highest = max(tokenizer.get_vocab().values(), default=0)

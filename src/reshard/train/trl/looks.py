@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from reshard.doctor.entries import find
 from reshard.doctor.environment import Environment, diagnose_environment
 from reshard.errors import Problem
 from reshard.train.findings import in_short, without_bf16
@@ -55,35 +54,12 @@ def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> I
 
 
 def _packed(options: Mapping[str, Any]) -> Iterator[Problem]:
-    """Packed samples that would see each other: of TRL's attentions only flash keeps them apart."""
-    chosen = str(options.get("attn_implementation"))
-    if options.get("packing") and "flash" not in chosen:
+    """Packed samples that would see each other. Other strategies keep them apart by their positions."""
+    if options.get("packing") and options.get("packing_strategy") == "wrapped":
         yield Problem(
             "packed-samples-see-each-other",
             "samples that share a sequence see each other",
-            rule="TRL keeps packed samples apart by their positions, which only flash-attention reads",
-            found=f"--packing with attn_implementation {chosen}",
-            remedy="leave out --packing, add --attn_implementation flash_attention_2, or use --engine megatron, which "
-            "masks other samples",
-            severity="warning",
-        )
-
-
-def chats(run: Run, options: Mapping[str, Any], tokenizer: Any) -> Iterator[Problem]:
-    """Whether TRL finds the assistant's words, if it is to learn these alone."""
-    if not options.get("assistant_only_loss") or "{% generation" in tokenizer.chat_template:
-        return
-    from trl.chat_template_utils import get_training_chat_template
-
-    try:
-        get_training_chat_template(tokenizer)
-    except ValueError:
-        entry = find("assistant-mask-template")
-        yield Problem(
-            entry.id,
-            entry.title.en,
-            file=str(run.model),
-            rule=entry.cause.en,
-            found="--assistant_only_loss, and a chat template without {% generation %}",
-            remedy=entry.cure.en.strip(),
+            rule="the strategy `wrapped` cuts a stream of tokens into sequences, and knows no samples",
+            found="--packing_strategy wrapped",
+            remedy="leave it out: bfd keeps samples apart; for long texts use bfd_split",
         )

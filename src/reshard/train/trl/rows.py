@@ -1,6 +1,7 @@
 """The data of a run, read once on each node: other ranks map what the first one wrote, and what TRL makes of it.
 
-A `Data` is what the run is trained on, and what it is evaluated on.
+A `Data` is what the run is trained on, and what it is evaluated on. SFT gets tokens (`data/store.py`), whose length and
+packing are TRL's; DPO and GRPO get records, which TRL tokenizes.
 """
 
 from __future__ import annotations
@@ -8,12 +9,17 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.train.data import load_dataset
+from reshard.train.data.mix import Mix
+from reshard.train.data.store import SUFFIX, folder_of, tokenize
+from reshard.train.data.tokens import Learning
+from reshard.train.engine import Monitor
 from reshard.train.run import Run
 from reshard.train.trl import devices
 
@@ -28,35 +34,54 @@ class Data(NamedTuple):
     evaluation: Any
 
 
+def learning_of(options: Mapping[str, Any]) -> Learning:
+    """What TRL's options say of what is learned."""
+    return Learning(
+        bool(options.get("assistant_only_loss")), options.get("completion_only_loss") is not False
+    )
+
+
 @contextmanager
-def rows_of(run: Run) -> Iterator[Data]:
-    """The data of a run. With several ranks it lies in a file, beside which TRL caches its tokens.
+def rows_of(run: Run, options: Mapping[str, Any], tokenizer: Any, monitor: Monitor) -> Iterator[Data]:
+    """The data of a run, mapped from files, beside which TRL caches what it makes of them.
 
     Otherwise each rank would hold all of them, and make all of them again. Raises ReshardError for wrong records.
     """
-    from datasets import Dataset
-
-    if devices.world_size() == 1:
-        yield Data(
-            *(path and load_dataset(path, run.method, **run.reading) for path in (run.data, run.eval_data))
-        )
-        return
     folder = run.output / f"{FOLDER}-{platform.node()}"
     first = os.environ.get("LOCAL_RANK", "0") == "0"
+    mixes = {"train": run.data, "eval": run.eval_data}
     if first:
-        _write(run, folder)
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+        for name, mix in mixes.items():
+            if mix:
+                _write(replace(run, data=mix), options, tokenizer, folder / name, monitor)
     devices.barrier()
     try:
-        parts = {part.name: Dataset.load_from_disk(str(part)) for part in folder.iterdir()}
-        yield Data(parts["train"], parts.get("eval"))
+        yield Data(*(mix and _mapped(run, mix, folder / name) for name, mix in mixes.items()))
         devices.barrier()
     finally:
         if first:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write(run: Run, folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
-    for name, path in {"train": run.data, "eval": run.eval_data}.items():
-        if path:
-            load_dataset(path, run.method, **run.reading).save_to_disk(str(folder / name))
+def _write(run: Run, options: Mapping[str, Any], tokenizer: Any, folder: Path, monitor: Monitor) -> None:
+    if run.method != "sft":
+        load_dataset(run.data, run.method, **run.reading).save_to_disk(str(folder))
+        return
+    folder.mkdir(parents=True)
+    kept = folder_of(run, folder / "tokens")
+    found = tokenize(run, tokenizer, learning_of(options), kept)
+    for number, file in enumerate(found.files):
+        (folder / f"{number:04}{SUFFIX}").symlink_to(file)  # what TRL makes of it is cached beside the link
+    if run.token_cache:
+        monitor.note(found.in_words(kept))
+
+
+def _mapped(run: Run, mix: Mix, folder: Path) -> Any:
+    from datasets import Dataset, concatenate_datasets
+
+    if run.method != "sft":
+        return Dataset.load_from_disk(str(folder))
+    parts = [Dataset.from_file(str(file)) for file in sorted(folder.glob(f"*{SUFFIX}"))]
+    whole, picks = concatenate_datasets(parts), mix.picks([len(part) for part in parts])
+    return whole if picks is None else whole.select(picks)

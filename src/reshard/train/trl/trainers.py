@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from reshard.errors import ReshardError
 from reshard.train.engine import Monitor
 from reshard.train.run import Run
 from reshard.train.trl import devices, loading, reward, saving
@@ -104,6 +105,8 @@ def trainer_of(
     """The trainer of a run. Nothing is wrapped or sharded yet."""
     from transformers import PrinterCallback
 
+    if options.get("packing"):
+        check_packing(run, model)
     more: dict[str, Any] = {"reward_funcs": reward.load(str(run.reward))} if run.method == "grpo" else {}
     shared = run.lora or bool(options.get("precompute_ref_log_probs"))
     if run.method == "dpo" and run.parallel == "fsdp2" and not shared:
@@ -136,6 +139,24 @@ def trainer_of(
     )  # the monitor has the numbers; the log keeps what went wrong in sight
     callback.watch(trainer)
     return trainer
+
+
+def check_packing(run: Run, model: Any) -> None:
+    """Raise ReshardError if samples that share a sequence would see each other in a model.
+
+    TRL numbers the positions of each sample from 0, which the masks and kernels of transformers' own attention read.
+    """
+    if getattr(model, "_supports_attention_backend", False) and not getattr(model, "_is_stateful", False):
+        return
+    raise ReshardError(
+        "model-mixes-packed-samples",
+        "samples that share a sequence would see each other in this model",
+        file=str(run.model),
+        rule="transformers keeps packed samples apart in its own attention; not in states that run through a "
+        "sequence, nor in attention that a model brings along",
+        found=f"--packing with {type(model).__name__}",
+        remedy="leave out --packing",
+    )
 
 
 def _seed_alike(run: Run, arguments: Any) -> None:

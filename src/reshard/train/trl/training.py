@@ -25,9 +25,10 @@ def train_here(run: Run, monitor: Monitor) -> Trained:
         cpu.prepare()
     checkpoint = _checkpoint(run, monitor)
     arguments = arguments_of(run, options)  # before any model: ZeRO-3 partitions what is loaded after it
-    with rows_of(run) as data:
+    tokenizer = loading.tokenizer_of(run, options)
+    with rows_of(run, options, tokenizer, monitor) as data:
         arithmetic.batches_of(run, options, devices.world_size(), len(data.train))
-        trainer = _trainer(run, monitor, arguments, options, data, checkpoint)
+        trainer = _trainer(run, monitor, arguments, options, tokenizer, data, checkpoint)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         if trainer.stopped:
             raise trainer.stopped
@@ -48,11 +49,18 @@ def _checkpoint(run: Run, monitor: Monitor) -> Path | None:
 
 
 def _trainer(
-    run: Run, monitor: Monitor, arguments: Any, options: dict[str, Any], data: Data, checkpoint: Path | None
+    run: Run,
+    monitor: Monitor,
+    arguments: Any,
+    options: dict[str, Any],
+    tokenizer: Any,
+    data: Data,
+    checkpoint: Path | None,
 ) -> Any:
     from trl import is_conversational
 
-    tokenizer = loading.tokenizer_of(run, options, chats=is_conversational(data.train[0]))
+    if is_conversational(data.train[0]):
+        loading.check_template(run, tokenizer)
     model = loading.model_of(run, options, checkpoint)
     callback = callback_of(run, monitor)
     trainer = trainer_of(run, monitor, arguments, options, model, tokenizer, data, callback)
