@@ -15,9 +15,10 @@ from tests.commandline import reshard
 
 METHODS = ("sft", "dpo", "grpo")
 FLAGS = (
-    "--model --data --eval-data --data-shape --system --token-cache --no-token-cache "
+    "--model --model-revision --data --eval-data --dataset-config --dataset-train-split --dataset-test-split "
+    "--data-shape --system --token-cache --no-token-cache "
     "--output --engine --lora --full --parallel --tp --pp --vpp --ep --cp --nproc --nnodes "
-    "--node-rank --rendezvous --reward --merge --no-merge --nan-steps --save-on-signal --max-restarts "
+    "--node-rank --rendezvous --slurm --reward --merge --no-merge --nan-steps --save-on-signal --max-restarts "
     "--resume --config --dry-run --overwrite --options --quiet --json --debug --help"
 )
 

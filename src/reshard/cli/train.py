@@ -25,15 +25,17 @@ from reshard.train.data.records import DATA_SHAPES
 from reshard.train.engines import MODULES, engine_named
 from reshard.train.request import run_of
 from reshard.train.run import PARALLEL, Run
-from reshard.train.start import start
+from reshard.train.start import start, submit
 
 if TYPE_CHECKING:
     from reshard.train.final.finish import Finished
+    from reshard.train.launching.slurm import Submitted
     from reshard.train.preflight import Preflight
 
 POSITIVE, COUNT = click.IntRange(min=1), click.IntRange(min=0)
 PATH = click.Path(path_type=Path)
-SETTINGS = {"ignore_unknown_options": True}
+SETTINGS = {"ignore_unknown_options": True, "token_normalize_func": lambda token: token.replace("_", "-")}
+"""Flags may have underscores, as those of engines have."""
 
 
 @click.group("train", cls=Group)
@@ -64,12 +66,14 @@ def _options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _OPTIONS = [
-    click.option("--model", type=PATH, help="Hugging Face folder to start from."),
+    click.option("--model", help="Hugging Face folder to start from, or a model of the hub: Org/Model."),
+    click.option("--model-revision", metavar="NAME", help="Branch, tag or commit of a model of the hub."),
     click.option(
         "--data",
         multiple=True,
         metavar="PATH[:WEIGHT]",
-        help="JSONL or Parquet file, or a folder of them; repeat it to mix several: a.jsonl:0.7.",
+        help="JSONL or Parquet file, a folder of them, or a dataset of the hub: Org/Set; repeat it to mix several: "
+        "a.jsonl:0.7.",
     ),
     click.option(
         "--eval-data",
@@ -77,6 +81,9 @@ _OPTIONS = [
         metavar="PATH[:WEIGHT]",
         help="Data to evaluate the model on during training.",
     ),
+    click.option("--dataset-config", metavar="NAME", help="Configuration of a dataset of the hub."),
+    click.option("--dataset-train-split", metavar="NAME", help="Its split for --data; train."),
+    click.option("--dataset-test-split", metavar="NAME", help="Its split for --eval-data; test."),
     click.option(
         "--data-shape",
         type=click.Choice(DATA_SHAPES),
@@ -124,6 +131,11 @@ _OPTIONS = [
         help="Time to finish and save the step after SIGTERM, SIGUSR1 or Ctrl-C; 0 saves nothing. [default: 600]",
     ),
     click.option(
+        "--slurm",
+        metavar="NAME=VALUE,…",
+        help="Submit to Slurm instead: partition=gpu,nodes=2,gpus_per_node=8,time=720 (minutes).",
+    ),
+    click.option(
         "--max-restarts", type=COUNT, metavar="N", help="Restart failed ranks up to N times. [default: 0]"
     ),
     click.option("--resume", is_flag=True, default=None, help="Continue from the last checkpoint in OUT."),
@@ -133,6 +145,16 @@ _OPTIONS = [
     click.option("--options", "list_options", is_flag=True, help="List the options of the engine."),
     quiet_option(),
 ]
+
+
+def _note(text: str) -> None:
+    stderr().print(escape(text))
+
+
+def _silent(text: str) -> None:
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()
 
 
 def _method(name: str, help_text: str) -> None:
@@ -147,6 +169,7 @@ def _method(name: str, help_text: str) -> None:
         dry_run: bool,
         overwrite: bool,
         list_options: bool,
+        slurm: str | None,
         quiet: bool,
         json_output: bool,
         **flags: Any,
@@ -156,23 +179,24 @@ def _method(name: str, help_text: str) -> None:
             return
         from reshard.cli.doctor import locale_language
 
-        run = run_of(name, flags, rest, config)
         silent = quiet or json_output
-        outcome = start(
-            run,
-            config,
-            dry_run=dry_run,
-            overwrite=overwrite,
-            quiet=silent,
-            language=locale_language(),
-            on_preflight=lambda found: (
-                None if json_output else _print_preflight(found, quiet=quiet, starts=not dry_run)
-            ),
-        )
+        run = run_of(name, flags, rest, config, _silent if silent else _note)
+
+        def on_preflight(found: Preflight) -> None:
+            if not json_output:
+                _print_preflight(found, quiet=quiet, starts=not dry_run)
+
+        told: dict[str, Any] = {"dry_run": dry_run, "overwrite": overwrite, "on_preflight": on_preflight}
+        if slurm is not None:
+            outcome = submit(run, slurm, config, **told)
+        else:
+            outcome = start(run, config, quiet=silent, language=locale_language(), **told)
         if json_output:
             print_json(outcome.as_dict())
         elif outcome.finished and not quiet:
             _print_finished(run, outcome.finished)
+        elif outcome.submitted:
+            _print_submitted(run, outcome.submitted)
         sys.exit(outcome.status)
 
 
@@ -210,6 +234,14 @@ def _print_finished(run: Run, finished: Finished) -> None:
     if finished.whole:
         console.print(f"[bold]{escape(str(finished.merged or finished.final))}[/] is ready")
         console.print(f"report: {escape(str(run.output / 'report.html'))}")
+
+
+def _print_submitted(run: Run, submitted: Submitted) -> None:
+    """Which job it is, and where to see what becomes of it."""
+    console = stdout()
+    console.print(f"submitted job [bold]{escape(submitted.number)}[/]")
+    console.print(f"log: {escape(str(submitted.log))}")
+    console.print(f"report: {escape(str(run.output / 'report.html'))}")
 
 
 def _print_options(method: str, engine: str) -> None:

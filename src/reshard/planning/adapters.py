@@ -23,6 +23,7 @@ from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.target import Options, Request, Target
 from reshard.model.resolve import Resolved, resolve
 from reshard.planning.naming import Types
+from reshard.stores.hub import name_of
 from reshard.transfer.gather import Files, Gatherer
 from reshard.transfer.plan import Planned
 
@@ -76,7 +77,7 @@ def named(checkpoint: Checkpoint, request: Request) -> tuple[Request, dict[str, 
             Planned(name, types.of(name, tensor.dtype), tensor.shape, partial(_view, tensor))
             for name, tensor in _as_peft(adapter, with_base=written)
         ]
-        settings = adapter_config(adapter, str(options.base) if options.base else None)
+        settings = adapter_config(adapter, name_of(options.base) if options.base else None)
         if written:
             del base[BASE_WEIGHTS]
         return replace(request, tensors=tensors, adapter=settings), base, []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,11 @@ from reshard.stores.store import Entry, Store
 
 ID = re.compile(r"[\w.-]+/[\w.-]+")
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
+OTHERS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.ot", "*.gguf", "*.onnx", "*.onnx_data")
+"""The same weights for other programs, which need not be there beside safetensors."""
+TWICE = ("original/*", "consolidated*")
+"""Where Llama and Mistral have their weights once more, under their makers' names."""
+_SNAPSHOT = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})/?$")
 TIMEOUT = 60
 """Seconds without a byte after which a request has failed."""
 
@@ -62,13 +68,20 @@ class HubStore(Store):
     def _unknown(self, what: str, remedy: str) -> ReshardError:
         return ReshardError("hub-not-found", f"the hub has no {what}", file=self.url, remedy=remedy)
 
+    def download_command(self) -> str:
+        """What brings the model into the local cache."""
+        return f"hf download {self.name}" + (f" --revision {self.revision}" if self.revision else "")
+
+    def listed(self) -> list[str]:
+        """The paths of all files of the commit. Raises ReshardError."""
+        return list(self._files)
+
     def _offline(self) -> ReshardError:
-        revision = f" --revision {self.revision}" if self.revision else ""
         return ReshardError(
             "hub-offline",
             "the model is not in the local cache, and the hub may not be asked (HF_HUB_OFFLINE is set)",
             file=self.url,
-            remedy=f"hf download {self.name}{revision} on a machine with a network, or unset HF_HUB_OFFLINE",
+            remedy=f"{self.download_command()} on a machine with a network, or unset HF_HUB_OFFLINE",
         )
 
     @cached_property
@@ -135,11 +148,24 @@ def cached(name: str, revision: str = "") -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    try:
-        folder = Path(snapshot_download(name, revision=revision or None, local_files_only=True))
-    except (LocalEntryNotFoundError, ValueError):
-        return None
-    return folder if any(path.suffix in WEIGHTS for path in folder.rglob("*")) else None
+    for left_out in (None, [*OTHERS, *TWICE]):
+        with suppress(LocalEntryNotFoundError, ValueError):
+            wanted: dict[str, Any] = {"revision": revision or None, "ignore_patterns": left_out}
+            folder = Path(snapshot_download(name, local_files_only=True, **wanted))
+            return folder if any(path.suffix in WEIGHTS for path in folder.rglob("*")) else None
+    return None
+
+
+def url_of(folder: Path) -> str:
+    """The URL, with the commit, of a model whose files lie in a folder of the local cache; its path if in another."""
+    found = _SNAPSHOT.search(str(folder))
+    return f"hf://{found[1]}/{found[2]}@{found[3]}" if found else str(folder)
+
+
+def name_of(folder: Path) -> str:
+    """The id of such a model on the hub, by which others can load it too; the path of another folder."""
+    found = _SNAPSHOT.search(str(folder))
+    return f"{found[1]}/{found[2]}" if found else str(folder)
 
 
 def may_have(typed: str) -> bool:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, ForwardRef, List, Literal, Optional, Tuple, Union, get_args, get_origin  # noqa: UP035
 
 from reshard.plain import json_of
-from reshard.suggest import closest
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
@@ -177,11 +176,3 @@ def switch(value: Any) -> bool:
     if str(value).lower() not in (*_TRUE, *_FALSE):
         raise ValueError(value)
     return str(value).lower() in _TRUE
-
-
-def nearest(name: str, known: Collection[str], elsewhere: Mapping[str, str]) -> str | None:
-    """What to type in the place of an option that there is not; `elsewhere` are names that others have for it."""
-    if name.removeprefix("no_") in known:
-        return f"--{name.removeprefix('no_')} false switches it off"
-    near = closest(elsewhere.get(name, name), known)
-    return f"did you mean --{near[0]}?" if near else None

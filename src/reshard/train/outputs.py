@@ -11,6 +11,8 @@ from reshard.train.engines import MODULES, engine_named
 from reshard.train.launching.lock import LOCK
 from reshard.train.run import RECORD, Run
 
+JOBS = "slurm"
+"""Where the logs of jobs of Slurm lie, and what submitit keeps of them. Jobs look into it, so that it stays."""
 MADE = {
     *("final", "merged", "*.unchecked", RECORD, "run-node*.json", "trained.json", "problems.json"),
     *("metrics.jsonl", "report.html", "train*.log", "logs*", "tensorboard", ".failed"),
@@ -25,11 +27,11 @@ def patterns() -> set[str]:
 
 
 def there(run: Run) -> list[Path]:
-    """What lies in the output, but for what other nodes have laid there: they start before the first has looked."""
+    """What lies in the output, but for jobs of Slurm, and what nodes laid there that start before the first."""
     if not run.output.is_dir():
         return []
     several = run.ranks.nnodes > 1
-    others = [LOCK, *(path.name for path in run.output.glob("*-node*") if several)]
+    others = [LOCK, JOBS, *(path.name for path in run.output.glob("*-node*") if several)]
     return [path for path in run.output.iterdir() if path.name not in others]
 
 

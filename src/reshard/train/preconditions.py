@@ -15,6 +15,7 @@ from reshard.errors import Problem, ReshardError, memory_size
 from reshard.formats.companions import CONFIG, read_object
 from reshard.inspection import inspect_checkpoint
 from reshard.plain_yaml import yaml_of
+from reshard.stores.hub import url_of
 from reshard.train import data, outputs
 from reshard.train.data.mix import Mix
 from reshard.train.engines import engine_of
@@ -175,8 +176,9 @@ def _resumable(run: Run) -> Iterator[Problem]:
         )
         return
     before = Run.of_dict(record)
-    names = ("engine", "method", "model", "lora")
-    pairs = {name: (getattr(before, name), getattr(run, name)) for name in names}
+    names = ("engine", "method", "lora")
+    pairs: dict[str, tuple[Any, Any]] = {name: (getattr(before, name), getattr(run, name)) for name in names}
+    pairs["model"] = url_of(before.model), url_of(run.model)
     was, bound = kept.bound(before), kept.bound(run)
     pairs |= {name: (was[name], bound[name]) for name in bound}
     for name, (old, new) in pairs.items():

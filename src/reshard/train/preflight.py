@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from reshard.doctor.environment import Environment, look_around
 from reshard.errors import Problem, ReshardError, memory_size
 from reshard.formats.companions import find_companions
+from reshard.stores.hub import url_of
 from reshard.train import data, evaluation, memory, preconditions
 from reshard.train.data import tokens
 from reshard.train.data.drawn import Drawn, drawn_of, first_of, lengths_of, unheard, unlike
@@ -109,7 +110,7 @@ class Preflight:
         yield "plan", plan_in_words(run, self.world_size)
         yield "devices", self.devices
         final = f"; trained in float32, final in {self.final_dtype}" if self.final_dtype else ""
-        yield "model", f"{run.model}{final}"
+        yield "model", f"{url_of(run.model)}{final}"
         if len(self.sources) > 1:
             yield from (("data", each.in_words()) for each in self.sources)
             yield "epoch", f"{self.records:,} records" + _tokens(self.lengths)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,35 +10,35 @@ from reshard.algebra.layout import Layout
 from reshard.errors import Problem, ReshardError
 from reshard.plain_yaml import yaml_of
 from reshard.suggest import did_you_mean
-from reshard.train.data.mix import read_mix
+from reshard.train.data import SUFFIXES
+from reshard.train.data.mix import absolute, read_mix
 from reshard.train.data.records import DATA_SHAPES
 from reshard.train.engines import MODULES, engine_named, engine_of
+from reshard.train.names import NEEDED, OURS, PATHS, flag, misspelled, renamed
 from reshard.train.run import PARALLEL, RECORD, SIZES, Ranks, Run
 from reshard.train.signals import SECONDS
-
-PATHS = ("model", "output")
-NEEDED = ("model", "data", "output")
-OURS = {
-    *(*NEEDED, "eval_data", "data_shape", "system", "token_cache", "engine", "lora", "parallel", *SIZES),
-    *("nproc", "nnodes", "node_rank", "rendezvous", "reward", "resume", "merge", "nan_steps"),
-    *("save_on_signal", "max_restarts"),
-}
-"""What reshard takes itself; every other name is an option of the engine."""
 
 Options = dict[str, Any]
 
 
 def run_of(
-    method: str, flags: Mapping[str, Any], rest: Sequence[str] = (), config: Path | None = None
+    method: str,
+    flags: Mapping[str, Any],
+    rest: Sequence[str] = (),
+    config: Path | None = None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> Run:
-    """The run that flags (None where not given), further words and a config file ask for. Raises ReshardError."""
-    told = read_config(config) if config else {}
+    """The run that flags (None where not given), further words and a config file ask for. Raises ReshardError.
+
+    A model that is named by its id on the hub is downloaded, unless the local cache has it; `note` is told of it.
+    """
+    told = renamed(read_config(config), str(config)) if config else {}
     mistyped = _mistyped(told)
     if mistyped:
         raise ReshardError(mistyped)
     if flags.get("resume") and flags.get("output"):
         told = {**recorded(Path(flags["output"])), **told}
-    typed = words(rest)
+    typed = renamed(words(rest), "")
     given = {name: value for name, value in told.items() if name in OURS}
     # Flags with underscores come as words of the engine, whose options are typed so.
     given |= {name: typed.pop(name) for name in OURS & typed.keys()}
@@ -53,23 +53,17 @@ def run_of(
             remedy="check -o; a run that has left none needs --model and --data again",
         )
     if missing:
-        raise ReshardError(
-            [
-                Problem(
-                    "option-missing",
-                    f"--{name} is missing",
-                    remedy=f"give it as a flag, or as `{name}:` in --config",
-                )
-                for name in missing
-            ]
-        )
+        raise ReshardError([_missing(name, {**told, **typed}) for name in missing])
     options = {name: value for name, value in told.items() if name not in OURS} | typed
+    given = _downloaded(given, note)
     sizes: dict[str, Any] = {name: _number(given, name, 1) for name in SIZES}
     return Run(
         method=method,
         **{name: _path(given, name) for name in PATHS},
-        data=read_mix("--data", given["data"]),
-        eval_data=read_mix("--eval-data", given["eval_data"]) if given.get("eval_data") else None,
+        data=read_mix("--data", given["data"], _local(given, "train", note)),
+        eval_data=read_mix("--eval-data", given["eval_data"], _local(given, "test", note))
+        if given.get("eval_data")
+        else None,
         data_shape=given.get("data_shape"),
         system=given.get("system"),
         token_cache=_switch(given, "token_cache", True),
@@ -93,13 +87,62 @@ def run_of(
     )
 
 
+def _missing(name: str, given: Options) -> Problem:
+    meant = misspelled(name, given)
+    return Problem(
+        "option-missing",
+        f"{flag(name)} is missing",
+        found=f"--{meant} {given[meant]}" if meant else None,
+        remedy=f"did you mean {flag(name)}?" if meant else f"give it as a flag, or as `{name}:` in --config",
+    )
+
+
+def _downloaded(given: Options, note: Callable[[str], None]) -> Options:
+    """What was given, with the local folder of a model that was named by its id on the hub."""
+    typed, revision = str(given["model"]), given.get("model_revision")
+    url = _on_hub(typed, None if revision is None else str(revision))
+    if url is None:
+        return given
+    from reshard.hub.pull import model_folder
+
+    return {**given, "model": model_folder(url, note)}
+
+
+def _on_hub(typed: str, revision: str | None) -> str | None:
+    """The URL of a model of the hub, if what was typed names one. Raises ReshardError for a revision of a folder."""
+    if not typed.startswith("hf://"):
+        from reshard.stores import hub
+
+        if not hub.may_have(typed):
+            if revision in (None, "main"):
+                return None
+            raise ReshardError(
+                "revision-of-a-folder",
+                "only a model of the hub has revisions",
+                file=typed,
+                found=f"--model-revision {revision}",
+                remedy="leave it out, or name the model by its id on the hub",
+            )
+    if revision and "@" in typed:
+        raise ReshardError(
+            "revision-given-twice",
+            "the model has two revisions",
+            found=f"--model {typed} --model-revision {revision}",
+            remedy="leave out --model-revision",
+        )
+    from reshard.hub.pull import typed_url
+
+    return typed_url(typed, revision)
+
+
 def _path(given: Mapping[str, Any], name: str) -> Path:
+    option = flag(name)
     try:
         return Path(given[name]).expanduser().absolute()
     except TypeError:
         raise ReshardError(
             "option-not-a-path",
-            f"--{name.replace('_', '-')} is no path",
+            f"{option} is no path",
             found=repr(given[name]),
             remedy="give one folder",
         ) from None
@@ -137,7 +180,29 @@ def recorded(output: Path) -> Options:
         name: value for name, value in vars(run).items() if name in OURS and name not in ("output", "resume")
     }
     sizes = {name: getattr(run.layout, name) for name in SIZES}
-    return {**plain, **sizes, **vars(run.ranks), **run.options}
+    return {**plain, **sizes, **vars(run.ranks), **run.options, "model": _recorded_model(run.model)}
+
+
+def _local(given: Options, split: str, note: Callable[[str], None]) -> Callable[[str], Path]:
+    """What gives the path of data: as it was typed, or the folder of a split of a dataset of the hub."""
+
+    def path_of(word: str) -> Path:
+        from reshard.hub.dataset import dataset_folder, may_be
+
+        path = absolute(word)
+        if path.exists() or not may_be(word, SUFFIXES):
+            return path
+        chosen = str(given.get(f"dataset_{split}_split") or split)
+        return dataset_folder(word, chosen, given.get("dataset_config"), note)
+
+    return path_of
+
+
+def _recorded_model(folder: Path) -> str:
+    """What names the model of an earlier attempt; on another machine its cache is elsewhere, or has yet to get it."""
+    from reshard.stores.hub import url_of
+
+    return str(folder) if folder.is_dir() else url_of(folder)
 
 
 def words(rest: Sequence[str]) -> Options:

@@ -15,6 +15,7 @@ from reshard.train.run import Run
 
 if TYPE_CHECKING:
     from reshard.train.final.finish import Finished
+    from reshard.train.launching.slurm import Submitted
     from reshard.train.preflight import Preflight
 
 
@@ -25,6 +26,8 @@ class Outcome:
     status: int
     preflight: Preflight | None = None
     finished: Finished | None = None
+    submitted: Submitted | None = None
+    """The job, where the run was handed to Slurm."""
 
     def __bool__(self) -> bool:
         """Whether the run, and every check of its output, succeeded."""
@@ -37,6 +40,7 @@ class Outcome:
             "status": self.status,
             "preflight": found.as_dict() if found else None,
             "finished": finished.as_dict() if finished else None,
+            **(self.submitted.as_dict() if self.submitted else {}),
         }
 
 
@@ -83,6 +87,47 @@ def start(
         if found and overwrite and not run.resume:
             clear(run)
         return _through(run, found, quiet=quiet, language=language)
+
+
+OF_THIS_MACHINE = (
+    "run-exceeds-memory",
+    "env-more-processes-than-gpus",
+    "torch-without-cuda",
+    "rendezvous-local",
+    "slurm-nodes-unused",
+)
+"""What is wrong with a run here, and may be right on the nodes of a job."""
+
+
+def submit(
+    run: Run,
+    settings: str,
+    config: Path | None = None,
+    *,
+    dry_run: bool = False,
+    overwrite: bool = False,
+    on_preflight: Callable[[Preflight], None] = lambda found: None,
+) -> Outcome:
+    """Look, and hand the run to Slurm with the settings of `--slurm`. Raises ReshardError with all that forbids it."""
+    from reshard.train.launching import slurm
+    from reshard.train.preconditions import config_problems
+    from reshard.train.preflight import preflight
+
+    run, submission = slurm.submission_of(run, settings)
+    found = preflight(run, overwrite=overwrite)
+    found = replace(
+        found,
+        problems=[each for each in found.problems if each.code not in OF_THIS_MACHINE],
+        warnings=[each for each in found.warnings if each.code not in OF_THIS_MACHINE],
+        command=[],
+    )
+    on_preflight(found)
+    problems = [*(config_problems(config) if config else []), *found.problems]
+    if problems:
+        raise ReshardError(problems)
+    if dry_run:
+        return Outcome(0, found)
+    return Outcome(0, found, submitted=slurm.submit(run, submission, overwrite=overwrite))
 
 
 def _through(run: Run, found: Preflight | None, *, quiet: bool, language: str) -> Outcome:

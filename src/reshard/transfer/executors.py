@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -231,35 +231,20 @@ class Slurm:
     threads, most, queue = None, ANY, ANY
 
     def __init__(self, settings: str) -> None:
-        self._submitit = import_module("submitit")
         given = dict(each.split("=", 1) for each in settings.split(",") if each)
         self._cluster = given.pop("cluster", "slurm")
-        nodes = given.pop("nodes", "1")
-        if not nodes.isdecimal() or not int(nodes):
-            raise _settings(f"nodes={nodes}")
-        self.slots = int(nodes)
+        self.slots = nodes_of(given.pop("nodes", "1"))
         if self._cluster == "local":
             self.queue = self.slots  # Slurm has a queue, and this has none
-        self._parameters: dict[str, str | int] = {"timeout_min": 60, "slurm_array_parallelism": self.slots}
-        for name, value in given.items():
-            name = {"time": "timeout_min"}.get(name, name)
-            name = name if name in GENERIC else f"slurm_{name}"
-            self._parameters[name] = int(value) if value.isdecimal() else value
+        self._parameters = {"slurm_array_parallelism": self.slots, **parameters_of(given)}
         self._jobs: dict[Any, Future[Any]] = {}
         self._closed = Event()
         self._thread: Thread | None = None
-        if self._cluster == "slurm" and not shutil.which("sbatch"):
-            raise _silent("Slurm", "", "there is no `sbatch` here")
         with TemporaryDirectory() as folder:
             self._executor(Path(folder))
 
     def _executor(self, folder: Path) -> Any:
-        try:
-            executor = self._submitit.AutoExecutor(folder=folder, cluster=self._cluster)
-            executor.update_parameters(**self._parameters)
-        except (NameError, *UNUSABLE) as error:
-            raise _settings(said(error).partition(" Valid arguments")[0]) from error
-        return executor
+        return submitit_executor(folder, self._cluster, self._parameters)
 
     def submit(self, function: Callable[[A], T], arguments: Sequence[A], folder: Path) -> list[Future[T]]:
         executor = self._executor(folder / "jobs")
@@ -291,13 +276,42 @@ class Slurm:
                 job.cancel(check=False)
 
 
-def _settings(found: str) -> ReshardError:
+def nodes_of(text: str) -> int:
+    """A number of nodes. Raises ReshardError if it is none."""
+    if not text.isdecimal() or not int(text):
+        raise settings_error(f"nodes={text}")
+    return int(text)
+
+
+def parameters_of(given: Mapping[str, str]) -> dict[str, str | int]:
+    """Settings as they are typed, `time` in minutes (60 if it is not given), under the names of submitit."""
+    found: dict[str, str | int] = {"timeout_min": 60}
+    for name, value in given.items():
+        name = {"time": "timeout_min"}.get(name, name)
+        found[name if name in GENERIC else f"slurm_{name}"] = int(value) if value.isdecimal() else value
+    return found
+
+
+def submitit_executor(folder: Path, cluster: str, parameters: Mapping[str, Any], **more: Any) -> Any:
+    """submitit's executor of a cluster, "slurm" or "local". Raises ReshardError for settings that it does not know."""
+    if cluster == "slurm" and not shutil.which("sbatch"):
+        raise _silent("Slurm", "", "there is no `sbatch` here")
+    try:
+        executor = import_module("submitit").AutoExecutor(folder=folder, cluster=cluster, **more)
+        executor.update_parameters(**parameters)
+    except (NameError, *UNUSABLE) as error:
+        raise settings_error(said(error).partition(" Valid arguments")[0]) from error
+    return executor
+
+
+def settings_error(found: str) -> ReshardError:
+    """The error for settings that are none of Slurm's."""
     return ReshardError(
         "slurm-settings-malformed",
         "these are no settings for Slurm",
         expected="nodes=N, time=MINUTES, and what submitit knows: partition, account, qos, cpus_per_task, mem_gb …",
         found=found,
-        remedy="correct what follows --on slurm: NAME=VALUE,NAME=VALUE",
+        remedy="correct them: NAME=VALUE,NAME=VALUE",
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,10 +108,16 @@ def mix_of(given: Any) -> Mix:
     return Mix(tuple(Source(Path(each["path"]), each["weight"]) for each in given))
 
 
-def read_mix(option: str, words: Any) -> Mix:
+def absolute(word: str) -> Path:
+    """The path that somebody typed."""
+    return Path(word).expanduser().absolute()
+
+
+def read_mix(option: str, words: Any, local: Callable[[str], Path] = absolute) -> Mix:
     """The mix that `PATH` or `PATH:WEIGHT`, or a list of those, asks for. Raises ReshardError.
 
-    A colon belongs to the path if there is such a path, or if what follows it is no number.
+    A colon belongs to the path if there is such a path, or if what follows it is no number. `local` gives the path of
+    what was typed without its weight, which may be a name.
     """
     if isinstance(words, Mix):
         return words
@@ -118,25 +125,20 @@ def read_mix(option: str, words: Any) -> Mix:
     problems = [_no_path(option, each) for each in listed if not isinstance(each, (str, Path))]
     if problems or not listed:
         raise ReshardError(problems or [_no_path(option, words)])
-    mix = Mix(tuple(_source(str(each)) for each in listed))
+    mix = Mix(tuple(_source(str(each), local) for each in listed))
     wrong = [*_wrong_weights(option, mix), *_twice(option, mix)]
     if wrong:
         raise ReshardError(wrong)
     return mix
 
 
-def _source(word: str) -> Source:
+def _source(word: str, local: Callable[[str], Path]) -> Source:
+    given: float | None = None
     path, colon, weight = word.rpartition(":")
-    if colon and path and not _absolute(word).exists():
-        try:
-            return Source(_absolute(path), float(weight))
-        except ValueError:
-            pass
-    return Source(_absolute(word))
-
-
-def _absolute(word: str) -> Path:
-    return Path(word).expanduser().absolute()
+    if colon and path and not absolute(word).exists():
+        with suppress(ValueError):
+            given, word = float(weight), path
+    return Source(local(word), given)
 
 
 def _no_path(option: str, found: Any) -> Problem:

@@ -17,6 +17,7 @@ from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.companions import CONFIG, find_companions, read_object
 from reshard.formats.peft import CONFIG as ADAPTER_CONFIG
 from reshard.model.resolve import resolve_if_declared
+from reshard.stores.hub import name_of
 from reshard.train.run import Run
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -311,12 +312,12 @@ def _misshapen(module: str, pair: Pair, shape: tuple[int, ...], folder: Path) ->
 
 def _adapter_config(folder: Path, run: Run) -> str:
     base = read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
-    if base != str(run.model):
+    if base != name_of(run.model):
         raise ReshardError(
             "final-adapter-base-differs",
             "the adapter names another base",
             file=str(folder / ADAPTER_CONFIG),
-            expected=str(run.model),
+            expected=name_of(run.model),
             found=str(base),
             remedy="export the checkpoint again with `reshard export`",
         )

@@ -10,7 +10,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from reshard.conversion import Conversion, How, convert
 from reshard.errors import Problem, ReshardError
 from reshard.formats import open_checkpoint
 from reshard.formats.companions import CONFIG, find_companions
+from reshard.hub.pull import here
 from reshard.planning import Options
 from reshard.train.engine import Trained
 from reshard.train.engines import engine_of
@@ -170,6 +171,7 @@ def export(
     are fields of `conversion.How`. Raises ReshardError if there is no record.
     """
     run = Run.of_dict(read_record(checkpoint / RECORD))
+    run = replace(run, model=here(run.model))
     if merge and not run.lora:
         raise ReshardError(
             "final-adapter-missing",

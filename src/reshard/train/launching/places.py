@@ -115,7 +115,7 @@ def _slurm(run: Run, given: Environment) -> Place | None:
         tasks,
         _number(given, "SLURM_LOCALID") or 0,
         given.get("MASTER_ADDR") or first_host(nodes),
-        _number(given, "MASTER_PORT") or _port(job * 31 + step),
+        _number(given, "MASTER_PORT") or port_of(job * 31 + step),
         sizes[node] if node < len(sizes) else None,
     )
 
@@ -152,7 +152,7 @@ def _mpi(given: Environment) -> Place | None:
             world_size,
             rank if local_rank is None else local_rank,
             address or "127.0.0.1",
-            port or _port(os.getppid()),
+            port or port_of(os.getppid()),
             local_size or world_size,
         )
     return None
@@ -162,7 +162,7 @@ def _accelerate(given: Environment) -> Place | None:
     """`accelerate launch` with one process, which starts the script and tells it nothing of ranks."""
     if "ACCELERATE_MIXED_PRECISION" not in given:
         return None
-    return Place("accelerate launch", 0, 1, 0, "127.0.0.1", _port(os.getpid()), 1)
+    return Place("accelerate launch", 0, 1, 0, "127.0.0.1", port_of(os.getpid()), 1)
 
 
 def _disagreement(run: Run, place: Place) -> Problem | None:
@@ -218,7 +218,8 @@ def _repeated(counts: str) -> Iterator[int]:
         yield from [int(count)] * int(times or 1)
 
 
-def _port(number: int) -> int:
+def port_of(number: int) -> int:
+    """A port that follows from the number of a job or a process, so that all ranks come to the same."""
     return PORTS[0] + number % PORTS[1]
 
 

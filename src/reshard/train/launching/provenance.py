@@ -10,6 +10,7 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from reshard.stores.hub import url_of
 from reshard.train import data
 from reshard.train.engines import engine_of
 from reshard.train.run import Run
@@ -40,7 +41,7 @@ def record_of(run: Run, more: Mapping[str, Any]) -> dict[str, Any]:
 
 def words_of(run: Run, *, resume: bool = False) -> list[str]:
     """The command by which a run is asked for: the inverse of `request.run_of`."""
-    words = ["reshard", "train", run.method, "--model", str(run.model)]
+    words = ["reshard", "train", run.method, "--model", url_of(run.model)]
     words += [word for each in run.data.words for word in ("--data", each)]
     words += [
         word for each in (run.eval_data.words if run.eval_data else []) for word in ("--eval-data", each)

@@ -16,9 +16,10 @@ from typing import Any, get_type_hints
 
 from reshard.errors import Problem, ReshardError
 from reshard.train.engine import Option
-from reshard.train.fields import kind, nearest, typed
+from reshard.train.fields import kind, typed
 from reshard.train.megatron.core_fields import all_fields
 from reshard.train.megatron.refusals import missing, passes, refused
+from reshard.train.names import nearest
 from reshard.train.run import Run
 
 LENGTH = 4096

@@ -24,6 +24,7 @@ from reshard.formats.companions import find_companions
 from reshard.formats.megatron.request import LORA
 from reshard.formats.provenance import RUN_CONFIG
 from reshard.formats.torchfiles.read import read_torch_file
+from reshard.stores.hub import name_of
 from reshard.train.megatron.looks import last_iteration
 from reshard.train.megatron.lora import is_adapter
 from reshard.train.megatron.setup import Trainee, dtype_of, gather_weights
@@ -105,7 +106,7 @@ def _run_config(trainee: Trainee) -> dict[str, Any]:
             "pipeline_model_parallel_size": layout.pp,
             "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
             "expert_model_parallel_size": layout.ep,
-            "hf_model_id": str(trainee.run.model),
+            "hf_model_id": name_of(trainee.run.model),
         },
         "peft": {
             "_target_": LORA,

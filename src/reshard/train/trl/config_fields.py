@@ -13,7 +13,7 @@ from reshard.doctor.history.versions import Versions
 from reshard.errors import Problem, ReshardError
 from reshard.plain import json_of
 from reshard.train.engine import Option
-from reshard.train.fields import nearest
+from reshard.train.names import ALIASES, nearest
 from reshard.train.run import Run
 from reshard.train.trl import defaults, limits, packages, refusals, reward
 
@@ -37,7 +37,11 @@ def _fields(method: str) -> dict[str, Field[Any]]:
     """Every field by name: the method's config, then what is taken of ModelConfig."""
     from trl import ModelConfig
 
-    own = {field.name: field for field in fields(config_class(method)) if field.init}
+    own = {
+        field.name: field
+        for field in fields(config_class(method))
+        if field.init and field.name not in ALIASES
+    }
     model = {field.name: field for field in fields(ModelConfig) if field.name in (*LORA, *MODEL)}
     return own | model
 

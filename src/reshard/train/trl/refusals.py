@@ -11,7 +11,6 @@ from reshard.train.run import Run
 
 _PLAN = "reshard spreads the model by itself, and asserts that it did"
 REFUSED: dict[str, tuple[str, str]] = {
-    "output_dir": ("the output has one place", "give it with -o"),
     "resume_from_checkpoint": ("reshard knows which checkpoint is the last complete one", "use --resume"),
     "fsdp": (_PLAN, "use --parallel fsdp2"),
     "fsdp_config": (_PLAN, "use --parallel fsdp2"),
@@ -36,9 +35,6 @@ REFUSED: dict[str, tuple[str, str]] = {
         "its ranks save after different steps, and the run counts as done",
         "leave it out: a signal lets all ranks finish and save their step (--save-on-signal)",
     ),
-    "model_name_or_path": ("the model has one name", "use --model"),
-    "dataset_name": ("the data have one name", "use --data"),
-    "use_peft": ("it has another name here", "use --lora"),
     "load_in_4bit": (
         "a quantized base cannot be bit-equal to what was trained",
         "use --lora with --parallel fsdp2",
@@ -50,6 +46,8 @@ REFUSED: dict[str, tuple[str, str]] = {
 }
 """Options that are refused, with the reason and what to use instead."""
 
+_LEFT_OUT = ("none", "false", "")
+"""Values by which configs say that an option is not used."""
 _INIT = {"device_map", "tp_plan", "tp_size", "device_mesh", "distributed_config", "quantization_config"}
 """Keys of model_init_kwargs that spread or quantize a model while it is loaded."""
 _EITHER = {"dtype", "torch_dtype", "attn_implementation", "trust_remote_code"}
@@ -59,6 +57,8 @@ _EITHER = {"dtype", "torch_dtype", "attn_implementation", "trust_remote_code"}
 def refused(run: Run) -> Iterator[Problem]:
     """A problem for each option of `REFUSED`, and for what of model_init_kwargs is."""
     for name in run.options.keys() & REFUSED.keys():
+        if str(run.options[name]).lower() in _LEFT_OUT:
+            continue
         reason, cure = REFUSED[name]
         yield Problem(
             "option-not-passed-on",

@@ -15,6 +15,7 @@ from typing import Any
 
 from reshard.errors import Problem, ReshardError
 from reshard.formats.companions import CONFIG, find_companions, read_object
+from reshard.stores.hub import name_of, url_of
 from reshard.train.run import RECORD, Run
 from reshard.train.trl import weights
 from reshard.train.trl.devices import rank
@@ -90,7 +91,7 @@ def _adapter_config(run: Run, model: Any, folder: Path) -> None:
     """adapter_config.json, as it is for use: PEFT writes the mode in which the adapter is trained."""
     config = model.peft_config[model.active_adapter]
     before = config.inference_mode, config.base_model_name_or_path
-    config.inference_mode, config.base_model_name_or_path = True, str(run.model)
+    config.inference_mode, config.base_model_name_or_path = True, name_of(run.model)
     config.save_pretrained(str(folder))
     config.inference_mode, config.base_model_name_or_path = before
 
@@ -160,7 +161,7 @@ def resumable(run: Run, checkpoint: Path) -> None:
     pairs = {
         "method": (before.method, run.method),
         "--lora": (before.lora, run.lora),
-        "--model": (before.model, run.model),
+        "--model": (url_of(before.model), url_of(run.model)),
         "--parallel": (before.parallel, run.parallel),
         "--tp": (before.layout.tp, run.layout.tp),
     }

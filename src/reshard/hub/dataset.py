@@ -1,0 +1,160 @@
+"""Datasets of the Hugging Face Hub as folders of this machine, with the files of one split.
+
+Which files those are, the library `datasets` says: it knows the configurations in README.md, and the names by which
+splits are known.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from reshard.errors import ReshardError, size
+from reshard.stores.errors import translated
+from reshard.suggest import did_you_mean
+
+PREFIX = "hf://datasets/"
+CARDS = ("README.md", ".huggingface.yaml")
+"""Where a dataset's configurations are declared."""
+FOLDER = "reshard"
+"""Where beside the hub's cache the folders lie, with links into it."""
+_ID = re.compile(r"[\w.-]+/[\w.-]+(@[^/]+)?")
+Note = Callable[[str], None]
+
+
+def may_be(typed: str, suffixes: tuple[str, ...]) -> bool:
+    """Whether what was typed, which is no local path, may name a dataset. Files end in `suffixes`."""
+    if typed.startswith(PREFIX):
+        return True
+    return bool(_ID.fullmatch(typed)) and not typed.endswith(suffixes) and not Path(typed).parent.exists()
+
+
+def dataset_folder(typed: str, split: str, config: str | None = None, note: Note = lambda text: None) -> Path:
+    """The folder with the files of a split. Downloads what is not there.
+
+    `typed` is `Org/Set`, or `hf://datasets/Org/Set@revision`. `note` is told what is downloaded. Raises ReshardError if
+    the hub has no such dataset, configuration or split, or cannot be asked while the local cache lacks it.
+    """
+    from huggingface_hub import constants, snapshot_download
+
+    name, _, revision = typed.removeprefix(PREFIX).partition("@")
+    url = f"{PREFIX}{name}"
+    source = {"repo_id": name, "repo_type": "dataset", "revision": revision or None}
+    with _explained(url, name, revision):
+        folder = Path(snapshot_download(**source, allow_patterns=list(CARDS)))
+        with TemporaryDirectory() as place:
+            _outline(Path(place), folder, _listed(name, folder.name))
+            files = _chosen(url, _splits(Path(place), url, config), split, Path(place))
+        wanted = {**source, "allow_patterns": [*files, *CARDS]}
+        if not constants.HF_HUB_OFFLINE:
+            missing = [each for each in snapshot_download(**wanted, dry_run=True) if each.will_download]
+            if missing:
+                total = size(sum(each.file_size or 0 for each in missing))
+                note(f"downloading {name}: {len(missing)} files, {total}")
+        folder = Path(snapshot_download(**wanted))
+    root = Path(constants.HF_HUB_CACHE).parent / FOLDER / f"datasets--{name.replace('/', '--')}"
+    return _linked(folder, files, root / folder.name / (config or "default") / split)
+
+
+@contextmanager
+def _explained(url: str, name: str, revision: str) -> Iterator[None]:
+    """Raise ReshardError for what the hub, or its cache, does not have."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    at = f" --revision {revision}" if revision else ""
+    with translated(url):
+        try:
+            yield
+        except GatedRepoError:
+            raise
+        except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+            missing = isinstance(error, RevisionNotFoundError)
+            raise ReshardError(
+                "hub-dataset-not-found",
+                f"the hub has no revision {revision} of {name}"
+                if missing
+                else f"the hub has no dataset {name}",
+                file=url,
+                remedy="check the name or path; if the dataset is private, run `hf auth login`",
+            ) from None
+        except LocalEntryNotFoundError:
+            raise ReshardError(
+                "hub-dataset-not-cached",
+                "the dataset is not in the local cache, and the hub cannot be asked",
+                file=url,
+                remedy=f"hf download {name} --repo-type dataset{at} on a machine with a network, or unset "
+                "HF_HUB_OFFLINE; if this is a path, correct it",
+            ) from None
+
+
+def _listed(name: str, commit: str) -> list[str]:
+    """The paths of all files of a dataset at a commit. huggingface_hub keeps them beside what it downloads."""
+    from huggingface_hub import get_cached_repo_tree
+
+    return [each.path for each in get_cached_repo_tree(name, repo_type="dataset", revision=commit)]
+
+
+def _outline(place: Path, folder: Path, files: list[str]) -> None:
+    """Make files with the names of all of a dataset, which are empty but for its cards."""
+    for file in files:
+        inside = PurePosixPath(file)
+        if inside.is_absolute() or ".." in inside.parts:
+            continue
+        path = place / inside
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes((folder / file).read_bytes() if file in CARDS else b"")
+
+
+def _splits(place: Path, url: str, config: str | None) -> Mapping[str, Any]:
+    """The files of each split of a configuration, as `datasets` finds them. Raises ReshardError if it finds none."""
+    from datasets import load_dataset_builder
+
+    try:
+        found = load_dataset_builder(str(place), config).config.data_files
+    except (
+        Exception
+    ) as error:  # ValueError for configurations, its own for files, and what cards make it raise
+        said = " ".join(str(error).split()).replace(str(place), url)
+        raise ReshardError(
+            "hub-dataset-unreadable",
+            "datasets does not find the files of this dataset",
+            file=url,
+            found=said[:300],
+            remedy="choose a configuration with --dataset-config, or convert the data to JSONL or Parquet",
+        ) from None
+    return {str(split): files for split, files in (found or {}).items()}
+
+
+def _chosen(url: str, splits: Mapping[str, Any], split: str, place: Path) -> list[str]:
+    """The files of a split by their paths in the dataset. Raises ReshardError if there is no such split."""
+    if split in splits:
+        return [os.path.relpath(file, place) for file in splits[split]]
+    raise ReshardError(
+        "hub-dataset-split-missing",
+        "the dataset has no such split",
+        file=url,
+        expected=", ".join(splits),
+        found=split,
+        remedy=did_you_mean(split, splits, "choose one of these")
+        + " (--dataset-train-split, and --dataset-test-split for --eval-data)",
+    )
+
+
+def _linked(folder: Path, files: list[str], place: Path) -> Path:
+    """A folder with links to the files of a split, and nothing else. Several processes may make it at once."""
+    for file in files:
+        link = place / file
+        link.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            link.symlink_to((folder / file).resolve())
+    return place
