@@ -12,10 +12,10 @@ from typing import Any
 from reshard.algebra.layout import Layout
 from reshard.errors import UNUSABLE, ReshardError
 from reshard.plain import json_of
-from reshard.train import signals
+from reshard.train import methods, signals
 from reshard.train.data.mix import Mix, mix_of
 
-METHODS = ("sft", "dpo", "grpo")
+METHODS = tuple(methods.METHODS)
 PARALLEL = ("ddp", "fsdp2", "zero2", "zero3", "tp")
 SIZES = ("tp", "pp", "vpp", "ep", "cp")
 """The sizes of a layout that a run can be given."""
