@@ -30,6 +30,7 @@ CONTRACT = {
     "--vocab-divisible-by --memory --workers --dry-run --overwrite --no-tokenizer --json --quiet --debug",
     "verify": "--base --logits --proof --json",
     "train": "",
+    "report": "",
     "export": "",
     "doctor": "--lang --list --explain --json --python",
     "support": "--json",
@@ -43,6 +44,7 @@ BESIDES = {
     " --on --no-sync",
     "verify": "--html --memory --quiet --debug",
     "train": "",  # its methods have the flags: tests/train/test_cli.py
+    "report": "--output --quiet --json --debug",
     "export": "--merge --dtype --overwrite --no-resume --quiet --json --debug",
     "doctor": "--quiet --debug",
     "support": "--debug",
@@ -98,9 +100,9 @@ def test_help_tells_every_flag_and_there_are_no_others(name: str) -> None:
     flags = {*CONTRACT[name].split(), *BESIDES[name].split()}
     result = reshard(name, "--help")
     assert result.code == 0 and result.err == ""
-    assert set(re.findall(r"(?m)^ +(?:-[hq], )?(--[a-z-]+)", result.out)) == flags | {"--help"}
+    assert set(re.findall(r"(?m)^ +(?:-[hoq], )?(--[a-z-]+)", result.out)) == flags | {"--help"}
     options = [each for each in command(name).params if isinstance(each, click.Option)]
-    assert {flag for option in options for flag in option.opts} - {"-q"} == flags
+    assert {flag for option in options for flag in option.opts} - {"-q", "-o"} == flags
     assert ("-q, --quiet" in result.out) == ("--quiet" in flags)
     assert all(option.help and not option.hidden for option in options)
 

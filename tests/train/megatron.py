@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,6 +60,9 @@ class Seen:
 
     def evaluated(self, step: int, **metrics: float) -> None:
         self.evaluations[step] = metrics["eval_loss"]
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        pass
 
     def saved(self, checkpoint: Path) -> None:
         self.checkpoints.append(checkpoint)

@@ -48,7 +48,10 @@ def test_the_rank_that_failed_first_is_told_and_its_cause_stands_last(make_run: 
     assert "--resume" in told
     order = ["RuntimeError: aten", "train.log", "checkpoint-1", "error: ", "why ", "cure "]
     assert [told.index(word) for word in order] == sorted(told.index(word) for word in order)
-    assert 'class="state failed"' in (run.output / "report.html").read_text()
+    page = (run.output / "report.html").read_text()
+    why = page[page.index('<section class="failure failed">') : page.index('class="facts"')]
+    assert "rank 1 failed first" in why and "got mixed torch.Tensor and DTensor" in why
+    assert "<b>Why</b>" in why and "<b>Fix</b>" in why and "--resume" in why
 
 
 def test_a_rank_that_was_killed_is_told_by_its_signal(make_run: Callable[..., Run]) -> None:

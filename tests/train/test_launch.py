@@ -55,7 +55,8 @@ def test_a_refusal_of_ranks_is_raised_once_and_after_a_step_the_run_has_failed(
         launch.launch(run, quiet=True, console=Console(file=said, soft_wrap=True))
     assert [problem.message for problem in caught.value.problems] == ["the plan does not hold"]
     assert isinstance(caught.value, RunFailedError) is failed  # exit status 1, not 2
-    assert history_of(run.output).outcome == outcome
+    end = history_of(run.output).end
+    assert (end["outcome"], end["failure"]["problems"][0]["title"]) == (outcome, "the plan does not hold")
     assert ("the last checkpoint is whole: " in said.getvalue()) is failed
 
 

@@ -16,8 +16,8 @@ from rich.console import Console
 from reshard.errors import ReshardError
 from reshard.train.run import Run
 from reshard.train.show import display, trackers
-from reshard.train.show.display import Display, clock, short, words
-from reshard.train.show.monitor import History, Metrics, Tail, append, history_of, last_checkpoint
+from reshard.train.show.display import Display, clock, evaluated, short, words
+from reshard.train.show.monitor import METRICS, History, Metrics, Tail, append, history_of, last_checkpoint
 from reshard.train.show.watch import Watch
 
 
@@ -122,6 +122,34 @@ def test_what_was_not_measured_is_not_told() -> None:
     history = told({"event": "begin", "steps": 4, "done": 0, "time": 0.0}, *row)
     assert words(history) == "step 1/4  loss 1.2500  lr 1.0e-05  1.5k tok/s  4.2 GB  0:00:06 left"
     assert History().speed is None and History().left is None
+
+
+@pytest.mark.parametrize(
+    ("method", "measured", "line"),
+    [
+        ("sft", {"loss": 1.25, "mean_token_accuracy": 0.5}, "loss 1.2500  token accuracy 0.5000"),
+        (
+            "dpo",
+            {"loss": 0.69, "rewards/accuracies": 0.75, "rewards/margins": 0.01},
+            "accuracy 0.7500  margin 0.0100  loss 0.6900",
+        ),
+        ("grpo", {"loss": 1e-9, "reward": 0.25, "kl": 0.5}, "reward 0.2500  KL divergence 0.5000"),
+        ("unheard-of", {"loss": 2.0, "reward": 1.0}, "loss 2.0000"),
+    ],
+)
+def test_each_method_shows_what_tells_how_it_goes(
+    method: str, measured: dict[str, float], line: str, tmp_path: Path
+) -> None:
+    run = Run(method, tmp_path, tmp_path, tmp_path)
+    metrics = Metrics(run, 0)
+    metrics.begin(4)
+    metrics.step(1, **measured)
+    history = history_of(tmp_path)
+    assert words(history).removesuffix("  0:00:00 left") == f"step 1/4  {line}"
+    row = {"event": "eval", "step": 1, **{f"eval_{name}": value for name, value in measured.items()}}
+    assert evaluated(row, history.method) == f"after step 1  {line}"
+    begin = json.loads((tmp_path / METRICS).read_text().splitlines()[0])
+    assert begin["headline"][0] in measured
 
 
 def test_the_last_checkpoint_is_one_that_was_reported_and_is_there(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -13,9 +14,11 @@ from xml.etree import ElementTree
 
 import pytest
 
+from reshard.train.run import Run
 from reshard.train.show import report
-from reshard.train.show.chart import decimated, means, svg, ticks
-from reshard.train.show.monitor import History, append
+from reshard.train.show.chart import COLUMNS, SIZE, Series, chart, means, thinned, ticks
+from reshard.train.show.monitor import History, Metrics, append
+from tests.commandline import reshard
 
 RECORD = {
     "method": "sft",
@@ -27,14 +30,26 @@ RECORD = {
 }
 
 
-def history(count: int, outcome: str | None = None, **metrics: Any) -> History:
+def history(
+    count: int,
+    outcome: str | None = None,
+    *,
+    method: str | None = None,
+    samples: list[dict[str, Any]] | None = None,
+    failure: dict[str, Any] | None = None,
+    resume: str | None = None,
+    **metrics: Any,
+) -> History:
     found = History()
-    found.add({"event": "begin", "steps": 10, "done": 0, "time": 1e9})
+    found.add({"event": "begin", "steps": 10, "done": 0, "time": 1e9, "method": method})
     for step in range(1, count + 1):
         row = {"loss": 4.0 / step, "learning_rate": 1e-5, **metrics}
         found.add({"event": "step", "step": step, "time": 1e9 + step, **row})
+    if samples:
+        found.add({"event": "samples", "step": 1, "samples": samples, "time": 1e9 + count})
     if outcome:
-        found.add({"event": "end", "outcome": outcome, "time": 2e9})
+        end = {"failure": failure, "resume": resume}
+        found.add({"event": "end", "outcome": outcome, "time": 2e9, **{k: v for k, v in end.items() if v}})
     return found
 
 
@@ -50,7 +65,7 @@ class Parser(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.names.append(tag)
         self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
-        if tag != "meta":
+        if tag not in ("meta", "input"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -64,81 +79,182 @@ def parsed(page: str) -> Parser:
     return parser
 
 
-def charts(page: str) -> list[ElementTree.Element]:
-    return [ElementTree.fromstring(text) for text in re.findall(r"<svg.*?</svg>", page)]
+def plots(page: str) -> list[ElementTree.Element]:
+    """Each chart's lines, on a linear and a logarithmic scale."""
+    return [ElementTree.fromstring(text) for text in re.findall(r"<svg.*?</svg>", page, re.S)]
 
 
-def numbers(chart: ElementTree.Element) -> list[float]:
-    """All coordinates of lines and dots."""
-    texts = [element.get("points", "") for element in chart.iter("polyline")]
-    texts += [f"{dot.get('cx')},{dot.get('cy')}" for dot in chart.iter("circle")]
-    return [float(number) for text in texts for number in re.split("[ ,]", text)]
+def titles(page: str) -> list[str]:
+    """The charts of a page, in their order."""
+    return re.findall(r'<section class="chart[^>]*>\s*<h2>(.*?)(?: <span|</h2>)', page)
+
+
+def numbers(plot: ElementTree.Element) -> list[float]:
+    """All coordinates of its paths."""
+    paths = [element.get("d", "") for element in plot.iter("path")]
+    return [float(number) for path in paths for number in re.findall(r"[\d.]+(?=[ ML]|h|$)", path)]
+
+
+def shown(found: History, record: dict[str, Any] | None = None, name: str = "out") -> report.Shown:
+    return report.Shown(name, RECORD if record is None else record, found)
+
+
+def page_of(found: History, record: dict[str, Any] | None = None) -> str:
+    return report.page([shown(found, record)])
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 150])
 def test_the_page_is_whole_and_refers_to_nothing_outside(count: int) -> None:
-    page = report.page(RECORD, history(count))
+    page = page_of(history(count))
     parser = parsed(page)
     assert parser.links == [] and "@import" not in page and "url(" not in page and "fetch(" not in page
-    assert len(charts(page)) == (2 if count else 0)
-    for chart in charts(page):
-        assert all(0 <= number <= 900 for number in numbers(chart))
+    assert titles(page) == (["loss", "learning rate"] if count else [])
+    assert len(plots(page)) == 2 * len(titles(page))
+    assert ("Nothing has been measured" in page) == (count == 0)
+    for plot in plots(page):
+        assert numbers(plot) and all(0 <= number <= SIZE for number in numbers(plot))
 
 
 def test_what_the_record_says_is_text_and_not_code() -> None:
-    page = report.page(RECORD, history(1))
+    hostile = history(1, samples=[{"prompt": "<img src=x onerror=alert(1)>", "completion": "</script>"}])
+    page = page_of(hostile)
     assert "<script>alert" not in page and "&lt;script&gt;alert(1)" in page
+    assert "<img" not in page and page.count("</script>") == 1
     for text in ("sft · Qwen3-8B", "kind fsdp2 · tp 1", "2.13.0", "world size", "last update"):
         assert text in page
+    names = report.page([shown(history(1), name="</script><b>"), shown(history(1))])
+    assert names.count("</script>") == 1 and "<b>" not in names.split("<main")[1].split("Configuration")[0]
 
 
 @pytest.mark.parametrize(
     ("outcome", "reloads"), [(None, True), ("trained", True), ("done", False), ("failed", False)]
 )
 def test_the_page_reloads_itself_while_the_run_goes_on(outcome: str | None, reloads: bool) -> None:
-    assert ('<meta http-equiv="refresh"' in report.page(RECORD, history(3, outcome))) == reloads
+    assert ('<meta http-equiv="refresh"' in page_of(history(3, outcome))) == reloads
 
 
-def test_only_what_was_measured_is_drawn() -> None:
-    assert "reward" not in report.page({}, history(3))
-    assert len(charts(report.page({}, history(3, reward=0.5, grad_norm=1.0)))) == 4
+def test_the_headline_of_the_method_comes_first_and_the_rest_is_folded() -> None:
+    measured = {"reward": 0.5, "kl": 0.1, "grad_norm": 1.0, "memory": 2e9, "tokens": 64, "entropy": 1.0}
+    page = page_of(history(3, method="grpo", **measured))
+    assert titles(page) == [
+        *("reward", "KL divergence"),
+        *("learning rate", "gradient norm", "tokens per second", "memory (GB)", "loss"),
+        "entropy",
+    ]
+    folded = page[page.index("<details>") :]
+    assert titles(folded) == ["entropy"] and "What was run" in folded
+    facts = page[page.index('class="facts"') : page.index('class="controls"')]
+    assert "<b>0.5000</b><span>reward</span>" in facts and "loss" not in facts
+    assert "<b>64</b><span>tokens per second</span>" in facts and "<b>2.0 GB</b>" in facts
 
 
-def test_one_point_is_a_dot_and_a_constant_is_drawn() -> None:
-    (dot,) = ElementTree.fromstring(svg("loss", [(7, 0.0)])).iter("circle")
-    assert 0 < float(dot.get("cx") or 0) < 900
-    line = ElementTree.fromstring(svg("loss", [(1, 2.0), (2, 2.0)]))
-    assert len(list(line.iter("polyline"))) == 1
+def test_speed_is_told_for_each_step_without_evaluations_and_pauses() -> None:
+    found = History()
+    rows: list[dict[str, Any]] = [
+        {"event": "begin", "steps": 9, "done": 0, "time": 100.0},
+        {"event": "step", "step": 1, "tokens": 100, "time": 110.0},
+        {"event": "step", "step": 2, "tokens": 100, "time": 112.0},
+        {"event": "eval", "step": 2, "seconds": 50.0, "time": 162.0},
+        {"event": "step", "step": 3, "tokens": 100, "time": 164.0},
+        {"event": "begin", "steps": 9, "done": 2, "time": 1000.0},
+        {"event": "step", "step": 3, "tokens": 100, "time": 1004.0},
+        {"event": "step", "step": 5, "tokens": 300, "time": 1007.0},
+    ]
+    for row in rows:
+        found.add(row)
+    assert found.speeds() == [(1, 10.0), (2, 50.0), (3, 25.0), (5, 100.0)]
+
+
+def test_why_a_run_failed_comes_first_with_what_to_do() -> None:
+    problem = {
+        "code": "vocab-index",
+        "certainty": "sure",
+        "title": "An id",
+        "cause": "`x` < 3",
+        "cure": "a cure",
+    }
+    failure = {"who": "rank 1 failed first", "shown": ["IndexError: <no>"], "problems": [problem]}
+    page = page_of(history(3, "failed", failure=failure, resume="reshard train --resume"))
+    told = page[page.index('<section class="failure') : page.index('class="facts"')]
+    for text in ("rank 1 failed first", "An id", "<code>x</code> &lt; 3", "a cure", "vocab-index, sure"):
+        assert text in told
+    assert "IndexError: &lt;no&gt;" in told and "reshard train --resume" in told
+    assert "failure" not in page_of(history(3, "done")).split("<main")[1]
+
+
+def test_an_attempt_that_goes_on_forgets_how_the_one_before_ended() -> None:
+    found = history(3, "failed", failure={"who": "rank 0", "shown": [], "problems": []})
+    found.add({"event": "begin", "steps": 10, "done": 2, "time": 3e9})
+    assert found.outcome is None and "rank 0" not in page_of(found)
+
+
+def test_answers_of_the_last_step_are_shown_and_earlier_ones_folded(tmp_path: Path) -> None:
+    metrics = Metrics(Run("grpo", tmp_path, tmp_path, tmp_path), 0)
+    metrics.begin(9)
+    for step in range(1, 10):
+        metrics.step(step, reward=1.0)
+        metrics.samples(step, [{"prompt": "p", "completion": f"answer {step} " + "x" * 5000, "r": 0.5}] * 9)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    kept = [row["samples"] for row in rows if row["event"] == "samples"]
+    assert len(kept) == 9 and all(len(each) == 4 and len(each[0]["completion"]) < 2100 for each in kept)
+    page = report.write(tmp_path).read_text()
+    steps = re.findall(r"<h3>Step (\d+)</h3>", page)
+    assert steps[0] == "9" and "1" in steps and len(steps) == 4
+    assert page.index("answer 9") < page.index("Earlier steps") < page.index("answer 1 ")
+    assert "<span>r <b>0.5</b></span>" in page
+
+
+def test_one_point_is_a_dot_and_a_constant_is_a_line() -> None:
+    (dot, _), (line, _) = (
+        chart("loss", [Series(points)]).linear.lines for points in ([(7, 0.0)], [(1, 2.0), (2, 2.0)])
+    )
+    assert not dot.path and dot.dots.count("M") == 1
+    assert line.path.count("M") == 1 and not line.dots
 
 
 def test_what_is_no_number_breaks_the_line_and_is_marked() -> None:
     points = [(1, 3.0), (2, 2.0), (3, math.nan), (4, math.inf), (50, 1.0), (51, 1.5)]
-    chart = ElementTree.fromstring(svg("loss", points))
-    assert len(list(chart.iter("polyline"))) == 2
-    assert [mark.findtext("title") for mark in chart.iter("path")] == [
-        "step 3 is no number",
-        "step 4 is no number",
-    ]
-    everywhere = ElementTree.fromstring(svg("loss", [(step, math.nan) for step in range(5000)]))
-    assert 200 < len(list(everywhere.iter("path"))) < 300
-    assert ElementTree.fromstring(svg("loss", [(1, math.nan)])).find("path") is not None
+    found = chart("loss", [Series(points)])
+    assert found.linear.lines[0].path.count("M") == 2
+    assert [mark.text for mark in found.broken] == ["3", "4"]
+    everywhere = chart("loss", [Series([(step, math.nan) for step in range(5000)])])
+    assert 200 < len(everywhere.broken) < 400 and everywhere.logarithmic is None
+    page = page_of(history(1, loss="nan"))
+    assert 'title="step 1: not a finite number"' in page
+
+
+def test_a_logarithmic_scale_leaves_out_what_has_no_place_on_it() -> None:
+    found = chart("loss", [Series([(1, 1e-6), (2, 1e-3), (3, 0.0), (4, -1.0), (5, 1.0), (6, 10.0)])])
+    assert found.logarithmic is not None
+    assert found.logarithmic.lines[0].path.count("L") == 2 and found.linear.lines[0].path.count("L") == 5
+    marks = found.logarithmic.ticks
+    assert [each.text for each in marks] == sorted((each.text for each in marks), key=float)
+    gaps = {round(b.at - a.at, 1) for a, b in itertools.pairwise(marks)}
+    assert len(marks) >= 3 and len(gaps) <= 2  # as far apart on the page as their powers
+
+
+def test_means_are_drawn_over_what_jumps() -> None:
+    points = [(step, float(step % 2)) for step in range(40)]
+    jumping, steady = (chart("x", [Series(points)], noisy=noisy).linear.lines for noisy in (True, False))
+    assert jumping[0].path != jumping[1].path and steady[0].path == steady[1].path
 
 
 def test_many_points_become_few_and_no_extreme_is_lost() -> None:
     random.seed(0)
     points = [(step, random.gauss(1, 0.1)) for step in range(100_000)]
     points[54_321], points[77_777], points[10] = (54_321, 40.0), (77_777, -3.0), (10, math.nan)
-    kept = list(decimated(points))
-    assert len(kept) <= 4 * 900 + 1
+    kept = list(thinned(points))
+    assert len(kept) <= 4 * COLUMNS + 1
     assert {points[0], points[-1], points[54_321], points[77_777]} <= set(kept)
     assert any(math.isnan(value) for _, value in kept)
     assert [step for step, _ in kept] == sorted(step for step, _ in kept)
-    assert len(svg("loss", points)) < 300_000
 
 
 def test_the_mean_follows_the_points() -> None:
     assert means([(step, 2.0) for step in range(200)]) == [(step, 2.0) for step in range(200)]
-    assert means([(1, 1.0), (2, math.nan), (3, 3.0)]) == [(1, 1.0), (3, 3.0)]
+    assert means([(1, 1.0), (2, math.nan), (3, 3.0)]) == [(1, 1.0), (3, 2.0)]
+    after = means([(step, 1e30 if step == 3 else 1.0) for step in range(40)])
+    assert after[-1] == (39, 1.0)
 
 
 def test_ticks_are_round() -> None:
@@ -146,8 +262,11 @@ def test_ticks_are_round() -> None:
     assert ticks(-2e-6, 1.1e-5, 5) == pytest.approx([0.0, 5e-6, 1e-5])
 
 
-def test_checks_are_told(tmp_path: Path) -> None:
-    page = report.page(RECORD, history(2, "done"), [("bits", "equal", True), ("template", "lost", False)])
+def test_checks_are_told_and_stay(tmp_path: Path) -> None:
+    append(tmp_path, {"event": "begin", "steps": 1})
+    checks = [("bits", "equal", True), ("template", "lost", False)]
+    append(tmp_path, {"event": "end", "outcome": "failed", "checks": checks})
+    page = report.write(tmp_path).read_text()
     assert page.count('class="right"') == 1 and page.count('class="wrong"') == 1
 
 
@@ -156,5 +275,57 @@ def test_the_report_of_an_output_is_written_whole(tmp_path: Path) -> None:
     append(tmp_path, {"event": "begin", "steps": 1})
     append(tmp_path, {"event": "step", "step": 1, "loss": 2.0})
     path = report.write(tmp_path)
-    assert path == tmp_path / "report.html" and len(charts(path.read_text())) == 1
+    assert path == tmp_path / "report.html" and titles(path.read_text()) == ["loss"]
     assert {file.name for file in tmp_path.iterdir()} == {"run.json", "metrics.jsonl", "report.html"}
+
+
+# --------------------------------------------------------------------------------------------- several runs
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    outputs = [tmp_path / name for name in ("slow", "fast")]
+    for output, rate in zip(outputs, ("1e-5", "5e-5"), strict=True):
+        output.mkdir()
+        record = {**RECORD, "options": {"learning_rate": rate, "seed": 1}}
+        (output / "run.json").write_text(json.dumps(record))
+        append(output, {"event": "begin", "steps": 2, "method": "sft"})
+        append(output, {"event": "step", "step": 1, "loss": float(rate)})
+        append(output, {"event": "step", "step": 2, "loss": 0.5})
+    append(outputs[0], {"event": "end", "outcome": "done"})
+    return outputs
+
+
+def test_several_runs_are_drawn_over_each_other(runs: list[Path], tmp_path: Path) -> None:
+    page_at = tmp_path / "both.html"
+    result = reshard("report", *runs, "--output", page_at)
+    assert (result.code, result.err) == (0, "") and str(page_at) in result.out.replace("\n", "")
+    page = page_at.read_text()
+    parsed(page)
+    assert (
+        titles(page) == ["loss"] and page.count('class="points r0"') == page.count('class="points r1"') == 2
+    )
+    differing = page[page.index("What differs") : page.index('class="controls"')]
+    assert "options.learning_rate" in differing and "1e-5" in differing and "5e-5" in differing
+    assert "seed" not in differing and "<meta http-equiv" not in page
+    assert reshard("report", *runs, "-o", page_at, "--json").json == {
+        "report": str(page_at),
+        "runs": {"slow": "done", "fast": "running"},
+    }
+
+
+def test_the_report_of_one_run_is_drawn_again_at_its_place(runs: list[Path]) -> None:
+    assert reshard("report", runs[0]).code == 0
+    assert titles((runs[0] / "report.html").read_text()) == ["loss"]
+
+
+def test_what_is_no_run_is_named_and_nothing_else_is_replaced(runs: list[Path], tmp_path: Path) -> None:
+    own = tmp_path / "own.html"
+    own.write_text("<p>mine</p>")
+    (tmp_path / "folder").mkdir()
+    result = reshard("report", runs[0], tmp_path / "nowhere", tmp_path / "folder", "-o", own)
+    assert result.code == 2 and own.read_text() == "<p>mine</p>"
+    for text in ("nowhere", "folder", "a file that reshard did not write", "-o"):
+        assert text in result.err
+    unwritable = reshard("report", runs[0], "-o", tmp_path / "no" / "where.html")
+    assert unwritable.code == 2 and "cannot be written" in unwritable.err

@@ -35,6 +35,7 @@ def assert_saved(run: Run, sent: signal.Signals, shown: str) -> None:
     assert f"reshard train sft --model {run.model}" in shown and "--resume" in shown
     assert [path.name for path in run.output.glob("checkpoint-*")] == [checkpoint.name]
     assert (history.outcome, read_record(run.output / "run.json")["outcome"]) == ("interrupted",) * 2
+    assert "interrupted by" in history.end["failure"]["who"] and "--resume" in history.end["resume"]
     assert not (run.output / "trained.json").exists()
 
 

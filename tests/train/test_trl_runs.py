@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from reshard import api
 from reshard.algebra.layout import Layout
 from reshard.train import trl
 from reshard.train.run import Run
+from reshard.train.show.display import words
+from reshard.train.show.monitor import history_of
 from tests.train.trl_runs import STEPS, Ran, train
 
 Trainer = Callable[..., Ran]
@@ -256,6 +259,13 @@ def test_grpo_takes_a_path_on_two_processes(ran: Trainer) -> None:
     assert [row["step"] for row in grpo.rows] == [1, 2]
     assert all(row["reward"] > 0 and row["tokens"] > 0 and row["kl"] >= 0 for row in grpo.rows)
     assert grpo.rows[0]["kl"] == pytest.approx(0, abs=1e-6)
+    history = history_of(grpo.run.output)
+    assert words(history).startswith(f"step 2/2  reward {grpo.rows[1]['reward']:.4f}  KL divergence ")
+    assert [*history.samples] == [1, 2] and len(history.samples[2]) == 4
+    assert all({*each} == {"prompt", "completion", "variety"} for each in history.samples[2])
+    assert grpo.rows[1]["reward"] == pytest.approx(
+        statistics.mean(each["variety"] for each in history.samples[2])
+    )
 
 
 def test_a_plan_that_did_not_hold_stops_the_run(ran: Trainer, tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ COMMANDS = {
     "convert": "Convert a checkpoint to another format or parallel layout.",
     "verify": "Compare the weights of two checkpoints bit for bit.",
     "train": "Fine-tune on many processes, and end with a Hugging Face folder.",
+    "report": "Draw training runs as one HTML page, several over each other.",
     "export": "Make a Hugging Face folder from a checkpoint that `train` saved.",
     "doctor": "Explain why a log, script, checkpoint or machine fails, and how to fix it.",
     "support": "List the formats and model families that are read and written.",

@@ -5,7 +5,7 @@ All else asks the `Engine` of a run, and knows none by its name. `engines.py` li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -70,6 +70,9 @@ class Monitor(Protocol):
 
     def evaluated(self, step: int, **metrics: float) -> None:
         """What an evaluation after a step measured: eval_loss, and eval_… of whatever else; `seconds` that it took."""
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """What the model answered in a step: prompt, completion, and numbers by their names. Some are kept."""
 
     def saved(self, checkpoint: Path) -> None:
         """A checkpoint is complete on disk."""

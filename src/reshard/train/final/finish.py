@@ -25,6 +25,7 @@ from reshard.train.engines import engine_of
 from reshard.train.final import acceptance
 from reshard.train.final.acceptance import Check, checked
 from reshard.train.final.dtype import final_dtype
+from reshard.train.launching.failure import refusal
 from reshard.train.run import RECORD, Run, conclude, read_record
 from reshard.train.show import report
 from reshard.train.show.monitor import append
@@ -87,10 +88,18 @@ def finish(run: Run, *, on_bytes: OnBytes = lambda count: None) -> Finished:
     finished = Finished(*named, tuple(checks))
     outcome = "done" if whole else "failed"
     with suppress(OSError):  # a full disk is what the checks tell of
-        append(run.output, {"event": "end", "outcome": outcome})
+        append(run.output, {"event": "end", "outcome": outcome, **_told(finished)})
         conclude(run.output, outcome)
-        report.write(run.output, checks=[(check.name, check.found, check.right) for check in checks])
+        report.write(run.output)
     return finished
+
+
+def _told(finished: Finished) -> dict[str, Any]:
+    """The checks, and what is wrong, for `metrics.jsonl`."""
+    told: dict[str, Any] = {"checks": [[check.name, check.found, check.right] for check in finished.checks]}
+    if finished.problems:
+        told["failure"] = refusal(finished.problems) | {"who": "the final folder did not pass its checks"}
+    return told
 
 
 def read_trained(run: Run) -> Trained:

@@ -8,9 +8,10 @@ import shutil
 import signal
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -23,6 +24,7 @@ from reshard.doctor.logs import LARGEST, UNKNOWN, diagnose_text
 from reshard.doctor.match import first_failure
 from reshard.doctor.scripts import diagnose_script
 from reshard.doctor.spelling import Usage, spelled
+from reshard.errors import Problem
 from reshard.shown import escape, escape_lines
 from reshard.train.launching.places import Place
 from reshard.train.launching.provenance import words_of
@@ -48,6 +50,46 @@ class Failure:
     who: str
     shown: tuple[str, ...]
     findings: tuple[Finding, ...]
+
+    def as_dict(self, language: str = "en") -> dict[str, Any]:
+        """For `metrics.jsonl`: of the findings the first."""
+        told = [_row(each, language) for each in self.findings[:1]]
+        return {"who": f"{self.who} failed first", "shown": list(self.shown), "problems": told}
+
+
+def _row(finding: Finding, language: str) -> dict[str, Any]:
+    told = finding.told(language)
+    return {
+        "code": finding.code,
+        "certainty": finding.certainty,
+        "title": told["title"],
+        "cause": told["cause"] if finding.code != UNKNOWN else "",  # else it is the traceback
+        "cure": told["cure"],
+        "places": [f"{place}  {place.text}" for place in finding.places if place.target.endswith(".py")],
+    }
+
+
+def refusal(problems: Sequence[Problem]) -> dict[str, Any]:
+    """The same of what ranks refuse to go on with."""
+    told = []
+    for problem in problems:
+        about = [str(value) for value in (problem.rule, problem.tensor, problem.file) if value]
+        about += [f"expected {problem.expected}"] if problem.expected else []
+        about += [f"found {problem.found}"] if problem.found else []
+        told.append(
+            {
+                "code": problem.code,
+                "title": problem.message,
+                "cause": "; ".join(about),
+                "cure": problem.remedy or "",
+            }
+        )
+    return {"who": "the run was stopped", "shown": [], "problems": told}
+
+
+def interruption(how: str) -> dict[str, Any]:
+    """The same of a signal."""
+    return {"who": how, "shown": [], "problems": []}
 
 
 def read_failure(log: Path, run: Run) -> Failure:
@@ -142,15 +184,19 @@ def _short(root: Traceback) -> Iterator[str]:
     yield f"{root.exception}: {root.message}" if root.message else root.exception
 
 
-def print_failure(run: Run, log: Path, console: Console, language: str = "en") -> None:
+def print_failure(run: Run, log: Path, console: Console, language: str = "en") -> Failure:
     """Tell why the ranks of a run have failed, from their log; the cause and its cure stand last."""
-    _print(run, read_failure(log, run), console, language, f"all that the ranks printed: {log}")
+    failure = read_failure(log, run)
+    _print(run, failure, console, language, f"all that the ranks printed: {log}")
+    return failure
 
 
-def print_exception(run: Run, place: Place, error: Exception, console: Console, language: str = "en") -> bool:
+def print_exception(
+    run: Run, place: Place, error: Exception, console: Console, language: str = "en"
+) -> Failure | None:
     """Tell why this rank has failed, under a foreign launcher: one line if it only lost another one.
 
-    Whether this rank is the first to tell.
+    The failure, if this rank is the first to tell.
     """
     words = "".join(traceback.format_exception(error))
     failure = failure_in("this rank", words, run)
@@ -159,9 +205,9 @@ def print_exception(run: Run, place: Place, error: Exception, console: Console, 
     if not (lost and _another_tells(run)) and _claim(run):
         told = Failure(f"rank {place.rank}", failure.shown, failure.findings)
         _print(run, told, console, language, "", place)
-        return True
+        return told
     console.print(f"rank {place.rank} ended as well: {escape(' '.join(failure.shown[-1:]))}")
-    return False
+    return None
 
 
 def _another_tells(run: Run) -> bool:
@@ -213,13 +259,13 @@ def _print_full(run: Run, console: Console) -> None:
         console.print(f"[bold]the disk is full:[/] {escape(str(run.output))}; make room before you go on")
 
 
-def print_killed(run: Run, log: Path, number: int, console: Console) -> None:
+def print_killed(run: Run, log: Path, number: int, console: Console) -> dict[str, Any]:
     """Say that torchrun was ended from outside, and all ranks with it: none of them has failed."""
-    console.print(
-        f"\n[bold red]torchrun was killed by {escape(signal_name(number))}[/]: all ranks have ended"
-    )
+    who = f"torchrun was killed by {signal_name(number)}"
+    console.print(f"\n[bold red]{escape(who)}[/]: all ranks have ended")
     console.print(f"all that the ranks printed: {escape(str(log))}")
     print_way_on(run, console, None)
+    return {"who": who, "shown": ["all ranks have ended"], "problems": []}
 
 
 def print_interruption(run: Run, console: Console, how: str, place: Place | None = None) -> None:
@@ -237,5 +283,9 @@ def print_way_on(run: Run, console: Console, place: Place | None) -> None:
         console.print("no checkpoint was saved; the same command with --overwrite starts again")
         return
     console.print(f"the last checkpoint is whole: {escape(str(checkpoint))}")
-    launcher = f"{place.launcher} … " if place else ""
-    console.print(f"go on from it: {launcher}{escape(shlex.join(words_of(run, resume=True)))}")
+    console.print(f"go on from it: {escape(resuming(run, place))}")
+
+
+def resuming(run: Run, place: Place | None = None) -> str:
+    """The command that goes on from the last checkpoint."""
+    return (f"{place.launcher} … " if place else "") + shlex.join(words_of(run, resume=True))

@@ -33,7 +33,7 @@ from reshard.train.launching.provenance import record_of
 from reshard.train.lifetime import children, end_with_parent
 from reshard.train.run import RECORD, Run, conclude, put
 from reshard.train.show import report, trackers
-from reshard.train.show.monitor import METRICS, Row, Tail, append, begun, monitor_of
+from reshard.train.show.monitor import METRICS, Row, Tail, append, begun, last_checkpoint, monitor_of
 from reshard.train.show.watch import Watch
 from reshard.train.worker import PROBLEMS, REFUSED, TRAINED, claim, claimed, work
 
@@ -322,9 +322,10 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 def _told(run: Run, status: int, caught: _Caught, screen: Screen) -> int:
     """Say how the ranks ended; the exit status of the command."""
     if caught.first:
-        end(run, "interrupted")
+        how = caught.told(run)
+        end(run, "interrupted", failure.interruption(how))
         with suppress(OSError):  # a terminal that was closed takes no words
-            failure.print_interruption(run, screen.console, caught.told(run))
+            failure.print_interruption(run, screen.console, how)
         return 128 + caught.first
     problems = claimed(run.output)
     if problems:
@@ -332,39 +333,48 @@ def _told(run: Run, status: int, caught: _Caught, screen: Screen) -> int:
     if status == 0 and (run.ranks.node_rank > 0 or (run.output / TRAINED).is_file()):
         end(run, "trained")
         return 0
-    end(run, "failed")
+    log = run.output / of_node(run, LOG)
     if status < 0:
-        failure.print_killed(run, run.output / of_node(run, LOG), -status, screen.console)
-        return FAILED
-    failure.print_failure(run, run.output / of_node(run, LOG), screen.console, screen.language)
+        told = failure.print_killed(run, log, -status, screen.console)
+    else:
+        told = failure.print_failure(run, log, screen.console, screen.language).as_dict(screen.language)
+    end(run, "failed", told)
     return FAILED
 
 
 def _refused(run: Run, problems: list[Problem], screen: Screen, place: Place | None = None) -> ReshardError:
     """What to raise where ranks refuse to go on: before the first step that is no failure, and nothing was left."""
+    told = failure.refusal(problems)
     if not begun(run.output):
-        end(run, "refused")
+        end(run, "refused", told)
         return ReshardError(problems)
-    end(run, "failed")
+    end(run, "failed", told, place)
     failure.print_way_on(run, screen.console, place)
     return RunFailedError(problems)
 
 
-def end(run: Run, outcome: str) -> None:
-    """Write down how a run ended: in its metrics, its record and its report. The first node does."""
+def end(run: Run, outcome: str, told: Mapping[str, Any] | None = None, place: Place | None = None) -> None:
+    """Write down how a run ended: in its metrics, its record and its report. The first node does.
+
+    `told` is why it failed.
+    """
     if run.ranks.node_rank == 0:
         with suppress(OSError):  # a full disk is told as why ranks failed
-            append(run.output, {"event": "end", "outcome": outcome})
+            row: Row = {"event": "end", "outcome": outcome, **({"failure": told} if told else {})}
+            if outcome in ("failed", "interrupted") and last_checkpoint(run.output):
+                row["resume"] = failure.resuming(run, place)
+            append(run.output, row)
             conclude(run.output, outcome)
             report.write(run.output)
 
 
 def interrupted(run: Run, stop: signals.Stopped) -> None:
     """Say what is left of a run that a signal has ended when no rank was there, or by this one rank."""
-    end(run, "interrupted")
+    place = place_of(run)
+    end(run, "interrupted", failure.interruption(str(stop)), place)
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     with suppress(OSError):
-        failure.print_interruption(run, console, str(stop), place_of(run))
+        failure.print_interruption(run, console, str(stop), place)
 
 
 def _take(place: Place, run: Run, record: Mapping[str, Any], screen: Screen) -> int:
@@ -396,8 +406,9 @@ def _take(place: Place, run: Run, record: Mapping[str, Any], screen: Screen) -> 
             interrupted(run, stop)
         return stop.status
     except Exception as error:
-        if failure.print_exception(run, place, error, screen.console, screen.language):
-            end(run, "failed")
+        told = failure.print_exception(run, place, error, screen.console, screen.language)
+        if told:
+            end(run, "failed", told.as_dict(screen.language), place)
         return FAILED
     if first:
         end(run, "trained")

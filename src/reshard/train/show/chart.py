@@ -1,47 +1,189 @@
-"""A line over steps as SVG, drawn without a browser, for one point as for a hundred thousand."""
+"""Lines over steps, laid out for a page: for one point as for a hundred thousand, for one run as for several.
+
+Lines are SVG paths in a box of `SIZE` × `SIZE` that the page stretches to whatever width there is; numbers and marks
+are placed in percent of it, so that they keep their size. Each chart is laid out twice, on a linear and on a
+logarithmic scale, each with the points and with their means: the page switches between them without drawing.
+"""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Sequence
-from html import escape
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from reshard.train.show.display import short
 
 Point = tuple[int, float]
 
-WIDTH, HEIGHT = 900, 240
-LEFT, RIGHT, TOP, BOTTOM = 64, 14, 14, 30
-SMOOTH_FROM = 100
-"""Points from which on a mean over the last fiftieth of them is drawn over the points."""
+SIZE = 1000
+COLUMNS = 400
+"""Across which points are thinned out: at most four of them in each."""
+SMOOTH_FROM = 12
+"""Points from which on a line has means."""
 
 
-def svg(title: str, points: Sequence[Point], beside: Sequence[Point] = (), *, noisy: bool = True) -> str:
-    """The chart of a series, with numbers at its axes. Points that are no numbers are marked at the top.
+@dataclass(frozen=True)
+class Series:
+    """What one run measured, and `beside` it on evaluation data: few points, with a dot for each."""
 
-    Over one that is `noisy` its mean is drawn; `beside` it another series of few points, with a dot for each.
+    points: Sequence[Point]
+    beside: Sequence[Point] = ()
+
+
+@dataclass(frozen=True)
+class Line:
+    """A path of the run with an index. `kind` is points, means, or beside; `dots` are those that stand alone."""
+
+    run: int
+    kind: str
+    path: str
+    dots: str
+
+
+@dataclass(frozen=True)
+class Tick:
+    """A number at an axis, at so many percent from its beginning."""
+
+    at: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A chart on one scale."""
+
+    lines: tuple[Line, ...]
+    ticks: tuple[Tick, ...]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart. `logarithmic` is None where nothing that was measured is above 0.
+
+    `broken` are the steps whose value is no number. `hover` is [step, percent from the left, value] for the points of
+    each run.
     """
-    finite = [point for point in points if math.isfinite(point[1])]
-    few = [point for point in beside if math.isfinite(point[1])]
-    broken = [step for step, value in (*points, *beside) if not math.isfinite(value)]
-    scale = _Scale([*points, *beside], [*finite, *few])
-    shown = list(decimated(points))
-    smooth = list(decimated(means(points))) if noisy and len(finite) >= SMOOTH_FROM else []
-    hover = [[step, round(scale.x(step), 1), value] for step, value in shown if math.isfinite(value)]
-    parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)} over steps" '
-        f"data-points='{json.dumps(hover)}'>",
-        *scale.grid(),
-        *_lines(shown, scale, "raw faint" if smooth else "raw"),
-        *_lines(smooth, scale, "mean"),
-        *(_lines(list(decimated(few)), scale, "beside") if len(few) > 1 else ()),
-        *(_dot(point, scale, "beside") for point in decimated(few)),
-        *(_mark(scale.x(step), step) for step in _apart(sorted(broken), scale)),
-        '<line class="cross" y1="0" y2="0"/><text class="told"></text></svg>',
-    ]
-    return "".join(parts)
+
+    title: str
+    linear: Drawing
+    logarithmic: Drawing | None
+    steps: tuple[Tick, ...]
+    broken: tuple[Tick, ...]
+    hover: list[list[list[float]]]
 
 
-def decimated(points: Sequence[Point], columns: int = WIDTH) -> Iterator[Point]:
+def chart(title: str, series: Sequence[Series], *, noisy: bool = True) -> Chart:
+    """The chart of a measured number of several runs. A `noisy` one has means."""
+    every = [point for each in series for point in (*each.points, *each.beside)]
+    across = Span.over([step for step, _ in every])
+    values = [value for _, value in every if math.isfinite(value)]
+    positive = [value for value in values if value > 0]
+    broken = sorted({step for step, value in every if not math.isfinite(value)})
+    return Chart(
+        title,
+        _drawing(series, across, Span.over(values, margin=0.05), noisy=noisy),
+        _drawing(series, across, LogSpan.over(positive), noisy=noisy) if positive else None,
+        tuple(
+            Tick(round(100 * across.at(step), 2), f"{step:.0f}")
+            for step in ticks(across.low, across.high, 4)
+            if step == round(step)
+        ),
+        tuple(_apart(broken, across)),
+        [
+            [
+                [step, round(100 * across.at(step), 2), float(f"{value:.6g}")]
+                for step, value in thinned(each.points or each.beside)
+                if math.isfinite(value)
+            ]
+            for each in series
+        ],
+    )
+
+
+@dataclass(frozen=True)
+class Span:
+    """From values to parts of a linear axis."""
+
+    low: float
+    high: float
+
+    @staticmethod
+    def over(values: Sequence[float], margin: float = 0.0) -> Span:
+        """One that contains all values. A single one has room on both sides; 0 stays the edge of positive ones."""
+        low, high = (min(values), max(values)) if values else (0.0, 1.0)
+        if high <= low:
+            around = abs(low) / 2 or 1
+            low, high = low - around, high + around
+        more = margin * (high - low)
+        return Span(0.0 if low >= 0 > low - more else low - more, high + more)
+
+    def at(self, value: float) -> float:
+        """0 at the beginning, 1 at the end."""
+        return (value - self.low) / (self.high - self.low)
+
+    def ticks(self) -> list[float]:
+        """Round numbers on it."""
+        return ticks(self.low, self.high, 5)
+
+
+class LogSpan(Span):
+    """From positive values to parts of a logarithmic axis."""
+
+    @staticmethod
+    def over(values: Sequence[float], margin: float = 0.05) -> LogSpan:
+        low, high = math.log10(min(values)), math.log10(max(values))
+        more = margin * (high - low) or 0.1
+        return LogSpan(10 ** (low - more), 10 ** (high + more))
+
+    def at(self, value: float) -> float:
+        return math.log(value / self.low) / math.log(self.high / self.low)
+
+    def ticks(self) -> list[float]:
+        """Powers of ten; with 2 and 5 between them, or as on a linear axis, where there are few."""
+        decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+        for factors, least in (((1,), 3), ((1, 2, 5), 3)):
+            found = [factor * 10.0**power for power in decades for factor in factors]
+            found = [value for value in found if self.low <= value <= self.high]
+            if len(found) >= least:
+                return found[:: -(-len(found) // 6)]
+        return [value for value in ticks(self.low, self.high, 5) if value > 0]
+
+
+def _drawing(series: Sequence[Series], across: Span, up: Span, *, noisy: bool) -> Drawing:
+    lines: list[Line] = []
+    for run, each in enumerate(series):
+        smooth = means(each.points) if noisy and len(each.points) >= SMOOTH_FROM else each.points
+        for kind, points in (("points", each.points), ("means", smooth), ("beside", each.beside)):
+            if points:
+                path, dots = _paths(thinned(points), across, up, every=kind == "beside")
+                lines.append(Line(run, kind, path, dots))
+    return Drawing(tuple(lines), tuple(Tick(round(100 * up.at(v), 2), label(v)) for v in up.ticks()))
+
+
+def _paths(points: Iterable[Point], across: Span, up: Span, *, every: bool) -> tuple[str, str]:
+    """The path of each run of numbers, and the dots: of numbers that stand alone, or of `every` one."""
+    lines, dots = [], []
+    for run in _runs(points, up):
+        places = [f"{SIZE * across.at(step):.1f} {SIZE * (1 - up.at(value)):.1f}" for step, value in run]
+        lines += ["M" + "L".join(places)] if len(places) > 1 else []
+        dots += [f"M{place}h0" for place in places] if every or len(places) == 1 else []
+    return "".join(lines), "".join(dots)
+
+
+def _runs(points: Iterable[Point], up: Span) -> Iterator[list[Point]]:
+    """Points that follow each other, up to one that is no number, or has no place on the axis."""
+    run: list[Point] = []
+    for point in points:
+        if math.isfinite(point[1]) and (point[1] > 0 or not isinstance(up, LogSpan)):
+            run.append(point)
+        elif run:
+            yield run
+            run = []
+    if run:
+        yield run
+
+
+def thinned(points: Sequence[Point], columns: int = COLUMNS) -> Iterator[Point]:
     """At most four points for each column: the first, the least, the greatest and the last; all that are no numbers."""
     if len(points) <= 4 * columns:
         yield from points
@@ -66,52 +208,17 @@ def _extremes(points: Sequence[Point]) -> list[Point]:
 
 
 def means(points: Sequence[Point]) -> list[Point]:
-    """The mean over the last fiftieth of all points, at each; what is no number is left out."""
+    """The mean over the last fiftieth of all points, and five at least, at each; what is no number is left out."""
     finite = [point for point in points if math.isfinite(point[1])]
-    window = max(len(finite) // 50, 1)
+    window = max(len(finite) // 50, 5)
     total, result = 0.0, []
     for index, (step, value) in enumerate(finite):
-        total += value - (finite[index - window][1] if index >= window else 0.0)
+        if index % window:
+            total += value - (finite[index - window][1] if index >= window else 0.0)
+        else:  # added up anew, for what one enormous value took of the others' digits
+            total = math.fsum(each for _, each in finite[max(index - window + 1, 0) : index + 1])
         result.append((step, total / min(index + 1, window)))
     return result
-
-
-class _Scale:
-    """From steps and values to places in the picture."""
-
-    def __init__(self, points: Sequence[Point], finite: Sequence[Point]) -> None:
-        steps, values = [step for step, _ in points] or [0], [value for _, value in finite] or [0.0]
-        self._x0, self._x1 = _widened(min(steps), max(steps))
-        low, high = _widened(min(values), max(values))
-        margin = 0.05 * (high - low)
-        self._y0 = 0.0 if low >= 0 > low - margin else low - margin
-        self._y1 = high + margin
-
-    def x(self, step: float) -> float:
-        return LEFT + (step - self._x0) / (self._x1 - self._x0) * (WIDTH - LEFT - RIGHT)
-
-    def y(self, value: float) -> float:
-        return HEIGHT - BOTTOM - (value - self._y0) / (self._y1 - self._y0) * (HEIGHT - TOP - BOTTOM)
-
-    def grid(self) -> Iterator[str]:
-        """Lines and numbers."""
-        for value in ticks(self._y0, self._y1, 5):
-            y = self.y(value)
-            yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-            yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.4g}</text>'
-        for step in ticks(self._x0, self._x1, 8):
-            if step == round(step):
-                x = self.x(step)
-                anchor = "end" if x > WIDTH - 2 * RIGHT else "middle"
-                yield f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{step:.0f}</text>'
-
-
-def _widened(low: float, high: float) -> tuple[float, float]:
-    """The same bounds, apart from each other."""
-    if high > low:
-        return low, high
-    around = abs(low) / 2 or 1
-    return low - around, high + around
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
@@ -124,35 +231,16 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     return [round(index * step, 12) for index in range(first, last + 1)]
 
 
-def _lines(points: Sequence[Point], scale: _Scale, kind: str) -> Iterator[str]:
-    """A line for each run of numbers, a dot for one that is alone."""
-    run: list[Point] = []
-    for point in [*points, (0, math.nan)]:
-        if math.isfinite(point[1]):
-            run.append(point)
-            continue
-        if len(run) == 1:
-            yield _dot(run[0], scale, kind)
-        elif run:
-            places = " ".join(f"{scale.x(step):.1f},{scale.y(value):.1f}" for step, value in run)
-            yield f'<polyline class="{kind}" points="{places}"/>'
-        run = []
+def label(value: float) -> str:
+    """A number in four digits: 0.25, 1e-05, 12.3k."""
+    return short(value) if abs(value) >= 10_000 else f"{value:.4g}"
 
 
-def _dot(point: Point, scale: _Scale, kind: str) -> str:
-    x, y = scale.x(point[0]), scale.y(point[1])
-    return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
-
-
-def _apart(steps: Sequence[int], scale: _Scale) -> Iterator[int]:
-    """Steps whose marks do not lie on each other."""
+def _apart(steps: Sequence[int], across: Span) -> Iterator[Tick]:
+    """Marks of steps that do not lie on each other."""
     before = -math.inf
     for step in steps:
-        if scale.x(step) - before >= 3:
-            before = scale.x(step)
-            yield step
-
-
-def _mark(x: float, step: int) -> str:
-    path = f"M{x - 5:.1f} {TOP - 12} h10 l-5 9 z"
-    return f'<path class="broken" d="{path}"><title>step {step} is no number</title></path>'
+        at = 100 * across.at(step)
+        if at - before >= 0.3:
+            before = at
+            yield Tick(round(at, 2), str(step))

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from reshard.train.methods import headline
 from reshard.train.show.monitor import History, Row, number
 
 PLAIN_EVERY = 5.0
@@ -71,12 +72,17 @@ class Display:
 
 
 def words(history: History) -> str:
-    """What the line says: step 12/100  loss 1.2340  lr 1.0e-05  12.3k tok/s  4.2 GB  0:03:12 left."""
-    loss, rate = history.latest("loss"), history.latest("learning_rate")
-    speed, memory, left = history.speed, history.latest("memory"), history.left
+    """What the line says: step 12/100  reward 0.7500  lr 1.0e-05  12.3k tok/s  4.2 GB  0:03:12 left."""
+    rate, speed, memory, left = (
+        history.latest("learning_rate"),
+        history.speed,
+        history.latest("memory"),
+        history.left,
+    )
+    measured = ((each.words, history.latest(each.name)) for each in headline(history.method))
     parts = [
         f"step {history.done}/{history.total}",
-        f"loss {loss:.4f}" if loss is not None else "",
+        *(f"{name} {value:.4f}" for name, value in measured if value is not None),
         f"lr {rate:.1e}" if rate is not None else "",
         f"{short(speed)} tok/s" if speed is not None else "",
         f"{memory / 1e9:.1f} GB" if memory is not None else "",
@@ -85,11 +91,10 @@ def words(history: History) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def evaluated(row: Row) -> str:
-    """What is said of an evaluation: after step 12  loss 1.2340  reward 0.5000."""
-    names = {"eval_loss": "loss", "eval_reward": "reward", "eval_rewards/accuracies": "accuracy"}
-    found = {words: number(row, name) for name, words in names.items()}
-    told = [f"{words} {value:.4f}" for words, value in found.items() if value is not None]
+def evaluated(row: Row, method: str | None = None) -> str:
+    """What is said of an evaluation: after step 12  reward 0.5000."""
+    measured = ((each.words, number(row, f"eval_{each.name}")) for each in headline(method))
+    told = [f"{name} {value:.4f}" for name, value in measured if value is not None]
     return "  ".join([f"after step {row['step']}", *told])
 
 

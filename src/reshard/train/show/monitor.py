@@ -1,9 +1,16 @@
 """How a run goes: what rank 0 reports, as a line of `metrics.jsonl` each, and what those lines tell.
 
-A row has an `event` and its `time` (seconds since 1970): `begin` (steps, done), `step` (step, loss, learning_rate,
-grad_norm, tokens, memory and whatever else was measured), `eval` (step, eval_loss, other eval_…, and the seconds that
-it took), `saved` (checkpoint), `note` (text), `stop` (signal, step, why), `end` (outcome). JSON has no NaN: such a
-number is a string, "nan" or "inf".
+A row has an `event` and its `time` (seconds since 1970):
+
+- `begin`: steps, done, method, and the names of what its headline shows
+- `step`: step, loss, learning_rate, grad_norm, tokens, memory and whatever else was measured
+- `eval`: step, eval_loss, other eval_…, and the seconds that it took
+- `samples`: step, and of some answers prompt, completion and rewards
+- `saved`: checkpoint; `note`: text; `stop`: signal, step, why
+- `end`: outcome; `failure`, if it failed or was interrupted; `checks` of the final folder; `resume`, the command that
+  goes on
+
+JSON has no NaN: such a number is a string, "nan" or "inf".
 """
 
 from __future__ import annotations
@@ -13,13 +20,14 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from reshard.plain import json_of
+from reshard.train.methods import headline
 from reshard.train.run import Run
 from reshard.train.signals import Stopped
 
@@ -27,7 +35,12 @@ METRICS = "metrics.jsonl"
 WINDOW = 20
 """Steps over which speed is measured."""
 
+SAMPLES, LONGEST = 4, 2000
+"""Answers of one step that are kept, and characters of each text."""
+
 Row = dict[str, Any]
+Sample = Mapping[str, Any]
+"""A `prompt` and its `completion`; beside them numbers, such as rewards by their names."""
 
 
 class Metrics:
@@ -35,11 +48,15 @@ class Metrics:
 
     def __init__(self, run: Run, rank: int, listeners: Iterable[Callable[[Row], None]] = ()) -> None:
         self._output = run.output if rank == 0 else None
+        self._method = run.method
         self._listeners = list(listeners)
 
     def begin(self, steps: int, done: int = 0) -> None:
         """Training starts after step `done`, and ends with step `steps`."""
-        self._write({"event": "begin", "steps": steps, "done": done})
+        names = [measure.name for measure in headline(self._method)]
+        self._write(
+            {"event": "begin", "steps": steps, "done": done, "method": self._method, "headline": names}
+        )
 
     def step(self, step: int, **metrics: float) -> None:
         """What a step measured."""
@@ -48,6 +65,11 @@ class Metrics:
     def evaluated(self, step: int, **metrics: float) -> None:
         """What an evaluation after a step measured."""
         self._write({"event": "eval", "step": step, **metrics})
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """What the model answered in a step. Long texts are cut, and of many answers the first are taken."""
+        shown = [{name: _cut(value) for name, value in each.items()} for each in samples[:SAMPLES]]
+        self._write({"event": "samples", "step": step, "samples": shown})
 
     def saved(self, checkpoint: Path) -> None:
         """A checkpoint is complete on disk."""
@@ -93,10 +115,19 @@ def append(output: Path, row: Row) -> Row:
     return written
 
 
+def _cut(value: Any) -> Any:
+    text = isinstance(value, str) and len(value) > LONGEST
+    return f"{value[:LONGEST]} …" if text else value
+
+
 def _plain(value: Any) -> Any:
     """A value as strict JSON has it. Numbers of numpy and torch are numbers."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
     number = float(value)
     return number if math.isfinite(number) else str(number)
 
@@ -131,6 +162,7 @@ class Tail:
 class History:
     """A run as its rows tell it. Steps that were run again after a resume stand there once, as they were last."""
 
+    method: str | None = None
     total: int = 0
     done: int = 0
     """The last step that is behind us."""
@@ -139,9 +171,14 @@ class History:
     """By the step after which they were."""
     saved: list[Path] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    samples: dict[int, list[Sample]] = field(default_factory=dict)
+    """By the step in which the model gave these answers."""
+    end: Row = field(default_factory=dict)
+    """The row that says how the run ended; empty while it goes on."""
     began: float | None = None
     last: float | None = None
-    outcome: str | None = None
+    _begins: dict[int, float] = field(default_factory=dict)
+    """When an attempt began, by the step that was behind it."""
     _recent: deque[tuple[float, int, float | None]] = field(default_factory=lambda: deque(maxlen=WINDOW + 1))
 
     def add(self, row: Row) -> None:
@@ -160,13 +197,24 @@ class History:
             self.saved = [*(each for each in self.saved if each != path), path]
         elif event == "note":
             self.notes.append(str(row["text"]))
+        elif event == "samples":
+            self.samples[int(row["step"])] = list(row["samples"])
         elif event == "end":
-            self.outcome = str(row["outcome"])
+            self.end = row
+
+    @property
+    def outcome(self) -> str | None:
+        """How the run ended; None while it goes on."""
+        return str(self.end["outcome"]) if self.end else None
 
     def _begin(self, row: Row, when: float) -> None:
-        self.total, self.done, self.outcome = int(row["steps"]), int(row.get("done", 0)), None
-        self.steps = {step: kept for step, kept in self.steps.items() if step <= self.done}
-        self.evaluations = {step: kept for step, kept in self.evaluations.items() if step <= self.done}
+        self.total, self.done = int(row["steps"]), int(row.get("done", 0))
+        self.method, self.end = row.get("method"), {}
+        behind: tuple[dict[int, Any], ...] = (self.steps, self.evaluations, self.samples)
+        for rows in behind:
+            for step in [step for step in rows if step > self.done]:
+                del rows[step]
+        self._begins[self.done] = when
         self._recent.clear()
         self._recent.append((when, self.done, None))
 
@@ -191,6 +239,31 @@ class History:
         rows = self.evaluations if name.startswith("eval_") else self.steps
         found = ((step, number(row, name)) for step, row in sorted(rows.items()))
         return [(step, value) for step, value in found if value is not None]
+
+    def measured(self) -> list[str]:
+        """The names of all that steps and evaluations measured, in the order in which they came."""
+        names = dict.fromkeys(name for row in self.steps.values() for name in row)
+        names |= dict.fromkeys(
+            name.removeprefix("eval_") for row in self.evaluations.values() for name in row if "eval_" in name
+        )
+        return [name for name in names if name not in ("event", "step", "time")]
+
+    def speeds(self) -> list[tuple[int, float]]:
+        """Tokens per second of each step, over all ranks: since the row before it, without what evaluations took."""
+        found: list[tuple[int, float]] = []
+        before: float | None = None
+        for step, row in sorted(self.steps.items()):
+            when, tokens = float(row.get("time", 0)), number(row, "tokens")
+            begins = [begin for done, begin in self._begins.items() if done < step]
+            since = max([*begins, *([] if before is None else [before])], default=when)
+            if tokens and when > since:
+                found.append((step, tokens / (when - since)))
+            before = when + self._evaluating(step)
+        return found
+
+    def _evaluating(self, step: int) -> float:
+        """Seconds of an evaluation after a step; 0 where there was none."""
+        return number(self.evaluations.get(step, {}), "seconds") or 0.0
 
     @property
     def speed(self) -> float | None:

@@ -49,7 +49,7 @@ class Watch:
         if row["event"] == "saved":
             self._display.say(f"saved {escape(row['checkpoint'])}")
         elif row["event"] == "eval":
-            self._display.say(f"[bold]evaluated[/] {escape(evaluated(row))}")
+            self._display.say(f"[bold]evaluated[/] {escape(evaluated(row, self.history.method))}")
         elif row["event"] == "note":
             self._display.say(f"[bold]note:[/] {escape(row['text'])}")
         self.look()

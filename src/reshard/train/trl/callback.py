@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Collection, Mapping
+from numbers import Real
 from typing import Any
 
 from reshard.train import signals
@@ -10,12 +12,12 @@ from reshard.train.engine import Monitor
 from reshard.train.run import Run
 from reshard.train.trl.assertions import Motion, assert_plan
 
-NAMES = ("loss", "learning_rate", "grad_norm")
-MORE = (
-    *("mean_token_accuracy", "entropy", "reward", "reward_std", "kl", "completions/mean_length"),
-    *("rewards/margins", "rewards/accuracies"),
-)
-"""What methods log besides."""
+COUNTED = ("epoch", "num_tokens", "total_flos")
+"""What trainers log that is no measurement."""
+TIMED = ("runtime", "samples_per_second", "steps_per_second")
+"""The same of an evaluation, whose seconds are told by themselves."""
+OFTEN = 1.1
+"""By which part more steps lie behind than when answers were last kept: so a long run does not keep too many."""
 
 
 def callback_of(run: Run, monitor: Monitor) -> Any:
@@ -28,6 +30,7 @@ def callback_of(run: Run, monitor: Monitor) -> Any:
         trainer: Any = None
         _motion: Motion | None = None
         _tokens = 0.0
+        _sampled = 0
 
         def watch(self, trainer: Any) -> None:
             """Look at this trainer from now on."""
@@ -52,17 +55,49 @@ def callback_of(run: Run, monitor: Monitor) -> Any:
             tokens, self._tokens = logs.get("num_tokens", 0) - self._tokens, logs.get("num_tokens", 0)
             if run.method == "grpo":
                 tokens /= run.layout.tp  # which TRL counts on each rank; SFT and DPO divide by themselves
-            told = {name: float(logs[name]) for name in (*NAMES, *MORE) if name in logs}
-            monitor.step(state.global_step, **told, tokens=float(tokens), memory=float(_memory()))
+            monitor.step(
+                state.global_step, **_measured(logs, COUNTED), tokens=float(tokens), memory=float(_memory())
+            )
+            if state.global_step >= self._sampled * OFTEN or state.global_step == state.max_steps:
+                self._sampled = state.global_step
+                if answers := _answers(self.trainer):
+                    monitor.samples(state.global_step, answers)
 
         def on_evaluate(
             self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **given: Any
         ) -> None:
-            told = {f"eval_{name}": metrics.get(f"eval_{name}") for name in ("loss", *MORE)}
-            found = {name: float(value) for name, value in told.items() if value is not None}
+            own = {name: value for name, value in metrics.items() if name.startswith("eval_")}
+            found = _measured(own, [f"eval_{name}" for name in (*COUNTED, *TIMED)])
             monitor.evaluated(state.global_step, **found, seconds=float(metrics["eval_runtime"]))
 
     return Watch()
+
+
+def _measured(logs: Mapping[str, Any], left_out: Collection[str]) -> dict[str, float]:
+    """All numbers of a log: each method measures others."""
+    return {
+        name: float(value) for name, value in logs.items() if name not in left_out and isinstance(value, Real)
+    }
+
+
+def _answers(trainer: Any) -> list[dict[str, Any]]:
+    """What the model answered last, where the method lets it answer: TRL keeps the last batch (`_logs`)."""
+    kept = getattr(trainer, "_logs", None) or {}
+    columns = {**{name: kept.get(name, ()) for name in ("prompt", "completion")}, **kept.get("rewards", {})}
+    return [
+        {name: _text(value) for name, value in zip(columns, row, strict=True)}
+        for row in zip(*columns.values(), strict=False)
+    ]
+
+
+def _text(value: Any) -> Any:
+    """Messages as text, with who speaks where it is more than one."""
+    if not isinstance(value, list):
+        return value
+    turns = [each for each in value if isinstance(each, Mapping)]
+    if len(turns) == 1:
+        return str(turns[0].get("content"))
+    return "\n".join(f"{each.get('role')}: {each.get('content')}" for each in turns)
 
 
 def _stepped(trainer: Any) -> bool:

@@ -1,0 +1,43 @@
+"""`reshard report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from reshard.cli.console import common_options, handles_errors, print_json, stdout
+from reshard.cli.options import quiet_option
+from reshard.cli.usage import Command
+from reshard.shown import escape
+
+
+@click.command("report", cls=Command)
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The page. [default: RUN/report.html, or runs.html for several runs]",
+)
+@quiet_option()
+@common_options
+@handles_errors
+def command(runs: tuple[Path, ...], output: Path | None, quiet: bool, json_output: bool) -> None:
+    """Draw training runs as one HTML page, several over each other.
+
+    \b
+      reshard report out                        out/report.html
+      reshard report out-1e-5 out-2e-5          runs.html
+      reshard report out-* --output lr.html
+
+    RUN is the output of `reshard train`, of a run that goes on too. The page needs no network.
+    """
+    from reshard.train.show.comparison import draw
+
+    path, shown = draw(runs, output)
+    if json_output:
+        print_json({"report": str(path), "runs": {run.name: run.state for run in shown}})
+    elif not quiet:
+        stdout().print(f"report: {escape(str(path))}")

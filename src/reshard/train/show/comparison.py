@@ -1,0 +1,79 @@
+"""`reshard report`: the page of one run drawn again, or of several over each other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from reshard.errors import Problem, ReshardError
+from reshard.train.run import RECORD
+from reshard.train.show.monitor import METRICS
+from reshard.train.show.report import GENERATOR, REPORT, Shown, page, publish, shown_of
+
+SEVERAL = "runs.html"
+"""Where the page of several runs goes by default."""
+HEAD = 2000
+"""Bytes of a page in which it says who made it."""
+
+
+def draw(outputs: Sequence[Path], path: Path | None = None) -> tuple[Path, list[Shown]]:
+    """Draw the runs that have these outputs on one page; where it lies, and the runs.
+
+    Raises ReshardError if one is no run, or if something else lies where the page goes.
+    """
+    outputs = list(dict.fromkeys(outputs))
+    where = path or (outputs[0] / REPORT if len(outputs) == 1 else Path(SEVERAL))
+    if problems := [*_no_runs(outputs), *_in_the_way(where)]:
+        raise ReshardError(problems)
+    names = Counter(output.resolve().name for output in outputs)
+    shown = []
+    for output in outputs:
+        name = output.resolve().name
+        shown.append(replace(shown_of(output), name=name if names[name] == 1 else str(output)))
+    try:
+        return publish(page(shown), where), shown
+    except OSError as error:
+        raise ReshardError(
+            "report-not-written",
+            "the report cannot be written",
+            file=str(where),
+            found=error.strerror,
+            remedy="pass another --output FILE",
+        ) from None
+
+
+def _no_runs(outputs: Sequence[Path]) -> Iterator[Problem]:
+    for output in outputs:
+        if not any((output / name).is_file() for name in (RECORD, METRICS)):
+            yield Problem(
+                "report-no-run",
+                "not the output of a training run",
+                file=str(output),
+                expected=f"a folder with {RECORD} and {METRICS}, which `reshard train … -o` makes",
+                found="a folder without them"
+                if output.is_dir()
+                else "a file"
+                if output.exists()
+                else "nothing",
+                remedy="pass the folder that the run got with -o",
+            )
+
+
+def _in_the_way(path: Path) -> Iterator[Problem]:
+    """What lies where the page goes, unless it is one of ours."""
+    found = None
+    if path.is_dir():
+        found = "a folder"
+    elif path.exists():
+        with path.open("rb") as file:
+            found = None if GENERATOR.encode() in file.read(HEAD) else "a file that reshard did not write"
+    if found:
+        yield Problem(
+            "report-file-exists",
+            "something else lies where the report goes",
+            file=str(path),
+            found=found,
+            remedy="pass another --output FILE, or move it",
+        )
