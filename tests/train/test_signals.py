@@ -6,6 +6,8 @@ import json
 import os
 import resource
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -165,3 +167,26 @@ def test_what_is_said_of_signals_is_said_again(make_run: Make, tmp_path: Path) -
     words = words_of(run)
     flags = {name: getattr(run, name) for name in ("model", "data", "output")}
     assert run_of("sft", flags, words[9:]) == run
+
+
+STEADY = """
+import os, signal, subprocess
+import torch
+from accelerate.data_loader import DataLoaderShard
+from reshard.train import signals
+
+os.setpgid(0, 0)
+with signals.listening(None):
+    signals.hold()
+    loader = DataLoaderShard(torch.arange(20), batch_size=1, num_workers=2)
+    for count, batch in enumerate(signals.with_steady_workers(loader), 1):
+        for name, at in (("INT", 3), ("USR1", 5), ("TERM", 7)):
+            if count == at:
+                subprocess.run(["bash", "-c", f"kill -{name} -{os.getpgid(0)}"])
+    print(count, signals.heard())
+"""
+
+
+def test_workers_of_a_loader_outlive_a_signal_to_all_processes() -> None:
+    done = subprocess.run([sys.executable, "-c", STEADY], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["20", str(int(signal.SIGINT))], done.stderr

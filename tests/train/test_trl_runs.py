@@ -208,7 +208,7 @@ def test_a_run_goes_on_as_if_it_had_not_been_killed(ran: Trainer, tmp_path: Path
     assert again.trained.digests == uninterrupted.trained.digests
 
 
-MORE = {"one": {}, "ddp": {}, "tp": {}, "workers": {"dataloader_num_workers": 1}, "grpo": {"max_steps": 4}}
+MORE = {"one": {}, "ddp": {}, "tp": {}, "grpo": {"max_steps": 4}}
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", *(pytest.param(each, marks=pytest.mark.slow) for each in MORE)])
@@ -226,6 +226,20 @@ def test_a_run_that_a_signal_has_stopped_goes_on_to_the_same_bits(
     assert not again.failed, again.log
     assert again.losses == uninterrupted.losses
     assert again.trained.digests == uninterrupted.trained.digests
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", ["sigint", "sigterm"])
+def test_workers_that_read_data_outlive_a_signal_to_all_processes(
+    sent: str, ran: Trainer, tmp_path: Path
+) -> None:
+    uninterrupted = ran("one", dataloader_num_workers=2, eval_steps=3)
+    run = replace(uninterrupted.run, output=tmp_path / "stopped")
+    stopped = train(run, 1, before=f"tests.train.trl_runs:sent_{sent}_with_all_processes_after_step_2")
+    assert f"interrupted by {sent.upper()} after step 3, which is saved" in stopped.log, stopped.log
+    assert "the evaluation after step 3 was skipped" in (run.output / "metrics.jsonl").read_text()
+    again = train(replace(run, resume=True), 1)
+    assert not again.failed and again.trained.digests == uninterrupted.trained.digests, again.log
 
 
 def test_a_run_that_was_killed_behind_its_last_step_trains_no_further(ran: Trainer, tmp_path: Path) -> None:

@@ -161,6 +161,27 @@ LISTENING = ExitStack()
 
 def sent_sigterm_after_step_2() -> None:
     """The last rank hears SIGTERM while step 2 is reported, and so in step 3."""
+    _after_step_2(lambda: signal.raise_signal(signal.SIGTERM))
+
+
+def sent_sigint_with_all_processes_after_step_2() -> None:
+    """As a terminal sends Ctrl-C: to the rank, and to what it has started."""
+    os.setpgid(0, 0)
+    _after_step_2(lambda: _send_to_group("INT"))
+
+
+def sent_sigterm_with_all_processes_after_step_2() -> None:
+    """As schedulers send it."""
+    os.setpgid(0, 0)
+    _after_step_2(lambda: _send_to_group("TERM"))
+
+
+def _send_to_group(name: str) -> None:
+    """By another process: what a rank sends its own workers ends them."""
+    subprocess.run(["bash", "-c", f"kill -{name} -{os.getpgid(0)}"])
+
+
+def _after_step_2(send: Callable[[], None]) -> None:
     from reshard.train import signals
     from reshard.train.show.monitor import Metrics
 
@@ -173,7 +194,7 @@ def sent_sigterm_after_step_2() -> None:
     def step(self: Metrics, number: int, **metrics: float) -> None:
         plain(self, number, **metrics)
         if number == 2 and is_last:
-            signal.raise_signal(signal.SIGTERM)
+            send()
 
     Metrics.step = step  # type: ignore[method-assign]
 

@@ -15,8 +15,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from reshard.train.lifetime import end_with_parent
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """What schedulers, launchers and terminals send before they end a process. SIGHUP stays ignored under nohup."""
@@ -159,6 +162,39 @@ def _forget(listener: _Listener, before: dict[signal.Signals, Any]) -> None:
     signal.set_wakeup_fd(-1)
     for each, handler in before.items():
         signal.signal(each, handler)
+
+
+def with_steady_workers(loader: Any) -> Any:
+    """A torch DataLoader whose workers ignore signals that are not from the process that they work for.
+
+    Ctrl-C and schedulers send theirs to all processes. A worker that dies of one fails the step that should be saved.
+    """
+    inner = getattr(loader, "base_dataloader", loader)  # accelerate's asks another one, which has the workers
+    inner.worker_init_fn = partial(_be_steady, inner.worker_init_fn)
+    return loader
+
+
+def _be_steady(before: Callable[[int], Any] | None, number: int) -> None:
+    """In a worker: end with the process that it works for, and with SIGTERM from there; go on with the loader's own."""
+    end_with_parent()
+    for each in ENDING:
+        if each != signal.SIGTERM:
+            signal.signal(each, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # for the thread, which sees who sends it
+    threading.Thread(target=_end_when_asked, args=(os.getppid(),), daemon=True).start()
+    if before:
+        before(number)
+
+
+def _end_when_asked(parent: int) -> None:
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent:
+        pass
+    os._exit(0)
+
+
+def unevaluated(step: int) -> str:
+    """What to say of an evaluation that is due when a signal stops the run: it could take longer than there is time."""
+    return f"the evaluation after step {step} was skipped, because a signal stops the run; --resume does not repeat it"
 
 
 def hold() -> None:

@@ -108,7 +108,10 @@ def _train(
                 raise diverged(step + 1, measured.grad_norm, measured.learning_rate, measured.own, took)
             _stop(measured, step + 1, why="its loss or its gradient is not finite")
             continue  # what has diverged is neither evaluated nor saved
-        if evaluations and evaluations.due(step + 1) and not measured.signal:
+        due = evaluations is not None and evaluations.due(step + 1)
+        if due and measured.signal:
+            monitor.note(signals.unevaluated(step + 1))
+        elif due and evaluations:
             began = time.monotonic()
             loss = evaluations.loss()
             monitor.evaluated(step + 1, eval_loss=loss, seconds=time.monotonic() - began)

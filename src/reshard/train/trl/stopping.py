@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.train import signals
 from reshard.train.collective import highest
 from reshard.train.divergence import Divergence, assert_finite, beginnings, diverged, few
+from reshard.train.engine import Monitor
 from reshard.train.run import Run
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ class Stopping(Base):  # type: ignore[misc]
     """What is put before a trainer of TRL to look at each step, however seldom it logs."""
 
     asked: Run
+    monitor: Monitor
     _losses: Any = 0.0
     """The sum of this rank's losses since the last optimizer step."""
     _last: Any = ()
@@ -58,6 +60,8 @@ class Stopping(Base):  # type: ignore[misc]
         stops = bool(self._signal) and self._between_samples()
         if stops:  # an evaluation could take longer than there is time
             self.control.should_log = self.control.should_save = self.control.should_training_stop = True
+            if self.control.should_evaluate:
+                self.monitor.note(signals.unevaluated(self._looked))
         if stops or self.divergence.going:
             self.control.should_evaluate = False
         if self.divergence.going:
@@ -69,6 +73,14 @@ class Stopping(Base):  # type: ignore[misc]
         if self.divergence.going and (self.divergence.stops or is_last):
             rate = float(named.get("learning_rate") or self._get_learning_rate())
             raise diverged(self._looked, norm, rate, loss, self._records())
+
+    def get_train_dataloader(self) -> Any:
+        """TRL's, whose workers outlive a signal to all processes: their batches finish the step."""
+        return signals.with_steady_workers(super().get_train_dataloader())
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """The same for an evaluation that goes on when the signal comes."""
+        return signals.with_steady_workers(super().get_eval_dataloader(eval_dataset))
 
     def _between_samples(self) -> bool:
         """Whether a run could go on from here as if it had not stopped: GRPO answers anew when it is resumed."""
