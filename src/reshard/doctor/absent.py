@@ -15,6 +15,9 @@ _JOINED = re.compile(
     r"|world_size=(?P<size>\d+), (?:num_workers_joined|worker_count)=(?P<workers>\d+)"
 )
 _NAMED = re.compile(r"\bRanks? (?P<ranks>\d+(?:, \d+)*) failed to pass monitoredBarrier")
+_STORED = re.compile(
+    r"\[(?P<rank>\d+)\] is setting up NCCL communicator and retrieving ncclUniqueId from \[(?P<other>\d+)\]"
+)
 _WAITED = re.compile(
     r"\[Rank (?P<rank>\d+)\] (?:Watchdog caught collective operation timeout|Observed flight recorder)"
 )
@@ -37,6 +40,8 @@ def evidence(root: Traceback, log: Log) -> list[Text]:
     if named := _NAMED.search(root.said):
         ranks = [int(rank) for rank in named["ranks"].split(", ")]
         return [words("absent-named", absent=_listed(ranks, log))]
+    if stored := _STORED.search(root.said):
+        return [words("absent-store", rank=stored["rank"], other=stored["other"])]
     text = log.text
     if joined := _JOINED.search(root.said):
         came, every = (int(joined[one] or joined[two]) for one, two in (("came", "workers"), ("all", "size")))

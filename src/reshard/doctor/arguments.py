@@ -72,7 +72,7 @@ def _known(said: str, log: Log) -> set[str]:
     shown = {flag[2:] for text in of_usage for flag in _USAGE.findall(text)}
     if shown and "usage:" in log.text:
         return shown
-    named = next((program for program in ("deepspeed", "accelerate") if program in said.lower()), None)
+    named = next((program for program in ("accelerate", "deepspeed") if program in said.lower()), None)
     program = named or next((PROGRAMS[tool] for tool in usage.tools if tool in PROGRAMS), None)
     if program is not None:
         return shown | Keys(program, Versions()).known

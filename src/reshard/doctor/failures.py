@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 
 from reshard.doctor.prefixes import START
-from reshard.doctor.tracebacks import Line, Traceback, end_of_message, frame_of
+from reshard.doctor.tracebacks import Line, Traceback, end_of_message, frame_of, source_of
 
 _WENT_ON = re.compile(
     r"""['"]?(?:train_|eval_)?(?:loss|runtime)['"]?\s*[:=]\s*['"]?\d | \biteration\s+\d+\s*/ | train_runtime
@@ -35,7 +35,8 @@ _EXCEPTION = re.compile(
 _WITHIN = re.compile(rf"\((?P<name>{_NAME}): (?P<message>[^()]*(?:\([^()]*\)[^()]*)*)\)")
 _NAMED = re.compile(rf"(?<![\w.])(?P<name>{_NAME}): (?P<message>.*\S)")
 _QUIET = re.compile(
-    r"\bXFAIL\b|(?<![=\w])(?:DEBUG|INFO|WARN|WARNING|Warning|UserWarning|\w+Warning)\b|^\s*(?:except|raise|#)\b|^\[?[IW]\d{3,4}"
+    r"\bXFAIL\b|(?<![=\w])(?:DEBUG|INFO|WARN|WARNING|Warning|UserWarning|\w+Warning)\b|^\s*(?:except"
+    r"|raise|#)\b|^\[?[IW]\d{3,4}"
 )
 """Lines that only mention an exception."""
 _ASSERTION = re.compile(r"\bAssertion [`'\"].{0,1000} failed")
@@ -202,7 +203,17 @@ def _failure(lines: Sequence[Line], at: int, name: str, message: str) -> Traceba
     end = end_of_message(rest, 0) if name else 1
     message = "\n".join([message, *(line.text for line in rest[1:end])])
     start = before[first].number if frames else lines[at].number
-    return Traceback(lines[at].stream, start, lines[at].number, rest[end - 1].number, name, message, frames)
+    last = rest[end - 1].number
+    return Traceback(
+        lines[at].stream,
+        start,
+        lines[at].number,
+        last,
+        name,
+        message,
+        frames,
+        source=source_of(before[first:]),
+    )
 
 
 def _cut_off(lines: Sequence[Line]) -> Traceback | None:
@@ -242,7 +253,8 @@ def _exit_status(lines: Sequence[Line]) -> Traceback | None:
 
 _PYTHONS_OWN = {
     "TypeError": re.compile(
-        r"(?:[\w.]{1,200}\(\) )?(?:got an )?unexpected keyword argument ['\"`]|takes \d+ positional arguments? but \d+"
+        r"(?:[\w.]{1,200}\(\) )?(?:got an )?unexpected keyword argument ['\"`]"
+        r"|takes \d+ positional arguments? but \d+"
     ),
     "AttributeError": re.compile(
         r"(?:module |type object )?['\"`]\w{1,100}['\"`](?: object)? has no attribute ['\"`]"

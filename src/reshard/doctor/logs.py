@@ -12,6 +12,7 @@ from reshard.doctor import absent, arguments, shortages
 from reshard.doctor.artefacts import VETOED, mixed_up
 from reshard.doctor.askers import of_python, of_wrong_type
 from reshard.doctor.builds import of_build
+from reshard.doctor.callers import of_call
 from reshard.doctor.collectives import compared
 from reshard.doctor.entries import Entry, catalogue
 from reshard.doctor.failures import CUT_OFF, EXIT, is_launchers
@@ -26,13 +27,18 @@ from reshard.doctor.history.messages import (
 from reshard.doctor.kinds import BY_KIND, filled_in, told_of
 from reshard.doctor.log import Log, Traceback, read_log
 from reshard.doctor.match import OF_SCRIPTS, Match, first_sign, match_log, which_is_first
+from reshard.doctor.parts import of_part
+from reshard.doctor.pythons import of_pythons
 from reshard.doctor.reading import clipped, encoding_of, lines_of
+from reshard.doctor.records import of_records
+from reshard.doctor.refusals import of_refusal
 from reshard.doctor.resolvers import of_requirement, of_resolver
 from reshard.doctor.rules import told
 from reshard.doctor.sentences import asks, needs, stated
 from reshard.doctor.shapes import computed, contradict
 from reshard.doctor.spelling import Usage, spelled
 from reshard.doctor.upstream import own_code, search_of
+from reshard.doctor.weightnames import of_names
 from reshard.doctor.words import words
 from reshard.errors import ReshardError
 from reshard.shown import shown_lines
@@ -198,7 +204,12 @@ _OF_WORDS = (
     of_one_package,
     of_python,
     of_no_release,
+    of_names,
+    of_records,
+    of_refusal,
+    of_pythons,
     of_wrong_type,
+    of_call,
 )
 
 
@@ -316,6 +327,8 @@ def _unknown(root: Traceback, log: Log, symptoms: tuple[str, ...]) -> Finding:
     values["upstream"] = Text(*(f"{text}\n" if text else "" for text in (upstream.en, upstream.zh)))
     if shapes := computed(_with_table(root, log)):
         return told(SHAPES, [place], {"shown": quoted, "shapes": shapes}, certainty="likely")
+    if part := of_part(root, log):
+        return replace(part, also=symptoms, evidence=(which_is_first(root),))
     evidence = [which_is_first(root)]
     needed = clipped(needs(root.message), LONGEST_SAID) if first.exception in CHECKS else ""
     if needed and not asked:

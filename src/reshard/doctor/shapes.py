@@ -25,7 +25,10 @@ _PAIRS = tuple(
     )
 )
 _INVALID = re.compile(r"shape '\[(?P<wanted>[\d, -]+)\]' is invalid for input of size (?P<size>\d+)")
-_UNEQUAL = re.compile(r"size of tensor a \((?P<a>\d+)\) must match the size of tensor b \((?P<b>\d+)\)")
+_UNEQUAL = re.compile(
+    r"size of (?:the )?tensor (?:a )?\((?P<a>\d+)\) must match the (?:existing )?size (?:of tensor b )?\((?P<b>\d+)\)"
+    r"(?: at non-singleton dimension (?P<dimension>\d+))?"
+)
 
 _EMBEDDING = re.compile(r"embed|lm_head|output_layer|\bwte\b|tok_embeddings|^output\.|score")
 _EXPERTS = re.compile(r"expert|router|mlp\.gate\.weight|gate\.weight$|gate_inp")
@@ -55,6 +58,7 @@ def computed(said: str) -> Text | None:
     for pair in pairs(said):
         if found := _class_of(pair):
             kind, values = found
+            kind += ("-more" if pair.saved > pair.wanted else "-fewer") * (kind == "rows")
             shown = {"name": pair.name, "saved": list(pair.saved), "wanted": list(pair.wanted)}
             return words(f"shape-{kind}", **shown, **values)
     return _of_elements(said)
@@ -126,4 +130,7 @@ def _of_elements(said: str) -> Text | None:
         small, large = sorted((int(match["a"]), int(match["b"])))
         if small > 1 and large % small == 0 and large != small:
             return words("shape-multiple", a=match["a"], b=match["b"], ratio=large // small)
+        if small != large:
+            shown = {"a": match["a"], "b": match["b"], "more": large - small}
+            return words("shape-apart", **shown, dimension=match["dimension"] or "?")
     return None

@@ -114,18 +114,24 @@ def _traceback(lines: list[Line], start: int) -> tuple[Traceback | None, int]:
                 message = _asserted(lines[start + 1 : at])
             first, last, ended = lines[start].number, lines[at].number, lines[end - 1].number
             found = Traceback(lines[start].stream, first, last, ended, raised[1], message, frames)
-            found.source = _source(lines[start + 1 : at])
+            found.source = source_of(lines[start + 1 : at])
             return found, end
     return None, len(lines)
 
 
-def _source(lines: list[Line]) -> str:
+def source_of(lines: list[Line]) -> str:
     """The code below the last frame. Marks of a notebook and of rich stand before it, carets below."""
     last = max((at for at, line in enumerate(lines) if frame_of(line.text)), default=len(lines))
-    code = [
-        re.sub(r"^[\s│|]*(?:[-❱>]+\s*)?(?:\d+\s)?\s*", "", line.text) for line in lines[last + 1 : last + 3]
-    ]
+    below = [line.text for line in lines[last + 1 : last + 30]]
+    code = [re.sub(r"^[\s│|]*(?:[-❱>]+\s*)?(?:\d+\s)?\s*", "", text) for text in below[:2]]
+    marked = next((text for text in below if _MARKED.match(text)), None)
+    if marked:
+        code = [_MARKED.sub("", marked)]
     return next((text.strip() for text in code if text.strip(" ^~│╰─╯")), "")
+
+
+_MARKED = re.compile(r"\s*[│|]?\s*(?:-{1,}>|❱)\s*\d+\s[\s│|]*")
+"""What stands before the line that a notebook or rich marks as the one that failed."""
 
 
 def _taken_in(found: Traceback, lines: list[Line], at: int) -> int:

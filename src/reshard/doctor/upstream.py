@@ -13,7 +13,32 @@ REPOSITORIES = {
     "deepspeed": "deepspeedai/DeepSpeed",
     "flash_attn": "Dao-AILab/flash-attention",
     "internlm": "InternLM/InternEvo",
+    "apex": "NVIDIA/apex",
+    "axolotl": "axolotl-ai-cloud/axolotl",
+    "bitsandbytes": "bitsandbytes-foundation/bitsandbytes",
+    "diffusers": "huggingface/diffusers",
+    "gradio": "gradio-app/gradio",
+    "huggingface_hub": "huggingface/huggingface_hub",
+    "hydra": "facebookresearch/hydra",
+    "jinja2": "pallets/jinja",
+    "lightning": "Lightning-AI/pytorch-lightning",
+    "llama.cpp": "ggml-org/llama.cpp",
     "llamafactory": "hiyouga/LLaMA-Factory",
+    "mmengine": "open-mmlab/mmengine",
+    "modelscope": "modelscope/modelscope",
+    "nemo": "NVIDIA-NeMo/NeMo",
+    "numpy": "numpy/numpy",
+    "omegaconf": "omry/omegaconf",
+    "openrlhf": "OpenRLHF/OpenRLHF",
+    "optimum": "huggingface/optimum",
+    "pyarrow": "apache/arrow",
+    "pytorch_lightning": "Lightning-AI/pytorch-lightning",
+    "sentence_transformers": "huggingface/sentence-transformers",
+    "sglang": "sgl-project/sglang",
+    "slime": "THUDM/slime",
+    "triton": "triton-lang/triton",
+    "wandb": "wandb/wandb",
+    "xformers": "facebookresearch/xformers",
     "megatron": "NVIDIA/Megatron-LM",
     "megatron/bridge": "NVIDIA-NeMo/Megatron-Bridge",
     "peft": "huggingface/peft",
@@ -32,6 +57,14 @@ REPOSITORIES = {
     "xtuner": "InternLM/xtuner",
 }
 """Repositories by the folder of their package."""
+SCRIPTS = {
+    "zero_to_fp32.py": "deepspeed",
+    "ds_to_universal.py": "deepspeed",
+    **dict.fromkeys(
+        ("convert_hf_to_gguf.py", "convert-hf-to-gguf.py", "convert_lora_to_gguf.py"), "llama.cpp"
+    ),
+}
+"""Scripts that lie in a checkout, or beside a checkpoint, and are a package's own."""
 
 _DETAILS = re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`|(?<![^\s'\"`])\S*[/\\\d]\S*|[^\w\s.]")
 """What differs from run to run: names in quotes, paths, numbers."""
@@ -66,7 +99,7 @@ def own_code(root: Traceback) -> str | None:
     frame = asker(root)
     if not frame or not root.exception:
         return None
-    return None if _LIBRARY.search(frame) or package_of(frame) else frame
+    return None if _LIBRARY.search(frame.replace("\\", "/")) or package_of(frame) else frame
 
 
 _PASSES_ON = re.compile(
@@ -92,6 +125,8 @@ def is_of_package(root: Traceback) -> bool:
 
 def package_of(frame: str) -> str | None:
     """The folder of a known package that a frame's file lies in."""
-    path = frame.rsplit(":", 1)[0]
+    path = frame.rsplit(":", 1)[0].replace("\\", "/")
+    if script := next((folder for name, folder in SCRIPTS.items() if path.endswith(name)), None):
+        return script
     names = [match["name"] for match in re.finditer(r"(?<=/)(?P<name>megatron/bridge|[a-z_]\w*)(?=/)", path)]
     return next((name for name in reversed(names) if name in REPOSITORIES), None)

@@ -320,7 +320,7 @@ def _wherever(root: Traceback, log: Log, ask: Callable[[Table], Missing]) -> Ite
 
 def _is_shadowed(path: str | None) -> bool:
     """Whether a module was read from elsewhere than where packages are installed."""
-    return path is not None and not re.search("(?:site|dist)-packages", path)
+    return path is not None and not re.search(r"(?:site|dist)-packages|/\.local/", path)
 
 
 def _table_of(module: str) -> Iterator[Table]:

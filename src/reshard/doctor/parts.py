@@ -1,0 +1,67 @@
+"""Which part of a run failed, by its frames, where nothing else is known of it: what it does, and the"
+" way around it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import yaml
+
+from reshard.doctor.finding import Finding, Place, Text
+from reshard.doctor.log import Log, Traceback
+from reshard.doctor.reading import clipped
+from reshard.doctor.rules import told
+
+INNERMOST = 2
+"""Frames in which a part has to stand: further out it only called what failed."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of `parts.yaml`: its frames, its words, what it does, and how a run does without it."""
+
+    name: str
+    frames: re.Pattern[str] | None
+    said: re.Pattern[str]
+    what: Text
+    way: Text
+
+    def shows(self, root: Traceback) -> bool:
+        """Whether a failure lies in this part, by what it says or by its innermost frames."""
+        frames = [frame.replace("\\", "/") for frame in root.frames[-INNERMOST:]]
+        return bool(self.said.search(root.said)) or bool(
+            self.frames and any(self.frames.search(frame) for frame in frames)
+        )
+
+
+def of_part(root: Traceback, log: Log) -> Finding | None:
+    """The part in which the first failure lies; None for code of no known part."""
+    first = root.root
+    part = next((part for part in _parts() if part.shows(first)), None)
+    if part is None:
+        return None
+    said = clipped(first.said.split("\n")[0], 300)
+    where = "".join(f"  `{frame}`\n" for frame in first.frames[-3:])
+    values = {"what": part.what, "way": part.way, "shown": Text.same(f"{where}  {_quoted(first.said)}")}
+    return told("part-failed", [Place(log.name, first.last, said)], values, certainty="possible")
+
+
+def _quoted(said: str) -> str:
+    return "\n  ".join(clipped(said, 600).split("\n")[:6])
+
+
+@lru_cache(maxsize=1)
+def _parts() -> tuple[Part, ...]:
+    content = yaml.safe_load(Path(__file__).with_name("parts.yaml").read_text(encoding="utf-8"))
+    return tuple(
+        Part(
+            each["part"],
+            re.compile(each["frames"]) if each["frames"] else None,
+            re.compile(each["said"]),
+            *(Text(each[key]["en"].strip(), each[key]["zh"].strip()) for key in ("what", "way")),
+        )
+        for each in content
+    )

@@ -1,0 +1,273 @@
+"""What Python's own exceptions name: a key, a file, None, a function that cannot be sent, bytes that are no text.
+
+The line of code that raised it says what the thing is: a config, a record of the data, the environment, a table.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from reshard.doctor.finding import Finding, Place, Text
+from reshard.doctor.log import Log, Traceback
+from reshard.doctor.reading import clipped
+from reshard.doctor.rules import told
+from reshard.doctor.upstream import package_of
+from reshard.doctor.words import words
+
+Told = tuple[str, dict[str, object]]
+"""The id of a rule, and what fills its braces."""
+
+
+def of_pythons(root: Traceback, log: Log) -> Finding | None:
+    """What an exception of Python itself shows; None if nothing follows from it."""
+    first = root.root
+    for ask in _ASKED:
+        if found := ask(first, log):
+            place = Place(log.name, first.last, clipped(first.said.split("\n")[0], 300))
+            return told(found[0], [place], found[1], certainty="likely")
+    return None
+
+
+def place_in_code(root: Traceback) -> Text:
+    """Where it was raised: the innermost frame with its code, as far as the log shows them."""
+    frame = root.frames[-1] if root.frames else ""
+    return Text.same(" — ".join(f"`{part}`" for part in (frame, root.source) if part) or "?")
+
+
+# ------------------------------------------------------------------------------------------ keys
+
+_KEY = re.compile(
+    r"KeyError: (?P<quote>['\"])(?P<key>[^'\"\n]{1,200})(?P=quote)\s*$|KeyError: (?P<bare>[\w.-]{1,100})\s*$"
+)
+_ENVIRONMENT = re.compile(
+    r"[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)*_(?:RANK|SIZE|ADDR|PORT|HOME|PATH|DIR|TOKEN|KEY)|RANK|LOCAL_RANK|WORLD_SIZE"
+)
+_RANK = re.compile(r"(?:LOCAL_|GROUP_|NODE_)?RANK|(?:LOCAL_)?WORLD_SIZE|MASTER_(?:ADDR|PORT)")
+_KINDS = (
+    (
+        "record",
+        r"examples?|samples?|batch|rows?|items?|records?|data|features?|instances?|ex|sources?|columns?"
+        r"|messages?|conversations?|self\.data",
+    ),
+    (
+        "checkpoint",
+        r"\w*state_dict\w*|checkpoint|ckpt|sd|weights|params_dict|tensors|weight_map|state|loaded|model_dict",
+    ),
+    ("config", r"\w*(?:config|cfg|hparams|args|params|opt|conf|kwargs|settings|metadata)\w*|yaml\w*"),
+    (
+        "table",
+        r"[A-Z][A-Z0-9_]*|\w*(?:mapping|registry|_map|MAP|dispatch|_types?|classes|templates?|lookup|table)\w*",
+    ),
+)
+"""What a container is, by its name. The first that fits counts."""
+_SUBSCRIPT = re.compile(r"(?P<name>[A-Za-z_][\w.]*)(?:\[[^\[\]]*\])*\[(?P<key>[^\[\]]+(?:\[[^\[\]]*\])?)\]")
+_CONTAINERS = 3
+
+
+def _key(root: Traceback, log: Log) -> Told | None:
+    match = _KEY.match(root.said)
+    if match is None:
+        return None
+    key = match["key"] or match["bare"]
+    if _ENVIRONMENT.fullmatch(key) and (
+        "environ" in root.source or "/os.py" in "".join(root.frames[-1:]) or not root.source
+    ):
+        return ("environment-rank" if _RANK.fullmatch(key) else "environment-missing"), {"key": key}
+    container = _container(root.source, key)
+    kind = next((kind for kind, names in _KINDS if re.fullmatch(names, container.rpartition(".")[2])), None)
+    if kind is None:
+        return None
+    return f"key-{kind}", {"key": key, "container": container, "where": place_in_code(root)}
+
+
+def _container(source: str, key: str) -> str:
+    """The name of what a line of code looks a key up in; "" if it does not show it."""
+    found = _SUBSCRIPT.findall(source)
+    named = [name for name, shown in found if shown.strip("\"' ") == key]
+    return next(iter(named or [name for name, _ in found[::-1]]), "")
+
+
+# ------------------------------------------------------------------------------------------ None
+
+_NONE = re.compile(
+    r"(?:Attribute|Type)Error: (?:'NoneType' object (?:has no attribute '(?P<name>\w+)'|is not (?P<use>\w+))"
+    r"|argument of type 'NoneType' is not (?P<in>iterable)|object of type 'NoneType' has no (?P<len>len)\(\)"
+    r"|expected str, bytes or os\.PathLike object, not (?P<path>NoneType)"
+    r"|unsupported operand type\(s\) for [^:]{1,9}: (?P<operand>'NoneType'|'\w+' and 'NoneType'))"
+)
+_CALLED = re.compile(r"(?P<of>[A-Za-z_][\w.]*(?:\([^()]*\)|\[[^\[\]]*\])?)")
+
+
+def _none(root: Traceback, log: Log) -> Told | None:
+    match = _NONE.match(root.said)
+    if match is None or not (root.frames or root.source):
+        return None
+    what = _none_of(root.source, match)
+    package = package_of(root.frames[-1]) if root.frames else None
+    whose = words("none-of-package", package=package) if package else words("none-of-own")
+    shown = words("none-named", what=what) if what else words("none-unnamed")
+    return "value-is-none", {"shown": shown, "where": place_in_code(root), "whose": whose}
+
+
+def _none_of(source: str, match: re.Match[str]) -> str:
+    """The expression in a line of code that is None; "" if it cannot be told."""
+    expression = r"[A-Za-z_][\w.]*(?:\([^()]*\)|\[[^\[\]]*\])?"
+    if match["name"]:
+        found = re.findall(rf"({expression})\.{match['name']}\b", source)
+    elif match["use"] == "subscriptable":
+        found = re.findall(r"([A-Za-z_][\w.]*)\[", source)
+    elif match["use"] == "callable":
+        found = re.findall(r"([A-Za-z_][\w.]*)\(", source)
+    elif match["use"] == "iterable" or match["in"]:
+        found = re.findall(r"\bin ([A-Za-z_][\w.]*(?:\([^()]*\))?)", source)
+    elif match["len"]:
+        found = re.findall(r"\blen\(([^()]+)\)", source)
+    else:
+        found = []
+    return found[0] if len(set(found)) == 1 else ""
+
+
+# ------------------------------------------------------------------------------------------ attributes
+
+_ATTRIBUTE = re.compile(
+    r"AttributeError: (?:type object )?'(?P<kind>\w+)' object has no attribute '(?P<name>\w+)'"
+)
+_CLASSES = (
+    ("config", r"\w*(?:Config|Configuration)"),
+    ("arguments", r"\w*(?:Arguments|Args|Namespace|Options|Params|Settings)|EasyDict|Munch|DictConfig"),
+    (
+        "wrapper",
+        r"DistributedDataParallel|DataParallel|FullyShardedDataParallel|DeepSpeedEngine|PipelineEngine"
+        r"|OptimizedModule|Peft\w+|DDP|FSDP",
+    ),
+    ("optimizer", r"\w*(?:Adam\w*|SGD|Lion|Adafactor|Optimizer|Scheduler|LambdaLR)"),
+    ("tokenizer", r"\w*(?:Tokenizer\w*|Processor|FeatureExtractor|TokenizersBackend)"),
+    ("exception", r"\w+(?:Error|Exception)"),
+    (
+        "tensor",
+        r"(?:DT|T)ensor|Parameter|ndarray|BatchEncoding|BatchFeature|Dataset|DatasetDict|IterableDataset",
+    ),
+    (
+        "model",
+        r"\w*(?:Model|For[A-Z]\w+|Module|Transformer|Attention|MLP|Linear\w*|Layer|Embedding\w*"
+        r"|ModuleList|Sequential|Head)",
+    ),
+)
+"""What an object is, by the name of its class. The first that fits counts."""
+
+
+def _attribute(root: Traceback, log: Log) -> Told | None:
+    match = _ATTRIBUTE.match(root.said)
+    if match is None:
+        return None
+    kind = next((kind for kind, names in _CLASSES if re.fullmatch(names, match["kind"])), None)
+    if kind is None:
+        return None
+    inner = package_of(root.frames[-1]) if root.frames else None
+    update = words("update-asker", package=inner) if inner else words("update-both")
+    return f"attribute-of-{kind}", {**match.groupdict(), "where": place_in_code(root), "update": update}
+
+
+# ------------------------------------------------------------------------------------------ files
+
+_NO_FILE = re.compile(
+    r"FileNotFoundError: (?:\[Errno 2\] (?:Failed to open[^']{0,40}'"
+    r"|No such file or directory: )['\"]?(?P<path>[^'\"\n]+)"
+    r"|(?:Unable to find|Couldn't find|Could not find"
+    r"|No such file or directory:?) ['\"]?(?P<other>[^'\"\n]*/[^'\"\n]+|\S+\.\w{2,8}\b))"
+)
+_LEGACY = re.compile(r"mp_rank_\d\d(?:_\d{3})?|model_optim_rng\.pt|model_rng\.pt")
+_DISTRIBUTED = re.compile(r"\.distcp\b|torch_dist|common\.pt|\.metadata\b")
+_REPLACED = re.compile(r"[{<\[]\w+[}>\]]|path[_/]to|your[_-]|/path/|\$\{?\w|XXX", re.IGNORECASE)
+
+
+def _file(root: Traceback, log: Log) -> Told | None:
+    match = _NO_FILE.match(root.said)
+    if match is None:
+        return None
+    path = (match["path"] or match["other"]).strip()
+    if _LEGACY.search(path):
+        way = words("legacy-of-dist" if _DISTRIBUTED.search(log.text) else "legacy-or-dist")
+        return "file-of-legacy", {"path": path, "way": way}
+    if _REPLACED.search(path):
+        return "file-placeholder", {"path": path}
+    if path.startswith("/tmp/") or "/.cache/" in path or "torchelastic" in path:
+        return "file-of-cache", {"path": path, "folder": path.rpartition("/")[0] or "."}
+    absolute = bool(re.match(r"/|[A-Za-z]:|~", path))
+    kind = "file-missing" if absolute else "file-relative"
+    return kind, {"path": path, "folder": path.rpartition("/")[0] or ".", "where": place_in_code(root)}
+
+
+# ------------------------------------------------------------------------------------------ processes, bytes, JSON
+
+_LOCAL = re.compile(
+    r"(?:AttributeError|_?pickle\.PicklingError|PicklingError|TypeError): (?:Can't (?:get local object"
+    r"|pickle local object|pickle) "
+    r"'?<?(?P<local>[\w.<> ]+)|cannot pickle '(?P<kind>[\w. ]+)' object)"
+)
+
+
+def _not_sendable(root: Traceback, log: Log) -> Told | None:
+    match = _LOCAL.match(root.said)
+    if match is None:
+        return None
+    name = (match["local"] or match["kind"]).strip()
+    saving = any(
+        re.search(r"/serialization\.py:\d+ (?:save|_save)|save_checkpoint|save_pretrained", each)
+        for each in root.frames
+    )
+    return ("not-storable" if saving else "not-sendable"), {"name": name}
+
+
+_BYTES = re.compile(
+    r"UnicodeDecodeError: '(?P<codec>[\w-]+)' codec can't decode bytes? (?:0x(?P<byte>[0-9a-f]{2}) )?in"
+    r" position (?P<at>\d+)"
+)
+_ENCODES = re.compile(r"UnicodeEncodeError: '(?P<codec>[\w-]+)' codec can't encode")
+_STARTS = {"8b": "gzip", "80": "pickle", "ff": "UTF-16", "fe": "UTF-16", "89": "PNG", "b5": "zstd"}
+
+
+def _bytes(root: Traceback, log: Log) -> Told | None:
+    if encodes := _ENCODES.match(root.said):
+        return "text-of-platform", {"codec": encodes["codec"]}
+    match = _BYTES.match(root.said)
+    if match is None:
+        return None
+    if match["codec"].lower().replace("_", "-") not in ("utf-8", "utf8"):
+        return "text-of-platform", {"codec": match["codec"]}
+    kind = _STARTS.get(match["byte"] or "") if int(match["at"]) <= 1 else None
+    if kind:
+        return "bytes-no-text", {
+            "byte": match["byte"],
+            "at": match["at"],
+            "kind": kind,
+            "where": place_in_code(root),
+        }
+    return "text-of-other-encoding", {"at": match["at"], "where": place_in_code(root)}
+
+
+_JSON = re.compile(
+    r"(?:json\.(?:decoder\.)?)?JSONDecodeError: (?P<what>[^:\n]+): line (?P<line>\d+) column (?P<column>\d+)"
+)
+
+
+def _json(root: Traceback, log: Log) -> Told | None:
+    match = _JSON.match(root.said)
+    if match is None:
+        return None
+    what, line, column = match["what"], int(match["line"]), int(match["column"])
+    if what == "Expecting value" and (line, column) == (1, 1):
+        why = words("json-empty")
+    elif what == "Extra data":
+        why = words("json-lines" if line == 2 and column == 1 else "json-twice", line=line)
+    elif what.startswith("Expecting property name"):
+        why = words("json-comma", line=line)
+    else:
+        why = words("json-cut", line=line, column=column)
+    return "json-broken", {"why": why, "where": place_in_code(root), "line": line, "column": column}
+
+
+_ASKED: tuple[Callable[[Traceback, Log], Told | None], ...] = (
+    *(_key, _none, _attribute, _file, _not_sendable, _bytes, _json),
+)

@@ -1,0 +1,173 @@
+"""Data that a run could not read: what datasets, pyarrow and chat templates say of files, columns and records."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from reshard.doctor.finding import Finding, Place
+from reshard.doctor.log import Log, Traceback
+from reshard.doctor.reading import clipped
+from reshard.doctor.rules import told
+from reshard.doctor.words import words
+
+Told = tuple[str, dict[str, object]]
+"""The id of a rule, and what fills its braces."""
+
+_OF_DATASETS = re.compile(
+    r"Dataset(?:Generation)?(?:Cast)?Error|generating the dataset|Arrow\w+|pyarrow|CastError"
+)
+SAID = 200
+"""Lines before a failure of datasets in which it says why."""
+
+
+def of_records(root: Traceback, log: Log) -> Finding | None:
+    """What a failure shows of the data; None if it is not about data, or nothing follows."""
+    for text, number in _texts(root, log):
+        for ask in _ASKED:
+            if found := ask(text):
+                place = Place(log.name, number, clipped(text.split("\n")[0], 300))
+                return told(found[0], [place], found[1], certainty="likely")
+    return None
+
+
+def _texts(root: Traceback, log: Log) -> list[tuple[str, int]]:
+    """What each failure of the chain said, the first first, then what stands above where that is only a wrapper."""
+    chain: list[tuple[str, int]] = []
+    failure: Traceback | None = root
+    while failure is not None:
+        chain.insert(0, (failure.said, failure.last))
+        failure = failure.before
+    if _OF_DATASETS.search(root.said):
+        near = [
+            line for line in log.lines if 0 <= root.last - line.number < SAID and line.stream == root.stream
+        ]
+        chain.append(("\n".join(line.text for line in near), root.last))
+    return chain
+
+
+# ------------------------------------------------------------------------------------------ columns and types
+
+_CAST = re.compile(
+    r"Couldn't cast\n(?P<found>.{1,4000}?)\nto\n(?P<wanted>.{1,8000}?)\nbecause column names don't match",
+    re.DOTALL,
+)
+_COLUMN = re.compile(r"^(?P<name>[\w. -]{1,80}): \w", re.MULTILINE)
+_FEATURE = re.compile(r"'(?P<name>[\w. -]{1,80})': (?:Value|Sequence|List|\[|\{|Class|Image|Audio|Large)")
+_ADDED = re.compile(r"there (?:are|is) (?P<more>\d+) new columns? \((?P<new>[^)\n]{1,500})\)")
+_LACKS = re.compile(r"(?:and )?(?P<fewer>\d+) missing columns? \((?P<lost>[^)\n]{1,500})\)")
+
+
+def _cast(text: str) -> Told | None:
+    new, lost = _ADDED.search(text), _LACKS.search(text)
+    if new or lost:
+        return _columns(new["new"] if new else "", lost["lost"] if lost else "")
+    match = _CAST.search(text)
+    if match is None:
+        return None
+    found = set(_COLUMN.findall(match["found"].split("-- schema metadata")[0]))
+    wanted = set(_FEATURE.findall(match["wanted"]))
+    return _columns(", ".join(sorted(found - wanted)), ", ".join(sorted(wanted - found)))
+
+
+def _columns(new: str, lost: str) -> Told:
+    return "data-columns", {"new": new or "–", "lost": lost or "–"}
+
+
+_CHANGED = re.compile(
+    r"JSON parse error: Column\((?P<column>[^)\n]*)\) changed from (?P<was>\w+) to (?P<is>\w+) in row (?P<row>\d+)"
+)
+_PARSE = re.compile(
+    r"(?:JSON|CSV) parse error: (?P<what>[^\n]{1,200}?)(?: in row (?P<row>\d+))?$", re.MULTILINE
+)
+_TYPE = re.compile(
+    r"(?:ArrowTypeError|ArrowInvalid|TypeError|ValueError): (?P<what>(?:Expected bytes, got|cannot mix"
+    r"|Could not convert|Couldn't cast array of type"
+    r"|Failed to parse string|Integer value|Float value|Expected object or value|Trailing data"
+    r"|Mixing dicts)[^\n]{0,200})"
+)
+
+
+def _changed(text: str) -> Told | None:
+    if match := _CHANGED.search(text):
+        shown = {"column": match["column"].strip("/") or "?", "was": match["was"], "now": match["is"]}
+        return "data-type-changes", {**shown, "row": match["row"]}
+    if match := _PARSE.search(text):
+        return "data-unreadable", {"what": match["what"], "row": match["row"] or "?"}
+    if match := _TYPE.search(text):
+        return "data-mixed-types", {"what": match["what"]}
+    return None
+
+
+# ------------------------------------------------------------------------------------------ names that do not exist
+
+_NAMED = tuple(
+    (kind, re.compile(pattern))
+    for kind, pattern in (
+        ("config", r"BuilderConfig '?(?P<name>[^'\s]+)'? not found\. Available: (?P<there>\[[^\]\n]*\])"),
+        (
+            "config",
+            r"Config name is missing\.\s*\n?Please pick one among the available configs:"
+            r" (?P<there>\[[^\]\n]*\])(?P<name>)",
+        ),
+        ("split", r"Unknown split \"?(?P<name>[\w\[\]:%.]+)\"?\. Should be one of (?P<there>\[[^\]\n]*\])"),
+        (
+            "column",
+            r"Column name '?(?P<name>[^'\n]{1,80}?)'? not in the dataset\. Current columns in the"
+            r" dataset: (?P<there>\[[^\]\n]*\])",
+        ),
+        (
+            "column",
+            r"Column to remove (?P<name>\[[^\]\n]*\]) not in the dataset\. Current columns in the"
+            r" dataset: (?P<there>\[[^\]\n]*\])",
+        ),
+        (
+            "column",
+            r"Columns? (?P<name>\[[^\]\n]*\]) not in the dataset\. Current columns in the dataset:"
+            r" (?P<there>\[[^\]\n]*\])",
+        ),
+    )
+)
+
+
+def _name(text: str) -> Told | None:
+    for kind, pattern in _NAMED:
+        if match := pattern.search(text):
+            what = words(f"data-{kind}")
+            return "data-name", {"what": what, "name": match["name"] or "–", "there": match["there"]}
+    return None
+
+
+_SCRIPT = re.compile(r"Dataset scripts are no longer supported, but found (?P<name>\S+)")
+
+
+def _scripts(text: str) -> Told | None:
+    match = _SCRIPT.search(text)
+    return ("data-script", {"name": match["name"]}) if match else None
+
+
+# ------------------------------------------------------------------------------------------ chats
+
+_TEMPLATE = re.compile(
+    r"(?:jinja2\.exceptions\.)?(?P<kind>TemplateError|UndefinedError|TemplateSyntaxError"
+    r"|TemplateAssertionError): (?P<what>[^\n]{1,300})"
+)
+
+
+def _chat(text: str) -> Told | None:
+    match = _TEMPLATE.search(text)
+    if match is None:
+        return None
+    what = match["what"]
+    if match["kind"] in ("TemplateSyntaxError", "TemplateAssertionError"):
+        why = "chat-syntax"
+    elif re.search(r"alternat|after the optional system|must be user|First message", what):
+        why = "chat-order"
+    elif re.search(r"[Ss]ystem", what):
+        why = "chat-system"
+    else:
+        why = "chat-fields"
+    return "chat-refused", {"what": what, "why": words(why), "cure": words(f"{why}-cure")}
+
+
+_ASKED: tuple[Callable[[str], Told | None], ...] = (_cast, _changed, _name, _scripts, _chat)

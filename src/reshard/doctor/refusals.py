@@ -1,0 +1,151 @@
+"""Values and requests that something refuses in words of its own: a schema, a parser, the hub, torch on"
+" dtypes, pip."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from reshard.doctor.finding import Finding, Place, Text
+from reshard.doctor.log import Log, Traceback
+from reshard.doctor.reading import clipped
+from reshard.doctor.rules import told
+from reshard.doctor.words import words
+
+Told = tuple[str, dict[str, object]]
+"""The id of a rule, and what fills its braces."""
+
+
+def of_refusal(root: Traceback, log: Log) -> Finding | None:
+    """What refused what, and what it takes instead; None if a failure says nothing of the kind."""
+    first = root.root
+    for failure in (first, root) if first is not root else (root,):
+        for ask in _ASKED:
+            if found := ask(failure.said, log):
+                place = Place(log.name, failure.last, clipped(failure.said.split("\n")[0], 300))
+                return told(found[0], [place], found[1], certainty="likely")
+    return None
+
+
+# ------------------------------------------------------------------------------------------ values
+
+_SCHEMA = re.compile(
+    r"validation errors? for (?P<of>[\w.\[\],"
+    r"| -]+)\n(?P<field>[\w.\[\]-]+)\n\s+(?P<what>[^\[\n]+?)(?: \[type=(?P<type>\w+)"
+    r"(?:, input_value=(?P<value>[^\n]{0,200}?))?(?:, input_type=(?P<is>\w+))?\])?$",
+    re.MULTILINE,
+)
+_CHOICE = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"argument (?P<name>-{1,2}[\w/-]+): invalid choice: '?(?P<value>[^'\s]+)'? \((?:choose from "
+        r"|maybe you meant: )(?P<there>[^)\n]+)\)",
+        r"(?:^|: )['\"]?(?P<value>[\w.-]+)['\"]? is not a valid (?P<name>\w+)(?:, please select one of"
+        r" (?P<there>\[[^\]\n]+\]))?",
+        r"(?:argument )(?P<name>-{1,2}[\w/-]+): invalid (?P<there>\w+) value: '(?P<value>[^'\n]*)'",
+        r"[Tt]he following arguments are required: (?P<name>[^\n]+)(?P<value>)(?P<there>)",
+    )
+)
+
+
+def _schema(said: str, log: Log) -> Told | None:
+    match = _SCHEMA.search(said)
+    if match is None:
+        return None
+    value = match["value"] or ""
+    given = (
+        words("value-given", value=clipped(value, 120), kind=match["is"] or "?") if value else Text.same("")
+    )
+    shown = {
+        "field": match["field"],
+        "of": match["of"].strip(),
+        "what": match["what"].strip(),
+        "given": given,
+    }
+    return "value-refused", shown
+
+
+def _choice(said: str, log: Log) -> Told | None:
+    match = next((hit for pattern in _CHOICE if (hit := pattern.search(said))), None)
+    if match is None:
+        return None
+    if not match["value"] and "required" in said:
+        return "argument-required", {"name": match["name"]}
+    return "choice-refused", {**match.groupdict("?")}
+
+
+# ------------------------------------------------------------------------------------------ the hub
+
+_STATUS = re.compile(
+    r"\b(?P<status>40[134]|429|5\d\d) (?:Client|Server) Error\b[^\n]{0,200}?(?:for url: (?P<url>https?://[^\s)]+))?"
+    r"|(?P<missing>RepositoryNotFoundError|RevisionNotFoundError|EntryNotFoundError)"
+)
+_URL = re.compile(r"https?://[^\s)'\"]+")
+
+
+def _hub(said: str, log: Log) -> Told | None:
+    match = _STATUS.search(said)
+    if match is None:
+        return None
+    url = _URL.search(said)
+    status = match["status"] or "404"
+    kind = {"401": "401", "403": "401", "404": "404", "429": "429"}.get(status, "5xx")
+    shown = {"status": status, "url": url[0] if url else "–"}
+    return "hub-answers", {**shown, "why": words(f"hub-{kind}"), "cure": words(f"hub-{kind}-cure")}
+
+
+# ------------------------------------------------------------------------------------------ dtypes
+
+_DTYPE = (
+    r"(?:torch\.|c10::)?(?P<{}>[Ff]loat(?:16|32|64|8\w*)?|[Hh]alf|[Bb][Ff]loat16|[Dd]ouble|[Bb]yte"
+    r"|[Cc]har|u?int(?:8|16|32|64)|[Ii]nt|[Ll]ong|[Bb]ool)"
+)
+_DTYPES = tuple(
+    re.compile(pattern.replace("ONE", _DTYPE.format("one")).replace("TWO", _DTYPE.format("two")))
+    for pattern in (
+        r"Found dtype ONE but expected TWO",
+        r"have dtype ONE,? but got TWO",
+        r"[Ee]xpected (?:scalar type|dtype) ONE,? but (?:got|found)(?: scalar type)? TWO",
+        r"same d?type,? but got:? ONE (?:!=|and|vs) TWO",
+        r"type \(ONE\) and (?:weight|bias) type \(TWO\)",
+        r"expected m\w+1 and m\w+2 to have the same dtype, but got: ONE != TWO",
+        r"value cannot be converted to type ONE without overflow(?P<two>)",
+        r"dtypes?:? ONE (?:and|!=|vs\.?) TWO",
+        r"query\.dtype: ONE key\.dtype: TWO",
+        r"Index put requires the source and destination dtypes match, got ONE for the destination and TWO",
+    )
+)
+_GRADIENT = re.compile(r"[Oo]nly Tensors of floating point (?:and complex )?dtype can require gradients")
+
+
+def _dtypes(said: str, log: Log) -> Told | None:
+    if _GRADIENT.search(said):
+        return "gradient-of-integers", {}
+    match = next((hit for pattern in _DTYPES if (hit := pattern.search(said))), None)
+    return ("dtypes-differ", {"one": match["one"], "two": match["two"] or "?"}) if match else None
+
+
+# ------------------------------------------------------------------------------------------ Python's own release
+
+_PYTHON = re.compile(
+    r"Package '(?P<package>[\w.-]+)' requires a different Python: (?P<has>[\d.]+) not in '(?P<spec>[^']+)'"
+    r"|(?P<other>[\w.-]+) requires Python '?(?P<wants>[<>=!~]+\d[^'\n]*?)'? but the running Python is"
+    r" (?P<running>[\d.]+)"
+)
+
+
+def _python(said: str, log: Log) -> Told | None:
+    match = _PYTHON.search(said)
+    if match is None:
+        return None
+    spec = match["spec"] or match["wants"]
+    least = re.search(r">=?\s*(3\.\d+)", spec)
+    shown = {
+        "package": match["package"] or match["other"],
+        "has": match["has"] or match["running"],
+        "spec": spec,
+    }
+    return "python-refused", {**shown, "least": least[1] if least else "3.11"}
+
+
+_ASKED: tuple[Callable[[str, Log], Told | None], ...] = (_schema, _choice, _python, _hub, _dtypes)

@@ -1,0 +1,184 @@
+"""Names of weights that a checkpoint and a model do not share: what the two sets of names say of each other."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from itertools import product
+from typing import NamedTuple
+
+from reshard.doctor.finding import Finding, Place
+from reshard.doctor.log import Log, Traceback
+from reshard.doctor.rules import told
+from reshard.doctor.words import words
+
+_LIST = r"(?P<{0}>[^\n]*)"
+_MISSING = re.compile(
+    r"(?i:missing key(?:\(s\)|s)?(?: in (?:the )?(?:source )?state_dict)?)\s*[:=]\s*" + _LIST.format("names")
+)
+_UNEXPECTED = re.compile(
+    r"(?i:unexpected key(?:\(s\)|s)?(?: in (?:the )?(?:source )?state_dict)?)\s*[:=]\s*"
+    + _LIST.format("names")
+)
+_ONE = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"Can ?not map tensor '(?P<name>[\w.]+)'",
+        r"[Uu]nexpected key \"(?P<name>[\w.]+)\" in state_dict",
+        r"no module or parameter named ['\"](?P<name>[\w.]+)['\"]",
+        r"KeyError: ['\"](?P<name>\w+(?:\.\w+)+\.(?:\w*weight\w*|bias|scales|qweight|SCB|absmax|\w+_scale\w*))['\"]",
+        r"['\"](?P<name>[\w.]+\.(?:SCB|absmax|quant_map|weight_format))['\"]",
+    )
+)
+_ABSENT = re.compile(
+    r"tensor '(?P<name>[\w.]+)' not found|missing tensor '(?P<tensor>[\w.]+)'"
+    r"|Tensor (?P<other>[\w.]+) required but not present"
+)
+"""What llama.cpp and mergekit say of a tensor that they look for."""
+_NAME = re.compile(r"[\w][\w.]*")
+_PACKED = re.compile(r"torch\.u?int8 --> F\d+, shape = \{(?:1, )?\d+")
+"""What llama.cpp's converter prints of a tensor of bytes before it gives up."""
+_QUANTIZED = re.compile(
+    r"(?:^|\.)(?:SCB|weight_format|absmax|nested_absmax|quant_map|nested_quant_map|quant_state(?:\.\w+)*|qweight"
+    r"|qzeros|g_idx|scales|weight_scale(?:_inv|_2)?|input_scale|weight_packed|weight_shape|weight_zero_point)$"
+)
+_ADAPTER = re.compile(r"\blora_(?:A|B|embedding_[AB])\b|\bbase_layer\b|^base_model\.model\.|modules_to_save")
+_INSIDE = re.compile(r"^(?:\w*state_dict|model|module|net\w*|weights|params|ema|generator|encoder)$")
+_BUFFER = re.compile(r"(?:rotary_emb\.inv_freq|position_ids|masked_bias|attn\.bias|num_batches_tracked)$")
+_HEAD = re.compile(r"(?:lm_head|embed_out|output_layer|embed_tokens|shared)\.weight$")
+_EXPERTS = re.compile(r"\bexperts\.(?:\d+\.)?(?:gate|up|down|gate_up|w\d|linear_fc\d)\w*")
+_LAYER = re.compile(r"\b(?:layers|layer|h|blocks?|resblocks)\.(?P<index>\d+)\.")
+MOST = 60
+"""Names of each list that are compared."""
+SHARE = 0.5
+"""The share of the shorter list that has to say the same."""
+
+
+class Names(NamedTuple):
+    """Names that the model has and the file lacks, and the other way round."""
+
+    missing: list[str]
+    unexpected: list[str]
+
+
+def of_names(root: Traceback, log: Log) -> Finding | None:
+    """What the names that a failure lists show of model and checkpoint; None if it lists none."""
+    names = _names(root, log)
+    packed = _PACKED.search(log.text) if "gguf" in log.text else None
+    values: dict[str, object]
+    if packed:
+        kind, values = "quantized", {"example": packed[0]}
+    elif names.missing or names.unexpected:
+        kind, values = _class_of(names)
+    else:
+        return None
+    if names.missing and not names.unexpected and _LLAMA_CPP.search(log.text):
+        kind = "gguf"
+    if _ENGINE.search(log.text) and "KeyError" in root.said and names.unexpected and not names.missing:
+        kind, values = _of_engine(names.unexpected[0])
+    place = Place(log.name, root.last, root.said.split("\n")[0][:300])
+    shown = {
+        "missing": ", ".join(names.missing[:2]) or "–",
+        "unexpected": ", ".join(names.unexpected[:2]) or "–",
+    }
+    return told(f"names-{kind}", [place], {**shown, **values}, certainty="likely")
+
+
+_ENGINE = re.compile(r"/(?:vllm|sglang)/|\bparams_dict\[")
+_LLAMA_CPP = re.compile(r"llama_model_load|llama_load_model|convert_hf_to_gguf|gguf")
+
+
+def _of_engine(name: str) -> tuple[str, dict[str, object]]:
+    """The same for a weight that an inference engine has no parameter for."""
+    what = "scale" if _QUANTIZED.search(name) else "adapter" if _ADAPTER.search(name) else "weight"
+    return "engine", {"what": words(f"engine-{what}"), "way": words(f"engine-{what}-way")}
+
+
+def _names(root: Traceback, log: Log) -> Names:
+    said = root.said
+    missing, unexpected = _MISSING.search(said), _UNEXPECTED.search(said)
+    if missing is None and unexpected is None:
+        if absent := _ABSENT.search(said):
+            return Names([absent["name"] or absent["tensor"] or absent["other"]], [])
+        return Names([], [hit["name"] for pattern in _ONE if (hit := pattern.search(said))])
+    return Names(_listed(missing), _listed(unexpected))
+
+
+def _listed(match: re.Match[str] | None) -> list[str]:
+    """The names of a list, quoted or not, up to the other list."""
+    if match is None:
+        return []
+    text = re.split(r"(?i)\b(?:unexpected|missing) key", match["names"])[0]
+    return [name.rstrip(".") for name in _NAME.findall(text)][:MOST]
+
+
+def _class_of(names: Names) -> tuple[str, dict[str, object]]:
+    """The class of two lists of names, the most particular first, and what fills its text."""
+    missing, unexpected = names
+    both = [*unexpected, *missing]
+    if found := next((name for name in unexpected if _QUANTIZED.search(name)), None):
+        return "quantized", {"example": found}
+    if found := next((name for name in missing if _QUANTIZED.search(name)), None):
+        return "not-quantized", {"example": found}
+    if unexpected and all("." not in name for name in unexpected):
+        inside = next((name for name in unexpected if _INSIDE.search(name)), None)
+        if inside:
+            return "inside", {"key": inside, "keys": ", ".join(unexpected[:5])}
+    if renamed := _renamed(names):
+        return renamed
+    if found := next((name for name in both if _ADAPTER.search(name)), None):
+        return ("adapter" if found in unexpected else "no-adapter"), {"example": found}
+    if all(name.endswith("_extra_state") for name in both):
+        return "extra-state", {}
+    if all(_BUFFER.search(name) for name in both):
+        return "buffers", {}
+    if all(_HEAD.search(name) for name in both):
+        return "head", {"example": both[0]}
+    if all(name.endswith(".bias") for name in both):
+        return "bias", {"example": both[0]}
+    if deep := _deeper(names):
+        return deep
+    if any(_EXPERTS.search(name) for name in missing) and any(_EXPERTS.search(name) for name in unexpected):
+        return "experts", {}
+    if missing and unexpected:
+        return "other-model", {}
+    parts = Counter(name.split(".")[0] for name in both)
+    side = "only-file" if unexpected else "only-model"
+    return side, {"parts": ", ".join(part for part, _ in parts.most_common(4))}
+
+
+def _renamed(names: Names) -> tuple[str, dict[str, object]] | None:
+    """The prefix that most names have on one side where the other has another, or none."""
+    pairs: Counter[tuple[str, str]] = Counter()
+    for lacks, has in product(names.missing, names.unexpected):
+        if pair := _prefixes(lacks, has):
+            pairs[pair] += 1
+    if not pairs:
+        return None
+    (model, file), count = pairs.most_common(1)[0]
+    if count < max(2, SHARE * min(len(names.missing), len(names.unexpected))):
+        return None
+    shown = {"model": model, "file": file, "count": count}
+    return ("prefix-of-file" if not model else "prefix-of-model" if not file else "prefixes"), shown
+
+
+def _prefixes(lacks: str, has: str) -> tuple[str, str] | None:
+    """What stands before the end that two names share: both names end alike, and one of them or both begin so."""
+    ours, theirs = lacks.split("."), has.split(".")
+    same = 0
+    while same < min(len(ours), len(theirs)) and ours[-1 - same] == theirs[-1 - same]:
+        same += 1
+    before = ours[: len(ours) - same], theirs[: len(theirs) - same]
+    if same < 2 or ours == theirs or (all(before) and (same < 3 or max(map(len, before)) > 3)):
+        return None
+    model, file = (".".join(part) + "." if part else "" for part in before)
+    return None if re.search(r"\d", model + file) else (model, file)
+
+
+def _deeper(names: Names) -> tuple[str, dict[str, object]] | None:
+    """That one side has layers after the last of the other."""
+    one_side = names.missing if not names.unexpected else names.unexpected if not names.missing else []
+    indices = [int(hit["index"]) for name in one_side if (hit := _LAYER.search(name))]
+    if not indices or len(indices) < len(one_side) or not min(indices):
+        return None
+    return ("layers-of-file" if names.unexpected else "layers-of-model"), {"first": min(indices)}
