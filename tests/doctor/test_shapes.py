@@ -28,7 +28,7 @@ CASES = [
     ),
     ("model.layers.0.self_attn.k_proj.weight", [64, 64], [16, 64], "num_key_value_heads"),
     ("model.embed_tokens.weight", [151936, 64], [151665, 64], "271 more"),
-    ("lm_head.weight", [32000, 64], [32064, 64], "64 apart"),
+    ("lm_head.weight", [32000, 64], [32064, 64], "64 more in the model"),
     ("model.layers.0.mlp.gate.weight", [64, 32], [60, 32], "64 experts in the file and for 60"),
     ("base.layers.0.q_proj.lora_A.default.weight", [16, 64], [8, 64], "rank 16"),
     ("model.norm.weight", [2048], [4096], "one tensor-parallel rank of 2"),

@@ -204,8 +204,16 @@ _UNREACHABLE = re.compile(
 )
 
 
+_SOCKET = re.compile(
+    r"client socket has (?P<why>timed out|failed)[^\n]{0,120}?connect(?: to)?(?: any network address of)? \((?P<host>[\w.:-]+), (?P<port>\d+)\)"
+)
+
+
 def _unreachable(text: str, log: Log) -> Told | None:
     """A host that another one does not reach, by the words of the system."""
+    if match := _SOCKET.search(text):
+        why = words("store-silent" if "timed out" in match["why"] else "store-refuses")
+        return "store-unreachable", {"host": match["host"], "port": match["port"], "why": why}
     match = _UNREACHABLE.search(text)
     return ("host-unreachable", {"host": match["host"], "why": match["why"]}) if match else None
 

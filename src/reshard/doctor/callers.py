@@ -9,12 +9,11 @@ import re
 from collections.abc import Callable
 
 from reshard.doctor.finding import Finding, Place, Text
-from reshard.doctor.history.table import tables
+from reshard.doctor.history.table import ROOTS, tables
 from reshard.doctor.log import Log, Traceback
-from reshard.doctor.pythons import place_in_code
+from reshard.doctor.pythons import installed_of, place_in_code, update_of
 from reshard.doctor.reading import clipped
 from reshard.doctor.rules import told
-from reshard.doctor.upstream import package_of
 from reshard.doctor.words import words
 
 Told = tuple[str, dict[str, object]]
@@ -28,13 +27,20 @@ def of_call(root: Traceback, log: Log) -> Finding | None:
     if found is None:
         return None
     place = Place(log.name, first.last, clipped(first.said.split("\n")[0], 300))
-    values = {"where": place_in_code(first), "update": _update(first), **found[1]}
-    return told(found[0], [place], values, certainty="likely")
+    values = {"where": place_in_code(first), "update": update_of(first), **found[1]}
+    return told(found[0], [place], values, certainty="possible" if found[0] in _GENERAL else "likely")
 
 
-def _update(root: Traceback) -> Text:
-    package = package_of(root.frames[-1]) if root.frames else None
-    return words("update-asker", package=package) if package else words("update-both")
+_GENERAL = (
+    "call-lacks",
+    "call-differs",
+    "call-unknown",
+    "unpack-differs",
+    "name-undefined",
+    "never-assigned",
+    "index-beyond",
+)
+"""Rules that say where to look more than why."""
 
 
 _MISSING = re.compile(
@@ -46,6 +52,34 @@ _COUNT = re.compile(
     r"|exactly )?\d+ (?:positional )?arguments? (?:but \d+ (?:was|were) given|\(\d+ given\))"
     r"|got multiple values for (?:keyword )?argument '\w+')"
 )
+_UNKNOWN = re.compile(
+    r"TypeError: (?P<function>[\w.<>]+)\(\) got an unexpected keyword argument '(?P<name>\w+)'"
+)
+_BUILT_FROM = re.compile(r"\*\*(?P<what>\w*(?:config|cfg|dict|kwargs|args)\w*)")
+
+
+def _unknown(root: Traceback) -> Told | None:
+    """An argument that a call does not know; one that came out of a file is a key of that file."""
+    match = _UNKNOWN.match(root.said)
+    if match is None:
+        return None
+    kind, _, method = match["function"].rpartition(".")
+    package = installed_of(root) or (_owner_of(kind) if kind else "")
+    if not package:
+        return None
+    shown = {"function": match["function"], "name": match["name"], "package": package}
+    made = _BUILT_FROM.search(root.source)
+    if made and method == "__init__" and re.search(r"/config\w*/|config\w*\.py", "".join(root.frames[-1:])):
+        return "config-newer", shown
+    return "call-unknown", {**shown, "update": words("update-asker", package=package)}
+
+
+def _owner_of(kind: str) -> str:
+    """The one package that has a class of this name; "" if there are several or none."""
+    owners = {each.package for each in tables(ROOTS) if each.elsewhere(kind, "", each.versions[-1])}
+    return owners.pop() if len(owners) == 1 else ""
+
+
 _UNPACK = re.compile(
     r"ValueError: (?P<what>(?:too many|not enough) values to unpack \((?:expected (?:at least )?\d+(?:, got \d+)?)\))"
 )
@@ -69,7 +103,14 @@ def _count(root: Traceback) -> Told | None:
 
 def _unpack(root: Traceback) -> Told | None:
     match = _UNPACK.match(root.said)
-    return ("unpack-differs", {"what": match["what"]}) if match else None
+    if match is None:
+        return None
+    shape = re.search(r"=\s*(?P<of>[\w.\[\]\"']+?)\.(?:shape|size\(\))\s*$", root.source)
+    return (
+        ("dimensions-differ", {"what": match["what"], "of": shape["of"]})
+        if shape
+        else ("unpack-differs", {"what": match["what"]})
+    )
 
 
 _NAME = re.compile(r"NameError: (?:free variable|global name|name) '(?P<name>\w+)' ")
@@ -79,11 +120,15 @@ def _undefined(root: Traceback) -> Told | None:
     match = _NAME.match(root.said)
     if match is None:
         return None
-    own = package_of(root.frames[-1]) if root.frames else None
+    own = re.search(r"(?:site|dist)-packages/(\w+)", root.frames[-1]) if root.frames else None
     known = [each for each in tables(_EXPORT) if each.name(each.raw["root"], match["name"]).there]
-    other = next((each.package for each in known if each.raw["root"] != own), None)
+    other = next((each for each in known if own is None or each.raw["root"] != own[1]), None)
     if other:
-        return "name-of-optional", {"name": match["name"], "other": other}
+        return "name-of-optional", {
+            "name": match["name"],
+            "other": other.package,
+            "module": other.raw["root"],
+        }
     return "name-undefined", {"name": match["name"]}
 
 
@@ -115,7 +160,10 @@ def _empty(root: Traceback) -> Told | None:
     if _ZERO.match(root.said):
         return "count-is-zero", {}
     if match := _UNBOUND.match(root.said):
-        return "never-assigned", {"name": match["name"] or match["other"]}
+        name = match["name"] or match["other"]
+        if name.endswith("_pb2"):  # a module that protobuf generated
+            return "name-of-optional", {"name": name, "other": "protobuf", "module": "google.protobuf"}
+        return "never-assigned", {"name": name}
     return None
 
 
@@ -144,5 +192,5 @@ def _denied(root: Traceback) -> Told | None:
 
 
 _ASKED: tuple[Callable[[Traceback], Told | None], ...] = (
-    *(_missing, _count, _unpack, _undefined, _empty, _python, _denied),
+    *(_missing, _count, _unknown, _unpack, _undefined, _empty, _python, _denied),
 )

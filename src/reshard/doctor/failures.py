@@ -11,7 +11,15 @@ import re
 from collections.abc import Sequence
 
 from reshard.doctor.prefixes import START
-from reshard.doctor.tracebacks import Line, Traceback, end_of_message, frame_of, source_of
+from reshard.doctor.tracebacks import (
+    Line,
+    Traceback,
+    end_of_message,
+    frame_of,
+    source_of,
+    told_once,
+    unwrapped,
+)
 
 _WENT_ON = re.compile(
     r"""['"]?(?:train_|eval_)?(?:loss|runtime)['"]?\s*[:=]\s*['"]?\d | \biteration\s+\d+\s*/ | train_runtime
@@ -145,7 +153,9 @@ def _is_error(text: str) -> bool:
 
 def _exception(line: Line) -> tuple[str, str] | None:
     match = None if _QUIET.search(line.text) else _EXCEPTION.match(line.text)
-    return (match["name"] or match["bare"], match["message"] or "") if match else None
+    if match is None:
+        return None
+    return told_once(match["name"] or match["bare"], match["message"] or "")
 
 
 def _within(line: Line) -> tuple[str, str] | None:
@@ -195,6 +205,7 @@ def _failure(lines: Sequence[Line], at: int, name: str, message: str) -> Traceba
     first = len(before)
     while first and (
         before[first - 1].text[:1] in (" ", "", "^")
+        or _NUMBERED.match(before[first - 1].text)
         or any(frame_of(line.text) for line in before[max(0, first - 2) : first])  # with its code, not set in
     ):
         first -= 1
@@ -204,16 +215,13 @@ def _failure(lines: Sequence[Line], at: int, name: str, message: str) -> Traceba
     message = "\n".join([message, *(line.text for line in rest[1:end])])
     start = before[first].number if frames else lines[at].number
     last = rest[end - 1].number
-    return Traceback(
-        lines[at].stream,
-        start,
-        lines[at].number,
-        last,
-        name,
-        message,
-        frames,
-        source=source_of(before[first:]),
-    )
+    found = Traceback(lines[at].stream, start, lines[at].number, last, name, message, frames)
+    found.source = source_of(before[first:])
+    return unwrapped(found)
+
+
+_NUMBERED = re.compile(r"-{1,}> ?\d+ |\d+ |\[?(?:File )?/?[\w./<>-]+\]?(?:\.py|>|:\d+)\S{0,40},? in ")
+"""Lines of code in the traceback of a notebook, and its frames."""
 
 
 def _cut_off(lines: Sequence[Line]) -> Traceback | None:

@@ -21,6 +21,7 @@ from reshard.doctor.history.messages import (
     of_failure,
     of_no_release,
     of_no_transformers,
+    of_older_release,
     of_one_package,
     of_shadow,
 )
@@ -204,6 +205,7 @@ _OF_WORDS = (
     of_one_package,
     of_python,
     of_no_release,
+    of_older_release,
     of_names,
     of_records,
     of_refusal,

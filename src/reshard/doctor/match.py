@@ -51,6 +51,8 @@ def match_log(log: Log, entries: Iterable[Entry]) -> list[Match]:
     for entry in entries:
         passage = live if entry.kind in FATAL else whole
         line = next((hit for pattern in entry.patterns if (hit := passage.hit(pattern))), None)
+        if line is None and root and _explains(entry, root):  # as one process alone would have said it
+            line = next((each for each in passage.lines if each.number == root.last), None)
         if line is None or not _applies(entry, whole.text, log.versions):
             continue
         if entry.id in BY_KIND and not (root and _explains(entry, root)):

@@ -55,6 +55,9 @@ def _shown(words: list[str], text: str) -> int:
             return letters if "\n" in text[:end] else 0
         if _LITERAL.fullmatch(word):
             if match[0].lower() != word:
+                if match.end() == len(text) and known and word.startswith(match[0].lower()):
+                    letters += len(match[0])  # the text was cut in the middle of a word
+                    break
                 if "\n" in text[end : match.start()]:
                     break
                 return 0

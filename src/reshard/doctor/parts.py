@@ -32,7 +32,7 @@ class Part:
     def shows(self, root: Traceback) -> bool:
         """Whether a failure lies in this part, by what it says or by its innermost frames."""
         frames = [frame.replace("\\", "/") for frame in root.frames[-INNERMOST:]]
-        return bool(self.said.search(root.said)) or bool(
+        return bool(self.said.search(f"{root.said}\n{root.source}")) or bool(
             self.frames and any(self.frames.search(frame) for frame in frames)
         )
 

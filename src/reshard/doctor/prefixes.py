@@ -57,6 +57,10 @@ _NAMELESS = re.compile(
 _NAMES = re.compile(r"(?<![\w./=-])[\w./=-]*\w")
 
 
+_LINK = re.compile(r"\[((?:/|<ipython|[\w.]+\.py|File )[^\]\n]{0,300})\]\((?:https?|vscode)[^)\s]{1,600}\)")
+"""A path that a notebook in a browser made a link of."""
+
+
 def without_prefixes(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
     """For each line the stream that its prefixes name ("" without one), and its text without them and colours."""
     prefixes = _Prefixes()
@@ -76,6 +80,9 @@ def without_prefixes(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
 def _cleaned(raw: str) -> str:
     text = _ANSI.sub("", raw) if "\x1b" in raw else raw
     text = text.rstrip()
+    text = text.removeprefix("E   ")  # pytest's
+    if "](" in text:
+        text = _LINK.sub(r"\1", text)
     if text.endswith(("**", "`")):
         text = _EMPHASIS.sub(r"\g<error>", text)
     return text.split("\r")[-1] if "\r" in text else text  # a progress bar rewrites its line

@@ -25,8 +25,13 @@ def of_pythons(root: Traceback, log: Log) -> Finding | None:
     for ask in _ASKED:
         if found := ask(first, log):
             place = Place(log.name, first.last, clipped(first.said.split("\n")[0], 300))
-            return told(found[0], [place], found[1], certainty="likely")
+            sure = "possible" if found[0].startswith(_GENERAL) else "likely"
+            return told(found[0], [place], found[1], certainty=sure)
     return None
+
+
+_GENERAL = ("attribute-of-", "key-other", "value-is-none", "file-missing")
+"""Rules that say where to look more than why."""
 
 
 def place_in_code(root: Traceback) -> Text:
@@ -54,7 +59,7 @@ _KINDS = (
         "checkpoint",
         r"\w*state_dict\w*|checkpoint|ckpt|sd|weights|params_dict|tensors|weight_map|state|loaded|model_dict",
     ),
-    ("config", r"\w*(?:config|cfg|hparams|args|params|opt|conf|kwargs|settings|metadata)\w*|yaml\w*"),
+    ("config", r"(?!kw)\w*(?:config|cfg|hparams|args|params|opt|conf|settings|metadata)\w*|yaml\w*"),
     (
         "table",
         r"[A-Z][A-Z0-9_]*|\w*(?:mapping|registry|_map|MAP|dispatch|_types?|classes|templates?|lookup|table)\w*",
@@ -62,11 +67,10 @@ _KINDS = (
 )
 """What a container is, by its name. The first that fits counts."""
 _SUBSCRIPT = re.compile(r"(?P<name>[A-Za-z_][\w.]*)(?:\[[^\[\]]*\])*\[(?P<key>[^\[\]]+(?:\[[^\[\]]*\])?)\]")
-_CONTAINERS = 3
 
 
 def _key(root: Traceback, log: Log) -> Told | None:
-    match = _KEY.match(root.said)
+    match = _KEY.match(root.said.split("\n")[0])
     if match is None:
         return None
     key = match["key"] or match["bare"]
@@ -74,11 +78,53 @@ def _key(root: Traceback, log: Log) -> Told | None:
         "environ" in root.source or "/os.py" in "".join(root.frames[-1:]) or not root.source
     ):
         return ("environment-rank" if _RANK.fullmatch(key) else "environment-missing"), {"key": key}
+    if "/torch/optim/" in "".join(root.frames[-1:]) or key in _OPTIMIZER:
+        return "key-optimizer", {"key": key, "where": place_in_code(root)}
     container = _container(root.source, key)
+    if not re.search(rf"\[['\"]{re.escape(key)}['\"]\]", root.source):
+        container = _container(_code_with(key, root, log), key) or container
     kind = next((kind for kind, names in _KINDS if re.fullmatch(names, container.rpartition(".")[2])), None)
-    if kind is None:
+    if not container:
         return None
-    return f"key-{kind}", {"key": key, "container": container, "where": place_in_code(root)}
+    known = {
+        "key": key,
+        "container": container,
+        "where": place_in_code(root),
+        "update": update_of(root),
+    }
+    return f"key-{kind or 'other'}", known
+
+
+_OPTIMIZER = ("param_groups", "optimizer", "optimizer_states", "lr_schedulers", "exp_avg", "exp_avg_sq")
+"""Keys that states of optimizers have, and checkpoints of a model alone do not."""
+
+
+def _code_with(key: str, root: Traceback, log: Log) -> str:
+    """The line of code in a traceback that names a key: of who asked a container of a package for it."""
+    shown = (
+        line.text
+        for line in log.lines
+        if line.stream == root.stream and root.first <= line.number < root.last
+    )
+    named = re.compile(rf"[\w\])]\[['\"]{re.escape(key)}['\"]\]")
+    return next((text for text in shown if named.search(text)), "")
+
+
+def update_of(root: Traceback) -> Text:
+    """Whom to update: the package that the innermost frame lies in, or whatever asks and is asked."""
+    package = installed_of(root)
+    return words("update-asker", package=package) if package else words("update-both")
+
+
+def installed_of(root: Traceback) -> str:
+    """The package in which a failure's innermost frame lies; "" for a script and for Python itself."""
+    frame = root.frames[-1].replace("\\", "/") if root.frames else ""
+    match = _INSTALLED.search(frame)
+    found = match["name"] if match else package_of(frame)
+    return (found or "").partition("/")[0].replace("_", "-")
+
+
+_INSTALLED = re.compile(r"(?:site|dist)-packages/(?P<name>[A-Za-z]\w*)/")
 
 
 def _container(source: str, key: str) -> str:
@@ -104,7 +150,7 @@ def _none(root: Traceback, log: Log) -> Told | None:
     if match is None or not (root.frames or root.source):
         return None
     what = _none_of(root.source, match)
-    package = package_of(root.frames[-1]) if root.frames else None
+    package = installed_of(root)
     whose = words("none-of-package", package=package) if package else words("none-of-own")
     shown = words("none-named", what=what) if what else words("none-unnamed")
     return "value-is-none", {"shown": shown, "where": place_in_code(root), "whose": whose}
@@ -164,9 +210,11 @@ def _attribute(root: Traceback, log: Log) -> Told | None:
     kind = next((kind for kind, names in _CLASSES if re.fullmatch(names, match["kind"])), None)
     if kind is None:
         return None
-    inner = package_of(root.frames[-1]) if root.frames else None
-    update = words("update-asker", package=inner) if inner else words("update-both")
-    return f"attribute-of-{kind}", {**match.groupdict(), "where": place_in_code(root), "update": update}
+    return f"attribute-of-{kind}", {
+        **match.groupdict(),
+        "where": place_in_code(root),
+        "update": update_of(root),
+    }
 
 
 # ------------------------------------------------------------------------------------------ files

@@ -15,7 +15,7 @@ Told = tuple[str, dict[str, object]]
 """The id of a rule, and what fills its braces."""
 
 _OF_DATASETS = re.compile(
-    r"Dataset(?:Generation)?(?:Cast)?Error|generating the dataset|Arrow\w+|pyarrow|CastError"
+    r"datasets\.\w+\.Dataset\w*|Dataset(?:Generation)?(?:Cast)?Error|generating the dataset|Arrow\w+|pyarrow|CastError"
 )
 SAID = 200
 """Lines before a failure of datasets in which it says why."""

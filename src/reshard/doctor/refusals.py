@@ -50,8 +50,8 @@ _CHOICE = tuple(
 
 def _schema(said: str, log: Log) -> Told | None:
     match = _SCHEMA.search(said)
-    if match is None:
-        return None
+    if match is None or match["type"] == "extra_forbidden" or "Extra inputs" in match["what"]:
+        return None  # a key that is not known: see `arguments.py`
     value = match["value"] or ""
     given = (
         words("value-given", value=clipped(value, 120), kind=match["is"] or "?") if value else Text.same("")
@@ -118,7 +118,14 @@ _DTYPES = tuple(
 _GRADIENT = re.compile(r"[Oo]nly Tensors of floating point (?:and complex )?dtype can require gradients")
 
 
+_FLAT = re.compile(
+    r"Cannot flatten integer dtype|Integer parameters are unsupported|(?:FlatParameter requires|Must flatten tensors with) uniform dtype"
+)
+
+
 def _dtypes(said: str, log: Log) -> Told | None:
+    if _FLAT.search(said):
+        return "fsdp-integers", {}
     if _GRADIENT.search(said):
         return "gradient-of-integers", {}
     match = next((hit for pattern in _DTYPES if (hit := pattern.search(said))), None)

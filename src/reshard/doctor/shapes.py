@@ -130,7 +130,7 @@ def _of_elements(said: str) -> Text | None:
         small, large = sorted((int(match["a"]), int(match["b"])))
         if small > 1 and large % small == 0 and large != small:
             return words("shape-multiple", a=match["a"], b=match["b"], ratio=large // small)
-        if small != large:
+        if small != large and match["dimension"]:
             shown = {"a": match["a"], "b": match["b"], "more": large - small}
             return words("shape-apart", **shown, dimension=match["dimension"] or "?")
     return None

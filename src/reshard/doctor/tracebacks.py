@@ -113,16 +113,57 @@ def _traceback(lines: list[Line], start: int) -> tuple[Traceback | None, int]:
             if not message and raised[1] == "AssertionError":
                 message = _asserted(lines[start + 1 : at])
             first, last, ended = lines[start].number, lines[at].number, lines[end - 1].number
-            found = Traceback(lines[start].stream, first, last, ended, raised[1], message, frames)
+            name, message = told_once(raised[1], message)
+            found = Traceback(lines[start].stream, first, last, ended, name, message, frames)
             found.source = source_of(lines[start + 1 : at])
-            return found, end
+            return unwrapped(found), end
     return None, len(lines)
+
+
+_TWICE = re.compile(r"(\w{6,60}?)\1+")
+
+
+def told_once(name: str, message: str) -> tuple[str, str]:
+    """An exception that several ranks printed at once into one line, as one of them would have."""
+    match = _TWICE.fullmatch(name)
+    return (match[1], message.lstrip(": ")) if match else (name, message)
+
+
+_BECAUSE = re.compile(
+    r"because of the following error \(look up to see its traceback\):\n(?P<inner>(?:.|\n)+)"
+)
+_OF_PYTHON = (
+    ("ModuleNotFoundError", re.compile(r"No module named ")),
+    (
+        "ImportError",
+        re.compile(r"cannot import name |\S+: undefined symbol: |\S+: cannot open shared object"),
+    ),
+    ("AttributeError", re.compile(r"module '[\w.]+' has no attribute |'\w+' object has no attribute ")),
+    ("TypeError", re.compile(r"unsupported operand type|\S+\(\) got an unexpected")),
+)
+"""What Python says, by the exception that a lazy import leaves out."""
+
+
+def unwrapped(failure: Traceback) -> Traceback:
+    """The failure that a lazy import wraps into one of its own, with its own name; others as they are."""
+    message = failure.message
+    while match := _BECAUSE.search(message):
+        message = match["inner"]
+    if message != failure.message:
+        named = _RAISED.match(message.split("\n")[0])
+        if kind := next((name for name, pattern in _OF_PYTHON if pattern.match(message)), None):
+            failure.exception, failure.message = kind, message
+        elif named and named[2]:
+            failure.exception, failure.message = named[1], named[2]
+    return failure
 
 
 def source_of(lines: list[Line]) -> str:
     """The code below the last frame. Marks of a notebook and of rich stand before it, carets below."""
     last = max((at for at, line in enumerate(lines) if frame_of(line.text)), default=len(lines))
-    below = [line.text for line in lines[last + 1 : last + 30]]
+    below = [line.text for line in (lines[last + 1 : last + 30] if last < len(lines) else lines[-10:])]
+    if last == len(lines) and not any(_MARKED.match(text) for text in below):
+        return ""
     code = [re.sub(r"^[\s│|]*(?:[-❱>]+\s*)?(?:\d+\s)?\s*", "", text) for text in below[:2]]
     marked = next((text for text in below if _MARKED.match(text)), None)
     if marked:

@@ -152,6 +152,26 @@ def of_shadow(root: Traceback, log: Log) -> Finding | None:
     )
 
 
+def of_older_release(root: Traceback, log: Log) -> Finding | None:
+    """That an attribute of a module is in none of the releases that were read: the code was written before them."""
+    match = _ATTRIBUTE.search(root.said)
+    own = next(_table_of(match["module"]), None) if match else None
+    if match is None or own is None or own.raw["names"].get(match["module"]) is None:
+        return None
+    if own.name(match["module"], match["name"]).there or _is_shadowed(match.groupdict().get("path")):
+        return None
+    values: dict[str, object] = {"name": f"{match['module']}.{match['name']}", "package": own.package}
+    values |= {"first": own.versions[0], "last": own.versions[-1], "update": _asking(root, own)}
+    return _told("gone-before", values, "possible", own, root, log)
+
+
+def _asking(root: Traceback, own: Table) -> Text:
+    """Whom to update: the package that asks, if the frames show one."""
+    found = (hit["root"] for frame in root.frames[::-1] if (hit := _SITE.search(frame)))
+    asking = next((each for each in found if each != own.raw["root"]), None)
+    return words("update-asker", package=asking.replace("_", "-")) if asking else words("update-both")
+
+
 def of_no_release(root: Traceback, log: Log) -> Finding | None:
     """That an imported name is in no release that was read, with the one that is most like it."""
     match = _IMPORT.search(root.said)
