@@ -124,6 +124,26 @@ def test_a_stray_accelerate_config_is_mentioned_with_what_it_switches_on(tmp_pat
     assert "distributed_type: FSDP, num_processes: 8" in found.rule.en
 
 
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("distributed_type: FSDP\n  num_processes: [8\n", "line 2"),
+        ("- FSDP\n", "found list"),
+        ("", "found NoneType"),
+    ],
+)
+def test_a_default_config_of_accelerate_that_cannot_be_read(tmp_path: Path, text: str, wrong: str) -> None:
+    path = tmp_path / ".cache/huggingface/accelerate/default_config.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    (found,) = diagnose_environment(environment(tmp_path))
+    assert (
+        found.code == "env-accelerate-config-unreadable"
+        and wrong in found.rule.en
+        and str(path) in found.rule.en
+    )
+
+
 def test_what_nvidia_smi_prints() -> None:
     shown = "NVIDIA H200, 9.0, 143771, 570.133.20\nNVIDIA GB10, 12.1, [N/A], 570.133.20\n"
     gpus, driver = machine.parse_smi(shown)

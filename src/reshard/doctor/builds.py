@@ -115,7 +115,12 @@ _PROGRAM = tuple(
 )
 
 
+_NO_NVCC = re.compile(r"raise_if_cuda_home_none|CUDA_HOME environment variable is not set|nvcc was not found")
+
+
 def _program(text: str, log: Log) -> Told | None:
+    if _NO_NVCC.search(text) and (found := _supplied("programs", "nvcc")):
+        return "program-missing", found
     for match in (hit for pattern in _PROGRAM for hit in pattern.finditer(text)):
         if found := _supplied("programs", match["name"].lower()):
             return "program-missing", found
@@ -144,6 +149,7 @@ def _supplies() -> dict[str, dict[str, str]]:
 
 _ISOLATED = re.compile(
     r"pip-build-env-|get_requires_for_build_wheel|prepare_metadata_for_build|egg_info did not run|build_editable"
+    r"|Getting requirements to build wheel did not run"
 )
 _IMPORTED = re.compile(r"No module named '(?P<name>torch|numpy|wheel|setuptools|packaging|psutil|pybind11)'")
 _BUILT = re.compile(
@@ -205,7 +211,8 @@ _UNREACHABLE = re.compile(
 
 
 _SOCKET = re.compile(
-    r"client socket has (?P<why>timed out|failed)[^\n]{0,120}?connect(?: to)?(?: any network address of)? \((?P<host>[\w.:-]+), (?P<port>\d+)\)"
+    r"client socket has (?P<why>timed out|failed)[^\n]{0,120}?connect(?: to)?(?: any network address of)? "
+    r"\((?P<host>[\w.:-]+), (?P<port>\d+)\)"
 )
 
 

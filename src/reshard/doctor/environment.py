@@ -115,19 +115,22 @@ def stray_accelerate_config(env: Environment) -> Iterator[Finding]:
     """`accelerate launch` without --config_file takes the default one, whatever it says."""
     cache = env.variables.get("HF_HOME") or str(env.home / ".cache/huggingface")
     path = Path(cache) / "accelerate/default_config.yaml"
-    if path.is_file():
-        chosen = _choices(path)
+    if not path.is_file():
+        return
+    try:
+        chosen = _choices(yaml_of(path.read_bytes()))
+    except (ValueError, OSError) as error:
+        wrong = " ".join(str(error).split())
+        yield _found("env-accelerate-config-unreadable", wrong, {"path": path, "wrong": wrong})
+    else:
         yield _found("env-accelerate-default-config", f"{path}: {chosen}", {"path": path, "chosen": chosen})
 
 
-def _choices(path: Path) -> str:
+def _choices(content: Any) -> str:
     """What a config of accelerate switches on."""
-    try:
-        content: Any = yaml_of(path.read_bytes())
-    except ValueError:
-        return "?"
+    if not isinstance(content, dict):
+        raise ValueError(f"found {type(content).__name__}, expected keys with values")
     keys = ("distributed_type", "num_processes", "num_machines", "mixed_precision", "use_cpu")
-    content = content if isinstance(content, dict) else {}
     return ", ".join(f"{key}: {content[key]}" for key in keys if key in content) or "{}"
 
 

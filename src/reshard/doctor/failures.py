@@ -33,11 +33,11 @@ _WENT_ON = re.compile(
 )
 _NAME = (
     r"(?:[A-Za-z_]\w*\.)*(?:[A-Z]|nccl[A-Z])\w*"
-    r"(?:Error|Exception|Interrupt|Exit|Invalid|Mismatch|Failure|NotFound|Timeout|Iteration|Impossible|Unavailable)"
+    r"(?:Error|Exception|Interrupt|Exit|Invalid|Mismatch|Failure|CompilerFailed|NotFound|Timeout|Iteration|Impossible|Unavailable)"
 )
 _EXCEPTION = re.compile(
     rf"[\s^]*(?P<name>{_NAME})\^*\s?: ?\^?(?P<message>.*\S)"
-    r"|\s*(?P<bare>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Iteration))$"
+    r"|\s*(?P<bare>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Iteration)):?$"
 )
 """At the beginning of a line; the carets are what is left of colours."""
 _WITHIN = re.compile(rf"\((?P<name>{_NAME}): (?P<message>[^()]*(?:\([^()]*\)[^()]*)*)\)")
@@ -87,6 +87,7 @@ _LAUNCHER = re.compile(
 _STARTS_WORKERS = r"\S{0,300}(?:python|torchrun|accelerate|deepspeed|/bash|/sh\b)"
 _WORKER = rf"CalledProcessError(?!: Command ['\"]?\[?['\"](?!{_STARTS_WORKERS}))"
 """Of a command that starts workers, not of a compiler or another tool."""
+_STEP = r"^\w+: [^\n]{0,60}exited with non-zero status \d"
 _CONSEQUENCE = re.compile(
     rf"ChildFailedError|SignalException|{_WORKER}|KeyboardInterrupt|Connection (?:reset|closed) by peer"
     r"|Broken pipe|NCCL.{0,500}(?:aborted|remote process exited)|ActorDiedError|RayTaskError"
@@ -101,7 +102,7 @@ def is_consequence(failure: Traceback) -> bool:
 
 def is_launchers(failure: Traceback) -> bool:
     """Whether it says no more than that another process failed."""
-    return failure.exception == EXIT or bool(re.search(f"ChildFailedError|{_WORKER}", failure.said))
+    return failure.exception == EXIT or bool(re.search(f"ChildFailedError|{_WORKER}|{_STEP}", failure.said))
 
 
 def loose_failure(lines: Sequence[Line]) -> Traceback | None:

@@ -19,6 +19,9 @@ INNERMOST = 2
 """Frames in which a part has to stand: further out it only called what failed."""
 
 
+_BUILDS = re.compile(r"[Bb]uild(?:ing)? wheels?\b|/pip-install-|/pip-build-env-|setup\.py")
+
+
 @dataclass(frozen=True)
 class Part:
     """A part of `parts.yaml`: its frames, its words, what it does, and how a run does without it."""
@@ -40,6 +43,8 @@ class Part:
 def of_part(root: Traceback, log: Log) -> Finding | None:
     """The part in which the first failure lies; None for code of no known part."""
     first = root.root
+    if _BUILDS.search("\n".join([first.said, *first.frames])):
+        return None  # what it is a part of was not run yet
     part = next((part for part in _parts() if part.shows(first)), None)
     if part is None:
         return None

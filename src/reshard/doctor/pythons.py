@@ -45,9 +45,7 @@ def place_in_code(root: Traceback) -> Text:
 _KEY = re.compile(
     r"KeyError: (?P<quote>['\"])(?P<key>[^'\"\n]{1,200})(?P=quote)\s*$|KeyError: (?P<bare>[\w.-]{1,100})\s*$"
 )
-_ENVIRONMENT = re.compile(
-    r"[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)*_(?:RANK|SIZE|ADDR|PORT|HOME|PATH|DIR|TOKEN|KEY)|RANK|LOCAL_RANK|WORLD_SIZE"
-)
+_ENVIRONMENT = re.compile(r"(?<!\w)[A-Z][A-Z0-9_]{0,60}_(?:RANK|SIZE|ADDR|PORT|HOME|PATH|DIR|TOKEN|KEY)|RANK")
 _RANK = re.compile(r"(?:LOCAL_|GROUP_|NODE_)?RANK|(?:LOCAL_)?WORLD_SIZE|MASTER_(?:ADDR|PORT)")
 _KINDS = (
     (
@@ -66,7 +64,10 @@ _KINDS = (
     ),
 )
 """What a container is, by its name. The first that fits counts."""
-_SUBSCRIPT = re.compile(r"(?P<name>[A-Za-z_][\w.]*)(?:\[[^\[\]]*\])*\[(?P<key>[^\[\]]+(?:\[[^\[\]]*\])?)\]")
+_SUBSCRIPT = re.compile(
+    r"(?<![\w.])(?P<name>[A-Za-z_][\w.]{0,80})(?:\[[^\[\]]{0,80}\]){0,4}"
+    r"\[(?P<key>[^\[\]]{1,80}(?:\[[^\[\]]{0,80}\])?)\]"
+)
 
 
 def _key(root: Traceback, log: Log) -> Told | None:
@@ -140,7 +141,7 @@ _NONE = re.compile(
     r"(?:Attribute|Type)Error: (?:'NoneType' object (?:has no attribute '(?P<name>\w+)'|is not (?P<use>\w+))"
     r"|argument of type 'NoneType' is not (?P<in>iterable)|object of type 'NoneType' has no (?P<len>len)\(\)"
     r"|expected str, bytes or os\.PathLike object, not (?P<path>NoneType)"
-    r"|unsupported operand type\(s\) for [^:]{1,9}: (?P<operand>'NoneType'|'\w+' and 'NoneType'))"
+    r"|unsupported operand type\(s\) for [^:|]{1,9}: (?P<operand>'NoneType'|'\w+' and 'NoneType'))"
 )
 _CALLED = re.compile(r"(?P<of>[A-Za-z_][\w.]*(?:\([^()]*\)|\[[^\[\]]*\])?)")
 
@@ -162,9 +163,9 @@ def _none_of(source: str, match: re.Match[str]) -> str:
     if match["name"]:
         found = re.findall(rf"({expression})\.{match['name']}\b", source)
     elif match["use"] == "subscriptable":
-        found = re.findall(r"([A-Za-z_][\w.]*)\[", source)
+        found = re.findall(r"(?<![\w.])([A-Za-z_][\w.]{0,80})\[", source)
     elif match["use"] == "callable":
-        found = re.findall(r"([A-Za-z_][\w.]*)\(", source)
+        found = re.findall(r"(?<![\w.])([A-Za-z_][\w.]{0,80})\(", source)
     elif match["use"] == "iterable" or match["in"]:
         found = re.findall(r"\bin ([A-Za-z_][\w.]*(?:\([^()]*\))?)", source)
     elif match["len"]:
@@ -185,7 +186,7 @@ _CLASSES = (
     (
         "wrapper",
         r"DistributedDataParallel|DataParallel|FullyShardedDataParallel|DeepSpeedEngine|PipelineEngine"
-        r"|OptimizedModule|Peft\w+|DDP|FSDP",
+        r"|OptimizedModule|Peft\w+|DDP|FSDP|\w*DataLoader\w*",
     ),
     ("optimizer", r"\w*(?:Adam\w*|SGD|Lion|Adafactor|Optimizer|Scheduler|LambdaLR)"),
     ("tokenizer", r"\w*(?:Tokenizer\w*|Processor|FeatureExtractor|TokenizersBackend)"),

@@ -48,25 +48,23 @@ def _texts(root: Traceback, log: Log) -> list[tuple[str, int]]:
 
 # ------------------------------------------------------------------------------------------ columns and types
 
-_CAST = re.compile(
-    r"Couldn't cast\n(?P<found>.{1,4000}?)\nto\n(?P<wanted>.{1,8000}?)\nbecause column names don't match",
-    re.DOTALL,
-)
 _COLUMN = re.compile(r"^(?P<name>[\w. -]{1,80}): \w", re.MULTILINE)
 _FEATURE = re.compile(r"'(?P<name>[\w. -]{1,80})': (?:Value|Sequence|List|\[|\{|Class|Image|Audio|Large)")
 _ADDED = re.compile(r"there (?:are|is) (?P<more>\d+) new columns? \((?P<new>[^)\n]{1,500})\)")
-_LACKS = re.compile(r"(?:and )?(?P<fewer>\d+) missing columns? \((?P<lost>[^)\n]{1,500})\)")
+_LACKS = re.compile(r"(?<!\d)(?P<fewer>\d{1,6}) missing columns? \((?P<lost>[^)\n]{1,500})\)")
 
 
 def _cast(text: str) -> Told | None:
     new, lost = _ADDED.search(text), _LACKS.search(text)
     if new or lost:
         return _columns(new["new"] if new else "", lost["lost"] if lost else "")
-    match = _CAST.search(text)
-    if match is None:
+    _, cast, rest = text.partition("Couldn't cast\n")
+    was, between, rest = rest.partition("\nto\n")
+    to, differ, _ = rest.partition("\nbecause column names don't match")
+    if not (cast and between and differ):
         return None
-    found = set(_COLUMN.findall(match["found"].split("-- schema metadata")[0]))
-    wanted = set(_FEATURE.findall(match["wanted"]))
+    found = set(_COLUMN.findall(was.split("-- schema metadata")[0]))
+    wanted = set(_FEATURE.findall(to))
     return _columns(", ".join(sorted(found - wanted)), ", ".join(sorted(wanted - found)))
 
 

@@ -119,7 +119,8 @@ _GRADIENT = re.compile(r"[Oo]nly Tensors of floating point (?:and complex )?dtyp
 
 
 _FLAT = re.compile(
-    r"Cannot flatten integer dtype|Integer parameters are unsupported|(?:FlatParameter requires|Must flatten tensors with) uniform dtype"
+    r"Cannot flatten integer dtype|Integer parameters are unsupported"
+    r"|(?:FlatParameter requires|Must flatten tensors with) uniform dtype"
 )
 
 
@@ -136,7 +137,8 @@ def _dtypes(said: str, log: Log) -> Told | None:
 
 _PYTHON = re.compile(
     r"Package '(?P<package>[\w.-]+)' requires a different Python: (?P<has>[\d.]+) not in '(?P<spec>[^']+)'"
-    r"|(?P<other>[\w.-]+) requires Python '?(?P<wants>[<>=!~]+\d[^'\n]*?)'? but the running Python is"
+    r"|(?<![\w.-])(?P<other>[\w.-]{1,80}) requires Python"
+    r" '?(?P<wants>[<>=!~]{1,2}\d[^'\n]{0,80}?)'? but the running Python is"
     r" (?P<running>[\d.]+)"
 )
 
@@ -155,4 +157,15 @@ def _python(said: str, log: Log) -> Told | None:
     return "python-refused", {**shown, "least": least[1] if least else "3.11"}
 
 
-_ASKED: tuple[Callable[[str, Log], Told | None], ...] = (_schema, _choice, _python, _hub, _dtypes)
+_CUDA = re.compile(
+    r"detected CUDA version \((?P<has>[\d.]+)\) mismatches the version that was used to compile"
+    r"\s+PyTorch \((?P<wants>[\d.]+)\)"
+)
+
+
+def _cuda(said: str, log: Log) -> Told | None:
+    match = _CUDA.search(said)
+    return ("cuda-toolkit-differs", match.groupdict()) if match else None
+
+
+_ASKED: tuple[Callable[[str, Log], Told | None], ...] = (_schema, _choice, _python, _cuda, _hub, _dtypes)

@@ -30,10 +30,17 @@ _UNEQUAL = re.compile(
     r"(?: at non-singleton dimension (?P<dimension>\d+))?"
 )
 
+_NARROW = re.compile(
+    r"start \((?P<start>\d+)\) \+ length \((?P<length>[1-9]\d*)\) exceeds dimension size \((?P<size>\d+)\)"
+)
+
 _EMBEDDING = re.compile(r"embed|lm_head|output_layer|\bwte\b|tok_embeddings|^output\.|score")
 _EXPERTS = re.compile(r"expert|router|mlp\.gate\.weight|gate\.weight$|gate_inp")
 _ADAPTER = re.compile(r"lora_[AB]|lora_(?:up|down)|linear_(?:in|out)\.weight")
 _KEYS_VALUES = re.compile(r"\b[kv]_proj|\bw[kv]\b|key|value")
+_LORA = re.compile(r"(?i)lora")
+MOST_RANK = 1024
+"""The largest rank that adapters have."""
 MOST_PADDING = 0.5
 """The share of rows that padding or added tokens are, at most. A shard has half of them or less."""
 
@@ -89,8 +96,8 @@ def _class_of(pair: Pair) -> tuple[str, dict[str, object]] | None:
     name, saved, wanted = pair
     if saved == wanted:
         return None
-    if not prod(saved) or saved == (0,):
-        return "placeholder", {}
+    if not prod(saved):
+        return ("placeholder" if saved == (0,) or len(saved) != len(wanted) else "empty-shard"), {}
     packed = prod(wanted) / prod(saved)
     if len(saved) == 2 and saved[1] == 1 and packed in (2, 8):
         return "packed", {"ratio": int(packed)}
@@ -119,6 +126,12 @@ def _class_of(pair: Pair) -> tuple[str, dict[str, object]] | None:
 
 def _of_elements(said: str) -> Text | None:
     """The same of messages that tell counts only."""
+    if match := _NARROW.search(said):
+        start, length, size = (int(match[part]) for part in ("start", "length", "size"))
+        if not size:
+            return words("shape-placeholder", name="a weight", saved="[0]", wanted=f"[{length}, …]")
+        if start % length == 0:
+            return words("shape-beyond", start=start, length=length, size=size, rank=start // length)
     if match := _INVALID.search(said):
         wanted, size = _shape(re.sub(r"-1\b", "", match["wanted"])), int(match["size"])
         if wanted and size and all(wanted):
@@ -128,6 +141,8 @@ def _of_elements(said: str) -> Text | None:
                 return words("shape-fewer" if size < prod(wanted) else "shape-more", **shown)
     if match := _UNEQUAL.search(said):
         small, large = sorted((int(match["a"]), int(match["b"])))
+        if small > 1 and large <= MOST_RANK and _LORA.search(said) and large != small:
+            return words("shape-ranks", a=match["a"], b=match["b"])
         if small > 1 and large % small == 0 and large != small:
             return words("shape-multiple", a=match["a"], b=match["b"], ratio=large // small)
         if small != large and match["dimension"]:

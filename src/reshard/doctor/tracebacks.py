@@ -136,10 +136,12 @@ _OF_PYTHON = (
     ("ModuleNotFoundError", re.compile(r"No module named ")),
     (
         "ImportError",
-        re.compile(r"cannot import name |\S+: undefined symbol: |\S+: cannot open shared object"),
+        re.compile(
+            r"cannot import name |(?<!\S)\S+: undefined symbol: |(?<!\S)\S+: cannot open shared object"
+        ),
     ),
     ("AttributeError", re.compile(r"module '[\w.]+' has no attribute |'\w+' object has no attribute ")),
-    ("TypeError", re.compile(r"unsupported operand type|\S+\(\) got an unexpected")),
+    ("TypeError", re.compile(r"unsupported operand type|(?<!\S)\S+\(\) got an unexpected")),
 )
 """What Python says, by the exception that a lazy import leaves out."""
 
@@ -155,7 +157,13 @@ def unwrapped(failure: Traceback) -> Traceback:
             failure.exception, failure.message = kind, message
         elif named and named[2]:
             failure.exception, failure.message = named[1], named[2]
+    if _NAMELESS.fullmatch(failure.message) and (module := _FROM.search(failure.source)):
+        failure.message += f" from '{module['name']}'"  # Python before 3.7 does not say it
     return failure
+
+
+_NAMELESS = re.compile(r"cannot import name '\w+'")
+_FROM = re.compile(r"\bfrom (?P<name>\w[\w.]*) import\b")
 
 
 def source_of(lines: list[Line]) -> str:

@@ -50,6 +50,8 @@ _EXPERTS = re.compile(r"\bexperts\.(?:\d+\.)?(?:gate|up|down|gate_up|w\d|linear_
 _LAYER = re.compile(r"\b(?:layers|layer|h|blocks?|resblocks)\.(?P<index>\d+)\.")
 MOST = 60
 """Names of each list that are compared."""
+WHOLE = 5
+"""Missing names, the first layer's among them, from which on the whole model is missing."""
 SHARE = 0.5
 """The share of the shorter list that has to say the same."""
 
@@ -144,6 +146,8 @@ def _class_of(names: Names) -> tuple[str, dict[str, object]]:
         return "experts", {}
     if missing and unexpected:
         return "other-model", {}
+    if missing and len(missing) >= WHOLE and any(_LAYER.search(name) and ".0." in name for name in missing):
+        return "none", {}
     parts = Counter(name.split(".")[0] for name in both)
     side = "only-file" if unexpected else "only-model"
     return side, {"parts": ", ".join(part for part, _ in parts.most_common(4))}

@@ -154,6 +154,8 @@ def of_shadow(root: Traceback, log: Log) -> Finding | None:
 
 def of_older_release(root: Traceback, log: Log) -> Finding | None:
     """That an attribute of a module is in none of the releases that were read: the code was written before them."""
+    if module := _gone_module(root, log):
+        return module
     match = _ATTRIBUTE.search(root.said)
     own = next(_table_of(match["module"]), None) if match else None
     if match is None or own is None or own.raw["names"].get(match["module"]) is None:
@@ -161,6 +163,17 @@ def of_older_release(root: Traceback, log: Log) -> Finding | None:
     if own.name(match["module"], match["name"]).there or _is_shadowed(match.groupdict().get("path")):
         return None
     values: dict[str, object] = {"name": f"{match['module']}.{match['name']}", "package": own.package}
+    values |= {"first": own.versions[0], "last": own.versions[-1], "update": _asking(root, own)}
+    return _told("gone-before", values, "possible", own, root, log)
+
+
+def _gone_module(root: Traceback, log: Log) -> Finding | None:
+    """The same of a module of a package: `transformers.modeling_bert` is none of any release since 4."""
+    match = _MODULE.search(root.said)
+    own = next(_table_of(match["module"]), None) if match and "." in match["module"] else None
+    if match is None or own is None or own.module(match["module"]).there:
+        return None
+    values: dict[str, object] = {"name": match["module"], "package": own.package}
     values |= {"first": own.versions[0], "last": own.versions[-1], "update": _asking(root, own)}
     return _told("gone-before", values, "possible", own, root, log)
 

@@ -1,0 +1,273 @@
+"""Whole classes of causes, computed from the words of a failure: names of weights, records, calls, refusals, parts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import reshard.doctor
+from reshard.doctor.finding import Finding
+from reshard.doctor.logs import UNKNOWN, diagnose_text
+from reshard.doctor.rules import rules
+
+SITE = "/home/user/venv/lib/python3.11/site-packages"
+LOAD = "RuntimeError: Error(s) in loading state_dict for Net:\n\t"
+
+
+def first(text: str) -> Finding:
+    return diagnose_text("log", text)[0]
+
+
+def raised(said: str, code: str = "f()", file: str = "/home/user/train.py") -> str:
+    return f'Traceback (most recent call last):\n  File "{file}", line 3, in f\n    {code}\n{said}'
+
+
+def lists(missing: str = "", unexpected: str = "") -> str:
+    """What torch says of names that do not fit; names are separated by spaces."""
+    told = [("Missing", missing), ("Unexpected", unexpected)]
+    quoted = (f'{how} key(s) in state_dict: "{names}". ' for how, names in told if names)
+    return LOAD + "\n\t".join(quoted).replace(" h.", '", "h.').replace(" a.", '", "a.')
+
+
+NAMES = {
+    lists("a.0.weight a.1.weight", "module.a.0.weight module.a.1.weight".replace(" m", '", "m')): (
+        "names-prefix-of-file",
+        'removeprefix("module.")',
+    ),
+    lists("model.a.0.weight model.a.1.weight".replace(" m", '", "m'), "a.0.weight a.1.weight"): (
+        "names-prefix-of-model",
+        '"model." + name',
+    ),
+    lists("", 'epoch", "model_state_dict", "optimizer'): ("names-inside", 'checkpoint["model_state_dict"]'),
+    lists("", "h.0.mlp.down_proj.weight.absmax h.0.mlp.up_proj.weight.quant_map"): (
+        "names-quantized",
+        "reshard convert",
+    ),
+    lists("h.0.fc.qweight h.0.fc.scales"): ("names-not-quantized", "quantization_config"),
+    lists("", "h.0.q.lora_A.default.weight h.0.q.lora_B.default.weight"): ("names-adapter", "--base BASE"),
+    lists("h.0.q.base_layer.weight h.0.q.lora_A.weight"): ("names-no-adapter", "PeftModel.from_pretrained"),
+    lists("", "h.0.fc._extra_state h.1.fc._extra_state"): ("names-extra-state", "log_unexpected"),
+    lists("h.0.q.bias h.1.q.bias"): ("names-bias", "--add-qkv-bias"),
+    lists("", "lm_head.weight"): ("names-head", "tie_word_embeddings"),
+    lists("h.12.fc.weight h.13.fc.weight"): ("names-layers-of-model", "reshard inspect"),
+    lists("", "h.12.fc.weight h.13.fc.weight"): ("names-layers-of-file", "num_hidden_layers"),
+    lists("", "v_head.summary.weight"): ("names-only-file", "same class"),
+    lists("score.weight"): ("names-only-model", "strict=False"),
+    lists("h.0.a.weight h.0.b.weight h.0.c.weight h.1.a.weight h.1.b.weight"): ("names-none", "--use-legacy"),
+    lists("enc.conv.weight", "dec.up.gain"): ("names-other-model", "model_type"),
+    raised("ValueError: Can not map tensor 'model.layers.0.mlp.down_proj.SCB'"): (
+        "names-quantized",
+        "--dtype bfloat16",
+    ),
+    "llama_model_load: error loading model: check_tensor_dims: tensor 'blk.0.ffn_norm.weight' not found": (
+        "names-gguf",
+        "convert_hf_to_gguf.py",
+    ),
+    "KeyError: 'visual.patch_embed.proj.weight'": ("names-lookup", "transformers<4.52"),
+}
+
+DATA = {
+    raised("KeyError: 'prompt'", 'x = feature["prompt"]'): ("key-record", "column_names"),
+    raised("KeyError: 'rms_norm_eps'", 'eps = config["rms_norm_eps"],'): ("key-config", "its architecture"),
+    raised("KeyError: 'I8'", "t = DATA_TYPES[info['dtype']]"): ("key-table", "--dtype bfloat16"),
+    raised("KeyError: 'param_groups'", "g = state['param_groups']", f"{SITE}/torch/optim/optimizer.py"): (
+        "key-optimizer",
+        "--no-load-optim",
+    ),
+    raised("KeyError: 'model_args'", "a = checkpoint['model_args']"): ("key-checkpoint", "reshard inspect"),
+    raised("KeyError: 'LOCAL_RANK'", "r = int(os.environ['LOCAL_RANK'])"): (
+        "environment-rank",
+        "torch.distributed.run",
+    ),
+    "pyarrow.lib.ArrowInvalid: JSON parse error: Column(/a) changed from string to array in row 4": (
+        "data-type-changes",
+        "json.dumps",
+    ),
+    "Couldn't cast\nid: string\nb: string\nto\n{'id': Value(dtype='string'), 'c': Value(dtype='int64')}\n"
+    "because column names don't match\ndatasets.exceptions.DatasetGenerationError: An error occurred": (
+        "data-columns",
+        "select_columns",
+    ),
+    "ValueError: BuilderConfig 'x' not found. Available: ['main', 'socratic']": ("data-name", "socratic"),
+    "RuntimeError: Dataset scripts are no longer supported, but found a.py": ("data-script", "datasets<4"),
+    "jinja2.exceptions.TemplateError: Conversation roles must alternate user/assistant": (
+        "chat-refused",
+        "groupby",
+    ),
+    "jinja2.exceptions.TemplateError: System role not supported": ("chat-refused", "messages.pop(0)"),
+    "json.decoder.JSONDecodeError: Extra data: line 2 column 1 (char 30)": ("json-broken", "json.tool"),
+    "UnicodeDecodeError: 'gbk' codec can't decode byte 0x80 in position 7: illegal": (
+        "text-of-platform",
+        "PYTHONUTF8=1",
+    ),
+    "UnicodeDecodeError: 'utf-8' codec can't decode byte 0x80 in position 0: invalid start byte": (
+        "bytes-no-text",
+        "from_pretrained(FOLDER)",
+    ),
+    "FileNotFoundError: [Errno 2] No such file or directory: 'out/10/mp_rank_00'": (
+        "file-of-legacy",
+        "reshard convert",
+    ),
+    "FileNotFoundError: [Errno 2] No such file or directory: '/path/to/data.json'": (
+        "file-placeholder",
+        "your own",
+    ),
+    "AttributeError: Can't get local object 'main.<locals>.collate'": ("not-sendable", "num_workers=0"),
+}
+
+CALLS = {
+    raised("AttributeError: 'NoneType' object has no attribute 'wake_up'", "self.engine.wake_up()"): (
+        "value-is-none",
+        "Print it",
+    ),
+    "AttributeError: 'AdamW' object has no attribute 'train'": ("attribute-of-optimizer", "accelerate"),
+    "AttributeError: 'RunArguments' object has no attribute 'frob'": ("attribute-of-arguments", "--frob"),
+    raised("TypeError: forward() missing 1 required positional argument: 'labels'"): (
+        "batch-lacks",
+        "collator",
+    ),
+    raised("ValueError: too many values to unpack (expected 4)", "b, c, h, w = pixel_values.shape"): (
+        "dimensions-differ",
+        "squeeze(0)",
+    ),
+    raised("NameError: name 'init_empty_weights' is not defined"): ("name-of-optional", "-U accelerate"),
+    raised("UnboundLocalError: local variable 'sp_pb2' referenced before assignment"): (
+        "name-of-optional",
+        "protobuf",
+    ),
+    raised("ZeroDivisionError: division by zero"): ("count-is-zero", "len(dataset)"),
+    raised("IndexError: list index out of range"): ("index-beyond", "with its length"),
+    raised("TypeError: unsupported operand type(s) for |: 'type' and 'NoneType'"): (
+        "python-too-old",
+        "python=3.11",
+    ),
+    raised(
+        "TypeError: __init__() got an unexpected keyword argument 'gpu_ids'",
+        "return cls(**config_dict)",
+        f"{SITE}/accelerate/commands/config/config_args.py",
+    ): ("config-newer", "-U accelerate"),
+    "AttributeError: module 'numpy' has no attribute 'typeDict'": ("gone-before", "numpy<"),
+}
+
+REFUSALS = {
+    "pydantic_core._pydantic_core.ValidationError: 1 validation error for Config\ndatasets\n"
+    "  Input should be a valid list [type=list_type, input_value={'a': 1}, input_type=dict]": (
+        "value-refused",
+        "valid list",
+    ),
+    "train.py: error: argument --optim: invalid choice: 'adam9' (choose from 'adamw', 'sgd')": (
+        "choice-refused",
+        "--help",
+    ),
+    "ERROR: Package 'trl' requires a different Python: 3.8.17 not in '>=3.9'": ("python-refused", "3.9"),
+    "RuntimeError: Found dtype BFloat16 but expected Float": ("dtypes-differ", "bfloat16"),
+    "RuntimeError: only Tensors of floating point and complex dtype can require gradients": (
+        "gradient-of-integers",
+        "get_peft_model",
+    ),
+    "ValueError: Cannot flatten integer dtype tensors": ("fsdp-integers", "bnb_4bit_quant_storage"),
+    "x.RepositoryNotFoundError: 404 Client Error: Repository Not Found for url: https://huggingface.co/a": (
+        "hub-answers",
+        "OWNER/NAME",
+    ),
+    "      RuntimeError:\n      The detected CUDA version (12.3) mismatches the version that was used to compile\n"
+    "      PyTorch (11.7). Please make sure to use the same CUDA versions.": (
+        "cuda-toolkit-differs",
+        "cuda-toolkit=11.7",
+    ),
+    "torch.distributed.DistBackendError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] "
+    "via c10d key-value store by key '0', but store->get('0') got error: Socket Timeout": (
+        "ranks-absent",
+        "that rank alone",
+    ),
+}
+
+PARTS = {
+    "torch._dynamo.exc.BackendCompilerFailed: backend='inductor' raised:\nRuntimeError: frob": "TORCHDYNAMO_DISABLE=1",
+    raised(
+        "AssertionError: {'id': 2}",
+        "assert a, b",
+        f"{SITE}/deepspeed/runtime/zero/partitioned_param_coordinator.py",
+    ): "set_z3_leaf_modules",
+    "RuntimeError: ptrDesc->finalize()": "LD_LIBRARY_PATH",
+    "RuntimeError: CUDA error: unspecified launch failure": "dmesg",
+    raised("TypeError: not a string", "return _sentencepiece.SentencePieceProcessor_LoadFromFile(self, a)"): (
+        "AutoTokenizer"
+    ),
+}
+
+
+@pytest.mark.parametrize("text", [*NAMES, *DATA, *CALLS, *REFUSALS], ids=lambda text: text[-60:])
+def test_a_class_of_causes_is_computed(text: str) -> None:
+    code, cure = {**NAMES, **DATA, **CALLS, **REFUSALS}[text]
+    found = first(text)
+    assert found.code == code
+    assert cure in found.remedy.en and found.certainty != "sure"
+    for said in (found.message, found.rule, found.remedy):
+        assert not re.search(r"\{[a-z]+\}", said.en + said.zh)
+
+
+@pytest.mark.parametrize("text", PARTS, ids=lambda text: text[-60:])
+def test_the_part_that_failed_has_a_way_around_it(text: str) -> None:
+    found = first(text)
+    assert (found.code, found.certainty) == ("part-failed", "possible") and PARTS[text] in found.remedy.en
+
+
+def test_what_follows_from_nothing_stays_unknown() -> None:
+    for said in ("RuntimeError: the frob is gone", "KeyError: 'frob'", "ValueError: frob [1, 2]"):
+        assert first(raised(said)).code == UNKNOWN
+
+
+def test_a_lazy_import_is_told_as_what_it_wraps() -> None:
+    wrapped = (
+        "RuntimeError: Failed to import a.b because of the following error (look up to see its traceback):"
+    )
+    assert first(f"{wrapped}\nNo module named 'mergekit'").code == "module-not-found"
+    assert first(f"{wrapped}\nmodule 'numpy' has no attribute 'typeDict'").code == "gone-before"
+
+
+def test_what_two_ranks_print_at_once_is_told_once() -> None:
+    found = first(raised("KeyErrorKeyError: : 'prompt'", 'x = feature["prompt"]'))
+    assert found.code == "key-record"
+
+
+def test_frames_of_a_notebook_in_a_browser_are_read() -> None:
+    frame = f"[{SITE}/transformers/models/vit/modeling_vit.py](https://localhost:8080/#) in forward(self, pixel_values)"
+    code = "--> 117         batch_size, num_channels, height, width = pixel_values.shape"
+    found = first(
+        f"{frame}\n    116 \n{code}\n    118 \n\nValueError: too many values to unpack (expected 4)"
+    )
+    assert found.code == "dimensions-differ" and "modeling_vit.py forward" in found.rule.en
+
+
+def test_a_package_is_updated_that_fails_in_itself_on_windows_too() -> None:
+    said = "AttributeError: 'FrobConfig' object has no attribute 'frob'"
+    found = first(raised(said, "config.frob", r"C:\venv\lib\site-packages\frob_llm\model.py"))
+    assert "-U frob-llm" in found.remedy.en
+
+
+def test_messages_that_state_their_cure_have_no_entries_beside() -> None:
+    found = first("ValueError: Please set padding_side='left' while you call the frob of a model.")
+    assert "The message itself" in found.remedy.en and "--explain" not in found.remedy.en
+
+
+def test_whatever_may_be_sure_says_where_its_facts_are_from() -> None:
+    source = "\n".join(path.read_text() for path in Path(reshard.doctor.__file__).parent.rglob("*.py"))
+    never = set(re.findall(r'told\(\s*(?:f?"([a-z-]+)[^)]{0,400}certainty="(?:likely|possible)")', source))
+    unsourced = [name for name, rule in rules().items() if not rule["sources"] and name not in never]
+    assert [name for name in unsourced if name.startswith(SURE)] == []
+
+
+SURE = ("env-", "script-", "config-", "checkpoint-", "launch-", "sharded-", "grpo-", "base-")
+"""Rules that are told as sure where nothing else is said: what is read in environments, files and scripts."""
+
+
+def test_parts_are_told_in_both_languages() -> None:
+    parts = yaml.safe_load((Path(reshard.doctor.__file__).parent / "parts.yaml").read_text(encoding="utf-8"))
+    for part in parts:
+        assert re.compile(part["said"]) and re.compile(part["frames"])
+        for key in ("what", "way"):
+            assert re.search("[\u4e00-\u9fff]", part[key]["zh"]) and part[key]["en"].isascii()
