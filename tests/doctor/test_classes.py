@@ -271,3 +271,56 @@ def test_parts_are_told_in_both_languages() -> None:
         assert re.compile(part["said"]) and re.compile(part["frames"])
         for key in ("what", "way"):
             assert re.search("[\u4e00-\u9fff]", part[key]["zh"]) and part[key]["en"].isascii()
+
+
+OF_RELEASES = {
+    "ImportError: cannot import name 'TrainingArguments' from 'transformers'"
+    f" ({SITE}/transformers/__init__.py)": ("installed-before", "transformers>=4.35.0"),
+    "ImportError: cannot import name 'WarmupLinearSchedule' from 'transformers'"
+    f" ({SITE}/transformers/__init__.py)": ("gone-before", "transformers<4.35.0"),
+    "TypeError: TrainingArguments.__init__() got an unexpected keyword argument 'eval_strategy'": (
+        "api-came-later",
+        "transformers>=4.41.0",
+    ),
+    "AttributeError: 'LlamaForCausalLM' object has no attribute 'merge_and_unload'": (
+        "attribute-of-other",
+        "PeftModel.from_pretrained",
+    ),
+    "datasets.arrow_writer.SchemaInferenceError: Please pass `features` or at least one": (
+        "data-empty",
+        "git lfs",
+    ),
+    "ImportError: cannot import name 'builder' from 'google.protobuf.internal'": (
+        "protobuf-older",
+        "protobuf>=3.20",
+    ),
+    r"ValueError: Error parsing line b'\x0e' in /home/user/llama/tokenizer.model": (
+        "tokenizer-as-tiktoken",
+        "sentencepiece",
+    ),
+    "AssertionError\n--save-path: command not found\n--steps: command not found": (
+        "command-broken-off",
+        "` \\`",
+    ),
+    "IOError: [RayletClient] Unable to register worker with raylet.": ("part-failed", "ray stop"),
+}
+
+
+@pytest.mark.parametrize("said", OF_RELEASES)
+def test_releases_and_formats(said: str) -> None:
+    code, cure = OF_RELEASES[said]
+    found = first(raised(said))
+    assert found.code == code and cure in found.remedy.en
+
+
+def test_a_message_alone_is_a_failure() -> None:
+    text = (
+        "Couldn't instantiate the backend tokenizer from one of:\n(1) a serialization file,\n(2) a slow tokenizer.\n"
+        "You need to have sentencepiece installed to convert a slow tokenizer to a fast one."
+    )
+    assert first(text).code == "tokenizer-as-tiktoken"
+
+
+def test_a_hint_of_the_message_goes_first() -> None:
+    found = first("ValueError: No FSDP parameters. HINT: Create the optimizer after the model.")
+    assert found.remedy.en.index("Create the optimizer") < found.remedy.en.index("fsdp_version")

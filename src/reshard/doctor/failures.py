@@ -304,6 +304,8 @@ def _begun(lines: Sequence[Line]) -> Traceback | None:
 
 LAST = 3
 """Lines at the end of a log in which a failure is taken for one in whatever words."""
+PASTED = 6
+"""Lines of a text that is no log but a message alone."""
 _FAILS = re.compile(
     r"""\b(?i:errors?|failed|failure|failing|fatal|abort(?:ed|ing)|crash(?:ed)?|denied|refused|unrecognized
         |giving\ up|cannot|can['’]?t|could\ not|couldn['’]?t|unable\ to|not\ found|no\ such|not\ supported
@@ -328,7 +330,8 @@ _QUOTES = re.compile(r"\((?:\w+\.)*\w+(?:Error|Exception): |errno: 97\b")
 
 def _last_words(lines: Sequence[Line]) -> Traceback | None:
     """What a log ends in, where that tells of a failure in words that nothing else here knows."""
-    told = [line for line in lines if line.text.strip()][-LAST:]
+    told = [line for line in lines if line.text.strip()]
+    told = told if len(told) <= PASTED else told[-LAST:]
     if any("(ignored)" in line.text for line in told):
         return None  # make went on
     fails = (
@@ -341,4 +344,5 @@ def _last_words(lines: Sequence[Line]) -> Traceback | None:
     line = next((each for each in fails if len(each.text) < DATA and not _QUOTES.search(each.text)), None)
     if line is None:
         return None
-    return Traceback(line.stream, line.number, line.number, line.number, "", line.text.strip())
+    said = "\n".join(each.text.strip() for each in told[told.index(line) :])
+    return Traceback(line.stream, line.number, line.number, line.number, "", said)

@@ -330,6 +330,10 @@ def _unknown(root: Traceback, log: Log, symptoms: tuple[str, ...]) -> Finding:
     if shapes := computed(_with_table(root, log)):
         return told(SHAPES, [place], {"shown": quoted, "shapes": shapes}, certainty="likely")
     if part := of_part(root, log):
+        if asked:
+            own = words("message-asks", asked=asked)
+            both = zip(_both(own), _both(part.remedy), strict=True)
+            part = replace(part, remedy=Text(*(f"{said}\n{way}" for said, way in both)))
         return replace(part, also=symptoms, evidence=(which_is_first(root),))
     evidence = [which_is_first(root)]
     needed = clipped(needs(root.message), LONGEST_SAID) if first.exception in CHECKS else ""

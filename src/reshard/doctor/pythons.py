@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 
 from reshard.doctor.finding import Finding, Place, Text
+from reshard.doctor.history.table import Table, tables
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.reading import clipped
 from reshard.doctor.rules import told
@@ -204,10 +205,37 @@ _CLASSES = (
 """What an object is, by the name of its class. The first that fits counts."""
 
 
+WRAPPERS = ("peft", "accelerate", "deepspeed", "trl")
+"""Packages whose objects wrap those of others."""
+
+
+def owner_of(kind: str, name: str) -> Table | None:
+    """The one package of `WRAPPERS` whose classes have an attribute, if the class that lacks it is not its own."""
+    every = list(tables(WRAPPERS))
+    if any(kind in own.raw["attributes"] for own in every):
+        return None
+    having = [own for own in every if any(own.attribute(each, name).there for each in _PUBLIC[own.package])]
+    return having[0] if len(having) == 1 and len(name) > SHORT else None
+
+
+_PUBLIC = {
+    "peft": ("PeftModel", "LoraModel"),
+    "accelerate": ("Accelerator",),
+    "deepspeed": ("DeepSpeedEngine",),
+    "trl": ("PreTrainedModelWrapper",),
+}
+"""The classes that stand for each of them."""
+SHORT = 8
+"""Letters of a name that many classes have."""
+
+
 def _attribute(root: Traceback, log: Log) -> Told | None:
     match = _ATTRIBUTE.match(root.said)
     if match is None:
         return None
+    if owner := owner_of(match["kind"], match["name"]):
+        shown = {**match.groupdict(), "package": owner.package, "where": place_in_code(root)}
+        return "attribute-of-other", shown
     kind = next((kind for kind, names in _CLASSES if re.fullmatch(names, match["kind"])), None)
     if kind is None:
         return None

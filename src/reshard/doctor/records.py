@@ -54,6 +54,10 @@ _ADDED = re.compile(r"there (?:are|is) (?P<more>\d+) new columns? \((?P<new>[^)\
 _LACKS = re.compile(r"(?<!\d)(?P<fewer>\d{1,6}) missing columns? \((?P<lost>[^)\n]{1,500})\)")
 
 
+def _empty(text: str) -> Told | None:
+    return ("data-empty", {}) if "SchemaInferenceError" in text else None
+
+
 def _cast(text: str) -> Told | None:
     new, lost = _ADDED.search(text), _LACKS.search(text)
     if new or lost:
@@ -168,4 +172,4 @@ def _chat(text: str) -> Told | None:
     return "chat-refused", {"what": what, "why": words(why), "cure": words(f"{why}-cure")}
 
 
-_ASKED: tuple[Callable[[str], Told | None], ...] = (_cast, _changed, _name, _scripts, _chat)
+_ASKED: tuple[Callable[[str], Told | None], ...] = (_empty, _cast, _changed, _name, _scripts, _chat)

@@ -27,6 +27,41 @@ def of_refusal(root: Traceback, log: Log) -> Finding | None:
     return None
 
 
+# ------------------------------------------------------------------------------------------ formats
+
+_TIKTOKEN = re.compile(
+    r"Error parsing line b.{0,400} in (?P<path>\S{1,400}(?:tokenizer\.model|spiece\.model|\.spm|\.bpe\.model))"
+    r"|Converting from (?:Tiktoken|SentencePiece and Tiktoken) failed"
+    r"|[Yy]ou need to have sentencepiece(?: or tiktoken)? installed"
+)
+_GENERATED = re.compile(
+    r"cannot import name ['\"](?:builder|runtime_version)['\"] from ['\"]google\.protobuf"
+)
+
+
+def _tiktoken(said: str, log: Log) -> Told | None:
+    match = _TIKTOKEN.search(said)
+    return ("tokenizer-as-tiktoken", {"path": match["path"] or "tokenizer.model"}) if match else None
+
+
+def _generated(said: str, log: Log) -> Told | None:
+    match = _GENERATED.search(said)
+    return (
+        ("protobuf-older", {"since": "5.27" if "runtime_version" in match[0] else "3.20"}) if match else None
+    )
+
+
+_BROKEN_OFF = re.compile(r"(?:^|: )(?P<flag>--[\w-]{2,60}): command not found", re.MULTILINE)
+
+
+def _broken_off(said: str, log: Log) -> Told | None:
+    flags = dict.fromkeys(match["flag"] for match in _BROKEN_OFF.finditer(log.text[-LAST:]))
+    return ("command-broken-off", {"flags": ", ".join(flags)}) if flags else None
+
+
+LAST = 100_000
+"""Characters at the end of a log in which the shell speaks."""
+
 # ------------------------------------------------------------------------------------------ values
 
 _SCHEMA = re.compile(
@@ -168,4 +203,6 @@ def _cuda(said: str, log: Log) -> Told | None:
     return ("cuda-toolkit-differs", match.groupdict()) if match else None
 
 
-_ASKED: tuple[Callable[[str, Log], Told | None], ...] = (_schema, _choice, _python, _cuda, _hub, _dtypes)
+_ASKED: tuple[Callable[[str, Log], Told | None], ...] = (
+    *(_tiktoken, _generated, _broken_off, _schema, _choice, _python, _cuda, _hub, _dtypes),
+)

@@ -28,6 +28,7 @@ def _those(message: str, pattern: re.Pattern[str]) -> str:
 _ASKS = re.compile(
     r"\b(?:[Pp]lease \w|[Yy]ou (?:can|could|should|may|must|need to|might want)\b)"
     r"|^\s*(?:To fix|Note: make sure|Try|Set|Use|Run|Install|Upgrade|Consider|Make sure|Ensure|Check)\b"
+    r"|^\s*(?:HINT|Hint|hint|Tip|TIP|Solution)\b ?:"
 )
 _NEEDS = re.compile(
     r"\b(?:must|should|needs? to|ha(?:s|ve) to) (?:not )?(?:both )?"

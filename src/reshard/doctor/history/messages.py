@@ -75,6 +75,11 @@ class Missing:
     def table(self) -> Table:
         return self.presence.table
 
+    @property
+    def everywhere(self) -> bool:
+        """Whether every release that was read has it."""
+        return len(self.presence.there) == len(self.table.versions)
+
 
 def of_failure(root: Traceback, log: Log) -> Finding | None:
     """The finding of a failure whose direction the history knows; None if it says nothing."""
@@ -88,9 +93,26 @@ def of_failure(root: Traceback, log: Log) -> Finding | None:
                 return None  # one release knows its own names: see `of_one_package`
             version = version_of(found.table.package, failure, log)
             bounds = found.bounds(version)
+            if bounds is None and asked is _imported and found.everywhere:
+                return _before_all(found, failure, log)
             return _finding(found, bounds, version, failure, log) if bounds else None
         failure = failure.before
     return None
+
+
+def _before_all(found: Missing, failure: Traceback, log: Log) -> Finding | None:
+    """That the installed release is older than any that was read: all of these have the name."""
+    if "partially initialized" in failure.said or "unknown location" in failure.said:
+        return None
+    python = re.search(r"/python(3\.\d+)/", failure.said)
+    own = words("python-of-path", python=python[1]) if python else Text.same("")
+    values: dict[str, object] = {
+        "name": found.name,
+        "package": found.table.package,
+        "first": found.table.versions[0],
+        "python": own,
+    }
+    return _told("installed-before", values, "likely", found.table, failure, log)
 
 
 def of_one_package(root: Traceback, log: Log) -> Finding | None:
@@ -134,6 +156,8 @@ def of_no_transformers(root: Traceback, log: Log) -> Finding | None:
 
 OWNERS = ("transformers", "peft", "torch", "accelerate", "datasets")
 """Packages whose names others export, too."""
+FIRST_READ = Version("0.5")
+"""The oldest release that was read is not the first that there was, if it is as late as this one."""
 NEAR = 0.75
 """How alike a name has to be to one that was asked for."""
 
@@ -208,6 +232,9 @@ def of_no_release(root: Traceback, log: Log) -> Finding | None:
     others = [each.raw["root"] for each in every if each.name(each.raw["root"], match["name"]).there]
     if others:
         values["near"] = words("name-of-other", name=match["name"], other=others[0])
+    elif not near and Version(own.versions[0]) >= FIRST_READ:
+        values |= {"name": f"{match['module']}.{match['name']}", "update": _asking(root, own)}
+        return _told("gone-before", values, "possible", own, root, log)
     return _told("in-no-release", values, "possible", own, root, log)
 
 
@@ -272,7 +299,8 @@ def _member(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
 def _keyword(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
     if match := _KEYWORD.search(said):
         for function in _functions(match["function"], root, log):
-            yield from _wherever(root, log, partial(_taken, function=function, name=match["name"]))
+            kind = function.removesuffix(".__init__")
+            yield from _wherever(root, log, partial(_taken, function=function, name=match["name"]), kind)
 
 
 def _taken(found: Table, function: str, name: str) -> Missing:
@@ -341,13 +369,21 @@ ASKED: tuple[Callable[[str, Traceback, Log], Iterator[Missing]], ...] = (
 OF_NAMES = (_imported, _attribute, _member)
 
 
-def _wherever(root: Traceback, log: Log, ask: Callable[[Table], Missing]) -> Iterator[Missing]:
-    """What one package alone knows: of those that the failure mentions, or of all, where none of these knows it."""
+def _wherever(
+    root: Traceback, log: Log, ask: Callable[[Table], Missing], kind: str = ""
+) -> Iterator[Missing]:
+    """What one package alone knows: of those that the failure mentions, or of all, where none of these knows it.
+
+    Of several that have a class of one name, the one counts from whose root it is imported.
+    """
     mentioned = _mentioned(root, log)
     known = [each for each in map(ask, tables(mentioned)) if each.presence.there]
     if not known:
         others = tables(package for package in ROOTS if package not in mentioned)
         known = [each for each in map(ask, others) if each.presence.there]
+    known = list({each.table.package: each for each in known}.values())  # a subclass has what its base has
+    if len(known) > 1 and kind:
+        known = [each for each in known if each.table.name(each.table.raw["root"], kind).there]
     yield from known if len(known) == 1 else []
 
 
