@@ -57,25 +57,20 @@ def planned_tensors(source: Path, checkpoint: Checkpoint, options: Options) -> S
     """
     is_model = options.merge or kind_of(checkpoint) is Kind.MODEL
     to = huggingface.NAME if is_model else peft.NAME
-    prepared = _prepared(source, checkpoint, replace(options, to=to, tokenizer=False))
-    return _content(*prepared).request.tensors
+    merged = _merged(source, checkpoint, replace(options, to=to, tokenizer=False))
+    return _content(*_prepared(*merged)).request.tensors
 
 
 def _planned(source: Path, checkpoint: Checkpoint, options: Options) -> Plan:
-    return _plan(*_prepared(source, checkpoint, options))
+    checkpoint, kind, format, options = _merged(source, checkpoint, options)
+    with along_with(beside.lacking(checkpoint, kind, options)):
+        return _plan(*_prepared(checkpoint, kind, format, options))
 
 
-class _Prepared(NamedTuple):
-    """A source as its target needs it: dequantized, merged, with its model."""
-
-    source: Resolved
-    kind: Kind
-    format: Format
-    target: Target
-    options: Options
-
-
-def _prepared(source: Path, checkpoint: Checkpoint, options: Options) -> _Prepared:
+def _merged(
+    source: Path, checkpoint: Checkpoint, options: Options
+) -> tuple[Checkpoint, Kind, Format, Options]:
+    """The source as it will be, an adapter merged and its base found; its kind, and the format that it becomes."""
     if checkpoint.problems:
         raise ReshardError(checkpoint.problems)
     kind = kind_of(checkpoint)
@@ -87,12 +82,20 @@ def _prepared(source: Path, checkpoint: Checkpoint, options: Options) -> _Prepar
         kind = Kind.MODEL
     format = _format(source, checkpoint, kind, options)
     checkpoint, options = _with_hinted_base(checkpoint, options)
-    with along_with(beside.lacking(checkpoint, kind, options)):
-        return _laid_out(checkpoint, kind, format, options)
+    return checkpoint, kind, format, options
 
 
-def _laid_out(checkpoint: Checkpoint, kind: Kind, format: Format, options: Options) -> Plan:
-    """The plan for a source that is what it will be: an adapter is merged, and its base is found."""
+class _Prepared(NamedTuple):
+    """A source as its target needs it: dequantized where the target has no scales, with its model."""
+
+    source: Resolved
+    kind: Kind
+    format: Format
+    target: Target
+    options: Options
+
+
+def _prepared(checkpoint: Checkpoint, kind: Kind, format: Format, options: Options) -> _Prepared:
     target = _target(format, checkpoint, kind, options)
     if checkpoint.quantization and (options.dtype or options.quantize or not target.quantized):
         flags = {"--dtype": options.dtype, "--quantize": options.quantize, "--to": format.name}
