@@ -175,11 +175,11 @@ def source_of(lines: list[Line]) -> str:
     code = [re.sub(r"^[\s│|]*(?:[-❱>]+\s*)?(?:\d+\s)?\s*", "", text) for text in below[:2]]
     marked = next((text for text in below if _MARKED.match(text)), None)
     if marked:
-        code = [_MARKED.sub("", marked)]
+        code = [_MARKED.sub("", marked, count=1)]
     return next((text.strip() for text in code if text.strip(" ^~│╰─╯")), "")
 
 
-_MARKED = re.compile(r"\s*[│|]?\s*(?:-{1,}>|❱)\s*\d+\s[\s│|]*")
+_MARKED = re.compile(r"\s{0,40}[│|]?\s{0,40}(?:-{1,40}>|❱)\s{0,8}\d{1,8}\s[\s│|]*")
 """What stands before the line that a notebook or rich marks as the one that failed."""
 
 
