@@ -324,3 +324,22 @@ def test_a_message_alone_is_a_failure() -> None:
 def test_a_hint_of_the_message_goes_first() -> None:
     found = first("ValueError: No FSDP parameters. HINT: Create the optimizer after the model.")
     assert found.remedy.en.index("Create the optimizer") < found.remedy.en.index("fsdp_version")
+
+
+def test_a_list_of_names_that_was_cut_off() -> None:
+    text = LOAD + 'Missing key(s) in state_dict: "a.layers.12.k.weight", "a.layers.12.k.bias", "a.layers.'
+    assert first(text).code == "names-layers-of-model"
+
+
+def test_a_library_that_the_linker_lacks() -> None:
+    ninja = "subprocess.CalledProcessError: Command '['ninja', '-v']' returned non-zero exit status 1."
+    found = first("/usr/bin/ld: cannot find -lcurand\n[rank0]: " + raised(ninja).replace("\n", "\n[rank0]: "))
+    assert found.code == "library-not-linked" and "libcurand.so" in found.remedy.en
+
+
+def test_a_model_that_was_packed_when_it_was_loaded() -> None:
+    text = (
+        f"{LOAD}size mismatch for p.weight: copying a param with shape torch.Size([4096, 1024]) from checkpoint,"
+        " the shape in current model is torch.Size([2097152, 1])."
+    )
+    assert "quantized to 4 bits when it was loaded" in first(text).rule.en

@@ -49,7 +49,7 @@ def _texts(root: Traceback, log: Log) -> Iterator[tuple[str, int]]:
         failure = failure.before
     if _BUILDING.search(root.said) or "subprocess-exited-with-error" in log.text:
         for line in log.lines:
-            if line.stream == root.stream and 0 <= root.last - line.number < ABOVE:
+            if line.stream in (root.stream, "") and 0 <= root.last - line.number < ABOVE:
                 yield line.text, line.number
 
 
@@ -131,6 +131,14 @@ def _header(text: str, log: Log) -> Told | None:
     match = _HEADER.search(text)
     found = _supplied("headers", match["name"]) if match else None
     return ("header-missing", found) if found else None
+
+
+_LINKED = re.compile(r"\bld: cannot find -l(?P<library>[\w+.-]{1,60})")
+
+
+def _linked(text: str, log: Log) -> Told | None:
+    match = _LINKED.search(text)
+    return ("library-not-linked", match.groupdict()) if match else None
 
 
 def _supplied(kind: str, name: str) -> dict[str, object] | None:
@@ -226,5 +234,5 @@ def _unreachable(text: str, log: Log) -> Told | None:
 
 
 _ASKED: tuple[Callable[[str, Log], Told | None], ...] = (
-    *(_undefined, _header, _program, _isolated, _failed_command, _unreachable),
+    *(_undefined, _linked, _header, _program, _isolated, _failed_command, _unreachable),
 )

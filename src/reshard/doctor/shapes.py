@@ -101,6 +101,8 @@ def _class_of(pair: Pair) -> tuple[str, dict[str, object]] | None:
     packed = prod(wanted) / prod(saved)
     if len(saved) == 2 and saved[1] == 1 and packed in (2, 8):
         return "packed", {"ratio": int(packed)}
+    if len(wanted) == 2 and wanted[1] == 1 and 1 / packed in (2, 8):
+        return "packed-model", {"ratio": int(1 / packed)}
     if len(saved) != len(wanted):
         return ("flat", {"elements": prod(saved), "whole": prod(wanted)}) if len(saved) == 1 else None
     differs = [at for at, (ours, theirs) in enumerate(zip(saved, wanted, strict=True)) if ours != theirs]

@@ -184,7 +184,13 @@ def _prefixes(lacks: str, has: str) -> tuple[str, str] | None:
 def _deeper(names: Names) -> tuple[str, dict[str, object]] | None:
     """That one side has layers after the last of the other."""
     one_side = names.missing if not names.unexpected else names.unexpected if not names.missing else []
+    one_side = [name for name in one_side if not _is_cut(name, one_side)]
     indices = [int(hit["index"]) for name in one_side if (hit := _LAYER.search(name))]
     if not indices or len(indices) < len(one_side) or not min(indices):
         return None
     return ("layers-of-file" if names.unexpected else "layers-of-model"), {"first": min(indices)}
+
+
+def _is_cut(name: str, others: list[str]) -> bool:
+    """Whether a name is the beginning of others, as the last one of a list is that was cut off."""
+    return any(other.startswith(f"{name}.") for other in others)
