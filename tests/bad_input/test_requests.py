@@ -100,7 +100,7 @@ def test_uneven_stages_are_written_and_read(copy: Copy, flags: tuple[object, ...
 
 def test_a_layout_for_a_hugging_face_folder(copy: Copy) -> None:
     problem = refusal(*convert(copy("torch_dist"), "--tp", 2, "--pp", 2))
-    assert problem["found"].startswith("TP2 · PP2") and "--to megatron" in problem["remedy"]
+    assert problem["found"] == "--tp 2 --pp 2" and "--to megatron" in problem["remedy"]
 
 
 @pytest.mark.parametrize("flags", [(), ("--to", "dcp")])
@@ -108,7 +108,8 @@ def test_an_engine_for_a_format_that_is_the_same_for_all(copy: Copy, flags: tupl
     problem = refusal(*convert(copy("torch_dist"), "--engine", "mcore-bridge", *flags))
     name = flags[-1] if flags else "huggingface"
     assert problem["message"] == f"--engine is for Megatron checkpoints; {name} is the same for all engines"
-    assert problem["found"] == f"--engine mcore-bridge --to {name}"
+    chosen = f"--to {name}" if flags else f"{name}, the default"
+    assert problem["found"] == f"--engine mcore-bridge; the format is {chosen}"
     assert problem["remedy"].startswith("leave out --engine")
     assert problem["remedy"].endswith("--to megatron or --to megatron-legacy")
 

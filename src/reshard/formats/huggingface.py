@@ -64,7 +64,7 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
         tensors.update(found)
     if index and not problems:
         problems += _index_mismatches(index, named, tensors)
-    if not (problems or tensors):
+    if not (problems or tensors) and any(file.suffix != ".safetensors" for file in files):
         problems.append(
             Problem(
                 "weights-empty",
