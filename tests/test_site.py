@@ -51,7 +51,7 @@ def test_every_link_leads_to_a_page_and_a_place_in_it(site: Path) -> None:
     for page in places:
         if page.name == "404.html":  # its links begin at the root of a server
             continue
-        for link in re.findall(r'\b(?:src|href)="?([^"\s>]+)', page.read_text(encoding="utf-8")):
+        for link in re.findall(r'\b(?:src|srcset|href)="?([^"\s>]+)', page.read_text(encoding="utf-8")):
             path, _, anchor = unescape(link).partition("#")
             if "://" in path or path.startswith(("mailto:", "data:")):
                 continue
