@@ -287,7 +287,7 @@ OF_RELEASES = {
         "PeftModel.from_pretrained",
     ),
     "datasets.arrow_writer.SchemaInferenceError: Please pass `features` or at least one": (
-        "data-empty",
+        "data-files-empty",
         "git lfs",
     ),
     "ImportError: cannot import name 'builder' from 'google.protobuf.internal'": (

@@ -55,7 +55,7 @@ _LACKS = re.compile(r"(?<!\d)(?P<fewer>\d{1,6}) missing columns? \((?P<lost>[^)\
 
 
 def _empty(text: str) -> Told | None:
-    return ("data-empty", {}) if "SchemaInferenceError" in text else None
+    return ("data-files-empty", {}) if "SchemaInferenceError" in text else None
 
 
 def _cast(text: str) -> Told | None:
