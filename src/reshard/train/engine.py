@@ -17,6 +17,7 @@ from reshard.train.run import SIZES, Run
 
 if TYPE_CHECKING:
     from reshard.doctor.environment import Environment
+    from reshard.train.data.tokens import Lengths
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,9 @@ class Engine:
     weighs, `evaluation` when a run with data to evaluate on is evaluated, in words; `plan` are the words for how the
     model is spread over so many ranks. `reading(run, options, record)` is how records like this one are read.
 
+    `indexed` looks at Megatron's indexed datasets, if the engine reads such: how long the sequences of an epoch are. It
+    raises ReshardError for what is wrong with them.
+
     `train` loads, asserts the plan, trains and saves; it is called on each rank, with the launcher's environment set.
     `check(run, trained, final)` is what differs between the weights in the folder `final` and those that were trained.
     """
@@ -200,6 +204,7 @@ class Engine:
     checkpoints: Checkpoints
     train: Callable[[Run, Monitor], Trained]
     check: Callable[[Run, Trained, Path], list[Problem]]
+    indexed: Callable[[Run], Lengths] | None = None
     leaves: tuple[str, ...] = ()
     tracks: bool = False
     dequantizes: bool = False

@@ -115,6 +115,18 @@ def _quantized(run: Run) -> Iterator[Problem]:
         )
 
 
+def unindexed(run: Run) -> Problem:
+    """Megatron's datasets, for an engine that does not read them."""
+    return Problem(
+        "indexed-data-unsupported",
+        f"the {engine_of(run).title} engine does not read Megatron's indexed datasets",
+        file=str(run.data),
+        expected="records: JSONL, JSON or Parquet",
+        found="tokens, of which nothing tells the text",
+        remedy="use --engine megatron, or give the records that the dataset was made from",
+    )
+
+
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", "consolidated.safetensors")
 
 

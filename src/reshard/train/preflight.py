@@ -15,6 +15,7 @@ from reshard.stores.hub import url_of
 from reshard.train import data, evaluation, memory, preconditions
 from reshard.train.data import tokens
 from reshard.train.data.drawn import Drawn, drawn_of, first_of, lengths_of, unheard, unlike
+from reshard.train.data.indexed import are_indexed
 from reshard.train.data.mix import Mix
 from reshard.train.data.records import seen
 from reshard.train.data.tokens import Lengths
@@ -194,15 +195,16 @@ class _Looking:
             self._try(lambda: trackers.check(run))
         is_there = (run.model / "config.json").is_file() and not missing
         tokenizer = self._model(options) if is_there else None
-        sources = self._sources(run.data, tokenizer)
-        records = sum(source.seen for source in sources)
+        indexed = self._indexed(run, options) if are_indexed(run.data.paths) else None
+        sources = [] if indexed else self._sources(run.data, tokenizer)
+        records = indexed.records if indexed else sum(source.seen for source in sources)
         self._take(preconditions.output(run, overwrite=overwrite))
         result = Preflight(run, world_size, [], [], _devices(gpus, on_cpu), records, sources)
         if run.eval_data:
             result = self._evaluated(result, options, tokenizer)
         if options is not None and records:
             room = memory.available(replace(self.environment, gpus=[] if on_cpu else gpus), processes)
-            result = self._sized(result, options, tokenizer, room, on_cpu)
+            result = self._sized(result, options, tokenizer, room, on_cpu, indexed)
         self._take(self._tried(evaluation.held_out(run)))
         command = None if self._placed() else self._try(lambda: launch.command(run))
         unique = list(dict.fromkeys(self.found))
@@ -266,6 +268,14 @@ class _Looking:
         self.found += wrong
         return sources
 
+    def _indexed(self, run: Run, options: dict[str, Any] | None) -> Lengths:
+        """Look at Megatron's indexed datasets; how long the sequences of an epoch are, none if that cannot be told."""
+        look = engine_of(run).indexed
+        if look is None:
+            self.found.append(preconditions.unindexed(run))
+        found = self._try(lambda: look(run)) if look and options is not None else None
+        return found or Lengths(0, 0, 0, 0, 0, 0)
+
     def _evaluated(
         self,
         result: Preflight,
@@ -274,9 +284,12 @@ class _Looking:
     ) -> Preflight:
         """The data that the run is evaluated on, looked at as those that it is trained on."""
         run, engine = evaluation.evaluated(self.run), engine_of(self.run)
+        if are_indexed(run.data.paths):
+            found = self._indexed(run, options)
+            return replace(result, evaluation=Evaluation(found.records, engine.evaluation(self.run), found))
         sources = self._sources(run.data, tokenizer)
         records = sum(source.seen for source in sources)
-        if not (records and result.records and options is not None):
+        if not (records and result.sources and options is not None):
             return result
         first = first_of(sources)
         reading = engine.reading(run, options, first)
@@ -284,8 +297,7 @@ class _Looking:
         self._take(differing)
         wrong = any(each.severity == "error" for each in differing)
         lengths = None if wrong else self._lengths(run, sources, tokenizer, reading, options)
-        found = Evaluation(records, engine.evaluation(self.run), lengths)
-        return replace(result, evaluation=found)
+        return replace(result, evaluation=Evaluation(records, engine.evaluation(self.run), lengths))
 
     def _tried(self, found: Iterator[T]) -> Iterator[T]:
         try:
@@ -300,15 +312,16 @@ class _Looking:
         tokenizer: Any,
         room: int,
         on_cpu: bool,
+        indexed: Lengths | None,
     ) -> Preflight:
         """Tokens, steps, memory and disk."""
         run, engine, world_size = self.run, engine_of(self.run), result.world_size
-        reading = engine.reading(run, options, first_of(result.sources))
+        reading = engine.reading(run, options, {"text": ""} if indexed else first_of(result.sources))
         self._take(unlike(run.data, result.sources, mixed=reading.mixed))
         self._take(unheard(run.system, result.sources))
         if reading.packed and tokenizer is None:
             return result  # sequences are counted in tokens
-        lengths = self._lengths(run, result.sources, tokenizer, reading, options)
+        lengths = indexed or self._lengths(run, result.sources, tokenizer, reading, options)
         result = replace(result, lengths=lengths)
         tokens = lengths.tokens if lengths else None
         batches = self._try(lambda: engine.batches(run, world_size, result.records, tokens))

@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from reshard.errors import Problem, ReshardError, listed
 from reshard.plain import json_of
+from reshard.train.data.indexed import INDEX
 from reshard.train.data.mix import Mix
 from reshard.train.data.records import Row, Template, faults, kind_of, shapes_of, show, standard
 
@@ -37,6 +38,8 @@ def files_of(path: Path) -> list[Path]:
         raise ReshardError(
             "data-missing", "there is no data", file=str(path), remedy="give a file or a folder with --data"
         )
+    if path.suffix == INDEX:
+        return [path]
     inside = [path] if path.is_file() else _inside(path)
     found = [file for file in inside if file.name.lower().endswith(SUFFIXES)]
     if not found:

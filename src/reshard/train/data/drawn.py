@@ -11,6 +11,7 @@ from typing import Any
 
 from reshard.errors import Problem, ReshardError
 from reshard.train.data import read_records
+from reshard.train.data.indexed import are_indexed
 from reshard.train.data.mix import Mix, Source
 from reshard.train.data.records import Row, Template, kind_of, seen
 from reshard.train.data.tokens import Learning, Lengths, draw, lengths
@@ -51,7 +52,7 @@ def drawn_of(mix: Mix, method: str, template: Template, **more: Any) -> tuple[li
     problems: list[Problem] = []
     sources = [Drawn(source) for source in mix.sources]
     for each in sources:
-        if each.source.path.exists():
+        if each.source.path.exists() and not are_indexed([each.source.path]):
             rows = read_records(each.source.path, method, template, shapes=each.shapes, **more)
             each.records, each.rows = draw(_right(rows, problems))
     for each, count in zip(sources, mix.seen([each.records for each in sources]), strict=True):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import Problem, ReshardError
+from reshard.train.data.indexed import index_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -109,8 +110,9 @@ def mix_of(given: Any) -> Mix:
 
 
 def absolute(word: str) -> Path:
-    """The path that somebody typed."""
-    return Path(word).expanduser().absolute()
+    """The path that somebody typed; that of the index, for the prefix of one of Megatron's datasets."""
+    path = Path(word).expanduser().absolute()
+    return path if path.is_dir() else index_of(path) or path
 
 
 def read_mix(option: str, words: Any, local: Callable[[str], Path] = absolute) -> Mix:

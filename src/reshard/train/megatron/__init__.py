@@ -15,7 +15,7 @@ from typing import Any
 
 from reshard.errors import Problem
 from reshard.formats import iterations
-from reshard.train.data.tokens import Learning
+from reshard.train.data.tokens import Learning, Lengths
 from reshard.train.engine import (
     Checkpoints,
     Engine,
@@ -63,6 +63,12 @@ def _evaluation(run: Run) -> str:
     often = f"every {found.eval_interval} steps" if found.eval_interval else "once an epoch"
     part = f", at most {found.eval_iters} steps' worth of sequences" if found.eval_iters else ""
     return f"{often} and after the last step{part}"
+
+
+def _indexed(run: Run) -> Lengths:
+    from reshard.train.megatron.indexed import look
+
+    return look(run, read(run))
 
 
 def _last(output: Path) -> Path | None:
@@ -114,6 +120,7 @@ ENGINE = Engine(
     ),
     train=_train,
     check=_check,
+    indexed=_indexed,
     leaves=(iterations.TRACKER, ".rows"),
     dequantizes=True,
 )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from reshard.algebra.layout import Layout
 from reshard.errors import Problem, ReshardError
+from reshard.train.data.indexed import are_indexed
 from reshard.train.engine import Batches, Precision
 from reshard.train.megatron.options import Options, read
 from reshard.train.run import Run
@@ -128,7 +129,7 @@ def batches(run: Run, world_size: int, samples: int, tokens: int | None = None) 
     if run.layout.cp > 1 or options.transformer_impl:
         uses_transformer_engine(options, run.layout)
     sequences = samples
-    if options.pack and not options.train_iters:
+    if options.pack and not options.train_iters and not are_indexed(run.data.paths):
         from reshard.train.megatron.rows import forecast
 
         sequences = forecast(run, options, samples)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from reshard.train.data.store import IGNORED
+from reshard.train.megatron.indexed import IndexedRows
 from reshard.train.megatron.rows import LABELS, Rows
 from reshard.train.megatron.setup import Trainee, gather_weights
 from reshard.train.megatron.step import over_all_ranks, run_schedule
@@ -19,11 +20,12 @@ class Evaluations:
     `epoch` is how many steps an epoch of the data to train on has.
     """
 
-    def __init__(self, trainee: Trainee, rows: Rows, epoch: int) -> None:
+    def __init__(self, trainee: Trainee, rows: Rows | IndexedRows, epoch: int) -> None:
         options, steps = trainee.options, trainee.steps
         self._trainee = trainee
         self._interval = options.eval_interval or max(epoch, 1)
-        self._rows = rows[: options.eval_iters * steps.sequences] if options.eval_iters else rows
+        self._rows = rows
+        self._count = min(len(rows), (options.eval_iters or len(rows)) * steps.sequences)
 
     def due(self, step: int) -> bool:
         """Whether there is an evaluation after step `step` (from 1)."""
@@ -45,8 +47,8 @@ class Evaluations:
         steps, layout = self._trainee.steps, self._trainee.run.layout
         unit = steps.micro * steps.replicas * (layout.pp if layout.vpp > 1 else 1)
         first = steps.micro * ps.get_data_parallel_rank()
-        for at in range(first, -(-len(self._rows) // unit) * unit, steps.micro * steps.replicas):
-            part = self._rows[at : at + steps.micro]
+        for at in range(first, -(-self._count // unit) * unit, steps.micro * steps.replicas):
+            part = self._rows[at : min(at + steps.micro, self._count)]
             lacking = steps.micro - len(part)
             if lacking:
                 filler = np.zeros((lacking, *self._rows.shape[1:]), self._rows.dtype)

@@ -10,12 +10,14 @@ from typing import Any
 from reshard.errors import ReshardError
 from reshard.formats import iterations
 from reshard.train import signals
+from reshard.train.data.indexed import are_indexed
 from reshard.train.divergence import Divergence, assert_finite, diverged
 from reshard.train.engine import Monitor, Trained
 from reshard.train.evaluation import evaluated
-from reshard.train.megatron import proof, rows, store
-from reshard.train.megatron.batches import steps_of, uses_transformer_engine
+from reshard.train.megatron import indexed, proof, rows, store
+from reshard.train.megatron.batches import Steps, steps_of, uses_transformer_engine
 from reshard.train.megatron.evaluating import Evaluations
+from reshard.train.megatron.indexed import IndexedRows, InOrder
 from reshard.train.megatron.options import Options, read
 from reshard.train.megatron.setup import Trainee, open_weights, prepare, start
 from reshard.train.megatron.step import Measured, records, run_step
@@ -35,9 +37,8 @@ def train(run: Run, monitor: Monitor) -> Trained:
     sizes = start(run, options)
     weights = open_weights(run, options, transformer_engine)
     vocab = weights.model.dims.vocab
-    data = _rows(run, options, vocab, monitor)
-    held_out = _rows(evaluated(run), options, vocab, monitor, "to evaluate on: ") if run.eval_data else None
-    steps = steps_of(options, run.layout, torch.distributed.get_world_size(), len(data))
+    data, steps = _data(run, options, vocab, monitor)
+    held_out = _held_out(run, options, vocab, monitor) if run.eval_data else None
     trainee = prepare(run, options, steps, sizes, weights, transformer_engine)
     monitor.note(proof.assert_plan(trainee))
     if run.lora and weights.model.dims.experts:
@@ -61,6 +62,27 @@ def train(run: Run, monitor: Monitor) -> Trained:
     return Trained(run.output / iterations.name_of(last), last, found)
 
 
+def _data(run: Run, options: Options, vocab: int, monitor: Monitor) -> tuple[rows.Rows | IndexedRows, Steps]:
+    """What a run is trained on, and its steps."""
+    import torch
+
+    world_size = torch.distributed.get_world_size()
+    if not are_indexed(run.data.paths):
+        data = _rows(run, options, vocab, monitor)
+        return data, steps_of(options, run.layout, world_size, len(data))
+    steps = steps_of(options, run.layout, world_size, indexed.sequences_of(run.data, options.seq_length or 0))
+    return indexed.open_rows(run, options, steps.total * steps.sequences, vocab), steps
+
+
+def _held_out(run: Run, options: Options, vocab: int, monitor: Monitor) -> rows.Rows | IndexedRows:
+    """What a run is evaluated on."""
+    as_trained = evaluated(run)
+    if not are_indexed(as_trained.data.paths):
+        return _rows(as_trained, options, vocab, monitor, "to evaluate on: ")
+    sequences = indexed.sequences_of(as_trained.data, options.seq_length or 0)
+    return indexed.open_rows(as_trained, options, sequences, vocab)
+
+
 def _rows(run: Run, options: Options, vocab: int, monitor: Monitor, which: str = "") -> rows.Rows:
     """The rows of the data: rank 0 makes them, and all others map the file. `which` is said before notes on them."""
     import torch
@@ -82,11 +104,15 @@ def _rows(run: Run, options: Options, vocab: int, monitor: Monitor, which: str =
 
 
 def _train(
-    trainee: Trainee, data: rows.Rows, evaluations: Evaluations | None, done: int, monitor: Monitor
+    trainee: Trainee,
+    data: rows.Rows | IndexedRows,
+    evaluations: Evaluations | None,
+    done: int,
+    monitor: Monitor,
 ) -> int:
     """The steps from `done` on; the step of the last checkpoint. Raises Stopped after the step of a signal."""
     options, total = trainee.options, trainee.steps.total
-    order = rows.Order(len(data), options.seed)
+    order = (InOrder if isinstance(data, IndexedRows) else rows.Order)(len(data), options.seed)
     change = proof.Change(trainee)
     divergence = Divergence(trainee.run.nan_steps)
     applied = done

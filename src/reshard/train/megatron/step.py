@@ -15,6 +15,7 @@ from reshard.train.collective import highest
 from reshard.train.data.store import IGNORED
 from reshard.train.data.tokens import load_tokenizer
 from reshard.train.divergence import beginnings
+from reshard.train.megatron.indexed import IndexedRows
 from reshard.train.megatron.rows import (
     INPUTS,
     LABELS,
@@ -61,7 +62,7 @@ class Microbatch(NamedTuple):
     packed: Any
 
 
-def run_step(trainee: Trainee, rows: Rows, order: Order, step: int) -> Measured:
+def run_step(trainee: Trainee, rows: Rows | IndexedRows, order: Order, step: int) -> Measured:
     """Train step `step` (from 0), whatever comes of it."""
 
     steps = trainee.steps
@@ -99,7 +100,7 @@ def _own_loss(results: list[dict[str, Any]]) -> float | None:
     return total / max(tokens, 1.0)
 
 
-def records(trainee: Trainee, rows: Rows, order: Order, step: int) -> list[str]:
+def records(trainee: Trainee, rows: Rows | IndexedRows, order: Order, step: int) -> list[str]:
     """How the records begin that this rank took last in step `step` (from 0)."""
     tokenizer = load_tokenizer(trainee.run.model)
     samples = (

@@ -1,0 +1,229 @@
+"""Megatron's indexed datasets, alone and blended, as megatron-core reads, shuffles and blends them.
+
+Samples are those of `GPTDataset`: documents laid end to end and cut every `seq_length` tokens, where attention and
+positions go through from one document to the next, and all tokens are learned. The order depends on the datasets,
+weights, the seed, and how many samples the run takes; a run that goes on takes those that follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reshard.errors import Problem, ReshardError
+from reshard.formats.companions import CONFIG, read_object
+from reshard.train.data.indexed import INDEX, TOKENS, are_indexed, prefix_of
+from reshard.train.data.mix import Mix
+from reshard.train.data.tokens import Lengths
+from reshard.train.megatron.options import Options
+from reshard.train.megatron.rows import FOLDER, Order, Rows
+from reshard.train.run import Run
+
+CACHE = "megatron-core"
+"""Where in the folder of rows megatron-core keeps its indices, which it would write beside the data."""
+LOOKED_AT = 1 << 24
+"""Tokens that are looked at before a run: all of small datasets, and of others as many from all over them."""
+
+
+class IndexedRows:
+    """A dataset of megatron-core in the shape of `rows.Rows`: an epoch has `epoch` rows, and row n is sample n."""
+
+    def __init__(self, dataset: Any, epoch: int, length: int, vocab: int, name: str) -> None:
+        self._dataset, self._epoch, self._vocab, self._name = dataset, epoch, vocab, name
+        self.shape, self.dtype = (epoch, 3, length), np.dtype(np.int32)
+
+    def __len__(self) -> int:
+        return self._epoch
+
+    def __getitem__(self, key: int | slice | Sequence[int]) -> Rows:
+        """Rows [n, 3, length], or one [3, length]. Raises ReshardError for tokens that the model has no row for."""
+        if isinstance(key, (int, np.integer)):
+            return self._row(int(key))
+        numbers = range(self._epoch)[key] if isinstance(key, slice) else key
+        rows = [self._row(int(number)) for number in numbers]
+        return np.stack(rows) if rows else np.empty((0, *self.shape[1:]), self.dtype)
+
+    def _row(self, number: int) -> Rows:
+        found = self._dataset[number]
+        row = np.stack([found["tokens"].numpy(), found["labels"].numpy(), np.zeros(self.shape[2], np.int64)])
+        if (highest := int(row.max())) >= self._vocab or row.min() < 0:
+            raise ReshardError(_foreign(self._name, highest, self._vocab))
+        return row.astype(np.int32)
+
+
+class InOrder(Order):
+    """Steps take samples one after the other: megatron-core has shuffled them."""
+
+    def at(self, position: int) -> int:
+        """The row at a position."""
+        return position
+
+
+@cache
+def _opened(prefix: Path) -> Any:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    return IndexedDataset(str(prefix))
+
+
+def prefixes_of(mix: Mix) -> list[Path]:
+    """The prefixes of the datasets of a mix that has such. Raises ReshardError if records are among them."""
+    others = [str(path) for path in mix.paths if not are_indexed([path])]
+    if others:
+        raise ReshardError(
+            "indexed-data-mixed",
+            "indexed datasets and records cannot be blended",
+            found=f"no .idx beside: {', '.join(others)}",
+            remedy="train on one kind; Megatron-LM's tools/preprocess_data.py makes indexed datasets of records",
+        )
+    return [prefix_of(path) for path in mix.paths]
+
+
+def look(run: Run, options: Options) -> Lengths:
+    """Look at the datasets of a run: the sequences of an epoch. Raises ReshardError for all that is wrong with them."""
+    problems = [*unreadable_here(), *problems_of(run.data, _vocabulary(run.model))]
+    if problems:
+        raise ReshardError(problems)
+    length = options.seq_length or 0
+    found = sequences_of(run.data, length)
+    return Lengths(found, found, found * length, length, 0, 0)
+
+
+def _vocabulary(model: Path) -> int | None:
+    """The rows of a model's embedding that tokens may have, by its config."""
+    config = read_object(model / CONFIG)
+    text = config.get("text_config")
+    found = (text if isinstance(text, dict) else config).get("vocab_size")
+    return found if isinstance(found, int) else None
+
+
+def problems_of(mix: Mix, vocab: int | None) -> list[Problem]:
+    """What is wrong with indexed datasets: files that are not whole, and tokens beyond a vocabulary of `vocab`."""
+    found = []
+    for prefix in prefixes_of(mix):
+        try:
+            dataset = _opened(prefix)
+            lengths, size = dataset.sequence_lengths, dataset.index.dtype_size
+        except (AssertionError, OSError, ValueError, KeyError, IndexError) as error:
+            found.append(_unreadable(prefix, f"{type(error).__name__}: {error}"))
+            continue
+        index, tokens = (prefix.with_name(prefix.name + suffix) for suffix in (INDEX, TOKENS))
+        needed = int(np.max(dataset.index.sequence_pointers + lengths.astype(np.int64) * size, initial=0))
+        if (there := tokens.stat().st_size) < needed:
+            found.append(_unreadable(prefix, f"{there:,} bytes in {tokens.name}, {needed:,} by {index.name}"))
+        elif not len(lengths):
+            found.append(_unreadable(prefix, "no documents"))
+        elif vocab is not None and (highest := _highest(dataset)) >= vocab:
+            found.append(_foreign(str(prefix), highest, vocab))
+    return found
+
+
+def _highest(dataset: Any) -> int:
+    """The highest token of a dataset, or of documents from all over a large one; negative ones count as too high."""
+    lengths = dataset.sequence_lengths
+    every = max(1, int(lengths.sum(dtype=np.int64)) // LOOKED_AT)
+    highest = 0
+    for number in range(0, len(lengths), every):
+        tokens = dataset.get(number, length=min(int(lengths[number]), LOOKED_AT))
+        if len(tokens):
+            highest = max(highest, int(tokens.max()), (1 << 31) * (int(tokens.min()) < 0))
+    return highest
+
+
+def _unreadable(prefix: Path, found: str) -> Problem:
+    return Problem(
+        "indexed-data-unreadable",
+        "megatron-core cannot read the indexed dataset",
+        file=str(prefix),
+        expected="PREFIX.idx and PREFIX.bin, as Megatron-LM's tools/preprocess_data.py writes them",
+        found=found,
+        remedy="copy both files again, or make them anew",
+    )
+
+
+def _foreign(name: str, highest: int, vocab: int) -> Problem:
+    return Problem(
+        "indexed-data-exceed-vocabulary",
+        "the indexed dataset has tokens that the model has no row for",
+        file=name,
+        rule="tokens are stored as numbers, and mean nothing to a model with another tokenizer",
+        expected=f"ids below {vocab}, the rows of the embedding",
+        found=f"id {highest}",
+        remedy="make the dataset with the tokenizer of this model",
+    )
+
+
+def sequences_of(mix: Mix, length: int) -> int:
+    """Sequences of an epoch. Raises ReshardError if there is none."""
+    found = sum(mix.seen(_sizes(mix, length)))
+    if not found:
+        raise ReshardError(
+            "indexed-data-too-short",
+            "the datasets are shorter than one sequence",
+            file=str(mix),
+            expected=f"more than {length} tokens",
+            remedy="lower --seq_length",
+        )
+    return found
+
+
+def _sizes(mix: Mix, length: int) -> list[int]:
+    """Sequences of each dataset: a token more than it has inputs is taken, for what follows the last one."""
+    totals = [int(_opened(prefix).sequence_lengths.sum(dtype=np.int64)) for prefix in prefixes_of(mix)]
+    return [max(total - 1, 0) // length for total in totals]
+
+
+def open_rows(run: Run, options: Options, samples: int, vocab: int) -> IndexedRows:
+    """The datasets of a run as rows, of which it will take `samples`. Called on all ranks."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    length = options.seq_length or 0
+    prefixes, sizes = prefixes_of(run.data), _sizes(run.data, length)
+    weights = [source.weight or float(size) for source, size in zip(run.data.sources, sizes, strict=True)]
+    config = GPTDatasetConfig(
+        random_seed=options.seed,
+        sequence_length=length,
+        blend=([str(each) for each in prefixes], weights if len(prefixes) > 1 else None),
+        split="1,0,0",
+        path_to_cache=str(run.output / FOLDER / CACHE),
+        tokenizer=_Tokenizer(run.model),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    dataset, _, _ = BlendedMegatronDatasetBuilder(GPTDataset, [samples, 0, 0], lambda: True, config).build()
+    return IndexedRows(dataset, sequences_of(run.data, length), length, vocab, str(run.data))
+
+
+class _Tokenizer:
+    """What megatron-core's datasets ask of a tokenizer. It has no padding, so that all tokens are learned."""
+
+    vocab_size = None
+
+    def __init__(self, model: Path) -> None:
+        self.unique_identifiers = {"class": "HuggingFaceTokenizer", "tokenizer_path": str(model)}
+
+    @property
+    def eod(self) -> int:
+        """The end of a document, at which nothing is reset."""
+        return -1
+
+
+def unreadable_here() -> Iterator[Problem]:
+    """That megatron-core's functions in C++, which build indices, are not compiled here."""
+    try:
+        from megatron.core.datasets import helpers  # noqa: F401
+    except ImportError as error:
+        yield Problem(
+            "megatron-helpers-not-compiled",
+            "megatron-core's functions that index datasets are not compiled",
+            rule="its wheels for Linux have them, and it cannot do without",
+            found=str(error),
+            remedy="install megatron-core from a wheel that fits this Python and this machine",
+        )
