@@ -71,11 +71,11 @@ class Arguments:
             self._wrong(name, value, "a whole number from 1 on")
 
     def counts(self, name: str, values: Any) -> None:
-        """Some whole numbers from 1 on."""
+        """Some whole numbers; what they have to be, the layout says."""
         if not isinstance(values, (tuple, list)) or not all(
-            type(each) is int and each > 0 for each in values
+            type(each) is int and each >= 0 for each in values
         ):
-            self._wrong(name, values, "whole numbers from 1 on, for example (10, 12, 12, 10)")
+            self._wrong(name, values, "whole numbers, for example (10, 12, 12, 10)")
 
     def texts(self, name: str, values: Any) -> None:
         """Some strings. One string would be taken for its letters."""
