@@ -175,7 +175,7 @@ def test_a_proof_of_something_else_is_refused(originals: Callable[[str], Path], 
     source, output = originals("qwen3"), tmp_path / "mc"
     converted(source, output, "--to", "megatron", "--tp", 2)
     for words, told in (
-        ((source, source), "there is no record of digests here"),
+        ((source, source), "no record of digests found"),
         ((source, tmp_path / "nothing"), "there is nothing at this path"),
         ((originals("qwen3_moe"), output), "the source is not the one that was converted"),
         ((originals("torch_dist"), output), "the source is not the one that was converted"),

@@ -119,7 +119,7 @@ wrapped.module = model
 try:
     guard.check(wrapped)
 except ReshardError as error:
-    assert [problem.message for problem in error.problems] == ["a sharded model lies in DistributedDataParallel"]
+    assert [problem.message for problem in error.problems] == ["a sharded model is wrapped in DistributedDataParallel"]
 else:
     raise SystemExit("a sharded model in DDP passed")
 torch.distributed.destroy_process_group()
@@ -145,7 +145,7 @@ def test_tensor_parallelism_of_transformers_over_two_processes(tmp_path: Path) -
 def test_a_sharded_model_in_ddp(mesh: object) -> None:
     wrapped = DistributedDataParallel(model())
     wrapped.module = fully_shard(model(), mesh=mesh)
-    assert refused(wrapped) == ["a sharded model lies in DistributedDataParallel"]
+    assert refused(wrapped) == ["a sharded model is wrapped in DistributedDataParallel"]
 
 
 def test_a_device_map_over_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_a_device_map_over_several_devices(monkeypatch: pytest.MonkeyPatch) -> N
     guard.check(spread)
     monkeypatch.setenv("WORLD_SIZE", "2")
     (message,) = refused(spread)
-    assert message == "a device map spreads the model over devices in a run of several processes"
+    assert message == "a device map splits the model over devices in a multi-process run"
 
 
 def test_parameters_without_memory() -> None:
@@ -179,7 +179,7 @@ def test_an_optimizer_that_was_made_before_sharding(mesh: object) -> None:
     late = model()
     optimizer = torch.optim.AdamW(late.parameters())
     fully_shard(late, mesh=mesh)
-    assert refused(late, optimizer) == ["the optimizer holds other tensors than the model"]
+    assert refused(late, optimizer) == ["the optimizer's tensors are not those of the model"]
 
 
 def test_an_optimizer_with_tensors_of_an_older_model() -> None:
@@ -187,7 +187,7 @@ def test_an_optimizer_with_tensors_of_an_older_model() -> None:
     trained = nn.Module()
     trained.every = nn.ParameterList(own)
     assert refused(trained, torch.optim.AdamW([*own[:3], *older[3:]])) == [
-        "the optimizer holds other tensors than the model"
+        "the optimizer's tensors are not those of the model"
     ]
 
 
@@ -235,7 +235,7 @@ def test_a_thousand_parameters_take_milliseconds(mesh: object) -> None:
     taken = []
     for _ in range(5):
         begin = time.process_time()
-        assert refused(many, optimizer) == ["the optimizer holds other tensors than the model"]
+        assert refused(many, optimizer) == ["the optimizer's tensors are not those of the model"]
         taken.append(time.process_time() - begin)
     assert min(taken) < 0.1
 
@@ -246,7 +246,7 @@ def test_several_optimizers_and_parts_of_a_model() -> None:
     guard.check(parts, [torch.optim.AdamW(own[:5]), torch.optim.SGD(own[5:])])
     older = torch.optim.SGD(model().parameters())
     assert refused(parts, [torch.optim.AdamW(own[:5]), older]) == [
-        "the optimizer holds other tensors than the model"
+        "the optimizer's tensors are not those of the model"
     ]
     assert refused([model(), model().requires_grad_(False)][1:]) == ["nothing is trainable"]
 
@@ -399,5 +399,5 @@ def test_the_callback_in_a_trainer(tmp_path: Path) -> None:
     Trainer(model(), arguments, train_dataset=data, callbacks=[guard.callback()]).train()
     frozen = Trainer(model(), arguments, train_dataset=data, callbacks=[guard.callback()])
     frozen.optimizer = torch.optim.SGD(model().parameters())
-    with pytest.raises(ReshardError, match="the optimizer holds other tensors"):
+    with pytest.raises(ReshardError, match="the optimizer's tensors are not those"):
         frozen.train()

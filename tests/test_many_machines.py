@@ -318,7 +318,7 @@ WRONG = {
     "mpi:4": "expected: mpi",
     "slurm": "there is no `sbatch` here",
     "slurm:cluster=local,nodes=many": "nodes=many",
-    "slurm:cluster=local,time=long": "these are no settings for Slurm",
+    "slurm:cluster=local,time=long": "not settings for Slurm",
     "slurm:cluster=local,colour=red": "Unknown argument 'colour'",
 }
 

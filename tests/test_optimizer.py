@@ -260,7 +260,7 @@ def refused(source: Path, to: str, **options: Any) -> str:
 
 @pytest.mark.parametrize("to", ["huggingface", "megatron-legacy"])
 def test_targets_without_states_are_refused(to: str, runs: Runs) -> None:
-    assert f"{to} holds no optimizer states" in refused(runs("main weights in float32")[1], to)
+    assert f"{to} cannot store optimizer states" in refused(runs("main weights in float32")[1], to)
 
 
 def test_states_that_are_bound_to_a_layout_are_refused(genuine: Callable[[str], Genuine]) -> None:
@@ -273,7 +273,7 @@ def test_states_that_are_bound_to_a_layout_are_refused(genuine: Callable[[str], 
 
 def test_a_source_without_optimizer_is_refused(genuine: Callable[[str], Genuine]) -> None:
     assert "no optimizer" in refused(genuine("qwen2-release").roots["torch_dist"], "megatron")
-    assert "no optimizer states that can be carried" in refused(
+    assert "no optimizer states that can be converted" in refused(
         genuine("qwen2-fp32").roots["torch"], "megatron"
     )
 

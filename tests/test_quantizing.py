@@ -196,7 +196,7 @@ def test_any_range_of_elements(
     storage, tensor = STORAGES[kind], reshard.open(tmp_path).tensors["weight"]
     parts = storage.parts("weight", tensor)
     if kind == "mxfp4" and not finite:
-        with pytest.raises(ReshardError, match="a weight holds NaN or Inf"):
+        with pytest.raises(ReshardError, match="a weight contains NaN or Inf"):
             read(parts[0], 0, parts[0].view.numel)
         return
     expected = mxfp4_by_formula(weight) if kind == "mxfp4" else fp8_by_transformers(weight, kind)

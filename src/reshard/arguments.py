@@ -31,7 +31,7 @@ def parse_size(size: int | str, flag: str = "size") -> int:
     if not match:
         raise ReshardError(
             "size-malformed",
-            f"{flag} is no size",
+            f"{flag} is not a size",
             expected="a number with a unit, as 5GB or 512MiB",
             found=str(size),
             remedy=f"correct {flag}",

@@ -387,7 +387,7 @@ def _kept(target: Path) -> list[Problem]:
 def _nonfinite(name: str) -> Problem:
     return Problem(
         "tensor-not-finite",
-        "a tensor holds NaN or Inf",
+        "a tensor contains NaN or Inf",
         tensor=name,
         rule="weights are finite (--strict)",
         remedy="take an earlier iteration, or leave out --strict to convert it as it is",

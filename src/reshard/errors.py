@@ -1,4 +1,4 @@
-"""One kind of error for everything that a user can mend.
+"""One kind of error for everything that a user can fix.
 
 Whoever finds something wrong collects a `Problem` for each offender and raises them together, so that
 one run shows all there is to repair. Commands print them and exit with status 2.

@@ -164,9 +164,9 @@ def _sharded_in_ddp(model: nn.Module, parameters: list[_Parameter]) -> Iterator[
         if sharded:
             yield Problem(
                 "guard-sharded-in-ddp",
-                "a sharded model lies in DistributedDataParallel",
+                "a sharded model is wrapped in DistributedDataParallel",
                 tensor=listed(sharded, SHOWN),
-                rule="DDP holds a whole model on each rank",
+                rule="DDP keeps a complete model on each rank",
                 remedy="load with device_map=None and without tp_plan, or leave DDP out: FSDP2 is data parallel by "
                 "itself",
             )
@@ -179,7 +179,7 @@ def _device_map(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Prob
         if len(devices) > 1:
             yield Problem(
                 "guard-device-map",
-                "a device map spreads the model over devices in a run of several processes",
+                "a device map splits the model over devices in a multi-process run",
                 tensor=name or type(module).__name__,
                 found=f"hf_device_map over {', '.join(sorted(devices))}, {world} processes",
                 remedy="load with device_map=None, and shard with FSDP2 or ZeRO-3 what does not fit",
@@ -275,7 +275,7 @@ def _optimizer(parameters: list[_Parameter], optimizers: list[Any]) -> Iterator[
     if missing:
         yield Problem(
             "guard-optimizer-tensors-differ",
-            "the optimizer holds other tensors than the model",
+            "the optimizer's tensors are not those of the model",
             tensor=listed([each.name for each in missing], SHOWN),
             rule="the optimizer is made from the parameters of the model as it is trained",
             found=f"{len(foreign)} of {len(held)} tensors in the optimizer are not the model's, and it lacks "

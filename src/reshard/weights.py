@@ -232,7 +232,7 @@ class Weights(Checkpoint, Mapping[str, LazyTensor]):
             near = meant(str(name), self._planned)
             raise TensorNotFoundError(
                 "tensor-name-unknown",
-                "there is no tensor of this name",
+                "no tensor has this name",
                 tensor=str(name),
                 file=str(self.path),
                 found=f"{len(self._planned):,} tensors under the names of the hub",

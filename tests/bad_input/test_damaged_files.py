@@ -46,7 +46,7 @@ def test_a_truncated_safetensors_file(copy: Copy, share: float) -> None:
     file = cut(find(copy("qwen3"), "model.safetensors"), share)
     problem = refusal(*convert(file.parent, *MEGATRON))
     assert problem["file"] == str(file) and "copy or download the file again" in problem["remedy"]
-    assert problem["message"] in ("not a whole safetensors file", "the file is cut short")
+    assert problem["message"] in ("incomplete safetensors file", "the file is cut short")
 
 
 @pytest.mark.parametrize("share", [0, 0.001, 0.3, 0.9, 0.9999])

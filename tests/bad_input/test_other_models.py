@@ -138,7 +138,7 @@ def test_a_tensor_in_two_shards(copy: Copy) -> None:
     name = min(one)
     save_file({**two, name: one[name]}, second, metadata={"format": "pt"})
     problem = refusal(*convert(src, *MEGATRON))
-    assert (problem["message"], problem["tensor"]) == ("a tensor stands in two files", name)
+    assert (problem["message"], problem["tensor"]) == ("a tensor is in two files", name)
     assert problem["file"] == str(second) and str(first) in problem["found"]
 
 
@@ -226,7 +226,7 @@ def test_no_tokenizer(copy: Copy, originals: Callable[[str], Path]) -> None:
     for path in src.glob("*token*"):
         path.unlink()
     problem = refusal(*convert(src, *MEGATRON))
-    assert problem["message"] == "there is no tokenizer beside the checkpoint"
+    assert problem["message"] == "tokenizer not found beside the checkpoint"
     assert "--base" in problem["remedy"] and "--no-tokenizer" in problem["remedy"]
     converted(src, src.parent / "without", *MEGATRON, "--no-tokenizer")
     assert not (src.parent / "without" / "tokenizer.json").exists()

@@ -146,7 +146,7 @@ def test_an_unknown_dtype(copy: Copy, dtype: str) -> None:
 @pytest.mark.parametrize("value", ["lots", "5XB", "-1GB", ""])
 def test_a_size_that_is_none(copy: Copy, flag: str, value: str) -> None:
     problem = refusal(*convert(copy("qwen3"), *MEGATRON, flag, value))
-    assert problem["message"] == f"{flag} is no size" and "5GB" in problem["expected"]
+    assert problem["message"] == f"{flag} is not a size" and "5GB" in problem["expected"]
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_the_destination_is_a_file(copy: Copy) -> None:
     for flags in ((), ("--overwrite",)):
         assert refusal(*convert(src, *MEGATRON, *flags))["message"] == "the destination is a file"
     problem = refusal("convert", src, src.parent / "dst" / "below" / "that", *MEGATRON)
-    assert problem["message"] == "the destination lies below a file"
+    assert problem["message"] == "the destination is below a file"
     assert problem["file"] == str(src.parent / "dst")
 
 
@@ -271,7 +271,7 @@ def test_a_dry_run_tells_what_is_in_the_way(copy: Copy, monkeypatch: pytest.Monk
         (src, ("--overwrite",), "the source lies inside the destination"),
         (src.parent / "old", (), "the destination is not empty"),
         (src.parent / "file", (), "the destination is a file"),
-        (src.parent / "file" / "below", (), "the destination lies below a file"),
+        (src.parent / "file" / "below", (), "the destination is below a file"),
     ):
         problem = refusal("convert", src, dst, *MEGATRON, *flags, "--dry-run")
         assert problem == refusal("convert", src, dst, *MEGATRON, *flags) and problem["message"] == message

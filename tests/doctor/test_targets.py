@@ -76,7 +76,7 @@ def test_all_targets_that_cannot_be_read_are_named_at_once(tmp_path: Path) -> No
     [
         (f"# 训练\n{SPREAD}\n".encode("gbk"), "coding: gbk"),
         (b'print "hello"\n', "Python 2"),
-        (b"def f(:\n", "mend its syntax"),
+        (b"def f(:\n", "fix its syntax"),
     ],
 )
 def test_a_script_that_cannot_be_read_says_why(tmp_path: Path, content: bytes, words: str) -> None:

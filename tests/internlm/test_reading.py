@@ -269,10 +269,10 @@ def test_slices_of_wqkv_are_not_taken_for_llama(copy_of: Copies, tmp_path: Path)
 def test_a_missing_config_is_told_only_where_the_engine_tells_none(copy_of: Copies) -> None:
     folder = copy_of("internlm2-tp2pp2")
     (warning,) = run("inspect", folder, "--json").json["problems"]
-    assert warning["message"] == "there is no tokenizer beside the weights"
+    assert warning["message"] == "tokenizer not found beside the weights"
     (folder / "model_config.pt").unlink()
     messages = [problem["message"] for problem in run("inspect", folder, "--json").json["problems"]]
-    assert messages[:2] == ["there is no model_config.pt", "there is no config.json beside the weights"]
+    assert messages[:2] == ["there is no model_config.pt", "config.json not found beside the weights"]
 
 
 def test_remote_code_of_the_base_travels_along(tmp_path: Path, hub: Callable[[str], Path]) -> None:
@@ -292,7 +292,7 @@ def test_of_several_steps_the_last_is_taken_or_the_one_that_was_asked_for(tmp_pa
     assert run("inspect", tmp_path / "run", "--json").json["iteration"] == 10
     reshard.convert(tmp_path / "run", tmp_path / "nine", iteration=9, no_tokenizer=True)
     assert json.loads((tmp_path / "nine" / "config.json").read_text())["model_type"] == "internlm2"
-    assert "there is no folder of that iteration" in problems_of(
+    assert "the folder of this iteration does not exist" in problems_of(
         tmp_path / "run", tmp_path / "out", iteration=8
     )
 

@@ -338,7 +338,7 @@ def test_of_two_that_begin_at_once_one_has_the_destination(
 @pytest.mark.parametrize(
     ("dst", "expected"),
     [
-        ("s3://no-such-bucket/dst", "there is no such bucket"),
+        ("s3://no-such-bucket/dst", "this bucket does not exist"),
         ("https://example.org/dst", "name a folder or a bucket"),
         ("hf://Org/Name", "--push-to-hub"),
     ],

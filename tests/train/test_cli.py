@@ -54,7 +54,7 @@ def test_what_is_wrong_is_told_at_once(
     model = str(tiny())
     assert refused(tmp_path, "sft") == ["--model is missing", "--data is missing"]
     assert refused(tmp_path, "sft", "--model", "nowhere", "--data", "nothing")[:2] == [
-        "the model is no Hugging Face folder",
+        "not a Hugging Face model folder",
         "there is no data",
     ]
     wrong = ("--max_step", "3", "--tokenizer", "x")
@@ -97,4 +97,4 @@ def test_a_run_that_diverges_fails_and_names_the_checkpoint_to_go_on_from(
 
 def test_a_checkpoint_without_a_record_cannot_be_exported(tiny: Callable[..., Path], tmp_path: Path) -> None:
     result = reshard("export", tiny(), tmp_path / "model")
-    assert result.code == 2 and "there is no record of a run" in result.err and "--base" in result.err
+    assert result.code == 2 and "no record of a run found" in result.err and "--base" in result.err

@@ -127,8 +127,8 @@ def test_each_shape_is_read_as_trl_takes_it(
 @pytest.mark.parametrize(
     ("method", "row", "message", "remedy"),
     [
-        ("sft", "{not json", "a line is no JSON", "mend it"),
-        ("sft", '["a"]', "a record is no object", "one JSON object"),
+        ("sft", "{not json", "a line is not JSON", "fix it"),
+        ("sft", '["a"]', "a record is not an object", "one JSON object"),
         ("sft", {}, "SFT needs other columns", "rename the columns"),
         (
             "sft",
@@ -161,17 +161,17 @@ def test_each_shape_is_read_as_trl_takes_it(
             "again",
         ),
         ("sft", {"messages": CHAT, "tools": [{"\ud800": 1}]}, "a name in tools[0] holds half a", "again"),
-        ("sft", {"messages": CHAT, "tools": 7}, '"tools" is no list of tools', None),
-        ("sft", {"messages": CHAT, "tools": "[1]"}, '"tools" is no list of tools', None),
-        ("sft", {"messages": CHAT, "tools": "f(x)"}, '"tools" is no list of tools', None),
+        ("sft", {"messages": CHAT, "tools": 7}, '"tools" is not a list of tools', None),
+        ("sft", {"messages": CHAT, "tools": "[1]"}, '"tools" is not a list of tools', None),
+        ("sft", {"messages": CHAT, "tools": "f(x)"}, '"tools" is not a list of tools', None),
         ("sft", {"messages": CHAT, "chat_template_kwargs": [1]}, '"chat_template_kwargs" is no', None),
         ("grpo", {"prompt": "a", "answer": 1 << 63}, '"answer" is too large a number', "as a string"),
         ("grpo", {"prompt": "a", "cases": [{"x": -(10**400)}]}, "cases[0].x is too large a number", "string"),
         ("grpo", {"prompt": "a", "deep": nested(60)}, "deep[0][0]", "as a string of JSON"),
-        ("grpo", '{"prompt": "a", "answer": 1' + "0" * 5000 + "}", "a line is no JSON", "mend it"),
-        ("sft", '{"text": ' + "[" * 5000 + "]" * 5000 + "}", "a line is no JSON", "mend it"),
+        ("grpo", '{"prompt": "a", "answer": 1' + "0" * 5000 + "}", "a line is not JSON", "fix it"),
+        ("sft", '{"text": ' + "[" * 5000 + "]" * 5000 + "}", "a line is not JSON", "fix it"),
         ("sft", {"messages": []}, '"messages" has no messages', "leave"),
-        ("sft", {"messages": ["Hi"]}, "messages[0] is no message", None),
+        ("sft", {"messages": ["Hi"]}, "messages[0] is not a message", None),
         (
             "sft",
             {"messages": [CHAT[0], {"role": "bot", "content": "a"}]},
@@ -212,7 +212,7 @@ def test_each_shape_is_read_as_trl_takes_it(
             "dpo",
             {"chosen": "b", "rejected": "c"},
             "chosen and rejected begin differently",
-            "column of its own",
+            "its own column",
         ),
         ("dpo", {"prompt": "a", "chosen": 3, "rejected": "c"}, '"chosen" is of another kind', None),
         ("dpo", {"chosen": {"0": "b"}, "rejected": True}, '"rejected" is of another kind', None),
@@ -343,7 +343,7 @@ def test_a_colon_belongs_to_the_path_that_is_there(tmp_path: Path) -> None:
         (["a:nan", "b:1"], "a weight of data is not more than 0"),
         (["a:1", "b"], "some of the data have a weight"),
         (["a", "b", "a"], "the same data are given twice"),
-        ([{"a": 1}], "--data is no path"),
+        ([{"a": 1}], "--data is not a path"),
     ],
 )
 def test_a_wrong_mix_is_refused(words: list[Any], message: str) -> None:
@@ -379,7 +379,7 @@ def test_a_last_line_that_is_cut_off_is_told_from_a_wrong_one(tmp_path: Path) ->
 def test_a_line_in_another_encoding_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "a"}\n{"text": "caf\xe9"}\n')
-    assert [problem.message for problem in problems_of(path)] == ["a line is no UTF-8"]
+    assert [problem.message for problem in problems_of(path)] == ["a line is not UTF-8"]
 
 
 def test_a_json_file_may_be_an_array_or_lines_and_says_the_record(tmp_path: Path) -> None:

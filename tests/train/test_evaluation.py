@@ -215,7 +215,7 @@ def test_options_that_need_data_are_refused_without(engine: str, said: dict[str,
     asked = replace(run, engine=engine, options=said)
     assert named.options(asked)
     problem = refused(named.options, replace(asked, eval_data=None))
-    assert problem.message == "there are no data to evaluate on" and "--eval-data" in str(problem.remedy)
+    assert problem.message == "no evaluation data" and "--eval-data" in str(problem.remedy)
 
 
 @pytest.mark.parametrize(
@@ -281,11 +281,11 @@ def test_each_evaluation_is_a_line_and_a_row(run: Run) -> None:
     with Watch(run, console) as watch:
         monitor = Metrics(run, 0, [watch.add])
         monitor.begin(4)
-        monitor.evaluated(2, eval_loss=2.5, **{"eval_rewards/accuracies": 0.75}, seconds=1.0)
-    assert "evaluated after step 2  loss 2.5000  accuracy 0.7500\n" in console.file.getvalue()  # type: ignore[attr-defined]
+        monitor.evaluated(2, eval_loss=2.5, eval_mean_token_accuracy=0.75, seconds=1.0)
+    assert "evaluated after step 2  loss 2.5000  token accuracy 0.7500\n" in console.file.getvalue()  # type: ignore[attr-defined]
     row = json.loads((run.output / "metrics.jsonl").read_text().splitlines()[-1])
     assert (row["event"], row["step"], row["eval_loss"]) == ("eval", 2, 2.5)
-    assert trackers.values(row) == {"eval_loss": 2.5, "eval_rewards/accuracies": 0.75}
+    assert trackers.values(row) == {"eval_loss": 2.5, "eval_mean_token_accuracy": 0.75}
 
 
 @pytest.mark.parametrize("evaluated", [(), (4,), (2, 4)])
@@ -293,10 +293,10 @@ def test_the_report_draws_them_beside_the_loss(evaluated: tuple[int, ...]) -> No
     history = History()
     for row in rows(*evaluated):
         history.add(row)
-    page = report.page({}, history)
-    loss = ElementTree.fromstring(re.findall(r"<svg.*?</svg>", page)[0])
-    kinds = [each.get("class") for kind in ("polyline", "circle") for each in loss.iter(kind)]
-    assert kinds == ["raw", *["beside"] * (len(evaluated) > 1), *["beside"] * len(evaluated)]
+    page = report.page([report.Shown("run", {}, history)])
+    loss = ElementTree.fromstring(re.findall(r"<svg.*?</svg>", page, re.S)[0])
+    beside = [each.get("d", "") for each in loss.iter("path") if "beside" in each.get("class", "")]
+    heights = [float(y) for path in beside for y in re.findall(r"M[\d.]+ ([\d.]+)h0", path)]
+    assert len(heights) == len(evaluated)
     assert ("on evaluation data: 1.2500 after step 4" in page) == bool(evaluated)
-    heights = [float(dot.get("cy") or 0) for dot in loss.iter("circle")]
     assert heights == sorted(heights)  # a loss that falls

@@ -192,7 +192,7 @@ def test_a_tensor_of_the_adapter_that_is_not_whole_is_named(tiny: Models, tmp_pa
     save_file(tensors, file, metadata={"format": "pt"})
     leave(run, checkpoint, digests(checkpoint))
     finished = finish(run)
-    assert wrong(finished) == {"adapter fits its base": "a tensor of the adapter is not whole"}
+    assert wrong(finished) == {"adapter fits its base": "a tensor of the adapter is incomplete"}
     assert not finished.merged or not finished.merged.exists()
 
 

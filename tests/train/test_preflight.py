@@ -262,9 +262,9 @@ def many_ranks(run: Run) -> Run:
         (break_tokenizer_file, NOWHERE, "the tokenizer cannot be opened", "copy the tokenizer"),
         (drop_template, NOWHERE, "chat template", "chat_template.jinja"),
         (strict_template, NOWHERE, "take turns", "join neighbouring turns"),
-        (not_a_model, NOWHERE, "the model is no Hugging Face folder", "reshard inspect"),
+        (not_a_model, NOWHERE, "not a Hugging Face model folder", "reshard inspect"),
         (with_options(device_map="auto"), NOWHERE, "device_map", "device_map=None"),
-        (with_options(max_length=4), NOWHERE, "records teach nothing", None),
+        (with_options(max_length=4), NOWHERE, "records without a token to learn from", None),
         (with_options(bf16=True, use_cpu=False), gpus(2, capability=7.0), "no bfloat16", "--fp16 true"),
         (
             with_options(bf16=True, use_cpu=False),
@@ -272,7 +272,7 @@ def many_ranks(run: Run) -> Run:
             "does not fit into memory",
             "no plan that was tried",
         ),
-        (resumed, NOWHERE, "there is no checkpoint to resume from", "leave out --resume"),
+        (resumed, NOWHERE, "no checkpoint to resume from", "leave out --resume"),
         (resumed_from_another, NOWHERE, "the checkpoint is of another run", "start another"),
         (many_ranks, NOWHERE, "do not divide over --tp 3", "choose --tp from"),
     ],
@@ -280,7 +280,7 @@ def many_ranks(run: Run) -> Run:
 def test_what_would_fail_later_is_refused_with_its_cure(
     change: Callable[[Run], Run], environment: Environment, message: str, remedy: str | None, run: Run
 ) -> None:
-    if message == "records teach nothing":
+    if message == "records without a token to learn from":
         pairs = [{"prompt": "What is the answer to all?", "completion": " it"}]
         run = replace(run, data=write_lines(run.data.paths[0].parent / "pairs.jsonl", pairs * 8))  # type: ignore[arg-type]
     changed = change(run)
@@ -575,9 +575,9 @@ def test_a_tracker_that_is_not_installed_is_said_before(run: Run, monkeypatch: p
 
 def test_an_output_that_cannot_be_made_or_must_not_be_removed_is_refused(run: Run) -> None:
     below = replace(run, output=run.data.paths[0] / "out")
-    assert "a file lies where" in messages(preflight(below, environment=NOWHERE).problems)[0]
+    assert "a file has its name" in messages(preflight(below, environment=NOWHERE).problems)[0]
     foreign = preflight(replace(run, output=run.model), overwrite=True, environment=NOWHERE)
-    assert messages(foreign.problems) == ["the output holds something that no run has left"]
+    assert messages(foreign.problems) == ["the output folder contains files that no run left there"]
     before = run.output / "final"
     shutil.copytree(run.model, before)
     (run.output / RECORD).write_text(json.dumps(run.as_dict()))

@@ -78,7 +78,7 @@ def test_everything_that_is_missing_is_named_at_once() -> None:
         ({"parallel": "ddp", "tp": 2}, "sft", "disagree"),
         ({}, "grpo", "needs a reward"),
         ({"reward": "a:b"}, "sft", "only GRPO"),
-        ({"model": Path("nowhere")}, "sft", "no Hugging Face folder"),
+        ({"model": Path("nowhere")}, "sft", "not a Hugging Face model folder"),
         ({"data": Path("nowhere")}, "sft", "there is no data"),
     ],
 )
@@ -93,7 +93,7 @@ def test_a_weight_that_is_no_number_is_told_from_a_path(tmp_path: Path) -> None:
     there = given(tmp_path)
     with pytest.raises(ReshardError) as caught:
         check(run_of("sft", {**there, "data": [f"{there['data']}:0,7"]}))
-    assert str(caught.value.problems[0].remedy).startswith("0,7 is no number")
+    assert str(caught.value.problems[0].remedy).startswith("0,7 is not a number")
 
 
 def test_a_config_names_the_nearest_choice(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_config_names_the_nearest_choice(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_not_there_cannot_be_resumed(tmp_path: Path) -> None:
-    with pytest.raises(ReshardError, match="there is no run to resume"):
+    with pytest.raises(ReshardError, match="no run to resume"):
         run_of("sft", {"output": tmp_path / "nowhere", "resume": True})
 
 

@@ -92,7 +92,7 @@ def test_a_job_names_its_node_and_the_first(
 
 
 REFUSED = {
-    "": "these are no settings for Slurm",
+    "": "not settings for Slurm",
     "partition": "partition",
     "cluster=local,nodes=many": "nodes=many",
     "cluster=local,time=long": "time=long",

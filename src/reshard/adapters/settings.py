@@ -102,7 +102,7 @@ class Settings:
         except re.error as error:
             raise ReshardError(
                 "adapter-pattern-malformed",
-                f"{patterns} has a key that is no regular expression",
+                f"{patterns} has a key that is not a regular expression",
                 file=self.source,
                 found=f"{error.pattern!r}: {error}",
                 remedy=f"correct the key in {CONFIG}",

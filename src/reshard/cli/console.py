@@ -86,7 +86,7 @@ def print_problems(problems: Sequence[Problem], console: Console | None = None) 
 
 
 def handles_errors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Turn errors that a user can mend into a message and exit status 2; `--debug` shows the traceback."""
+    """Turn errors that a user can fix into a message and exit status 2; `--debug` shows the traceback."""
 
     @wraps(function)
     def wrapped(*args: Any, debug: bool, **kwargs: Any) -> Any:

@@ -126,12 +126,12 @@ def read_config(path: str) -> ConfigText:
             found=getattr(error, "problem", None) or getattr(error, "msg", None) or str(error),
             remedy="indent by spaces: YAML takes no tabs"
             if "'\\t'" in str(error)
-            else "mend its syntax first",
+            else "fix its syntax first",
         ) from None
     if not isinstance(content, Mapping):
         raise ReshardError(
             "config-without-keys",
-            "the config holds no keys",
+            "the config has no keys",
             file=path,
             expected="keys and values, as accelerate, DeepSpeed, TRL and LLaMA-Factory read them",
             found=f"a {type(content).__name__}" if content is not None else "nothing",

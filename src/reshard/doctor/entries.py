@@ -61,7 +61,7 @@ def find(identifier: str) -> Entry:
         near = _near(identifier, entries)
         raise ReshardError(
             "catalogue-entry-unknown",
-            "there is no such entry in the catalogue",
+            "no entry of the catalogue has this name",
             found=identifier,
             expected=", ".join(near) or None,
             remedy="list all entries with `reshard doctor --list`",

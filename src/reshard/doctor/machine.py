@@ -186,7 +186,7 @@ def _asked(python: str) -> dict[str, Any]:
         )
         raise ReshardError(
             "interpreter-not-found",
-            "this is no interpreter of Python that runs",
+            "not a working Python interpreter",
             file=python,
             found=status or str(error),
             remedy="name the interpreter of the environment that trains, such as /opt/venv/bin/python",

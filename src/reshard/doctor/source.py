@@ -219,7 +219,7 @@ def read_source(path: str) -> Source:
 
 def _unreadable(path: str, error: Exception) -> ReshardError:
     line, said = getattr(error, "lineno", None), getattr(error, "msg", None) or str(error)
-    remedy = "mend its syntax first"
+    remedy = "fix its syntax first"
     if isinstance(error, RecursionError | MemoryError):
         said, remedy = "it is nested too deep", "take the long expression or chain apart"
     elif "codec" in said or "encoding" in said or "Non-UTF-8" in said:
@@ -231,7 +231,7 @@ def _unreadable(path: str, error: Exception) -> ReshardError:
         "the script cannot be read as Python",
         file=f"{path}:{line}" if line else path,
         found=said,
-        remedy=f"{remedy}; if it is no script, rename it: a log may have any other suffix",
+        remedy=f"{remedy}; if it is not a script, rename it: a log may have any other suffix",
     )
 
 

@@ -159,7 +159,7 @@ def _check_names(files: Files) -> None:
             "a file is of a rank that this save does not have",
             file=str(files.ranks[rank]),
             rule=f"its name says that there are {world} ranks",
-            remedy="it was renamed, or is left over from another run: move it away",
+            remedy="it was renamed or belongs to another run: move it away",
         )
         for rank in files.ranks
         if rank >= world
@@ -366,7 +366,7 @@ def _gap(name: str, tensor: Tensor, pairs: Parts) -> Problem | None:
     file, first = pairs[0]
     return Problem(
         "shards-incomplete",
-        "the shards of a tensor do not make up the whole",
+        "the shards of a tensor do not add up to it",
         tensor=name,
         file=str(Path(file).parent),
         rule=f"{list(first.shape)}: {first.spread}",

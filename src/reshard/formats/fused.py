@@ -52,7 +52,7 @@ def hub_tensors(tensors: Mapping[str, Tensor], live: Live) -> dict[str, Tensor]:
                 problems.append(
                     Problem(
                         "tensor-named-twice",
-                        "a tensor stands in the checkpoint under two names",
+                        "a tensor is in the checkpoint under two names",
                         tensor=hub,
                         file=tensor.file,
                         rule="a checkpoint has the names of the hub, or those of the model in memory",
@@ -202,7 +202,7 @@ class _Stack:
                 "experts-missing",
                 "experts of a layer are missing",
                 tensor=self.name,
-                rule="the live model holds all experts of a layer in one tensor",
+                rule="the live model stores all experts of a layer in one tensor",
                 expected=f"experts 0 to {experts - 1}",
                 found=f"no {', '.join(str(expert) for expert, _ in missing[:8])}",
                 remedy="the checkpoint is incomplete: copy it again from where it was saved",
@@ -212,7 +212,7 @@ class _Stack:
                 "experts-differ",
                 "experts that are fused into one tensor differ in dtype or shape",
                 tensor=self.name,
-                rule="the live model holds all experts of a layer in one tensor",
+                rule="the live model stores all experts of a layer in one tensor",
                 found=", ".join(f"{dtype} {list(shape)}" for dtype, shape in sorted(kinds)),
                 remedy="choose one dtype for all: --dtype bfloat16",
             )

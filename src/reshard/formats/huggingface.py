@@ -52,12 +52,12 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
         problems += [
             Problem(
                 "tensor-in-two-files",
-                "a tensor stands in two files",
+                "a tensor is in two files",
                 tensor=name,
                 file=str(file),
                 rule="every tensor is in one shard",
                 found=f"the same name in {tensors[name].file}",
-                remedy="remove the file that is left over from another save, or copy all shards again",
+                remedy="remove the file that belongs to another save, or copy all shards again",
             )
             for name in sorted(found.keys() & tensors.keys())
         ]
@@ -149,7 +149,7 @@ def _plain_files(path: Path) -> list[Path]:
         "no weights here",
         file=str(path),
         expected="model.safetensors or pytorch_model.bin",
-        remedy="name the folder that holds the weights",
+        remedy="name the folder with the weights",
     )
 
 

@@ -67,7 +67,7 @@ def choose(path: Path, iteration: Iteration | None = None) -> tuple[Path, Iterat
         if iteration is not None and step not in (None, iteration):
             raise ReshardError(
                 "iteration-contradicts-path",
-                "another iteration was asked for than the one that was named",
+                "--iteration and the path name different iterations",
                 file=str(path),
                 expected=f"iteration {iteration}",
                 remedy="name the folder above it, or leave out --iteration",
@@ -78,7 +78,7 @@ def choose(path: Path, iteration: Iteration | None = None) -> tuple[Path, Iterat
         if iteration not in steps:
             raise ReshardError(
                 "iteration-not-found",
-                "there is no such iteration",
+                "this iteration does not exist",
                 file=str(path / name_of(iteration)),
                 found=f"iterations {listed}",
                 remedy="choose one of these with --iteration",
@@ -104,7 +104,7 @@ def _tracked(tracker: Path, listed: str) -> Iteration:
                 "tracker-missing",
                 "the tracker file is missing, so the latest iteration is not known",
                 file=str(tracker),
-                rule="the tracker names the last iteration that was saved whole",
+                rule="the tracker names the last iteration that was saved completely",
                 found=f"iterations {listed}",
                 remedy="choose one with --iteration N, or name its folder",
             )

@@ -85,7 +85,7 @@ def no_checkpoint(path: Path, formats: Iterable[str], holds: Callable[[Path], bo
     elif several:
         remedy = f"name one of those below it: {_listed(several)}"
     else:
-        remedy = "name the folder that holds the weights, or an iteration folder"
+        remedy = "name the folder with the weights, or an iteration folder"
     return ReshardError(
         Problem(
             "checkpoint-not-found",
@@ -102,7 +102,7 @@ def no_iteration(path: Path, iteration: Iteration) -> ReshardError:
     """The error for a path that holds no folder of the step that was asked for."""
     return ReshardError(
         "iteration-folder-missing",
-        "there is no folder of that iteration",
+        "the folder of this iteration does not exist",
         file=str(path),
         expected=f"--iteration {iteration}",
         found=_listed(child.name for child in path.iterdir()) if path.is_dir() else path.name,

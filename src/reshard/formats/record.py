@@ -195,7 +195,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     if not isinstance(files, dict) or not files or not all(map(_is_file, files.items())):
         raise ReshardError(
             "digest-record-missing",
-            "there is no record of digests here",
+            "no record of digests found",
             file=str(folder),
             expected=f"{RECORD}, as `reshard convert` writes it",
             remedy="compare the weights with those that it was made from (reshard verify SRC DST), or convert again",

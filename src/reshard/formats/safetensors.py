@@ -133,7 +133,7 @@ def _broken(
 ) -> ReshardError:
     return ReshardError(
         "safetensors-incomplete",
-        "not a whole safetensors file",
+        "incomplete safetensors file",
         file=str(path),
         expected=expected,
         found=found,

@@ -55,7 +55,7 @@ def wrapper_problems(names: Iterable[str], file: str) -> Iterator[Problem]:
         if wrapped:
             yield Problem(
                 "wrapper-in-names",
-                "names of tensors carry the mark of a wrapper",
+                "tensor names contain the mark of a wrapper",
                 tensor=listed(wrapped, 1),
                 file=file,
                 rule="names are those of the model itself",

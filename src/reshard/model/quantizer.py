@@ -115,7 +115,7 @@ class _Quantized(Computed):
     def _nonfinite(self) -> ReshardError:
         return ReshardError(
             "quantized-source-not-finite",
-            "a weight holds NaN or Inf",
+            "a weight contains NaN or Inf",
             tensor=self._name,
             file=self.inputs[0].file,
             rule="the values of MXFP4 are numbers, so that NaN and Inf would become numbers too",

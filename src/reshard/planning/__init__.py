@@ -114,7 +114,7 @@ def _refuse_nothing_to_merge(checkpoint: Checkpoint, kind: Kind) -> None:
     if kind is Kind.MODEL:
         raise ReshardError(
             "merge-without-adapter",
-            "there is no adapter to merge",
+            "no adapter to merge",
             file=str(checkpoint.path),
             expected="lora_A and lora_B among the tensors",
             remedy="name the adapter as the source and its base with --base, or leave out --merge",
@@ -132,7 +132,7 @@ def _format(source: Path, checkpoint: Checkpoint, kind: Kind, options: Options) 
             "source-already-hugging-face",
             "the source is a Hugging Face folder already",
             file=str(source),
-            remedy=f"say what it should become: --to {', --to '.join(_able(kind))}",
+            remedy=f"choose what it should become: --to {', --to '.join(_able(kind))}",
         )
     return huggingface.FORMAT
 
@@ -192,7 +192,7 @@ def _not_held(checkpoint: Checkpoint, kind: Kind, format: Format) -> ReshardErro
     if kind is Kind.MODEL:
         return ReshardError(
             "adapter-not-in-source",
-            "there is no adapter in the source",
+            "the source contains no adapter",
             file=str(checkpoint.path),
             expected="lora_A and lora_B among the tensors",
             remedy="choose another format with --to",

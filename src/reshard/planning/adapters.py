@@ -42,7 +42,7 @@ def resolved(checkpoint: Checkpoint, target: Target, options: Options) -> Resolv
     if options.with_optimizer:
         raise ReshardError(
             "adapter-optimizer-unsupported",
-            "the optimizer states of an adapter are not carried",
+            "the optimizer states of an adapter cannot be converted",
             file=str(checkpoint.path),
             found="--with-optimizer",
             remedy="leave out --with-optimizer",

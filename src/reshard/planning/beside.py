@@ -44,7 +44,7 @@ def lacking(checkpoint: Checkpoint, kind: Kind, options: Options) -> list[Proble
     return [
         Problem(
             "tokenizer-not-beside-checkpoint",
-            "there is no tokenizer beside the checkpoint",
+            "tokenizer not found beside the checkpoint",
             file=str(checkpoint.root),
             rule="the output loads with no other folder",
             expected="tokenizer.json, tokenizer.model or vocab.json",
@@ -78,7 +78,7 @@ def _config(checkpoint: Checkpoint, request: Request) -> bytes:
     if not config:
         raise ReshardError(
             "config-not-beside-checkpoint",
-            "there is no config.json beside the checkpoint",
+            "config.json not found beside the checkpoint",
             file=str(checkpoint.root),
             rule="the output loads with no other folder",
             expected="the config.json of the model",

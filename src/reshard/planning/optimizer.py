@@ -28,8 +28,8 @@ def refuse_unable(checkpoint: Checkpoint, format: Format) -> None:
     if format.name not in able:
         raise ReshardError(
             "format-without-optimizer",
-            f"{format.name} holds no optimizer states",
-            rule="--with-optimizer carries states where both sides keep one for each tensor",
+            f"{format.name} cannot store optimizer states",
+            rule="--with-optimizer converts states where both sides keep one for each tensor",
             expected=f"--to {' or --to '.join(able)}",
             found=f"--to {format.name}",
             remedy=leave_out,
@@ -37,9 +37,9 @@ def refuse_unable(checkpoint: Checkpoint, format: Format) -> None:
     if not checkpoint.optimizer or not checkpoint.states.keys() >= {*MOMENTS}:
         raise ReshardError(
             "optimizer-states-missing",
-            "the checkpoint holds no optimizer states that can be carried",
+            "the checkpoint contains no optimizer states that can be converted",
             file=str(checkpoint.path),
-            rule="--with-optimizer carries states that have the shape of their tensor",
+            rule="--with-optimizer converts states that have the shape of their tensor",
             found="states that are bound to a layout" if checkpoint.dropped[DROPPED] else "no optimizer",
             remedy="; ".join([leave_out, *(note for note in checkpoint.notes if DROPPED in note)]),
         )

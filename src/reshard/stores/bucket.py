@@ -174,7 +174,7 @@ def asked(url: str, what: str) -> Iterator[None]:
             raise
         raise ReshardError(
             "bucket-not-found",
-            "there is no such bucket",
+            "this bucket does not exist",
             file=url,
             found=without_secrets(str(error)),
             remedy="create the bucket, or correct its name",

@@ -90,7 +90,7 @@ class LocalFile:
                 "not-a-regular-file",
                 "not a regular file",
                 file=str(path),
-                expected="a file with content of its own, or a link to one",
+                expected="a regular file, or a link to one",
                 found=_KINDS.get(kind, "something else"),
                 remedy="copy the checkpoint again, and check what put this in its place",
             )

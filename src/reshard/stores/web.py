@@ -138,7 +138,7 @@ class WebStore(Store):
             if response.status != 206:
                 raise ReshardError(
                     "server-without-ranges",
-                    "the server sends whole files only",
+                    "the server sends complete files only",
                     file=url,
                     expected="an answer to a request for a range of bytes (206)",
                     found=f"HTTP {response.status}",

@@ -74,7 +74,7 @@ def assert_finite(step: int, parameters: Iterable[tuple[str, Any]]) -> None:
     names = {name: rank for rank, name in reversed(everyone(wrong)) if name is not None}
     raise ReshardError(
         "weights-diverged",
-        "training diverged: weights hold NaN or Inf, and are not saved",
+        "training diverged: weights contain NaN or Inf and are not saved",
         found=f"step {step}: " + ", ".join(f"{name} on rank {rank}" for name, rank in names.items()),
         remedy=_REMEDY,
     )

@@ -70,7 +70,7 @@ def cleared(run: Run) -> Iterator[Problem]:
     if not (output / RECORD).is_file():
         yield Problem(
             "output-foreign-files",
-            "the output holds something that no run has left",
+            "the output folder contains files that no run left there",
             file=str(output),
             expected=f"an empty folder, or one with {RECORD}",
             remedy="name another folder with -o, or remove this one yourself",
@@ -93,7 +93,7 @@ def unwritable(output: Path) -> Iterator[Problem]:
     if place != output and not place.is_dir():
         yield Problem(
             "output-below-a-file",
-            "the output cannot be made: a file lies where its folder would be",
+            "the output folder cannot be created: a file has its name",
             file=str(place),
             found=f"-o {output}",
             remedy="name another folder with -o",

@@ -168,10 +168,10 @@ def _resumable(run: Run) -> Iterator[Problem]:
     if checkpoint is None:
         yield Problem(
             "checkpoint-to-resume-missing",
-            "there is no checkpoint to resume from",
+            "no checkpoint to resume from",
             file=str(run.output),
             expected=kept.expected,
-            remedy="leave out --resume, or name the output of the run that is to go on",
+            remedy="leave out --resume, or name the output of the run to continue",
         )
         return
     try:
@@ -222,7 +222,7 @@ def _same_data(run: Run, record: Mapping[str, Any]) -> Iterator[Problem]:
             "the data to evaluate on are not those that the run began with",
             file=str(run.eval_data),
             rule="losses can be compared that are measured on the same data",
-            remedy="restore the data; training itself goes on as it would have",
+            remedy="restore the data; training itself continues unchanged",
             severity="warning",
         )
 

@@ -372,7 +372,7 @@ def _lengths_wrong(run: Run, lengths: Lengths, longer: str) -> Iterator[Problem]
     if lengths.empty:
         yield Problem(
             "records-teach-nothing",
-            "records teach nothing: all that is learned of them lies behind the greatest length, or is masked",
+            "records without a token to learn from: all of them are cut off at the maximum length, or masked",
             file=str(run.data),
             found=f"{about}{lengths.empty} of {lengths.records}",
             remedy=f"raise {longer}, or leave these records out",

@@ -47,7 +47,7 @@ def run_of(
     if missing and flags.get("resume") and "output" not in missing:
         raise ReshardError(
             "run-to-resume-missing",
-            "there is no run to resume",
+            "no run to resume",
             file=str(given["output"]),
             expected=f"the {RECORD} that a run leaves in its output",
             remedy="check -o; a run that has left none needs --model and --data again",
@@ -142,7 +142,7 @@ def _path(given: Mapping[str, Any], name: str) -> Path:
     except TypeError:
         raise ReshardError(
             "option-not-a-path",
-            f"{option} is no path",
+            f"{option} is not a path",
             found=repr(given[name]),
             remedy="give one folder",
         ) from None
@@ -158,7 +158,7 @@ def read_config(path: Path) -> Options:
             "the config cannot be read",
             file=str(path),
             found=str(error).split("\n")[0],
-            remedy="mend its syntax first" if path.is_file() else "check the path of --config",
+            remedy="fix its syntax first" if path.is_file() else "check the path of --config",
         ) from None
     if not isinstance(content, dict):
         raise ReshardError(
@@ -238,7 +238,7 @@ def _mistyped(told: Options) -> list[Problem]:
     return [
         Problem(
             "option-unknown",
-            f"there is no such {name}",
+            f"this {name} does not exist",
             expected=", ".join(choices),
             found=f"{name}: {told[name]}",
             remedy=did_you_mean(str(told[name]), choices, "choose one of these"),
@@ -280,7 +280,10 @@ def _number(given: Mapping[str, Any], name: str, default: int) -> int:
         return int(value)
     except (TypeError, ValueError):
         raise ReshardError(
-            "option-not-a-number", f"--{name} is no number", found=repr(value), remedy="give a whole number"
+            "option-not-a-number",
+            f"--{name} is not a number",
+            found=repr(value),
+            remedy="give a whole number",
         ) from None
 
 
@@ -308,7 +311,7 @@ def _folders(run: Run) -> Iterator[Problem]:
     else:
         yield Problem(
             "model-not-hugging-face",
-            "the model is no Hugging Face folder",
+            "not a Hugging Face model folder",
             file=str(run.model),
             expected="a folder with config.json, weights and tokenizer",
             remedy="`reshard inspect` says what it is, `reshard convert` makes such a folder of a checkpoint",
@@ -330,7 +333,9 @@ def _weight_of(path: Path) -> str:
     """What to do about a path that is another one with a colon behind it."""
     before, colon, weight = str(path).rpartition(":")
     return (
-        f"{weight} is no number: write a weight as in {before}:0.7" if colon and Path(before).exists() else ""
+        f"{weight} is not a number: write a weight as in {before}:0.7"
+        if colon and Path(before).exists()
+        else ""
     )
 
 
@@ -339,7 +344,7 @@ def _eval_data(run: Run) -> Iterator[Problem]:
         if not path.exists():
             yield Problem(
                 "evaluation-data-not-found",
-                "there are no data to evaluate on",
+                "no evaluation data",
                 file=str(path),
                 remedy="give a file or a folder with --eval-data, or leave it out",
             )

@@ -110,7 +110,7 @@ def read_record(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise ReshardError(
             "run-record-missing",
-            "there is no record of a run",
+            "no record of a run found",
             file=str(file),
             found=error.strerror,
             expected=f"the {RECORD} that `reshard train` leaves in its output and in each checkpoint",

@@ -29,7 +29,7 @@ def target_problems(sources: Sequence[Path], target: Path, *, foreign: Sequence[
             return [_not_empty(target, [path.name for path in target.iterdir()])]
         if foreign:
             return [_holds_more(target, foreign)]
-        if sources[0].resolve() in there.parents and not (there / "reshard.json").is_file():
+        if _real(sources[0]) in there.parents and not (there / "reshard.json").is_file():
             return [_part_of_the_source(sources[0], target)]
     if there.is_symlink():  # still, after all links were followed
         return [
@@ -95,9 +95,14 @@ def _above(target: Path) -> Path:
     return next(path for path in target.parents if path.exists())
 
 
+def _real(path: Path) -> Path:
+    """Where a path leads. A link to itself stays where it is, which `Path.resolve` takes for an error."""
+    return Path(os.path.realpath(path))
+
+
 def _lies_in(path: Path, folder: Path) -> bool:
     """Whether a path, what it leads to or a link on the way is `folder`, or lies below it."""
-    return any(place == folder or folder in place.parents for place in (path.resolve(), *_links(path)))
+    return any(place == folder or folder in place.parents for place in (_real(path), *_links(path)))
 
 
 def _links(path: Path) -> Iterator[Path]:
@@ -118,7 +123,7 @@ def _holds_sources(source: Path, inside: Sequence[Path], target: Path | str) -> 
         if is_named
         else "the destination contains files that the conversion reads",
         file=str(target),
-        rule="the destination is replaced as a whole",
+        rule="--overwrite replaces the complete destination",
         found=f"source {source}" if is_named else listed([str(path) for path in inside]),
         remedy="choose a destination outside of the source",
     )
@@ -164,7 +169,7 @@ def _unwritable(folder: Path) -> list[Problem]:
         return [
             Problem(
                 "destination-below-a-file",
-                "the destination lies below a file",
+                "the destination is below a file",
                 file=str(folder),
                 remedy="name another folder",
             )

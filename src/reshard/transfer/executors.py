@@ -308,7 +308,7 @@ def settings_error(found: str) -> ReshardError:
     """The error for settings that are none of Slurm's."""
     return ReshardError(
         "slurm-settings-malformed",
-        "these are no settings for Slurm",
+        "not settings for Slurm",
         expected="nodes=N, time=MINUTES, and what submitit knows: partition, account, qos, cpus_per_task, mem_gb …",
         found=found,
         remedy="correct them: NAME=VALUE,NAME=VALUE",

@@ -283,7 +283,7 @@ def _refused(error: OSError, target: Path, kept: int | None) -> ReshardError:
         "system-refused",
         "the system refused to read or to write",
         file=str(error.filename or target),
-        rule="the destination appears whole or not at all",
+        rule="the destination appears complete or not at all",
         found=error.strerror or str(error),
         remedy=remedy,
     )

@@ -2,7 +2,7 @@
 
 Megatron-Core names CUDA in a few dozen places where nothing but a device is meant. `enable` replaces those
 once per process, in the ranks and not in their parent. It changes where tensors live and how processes talk, never
-what is computed. Where torch sees a GPU it only mends what the local layer spec lacks without TransformerEngine.
+what is computed. Where torch sees a GPU it only adds what the local layer spec lacks without TransformerEngine.
 """
 
 from __future__ import annotations

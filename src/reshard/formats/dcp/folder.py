@@ -175,7 +175,7 @@ class _Parts:
         if not self._candidates:
             raise ReshardError(
                 "dcp-without-weights",
-                "there are no weights in this folder",
+                "this folder contains no weights",
                 file=str(folder),
                 found=", ".join(sorted(self.dropped)) or "an empty state dict",
                 remedy="name the folder of the model beside it, as pytorch_model_fsdp_0",
@@ -227,10 +227,10 @@ def _alike(a: DcpTensor, b: DcpTensor) -> bool:
 def _another_model(folder: Path, prefix: str, other: str, tensors: Mapping[str, DcpTensor]) -> Problem:
     return Problem(
         "dcp-several-models",
-        "the checkpoint holds tensors of more than one model",
+        "the checkpoint contains more than one model",
         tensor=f"{other}{listed(list(tensors), 1)}",
         file=str(folder / METADATA),
-        rule="a conversion carries one model; nothing is left out silently",
+        rule="one conversion converts one model; nothing is dropped silently",
         expected=f"all weights below {prefix!r}" if prefix else "all weights at the top",
         found=f"others below {other!r}" if other else "others at the top",
         remedy="load the model that you want with dcp.load, and save it by itself with dcp.save",

@@ -80,7 +80,7 @@ def read_metadata(path: Path) -> DcpMetadata:
             "the metadata of a distributed checkpoint cannot be read",
             file=str(path),
             found=error.strerror,
-            remedy=f"either the save did not finish or the checkpoint was not copied whole: {_COPY_AGAIN}",
+            remedy=f"either the save did not finish or the checkpoint was copied incompletely: {_COPY_AGAIN}",
         ) from None
     loaded = loads(content, str(path), rebuild=_record_classes())
     del content
@@ -192,7 +192,7 @@ class _Reader:
             self._problems.append(
                 Problem(
                     "dcp-chunk-without-place",
-                    "the metadata does not say where a chunk lies",
+                    "the metadata does not locate a chunk",
                     tensor=key,
                     file=str(self._path),
                     found=f"no place for the chunk at {list(offsets)}" if size else "no place for the object",

@@ -111,7 +111,7 @@ def _choose(path: Path, iteration: Iteration | None) -> Path:
         if not matches:
             raise ReshardError(
                 "deepspeed-step-not-found",
-                "there is no such iteration",
+                "this iteration does not exist",
                 file=str(path / f"global_step{iteration}"),
                 found=listed,
                 remedy="choose one of these with --iteration",
@@ -125,7 +125,7 @@ def _choose(path: Path, iteration: Iteration | None) -> Path:
             "deepspeed-tracker-missing",
             "the tracker file is missing, so the latest step is not known",
             file=str(path / TRACKERS[0]),
-            rule="`latest` names the last step that was saved whole",
+            rule="`latest` names the last step that was saved completely",
             found=listed,
             remedy="choose one with --iteration N, or name its folder",
         )

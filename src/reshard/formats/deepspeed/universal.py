@@ -159,7 +159,7 @@ def _stored(path: Path) -> tuple[StoredTensor, bool]:
     if not isinstance(stored, StoredTensor):
         raise ReshardError(
             "universal-file-without-tensor",
-            "a file of a parameter holds no tensor",
+            "a parameter's file contains no tensor",
             file=str(path),
             expected="a tensor, or a dict with `param`",
             found=type(content).__name__,

@@ -113,7 +113,7 @@ def _module(files: StepFiles) -> dict[str, Tensor]:
     if not isinstance(module, Mapping):
         raise ReshardError(
             "zero-without-module",
-            "the model states hold no module",
+            "the model states contain no module",
             file=str(files.model.path),
             expected="module, a state dict",
             found=type(module).__name__,

@@ -106,7 +106,7 @@ def _step(path: Path, iteration: Iteration | None) -> Path:
         return asked
     raise ReshardError(
         "internlm-iteration-not-found",
-        "there is no such iteration",
+        "this iteration does not exist",
         file=str(asked),
         expected=f"the folder {iteration} with model_tp*_pp*.pt",
         found=str(path),

@@ -150,7 +150,7 @@ def _single_tensor(pickled: bytes, name: str = "") -> tuple[str, StoredTensor]:
     tensor = _load(pickled, name, storage)
     if not isinstance(tensor, StoredTensor):
         raise damaged_file(
-            name, "chunk-without-tensor", "a chunk does not hold a tensor", found=type(tensor).__name__
+            name, "chunk-without-tensor", "a chunk does not contain a tensor", found=type(tensor).__name__
         )
     return keys[0], tensor
 

@@ -189,7 +189,7 @@ def _parse(text: bytes, where: str) -> Any:
         if isinstance(error, UnicodeDecodeError):
             return Problem(
                 "line-not-utf8",
-                "a line is no UTF-8",
+                "a line is not UTF-8",
                 file=where,
                 found=str(error),
                 remedy="save the file as UTF-8",
@@ -205,11 +205,11 @@ def _parse(text: bytes, where: str) -> Any:
         expected = "one JSON object on each line"
         return Problem(
             "line-not-json",
-            "a line is no JSON",
+            "a line is not JSON",
             file=where,
             expected=expected,
             found=str(error),
-            remedy="mend it",
+            remedy="fix it",
         )
 
 
@@ -223,15 +223,13 @@ def _array(file: Path, text: bytes) -> Iterator[tuple[str, Any]]:
     except ValueError as error:
         yield (
             str(file),
-            Problem(
-                "data-not-json", "the file is no JSON", file=str(file), found=str(error), remedy="mend it"
-            ),
+            Problem("data-not-json", "not a JSON file", file=str(file), found=str(error), remedy="fix it"),
         )
         return
     if not isinstance(content, list):
         problem = Problem(
             "data-no-records",
-            "the file holds no records",
+            "the file contains no records",
             file=str(file),
             expected="an array of records, or one record on each line",
             found=show(content),
@@ -288,7 +286,7 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
         found = str(error).split("\n")[0]
         yield (
             str(file),
-            Problem("data-not-parquet", "the file is no Parquet", file=str(file), found=found, remedy=_AGAIN),
+            Problem("data-not-parquet", "not a Parquet file", file=str(file), found=found, remedy=_AGAIN),
         )
 
 

@@ -93,7 +93,7 @@ def unheard(system: str | None, sources: list[Drawn]) -> Iterator[Problem]:
         yield Problem(
             "system-message-without-chats",
             "no record has a place for a system message",
-            rule="it stands before the first turn of a chat",
+            rule="it comes before the first turn of a chat",
             found=f"--system {system!r}, and {', '.join(sorted(kinds))}",
             remedy="leave out --system, or write the records as chats",
         )

@@ -146,7 +146,7 @@ def _source(word: str, local: Callable[[str], Path]) -> Source:
 def _no_path(option: str, found: Any) -> Problem:
     return Problem(
         "option-not-a-path",
-        f"{option} is no path",
+        f"{option} is not a path",
         found=repr(found),
         remedy=f"give files or folders, each with {option}; in a config, as one path or a list of paths",
     )

@@ -192,7 +192,7 @@ def faults(
     if not isinstance(row, dict):
         yield Problem(
             "record-not-an-object",
-            "a record is no object",
+            "a record is not an object",
             file=where,
             expected=_columns(method),
             found=show(row),
@@ -363,7 +363,7 @@ def _of_besides(row: Row, where: str) -> Iterator[Problem]:
         expected = "a list of objects, each the JSON schema of a tool, or such a list as a string of JSON"
         yield Problem(
             "tools-not-a-list",
-            '"tools" is no list of tools',
+            '"tools" is not a list of tools',
             file=where,
             expected=expected,
             found=show(tools),
@@ -372,7 +372,7 @@ def _of_besides(row: Row, where: str) -> Iterator[Problem]:
         expected = 'an object, for example {"enable_thinking": false}'
         yield Problem(
             "template-options-no-object",
-            '"chat_template_kwargs" is no object',
+            '"chat_template_kwargs" is not an object',
             file=where,
             expected=expected,
             found=show(options),
@@ -410,7 +410,7 @@ def _of_messages(messages: list[Any], column: str, where: str) -> Iterator[Probl
         if not isinstance(message, dict) or "role" not in message:
             yield Problem(
                 "message-malformed",
-                f"{name} is no message",
+                f"{name} is not a message",
                 file=where,
                 expected='{"role": …, "content": …}, or ShareGPT\'s {"from": …, "value": …}',
                 found=show(message),
@@ -495,11 +495,11 @@ def _of_pair(row: Row, template: Template, where: str) -> Iterator[Problem]:
     elif chosen and rejected and chosen[0] != rejected[0]:
         yield Problem(
             "preference-pair-without-prompt",
-            "chosen and rejected begin differently, and there is no prompt",
+            "chosen and rejected begin differently, and no prompt is given",
             file=where,
             rule="without a `prompt`, what both begin with is taken as one",
             found=f"{show(chosen[0])} and {show(rejected[0])}",
-            remedy="give the prompt in a column of its own",
+            remedy="put the prompt in its own column",
         )
 
 

@@ -259,7 +259,7 @@ def _generation(folder: Path) -> str:
             "transformers does not load the generation config",
             file=str(folder / "generation_config.json"),
             found=f"{type(error).__name__}: {error}",
-            remedy="mend it in the checkpoint, and export it again",
+            remedy="fix it in the checkpoint, and export it again",
         ) from error
     rows = _rows(folder)
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
@@ -272,7 +272,7 @@ def _generation(folder: Path) -> str:
             file=str(folder / "generation_config.json"),
             expected=f"ids below {rows}",
             found=", ".join(map(str, beyond)),
-            remedy="mend it in the checkpoint, and export it again",
+            remedy="fix it in the checkpoint, and export it again",
         )
     return "loads, its tokens are in the vocabulary"
 
@@ -301,7 +301,7 @@ def _misshapen(module: str, pair: Pair, shape: tuple[int, ...], folder: Path) ->
         if tuple(found) != expected:
             yield Problem(
                 "adapter-tensor-incomplete",
-                "a tensor of the adapter is not whole",
+                "a tensor of the adapter is incomplete",
                 tensor=f"{module}.{name}",
                 file=str(folder),
                 expected=str(list(expected)),

@@ -114,7 +114,7 @@ def read_trained(run: Run) -> Trained:
             "the run has not come to its end",
             file=str(path),
             found=f"{type(error).__name__}: {error}",
-            remedy="go on with --resume, or export a checkpoint of it: reshard export CHECKPOINT DST",
+            remedy="continue with --resume, or export one of its checkpoints: reshard export CHECKPOINT DST",
         ) from None
 
 
@@ -184,7 +184,7 @@ def export(
     if merge and not run.lora:
         raise ReshardError(
             "final-adapter-missing",
-            "there is no adapter to merge",
+            "no adapter to merge",
             file=str(checkpoint),
             found="a run that trained all weights",
             remedy="leave out --merge",

@@ -170,7 +170,7 @@ def _disagreement(run: Run, place: Place) -> Problem | None:
     if asked and started and asked != started:
         return Problem(
             "launcher-processes-differ",
-            f"{place.launcher} has started another number of processes than were asked for",
+            f"{place.launcher} started a different number of processes than requested",
             expected=f"--nproc {asked}",
             found=f"{started} on this node",
             remedy=f"leave out {place.launcher}: reshard starts the processes by itself; or leave out --nproc",

@@ -45,7 +45,7 @@ def train(run: Run, monitor: Monitor) -> Trained:
         monitor.note("experts are not adapted: an adapter of PEFT has no place for the pair of each of them")
     done = store.resume(trainee) if run.resume else 0
     if run.resume and not done:
-        monitor.note("there is no checkpoint to resume from: training starts at the beginning")
+        monitor.note("no checkpoint to resume from: training starts at the beginning")
     if torch.distributed.get_rank() == 0:
         store.lay_beside(trainee)
     monitor.begin(steps.total, done)

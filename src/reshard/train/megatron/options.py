@@ -287,7 +287,7 @@ def _without_data(run: Run) -> Iterator[Problem]:
         if run.eval_data is None and run.options.get(name) is not None:
             yield Problem(
                 "megatron-evaluation-data-missing",
-                "there are no data to evaluate on",
+                "no evaluation data",
                 found=f"--{name} {run.options[name]}",
                 remedy="give them with --eval-data, or leave it out",
             )

@@ -62,7 +62,7 @@ def _ranks(trainee: Trainee) -> Iterator[Problem]:
         if wanted != found:
             yield Problem(
                 "ranks-not-as-asked",
-                "the ranks are not spread as asked",
+                "the parallel layout is not the requested one",
                 rule=name,
                 expected=str(wanted),
                 found=str(found),
@@ -94,7 +94,7 @@ def _optimizer(counts: list[_Counts]) -> list[Problem]:
     return [
         Problem(
             "optimizer-parameters-differ",
-            "the optimizer holds other parameters than those that are trained",
+            "the optimizer's parameters are not those that are trained",
             rule="the optimizer is made from the parameters of the model as it is trained",
             expected=f"{expected:,} over all ranks",
             found=f"{held:,}",
@@ -118,7 +118,7 @@ def _parameters(trainee: Trainee) -> Iterator[Problem]:
     if wanted != found:
         yield Problem(
             "rank-parameter-count-differs",
-            "the rank holds another number of parameters than planned",
+            "the rank has a different number of parameters than planned",
             expected=f"{wanted:,}",
             found=f"{found:,}",
             remedy="this is a mistake in reshard: please report it with this message",
@@ -220,9 +220,9 @@ def digests(trainee: Trainee) -> dict[str, int]:
             [
                 Problem(
                     "data-parallel-weights-differ",
-                    "data parallel ranks hold different weights",
+                    "data-parallel ranks have different weights",
                     tensor=key,
-                    rule="ranks that share no weights hold the same",
+                    rule="ranks that should have different weights have the same",
                     remedy="a rank missed an update: look at the log for the rank that differs, and resume",
                 )
                 for key in sorted(set(unequal))

@@ -198,7 +198,7 @@ def _refuse_other_optimizer(folder: Path, stored: dict[str, Any], ours: dict[str
     if stored[name] != ours[name] or (not ours[name] and spread[0] != spread[1]):
         raise ReshardError(
             "resumed-optimizer-differs",
-            "the optimizer of the checkpoint cannot go on as this one",
+            "the checkpoint's optimizer does not fit this run's",
             file=str(folder),
             expected=f"{name} {stored[name]}, --ep {stored['expert_model_parallel_size']}",
             found=f"{name} {ours[name]}, --ep {ours['expert_model_parallel_size']}",

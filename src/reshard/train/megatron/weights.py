@@ -103,8 +103,8 @@ def layout_of(run: Run, options: Options, model: Model) -> Layout:
     if model.dims.experts and layout.ep == 1 and etp != layout.tp:
         raise ReshardError(
             "experts-would-drift-apart",
-            "experts that every tensor parallel rank holds whole would drift apart",
-            rule="megatron-core sums the gradients of experts over tensor parallel ranks only where --ep spreads them",
+            "experts replicated on every tensor-parallel rank would drift apart",
+            rule="megatron-core sums the gradients of experts over tensor parallel ranks only where --ep shards them",
             found=f"--tp {layout.tp}, --ep 1, expert_tensor_parallel_size {etp}",
             remedy=f"add --ep {layout.tp}, or leave out --expert_tensor_parallel_size",
         )

@@ -51,7 +51,7 @@ class Widths:
             raise ReshardError(
                 Problem(
                     "activations-unknown",
-                    "what activations take cannot be told from config.json",
+                    "config.json does not say how much memory activations take",
                     found=f"{type(error).__name__}: {error}",
                     remedy="watch the memory of the first step",
                     severity="warning",

@@ -72,7 +72,7 @@ def _in_the_way(path: Path) -> Iterator[Problem]:
     if found:
         yield Problem(
             "report-file-exists",
-            "something else lies where the report goes",
+            "another file is where the report goes",
             file=str(path),
             found=found,
             remedy="pass another --output FILE, or move it",

@@ -51,7 +51,7 @@ def _ranks(run: Run, world_size: int) -> Iterator[Problem]:
     if run.layout.ep not in (1, run.layout.tp):
         yield Problem(
             "trl-experts-follow-tp",
-            "TRL spreads experts over the tensor parallel ranks",
+            "TRL shards experts over the tensor-parallel ranks",
             found=f"--ep {run.layout.ep} with --tp {run.layout.tp}",
             remedy="give --parallel tp with --tp and --ep alike, or use --engine megatron",
         )
@@ -121,7 +121,7 @@ def _evaluated_groups(run: Run, options: Mapping[str, Any], replicas: int) -> It
     if per_device * replicas % group:
         yield Problem(
             "grpo-evaluation-groups-cut",
-            "the completions that are evaluated at a time are no whole groups",
+            "the completions of an evaluation batch are not complete groups",
             rule="the completions of a prompt are compared with each other",
             expected=f"a multiple of {group}",
             found=f"--per_device_eval_batch_size {per_device} on {replicas} ranks with different data",

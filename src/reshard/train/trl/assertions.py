@@ -227,7 +227,7 @@ class Motion:
         raise ReshardError(
             "weights-unchanged",
             "the weights did not change in the first step",
-            rule="an optimizer that was made before the model was sharded holds other tensors",
+            rule="an optimizer created before the model was sharded has other tensors",
             found=f"{len(self._before)} trained tensors, all as before",
             remedy="raise learning_rate if it is tiny (in bfloat16 small updates vanish: dtype float32); otherwise "
             "look at the versions with reshard doctor",

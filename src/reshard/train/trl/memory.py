@@ -107,7 +107,7 @@ def on_meta(folder: Path, *, trusted: bool) -> Any:
             "transformers cannot build the model",
             file=str(folder),
             found=f"{type(error).__name__}: {error}".split("\n")[0],
-            remedy="update transformers; a folder with code of its own needs --trust_remote_code, if you trust it",
+            remedy="update transformers; a folder with its own code needs --trust_remote_code, if you trust it",
         ) from None
 
 
@@ -125,7 +125,7 @@ def _adapted(model: Any, options: Mapping[str, Any]) -> Any:
     except (ValueError, RuntimeError, AttributeError, KeyError, NotImplementedError) as error:
         raise ReshardError(
             "peft-cannot-adapt",
-            "PEFT cannot adapt the model as the options say",
+            "PEFT cannot adapt the model with these options",
             found=str(error).split("\n")[0],
             expected="--lora_target_modules: all-linear, or names of layers, as "
             + ", ".join(_linears(model)),

@@ -97,7 +97,7 @@ def _without_evaluation(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]
         for name in (*asked, *needed):
             yield Problem(
                 "trl-evaluation-data-missing",
-                "there are no data to evaluate on",
+                "no evaluation data",
                 found=f"--{name} {said[name]}",
                 remedy="give them with --eval-data, or leave it out",
             )

@@ -88,5 +88,5 @@ def _import(module: str, folder: str) -> Any:
             expected=f"{module.replace('.', '/')}.py in {folder}, or an installed module",
             remedy="run reshard in the folder of the module"
             if missing
-            else "mend the module: python -c 'import …'",
+            else "fix the module: python -c 'import …'",
         ) from error
