@@ -38,6 +38,13 @@ RUNS = {
     "qwen3-export": Run("qwen3", tp=2, options={"to_mcore": True}),
     "llama": Run("llama", pp=2),
     "qwen3_moe": Run("qwen3_moe", MOE, tp=2, ep=2, options={"sequence_parallel": True}),
+    "qwen3_moe-megatron-only": Run(
+        "qwen3_moe",
+        MOE,
+        tp=2,
+        ep=2,
+        options={"sequence_parallel": True, "save_safetensors": False, "no_save_optim": True},
+    ),
     "deepseek_v3": Run("deepseek_v3", DEEPSEEK, pp=2),
     "dots1": Run("dots1", DEEPSEEK, tp=2, pp=2, ep=2, options={"sequence_parallel": True}),
     "ernie4_5": Run("ernie4_5", tp=2, pp=2),

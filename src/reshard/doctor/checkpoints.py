@@ -57,7 +57,7 @@ def diagnose_checkpoint(path: Path) -> tuple[list[Finding], str]:
     findings = [_of_problem(problem, inspection) for problem in inspection.problems if not _lacks(problem)]
     findings += _missing(inspection, _tracked(path))
     try:
-        findings += [*_tokenizer(checkpoint), *_remote_code(checkpoint.root), *trainability(checkpoint)]
+        findings += [*_tokenizer(checkpoint), *remote_code(checkpoint.root), *trainability(checkpoint)]
     except ReshardError as error:  # a config or a tokenizer that is no JSON
         findings += [
             _damage(problem, path) for problem in error.problems if problem not in inspection.problems
@@ -245,7 +245,7 @@ def _tokenizer(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield told("checkpoint-no-template", [Place(str(path))])
 
 
-def _remote_code(folder: Path) -> Iterator[Finding]:
+def remote_code(folder: Path) -> Iterator[Finding]:
     """The old checkpointing method in modeling files, and a config that switches the cache off."""
     for path in sorted(folder.glob("modeling*.py")):
         try:

@@ -29,6 +29,7 @@ HARMLESS = (
     "checkpoint-tokenizer-of-5",
     "checkpoint-no-template",
     "checkpoint-lacks",
+    "checkpoint-old-gradient-checkpointing",
 )
 """What the doctor says of a model folder that does not touch training, or that other looks ask for."""
 

@@ -10,8 +10,6 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 CHATS = [f"What is {a} plus {b}? The answer is {a + b}." for a in range(20) for b in range(20)]
@@ -55,6 +53,8 @@ def main(folder, experts=False):
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     if experts:
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # since 4.51
+
         Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS)).save_pretrained(folder)
     else:
         Qwen2ForCausalLM(Qwen2Config(**SIZES)).save_pretrained(folder)

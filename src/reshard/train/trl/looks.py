@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+from reshard.doctor.checkpoints import remote_code
 from reshard.doctor.environment import Environment, diagnose_environment
+from reshard.doctor.finding import Text
 from reshard.errors import Problem
 from reshard.train.findings import in_short, without_bf16
 from reshard.train.run import Run
+from reshard.train.trl.config_fields import options_of
 
 RULES = ("env-device-map-tp", "env-accelerate-fsdp2-lora", "env-trl-transformers")
 """Rules of the environment that can break a run. Those about launches do not: reshard sets these itself."""
@@ -51,6 +55,17 @@ def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> I
             found=f"attn_implementation {options['attn_implementation']}",
             remedy="leave it out: sdpa has the same kernels; or pip install flash-attn",
         )
+
+
+def model(run: Run) -> Iterator[Problem]:
+    """Code that the model brings, and that fails at the first step. Untrusted code is not run: transformers' own is."""
+    options = options_of(run)
+    if options["trust_remote_code"] and options["gradient_checkpointing"]:
+        for finding in remote_code(run.model):
+            if finding.code == "checkpoint-old-gradient-checkpointing":
+                problem = in_short(finding, "error")
+                cure = f"{problem.remedy} Or pass --gradient_checkpointing false."
+                yield replace(problem, remedy=Text.same(cure))
 
 
 def _packed(options: Mapping[str, Any]) -> Iterator[Problem]:
