@@ -152,7 +152,7 @@ def test_importing_loads_nothing_that_may_not_be_needed() -> None:
         (lambda: reshard.convert("a", "b", tp=0, pp="2"), "tp=0"),  # type: ignore[arg-type]
         (lambda: reshard.convert("a", "b", tp=0, pp="2"), "pp='2'"),  # type: ignore[arg-type]
         (lambda: reshard.convert("a", "b", strip="_orig_mod."), "strip="),  # type: ignore[arg-type]
-        (lambda: reshard.convert("a", "b", stages=(0, 2)), "stages=(0, 2)"),
+        (lambda: reshard.convert("a", "b", stages=(-1, 2)), "stages=(-1, 2)"),
         (lambda: reshard.convert("a", "b", trust="me", engine="x"), "trust='me'"),
         (lambda: reshard.convert("a", "b", memory="much"), "--memory"),
         (lambda: reshard.convert("a", None), "dst=None"),  # type: ignore[arg-type]

@@ -93,5 +93,7 @@ def test_another_interpreter_is_looked_at_and_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("python", ["/bin/ls", "no-such-python", "."])
 def test_what_is_no_interpreter_is_refused(python: str) -> None:
     shown = command("doctor", "--python", python)
-    assert shown.code == 2 and "no interpreter" in shown.err and "Traceback" not in shown.err
+    assert (
+        shown.code == 2 and "not a working Python interpreter" in shown.err and "Traceback" not in shown.err
+    )
     assert command("doctor", "--python", python, "x.log").code == 2

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import reshard
-from reshard import api
+from reshard.arguments import parse_size
 from reshard.errors import ReshardError
 from reshard.formats.torchfiles.pickles import loads
 from reshard.formats.torchfiles.read import read_torch_file
@@ -139,7 +139,7 @@ TARGETS: dict[str, Target] = {
     ),
     # What users type and train with.
     "size": _text(
-        lambda: encoded(*seeds.SIZES), directly(lambda data: api.parse_size(data.decode("utf-8", "replace")))
+        lambda: encoded(*seeds.SIZES), directly(lambda data: parse_size(data.decode("utf-8", "replace")))
     ),
     "url": _text(lambda: encoded(*seeds.URLS), directly(calls.url)),
     "marker": _json(lambda: encoded(seeds.MARKER), directly(calls.marker)),

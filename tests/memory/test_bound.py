@@ -193,7 +193,7 @@ def test_a_tokenizer_is_copied_without_being_loaded(folder: Path, tmp_path: Path
 def test_words_that_are_no_size(folder: Path, tmp_path: Path, command: str) -> None:
     source = models.many(tmp_path / "model", 2)
     result = reshard(command, source, tmp_path / "out", "--memory", "plenty", "--json")
-    assert result.code == 2 and result.json["problems"][0]["message"] == "--memory is no size"
+    assert result.code == 2 and result.json["problems"][0]["message"] == "--memory is not a size"
 
 
 def test_bits_are_numbers() -> None:

@@ -51,7 +51,7 @@ def test_torchrun_trains_through_the_worker(tiny: Tiny, tmp_path: Path) -> None:
     assert Path(told["checkpoint"], RECORD).read_text() == record.read_text()
     assert not (run.output / ".rows").exists()
     events = [json.loads(line)["event"] for line in (run.output / "metrics.jsonl").read_text().splitlines()]
-    assert events == ["note", "begin", "step", "step", "saved"]
+    assert events == ["note", "note", "begin", "step", "step", "saved"]
 
 
 def test_each_rank_has_a_part_of_every_tensor_and_together_they_have_all(tiny: Tiny, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_loss_that_is_no_number_stops_the_run(tiny: Tiny, tmp_path: Path) -> N
 def test_weights_that_are_not_finite_are_not_saved_though_the_loss_is(tiny: Tiny, tmp_path: Path) -> None:
     unseen = _with(tiny("qwen3_moe"), tmp_path / "model", "model.embed_tokens.weight", np.inf)
     run = run_of(unseen, write_chats(tmp_path), tmp_path / "out", train_iters=2, save_interval=1)
-    with pytest.raises(RankError, match="weights hold NaN or Inf, and are not saved"):
+    with pytest.raises(RankError, match="weights contain NaN or Inf and are not saved"):
         train(run)
     assert not list(run.output.glob("iter_*"))
 
@@ -155,7 +155,7 @@ def test_a_model_that_is_not_trained_as_planned_stops_the_run(tiny: Tiny, tmp_pa
         run_ranks(2, _with_a_frozen_weight, run_of(tiny("qwen3"), tmp_path, tmp_path))
     assert "every parameter is trained" in str(caught.value)
     assert "decoder.layers.1.mlp.linear_fc2.weight" in str(caught.value)
-    assert "the optimizer holds other parameters" in str(caught.value)
+    assert "the optimizer's parameters are not those" in str(caught.value)
 
 
 def _with_a_replica_of_its_own(run: Run) -> dict[str, int]:
@@ -170,7 +170,7 @@ def _with_a_replica_of_its_own(run: Run) -> dict[str, int]:
 
 
 def test_replicas_that_drift_apart_stop_the_run(tiny: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=r"hold different weights[^\0]*decoder\.final_layernorm\.weight"):
+    with pytest.raises(RankError, match=r"have different weights[^\0]*decoder\.final_layernorm\.weight"):
         run_ranks(2, _with_a_replica_of_its_own, run_of(tiny("qwen3"), tmp_path, tmp_path))
 
 

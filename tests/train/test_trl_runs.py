@@ -523,4 +523,4 @@ def test_a_run_that_is_allowed_more_nan_steps_ends_without_saving_them(ran: Trai
 def test_weights_that_overflow_are_not_saved(ran: Trainer, tmp_path: Path) -> None:
     bad = train(exploding(ran, tmp_path, learning_rate=1e39), 1)
     assert bad.failed and not list(tmp_path.glob("checkpoint-*"))
-    assert "weights hold NaN or Inf, and are not saved" in bad.log
+    assert "weights contain NaN or Inf and are not saved" in bad.log

@@ -188,7 +188,7 @@ def _of_history(root: Traceback, log: Log, causes: list[Match]) -> list[Finding]
 
 def _of_words(root: Traceback, log: Log, causes: list[Match]) -> Finding | None:
     """What follows from the words of a failure that no entry explains, or one only that knows its kind."""
-    at_root = [match for match in causes if match.at_root or match.line.number == root.last]
+    at_root = [match for match in causes if match.at_root or match.line.number in (root.last, root.root.last)]
     if found := of_no_transformers(root, log):
         return replace(found, also=tuple(match.entry.id for match in at_root))
     if any(match.entry.id not in BY_KIND | OF_SCRIPTS for match in at_root):
