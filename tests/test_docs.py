@@ -119,7 +119,11 @@ def flags() -> set[str]:
         for parameter in (parameter for each in (command, *inner) for parameter in each.params):
             if isinstance(parameter, click.Option):
                 names.update([*parameter.opts, *parameter.secondary_opts])
-    options = {f"--{each.name}" for engine in MODULES for each in engine_named(engine).known_options("sft")}
+    engines = [engine_named(name) for name in MODULES]
+    known = {
+        each.name for engine in engines for method in engine.methods for each in engine.known_options(method)
+    }
+    options = {f"--{name}" for name in known}
     return names | options | {"--help", "--version"}
 
 

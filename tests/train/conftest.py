@@ -57,6 +57,18 @@ def preferences() -> list[dict[str, object]]:
     ]
 
 
+def rated() -> list[dict[str, object]]:
+    """64 answers, every other of which is bad."""
+    return [
+        {
+            "prompt": [{"role": "user", "content": f"What is {a} plus {b}?"}],
+            "completion": [{"role": "assistant", "content": f"The answer is {a + b}." if good else "no"}],
+            "label": good,
+        }
+        for (a, b), good in zip(SUMS, [True, False] * 32, strict=True)
+    ]
+
+
 def prompts() -> list[dict[str, object]]:
     """64 questions."""
     return [{"prompt": [{"role": "user", "content": f"What is {a} plus {b}?"}]} for a, b in SUMS]
@@ -84,6 +96,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "sft": write_lines(folder / "sft.jsonl", chats()),
         "dpo": write_lines(folder / "dpo.jsonl", preferences()),
         "grpo": write_lines(folder / "grpo.jsonl", prompts()),
+        "kto": write_lines(folder / "kto.jsonl", rated()),
+        **dict.fromkeys(("orpo", "cpo", "reward"), folder / "dpo.jsonl"),
+        "gkd": folder / "sft.jsonl",
         "sft-eval": write_lines(folder / "sft-eval.jsonl", held_out()),
         "dpo-eval": write_lines(folder / "dpo-eval.jsonl", preferences()[:12]),
         "grpo-eval": write_lines(folder / "grpo-eval.jsonl", prompts()[:3]),

@@ -9,8 +9,10 @@ from pathlib import Path
 from reshard.train.megatron import refusals
 from reshard.train.megatron.core_fields import CONFIGS, all_fields
 from reshard.train.megatron.options import OWN
+from reshard.train.methods import METHODS
 from reshard.train.trl import config_fields, defaults
 from reshard.train.trl import refusals as of_trl
+from reshard.train.trl.methods import WAYS
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 BEGIN, END = "<!-- options: python -m tests.train.options_table -->\n", "<!-- /options -->\n"
@@ -29,12 +31,23 @@ def grouped(refused: dict[str, tuple[str, str]]) -> dict[tuple[str, str], list[s
     return found
 
 
+def methods() -> str:
+    """The table of TRL's methods."""
+    rows = []
+    for name, way in WAYS.items():
+        where = f"`{way.name}Trainer`" + (", experimental" if way.experimental else "")
+        plans = ", ".join(f"`{plan}`" for plan in way.plans)
+        rows.append(f"| `{name}` | {where} | {', '.join(METHODS[name].shapes)} | {plans} |")
+    return "\n".join(["| method | TRL | learns from | `--parallel` |", "|---|---|---|---|", *rows]) + "\n"
+
+
 def trl() -> str:
     """The table of TRL's options."""
-    configs = names(config_fields.CONFIGS.values())
+    configs = names(way.config for way in WAYS.values())
     rows = [
         ("pass through", f"all fields of {configs} that are not refused below"),
         ("of `ModelConfig`", names((*config_fields.LORA, *config_fields.MODEL))),
+        ("ours", names(config_fields.ADDED)),
         ("have another default", names((*defaults.ALWAYS, *defaults.OF_SFT))),
     ]
     for (why, cure), which in grouped(of_trl.REFUSED).items():
@@ -70,7 +83,7 @@ def table(title: str, rows: list[tuple[str, str]]) -> str:
 
 def tables() -> str:
     """All that stands between `BEGIN` and `END`."""
-    return f"\n{trl()}\n{megatron()}\n"
+    return f"\n{methods()}\n{trl()}\n{megatron()}\n"
 
 
 if __name__ == "__main__":

@@ -15,3 +15,8 @@ def variety(completions: list[Any], **columns: Any) -> list[float]:
 def too_few_arguments(completions: list[Any]) -> list[float]:
     """TRL calls it with more than that."""
     return [0.0 for _ in completions]
+
+
+def length(completions: list[Any], **columns: Any) -> list[float]:
+    """As many points as there are letters."""
+    return [float(len(each[0]["content"])) for each in completions]

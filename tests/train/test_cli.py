@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from reshard.train.methods import METHODS
 from tests.commandline import reshard
 
-METHODS = ("sft", "dpo", "grpo")
 FLAGS = (
     "--model --model-revision --data --eval-data --dataset-config --dataset-train-split --dataset-test-split "
     "--data-shape --system --token-cache --no-token-cache "
     "--output --engine --lora --full --parallel --tp --pp --vpp --ep --cp --nproc --nnodes "
     "--node-rank --rendezvous --slurm --reward --merge --no-merge --nan-steps --save-on-signal --max-restarts "
-    "--resume --config --dry-run --overwrite --options --quiet --json --debug --help"
+    "--resume --config --dry-run --gpus --gpu-memory --overwrite --options --quiet --json --debug --help"
 )
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from reshard.train import engines
 from reshard.train.engines import MODULES, engine_named
-from reshard.train.run import METHODS, Run
+from reshard.train.methods import METHODS
+from reshard.train.run import Run
 
 SOURCE = Path(engines.__file__).parent
 FOLDERS = [SOURCE / module.rsplit(".", 1)[1] for module in MODULES.values()]

@@ -127,7 +127,7 @@ def test_columns_that_a_reward_may_miss_are_told(run: Run, tmp_path: Path) -> No
             method="grpo",
             data=asked,
             eval_data=write_lines(tmp_path / "e.jsonl", prompts()[:3]),
-            reward="tests.train.rewards:variety",
+            reward=("tests.train.rewards:variety",),
         ),
         environment=NOWHERE,
     )
@@ -176,7 +176,7 @@ def test_a_run_goes_on_with_other_data_to_evaluate_on_and_says_so(run: Run) -> N
 def test_what_is_not_said_of_evaluations_is_sensible(
     method: str, said: dict[str, Any], expected: Any, run: Run
 ) -> None:
-    reward = "tests.train.rewards:variety" if method == "grpo" else None
+    reward = ("tests.train.rewards:variety",) if method == "grpo" else ()
     told = trl.ENGINE.options(replace(run, method=method, reward=reward, options=said))
     names = ("eval_strategy", "eval_steps", "per_device_eval_batch_size")
     assert tuple(told[name] for name in names) == expected
@@ -241,7 +241,7 @@ def test_the_best_checkpoint_stays_when_others_go(tmp_path: Path) -> None:
 
 def test_completions_are_evaluated_in_whole_groups(run: Run) -> None:
     options = {"num_generations": 4, "per_device_eval_batch_size": 6}
-    asked = replace(run, method="grpo", reward="tests.train.rewards:variety", options=options)
+    asked = replace(run, method="grpo", reward=("tests.train.rewards:variety",), options=options)
     assert trl.ENGINE.batches(asked, 2, 64).steps
     problem = refused(trl.ENGINE.batches, asked, 1, 64)
     assert "--per_device_eval_batch_size 8" in str(problem.remedy)

@@ -82,7 +82,7 @@ def test_the_script_of_a_reward_is_seen_with_the_log(tmp_path: Path, monkeypatch
         '[rank1]:   File "/home/user/train.py", line 2, in <module>\n'
         "[rank1]: RuntimeError: Timed out waiting 1800000ms for recv operation to complete\n"
     )
-    run = replace(PLAIN, method="grpo", reward="rewards:score")
+    run = replace(PLAIN, method="grpo", reward=("rewards:score",))
     (alone,), (first, *_) = failure_in("log", log, PLAIN).findings, failure_in("log", log, run).findings
     assert alone.code == "hang-gloo"
     assert first.code == "script-rank-guard" and "hang-gloo" in first.also
@@ -118,7 +118,7 @@ def test_a_torchrun_that_was_killed_is_no_failure_of_a_rank(make_run: Callable[.
             lora=True,
             parallel="fsdp2",
             ranks=Ranks(8, 2, 1, "gpu07:29500"),
-            reward="rewards:score",
+            reward=("rewards:score",),
             eval_data=Path("/e.jsonl"),
             merge=False,
             options={"learning_rate": "1e-5", "lora_target_modules": ["q_proj", "v_proj"], "packing": True},

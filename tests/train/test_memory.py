@@ -323,7 +323,7 @@ def weights_under_tp(run: Run) -> int:
 def test_generation_holds_keys_and_values_of_all_completions(tiny: Callable[..., Path]) -> None:
     import torch
 
-    run = run_on(tiny("qwen3"), method="grpo", reward="tests.train.test_memory:run_on")
+    run = run_on(tiny("qwen3"), method="grpo", reward=("tests.train.test_memory:run_on",))
     found = memory.estimate(run, Batches(2, 3, 1, 1, LENGTH), Precision(4, 4, 8, 4), 1, gpu=False)
     model = trainable(run).eval()
     ids = torch.randint(3, model.config.vocab_size, (2 * 3, LENGTH))

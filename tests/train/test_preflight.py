@@ -85,7 +85,7 @@ def test_a_run_that_is_in_order_is_told_what_it_will_do(run: Run) -> None:
     ("method", "given"),
     [
         ("dpo", {}),
-        ("grpo", {"reward": "tests.train.test_preflight:reward"}),
+        ("grpo", {"reward": ("tests.train.test_preflight:reward",)}),
         ("sft", {"lora": True, "parallel": "fsdp2", "ranks": Ranks(nproc=2)}),
         ("sft", {"engine": "megatron", "layout": Layout(tp=2, pp=2), "ranks": Ranks(nproc=4)}),
     ],
@@ -306,7 +306,7 @@ def test_what_only_the_reward_reads_is_not_taken_for_text(
     run: Run, tmp_path: Path, column: dict[str, object]
 ) -> None:
     rows = write_lines(tmp_path / "rows.jsonl", [{"prompt": f"{at} plus 1 is", **column} for at in range(64)])
-    given = {"method": "grpo", "reward": "tests.train.test_preflight:reward", "data": rows}
+    given = {"method": "grpo", "reward": ("tests.train.test_preflight:reward",), "data": rows}
     assert preflight(replace(drop_template(run), **given), environment=NOWHERE).problems == []
 
 

@@ -77,7 +77,7 @@ def test_everything_that_is_missing_is_named_at_once() -> None:
         ({"pp": 2}, "sft", "no pipeline"),
         ({"parallel": "ddp", "tp": 2}, "sft", "disagree"),
         ({}, "grpo", "needs a reward"),
-        ({"reward": "a:b"}, "sft", "only GRPO"),
+        ({"reward": "a:b"}, "sft", "takes no reward"),
         ({"model": Path("nowhere")}, "sft", "not a Hugging Face model folder"),
         ({"data": Path("nowhere")}, "sft", "there is no data"),
     ],

@@ -14,6 +14,7 @@ import pytest
 from reshard.algebra.layout import Layout
 from reshard.errors import Problem, ReshardError
 from reshard.train import trl
+from reshard.train.planning.gpus import planned_for
 from reshard.train.run import Run
 from reshard.train.trl import defaults, environment, reward
 
@@ -35,7 +36,7 @@ def run_of(
         lora=lora,
         parallel=parallel,
         layout=layout or Layout(),
-        reward="rewards:variety" if method == "grpo" else None,
+        reward=("rewards:variety",) if method == "grpo" else (),
         options=options,
     )
 
@@ -92,7 +93,7 @@ def test_everything_that_trl_takes_is_listed_and_taken(method: str) -> None:
     assert listed <= trl.ENGINE.options(run).keys()
     arguments = arguments_of(run, trl.ENGINE.options(run))
     assert arguments.report_to == []
-    assert arguments.model_init_kwargs["device_map"] is None
+    assert arguments.model_init_kwargs is None or arguments.model_init_kwargs["device_map"] is None
 
 
 def test_defaults_avoid_the_traps() -> None:
@@ -114,14 +115,13 @@ def test_defaults_avoid_the_traps() -> None:
     ],
 )
 def test_bfloat16_is_taken_where_the_gpu_computes_in_it(
-    capability: float, lora: bool, said: dict[str, bool], expected: Any, monkeypatch: pytest.MonkeyPatch
+    capability: float, lora: bool, said: dict[str, bool], expected: Any
 ) -> None:
     from reshard.doctor.environment import Environment, Gpu
 
     place = Environment({}, [Gpu("a GPU", capability, 1 << 34)], None, {})
-    monkeypatch.setattr(defaults, "look_around", lambda: place)
-    monkeypatch.setattr(defaults, "has_gpu", lambda: True)
-    chosen = defaults.defaults_of(run_of(lora=lora), said) | said
+    with planned_for(place):
+        chosen = defaults.defaults_of(run_of(lora=lora), said) | said
     assert (chosen["bf16"], chosen["fp16"], chosen["dtype"]) == expected
 
 
@@ -281,7 +281,7 @@ def test_groups_that_do_not_come_out_are_refused_in_the_words_of_the_doctor(
     ],
 )
 def test_a_reward_that_cannot_be_had_is_named(name: str, message: str) -> None:
-    (problem,) = refused(trl.ENGINE.options, replace(run_of("grpo"), reward=name))
+    (problem,) = refused(trl.ENGINE.options, replace(run_of("grpo"), reward=(name,)))
     assert problem.message == message
     assert reward.load("rewards:variety")([[{"content": "aab"}]]) == [2.0]
 

@@ -85,7 +85,7 @@ def run_of(
         lora=lora,
         parallel=KINDS.get(plan, plan),
         layout=Layout(tp=2 if plan.startswith("tp") else 1, ep=ep),
-        reward="rewards:variety" if method == "grpo" else None,
+        reward=("rewards:variety",) if method == "grpo" else (),
         options={**STEPS, "per_device_train_batch_size": per_device, **grpo, **evaluated, **options},
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from reshard.cli.usage import Group
 from reshard.shown import escape
 from reshard.train.data.records import DATA_SHAPES
 from reshard.train.engines import MODULES, engine_named
+from reshard.train.methods import METHODS
 from reshard.train.request import run_of
 from reshard.train.run import PARALLEL, Run
 from reshard.train.start import start, submit
@@ -30,6 +32,7 @@ from reshard.train.start import start, submit
 if TYPE_CHECKING:
     from reshard.train.final.finish import Finished
     from reshard.train.launching.slurm import Submitted
+    from reshard.train.planning.plans import Plans
     from reshard.train.preflight import Preflight
 
 POSITIVE, COUNT = click.IntRange(min=1), click.IntRange(min=0)
@@ -46,10 +49,11 @@ def command() -> None:
       reshard train sft  --model DIR --data FILE -o OUT
       reshard train sft  --model DIR --data FILE -o OUT --lora --parallel fsdp2 --nproc 8
       reshard train sft  --model DIR --data FILE -o OUT --engine megatron --tp 2 --pp 2
-      reshard train dpo  --model DIR --data PAIRS -o OUT
+      reshard train dpo  --model DIR --data PAIRS -o OUT         (or kto, orpo, cpo, reward, gkd)
       reshard train grpo --model DIR --data PROMPTS -o OUT --reward rewards:score
 
-    Versions, data, tokenizer, batches and memory are checked before anything starts; --dry-run stops after that.
+    Versions, data, tokenizer, batches and memory are checked before anything starts; --dry-run stops after that, and
+    with --gpus H100:8 plans for GPUs that are not here.
     """
 
 
@@ -110,11 +114,20 @@ _OPTIONS = [
         "--nproc", callback=_number, metavar="N|auto", help="Processes on this node. [default: one per GPU]"
     ),
     click.option(
-        "--nnodes", type=POSITIVE, metavar="N", help="Number of nodes; run the same command on each."
+        "--nnodes",
+        "--nodes",
+        type=POSITIVE,
+        metavar="N",
+        help="Number of nodes; run the same command on each.",
     ),
     click.option("--node-rank", type=COUNT, metavar="R", help="Rank of this node, from 0."),
     click.option("--rendezvous", metavar="HOST:PORT", help="Address of the first node."),
-    click.option("--reward", metavar="MODULE:FUNCTION", help="Reward function for GRPO."),
+    click.option(
+        "--reward",
+        multiple=True,
+        metavar="FILE.py:NAME[:WEIGHT]",
+        help="Reward function for GRPO, or MODULE:NAME; repeat to add several.",
+    ),
     click.option(
         "--merge/--no-merge", default=None, help="With --lora: write the merged model too (default)."
     ),
@@ -141,6 +154,12 @@ _OPTIONS = [
     click.option("--resume", is_flag=True, default=None, help="Continue from the last checkpoint in OUT."),
     click.option("--config", type=PATH, help="YAML file with any of these options or those of the engine."),
     click.option("--dry-run", is_flag=True, help="Check everything, print the plan, and stop."),
+    click.option(
+        "--gpus",
+        metavar="N|NAME:N",
+        help="With --dry-run: plan for N GPUs per node that are not here, for example H100:8.",
+    ),
+    click.option("--gpu-memory", metavar="SIZE", help="With --gpus N: memory of each GPU, for example 80GB."),
     click.option("--overwrite", is_flag=True, help="Replace the output of an earlier run in OUT."),
     click.option("--options", "list_options", is_flag=True, help="List the options of the engine."),
     quiet_option(),
@@ -172,15 +191,19 @@ def _method(name: str, help_text: str) -> None:
         slurm: str | None,
         quiet: bool,
         json_output: bool,
+        gpus: str | None,
+        gpu_memory: str | None,
         **flags: Any,
     ) -> None:
         if list_options:
             _print_options(name, flags["engine"] or Run.engine)
             return
         from reshard.cli.doctor import locale_language
+        from reshard.train.planning.gpus import machine_asked
 
         silent = quiet or json_output
         run = run_of(name, flags, rest, config, _silent if silent else _note)
+        machine = machine_asked(gpus, gpu_memory, run.ranks.nnodes, dry_run=dry_run and slurm is None)
 
         def on_preflight(found: Preflight) -> None:
             if not json_output:
@@ -190,7 +213,8 @@ def _method(name: str, help_text: str) -> None:
         if slurm is not None:
             outcome = submit(run, slurm, config, **told)
         else:
-            outcome = start(run, config, quiet=silent, language=locale_language(), **told)
+            language = locale_language()
+            outcome = start(run, config, machine=machine, quiet=silent, language=language, **told)
         if json_output:
             print_json(outcome.as_dict())
         elif outcome.finished and not quiet:
@@ -208,9 +232,38 @@ lists them.
 Exit status: 0 done, 1 the run failed or its result is not what was trained, 2 it was refused before it started,
 128 + N if signal N ended it.
 """
-_method("sft", "Supervised fine-tuning: chats, prompt and completion, or plain text.")
-_method("dpo", "Direct preference optimization: pairs of a chosen and a rejected answer.")
-_method("grpo", "Group relative policy optimization: prompts, and a reward for what the model answers.")
+for _name, _one in METHODS.items():
+    _method(_name, _one.help)
+
+
+OF_ALL_PLANS = ("model", "data", "evaluate", "lengths")
+"""Rows of a dry run that are the same for each plan."""
+
+
+def _print_plans(plans: Plans) -> None:
+    """The plans that fit, the best first, and the command for each."""
+    if not plans.fitting:
+        return
+    rows = [
+        (
+            str(number),
+            plan.words,
+            f"{plan.memory.total / (1 << 30):.1f} GiB",
+            f"{plan.batches.samples:,}",
+            f"{plan.tokens:,.0f}",
+        )
+        for number, plan in enumerate(plans.fitting, 1)
+    ]
+    console = stdout()
+    console.print(f"[bold]plans that fit on {escape(str(plans.machine))}[/], the fastest first")
+    print_table(console, ("", "plan", "memory of a GPU", "samples a step", "tokens a second"), rows)
+    console.print(f"Speed is an estimate, to compare plans: {plans.made_of}.")
+    for number, plan in enumerate(plans.fitting, 1):
+        console.print(f"[bold]{number}[/] {escape(shlex.join(plan.command))}")
+    if plans.machine.nodes > 1:
+        console.print(
+            "Type it on each node, with its own --node-rank, and --rendezvous the name of the first."
+        )
 
 
 def _print_preflight(found: Preflight, *, quiet: bool, starts: bool) -> None:
@@ -218,10 +271,13 @@ def _print_preflight(found: Preflight, *, quiet: bool, starts: bool) -> None:
     print_problems(found.warnings)
     if not quiet:
         console = stderr()
-        for name, value in found.rows():
-            if name == "command" and starts:
+        for row, value in found.rows():
+            if row == "command" and starts:
                 continue  # it is printed when it is started
-            console.print(f"[bold]{name:<8}[/] {escape(value)}")
+            if not found.plans or row in OF_ALL_PLANS:
+                console.print(f"[bold]{row:<8}[/] {escape(value)}")
+    if found.plans:
+        _print_plans(found.plans)
 
 
 def _print_finished(run: Run, finished: Finished) -> None:

@@ -195,15 +195,24 @@ def resolve_if_declared(
     config = config_of(checkpoint, base) or {}
     if checkpoint.dialect != "hf":
         return resolve(checkpoint, base, trust=trust)
+    if has_other_head(config):
+        return as_named(checkpoint, config)
     if checkpoint.flat or declared(config.get("model_type")):
         return resolve(checkpoint, base, trust=trust, computes=False)
     return as_named(checkpoint, config)
 
 
+def has_other_head(config: Mapping[str, Any]) -> bool:
+    """Whether a config is that of a model that classifies: a reward model's head is `score`, and no family's."""
+    named = config.get("architectures")
+    return any(str(each).endswith("ForSequenceClassification") for each in named or ())
+
+
 def as_named(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Resolved:
     """The tensors of a Hugging Face checkpoint under the names that they have, whatever the family."""
     model_type = config.get("model_type")
-    note = f"{recognition.not_known(model_type)}; names are taken as they are"
+    why = "it classifies" if has_other_head(config) else recognition.not_known(model_type)
+    note = f"{why}; names are taken as they are"
     renamed = fused.under_hub_names(checkpoint, live_names(model_type))
     return Resolved(renamed, None, config, (note,) if config else ())
 

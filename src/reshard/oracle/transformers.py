@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.errors import Problem, ReshardError
+from reshard.model.resolve import has_other_head
 
 Logits = npt.NDArray[np.float32]
 RULE = "strict loading by transformers"
@@ -75,13 +76,14 @@ def assert_loads(path: str | Path) -> None:
 
 def _loaded(path: str | Path, **how: Any) -> tuple[Any, set[str]]:
     """The model of a folder, and which of its parameters the folder rightly lacks."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     settings = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    kind = AutoModelForSequenceClassification if has_other_head(settings) else AutoModelForCausalLM
     config = _config(path, settings)
     try:
         with _quiet():
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = kind.from_pretrained(
                 path,
                 config=config,
                 ignore_mismatched_sizes=True,  # so that _refuse reports them all

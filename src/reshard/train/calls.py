@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from reshard.arguments import Arguments
 from reshard.train.data.records import DATA_SHAPES
 from reshard.train.engines import MODULES
+from reshard.train.methods import METHODS
+from reshard.train.planning.gpus import machine_asked
 from reshard.train.request import run_of
-from reshard.train.run import METHODS, PARALLEL
+from reshard.train.run import PARALLEL
 from reshard.train.start import Outcome, start
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ StrPath = str | PathLike[str]
 
 
 def train(
-    method: Literal["sft", "dpo", "grpo"],
+    method: str,
     *,
     model: StrPath | None = None,
     data: StrPath | Sequence[StrPath] | None = None,
@@ -44,7 +46,7 @@ def train(
     nnodes: int | None = None,
     node_rank: int | None = None,
     rendezvous: str | None = None,
-    reward: str | None = None,
+    reward: str | Sequence[str] | None = None,
     merge: bool | None = None,
     nan_steps: int | None = None,
     save_on_signal: int | None = None,
@@ -53,6 +55,8 @@ def train(
     config: StrPath | None = None,
     options: Mapping[str, Any] | None = None,
     dry_run: bool = False,
+    gpus: str | None = None,
+    gpu_memory: str | None = None,
     overwrite: bool = False,
     quiet: bool = False,
     on_preflight: Callable[[Preflight], None] = lambda found: None,
@@ -64,8 +68,8 @@ def train(
 
     Parameters
     ----------
-    method : {"sft", "dpo", "grpo"}
-        Supervised fine-tuning, direct preference optimization, or group relative policy optimization.
+    method : {"sft", "dpo", "kto", "orpo", "cpo", "reward", "gkd", "grpo"}
+        As the commands below ``reshard train``.
     model : str or path-like
         Hugging Face folder to start from. May be left out with `resume`, or if `config` has it; so may `data`.
     data : str, path-like, or a sequence of those
@@ -94,8 +98,8 @@ def train(
         Number of nodes, and which one this is, from 0. Make the same call on each.
     rendezvous : str, optional
         "HOST:PORT" of the first node.
-    reward : str, optional
-        Reward of GRPO, as "module:function".
+    reward : str or sequence of str, optional
+        Rewards of GRPO, as "module:function" or "file.py:function:weight".
     merge : bool, optional
         With `lora`, write the merged model too; by default true.
     nan_steps : int, optional
@@ -112,6 +116,9 @@ def train(
         Options of the engine under its own names, for example ``{"learning_rate": 1e-5}``.
     dry_run : bool
         Check everything, and stop before the training.
+    gpus, gpu_memory : str, optional
+        With `dry_run`: plan for GPUs that are not here, as "H100:8", or "8" with "80GB". The plans that fit are
+        `preflight.plans` of the result.
     overwrite : bool
         Replace what an earlier run left in `output`.
     quiet : bool
@@ -175,7 +182,15 @@ def train(
     file = Path(config) if config is not None else None
     run = run_of(method, flags, (), file)
     run = replace(run, options={**run.options, **(options or {})})
-    return start(run, file, dry_run=dry_run, overwrite=overwrite, quiet=quiet, on_preflight=on_preflight)
+    return start(
+        run,
+        file,
+        dry_run=dry_run,
+        machine=machine_asked(gpus, gpu_memory, run.ranks.nnodes, dry_run=dry_run),
+        overwrite=overwrite,
+        quiet=quiet,
+        on_preflight=on_preflight,
+    )
 
 
 def export(

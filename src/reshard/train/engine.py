@@ -18,6 +18,7 @@ from reshard.train.run import SIZES, Run
 if TYPE_CHECKING:
     from reshard.doctor.environment import Environment
     from reshard.train.data.tokens import Lengths
+    from reshard.train.planning.speed import Work
 
 
 @dataclass(frozen=True)
@@ -140,12 +141,16 @@ class Estimates:
     of what generation adds; it raises ReshardError where they cannot be told. `parallelisms` are other ways to spread
     the model over so many ranks, with the words that ask for them; `savings` are options that take less memory for the
     same steps; both begin with what costs least. `smaller_batch` are the options of the smallest batch at a time.
+    `work(run, batches, precision, world_size)` is what a GPU computes and sends in a step, `reserved` the part of a
+    GPU's memory that something beside training takes.
     """
 
     parts: Callable[..., tuple[Parts, Parts, Parts]]
     parallelisms: Callable[[Run, int], Iterator[tuple[tuple[str, ...], Run]]]
     savings: Callable[[Run], Iterator[dict[str, object]]]
     smaller_batch: Callable[[Run], dict[str, object]]
+    work: Callable[[Run, Batches, Precision, int], Work]
+    reserved: Callable[[Run], float] = lambda run: 0.0
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from reshard.errors import Problem
 from reshard.train import data
 from reshard.train.data.records import kind_of
 from reshard.train.data.tokens import Lengths
+from reshard.train.methods import is_rewarded
 from reshard.train.run import Run
 
 
@@ -77,7 +78,7 @@ def unlike(
             remedy="rewrite one to the shape of the other",
         )
 
-    lacking = trained.keys() - read.keys() if run.method == "grpo" else set()
+    lacking = trained.keys() - read.keys() if is_rewarded(run.method) else set()
     if lacking:
         yield Problem(
             "evaluation-data-lack-columns",

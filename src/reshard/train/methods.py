@@ -1,4 +1,7 @@
-"""The methods that a model is trained with: each is declared here, with the numbers by which a run of it is judged."""
+"""The methods that a model is trained with: what each learns from, and the numbers by which a run of it is judged.
+
+A further one is an entry here, and one of each engine that has it (`trl/methods.py`). Importing this imports nothing.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +21,86 @@ class Measure:
 
 
 LOSS = Measure("loss", "loss")
+TOKEN_ACCURACY = Measure("mean_token_accuracy", "token accuracy")
 
 
 @dataclass(frozen=True)
 class Method:
-    """One method. `headline` is what tells whether training works, the most telling first.
+    """One method. `help` is a line of `reshard train --help`; `shapes` are those of `data.records.SHAPES`.
 
-    The line shows all of it that was measured; the report draws it large, and what else was measured small. The loss of
-    some methods says little: GRPO's stays near 0 whatever is learned.
+    `headline` is what tells whether training works, the most telling first. The line shows all of it that was measured;
+    the report draws it large, and what else was measured small. The loss of some methods says little: GRPO's stays near
+    0 whatever is learned.
     """
 
     name: str
-    headline: tuple[Measure, ...]
+    help: str
+    shapes: tuple[str, ...]
+    headline: tuple[Measure, ...] = (LOSS,)
+    rewarded: bool = False
+    """Whether the data are prompts alone, which the model answers, and `--reward` says how well."""
 
+
+_CHATS = ("chat", "ShareGPT", "Alpaca")
+_PAIRS = ("preference pairs",)
+_ACCURACY, _MARGIN = Measure("rewards/accuracies", "accuracy"), Measure("rewards/margins", "margin")
+_PREFERENCES = (_ACCURACY, _MARGIN, LOSS)
 
 METHODS = {
     method.name: method
     for method in (
-        Method("sft", (LOSS, Measure("mean_token_accuracy", "token accuracy"))),
+        Method(
+            "sft",
+            "Supervised fine-tuning: chats, prompt and completion, or plain text.",
+            (*_CHATS, "prompt and completion", "plain text"),
+            (LOSS, TOKEN_ACCURACY),
+        ),
         Method(
             "dpo",
-            (Measure("rewards/accuracies", "accuracy"), Measure("rewards/margins", "margin"), LOSS),
+            "Direct preference optimization: pairs of a chosen and a rejected answer.",
+            _PAIRS,
+            _PREFERENCES,
         ),
-        Method("grpo", (Measure("reward", "reward"), Measure("kl", "KL divergence"))),
+        Method(
+            "kto",
+            "Kahneman-Tversky optimization: answers, each marked good or bad.",
+            ("rated answers",),
+            (_MARGIN, LOSS),
+        ),
+        Method(
+            "orpo",
+            "Odds ratio preference optimization: pairs, without a reference model.",
+            _PAIRS,
+            _PREFERENCES,
+        ),
+        Method(
+            "cpo",
+            "Contrastive preference optimization, and SimPO: pairs, without a reference model.",
+            _PAIRS,
+            _PREFERENCES,
+        ),
+        Method(
+            "reward",
+            "A reward model: pairs of a chosen and a rejected answer.",
+            _PAIRS,
+            (Measure("accuracy", "accuracy"), Measure("margin", "margin"), LOSS),
+        ),
+        Method("gkd", "Distillation: chats, and a teacher whose probabilities are learned.", _CHATS),
+        Method(
+            "grpo",
+            "Group relative policy optimization: prompts, and a reward for what the model answers.",
+            ("prompts",),
+            (Measure("reward", "reward"), Measure("kl", "KL divergence")),
+            rewarded=True,
+        ),
     )
 }
+"""By the names that users type."""
+
+
+def is_rewarded(method: str) -> bool:
+    """Whether a method has the model answer prompts, and rewards it."""
+    return METHODS[method].rewarded
 
 
 def headline(method: str | None) -> tuple[Measure, ...]:
@@ -68,6 +126,6 @@ COMMON = (
     Measure("memory", "memory"),
     Measure("reward_std", "spread of the reward"),
     Measure("completions/mean_length", "tokens of a completion"),
-    Measure("mean_token_accuracy", "token accuracy"),
+    TOKEN_ACCURACY,
 )
 """What steps of several methods measure."""

@@ -22,7 +22,10 @@ OURS = {
     *("save_on_signal", "max_restarts", "model_revision", *OF_DATASETS),
 }
 """What reshard takes itself; every other name is an option of the engine."""
-OF_COMMANDS = ("config", "dry_run", "overwrite", "options", "slurm", "quiet", "json", "debug", "help")
+OF_COMMANDS = (
+    *("config", "dry_run", "gpus", "gpu_memory", "overwrite", "options", "slurm", "quiet", "json", "debug"),
+    "help",
+)
 """Flags that say nothing about the run."""
 ALIASES = {
     "model_name_or_path": "model",

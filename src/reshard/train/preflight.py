@@ -26,6 +26,9 @@ from reshard.train.final.dtype import final_dtype
 from reshard.train.launching import launch
 from reshard.train.launching.places import place_of
 from reshard.train.memory import GIB, Memory, Proposal
+from reshard.train.methods import is_rewarded
+from reshard.train.planning.gpus import Machine, planned_for
+from reshard.train.planning.plans import Asked, Plans, plans_of
 from reshard.train.request import check
 from reshard.train.run import RECORD, Run
 from reshard.train.show import trackers
@@ -81,6 +84,8 @@ class Preflight:
     final_dtype: str | None = None
     """What the weights are rounded to in the end; None if they stay as they are trained."""
     room: Room | None = None
+    plans: Plans | None = None
+    """What fits a machine that is not here, if the run is planned for one."""
     files: list[str] = field(default_factory=list)
     command: list[str] = field(default_factory=list)
 
@@ -98,6 +103,7 @@ class Preflight:
             "evaluation": self.evaluation.as_dict() if self.evaluation else None,
             "batches": {**vars(self.batches), "samples": self.batches.samples} if self.batches else None,
             "memory": self.room.as_dict() if self.room else None,
+            "plans": self.plans.as_dict() if self.plans else None,
             "final_dtype": self.final_dtype,
             "files": self.files,
             "command": self.command,
@@ -163,9 +169,26 @@ def _step(batches: Batches) -> str:
     )
 
 
-def preflight(run: Run, *, overwrite: bool = False, environment: Environment | None = None) -> Preflight:
-    """Look at all that a run depends on, and collect what is wrong with it. Starts nothing, writes nothing."""
-    return _Looking(run, environment or look_around()).all(overwrite)
+def _size(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB // 10 else f"{size / (1 << 20):.1f} MiB"
+
+
+def preflight(
+    run: Run,
+    *,
+    overwrite: bool = False,
+    environment: Environment | None = None,
+    machine: Machine | None = None,
+) -> Preflight:
+    """Look at all that a run depends on, and collect what is wrong with it. Starts nothing, writes nothing.
+
+    For a `machine` that is not here, all plans of the run are looked at, and it is wrong only if none of them fits.
+    """
+    if machine is None:
+        return _Looking(run, environment or look_around()).all(overwrite)
+    there = machine.environment()
+    with planned_for(there):
+        return _Looking(run, there, machine).all(overwrite)
 
 
 @dataclass
@@ -174,6 +197,7 @@ class _Looking:
 
     run: Run
     environment: Environment
+    machine: Machine | None = None
     found: list[Problem] = field(default_factory=list)
     fits: bool = True
     """Whether the model divides over the ranks."""
@@ -204,9 +228,10 @@ class _Looking:
             result = self._evaluated(result, options, tokenizer)
         if options is not None and records:
             room = memory.available(replace(self.environment, gpus=[] if on_cpu else gpus), processes)
+            room = int(room * (1 - engine.estimates.reserved(run)))
             result = self._sized(result, options, tokenizer, room, on_cpu, indexed)
         self._take(self._tried(evaluation.held_out(run)))
-        command = None if self._placed() else self._try(lambda: launch.command(run))
+        command = None if self.machine or self._placed() else self._try(lambda: launch.command(run))
         unique = list(dict.fromkeys(self.found))
         return replace(
             result,
@@ -258,6 +283,8 @@ class _Looking:
         place = self._try(lambda: place_of(self.run, self.environment.variables))
         if place:
             return place.local_world_size or 1, place.world_size
+        if self.machine:
+            return self.machine.count, self.machine.count * self.machine.nodes
         processes = self.run.ranks.nproc or (1 if on_cpu else len(gpus))
         return processes, processes * self.run.ranks.nnodes
 
@@ -339,13 +366,23 @@ class _Looking:
         if needed is None:
             return sized
         found = Room(needed, room, on_cpu, memory.by_length(run, whole, precision, world_size))
-        if not found.fits:
+        if self.machine:
+            usual = (
+                lengths.tokens // max(lengths.records, 1) if lengths and not reading.full else whole.length
+            )
+            asked = Asked(run, result.records, whole.length, min(usual, whole.length) or whole.length)
+            plans = plans_of(asked, self.machine)
+            sized = replace(sized, plans=plans)
+            self._take([plans.problem] if plans.problem else [])
+        elif not found.fits:
             more = memory.plan_that_fits(
                 run, world_size, result.records, room, gpu=not on_cpu, length=whole.length
             )
             found = replace(found, proposal=more)
             self.found.append(_too_large(run, found))
-        self._take(preconditions.disk(run, _on_disk(run, options, needed, world_size, batches)))
+        room_on_disk = preconditions.disk(run, _on_disk(run, options, needed, world_size, batches))
+        # Another machine may write to another disk.
+        self._take(replace(each, severity="warning") if self.machine else each for each in room_on_disk)
         return replace(sized, room=found)
 
     def _lengths(
@@ -459,7 +496,7 @@ def _few(records: int, batches: Batches, reading: Reading) -> Iterator[Problem]:
 def _longest(run: Run, batches: Batches, lengths: Lengths | None, reading: Reading) -> int:
     """Tokens of the longest sequence that memory has to hold; of GRPO the prompt and the completion."""
     seen = lengths.longest if lengths else 0
-    if run.method == "grpo":
+    if is_rewarded(run.method):
         return batches.length + seen
     known = lengths is not None and lengths.looked_at == lengths.records
     if batches.length and (reading.full or not known):

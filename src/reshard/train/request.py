@@ -14,6 +14,7 @@ from reshard.train.data import SUFFIXES
 from reshard.train.data.mix import absolute, read_mix
 from reshard.train.data.records import DATA_SHAPES
 from reshard.train.engines import MODULES, engine_named, engine_of
+from reshard.train.methods import is_rewarded
 from reshard.train.names import NEEDED, OURS, PATHS, flag, misspelled, renamed
 from reshard.train.run import PARALLEL, RECORD, SIZES, Ranks, Run
 from reshard.train.signals import SECONDS
@@ -78,7 +79,7 @@ def run_of(
             rendezvous=given.get("rendezvous"),
             max_restarts=_number(given, "max_restarts", 0),
         ),
-        reward=given.get("reward"),
+        reward=_rewards(given.get("reward")),
         nan_steps=_number(given, "nan_steps", 1),
         save_on_signal=_number(given, "save_on_signal", SECONDS),
         resume=_switch(given, "resume", False),
@@ -133,6 +134,11 @@ def _on_hub(typed: str, revision: str | None) -> str | None:
     from reshard.hub.pull import typed_url
 
     return typed_url(typed, revision)
+
+
+def _rewards(given: Any) -> tuple[str, ...]:
+    """One name, or several."""
+    return (str(given),) if isinstance(given, str) else tuple(str(each) for each in given or ())
 
 
 def _path(given: Mapping[str, Any], name: str) -> Path:
@@ -363,14 +369,17 @@ def _method(run: Run) -> Iterator[Problem]:
 
 
 def _reward(run: Run) -> Iterator[Problem]:
-    if run.method == "grpo" and not run.reward:
+    rewarded = is_rewarded(run.method)
+    if rewarded and not run.reward:
         yield Problem(
-            "reward-missing", "GRPO needs a reward", remedy="name a function: --reward module:function"
+            "reward-missing",
+            f"{run.method.upper()} needs a reward",
+            remedy="name a function: --reward module:function",
         )
-    if run.method != "grpo" and run.reward:
+    if not rewarded and run.reward:
         yield Problem(
             "reward-not-taken",
-            "only GRPO takes a reward",
+            f"{run.method.upper()} takes no reward",
             found=f"--reward with {run.method}",
             remedy="leave it out",
         )

@@ -12,10 +12,9 @@ from typing import Any
 from reshard.algebra.layout import Layout
 from reshard.errors import UNUSABLE, ReshardError
 from reshard.plain import json_of
-from reshard.train import methods, signals
+from reshard.train import signals
 from reshard.train.data.mix import Mix, mix_of
 
-METHODS = tuple(methods.METHODS)
 PARALLEL = ("ddp", "fsdp2", "zero2", "zero3", "tp")
 SIZES = ("tp", "pp", "vpp", "ep", "cp")
 """The sizes of a layout that a run can be given."""
@@ -51,8 +50,8 @@ class Run:
     layout: Layout = field(default_factory=Layout)
     """Its `SIZES`. What they leave of the ranks is data parallel, and experts are spread over `ep` of those."""
     ranks: Ranks = field(default_factory=Ranks)
-    reward: str | None = None
-    """module:function, for GRPO."""
+    reward: tuple[str, ...] = ()
+    """Each as `rewards.named` reads it, for methods that are rewarded."""
     eval_data: Mix | None = None
     """What the model is evaluated on while it is trained."""
     data_shape: str | None = None
@@ -91,6 +90,8 @@ class Run:
     def of_dict(content: Mapping[str, Any]) -> Run:
         """The inverse of `as_dict`; other keys are ignored, so that a record can say more."""
         known = {each.name: content[each.name] for each in fields(Run) if each.name in content}
+        told = known.get("reward") or ()  # which was one name
+        known["reward"] = (told,) if isinstance(told, str) else tuple(told)
         paths = {name: Path(known[name]) for name in ("model", "output")}
         nested = {"layout": Layout(**known["layout"]), "ranks": Ranks(**known["ranks"])}
         return Run(**{**known, **paths, **nested})

@@ -16,6 +16,7 @@ from reshard.train.run import Run
 if TYPE_CHECKING:
     from reshard.train.final.finish import Finished
     from reshard.train.launching.slurm import Submitted
+    from reshard.train.planning.gpus import Machine
     from reshard.train.preflight import Preflight
 
 
@@ -49,6 +50,7 @@ def start(
     config: Path | None = None,
     *,
     dry_run: bool = False,
+    machine: Machine | None = None,
     overwrite: bool = False,
     quiet: bool = False,
     language: str = "en",
@@ -56,8 +58,9 @@ def start(
 ) -> Outcome:
     """Train, or be one of the ranks that train, and make the folder at the end.
 
-    Of the processes of a run one speaks for all: it looks before, and finishes after. Raises ReshardError with all that
-    forbids the run, and nothing started; also where ranks refuse to go on.
+    Of the processes of a run one speaks for all: it looks before, and finishes after. A dry run can be for a `machine`
+    that is not here. Raises ReshardError with all that forbids the run, and nothing started; also where ranks refuse to
+    go on.
     """
     from reshard.train.engines import engine_of
     from reshard.train.launching import launch
@@ -72,7 +75,7 @@ def start(
         run, overwrite = replace(run, resume=going_on), overwrite or not going_on
     found = None
     if launch.leads(run) or (dry_run and not place_of(run)):  # another node can look at its own machine, too
-        found = preflight(run, overwrite=overwrite)
+        found = preflight(run, overwrite=overwrite, machine=machine)
         on_preflight(found)
         problems = [*(config_problems(config) if config else []), *found.problems]
         if problems and not dry_run:
@@ -95,6 +98,8 @@ OF_THIS_MACHINE = (
     "torch-without-cuda",
     "rendezvous-local",
     "slurm-nodes-unused",
+    "vllm-server-unreachable",
+    "vllm-server-on-same-gpus",
 )
 """What is wrong with a run here, and may be right on the nodes of a job."""
 

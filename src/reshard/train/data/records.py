@@ -14,6 +14,8 @@ from typing import Any
 
 from reshard.errors import Problem
 from reshard.plain import json_of
+from reshard.train import methods
+from reshard.train.methods import is_rewarded
 
 Row = dict[str, Any]
 
@@ -29,6 +31,7 @@ SHARE_GPT = {
 
 SHAPES = {
     "preference pairs": ("chosen", "rejected"),
+    "rated answers": ("prompt", "completion", "label"),
     "prompt and completion": ("prompt", "completion"),
     "chat": ("messages",),
     "ShareGPT": ("conversations",),
@@ -39,11 +42,7 @@ SHAPES = {
 """The columns by which each shape is known, the more specific first."""
 CHATS = ("chat", "ShareGPT", "Alpaca")
 """Shapes that become `messages`."""
-METHODS = {
-    "sft": ("chat", "ShareGPT", "Alpaca", "prompt and completion", "plain text"),
-    "dpo": ("preference pairs",),
-    "grpo": ("prompts",),
-}
+METHODS = {name: method.shapes for name, method in methods.METHODS.items()}
 """The shapes that each method learns from."""
 DATA_SHAPES = tuple(shape.lower().replace(" ", "-") for shape in METHODS["sft"])
 """Shapes as they are typed, of which a record may fit several."""
@@ -140,7 +139,7 @@ def _answer(value: Any) -> Any:
 
 def seen(row: Row, method: str) -> Row:
     """What becomes tokens of a standard row: GRPO's reward gets all columns, its model the prompt alone."""
-    return {key: row[key] for key in row if key == "prompt"} if method == "grpo" else row
+    return {key: row[key] for key in row if key == "prompt"} if is_rewarded(method) else row
 
 
 def _with_system(messages: Any, system: Any) -> Any:
@@ -278,9 +277,11 @@ def _another_kind(column: str, expected: str, found: Any, where: str) -> Problem
 
 
 def _cure(shape: str | None, method: str) -> str:
-    if method == "dpo":
+    if method == "kto" and shape == "preference pairs":
+        return "write each pair as two records: prompt and chosen as completion with label true, rejected with false"
+    if METHODS[method] == ("preference pairs",):
         return "give two answers to each prompt, or train on one with `reshard train sft`"
-    if method == "grpo" and shape in CHATS:
+    if is_rewarded(method) and shape in CHATS:
         return (
             "keep the turns before the answer as `prompt`; what the reward needs goes into columns of its own"
         )
@@ -292,6 +293,9 @@ def _cure(shape: str | None, method: str) -> str:
 
 
 def _of_column(column: str, value: Any, template: Template, where: str) -> Iterator[Problem]:
+    if column == "label":
+        yield from _of_label(value, where)
+        return
     if isinstance(value, str) and column != "messages":
         yield from _of_text(value, f'"{column}"', where)
         return
@@ -305,6 +309,12 @@ def _of_column(column: str, value: Any, template: Template, where: str) -> Itera
     yield from wrong
     if not wrong:
         yield from _of_turns(value, column, template, where)
+
+
+def _of_label(value: Any, where: str) -> Iterator[Problem]:
+    """Whether an answer is good: a truth value, which numbers and words are not."""
+    if not isinstance(value, bool):
+        yield _another_kind("label", "true for a good answer, false for a bad one", value, where)
 
 
 def _unfit(value: Any, name: str = "", depth: int = 0) -> Iterator[Problem]:

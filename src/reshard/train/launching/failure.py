@@ -28,6 +28,7 @@ from reshard.errors import Problem
 from reshard.shown import escape, escape_lines
 from reshard.train.launching.places import Place
 from reshard.train.launching.provenance import words_of
+from reshard.train.rewards import named
 from reshard.train.run import Run
 from reshard.train.show.monitor import last_checkpoint
 from reshard.train.worker import PROBLEMS
@@ -160,8 +161,8 @@ def signal_name(number: int) -> str:
 def _explained(findings: list[Finding], run: Run) -> list[Finding]:
     """What the log shows, together with what this machine and the reward's script break of it, and nothing else."""
     shown = {finding.code for finding in findings}
-    script = Path(f"{(run.reward or '').partition(':')[0].replace('.', '/')}.py")
-    of_script = diagnose_script(str(script)) if run.reward and script.is_file() else []
+    scripts = [named(each).file for each in run.reward]
+    of_script = [found for script in scripts if script.is_file() for found in diagnose_script(str(script))]
     both = spelled(combined([*findings, *diagnose_environment(), *of_script]), Usage({"reshard"}))
     return [finding for finding in both if finding.code in shown or shown & set(finding.also)]
 

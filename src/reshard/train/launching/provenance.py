@@ -63,7 +63,7 @@ def words_of(run: Run, *, resume: bool = False) -> list[str]:
         )
     words += ["--max-restarts", str(run.ranks.max_restarts)] if run.ranks.max_restarts else []
     words += ["--node-rank", str(run.ranks.node_rank)] if run.ranks.nnodes > 1 else []
-    words += ["--reward", run.reward] if run.reward else []
+    words += [word for each in run.reward for word in ("--reward", each)]
     words += ["--nan-steps", str(run.nan_steps)] if run.nan_steps > 1 else []
     if run.save_on_signal != SECONDS:
         words += ["--save-on-signal", str(run.save_on_signal)]

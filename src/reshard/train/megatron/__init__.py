@@ -26,7 +26,7 @@ from reshard.train.engine import (
     Trained,
     sizes_in_words,
 )
-from reshard.train.megatron import looks, memory
+from reshard.train.megatron import looks, memory, speed
 from reshard.train.megatron.batches import batches, precision
 from reshard.train.megatron.options import known_options, read
 from reshard.train.run import Run
@@ -108,7 +108,9 @@ ENGINE = Engine(
     dtypes=("bf16", "fp16", "fp32"),
     evaluation=_evaluation,
     plan=_plan,
-    estimates=Estimates(memory.parts, memory.parallelisms, memory.savings, memory.smaller_batch),
+    estimates=Estimates(
+        memory.parts, memory.parallelisms, memory.savings, memory.smaller_batch, speed.work_of
+    ),
     checkpoints=Checkpoints(
         pattern="iter_*",
         name=iterations.name_of,

@@ -10,6 +10,7 @@ from reshard.errors import Problem, ReshardError
 from reshard.train.data.indexed import are_indexed
 from reshard.train.engine import Batches, Precision
 from reshard.train.megatron.options import Options, read
+from reshard.train.planning.gpus import has_gpu
 from reshard.train.run import Run
 
 USUAL = 16
@@ -166,13 +167,6 @@ def is_half(options: Options) -> bool:
     if options.fp32 or options.bf16 is False:
         return options.fp16
     return options.fp16 or bool(options.bf16) or has_gpu()
-
-
-def has_gpu() -> bool:
-    """Whether there is a GPU for torch."""
-    import torch
-
-    return bool(torch.cuda.is_available())
 
 
 def uses_transformer_engine(options: Options, layout: Layout) -> bool:

@@ -49,6 +49,13 @@ def parts(
     return always, step, {}
 
 
+def parameters_of(run: Run, options: Options) -> int:
+    """Trained parameters on the rank that holds most of them. Raises ReshardError."""
+    weights = weights_of(run.model, run, options, transformer_engine=_transformer_engine(options), dtype=None)
+    stages = (_held(weights, options, stage, lora=run.lora) for stage in range(run.layout.pp))
+    return max(each.adapters if run.lora else each.dense + each.experts for each in stages)
+
+
 def _transformer_engine(options: Options) -> bool:
     there = find_spec("transformer_engine") is not None
     return there if options.transformer_impl is None else options.transformer_impl == "transformer_engine"

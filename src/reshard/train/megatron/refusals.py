@@ -199,7 +199,7 @@ def missing(given: Mapping[str, Any], *, local: bool) -> Iterator[Problem]:
 
 
 def _has_gpu() -> bool:
-    from reshard.train.megatron.batches import has_gpu
+    from reshard.train.planning.gpus import has_gpu
 
     return has_gpu()
 

@@ -102,14 +102,14 @@ def plan_that_fits(
     The method, the data and LoRA stay as they are: those are for the user to change. The samples of a step stay too.
     `length` is that of the longest sequence, if it is known better than by the options.
     """
-    for flags, other in _candidates(run, world_size):
-        memory = _tried(other, world_size, samples, length, gpu=gpu)
+    for flags, other in candidates(run, world_size):
+        memory = tried(other, world_size, samples, length, gpu=gpu)
         if memory is not None and fits(memory, room):
             return Proposal(flags, memory)
     return None
 
 
-def _tried(run: Run, world_size: int, samples: int, length: int, *, gpu: bool) -> Memory | None:
+def tried(run: Run, world_size: int, samples: int, length: int, *, gpu: bool) -> Memory | None:
     """What another plan takes; None where the engine refuses it."""
     engine = engine_of(run)
     try:
@@ -120,7 +120,7 @@ def _tried(run: Run, world_size: int, samples: int, length: int, *, gpu: bool) -
         return None
 
 
-def _candidates(run: Run, world_size: int) -> Iterator[tuple[tuple[str, ...], Run]]:
+def candidates(run: Run, world_size: int) -> Iterator[tuple[tuple[str, ...], Run]]:
     """Plans beside the one that was asked for, those that cost least first; smaller batches come last."""
     of_engine = engine_of(run).estimates
     nothing: dict[str, object] = {}

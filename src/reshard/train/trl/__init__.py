@@ -1,4 +1,4 @@
-"""The TRL engine: SFT, DPO and GRPO on transformers, TRL, accelerate and PEFT.
+"""The TRL engine: the methods of `methods.py` on transformers, TRL, accelerate and PEFT.
 
 `config_fields.py`, `arithmetic.py`, `looks.py` and `memory.py` are asked before launch, `training.py` is what each rank
 runs. Importing this package imports none of the frameworks.
@@ -22,10 +22,12 @@ from reshard.train.engine import (
     Trained,
     sizes_in_words,
 )
-from reshard.train.run import METHODS, Run
-from reshard.train.trl import looks, memory
+from reshard.train.methods import is_rewarded
+from reshard.train.run import Run
+from reshard.train.trl import looks, memory, speed, vllm
 from reshard.train.trl.arithmetic import batches_of, evaluation_of, precision_of
 from reshard.train.trl.config_fields import known, options_of
+from reshard.train.trl.methods import WAYS
 from reshard.train.trl.rows import learning_of
 from reshard.train.trl.saving import last_complete
 
@@ -56,7 +58,7 @@ def _plan(run: Run, world_size: int) -> list[str]:
 def _reading(run: Run, options: Mapping[str, Any], record: Mapping[str, Any]) -> Reading:
     """GRPO bounds completions alone. TRL looks at the shape of the first record of DPO, and treats others as such."""
     packed = bool(options.get("packing"))
-    limit = None if run.method == "grpo" else int(options.get("max_length") or 0) or None
+    limit = None if is_rewarded(run.method) else int(options.get("max_length") or 0) or None
     learning, mixed = learning_of(options), run.method == "sft"
     return Reading("max_length", limit, learning, packed=packed, full=packed, mixed=mixed)
 
@@ -95,7 +97,7 @@ def _check(run: Run, trained: Trained, final: Path) -> list[Problem]:
 ENGINE = Engine(
     name="trl",
     title="TRL",
-    methods=METHODS,
+    methods=tuple(WAYS),
     packages=(
         *("torch", "transformers", "trl", "accelerate", "peft", "datasets", "tokenizers", "safetensors"),
         *("deepspeed", "flash-attn"),
@@ -110,7 +112,14 @@ ENGINE = Engine(
     dtypes=("dtype",),
     evaluation=lambda run: evaluation_of(options_of(run)),
     plan=_plan,
-    estimates=Estimates(memory.parts, memory.parallelisms, memory.savings, memory.smaller_batch),
+    estimates=Estimates(
+        memory.parts,
+        memory.parallelisms,
+        memory.savings,
+        memory.smaller_batch,
+        speed.work_of,
+        lambda run: vllm.share(options_of(run)),
+    ),
     checkpoints=Checkpoints(
         pattern="checkpoint-*",
         name=lambda step: f"checkpoint-{step}",

@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from reshard.train.methods import is_rewarded
 from reshard.train.run import Run
-from reshard.train.trl import parallelism
-from reshard.train.trl.config_fields import LORA, MODEL, config_class
+from reshard.train.trl import parallelism, reward
+from reshard.train.trl.config_fields import ADDED, LORA, MODEL, config_class
+
+BESIDE = (*LORA, *MODEL, *ADDED)
+"""Options that no config of a trainer has."""
 
 
 def arguments_of(run: Run, options: Mapping[str, Any]) -> Any:
     """SFTConfig, DPOConfig or GRPOConfig. What says what TRL takes anyway is left out, so that nothing warns of it."""
-    own = {name: value for name, value in options.items() if name not in (*LORA, *MODEL)}
+    own = {name: value for name, value in options.items() if name not in BESIDE}
     stated = _stated(run, own)
     stated.pop("assistant_only_loss", None)  # TRL gets labels
-    if run.method == "grpo" and stated.get("generation_batch_size"):
+    if is_rewarded(run.method) and stated.get("generation_batch_size"):
         stated["generation_batch_size"] = int(stated["generation_batch_size"]) * run.layout.tp
+    if run.reward and (weights := reward.weights(run.reward)):
+        stated["reward_weights"] = weights
     arguments = config_class(run.method)(
         **stated,
         output_dir=str(run.output),
@@ -25,7 +31,7 @@ def arguments_of(run: Run, options: Mapping[str, Any]) -> Any:
     )
     if policy := parallelism.precision(run, options):
         arguments.fsdp_plugin_args["mixed_precision_policy"] = policy
-    if run.method == "grpo":
+    if is_rewarded(run.method):
         # TRL counts tensor parallel ranks as if each saw other prompts, and would skip some and repeat others.
         arguments.generation_batch_size //= run.layout.tp
     return arguments
@@ -47,12 +53,9 @@ def _stated(run: Run, own: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _of_reference(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What TRL loads a reference model with. Where there is none, only what can be written as JSON by trackers."""
-    given = model_arguments(run, options)
-    if not parallelism.has_reference(run, options):
-        given.pop("distributed_config", None)
-    return given
+def _of_reference(run: Run, options: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What TRL loads a reference model with; nothing where there is none, for the model is loaded already."""
+    return model_arguments(run, options) if parallelism.has_reference(run, options) else None
 
 
 def model_arguments(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:

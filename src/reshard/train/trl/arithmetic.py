@@ -12,6 +12,7 @@ from reshard.doctor.spelling import Usage, spelled
 from reshard.errors import Problem, ReshardError
 from reshard.formats.companions import CONFIG
 from reshard.train.engine import Batches, Precision
+from reshard.train.methods import is_rewarded
 from reshard.train.run import Run
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -26,7 +27,7 @@ def batches_of(run: Run, options: Mapping[str, Any], world_size: int, samples: i
     per_device = int(options["per_device_train_batch_size"])
     accumulation = int(options["gradient_accumulation_steps"])
     step = per_device * accumulation * replicas
-    if run.method == "grpo":
+    if is_rewarded(run.method):
         problems = [*_groups(options, step, replicas), *_evaluated_groups(run, options, replicas)]
     if problems:
         raise ReshardError(problems)
@@ -61,7 +62,7 @@ def _beside_tensor_parallelism(run: Run, world_size: int) -> Iterator[Problem]:
     """What transformers' FSDP2, by which groups of tensor parallel ranks share the model, is not known to do right."""
     wrong = {
         "--lora": run.lora,  # adapters are made when the model is sharded: nobody averages their gradients
-        "grpo": run.method == "grpo",
+        run.method.upper(): is_rewarded(run.method),
         f"--ep {run.layout.ep}": run.layout.ep > 1,
         "--eval-data": run.eval_data is not None,  # accelerate counts some of the records twice
         "a head that is tied to the embedding": _is_tied(run),  # its second step has another loss
@@ -142,7 +143,7 @@ def evaluation_of(options: Mapping[str, Any]) -> str:
 
 def _rows(run: Run, options: Mapping[str, Any], step: int, samples: int) -> int:
     """Rows that pass in an epoch. GRPO draws whole generations, and repeats each prompt for its group."""
-    if run.method != "grpo":
+    if not is_rewarded(run.method):
         return samples
     group = int(options["num_generations"])
     prompts = _generated(options, step) // group
@@ -151,7 +152,7 @@ def _rows(run: Run, options: Mapping[str, Any], step: int, samples: int) -> int:
 
 def _length(run: Run, options: Mapping[str, Any]) -> int:
     """Tokens of a sequence, at most; of GRPO those of a completion, since TRL bounds no prompt."""
-    return int(options["max_completion_length" if run.method == "grpo" else "max_length"] or 0)
+    return int(options["max_completion_length" if is_rewarded(run.method) else "max_length"] or 0)
 
 
 def precision_of(run: Run, options: Mapping[str, Any]) -> Precision:

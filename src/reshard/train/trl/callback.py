@@ -9,6 +9,7 @@ from typing import Any
 
 from reshard.train import signals
 from reshard.train.engine import Monitor
+from reshard.train.methods import is_rewarded
 from reshard.train.run import Run
 from reshard.train.trl.assertions import Motion, assert_plan
 
@@ -53,7 +54,7 @@ def callback_of(run: Run, monitor: Monitor) -> Any:
             if not logs or "loss" not in logs:
                 return
             tokens, self._tokens = logs.get("num_tokens", 0) - self._tokens, logs.get("num_tokens", 0)
-            if run.method == "grpo":
+            if is_rewarded(run.method):
                 tokens /= run.layout.tp  # which TRL counts on each rank; SFT and DPO divide by themselves
             monitor.step(
                 state.global_step, **_measured(logs, COUNTED), tokens=float(tokens), memory=float(_memory())

@@ -1,10 +1,10 @@
-"""Options by their own names: the fields of SFTConfig, DPOConfig and GRPOConfig, and those of ModelConfig for LoRA."""
+"""Options by their own names: the fields of the config of a method, and those of ModelConfig for LoRA."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, get_args, get_type_hints
 
 from reshard.doctor.history.calls import refused
@@ -16,8 +16,8 @@ from reshard.train.engine import Option
 from reshard.train.names import ALIASES, nearest
 from reshard.train.run import Run
 from reshard.train.trl import defaults, limits, packages, refusals, reward
+from reshard.train.trl.methods import WAYS
 
-CONFIGS = {"sft": "SFTConfig", "dpo": "DPOConfig", "grpo": "GRPOConfig"}
 LORA = (
     *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"),
     *("lora_modules_to_save", "use_rslora", "use_dora"),
@@ -26,24 +26,34 @@ MODEL = ("dtype", "attn_implementation")
 """Fields of TRL's ModelConfig that are taken."""
 
 
+@dataclass
+class Added:
+    """Options of our own, for what a package has and no config of TRL asks for."""
+
+    loraplus_lr_ratio: float | None = field(
+        default=None,
+        metadata={
+            "help": "LoRA+: how many times the learning rate of lora_A that of lora_B is; 16 is usual."
+        },
+    )
+
+
+ADDED = tuple(each.name for each in fields(Added))
+
+
 def config_class(method: str) -> Any:
     """TRL's config of a method."""
-    import trl
-
-    return getattr(trl, CONFIGS[method])
+    return WAYS[method].config_class()
 
 
 def _fields(method: str) -> dict[str, Field[Any]]:
-    """Every field by name: the method's config, then what is taken of ModelConfig."""
+    """Every field by name: the method's config, then what is taken of ModelConfig, then ours."""
     from trl import ModelConfig
 
-    own = {
-        field.name: field
-        for field in fields(config_class(method))
-        if field.init and field.name not in ALIASES
-    }
-    model = {field.name: field for field in fields(ModelConfig) if field.name in (*LORA, *MODEL)}
-    return own | model
+    own = {each.name: each for each in fields(config_class(method)) if each.init and each.name not in ALIASES}
+    taken = (*LORA, *MODEL)
+    model = {each.name: each for each in fields(ModelConfig) if each.name in taken}
+    return own | model | {each.name: each for each in fields(Added)}
 
 
 def known(method: str) -> list[Option]:
@@ -64,7 +74,7 @@ def _hints(method: str) -> dict[str, Any]:
     """The type of every field by name."""
     from trl import ModelConfig
 
-    return get_type_hints(ModelConfig) | get_type_hints(config_class(method))
+    return get_type_hints(ModelConfig) | get_type_hints(config_class(method)) | get_type_hints(Added)
 
 
 def _default(field: Field[Any]) -> Any:
@@ -98,7 +108,7 @@ def options_of(run: Run) -> dict[str, Any]:
     problems += limits.wrong_values(typed, run.options)
     problems += refusals.contradictions(run, typed)
     if run.reward:
-        problems += reward.problems(run.reward)
+        problems += reward.problems(run.reward, typed.get("reward_weights"))
     stated = {name: _default(field) for name, field in there.items()}
     problems += packages.lacking(typed, stated | typed)
     if problems:
@@ -122,11 +132,11 @@ def _unknown(run: Run, there: Mapping[str, Any]) -> Iterator[Problem]:
     for name in run.options:
         if name in there or name in refusals.REFUSED:
             continue
-        other = _of_other_release(CONFIGS[run.method], name)
+        other = _of_other_release(WAYS[run.method].config, name)
         cure = other or nearest(name, names, _ELSEWHERE) or "--options lists those that there are"
         yield Problem(
             "option-not-in-config",
-            f"{CONFIGS[run.method]} has no option {name}",
+            f"{WAYS[run.method].config} has no option {name}",
             found=f"--{name} {run.options[name]}",
             remedy=cure,
         )
@@ -183,7 +193,10 @@ def _parser(method: str) -> Any:
             raise ValueError(message)
 
     return Parser(
-        [config_class(method), ModelConfig], add_help=False, conflict_handler="resolve", allow_abbrev=False
+        [config_class(method), ModelConfig, Added],
+        add_help=False,
+        conflict_handler="resolve",
+        allow_abbrev=False,
     )
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from math import ceil
 from typing import Any
 
-from reshard.doctor.environment import look_around
+from reshard.train.methods import is_rewarded
+from reshard.train.planning.gpus import capability, has_gpu
 from reshard.train.run import Run
 
 ALWAYS: dict[str, Any] = {
@@ -53,18 +54,11 @@ def of_evaluation(run: Run, told: Mapping[str, Any], typed: Mapping[str, Any]) -
         return {}
     strategy = str(typed.get("eval_strategy") or ("steps" if typed.get("eval_steps") else "epoch"))
     at_a_time = int(told["per_device_train_batch_size"])
-    if run.method == "grpo":
+    if is_rewarded(run.method):
         group = int(told["num_generations_eval"] or told["num_generations"])
         at_a_time = ceil(at_a_time / group) * group  # a prompt's completions on one rank
     often = {"eval_steps": EVAL_STEPS} if strategy == "steps" and "logging_steps" not in typed else {}
     return {"eval_strategy": strategy, "per_device_eval_batch_size": at_a_time, **often}
-
-
-def has_gpu() -> bool:
-    """Whether torch sees a GPU; asks the driver only, so that this process takes no memory there."""
-    import torch
-
-    return bool(torch.cuda.device_count())
 
 
 def _half(typed: Mapping[str, Any], gpu: bool) -> str | None:
@@ -74,8 +68,8 @@ def _half(typed: Mapping[str, Any], gpu: bool) -> str | None:
             return half
     if not gpu or typed.get("bf16") is False:
         return None
-    capability = look_around().capability
-    if capability is not None and capability < BF16_CAPABILITY:
+    least = capability()
+    if least is not None and least < BF16_CAPABILITY:
         return None if typed.get("fp16") is False else "float16"
     return "bfloat16"
 

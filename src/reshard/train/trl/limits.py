@@ -12,7 +12,7 @@ from reshard.suggest import did_you_mean
 POSITIVE = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "logging_steps"),
     *("max_length", "max_completion_length", "generation_batch_size", "steps_per_generation"),
-    *("num_iterations", "lora_r", "lora_alpha"),
+    *("num_iterations", "lora_r", "lora_alpha", "loraplus_lr_ratio"),
     *("eval_steps", "per_device_eval_batch_size", "eval_accumulation_steps", "num_generations_eval"),
 )
 """Numbers that have to be greater than 0 where they are not None."""

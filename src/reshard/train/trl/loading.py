@@ -11,6 +11,7 @@ from reshard.errors import Problem, ReshardError
 from reshard.formats.companions import CONFIG, read_object
 from reshard.train.run import Run
 from reshard.train.trl.arguments import model_arguments
+from reshard.train.trl.methods import WAYS
 from reshard.train.trl.weights import adapter_parameters
 
 
@@ -92,8 +93,9 @@ def model_of(run: Run, options: Mapping[str, Any], checkpoint: Path | None) -> A
     An adapter's weights are loaded later, when TRL has made the adapter. Whatever the weights came from, the model
     says that it is the base: TRL makes the reference model of what it says.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import set_seed
 
+    way = WAYS[run.method]
     if run.parallel == "fsdp2":
         # transformers looks for this variable of `accelerate launch`, together with what TrainingArguments has set.
         os.environ["ACCELERATE_USE_FSDP"] = "true"
@@ -102,8 +104,9 @@ def model_of(run: Run, options: Mapping[str, Any], checkpoint: Path | None) -> A
     given = model_arguments(run, options)
     if own:
         given["dtype"] = "auto"  # as they were saved: FSDP2 trains in float32 what was loaded in 16 bits
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, trust_remote_code=bool(options["trust_remote_code"]), **given
+    set_seed(int(options["seed"]))  # as TRL does: what the folder has not is drawn, alike on all ranks
+    model = way.model_class().from_pretrained(
+        folder, trust_remote_code=bool(options["trust_remote_code"]), **way.model_arguments, **given
     )
     model.config._name_or_path = str(run.model)
     model.name_or_path = str(run.model)

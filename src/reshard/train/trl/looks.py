@@ -12,14 +12,26 @@ from reshard.doctor.finding import Text
 from reshard.errors import Problem
 from reshard.train.findings import in_short, without_bf16
 from reshard.train.run import Run
+from reshard.train.trl import vllm
 from reshard.train.trl.config_fields import options_of
+from reshard.train.trl.methods import WAYS
 
 RULES = ("env-device-map-tp", "env-accelerate-fsdp2-lora", "env-trl-transformers")
 """Rules of the environment that can break a run. Those about launches do not: reshard sets these itself."""
 
 
 def asked(run: Run) -> Iterator[Problem]:
-    """Sizes of a layout that TRL does not have here, or that contradict each other."""
+    """Sizes of a layout that TRL does not have here, or that contradict each other; plans that a method has not."""
+    way = WAYS[run.method]
+    if run.parallel not in way.plans:
+        yield Problem(
+            "trl-method-plan-unsupported",
+            f"{way.name} does not run under this plan",
+            rule=way.why,
+            expected=f"--parallel {', '.join(way.plans)}",
+            found=f"--parallel {run.parallel}",
+            remedy=f"use --parallel {way.plans[0]}, with --lora or --gradient_checkpointing if memory is short",
+        )
     alien = [name for name in ("pp", "vpp", "cp") if getattr(run.layout, name) > 1]
     if alien:
         yield Problem(
@@ -43,6 +55,7 @@ def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> I
     found = diagnose_environment(environment)
     yield from (in_short(finding) for finding in found if finding.code in RULES)
     yield from _packed(options)
+    yield from vllm.problems(run, options, environment)
     if not environment.gpus or options.get("use_cpu"):
         return
     flash = str(options.get("attn_implementation")).startswith("flash")

@@ -13,12 +13,14 @@ from typing import Any
 
 from reshard.algebra.layout import Layout
 from reshard.errors import ReshardError
-from reshard.formats.companions import read_object
+from reshard.formats.companions import CONFIG, read_object
 from reshard.train.engine import Batches, Parts, Precision
 from reshard.train.memory import activations
 from reshard.train.memory.activations import Kept, Widths
+from reshard.train.methods import is_rewarded
 from reshard.train.run import Run
 from reshard.train.trl.config_fields import LORA, options_of
+from reshard.train.trl.methods import WAYS
 
 HEAD_TOKENS, HEAD_COLUMNS = 4096, 32768
 """The tile of logits that TRL 1.16 computes at a time: `trl.kernels.chunked_logprob`, `trl.trainer.utils`."""
@@ -59,12 +61,14 @@ def sizes_of(run: Run, options: Mapping[str, Any]) -> Sizes:
     named = ((name, options.get(name)) for name in LORA)
     hashable = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in named)
     trusted = bool(options.get("trust_remote_code"))
-    return _sizes(run.model, trusted, run.lora, hashable if run.lora else ())
+    return _sizes(run.model, trusted, run.lora, hashable if run.lora else (), WAYS[run.method].classifies)
 
 
 @lru_cache(maxsize=8)
-def _sizes(folder: Path, trusted: bool, lora: bool, options: tuple[tuple[str, Any], ...]) -> Sizes:
-    model = on_meta(folder, trusted=trusted)
+def _sizes(
+    folder: Path, trusted: bool, lora: bool, options: tuple[tuple[str, Any], ...], classifies: bool = False
+) -> Sizes:
+    model = on_meta(folder, trusted=trusted, classifies=classifies)
     plan = dict(getattr(model, "tp_plan", None) or {})
     if lora:
         model = _adapted(model, dict(options))
@@ -92,15 +96,18 @@ def _sizes(folder: Path, trusted: bool, lora: bool, options: tuple[tuple[str, An
     )
 
 
-def on_meta(folder: Path, *, trusted: bool) -> Any:
+def on_meta(folder: Path, *, trusted: bool, classifies: bool = False) -> Any:
     """The model of a folder without its weights. Code that the folder brings is run only if it is trusted."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    kind, labels = AutoModelForCausalLM, {}
+    if classifies:
+        kind, labels = AutoModelForSequenceClassification, {"num_labels": 1}
     try:
-        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trusted)
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trusted, **labels)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
+            return kind.from_config(config, trust_remote_code=trusted)
     except Exception as error:  # whatever a config makes transformers raise
         raise ReshardError(
             "transformers-cannot-build",
@@ -216,7 +223,7 @@ def parts(
         base=BYTES.get(str(options.get("dtype")), 4) if run.lora else precision.weights,
     )
     always, step = _states(case), _step(case)
-    return _there(always), _there(step), _there(_generation(case) if run.method == "grpo" else {})
+    return _there(always), _there(step), _there(_generation(case) if is_rewarded(run.method) else {})
 
 
 def _there(parts: Parts) -> Parts:
@@ -233,6 +240,7 @@ def _states(case: _Case) -> dict[str, int]:
     return {
         "weights": (frozen * case.base + trained * precision.weights) // all_split,
         "reference model": _reference(case) // all_split,
+        "teacher": _teacher(case),
         "gradients": trained * precision.gradients // states_split,
         "optimizer": trained * precision.optimizer // states_split,
         "gathered layers": _gathered(case) // case.tp if all_split > 1 or kind in ("fsdp2", "zero3") else 0,
@@ -242,12 +250,23 @@ def _states(case: _Case) -> dict[str, int]:
 
 def _reference(case: _Case) -> int:
     """The model that DPO, and GRPO with a beta, compare with; with LoRA it is the base without its adapters."""
-    beta = case.run.method == "dpo" or float(case.options.get("beta") or 0)
+    compared = WAYS[case.run.method].reference(case.options)
     before = case.options.get("precompute_ref_log_probs") and case.kind != "fsdp2"
-    if case.run.lora or case.run.method == "sft" or not beta or before:
+    if case.run.lora or not compared or before:
         return 0
     split = case.sizes.split // case.tp
     return (case.sizes.all - case.sizes.split + split) * case.precision.weights
+
+
+def _teacher(case: _Case) -> int:
+    """The model that is learned from, whole on each rank, in the dtype that its folder has."""
+    way = WAYS[case.run.method]
+    if not way.teacher:
+        return 0
+    folder = Path(str(case.options.get(way.teacher) or case.run.model))
+    config = read_object(folder / CONFIG)
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    return _sizes(folder, bool(case.options.get("trust_remote_code")), False, ()).all * BYTES.get(dtype, 4)
 
 
 def _gathered(case: _Case) -> int:
@@ -267,7 +286,7 @@ def _buckets(kind: str, trained: int, precision: Precision) -> int:
 def _step(case: _Case) -> dict[str, int]:
     """Activations, a tile of logits, and weights cast to 16 bits, which autocast keeps for the backward pass."""
     batches, precision, widths = case.batches, case.precision, case.widths
-    sequences = batches.per_device * (2 if case.run.method == "dpo" else 1)
+    sequences = batches.per_device * sequences_of(case.run)
     tokens = sequences * batches.length
     kept = Kept(
         computed=precision.activations,
@@ -291,6 +310,11 @@ def _step(case: _Case) -> dict[str, int]:
     }
 
 
+def sequences_of(run: Run) -> int:
+    """Sequences of a sample that pass through the model at a time."""
+    return WAYS[run.method].sequences
+
+
 def _casts(case: _Case) -> int:
     """Autocast keeps a copy of each weight that has 32 bits until the backward pass has used it.
 
@@ -309,7 +333,11 @@ def _logits(case: _Case, tokens: int) -> int:
 
     Both gradients are summed in float32. On a GPU a kernel works in the tile; on a CPU six more in float32 are made.
     """
-    widths, computed = case.widths, case.precision.activations
+    widths, computed, way = case.widths, case.precision.activations, WAYS[case.run.method]
+    if way.classifies:
+        return 0
+    if way.whole_logits:
+        return tokens * widths.vocab * (computed + 4 * way.whole_logits)
     rows, columns = min(tokens, HEAD_TOKENS), min(widths.vocab, HEAD_COLUMNS)
     tile = rows * HEAD_COLUMNS * computed + (0 if case.gpu else 6 * rows * columns * 4)
     cast = columns * widths.hidden * computed if case.precision.weights != computed else 0
@@ -320,6 +348,8 @@ def _logits(case: _Case, tokens: int) -> int:
 def _generation(case: _Case) -> dict[str, int]:
     """Keys and values of all tokens of the completions that a rank samples at a time."""
     batches, widths = case.batches, case.widths
+    if case.options.get("use_vllm"):
+        return {}  # they lie in its part of the GPU
     rounds = int(case.options.get("steps_per_generation") or batches.accumulation)
     tokens = batches.per_device * rounds * batches.length
     width = widths.layers * (widths.key + widths.value)
@@ -340,6 +370,10 @@ def parallelisms(run: Run, world_size: int) -> Iterator[tuple[tuple[str, ...], R
             yield (f"--parallel {kind}",), replace(run, parallel=kind)
     if world_size > 1 and run.parallel == "tp":
         yield ("--parallel fsdp2",), replace(run, parallel="fsdp2", layout=Layout())
+    if run.parallel == "ddp":
+        for size in (2, 4, 8):
+            if world_size % size == 0:
+                yield (f"--parallel tp --tp {size}",), replace(run, parallel="tp", layout=Layout(tp=size))
 
 
 def savings(run: Run) -> Iterator[dict[str, object]]:
@@ -353,6 +387,6 @@ def smaller_batch(run: Run) -> dict[str, object]:
     """One sample at a time, and as many in a step as before; the groups of GRPO stay as they are."""
     options = options_of(run)
     size, steps = int(options["per_device_train_batch_size"]), int(options["gradient_accumulation_steps"])
-    if size == 1 or run.method == "grpo":
+    if size == 1 or is_rewarded(run.method):
         return {}
     return {"per_device_train_batch_size": 1, "gradient_accumulation_steps": size * steps}

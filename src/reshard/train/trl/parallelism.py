@@ -9,6 +9,7 @@ from typing import Any
 from reshard.errors import ReshardError
 from reshard.train.run import Run
 from reshard.train.trl import devices
+from reshard.train.trl.methods import WAYS
 
 
 def arguments(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,9 +52,7 @@ def precision(run: Run, options: Mapping[str, Any]) -> Any:
 
 def has_reference(run: Run, options: Mapping[str, Any]) -> bool:
     """Whether TRL holds a second model: with LoRA the base is the reference."""
-    if run.lora or run.method == "sft":
-        return False
-    return run.method == "dpo" or float(options["beta"]) != 0
+    return not run.lora and WAYS[run.method].reference(options)
 
 
 def zero(stage: int) -> dict[str, Any]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from reshard.errors import Problem, ReshardError
 from reshard.formats.companions import CONFIG, read_object
 from reshard.train.run import Run
+from reshard.train.trl.methods import WAYS
 
 _PLAN = "reshard spreads the model by itself, and asserts that it did"
 REFUSED: dict[str, tuple[str, str]] = {
@@ -141,6 +143,26 @@ def _adapted_experts(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
         )
 
 
+_NOT_SPLIT = {
+    "use_dora": "PEFT adds the adapter to weights that ranks hold in parts, which torch refuses",
+    "loraplus_lr_ratio": "its optimizer updates parameters that are split and others together, which torch refuses",
+}
+"""Relatives of LoRA that fail with tensor parallel ranks (PEFT 0.21), and why."""
+
+
+def _adapted_in_parts(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
+    """Relatives of LoRA where each rank holds a part of a weight."""
+    for name, why in _NOT_SPLIT.items():
+        if run.parallel == "tp" and typed.get(name):
+            yield Problem(
+                "lora-relative-tensor-parallel",
+                f"--{name} does not go with --parallel tp",
+                rule=why,
+                found=f"--{name} {typed[name]} --parallel tp",
+                remedy=f"use --parallel fsdp2, or leave out --{name}",
+            )
+
+
 def _divided(run: Run) -> Iterator[Problem]:
     """Sizes of the model that tensor parallel ranks share evenly: each computes whole heads, and whole experts."""
     file = run.model / CONFIG
@@ -166,13 +188,79 @@ def _divided(run: Run) -> Iterator[Problem]:
             )
 
 
+def _of_method(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
+    """What a method has no use for, though its config takes it."""
+    way = WAYS[run.method]
+    if way.classifies and run.lora:
+        yield Problem(
+            "reward-model-adapters",
+            "adapters of a reward model are not supported",
+            rule="its head is new and has to be trained whole, and such an adapter cannot be merged here",
+            found=f"--lora with {run.method}",
+            remedy="leave out --lora; --parallel fsdp2 or zero3 shards what does not fit",
+        )
+    if way.teacher:
+        yield from _teacher(run, way.teacher, typed.get(way.teacher))
+    for name in typed:
+        if name in way.unread:
+            yield Problem(
+                "option-not-read-by-trainer",
+                f"--{name} has no effect on {run.method.upper()}",
+                rule=f"{way.config} inherits it, and TRL's {way.name}Trainer does not read it",
+                found=f"--{name} {typed[name]}",
+                remedy="leave it out",
+            )
+
+
+def _teacher(run: Run, name: str, given: Any) -> Iterator[Problem]:
+    """The folder of the model to learn from: it is there, and has the vocabulary of the model."""
+    if not given:
+        yield Problem(
+            "teacher-missing",
+            f"{run.method.upper()} needs a teacher",
+            found=f"no --{name}",
+            remedy=f"name the folder of a larger model with the same tokenizer: --{name} DIR",
+        )
+        return
+    folder = Path(str(given))
+    if not (folder / CONFIG).is_file():
+        yield Problem(
+            "teacher-not-hugging-face",
+            "the teacher is not a Hugging Face model folder",
+            file=str(folder),
+            expected="a folder with config.json and weights",
+            remedy=f"correct --{name}",
+        )
+        return
+    if not (run.model / CONFIG).is_file():
+        return  # said of the model's folder
+    ours, theirs = _vocabulary(run.model), _vocabulary(folder)
+    if ours != theirs:
+        yield Problem(
+            "teacher-vocabulary-differs",
+            "the teacher has another vocabulary",
+            file=str(folder),
+            rule="the probabilities of the same tokens are compared",
+            expected=f"vocab_size {ours}, as {run.model.name} has",
+            found=f"vocab_size {theirs}",
+            remedy="take a teacher of the same family",
+        )
+
+
+def _vocabulary(folder: Path) -> Any:
+    config = read_object(folder / CONFIG)
+    return {**config, **(config.get("text_config") or {})}.get("vocab_size")
+
+
 def contradictions(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
     """What cannot be together with the rest of the run."""
     yield from _adapted_experts(run, typed)
+    yield from _adapted_in_parts(run, typed)
     yield from _divided(run)
+    yield from _of_method(run, typed)
     if not run.lora:
         for name in typed:
-            if name.startswith("lora_") or name in ("use_rslora", "use_dora"):
+            if name.startswith("lora") or name in ("use_rslora", "use_dora"):
                 yield Problem(
                     "lora-option-without-lora",
                     f"--{name} without --lora",

@@ -19,6 +19,7 @@ from reshard.stores.hub import name_of, url_of
 from reshard.train.run import RECORD, Run
 from reshard.train.trl import weights
 from reshard.train.trl.devices import rank
+from reshard.train.trl.methods import WAYS
 
 SHARD = 5 << 30
 """Bytes of a file of weights, at most, and so of what is held before it is written."""
@@ -112,7 +113,22 @@ def _beside(run: Run, model: Any, tokenizer: Any, folder: Path) -> None:
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         known = [name for name in ("dtype", "torch_dtype") if name in content] or ["torch_dtype"]
         content.update(dict.fromkeys(known, dtype))
+        content.update(_of_classifier(model) if WAYS[run.method].classifies else {})
     (folder / CONFIG).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _of_classifier(model: Any) -> dict[str, Any]:
+    """What the config of a model that classifies says beside that of its base, whose head was another."""
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSES
+
+    config = model.config
+    labels = {str(number): name for number, name in config.id2label.items()}
+    return {
+        "architectures": [CLASSES[type(config)].__name__],
+        "id2label": labels,
+        "label2id": dict(config.label2id),
+        "pad_token_id": config.get_text_config().pad_token_id,
+    }
 
 
 def _changed(run: Run, tokenizer: Any) -> bool:

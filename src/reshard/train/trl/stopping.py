@@ -10,6 +10,7 @@ from reshard.train import signals
 from reshard.train.collective import highest
 from reshard.train.divergence import Divergence, assert_finite, beginnings, diverged, few
 from reshard.train.engine import Monitor
+from reshard.train.methods import is_rewarded
 from reshard.train.run import Run
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class Stopping(Base):  # type: ignore[misc]
 
     def _between_samples(self) -> bool:
         """Whether a run could go on from here as if it had not stopped: GRPO answers anew when it is resumed."""
-        if self.asked.method != "grpo":
+        if not is_rewarded(self.asked.method):
             return True
         every = self.args.steps_per_generation * self.args.num_iterations
         return bool(every <= self.args.gradient_accumulation_steps or self._step % every == 0)

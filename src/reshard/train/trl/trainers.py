@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ReshardError
 from reshard.train.engine import Monitor
+from reshard.train.methods import is_rewarded
 from reshard.train.run import Run
 from reshard.train.trl import devices, loading, reward, saving
 from reshard.train.trl.evaluating import Evaluating
+from reshard.train.trl.methods import WAYS
 from reshard.train.trl.rows import Data
 from reshard.train.trl.stopping import Stopping
 
-TRAINERS = {"sft": "SFTTrainer", "dpo": "DPOTrainer", "grpo": "GRPOTrainer"}
 SHARDED = ("fsdp2", "tp")
 """Plans whose parameters are DTensors, and so are the states of their optimizers."""
 
@@ -32,7 +33,27 @@ class Saving(Base):  # type: ignore[misc]
 
     asked: Run
     monitor: Monitor
+    loraplus: float | None = None
+    """How many times the learning rate of lora_A that of lora_B is."""
     last_saved: Path | None = None
+    optimizer: Any
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Transformers', or PEFT's with two learning rates."""
+        if self.loraplus is None or self.optimizer is not None:
+            return super().create_optimizer(model)
+        from peft.optimizers import create_loraplus_optimizer
+
+        model = self.model if model is None else model
+        kind, given = self.get_optimizer_cls_and_kwargs(self.args, model)
+        decay = self.args.weight_decay
+        self.optimizer = create_loraplus_optimizer(
+            model, kind, loraplus_lr_ratio=self.loraplus, loraplus_weight_decay=decay, **given
+        )
+        # PEFT makes groups of nothing, whose states torch's distributed checkpoint does not load.
+        groups = self.optimizer.param_groups
+        groups[:] = [group for group in groups if group["params"]]
+        return self.optimizer
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Weights, config and tokenizer. All ranks must call it."""
@@ -84,12 +105,28 @@ class Saving(Base):  # type: ignore[misc]
         """Nothing: the weights were loaded from there to begin with."""
 
 
-def trainer_class(run: Run, monitor: Monitor) -> Any:
-    """TRL's trainer of a method, whose checkpoints are complete by themselves."""
-    import trl
+class Counted(Base):  # type: ignore[misc]
+    """What is put before a trainer that divides its loss by the tokens of all ranks.
 
-    base = getattr(trl, TRAINERS[run.method])
-    return type(base.__name__, (Stopping, Saving, Evaluating, base), {"asked": run, "monitor": monitor})
+    The gradients of ranks are averaged, so that their number is missing: transformers' own loss has it.
+    """
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """TRL's, times the ranks."""
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
+
+
+def trainer_class(run: Run, monitor: Monitor, loraplus: float | None = None) -> Any:
+    """TRL's trainer of a method, whose checkpoints are complete by themselves."""
+    base = WAYS[run.method].trainer_class()
+    own = {"asked": run, "monitor": monitor, "loraplus": loraplus}
+    own_bases = (Stopping, Saving, Evaluating, *((Counted,) if WAYS[run.method].counted else ()))
+    return type(base.__name__, (*own_bases, base), own)
 
 
 def trainer_of(
@@ -107,17 +144,20 @@ def trainer_of(
 
     if options.get("packing"):
         check_packing(run, model)
-    more: dict[str, Any] = {"reward_funcs": reward.load(str(run.reward))} if run.method == "grpo" else {}
+    way, rewarded = WAYS[run.method], is_rewarded(run.method)
+    more: dict[str, Any] = {"reward_funcs": [reward.load(each) for each in run.reward]} if rewarded else {}
     shared = run.lora or bool(options.get("precompute_ref_log_probs"))
-    if run.method == "dpo" and run.parallel == "fsdp2" and not shared:
+    if way.reference(options) and not rewarded and run.parallel == "fsdp2" and not shared:
         more["ref_model"] = loading.reference_of(run, options)
+    if way.teacher:
+        more["teacher_model"] = str(options[way.teacher])
     if run.lora:
         more["peft_config"] = loading.adapter_config(options)
     save_only, arguments.save_only_model = (
         arguments.save_only_model,
         run.parallel == "tp" or arguments.save_only_model,
     )
-    trainer = trainer_class(run, monitor)(
+    trainer = trainer_class(run, monitor, options["loraplus_lr_ratio"])(
         model=model,
         args=arguments,
         train_dataset=data.train,
@@ -132,7 +172,7 @@ def trainer_of(
     arguments.save_only_model = save_only
     if run.lora and run.layout.tp > 1:
         loading.mend_adapter(trainer.model)
-    if run.method == "grpo" and run.layout.tp > 1:
+    if rewarded and run.layout.tp > 1:
         _seed_alike(run, arguments)
     trainer.remove_callback(
         PrinterCallback

@@ -1,0 +1,51 @@
+"""Rewards as they are named: `module:function` or `file.py:function`, and a weight behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from reshard.errors import ReshardError
+
+
+@dataclass(frozen=True)
+class Named:
+    """The name of a reward. `source` is a module, or a file that ends in .py."""
+
+    source: str
+    function: str
+    weight: float | None = None
+
+    @property
+    def file(self) -> Path:
+        """Where its code lies, if it lies in the folder of the run: a module may be installed instead."""
+        return Path(self.source if self.in_file else f"{self.source.replace('.', '/')}.py")
+
+    @property
+    def in_file(self) -> bool:
+        """Whether it is named by its file."""
+        return self.source.endswith(".py")
+
+
+def named(text: str) -> Named:
+    """What a `--reward` names. Raises ReshardError."""
+    source, _, rest = text.partition(":")
+    function, _, weight = rest.partition(":")
+    if not (source and function.isidentifier()):
+        raise ReshardError(
+            "reward-names-no-function",
+            "--reward names no function",
+            found=text,
+            expected="module:function, or FILE.py:function; a weight may follow, as rewards:score:0.5",
+            remedy="as rewards:score for rewards.py",
+        )
+    try:
+        return Named(source, function, float(weight) if weight else None)
+    except ValueError:
+        raise ReshardError(
+            "reward-weight-no-number",
+            "the weight of a reward is no number",
+            found=text,
+            expected=f"{source}:{function}:0.5",
+            remedy="correct it, or leave it out: it is 1 then",
+        ) from None

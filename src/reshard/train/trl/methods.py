@@ -1,0 +1,116 @@
+"""How TRL trains with each method: the trainer, its config, and what it holds beside the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from reshard.train.run import PARALLEL
+
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One method of TRL. `module` has the trainer and its config, named after `name`.
+
+    `sequences` pass through the model for each sample at a time. `reference` says whether the model is compared with
+    itself as it was, `teacher` is the option that names a model to learn from. The model of one that `classifies` has
+    one number for each sequence as its head. One that makes `whole_logits` has them for all tokens of a batch at once,
+    so often in float32; others make them tile by tile. The loss of one that is `counted` is divided by the tokens of
+    all ranks, and TRL does not multiply it with their number. It trains under `plans`, and not under others, and `why`.
+    Its config has options that its trainer does not read: those are `unread`.
+    """
+
+    name: str
+    module: str = "trl"
+    sequences: int = 1
+    reference: Callable[[Options], bool] = lambda options: False
+    teacher: str | None = None
+    classifies: bool = False
+    whole_logits: int = 0
+    counted: bool = False
+    plans: tuple[str, ...] = PARALLEL
+    why: str = ""
+    unread: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> str:
+        """The name of its config."""
+        return f"{self.name}Config"
+
+    @property
+    def experimental(self) -> bool:
+        """Whether TRL promises nothing for it."""
+        return ".experimental." in self.module
+
+    def trainer_class(self) -> Any:
+        """TRL's trainer."""
+        return getattr(self._imported(), f"{self.name}Trainer")
+
+    def config_class(self) -> Any:
+        """TRL's config."""
+        return getattr(self._imported(), self.config)
+
+    def model_class(self) -> Any:
+        """transformers' class of the model that is trained."""
+        import transformers
+
+        return (
+            transformers.AutoModelForSequenceClassification
+            if self.classifies
+            else transformers.AutoModelForCausalLM
+        )
+
+    @property
+    def model_arguments(self) -> dict[str, Any]:
+        """What its model is made with beside: a reward is one number."""
+        return {"num_labels": 1} if self.classifies else {}
+
+    def _imported(self) -> Any:
+        if self.experimental:  # else each rank prints a notice
+            os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+        return import_module(self.module)
+
+
+def _always(options: Options) -> bool:
+    return True
+
+
+def _with_beta(options: Options) -> bool:
+    return float(options.get("beta") or 0) != 0
+
+
+_WHOLE_TEACHER = (
+    "the teacher is whole on each rank, and losses are those of one process under these plans alone"
+)
+
+_OF_SFT = (
+    *("packing", "packing_strategy", "eval_packing", "padding_free", "pad_to_multiple_of", "shuffle_dataset"),
+    *("assistant_only_loss", "completion_only_loss", "loss_type", "use_liger_kernel"),
+)
+"""What GKD's config inherits from that of SFT, and its trainer passes over (TRL 1.16)."""
+
+WAYS = {
+    "sft": Way("SFT"),
+    "dpo": Way("DPO", sequences=2, reference=_always),
+    "kto": Way("KTO", reference=_always),
+    "orpo": Way("ORPO", "trl.experimental.orpo", sequences=2, whole_logits=3),
+    "cpo": Way("CPO", "trl.experimental.cpo", sequences=2, whole_logits=3),
+    "reward": Way("Reward", sequences=2, classifies=True),
+    "gkd": Way(
+        "GKD",
+        "trl.experimental.gkd",
+        teacher="teacher_model_name_or_path",
+        whole_logits=7,
+        counted=True,
+        plans=("ddp", "fsdp2"),
+        why=_WHOLE_TEACHER,
+        unread=_OF_SFT,
+    ),
+    "grpo": Way("GRPO", reference=_with_beta),
+}
+"""By the names that users type."""

@@ -1,0 +1,196 @@
+"""What keeps vLLM from answering for GRPO, seen before the launch: versions, the server, GPUs, the ranks.
+
+Sources: `is_vllm_available` of trl/import_utils.py, trl/generation/vllm_client.py and vllm_generation.py of TRL 1.16.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import urlopen
+
+from reshard.doctor.environment import Environment
+from reshard.errors import Problem
+from reshard.train.planning.gpus import is_planned
+from reshard.train.run import Run
+
+SECONDS = 5
+"""So long a server is waited for."""
+LOCAL = ("0.0.0.0", "127.0.0.1", "localhost", "::1")
+GIB = 1 << 30
+_SERVE = 'VLLM_SERVER_DEV_MODE=1 vllm serve {model} --weight-transfer-config \'{{"backend": "nccl"}}\' ' + (
+    "--logprobs-mode processed_logprobs"
+)
+
+
+def problems(run: Run, options: Mapping[str, Any], environment: Environment) -> Iterator[Problem]:
+    """What is wrong with `--use_vllm`; nothing without it. That it is not installed is said elsewhere."""
+    if not options.get("use_vllm"):
+        return
+    yield from _version()
+    yield from _plan(run, options)
+    processes = run.ranks.nproc or len(environment.gpus) or 1
+    if options["vllm_mode"] == "server":
+        if not is_planned():
+            yield from _server(run, options, environment, processes)
+    elif options["vllm_mode"] == "colocate":
+        yield from _beside(run, options, environment, processes)
+
+
+def share(options: Mapping[str, Any]) -> float:
+    """The part of a GPU that vLLM keeps while the model is trained: none in sleep mode, and none of a server's."""
+    colocated = options.get("use_vllm") and options.get("vllm_mode") == "colocate"
+    if not colocated or options.get("vllm_enable_sleep_mode"):
+        return 0.0
+    return float(options["vllm_gpu_memory_utilization"])
+
+
+def _version() -> Iterator[Problem]:
+    """TRL itself says which releases it has been tried with."""
+    from trl.import_utils import is_vllm_available
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        is_vllm_available()
+    for each in told:
+        if "vLLM versions" in str(each.message):
+            yield Problem(
+                "vllm-version-untested",
+                "TRL has not been tried with this release of vLLM",
+                found=str(each.message).split(". We")[0],
+                remedy="pip install 'trl[vllm]'",
+                severity="warning",
+            )
+
+
+def _plan(run: Run, options: Mapping[str, Any]) -> Iterator[Problem]:
+    if run.parallel == "tp":
+        yield Problem(
+            "vllm-plan-unsupported",
+            "vLLM does not get the weights of tensor parallel ranks",
+            rule="TRL gathers those of FSDP2 and DeepSpeed for vLLM, and no others",
+            found="--use_vllm with --parallel tp",
+            remedy="use --parallel fsdp2 or zero3; vLLM has tensor parallelism of its own: "
+            "--vllm_tensor_parallel_size",
+        )
+    if options["vllm_mode"] not in ("server", "colocate"):
+        yield Problem(
+            "vllm-mode-unknown",
+            "there is no such mode of vLLM",
+            expected="colocate, server",
+            found=f"--vllm_mode {options['vllm_mode']}",
+            remedy="colocate runs it on the GPUs of the run, server asks one that runs elsewhere",
+        )
+
+
+def _beside(
+    run: Run, options: Mapping[str, Any], environment: Environment, processes: int
+) -> Iterator[Problem]:
+    """On the GPUs of the run: groups of ranks share an engine, whose part of the GPU holds the model."""
+    ranks, size = processes * run.ranks.nnodes, int(options["vllm_tensor_parallel_size"])
+    if size < 1 or ranks % size:
+        yield Problem(
+            "vllm-ranks-not-divisible",
+            "the ranks cannot be divided into groups that share a vLLM engine",
+            expected=f"a divisor of {ranks} ranks",
+            found=f"--vllm_tensor_parallel_size {size}",
+            remedy="choose 1, or a size that divides the ranks of a node",
+        )
+        return
+    part = float(options["vllm_gpu_memory_utilization"])
+    if not 0 < part < 1:
+        yield Problem(
+            "vllm-share-impossible",
+            "vLLM and training cannot share a GPU like this",
+            expected="a part of the GPU's memory between 0 and 1",
+            found=f"--vllm_gpu_memory_utilization {part:g}",
+            remedy="0.3 is the default of TRL",
+        )
+    elif environment.gpus:
+        from reshard.train.trl.memory import sizes_of
+
+        room = min(gpu.memory for gpu in environment.gpus)
+        weights = 2 * sizes_of(run, options).all // size
+        if weights > part * room:
+            yield Problem(
+                "vllm-share-too-small",
+                "the weights do not fit into vLLM's part of the GPU",
+                rule="vLLM holds the model in 16 bits, and its keys and values, beside the one that is trained",
+                expected=f"more than {weights / GIB:.1f} GiB",
+                found=f"--vllm_gpu_memory_utilization {part:g} of {room / GIB:.0f} GiB",
+                remedy="raise it, raise --vllm_tensor_parallel_size, or use --vllm_mode server",
+            )
+
+
+def _server(
+    run: Run, options: Mapping[str, Any], environment: Environment, processes: int
+) -> Iterator[Problem]:
+    """Somewhere else: it answers, lets weights be sent, and has GPUs of its own."""
+    given = options.get("vllm_server_base_url")
+    url = str(given or f"http://{options['vllm_server_host']}:{options['vllm_server_port']}").rstrip("/")
+    serve = _SERVE.format(model=run.model)
+    info: Any = None
+    try:
+        _ask(f"{url}/health")
+        info = json.loads(_ask(f"{url}/server_info?config_format=json"))["vllm_config"]
+        workers = int(json.loads(_ask(f"{url}/get_world_size"))["world_size"])
+    except HTTPError as error:
+        yield Problem(
+            "vllm-server-without-weights",
+            "the vLLM server does not let weights be sent",
+            found=f"{error.url}: HTTP {error.code}",
+            rule="TRL uses the development endpoints of the server",
+            remedy=f"restart it: {serve}",
+        )
+        return
+    except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
+        yield Problem(
+            "vllm-server-unreachable",
+            "the vLLM server does not answer",
+            found=f"{url}: {getattr(error, 'reason', None) or error}",
+            expected=f"a server that answers within {SECONDS} s",
+            remedy=f"start it on GPUs of its own: {serve}; or correct --vllm_server_base_url",
+        )
+        return
+    yield from _settings(info, url, serve, options)
+    if urlsplit(url).hostname in LOCAL and environment.gpus and workers + processes > len(environment.gpus):
+        yield Problem(
+            "vllm-server-on-same-gpus",
+            "the vLLM server and the run need more GPUs than this node has",
+            rule="a GPU of the server cannot train: NCCL takes each GPU once",
+            expected=f"at most {len(environment.gpus)} GPUs",
+            found=f"{workers} of the server, {processes} processes",
+            remedy=f"give --nproc {max(len(environment.gpus) - workers, 1)}, and the server other GPUs by "
+            "CUDA_VISIBLE_DEVICES; or use --vllm_mode colocate",
+        )
+
+
+def _settings(info: Any, url: str, serve: str, options: Mapping[str, Any]) -> Iterator[Problem]:
+    if info.get("weight_transfer_config") is None:
+        yield Problem(
+            "vllm-server-without-transfer",
+            "the vLLM server has nothing to receive weights with",
+            found=f"{url}: no weight-transfer engine",
+            remedy=f"restart it: {serve}",
+        )
+    mode = (info.get("model_config") or {}).get("logprobs_mode")
+    if options.get("vllm_importance_sampling_correction") and mode != "processed_logprobs":
+        yield Problem(
+            "vllm-server-raw-probabilities",
+            "the probabilities of the vLLM server bias the correction of GRPO",
+            expected="--logprobs-mode processed_logprobs",
+            found=f"{url}: {mode}",
+            remedy=f"restart it: {serve}; or give --vllm_importance_sampling_correction false",
+            severity="warning",
+        )
+
+
+def _ask(url: str) -> bytes:
+    with urlopen(url, timeout=SECONDS) as answer:
+        content: bytes = answer.read(1 << 20)
+        return content
