@@ -305,6 +305,6 @@ def test_states_of_sgd_are_refused(hf_model: Models, tmp_path: Path) -> None:
     train(model, optimizer, 0, 1)
     weights, states = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": states}, checkpoint_id=tmp_path / "step-1", no_dist=True)
-    with pytest.raises(ReshardError, match="no optimizer states that can be carried"):
+    with pytest.raises(ReshardError, match="no optimizer states that can be converted"):
         reshard.convert(tmp_path / "step-1", tmp_path / "out", to="megatron", base=base, with_optimizer=True)
     assert not (tmp_path / "out").exists()

@@ -234,7 +234,7 @@ def test_truncated_metadata_is_an_error(
         (lambda info: dataclasses.replace(info, length="9"), "sizes are expected"),
         (lambda info: dataclasses.replace(info, length=1 << 60), "cut short"),
         (lambda info: dataclasses.replace(info, transform_descriptors=["zstd"]), "stored transformed"),
-        (lambda info: None, "does not say where a chunk lies"),
+        (lambda info: None, "does not locate a chunk"),
     ],
 )
 def test_places_that_cannot_be(

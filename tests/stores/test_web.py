@@ -170,7 +170,7 @@ def test_faults_that_stay_are_told_and_leave_nothing(
 
 def test_a_server_without_ranges_is_refused(web: Web, tmp_path: Path) -> None:
     web.ranges = False
-    with pytest.raises(ReshardError, match="sends whole files only"):
+    with pytest.raises(ReshardError, match="sends complete files only"):
         api.open(f"{web.address}/large")
 
 

@@ -205,7 +205,7 @@ def resolve_if_declared(
 def has_other_head(config: Mapping[str, Any]) -> bool:
     """Whether a config is that of a model that classifies: a reward model's head is `score`, and no family's."""
     named = config.get("architectures")
-    return any(str(each).endswith("ForSequenceClassification") for each in named or ())
+    return isinstance(named, list) and any(str(each).endswith("ForSequenceClassification") for each in named)
 
 
 def as_named(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Resolved:
