@@ -252,6 +252,7 @@ def test_what_a_worker_cannot_read_is_told_as_it_is(
     assert not dst.exists() and not leftovers(dst)
 
 
+@pytest.mark.slow
 def test_submitit_writes_what_threads_write(sources: dict[str, Path], tmp_path: Path) -> None:
     """With a job that is killed."""
     spread.SHARES = 1

@@ -132,6 +132,7 @@ def test_losses_are_those_of_a_plain_loop_over_the_same_dataset(
     assert not (run.output / ".rows").exists() and not (used[0].parent / "cache").exists()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_samples_that_follow(
     tiny: Tiny, prefixes: tuple[Path, Path], tmp_path: Path
 ) -> None:
