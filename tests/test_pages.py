@@ -178,6 +178,9 @@ def test_foreign_text_is_no_markup(tmp_path: Path) -> None:
         (("verify", "A", "B", "--proof", "--html", "p.html"), "without --proof"),
         (("inspect", "A", "B", "--html", "p.html"), "name one PATH"),
         (("inspect", "A", "--html", "absent/p.html"), "the page cannot be written"),
+        (("verify", "A", "B", "--html", "absent/p.html"), "the page cannot be written"),
+        (("inspect", "A", "--html", "A/config.json"), "a file that reshard did not write"),
+        (("verify", "A", "B", "--html", "A"), "is a directory"),
     ],
 )
 def test_what_a_page_cannot_be_made_of(
@@ -186,7 +189,9 @@ def test_what_a_page_cannot_be_made_of(
     monkeypatch.chdir(tmp_path)
     for name in ("A", "B"):
         (tmp_path / name).symlink_to(model)
+    before = (model / "config.json").read_bytes()
     done = command(*words)
+    assert (model / "config.json").read_bytes() == before
     assert done.code == 2 and told in " ".join(done.err.split()) and not (tmp_path / "p.html").exists()
 
 

@@ -158,14 +158,24 @@ def inspect(
     ('qwen3', True)
     """
     _check_source("inspect", path, iteration)
+    _check_page(html)
     from reshard.inspection import inspect_checkpoint
 
     found = inspect_checkpoint(source_path(path), iteration, on_step)
     if html is not None:
-        from reshard.pages import inspection_page, write_page
+        from reshard.pages import inspection_page
+        from reshard.pages.writing import write_page
 
-        write_page(Path(html), inspection_page(found))
+        write_page(Path(html), inspection_page(found), "--html")
     return found
+
+
+def _check_page(html: StrPath | None) -> None:
+    if html is not None:
+        from reshard.pages.writing import in_the_way
+
+        if problems := [*in_the_way(Path(html), "--html")]:
+            raise ReshardError(problems)
 
 
 def _check_source(function: str, path: StrPath, iteration: Iteration | None) -> None:
@@ -506,6 +516,7 @@ def verify(
             "a page shows where the values of two checkpoints differ",
             remedy="name both, and leave out --proof: reshard verify A B --html FILE",
         )
+    _check_page(html)
     if proof:
         from reshard.coverage import prove_output
 
@@ -540,9 +551,10 @@ def verify(
 
         result.logits = compare_logits(first, second)
     if html is not None:
-        from reshard.pages import comparison_page, write_page
+        from reshard.pages import comparison_page
+        from reshard.pages.writing import write_page
 
-        write_page(Path(html), comparison_page(result, str(a), str(b)))
+        write_page(Path(html), comparison_page(result, str(a), str(b)), "--html")
     return result
 
 

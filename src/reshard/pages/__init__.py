@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import ReshardError
 from reshard.shown import shown
 from reshard.version import __version__
 
@@ -55,22 +53,6 @@ def comparison_page(found: Comparison, a: str, b: str) -> str:
         notes=found.notes,
         data={"heat": heat_of(found.changes)},
     )
-
-
-def write_page(path: Path, text: str) -> None:
-    """Write a page whole or not at all. Raises ReshardError if it cannot be written."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise ReshardError(
-            "page-not-writable",
-            "the page cannot be written",
-            file=str(path),
-            found=error.strerror,
-            remedy="choose another file for --html",
-        ) from None
 
 
 def _page(template: str, **content: Any) -> str:

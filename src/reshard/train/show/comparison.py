@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from reshard.errors import Problem, ReshardError
+from reshard.pages.writing import in_the_way, write_page
 from reshard.train.run import RECORD
 from reshard.train.show.monitor import METRICS
-from reshard.train.show.report import GENERATOR, REPORT, Shown, page, publish, shown_of
+from reshard.train.show.report import REPORT, Shown, page, shown_of
 
 SEVERAL = "runs.html"
 """Where the page of several runs goes by default."""
-HEAD = 2000
-"""Bytes of a page in which it says who made it."""
 
 
 def draw(outputs: Sequence[Path], path: Path | None = None) -> tuple[Path, list[Shown]]:
@@ -25,23 +24,14 @@ def draw(outputs: Sequence[Path], path: Path | None = None) -> tuple[Path, list[
     """
     outputs = list(dict.fromkeys(outputs))
     where = path or (outputs[0] / REPORT if len(outputs) == 1 else Path(SEVERAL))
-    if problems := [*_no_runs(outputs), *_in_the_way(where)]:
+    if problems := [*_no_runs(outputs), *in_the_way(where, "--output")]:
         raise ReshardError(problems)
     names = Counter(output.resolve().name for output in outputs)
     shown = []
     for output in outputs:
         name = output.resolve().name
         shown.append(replace(shown_of(output), name=name if names[name] == 1 else str(output)))
-    try:
-        return publish(page(shown), where), shown
-    except OSError as error:
-        raise ReshardError(
-            "report-not-written",
-            "the report cannot be written",
-            file=str(where),
-            found=error.strerror,
-            remedy="pass another --output FILE",
-        ) from None
+    return write_page(where, page(shown), "--output"), shown
 
 
 def _no_runs(outputs: Sequence[Path]) -> Iterator[Problem]:
@@ -59,21 +49,3 @@ def _no_runs(outputs: Sequence[Path]) -> Iterator[Problem]:
                 else "nothing",
                 remedy="pass the folder that the run got with -o",
             )
-
-
-def _in_the_way(path: Path) -> Iterator[Problem]:
-    """What lies where the page goes, unless it is one of ours."""
-    found = None
-    if path.is_dir():
-        found = "a folder"
-    elif path.exists():
-        with path.open("rb") as file:
-            found = None if GENERATOR.encode() in file.read(HEAD) else "a file that reshard did not write"
-    if found:
-        yield Problem(
-            "report-file-exists",
-            "another file is where the report goes",
-            file=str(path),
-            found=found,
-            remedy="pass another --output FILE, or move it",
-        )

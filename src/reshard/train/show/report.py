@@ -6,7 +6,6 @@ The page of a run that goes on reloads itself. `page/` has its template, its sty
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,19 +15,19 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from reshard.pages.writing import GENERATOR, replace_page
 from reshard.train.methods import LOSS, Measure, headline, words_for
 from reshard.train.run import RECORD
 from reshard.train.show.chart import SIZE, Chart, Point, Series, chart, label
 from reshard.train.show.display import clock, short
 from reshard.train.show.monitor import History, Sample, history_of
+from reshard.version import __version__
 
 if TYPE_CHECKING:
     from jinja2 import Template
     from markupsafe import Markup
 
 REPORT = "report.html"
-GENERATOR = "reshard report"
-"""By which a page of ours is known."""
 RELOAD = 5
 """Seconds after which the page of a run that goes on loads itself again."""
 STATES = {
@@ -180,18 +179,7 @@ _OWN = ("outcome", "output", "eval_data_digest")
 
 def write(output: Path, history: History | None = None) -> Path:
     """Write the report of the run in `output`, whole or not at all; where it lies."""
-    return publish(page([shown_of(output, history)]), output / REPORT)
-
-
-def publish(content: str, path: Path) -> Path:
-    """Write a page whole or not at all; where it lies."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_text(content, encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    return path
+    return replace_page(output / REPORT, page([shown_of(output, history)]))
 
 
 def shown_of(output: Path, history: History | None = None) -> Shown:
@@ -208,7 +196,7 @@ def page(runs: Sequence[Shown]) -> str:
     goes_on = any(run.history.outcome in GOING_ON for run in runs)
     return _template().render(
         title=_title(runs),
-        generator=GENERATOR,
+        generator=f"{GENERATOR} {__version__}",
         reload=RELOAD if goes_on and len(runs) == 1 else None,
         runs=runs,
         several=len(runs) > 1,

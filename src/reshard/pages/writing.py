@@ -1,0 +1,64 @@
+"""Pages as files: written complete or not at all, and never in the place of somebody else's file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from reshard.errors import Problem, ReshardError
+
+GENERATOR = "reshard"
+"""How the `generator` of each page begins, by which it is known again."""
+_MARK = f'name="generator" content="{GENERATOR}'.encode()
+_HEAD = 4096
+"""Bytes in which a page says what made it."""
+
+
+def in_the_way(path: Path, option: str) -> Iterator[Problem]:
+    """Why no page can go to `path`, which `option` named: asked before the work that the page shows."""
+    found = None
+    if path.is_dir():
+        found = "a folder"
+    elif path.exists():
+        with path.open("rb") as file:
+            found = None if _MARK in file.read(_HEAD) else "a file that reshard did not write"
+    elif not path.parent.is_dir():
+        yield _not_writable(path, option, "its folder does not exist")
+    if found:
+        yield Problem(
+            "page-file-exists",
+            "another file is where the page goes",
+            file=str(path),
+            found=found,
+            remedy=f"pass another {option} FILE, or move it",
+        )
+
+
+def replace_page(path: Path, text: str) -> Path:
+    """Write a page, in the place of an older one if there is one; where it is. Raises OSError."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def write_page(path: Path, text: str, option: str) -> Path:
+    """Write the page that `option` names; where it is. Raises ReshardError if it cannot be written."""
+    try:
+        return replace_page(path, text)
+    except OSError as error:
+        raise ReshardError(_not_writable(path, option, error.strerror)) from None
+
+
+def _not_writable(path: Path, option: str, found: str | None) -> Problem:
+    return Problem(
+        "page-not-writable",
+        "the page cannot be written",
+        file=str(path),
+        found=found,
+        remedy=f"pass another {option} FILE",
+    )
