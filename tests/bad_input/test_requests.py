@@ -192,7 +192,7 @@ def test_what_is_near_a_path_without_a_checkpoint_is_told(
     assert refusal("inspect", src.parent)["remedy"] == (
         f"name one of those below it: {src.parent / 'other'}, {src}"
     )
-    assert refusal("inspect", src.parent / "scr")["found"] == f"{src.parent} holds other, src"
+    assert refusal("inspect", src.parent / "scr")["found"] == f"{src.parent} contains other, src"
     (src / "latest").symlink_to("iter_0000100")
     assert refusal("inspect", src / "latest")["found"] == "a link to iter_0000100"
     monkeypatch.chdir(src.parent)

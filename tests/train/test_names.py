@@ -94,6 +94,9 @@ def test_a_hub_that_does_not_answer_is_told_from_a_model_that_is_not_there(
     shutil.rmtree(tmp_path / "cache")
     ((code, _, remedy),) = problems(dry(tmp_path, "--model", NAME, *words))
     assert code == "hub-not-reached" and f"hf download {NAME}" in remedy
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens
+    ((code, _, remedy),) = problems(dry(tmp_path, "--model", NAME, *words))
+    assert code == "hub-not-reached" and f"hf download {NAME}" in remedy
 
 
 def test_a_folder_has_no_revision(tiny: Callable[..., Path], data: dict[str, Path], tmp_path: Path) -> None:

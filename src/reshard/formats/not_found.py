@@ -33,7 +33,9 @@ def nothing_there(path: Path) -> ReshardError:
         if near is None:
             found = f"{[path, *path.parents][-1]} is not there either"
         elif near.is_dir():
-            found = f"{near} holds {_listed(child.name for child in near.iterdir())}"
+            found = (
+                f"{near} contains {listed(sorted(child.name for child in near.iterdir()), 8) or 'nothing'}"
+            )
     return ReshardError(
         "path-not-found",
         "there is nothing at this path",

@@ -48,7 +48,9 @@ _NETWORK = {
     "botocore",
     "gcsfs",
     "httpcore",
+    "httpcore2",
     "httpx",
+    "httpx2",  # of huggingface_hub since version 2
     "oss2",
     "requests",
     "urllib3",
