@@ -120,9 +120,9 @@ def test_the_doctor_reads_a_checkpoint_in_a_bucket(s3: S3, root: Path, tmp_path:
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        (f"s3://{BUCKET}/absent", f"s3://{BUCKET} holds megatron, model"),
+        (f"s3://{BUCKET}/absent", f"s3://{BUCKET} contains megatron, model"),
         ("s3://no-such-bucket/x", "s3://no-such-bucket is not there either"),
-        (f"s3://{BUCKET}/model/absent", f"s3://{BUCKET}/model holds"),
+        (f"s3://{BUCKET}/model/absent", f"s3://{BUCKET}/model contains"),
     ],
 )
 def test_what_is_not_there_is_told_with_what_is(s3: S3, url: str, words: str) -> None:
