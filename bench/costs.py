@@ -1,6 +1,7 @@
 """What a conversion costs here, in processor time: for a byte, a file, a block and a part. For `bench/scale.py`.
 
 Each is the difference of two conversions that differ in that alone, less what their plans differ by (`--dry-run`).
+Files are written past the page cache, as those of models that fill it are.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import reshard
 from bench.models import FP8_BLOCKS, QWEN2_5_3B, QWEN3_MOE, make
 from bench.race import Contender
 from bench.scale import COSTS, MODELS, Costs, Planning, Simulation, planned
+from bench.sync import DIRECT
 from reshard.algebra.layout import Layout
 from reshard.planning import Options, plan_conversion
-from reshard.transfer import executors
+from reshard.transfer import executors, sink
 from reshard.transfer.executors import GIB
 
 LAYERS = (1, 5)
@@ -139,8 +141,17 @@ def _wall(run: Contender) -> list[float]:
 
 
 def _command(model: Path, out: Path, flags: list[str]) -> list[str]:
-    main = [sys.executable, "-c", "from reshard.cli import main; main()", "convert"]
-    return [*main, str(model), str(out), *flags, "--no-tokenizer", "--quiet"]
+    return [
+        sys.executable,
+        "-c",
+        DIRECT,
+        "convert",
+        str(model),
+        str(out),
+        *flags,
+        "--no-tokenizer",
+        "--quiet",
+    ]
 
 
 def _plan(model: Path, flags: list[str]) -> Any:
@@ -185,7 +196,7 @@ class _Here:
 
 def _parts(folder: Path, rounds: int) -> tuple[float, float]:
     """Seconds for a part: of the worker, and of whoever hands it out."""
-    executors.EXECUTORS["here"] = _Here
+    executors.EXECUTORS["here"], sink.CACHED = _Here, 1 << 62
     model, out = make(folder / "model", {**DENSE, "num_hidden_layers": LAYERS[1]}), folder / "out"
     there: dict[int, list[float]] = {most: [] for most in PARTS}
     here: dict[int, list[float]] = {most: [] for most in PARTS}

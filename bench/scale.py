@@ -61,14 +61,12 @@ class Planning(NamedTuple):
     cut: float
 
 
-COSTS = Costs(
-    copied=0.84, cast=0.74, dequantized=2.4, file=0.00052, block=8.9e-05, begun=0.0048, handed=0.00057
-)
+COSTS = Costs(copied=1.3, cast=1.1, dequantized=2.7, file=0.0027, block=0.00021, begun=0.0064, handed=0.0012)
 
 PLANNING = {
-    "Llama-3.1-405B": Planning(plan=0.58, cut=0.08),
-    "DeepSeek-V3": Planning(plan=5.52, cut=0.76),
-    "Kimi-K2": Planning(plan=8.58, cut=0.67),
+    "Llama-3.1-405B": Planning(plan=0.53, cut=0.05),
+    "DeepSeek-V3": Planning(plan=4.01, cut=0.41),
+    "Kimi-K2": Planning(plan=6.66, cut=1.21),
 }
 
 MODELS: dict[str, tuple[Mapping[str, Any], Layout]] = {

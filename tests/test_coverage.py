@@ -175,7 +175,7 @@ def test_a_proof_of_something_else_is_refused(originals: Callable[[str], Path], 
     source, output = originals("qwen3"), tmp_path / "mc"
     converted(source, output, "--to", "megatron", "--tp", 2)
     for words, told in (
-        ((source, source), "no record of digests found"),
+        ((source, source), "no record with digests found"),
         ((source, tmp_path / "nothing"), "there is nothing at this path"),
         ((originals("qwen3_moe"), output), "the source is not the one that was converted"),
         ((originals("torch_dist"), output), "the source is not the one that was converted"),
@@ -195,7 +195,7 @@ def test_a_proof_of_something_else_is_refused(originals: Callable[[str], Path], 
     for options in (None, {"to": "megatron", "wings": 2}, {"layout": 7}):
         path.write_text(json.dumps({**record, "options": options}))
         result = reshard("verify", source, output, "--proof")
-        assert result.code == 2 and "does not tell how the output was planned" in result.err, result.err
+        assert result.code == 2 and "does not contain the options of the conversion" in result.err, result.err
 
 
 def test_a_merged_adapter_leaves_weights_behind_by_name(

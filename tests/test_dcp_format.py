@@ -331,7 +331,7 @@ def test_empty_folders(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_optimizer_states_alone(saved: Callable[[str], Path]) -> None:
-    assert "name the folder of the model beside it" in refused(saved("accelerate-2") / "optimizer_0")
+    assert "pass the folder of the model next to it" in refused(saved("accelerate-2") / "optimizer_0")
 
 
 def test_a_file_that_is_missing_and_one_that_is_short(saved: Callable[[str], Path], tmp_path: Path) -> None:
@@ -368,7 +368,7 @@ def test_a_model_that_is_there_twice(
     assert_same_tensors(tensors_of(tmp_path / "hf"), weights)
     averaged = {name: tensor * 0.5 for name, tensor in weights.items()}
     save({"model": weights, "ema": averaged}, tmp_path / "other")
-    with pytest.raises(ReshardError, match="one model, and holds this tensor twice"):
+    with pytest.raises(ReshardError, match="one model, but contains this tensor twice"):
         reshard.convert(tmp_path / "other", tmp_path / "hf2", base=hf_model("qwen2"))
 
 

@@ -212,7 +212,7 @@ def test_without_masters_the_weights_are_those_of_the_module(copy: Any, tmp_path
     for file in run.glob("*/*optim_states.pt"):
         file.unlink()
     checkpoint = reshard.open(run)
-    assert "masters are not here" in checkpoint.notes[0]
+    assert "masters (optim_states files) are missing" in checkpoint.notes[0]
     ours = converted(run, tmp_path / "out")
     assert_holds(ours, load_file(DATA / "z2" / "module.safetensors"))
 
@@ -281,7 +281,7 @@ def test_exchanged_ranks_are_noticed(copy: Any) -> None:
     first.rename(run / "spare")
     second.rename(first)
     (run / "spare").rename(second)
-    assert {problem.message for problem in problems_of(run)} == {"a file is that of another rank"}
+    assert {problem.message for problem in problems_of(run)} == {"a file belongs to another rank"}
 
 
 def exchange(first: Path, second: Path) -> None:
@@ -303,7 +303,7 @@ def test_any_two_ranks_of_zero_1_and_2_that_were_exchanged(name: str, copy: Any,
         with pytest.raises(ReshardError) as caught:
             reshard.convert(run, tmp_path / "out", **options)
         assert {problem.message for problem in caught.value.problems} <= {
-            "a file is that of another rank",
+            "a file belongs to another rank",
             "a tensor is stored twice, with different values",
         }
         assert not (tmp_path / "out").exists()
@@ -319,7 +319,7 @@ def test_the_file_of_another_step_is_noticed(name: str, kind: str, copy: Any) ->
     files = sorted((run / TAG).glob(f"*{kind}.pt"))
     shutil.copy(run / LATER / files[1].name, files[1])
     (problem,) = problems_of(run)
-    assert problem.message == "the file of a rank is of another run or iteration"
+    assert problem.message == "a rank's file belongs to another run or iteration"
     assert (problem.file, problem.found) == (str(files[1]), "step 3")
     assert problem.expected == f"step 2, as in {files[0].name}"
 
@@ -329,7 +329,7 @@ def test_masters_of_another_step_than_the_module_are_noticed(copy: Any, tmp_path
     for file in (run / LATER).glob("*optim_states.pt"):
         shutil.copy(file, run / TAG)
     done = command("convert", run, tmp_path / "out", "--no-tokenizer")
-    assert done.code == 2 and "the weights of the module are the fp32 masters, rounded" in done.err
+    assert done.code == 2 and "the module's weights equal the rounded fp32 masters" in done.err
     assert command("verify", run, DATA / "z2_round_robin").code == 2
     for file in run.glob("*/*optim_states.pt"):  # as the remedy says
         file.unlink()
@@ -430,7 +430,7 @@ def test_flat_parameters_without_model_states_have_no_shape(copy: Any) -> None:
     for file in run.glob("*/*model_states.pt"):
         file.unlink()
     problems = problems_of(run)
-    assert {problem.message for problem in problems} == {"nothing says what shape a parameter has"}
+    assert {problem.message for problem in problems} == {"the shape of a parameter is not recorded"}
 
 
 def test_two_files_of_one_rank_are_refused(copy: Any) -> None:
@@ -438,7 +438,7 @@ def test_two_files_of_one_rank_are_refused(copy: Any) -> None:
     file = run / TAG / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
     shutil.copy(file, file.with_name(file.name.removeprefix("bf16_")))
     (problem,) = problems_of(run)
-    assert problem.message == "two files are those of one rank"
+    assert problem.message == "two files belong to the same rank"
 
 
 # --------------------------------------------------------------------------------------------- writing

@@ -44,7 +44,7 @@ def test_a_source_inside_the_target_is_refused(tmp_path: Path, target: str) -> N
     (tmp_path / "src" / "iter_0000001").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "src")
     for source in (tmp_path / "src", tmp_path / "src" / "iter_0000001"):
-        assert found(tmp_path / target, source, foreign=[]) == ["the source lies inside the destination"]
+        assert found(tmp_path / target, source, foreign=[]) == ["the source is inside the destination"]
 
 
 @pytest.mark.parametrize(

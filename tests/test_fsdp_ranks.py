@@ -304,7 +304,9 @@ def test_a_missing_rank_is_named(kind: str, rank: int, broken: Callable[[str], P
 
 def test_a_plain_tensor_that_all_ranks_share_is_taken_and_said(made: Path) -> None:
     checkpoint = reshard.open(made / "tp")
-    assert any("whole on every rank: model.embed_tokens.weight and " in note for note in checkpoint.notes)
+    assert any(
+        "replicated on every rank: model.embed_tokens.weight and " in note for note in checkpoint.notes
+    )
 
 
 def test_a_plain_tensor_that_differs_between_ranks(
@@ -394,7 +396,7 @@ def test_a_mesh_of_another_size_than_the_files(broken: Callable[[str], Path]) ->
             file.rename(file.with_name(f"model_world_size_2_rank_{rank}.pt"))
         else:
             file.unlink()
-    assert "mesh is of another size than the files" in problem_of(folder)
+    assert "mesh does not match the number of files" in problem_of(folder)
 
 
 def test_two_saves_in_one_folder(broken: Callable[[str], Path], made: Path) -> None:
@@ -419,9 +421,7 @@ def test_a_coordinate_outside_of_the_mesh(broken: Callable[[str], Path]) -> None
     assert "coordinate (7,) in a mesh of (4,)" in problem
 
 
-@pytest.mark.parametrize(
-    ("kind", "why"), [("nameless", "use_orig_params=True"), ("adapter", "of an adapter")]
-)
+@pytest.mark.parametrize(("kind", "why"), [("nameless", "use_orig_params=True"), ("adapter", "adapter")])
 def test_flat_parameters_that_no_config_describes(kind: str, why: str, made: Path) -> None:
     """Without use_orig_params, they have no names; and no config has the shapes of an adapter's matrices."""
     problem = problem_of(made / f"accelerate-{kind}")
@@ -431,7 +431,7 @@ def test_flat_parameters_that_no_config_describes(kind: str, why: str, made: Pat
 
 @pytest.mark.parametrize("to", ["huggingface", "megatron"])
 def test_flat_parameters_without_a_config(to: str, made: Path, tmp_path: Path) -> None:
-    with pytest.raises(ReshardError, match="nothing tells their shapes") as raised:
+    with pytest.raises(ReshardError, match="their shapes are unknown") as raised:
         reshard.convert(made / "accelerate-local", tmp_path / "out", to=to)
     (problem,) = (str(each) for each in raised.value.problems if "shapes" in each.message)
     assert "--base DIR" in problem
@@ -446,12 +446,12 @@ def test_flat_parameters_of_a_family_that_nobody_declared(
     folder = broken("accelerate-local")
     config = {**json.loads((source / "config.json").read_text()), "model_type": "olmo2"}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ReshardError, match="nothing tells their shapes") as raised:
+    with pytest.raises(ReshardError, match="their shapes are unknown") as raised:
         reshard.convert(folder, tmp_path / "out", no_tokenizer=True)
     assert len(raised.value.problems) == 1
     assert "found: model_type olmo2" in str(raised.value)
     assert "--family NAME" in str(raised.value)
-    assert "nothing tells their shapes" in command("inspect", folder).out
+    assert "their shapes are unknown" in command("inspect", folder).out
     reshard.convert(folder, tmp_path / "out", family="llama", no_tokenizer=True)
     assert_same_tensors(tensors_of(tmp_path / "out"), torch.load(folder / "expected"))
 

@@ -85,7 +85,7 @@ def test_folders_of_ranks_that_were_exchanged(name: str, genuine: Maker, tmp_pat
         with pytest.raises(ReshardError) as caught:
             reshard.convert(run, tmp_path / "out", no_tokenizer=True)
         problems = caught.value.problems
-        assert {problem.message for problem in problems} == {"a file is that of another rank"}, str(problems)
+        assert {problem.message for problem in problems} == {"a file belongs to another rank"}, str(problems)
         assert {Path(str(problem.file)).parent.name for problem in problems} == {a, b}
         assert not (tmp_path / "out").exists()
 
@@ -109,7 +109,7 @@ def test_a_rank_of_another_iteration(genuine: Maker, tmp_path: Path) -> None:
         content = torch.load(file, weights_only=False)
         content["args"].iteration = 0  # where the run began, as Megatron-LM has it
         torch.save(content, file)
-    with pytest.raises(ReshardError, match="of another run or iteration") as caught:
+    with pytest.raises(ReshardError, match="another run or iteration") as caught:
         reshard.convert(run, tmp_path / "out", no_tokenizer=True)
     (problem,) = caught.value.problems
     assert "mp_rank_01" in str(problem.file) and problem.found == "iteration 3"
@@ -136,7 +136,7 @@ def test_chunk_files_of_two_ranks_that_were_exchanged(
     with pytest.raises(ReshardError) as caught:
         reshard.convert(run, tmp_path / "out", no_tokenizer=True)
     if 0 not in pair:
-        assert {problem.message for problem in caught.value.problems} == {"a file is that of another rank"}
+        assert {problem.message for problem in caught.value.problems} == {"a file belongs to another rank"}
         assert {str(problem.file) for problem in caught.value.problems} <= {
             str(run / f"__{rank}_0.distcp") for rank in pair
         }
@@ -197,7 +197,7 @@ def test_ranks_of_files_whose_arguments_do_not_tell_the_model(
     assert reshard.open(run).problems == []
     first, second = sorted(run.iterdir())[:2]
     exchange(first, second)
-    assert {problem.message for problem in reshard.open(run).problems} == {"a file is that of another rank"}
+    assert {problem.message for problem in reshard.open(run).problems} == {"a file belongs to another rank"}
 
 
 @pytest.mark.parametrize("format", ["torch", "torch_dist"])

@@ -117,7 +117,7 @@ def test_experts_with_biases_stay_whole(hf_model: Models, tmp_path: Path) -> Non
     with pytest.raises(ReshardError) as refused:
         reshard.convert(hf_model("gpt_oss"), tmp_path / "there", to="megatron", tp=2)
     [problem] = refused.value.problems
-    assert problem.found == "--tp 2, which holds for experts too unless --etp is given"
+    assert problem.found == "--tp 2, which also applies to experts unless you pass --etp"
     assert problem.remedy == "pass --etp 1"
 
 

@@ -104,7 +104,7 @@ def spoil(folder: Path, how: str) -> dict[str, str]:
     first, second = find(folder, "__1_0.distcp"), find(folder, "__2_0.distcp")
     if how == "flipped":
         flip(first, first.stat().st_size // 2)
-        return {"release/__1_0.distcp": "has other bytes than were written"}
+        return {"release/__1_0.distcp": "has changed bytes"}
     if how == "swapped":
         first.rename(folder / "aside")
         second.rename(first)
@@ -123,7 +123,7 @@ def spoil(folder: Path, how: str) -> dict[str, str]:
     if how == "edited":
         record = folder / "reshard.json"
         record.write_bytes(record.read_bytes().replace(b'"tp": 4', b'"tp": 2'))
-        return {"reshard.json": "was changed since it was written"}
+        return {"reshard.json": "was modified after it was written"}
     if how == "all":
         return {
             name: told
@@ -131,7 +131,7 @@ def spoil(folder: Path, how: str) -> dict[str, str]:
             for name, told in spoil(folder, each).items()
         }
     (folder / "release" / "alien").touch()
-    return {"release/alien": "was not written with the others"}
+    return {"release/alien": "is not part of the output"}
 
 
 @pytest.mark.parametrize("how", ["flipped", "swapped", "missing", "cut", "foreign", "edited", "all"])
@@ -184,7 +184,7 @@ def test_a_record_of_another_kind_is_not_taken_for_damage(written: Path) -> None
     record = json.loads(path.read_text())
     path.write_text(json.dumps({**record, "digest": "BLAKE3", "reshard": "9.0"}))
     result = reshard("verify", written)
-    assert result.code == 2 and "the digests are of another kind" in result.err
+    assert result.code == 2 and "the digests are of an unknown kind" in result.err
     assert "BLAKE3, written by reshard 9.0" in result.err and "Traceback" not in result.err
 
 

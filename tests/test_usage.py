@@ -73,7 +73,7 @@ def test_everything_wrong_is_reported_at_once() -> None:
     problems = reshard(*words, "--json").json["problems"]
     assert [each["message"] for each in problems] == [
         "reshard convert has no option --tensor-parallel-size",
-        "no format has this name",
+        "unknown format",
         "invalid value for --pp",
         "invalid value for --ep",
         "invalid value for --engine",

@@ -116,7 +116,7 @@ def test_an_engine_that_has_no_omni_models(engine: str, tmp_path: Path) -> None:
     done = commandline.reshard("convert", base, tmp_path / "out", "--to", "megatron", "--engine", engine)
     assert done.code == 2 and not (tmp_path / "out").exists()
     assert "the family qwen2_5_omni" in done.err and f"--engine {engine}" in done.err
-    assert "pass --engine mcore-bridge, or leave out --engine" in done.err
+    assert "pass --engine mcore-bridge, or remove --engine" in done.err
 
 
 def test_inspect_counts_what_is_carried(model: Callable[[str], Path]) -> None:

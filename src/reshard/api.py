@@ -137,7 +137,7 @@ def inspect(
     iteration : int or "release", optional
         Which step of a training run; by default the one that its tracker names.
     html : str or path-like, optional
-        File to write a page to: a treemap of the weights by module, and what each rank or file holds.
+        File to write a page to: a treemap of the weights by module, and the contents of each rank or file.
     on_step : callable
         Called with a line of text whenever another step of the work begins.
 

@@ -68,14 +68,14 @@ class Arguments:
     def count(self, name: str, value: Any) -> None:
         """A whole number from 1 on, or None."""
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            self._wrong(name, value, "a whole number from 1 on")
+            self._wrong(name, value, "an integer of at least 1")
 
     def counts(self, name: str, values: Any) -> None:
         """Some whole numbers; what they have to be, the layout says."""
         if not isinstance(values, (tuple, list)) or not all(
             type(each) is int and each >= 0 for each in values
         ):
-            self._wrong(name, values, "whole numbers, for example (10, 12, 12, 10)")
+            self._wrong(name, values, "integers, for example (10, 12, 12, 10)")
 
     def texts(self, name: str, values: Any) -> None:
         """Some strings. One string would be taken for its letters."""

@@ -247,7 +247,7 @@ def _nothing_trainable(model: nn.Module, parameters: list[_Parameter]) -> Iterat
             "guard-nothing-trainable",
             "nothing is trainable",
             found=f"{len(parameters)} parameters, none requires a gradient",
-            remedy="pass is_trainable=True to PeftModel.from_pretrained, or unfreeze what is to be trained",
+            remedy="pass is_trainable=True to PeftModel.from_pretrained, or unfreeze the parameters to train",
         )
 
 

@@ -256,7 +256,7 @@ def _companion_problems(checkpoint: Checkpoint, has_config: bool) -> list[Proble
                 "tokenizer not found beside the weights",
                 file=str(checkpoint.root),
                 severity="warning",
-                remedy="give the Hugging Face folder that training started from (--base DIR), or --no-tokenizer",
+                remedy="pass the Hugging Face folder that training started from (--base DIR), or --no-tokenizer",
             )
         )
     return problems

@@ -76,7 +76,7 @@ Untagged.add_multi_constructor("", Untagged.construct_untagged)
 
 
 def _count(node: yaml.Node, counted: dict[yaml.Node, int | None]) -> int:
-    """How many values a node stands for. Raises YAMLError for too many, and for a node that holds itself."""
+    """How many values a node stands for. Raises YAMLError for too many, and for a node that contains itself."""
     if node not in counted:
         counted[node] = None
         children: list[yaml.Node] = []
@@ -87,7 +87,7 @@ def _count(node: yaml.Node, counted: dict[yaml.Node, int | None]) -> int:
         counted[node] = 1 + sum(_count(child, counted) for child in children)
     found = counted[node]
     if found is None:
-        raise yaml.YAMLError(f"the value on line {node.start_mark.line + 1} holds itself")
+        raise yaml.YAMLError(f"the value on line {node.start_mark.line + 1} contains itself")
     if found > NODES:
         raise yaml.YAMLError(f"its aliases stand for more than {NODES:,} values")
     return found

@@ -92,7 +92,7 @@ def test_the_file_of_a_rank_is_missing(copy: Copy) -> None:
     src = copy("torch_dist")
     find(src, "__1_0.distcp").unlink()
     problem = refusal(*convert(src))
-    assert problem["file"].endswith("__1_0.distcp") and ".metadata names" in problem["rule"]
+    assert problem["file"].endswith("__1_0.distcp") and "named in .metadata" in problem["rule"]
 
 
 @pytest.mark.parametrize("name", ["torch_dist", "legacy"])
@@ -123,7 +123,7 @@ def test_tensors_of_another_size_than_the_header_says(copy: Copy) -> None:
     path = src / "model.safetensors"
     path.write_bytes(path.read_bytes().replace(b'"shape":[128,64]', b'"shape":[128,60]', 1))
     problem = refusal(*convert(src, *MEGATRON))
-    assert problem["message"] == "an entry of a safetensors header does not add up"
+    assert problem["message"] == "an entry of a safetensors header is inconsistent"
     assert problem["expected"] == "30720 bytes for float32 [128, 60]" and problem["found"] == "32768 bytes"
 
 
@@ -179,7 +179,7 @@ def test_two_legacy_ranks_exchanged(copy: Copy, name: str, one: str, other: str)
     second.rename(first)
     (src / "spare").rename(second)
     problems = refused(*convert(src))
-    assert {problem["message"] for problem in problems} == {"a file is that of another rank"}
+    assert {problem["message"] for problem in problems} == {"a file belongs to another rank"}
     assert [problem["file"] for problem in problems] == [
         str(path / "model_optim_rng.pt") for path in sorted((first, second))
     ]

@@ -116,11 +116,11 @@ def test_an_engine_for_a_format_that_is_the_same_for_all(copy: Copy, flags: tupl
 
 def test_an_engine_that_the_family_is_not_declared_for(copy: Copy) -> None:
     problem = refusal(*convert(copy("qwen3"), *MEGATRON, "--engine", "megatron-bridge"))
-    assert problem["message"] == "the family qwen3 is not declared for Megatron-Bridge (NeMo)"
-    assert problem["rule"] == "it is computed by megatron-core"
+    assert problem["message"] == "the family qwen3 is not available for Megatron-Bridge (NeMo)"
+    assert problem["rule"] == "it runs on megatron-core"
     assert problem["expected"] == "megatron-core or mcore-bridge (ms-swift)"
     assert problem["found"] == "--engine megatron-bridge"
-    assert problem["remedy"] == "pass --engine mcore or --engine mcore-bridge, or leave out --engine"
+    assert problem["remedy"] == "pass --engine mcore or --engine mcore-bridge, or remove --engine"
 
 
 def test_a_hugging_face_folder_without_a_format_to_go_to(copy: Copy) -> None:
@@ -187,10 +187,10 @@ def test_what_is_near_a_path_without_a_checkpoint_is_told(
     rank = src / "release" / "mp_rank_00_000"
     for part in (rank, rank / "model_optim_rng.pt"):
         problem = refusal("inspect", part)
-        assert problem["remedy"] == f"this is a part of a checkpoint: name {src / 'release'}"
+        assert problem["remedy"] == f"this is a part of a checkpoint: pass {src / 'release'}"
     shutil.copytree(src, src.parent / "other")
     assert refusal("inspect", src.parent)["remedy"] == (
-        f"name one of those below it: {src.parent / 'other'}, {src}"
+        f"pass one of the checkpoints below it: {src.parent / 'other'}, {src}"
     )
     assert refusal("inspect", src.parent / "scr")["found"] == f"{src.parent} contains other, src"
     (src / "latest").symlink_to("iter_0000100")
@@ -244,7 +244,7 @@ def test_the_source_lies_inside_the_destination(copy: Copy, name: str, flags: tu
     to = ("--to", "huggingface")
     for dst in (src, src.parent, src / "..", src / "." / ".." / "src"):
         problem = refusal("convert", src, dst, *to, *flags)
-        assert problem["message"] == "the source lies inside the destination"
+        assert problem["message"] == "the source is inside the destination"
     link = src.parent / "link"
     link.symlink_to(src)
     assert refusal("convert", src, link, *to, *flags)["file"] == str(link)
@@ -268,7 +268,7 @@ def test_a_dry_run_tells_what_is_in_the_way(copy: Copy, monkeypatch: pytest.Monk
     (src.parent / "file").touch()
     converted(src, src.parent / "old", *MEGATRON)
     for dst, flags, message in (
-        (src, ("--overwrite",), "the source lies inside the destination"),
+        (src, ("--overwrite",), "the source is inside the destination"),
         (src.parent / "old", (), "the destination is not empty"),
         (src.parent / "file", (), "the destination is a file"),
         (src.parent / "file" / "below", (), "the destination is below a file"),

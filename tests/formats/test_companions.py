@@ -196,7 +196,9 @@ def test_links_out_of_a_folder_are_not_followed(tmp_path: Path) -> None:
     found = find_companions(folder)
     assert found.files.keys() == {"config.json", "vocab.json"}
     assert {path.relative_to(folder).as_posix() for path in found.left_out} == set(names)
-    assert all(f"to {secret}" in note for note in found.notes) and len(found.notes) == len(names)
+    assert all(f"outside its folder, {secret}" in note for note in found.notes) and len(found.notes) == len(
+        names
+    )
     linked = tmp_path / "link"
     linked.symlink_to(folder)
     assert find_companions(linked).files.keys() == found.files.keys()

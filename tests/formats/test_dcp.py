@@ -262,7 +262,7 @@ def test_tables_that_disagree(genuine: tuple[Path, dict[str, Any]], tmp_path: Pa
     assert {problem.tensor for problem in error.value.problems} == {"model.int64", "step"}
     content.state_dict_metadata["model.int32"].chunks[0].sizes = torch.Size([2, 4])
     (tmp_path / ".metadata").write_bytes(pickle.dumps(content))
-    with pytest.raises(ReshardError, match="outside of its shape"):
+    with pytest.raises(ReshardError, match="outside the tensor's shape"):
         read_metadata(tmp_path / ".metadata")
 
 

@@ -156,7 +156,7 @@ def test_an_object_stays_what_it_is() -> None:
 
 
 def test_no_container_is_walked_through_twice() -> None:
-    """Lists that hold another twice, as a pickle can make them, and one that holds itself."""
+    """Lists that hold another twice, as a pickle can make them, and one that contains itself."""
     tensor = StoredTensor(Storage("x.pt", 0, 4), BY_NAME["float32"], (1,), (1,))
     nest: Any = {"step": 3, "tensors": [tensor]}
     for _ in range(60):

@@ -103,7 +103,7 @@ def test_files_of_two_ranks_that_were_exchanged(
     (folder / second).rename(folder / first)
     (folder / "spare").rename(folder / second)
     found = problems_of(folder, tmp_path / "out")
-    assert found.startswith("a file is that of another rank") and (first in found or second in found)
+    assert found.startswith("a file belongs to another rank") and (first in found or second in found)
 
 
 def test_shards_that_are_not_equal_are_refused(copy_of: Copies, tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_a_format_and_a_family_of_another_package(
     refused = run("convert", model, tmp_path / "no", "--to", "toy", "--tp", 2)
     assert refused.returncode == 2 and "toy has no parallel layout" in refused.stderr
     other = run("convert", hf_model("llama"), tmp_path / "no", "--to", "toy")
-    assert other.returncode == 2 and "the family llama is not declared for this engine" in other.stderr
+    assert other.returncode == 2 and "the family llama is not available for this engine" in other.stderr
 
     data = bytearray((tmp_path / "toy" / "toy.bin").read_bytes())
     data[-1] ^= 1
@@ -176,7 +176,7 @@ def test_a_format_that_cannot_look_at_a_path_is_passed_over(
     install(site, "broken", {"reshard.formats": {"bad": "broken:FORMAT"}}, code)
     done = run("inspect", hf_model("llama"), "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["format"] == "huggingface"
-    assert "the format bad cannot tell" in done.stderr and "AttributeError" in done.stderr
+    assert "the format bad failed to detect" in done.stderr and "AttributeError" in done.stderr
 
 
 def test_a_package_may_be_imported_before_reshard(site: Path) -> None:

@@ -190,7 +190,7 @@ def test_a_dry_run_writes_nothing(s3: S3, model: Path) -> None:
 
 def test_a_source_inside_the_destination_is_refused(s3: S3, model: Path) -> None:
     told(model)
-    with pytest.raises(api.ReshardError, match="the source lies inside the destination"):
+    with pytest.raises(api.ReshardError, match="the source is inside the destination"):
         api.convert(DST, DST.rpartition("/")[0], to="megatron", overwrite=True)
 
 

@@ -246,7 +246,7 @@ def test_a_url_that_names_nothing(url: str) -> None:
 @pytest.mark.parametrize("url", ["ftp://host/x", "hdfs://name/x"])
 def test_other_urls_are_told_what_is_read(url: str) -> None:
     result = reshard("inspect", url)
-    assert result.code == 2 and "this URL names nothing that reshard reads" in result.err
+    assert result.code == 2 and "reshard cannot read this URL" in result.err
     assert "gs://" in result.err
 
 

@@ -44,7 +44,7 @@ def test_the_rank_that_failed_first_is_told_and_its_cause_stands_last(make_run: 
     assert "rank 1 failed first" in text
     assert "tests/train/ranks.py" in told and "torch/distributed/elastic" not in told
     assert "got mixed torch.Tensor and DTensor" in told and "Connection closed by peer" not in told
-    assert f"the last checkpoint is whole: {run.output / 'checkpoint-1'}" in told
+    assert f"the last checkpoint is complete: {run.output / 'checkpoint-1'}" in told
     assert "--resume" in told
     order = ["RuntimeError: aten", "train.log", "checkpoint-1", "error: ", "why ", "cure "]
     assert [told.index(word) for word in order] == sorted(told.index(word) for word in order)

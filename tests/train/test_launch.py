@@ -57,7 +57,7 @@ def test_a_refusal_of_ranks_is_raised_once_and_after_a_step_the_run_has_failed(
     assert isinstance(caught.value, RunFailedError) is failed  # exit status 1, not 2
     end = history_of(run.output).end
     assert (end["outcome"], end["failure"]["problems"][0]["title"]) == (outcome, "the plan does not hold")
-    assert ("the last checkpoint is whole: " in said.getvalue()) is failed
+    assert ("the last checkpoint is complete: " in said.getvalue()) is failed
 
 
 def test_a_rank_that_torchrun_has_started_is_taken(make_run: Callable[..., Run]) -> None:

@@ -120,7 +120,7 @@ def test_a_long_chat_is_cut_and_counted() -> None:
     assert len(pieces) == 2
     assert list(counts.notes(8)) == [
         "3 of 3 samples are longer than seq_length 8 and were cut",
-        "1 of 3 samples were left out: nothing in them is to be learned",
+        "1 of 3 samples were skipped: the loss covers none of their tokens",
     ]
 
 

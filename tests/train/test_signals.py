@@ -1,4 +1,4 @@
-"""A signal lets the ranks finish and save the step that goes on, and the run goes on from there."""
+"""A signal lets the ranks finish and save the step that goes on, and the run continues from there."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def assert_saved(run: Run, sent: signal.Signals, shown: str) -> None:
     history = history_of(run.output)
     checkpoint = run.output / f"checkpoint-{history.done}"
     assert f"interrupted by {sent.name} after step {history.done}, which is saved" in shown
-    assert f"the last checkpoint is whole: {checkpoint}" in shown and (checkpoint / "weights").is_file()
+    assert f"the last checkpoint is complete: {checkpoint}" in shown and (checkpoint / "weights").is_file()
     assert f"reshard train sft --model {run.model}" in shown and "--resume" in shown
     assert [path.name for path in run.output.glob("checkpoint-*")] == [checkpoint.name]
     assert (history.outcome, read_record(run.output / "run.json")["outcome"]) == ("interrupted",) * 2

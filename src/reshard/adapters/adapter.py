@@ -153,7 +153,7 @@ def _chosen(parts: Iterable[PairPart | Whole], name: str | None, file: str) -> s
         return ""
     raise ReshardError(
         "adapter-name-unknown" if name else "adapter-ambiguous",
-        "there is no adapter of this name" if name else "the checkpoint holds several adapters",
+        "there is no adapter of this name" if name else "the checkpoint contains several adapters",
         file=file,
         expected=", ".join(there),
         found=f"--adapter {name}" if name else f"{len(there)} adapters",
@@ -183,8 +183,8 @@ def _pair_problems(module: str, found: Mapping[tuple[str, str], Tensor], file: s
                 file=tensor.file if tensor.view.pieces else file,
                 rule="lora_A is [r, in] and lora_B is [out, r]",
                 found=str(list(tensor.shape)),
-                remedy="it was saved while DeepSpeed ZeRO-3 or FSDP held its parts on other ranks: save it again where "
-                "they are gathered, or convert the sharded checkpoint of the same step",
+                remedy="it was saved while DeepSpeed ZeRO-3 or FSDP had its shards on other ranks: gather "
+                "them and save it again, or convert the sharded checkpoint of the same step",
             )
             return
     for a, b, leaf in _KINDS:

@@ -31,7 +31,7 @@ def notes(adapter: Adapter) -> list[str]:
     if adapter.whole:
         found.append(f"trained whole: {listed(sorted(adapter.whole), SHOWN)}")
     if adapter.base:
-        found.append(f"{len(adapter.base)} weights of the base lie beside it")
+        found.append(f"{len(adapter.base)} weights of the base are stored with it")
     if settings.base:
         found.append(f"the base was {settings.base}{'' if settings.base_is_here else ', which is not here'}")
     return found

@@ -82,7 +82,7 @@ def linears(adapter: Adapter, binding: Binding, same: Same) -> dict[str, Linear]
     pairs, strengths that differ, linears that are adapted in some layers alone; and pairs that do not fit the base.
     """
     problems = [*merge_problems(adapter.settings), *_pair_problems(adapter, binding), *_uneven(adapter)]
-    problems += [_no_place(name, "a weight that was trained in whole") for name in adapter.whole]
+    problems += [_no_place(name, "a weight that was trained without LoRA") for name in adapter.whole]
     found = _found(adapter, binding, same)
     problems += _gaps(found, binding)
     if problems:

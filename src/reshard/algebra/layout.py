@@ -87,7 +87,7 @@ class Layout:
                 Problem(
                     "layers-not-divisible",
                     f"{layers} layers do not divide over the pipeline",
-                    rule="every stage holds at least one layer, every virtual chunk the same number",
+                    rule="every stage needs at least one layer, and every virtual chunk the same number",
                     expected=f"a multiple of PP·VPP = {parts}, or {parts} numbers that add up to {layers}",
                     found=f"--stages {','.join(map(str, self.stages))}"
                     if self.stages

@@ -131,7 +131,9 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     metavar="WHERE",
     help="Run on other machines: dask://HOST:PORT, ray, slurm:partition=P,nodes=N,time=MIN, or mpi.",
 )
-@click.option("--dry-run", is_flag=True, help="Print the plan, or why there is none, and write nothing.")
+@click.option(
+    "--dry-run", is_flag=True, help="Print the plan, or why the conversion is refused, and write nothing."
+)
 @click.option("--overwrite", is_flag=True, help="Replace the checkpoint at DST.")
 @click.option("--no-tokenizer", is_flag=True, help="Continue without a tokenizer.")
 @click.option(

@@ -51,7 +51,7 @@ def _age(ctx: click.Context, param: click.Parameter, value: str | None) -> float
     metavar="AGE",
     help="Remove unfinished conversions to PATH that made no progress for this long, for example 12h or 7d.",
 )
-@html_option("Write a page to FILE: the weights by module, and what each rank or file holds.")
+@html_option("Write a page to FILE: the weights by module, and the contents of each rank or file.")
 @quiet_option("Print problems only.")
 @common_options
 @handles_errors

@@ -56,7 +56,7 @@ class Model:
         able = [family.name for family in FAMILIES.values() if any(map(family.rules_of, dialects))]
         raise ReshardError(
             "family-not-for-engine",
-            f"the family {self.family.name} is not declared for this engine",
+            f"the family {self.family.name} is not available for this engine",
             expected=f"one of {', '.join(able)}",
             found=", ".join(dialects),
             remedy="choose another format with --to, or declare it: see docs/add-a-family.md",
@@ -79,6 +79,6 @@ class Model:
                 f"the sizes in the config are not those of a model of family {self.family.name}",
                 rule="each tensor is divided into heads, groups and experts of equal size",
                 found=str(error),
-                remedy="give the config that belongs to these weights: --base DIR",
+                remedy="pass the config that belongs to these weights: --base DIR",
                 values={"family": self.family.name},
             ) from error

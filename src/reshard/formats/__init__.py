@@ -73,7 +73,7 @@ def writable(name: str) -> Format:
     known = {alias: each.name for each in FORMATS.values() if each.target for alias in each.all_names}
     raise ReshardError(
         "format-unknown",
-        "no format has this name",
+        "unknown format",
         found=f"--to {name}",
         expected=", ".join(written()),
         remedy=did_you_mean(name, known, "see `reshard support`"),
@@ -91,7 +91,7 @@ def _holds(path: Path, format: Format) -> bool:
     except UNUSABLE as error:
         leave_out(
             "plugin-format-fails",
-            f"the format {format.name} cannot tell whether a path holds it",
+            f"the format {format.name} failed to detect whether a path is in it",
             said(error),
             "tell its authors",
         )
@@ -151,7 +151,7 @@ def refuse_unfinished(path: Path) -> None:
                 "conversion-unfinished",
                 "this is an unfinished conversion, and no checkpoint",
                 file=str(folder),
-                rule=f"{MARKER} lies there until all files do",
+                rule=f"{MARKER} is there until all files are complete",
                 found=f"{size(marker.uploaded)} of {size(marker.total)} are uploaded" if marker else None,
                 remedy=f"continue it: {marker.anywhere}" if marker else "run the conversion again",
             )

@@ -72,7 +72,8 @@ class Companions:
         """What a user should know about what is copied, and what is not."""
         code = [f"Python code is copied too, because auto_map names it: {', '.join(self.code)}"]
         large = [
-            f"{name} is copied without parsing it, which would take {JSON_WEIGHT} times its size: its JSON may be wrong"
+            f"{name} is copied without parsing it, which would take {JSON_WEIGHT} times its size: "
+            "errors in its JSON are not detected"
             for name in self.unparsed
         ]
         return [*(code if self.code else []), *large, *told(self.left_out)]
@@ -148,7 +149,7 @@ def links_out_of(folder: Path) -> list[str]:
 
 def told(links: Iterable[Path]) -> list[str]:
     """A note for each link that is not followed."""
-    return [f"left out: {path} is a link out of its folder, to {path.resolve()}" for path in links]
+    return [f"skipped: {path} is a link to a file outside its folder, {path.resolve()}" for path in links]
 
 
 def check(companions: Companions) -> Companions:

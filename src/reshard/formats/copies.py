@@ -75,5 +75,5 @@ def copy_problem(file: str, found: str, tensor: str | None = None) -> Problem:
         rule="the shards of two ranks differ",
         expected="the shards of this rank",
         found=found,
-        remedy="one of the two is in the wrong place: copy each rank's own file from where it was saved",
+        remedy="one of the two is in the wrong place: copy each rank's file again from where it was saved",
     )

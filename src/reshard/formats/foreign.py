@@ -48,7 +48,7 @@ class Kind(NamedTuple):
 
 
 _LINK = (
-    "give it the name that Hugging Face has for such a file: "
+    "give it Hugging Face's name for such a file: "
     "mkdir {folder} && ln -s {absolute} {folder}/pytorch_model.bin; "
     "copy config.json and the tokenizer of the model there, then run: reshard inspect {folder}"
 )
@@ -65,10 +65,10 @@ NEMO = Kind(
     "unpack it: mkdir {folder} && tar -xf {file} -C {folder}, then run: reshard inspect {folder}",
 )
 LIGHTNING = Kind("foreign-lightning", "this is a checkpoint of PyTorch Lightning", _LINK)
-TORCH = Kind("foreign-torch-file", "this is a file of torch.save with a name that no format has", _LINK)
+TORCH = Kind("foreign-torch-file", "this is a torch.save file with a name that no format uses", _LINK)
 OLD_TORCH = Kind(
     "foreign-torch-legacy",
-    "this is a file of torch.save in the format before torch 1.6",
+    "this is a torch.save file in the format of torch before 1.6",
     "rewrite it: torch.save(torch.load({its_path}, weights_only=True), {new_folder} + '/pytorch_model.bin'), "
     "then run: reshard inspect {folder}",
 )
@@ -87,7 +87,7 @@ MODULE = Kind(
 ONNX = Kind(
     "foreign-onnx",
     "this is an ONNX program",
-    "convert the model that it was exported from: an export keeps neither the config nor all names of weights",
+    "convert the model that it was exported from: an export keeps neither the config nor all weight names",
 )
 ORBAX = Kind(
     "foreign-orbax",

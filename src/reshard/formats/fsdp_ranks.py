@@ -41,12 +41,12 @@ _LEFT_BEHIND = {"optim": "optimizer states", "extra_state": "training state"}
 _NESTED = ("state_dict", "model", "module")
 
 _NAMES = (
-    "only with use_orig_params=True has LOCAL_STATE_DICT the names of parameters, as views of the flat ones"
+    "LOCAL_STATE_DICT has parameter names only with use_orig_params=True, as views of the flat parameters"
 )
 _SHAPES = "LOCAL_STATE_DICT keeps no shapes"
 _FLAT_NOTE = (
-    "FSDP1 flattened the parameters (LOCAL_STATE_DICT), and config.json tells their shapes; where there is none beside "
-    "the weights, give the Hugging Face folder that training started from: --base DIR"
+    "FSDP1 flattened the parameters (LOCAL_STATE_DICT), and their shapes come from config.json; pass "
+    "the Hugging Face folder that training started from: --base DIR"
 )
 _COPY_ALL = "copy the files of all ranks from all nodes into one folder"
 
@@ -156,7 +156,7 @@ def _check_names(files: Files) -> None:
     problems += [
         Problem(
             "file-of-unknown-rank",
-            "a file is of a rank that this save does not have",
+            "a file belongs to a rank that this save does not have",
             file=str(files.ranks[rank]),
             rule=f"its name says that there are {world} ranks",
             remedy="it was renamed or belongs to another run: move it away",
@@ -255,13 +255,13 @@ def _flat_problems(parts: Mapping[str, Parts], files: Files) -> list[Problem]:
         (
             unnamed,
             "fsdp-flat-parameters",
-            "the parameters are flat, and the files do not tell their names and shapes",
+            "the parameters are flat, and the files do not record their names and shapes",
             _NAMES,
         ),
         (
             adapters,
             "fsdp-flat-adapter",
-            "the matrices of an adapter are flat, and no config tells their shapes",
+            "an adapter's matrices are flat, and no config gives their shapes",
             _SHAPES,
         ),
     )
@@ -288,7 +288,7 @@ def _unknown(name: str, file: str, value: Opaque) -> Problem:
         file=file,
         expected="a Tensor, a DTensor or a ShardedTensor",
         found=value.qualname,
-        remedy="save it as an ordinary tensor: dense, and not quantized",
+        remedy="save it as a dense tensor that is not quantized",
     )
 
 
@@ -313,7 +313,7 @@ def _rank_problems(files: Files, parts: Mapping[str, Parts]) -> list[Problem]:
         if first != path:
             problems.append(_copied(path, first, wrote))
     if not problems:
-        rule = "the tensors know of ranks " + ", ".join(map(str, sorted(expected)))
+        rule = "the tensors refer to ranks " + ", ".join(map(str, sorted(expected)))
         problems = [_missing(files, rank, rule) for rank in sorted(expected - seen.keys())]
     return problems
 
@@ -321,7 +321,7 @@ def _rank_problems(files: Files, parts: Mapping[str, Parts]) -> list[Problem]:
 def _other_world(files: Files, world: int) -> Problem:
     return Problem(
         "mesh-size-differs",
-        "the mesh is of another size than the files",
+        "the mesh does not match the number of files",
         file=str(files.folder),
         rule=f"{files.save} is in the name of every file",
         expected=f"tensors that {files.world} ranks share",
@@ -335,17 +335,17 @@ def _copied(file: str, first: str, rank: int) -> Problem:
         "fsdp-rank-copied",
         "the file of one rank is a copy of another rank's",
         file=file,
-        rule="each rank's file holds the shards of that rank",
+        rule="each rank's file contains that rank's shards",
         expected="the shards of its own rank",
         found=f"those of rank {rank}, as in {first}",
-        remedy="one of the two is in the wrong place: copy each rank's own file from where it was saved",
+        remedy="one of the two is in the wrong place: copy each rank's file again from where it was saved",
     )
 
 
 def _assembled(name: str, pairs: Parts) -> tuple[Tensor, list[Replica]]:
-    """The whole tensor, and the shards of which several ranks have a copy."""
+    """The whole tensor, and the shards of which some ranks have a copy."""
     _, first = pairs[0]
-    rule = "every rank has a copy" if first.kind == "plain" else f"several ranks have a copy: {first.spread}"
+    rule = "every rank has a copy" if first.kind == "plain" else f"some ranks have a copy: {first.spread}"
     boxes: dict[tuple[Any, Any], Tensor] = {}
     replicas = []
     for _, part in pairs:
@@ -380,9 +380,9 @@ def _notes(files: Files, parts: Mapping[str, Parts], entries: Counter[str]) -> l
     sharded = (p for pairs in parts.values() for _, p in pairs if p.kind not in ("plain", flat.KIND))
     spreads = sorted({part.spread for part in sharded})
     whole = [name for name, pairs in parts.items() if pairs[0][1].kind == "plain"]
-    notes = [f"{len(files.ranks)} ranks; tensors lie as {'; '.join(spreads)}"] if spreads else []
+    notes = [f"{len(files.ranks)} ranks; tensors are placed as {'; '.join(spreads)}"] if spreads else []
     if whole and len(files.ranks) > 1:
-        notes.append(f"not sharded, but whole on every rank: {listed(whole, 1)}")
+        notes.append(f"replicated on every rank, not sharded: {listed(whole, 1)}")
     if renamed := [rank for rank, wrote in _writers(files, parts).items() if wrote != rank]:
         which = ", ".join(files.ranks[rank].name for rank in renamed)
         notes.append(f"renamed, but read right, since the tensors say where they belong: {which}")

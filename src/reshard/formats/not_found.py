@@ -22,10 +22,10 @@ def nothing_there(path: Path) -> ReshardError:
     if not is_remote(path) and path.parts and re.fullmatch(r"[a-z][a-z0-9+.-]*:", path.parts[0]):
         return ReshardError(
             "url-names-nothing",
-            "this URL names nothing that reshard reads",
+            "reshard cannot read this URL",
             file=str(path),
             expected=f"a path, or one of {', '.join(f'{scheme}://' for scheme in PROTOCOLS)} and a name",
-            remedy="correct the URL, or download what is there and name the folder",
+            remedy="correct the URL, or download the files and pass the folder",
         )
     found = None
     with suppress(ReshardError):  # a store may answer for what was named, and not for what is above it
@@ -54,8 +54,8 @@ def download(path: Path, then: str) -> str | None:
     if hub is None:
         return None
     return (
-        f"{hub} looks like the id of a model on the hub, and is not on this machine: "
-        f"hf download {hub} --local-dir {path.name}, and then {then}; otherwise check the path"
+        f"{hub} looks like a model id on the Hub that was not downloaded: run hf download {hub} "
+        f"--local-dir {path.name}, and then {then}; otherwise check the path"
     )
 
 
@@ -83,17 +83,17 @@ def no_checkpoint(path: Path, formats: Iterable[str], holds: Callable[[Path], bo
     below = [child for child in children if child.is_dir()][:BELOW]
     several = [str(child) for child in below if holds(child)]
     if whole:
-        remedy = f"this is a part of a checkpoint: name {whole}"
+        remedy = f"this is a part of a checkpoint: pass {whole}"
     elif several:
-        remedy = f"name one of those below it: {_listed(several)}"
+        remedy = f"pass one of the checkpoints below it: {_listed(several)}"
     else:
-        remedy = "name the folder with the weights, or an iteration folder"
+        remedy = "pass the folder with the weights, or an iteration folder"
     return ReshardError(
         Problem(
             "checkpoint-not-found",
             "no checkpoint found here",
             file=str(path),
-            expected=f"one of the formats that `reshard support` explains: {', '.join(formats)}",
+            expected=f"one of the formats that `reshard support` lists: {', '.join(formats)}",
             found=_listed(child.name for child in children) if path.is_dir() else path.name,
             remedy=remedy,
         )
@@ -108,7 +108,7 @@ def no_iteration(path: Path, iteration: Iteration) -> ReshardError:
         file=str(path),
         expected=f"--iteration {iteration}",
         found=_listed(child.name for child in path.iterdir()) if path.is_dir() else path.name,
-        remedy="choose one that is there, or leave out --iteration for the latest",
+        remedy="choose an existing one, or remove --iteration for the latest",
     )
 
 

@@ -106,7 +106,9 @@ ALONE = ({"scale"}, {"scales"}, {"g_idx"}, {"{}_shape"})
 _MODULES = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude")
 """Settings that list modules which are not quantized."""
 
-UNTOLD = "the weights are quantized, and config.json has no quantization_config: they load as plain numbers"
+UNTOLD = (
+    "the weights are quantized, but config.json has no quantization_config: they would load as plain numbers"
+)
 
 
 class _Part(NamedTuple):
@@ -353,7 +355,7 @@ def _incomplete(name: str, parts: Mapping[str, str], tensors: Mapping[str, Tenso
         rule=f"{scheme.name} stores a weight as {names(needed)}",
         expected=lacking or f"elements of {' or '.join(scheme.dtypes)}",
         found=", ".join(f"{part.rpartition('.')[2]} ({tensors[part].dtype})" for part in there),
-        remedy="copy or download the files again: the values mean nothing without their scales",
+        remedy="copy or download the files again: the values are meaningless without their scales",
     )
 
 
@@ -371,7 +373,7 @@ def refusal(found: Quantization, path: Path, wanted: str | None = None) -> Resha
         "the weights are quantized",
         tensor=listed(names, 1) if names else None,
         file=str(path),
-        rule="reshard dequantizes the schemes that docs/formats.md marks, and copies others as they are",
+        rule="reshard dequantizes the schemes marked in docs/formats.md and copies others unchanged",
         found=f"{found}; {wanted}" if wanted else str(found),
         remedy="dequantize the model to bfloat16 first, as its publisher describes; to copy it, "
         "pass --to huggingface without --dtype",

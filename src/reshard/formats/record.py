@@ -132,9 +132,9 @@ def check_record(
     files = read_record(folder)[FILES]
     written = {name: (told["bytes"], told["digest"]) for name, told in files.items()}
     foreign = [name for name in foreign_in(folder) if name not in OF_THE_HUB]
-    faults = [Fault(name, "was not written with the others") for name in foreign]
+    faults = [Fault(name, "is not part of the output") for name in foreign]
     if not _is_own(read_source(folder / RECORD)):
-        faults.append(Fault(RECORD, "was changed since it was written"))
+        faults.append(Fault(RECORD, "was modified after it was written"))
     whole = []
     for name, (length, _) in written.items():
         path = folder / name
@@ -151,9 +151,7 @@ def check_record(
     for name, digest in digests.items():
         if digest != written[name][1]:
             other = names.get(digest)
-            faults.append(
-                Fault(name, f"has the content of {other}" if other else "has other bytes than were written")
-            )
+            faults.append(Fault(name, f"has the content of {other}" if other else "has changed bytes"))
     return Integrity(len(whole), nbytes, sorted(faults))
 
 
@@ -178,7 +176,7 @@ def digests_of(
                     "a file cannot be read",
                     file=str(folder / name),
                     found=error.strerror or str(error),
-                    remedy="check the disk or the file server that holds it, then run the same command again",
+                    remedy="check the disk or file server, then run the same command again",
                 ) from error
         return found
 
@@ -195,15 +193,15 @@ def read_record(folder: Path) -> dict[str, Any]:
     if not isinstance(files, dict) or not files or not all(map(_is_file, files.items())):
         raise ReshardError(
             "digest-record-missing",
-            "no record of digests found",
+            "no record with digests found",
             file=str(folder),
             expected=f"{RECORD}, as `reshard convert` writes it",
-            remedy="compare the weights with those that it was made from (reshard verify SRC DST), or convert again",
+            remedy="compare the weights with the source (reshard verify SRC DST), or convert again",
         )
     if found.get("digest") != NAME:
         raise ReshardError(
             "digest-kind-unknown",
-            "the digests are of another kind",
+            "the digests are of an unknown kind",
             file=str(path),
             expected=NAME,
             found=f"{found.get('digest')}, written by reshard {found.get('reshard')}",
@@ -219,7 +217,7 @@ def options_of(record: Mapping[str, Any], folder: Path) -> Options:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ReshardError(
             "record-without-plan",
-            "the record does not tell how the output was planned",
+            "the record does not contain the options of the conversion",
             file=str(folder / RECORD),
             expected="options, as this version of reshard writes them",
             found=f"written by reshard {record.get('reshard')}",

@@ -66,7 +66,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             shape = _in_items(dtype, shape_of(entry["shape"]))
             first, last = sizes(entry["data_offsets"])
         except UNUSABLE as error:
-            problems.append(_entry(path, name, "dtype, shape and data_offsets that are known", said(error)))
+            problems.append(_entry(path, name, "a known dtype, a shape and data_offsets", said(error)))
             continue
         spans.append((first, last, name))
         nbytes = prod(shape) * dtype.itemsize
@@ -87,7 +87,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
                 "safetensors-file-truncated" if end > available else "safetensors-file-too-long",
                 "the file is cut short" if end > available else "the file is longer than its tensors",
                 file=str(path),
-                rule="the tensors of a safetensors file fill it",
+                rule="the tensors of a safetensors file cover it exactly",
                 expected=f"{begin + end} bytes",
                 found=f"{begin + available} bytes",
                 remedy="copy or download the file again",
@@ -144,7 +144,7 @@ def _broken(
 def _entry(path: Path, name: str, expected: str, found: str) -> Problem:
     return Problem(
         "safetensors-entry-inconsistent",
-        "an entry of a safetensors header does not add up",
+        "an entry of a safetensors header is inconsistent",
         tensor=name,
         file=str(path),
         expected=expected,

@@ -113,7 +113,7 @@ def misfits(flag: str, ranks: int, shares: Sequence[Share]) -> Iterator[Problem]
             yield Problem(
                 "size-not-divisible",
                 f"{what} {'do' if what[-1] == 's' else 'does'} not divide over {flag} {ranks}",
-                rule="every rank holds an equal share",
+                rule="every rank has an equal share",
                 expected=expected,
                 found=f"{flag} {ranks}",
                 remedy=f"choose {flag} from {', '.join(map(str, choices))}",

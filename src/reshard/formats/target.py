@@ -150,7 +150,7 @@ def stateless(request: Request) -> list[str]:
     names = [tensor.name for tensor in request.tensors if tensor.name not in stateful]
     frozen = sorted(name for name in names if not name.endswith(apart))
     what = f"the optimizer has no states of {listed(frozen, 1)}" if frozen else ""
-    return [f"{what}: load them where the same tensors are frozen"] if frozen else []
+    return [f"{what}: load them in a run that freezes the same tensors"] if frozen else []
 
 
 def as_asked(request: Request) -> Request:

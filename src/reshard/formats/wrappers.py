@@ -55,12 +55,12 @@ def wrapper_problems(names: Iterable[str], file: str) -> Iterator[Problem]:
         if wrapped:
             yield Problem(
                 "wrapper-in-names",
-                "tensor names contain the mark of a wrapper",
+                "tensor names contain a wrapper's prefix",
                 tensor=listed(wrapped, 1),
                 file=file,
-                rule="names are those of the model itself",
+                rule="tensor names are the model's own",
                 found=f"{wrapper} in {len(wrapped)} of {len(names)} names",
-                remedy=f"take it out with --strip {wrapper}, and save unwrapped modules from now on",
+                remedy=f"remove it with --strip {wrapper}, and save the unwrapped module in future",
                 values={"wrapper": wrapper},
             )
 

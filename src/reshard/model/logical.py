@@ -235,7 +235,7 @@ def _check(checkpoint: Checkpoint, wanted: Mapping[str, Bound], optional: Mappin
                     found=str(list(have[name].shape)),
                     remedy="the tool that wrote it swapped the axes: write it again as [out, in]"
                     if transposed
-                    else "give the config that belongs to these weights: --base DIR",
+                    else "pass the config that belongs to these weights: --base DIR",
                 )
             )
     if problems:

@@ -112,7 +112,7 @@ def _unsupported(model_type: Any) -> Problem:
     return Problem(
         "model-type-unsupported",
         f"{what}, and the tensors fit no family that is",
-        rule="a family declares where each tensor lies",
+        rule="a family declares the place of each tensor",
         expected=", ".join(FAMILIES),
         found=None if model_type is None else str(model_type),
         remedy="force one with --family NAME if it is built alike, or declare it: see docs/add-a-family.md",
@@ -207,7 +207,7 @@ def by_args(checkpoint: Checkpoint, forced: str | None) -> tuple[Family, list[st
             "the tensors of the checkpoint fit no family",
             file=str(checkpoint.path),
             expected=", ".join(FAMILIES),
-            remedy="give the Hugging Face folder that training started from (--base DIR), or force --family NAME",
+            remedy="pass the Hugging Face folder that training started from (--base DIR), or force --family NAME",
         )
     more = ", ".join(family.name for family in fitting[1:])
     notes = [f"{fitting[0].name} is assumed; {more} would fit as well (--family)"] if more else []

@@ -330,7 +330,7 @@ def _sizes(
             rule="the config gives every size of the model",
             expected=f"numbers for {', '.join(SIZES)}",
             found=f"no usable {', '.join(missing)}" if missing else said(error),
-            remedy="give the config that belongs to these weights: --base DIR",
+            remedy="pass the config that belongs to these weights: --base DIR",
             values={"family": family.name},
         ) from error
 
@@ -431,7 +431,7 @@ def _disagreements(checkpoint: Checkpoint, family: Family, dims: Dims) -> list[P
             rule=f"{key} of config.json is that of the weights",
             expected=f"{wanted} (config.json)",
             found=f"{found} (checkpoint)",
-            remedy="give the config that belongs to these weights: --base DIR"
+            remedy="pass the config that belongs to these weights: --base DIR"
             if found > wanted
             else "copy the weights that are missing, or give the config that belongs to these: --base DIR",
             values={"key": key},

@@ -72,7 +72,7 @@ def rounding(name: str, tensor: Tensor, by: float) -> Replica | None:
         name,
         tensor,
         Tensor(tensor.dtype, back),
-        f"the hub and Megatron-Core store this norm one apart, and {tensor.dtype} holds both exactly",
+        f"the Hub and Megatron-Core store this norm with an offset of one, and {tensor.dtype} represents both exactly",
         f"pass --dtype float32 to keep every value, or --dtype {tensor.dtype} to round them",
         "norm-not-exact",
         f"a norm cannot be stored {'plus' if by > 0 else 'less'} one without rounding",

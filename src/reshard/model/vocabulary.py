@@ -147,6 +147,6 @@ def disagreement(checkpoint: Checkpoint, vocab: int) -> Problem | None:
         rule="the embedding has a row for each token, and fewer than one unit of padding",
         expected=f"{vocab} tokens (config.json), padded",
         found=f"{rows} rows",
-        remedy="give the config that belongs to these weights: --base DIR",
+        remedy="pass the config that belongs to these weights: --base DIR",
         values={"tokens": vocab, "rows": rows},
     )

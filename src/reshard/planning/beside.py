@@ -49,7 +49,7 @@ def lacking(checkpoint: Checkpoint, kind: Kind, options: Options) -> list[Proble
             rule="the output loads with no other folder",
             expected="tokenizer.json, tokenizer.model or vocab.json",
             found="; ".join(found.notes) or None,
-            remedy="give the Hugging Face folder that training started from (--base DIR), or --no-tokenizer",
+            remedy="pass the Hugging Face folder that training started from (--base DIR), or --no-tokenizer",
         )
     ]
 

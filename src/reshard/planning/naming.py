@@ -163,7 +163,7 @@ def _partly_frozen(state: str, name: str, missing: set[str]) -> Problem:
         "optimizer-state-partial",
         "a part of a tensor has an optimizer state, and the rest has none",
         tensor=name,
-        rule=f"a fused tensor is trained as a whole, and has one {state}",
+        rule=f"a fused tensor is trained as one parameter, with one {state}",
         found=f"none for {', '.join(sorted(missing))}",
         remedy="leave out --with-optimizer: frozen and trained tensors cannot be fused",
     )

@@ -40,7 +40,7 @@ def refused(run: Run, *, overwrite: bool) -> Iterator[Problem]:
     found = there(run)
     if found and not overwrite:
         is_ours = (run.output / RECORD).is_file()
-        again = "--resume to go on, --overwrite to begin again, or " if is_ours else "name "
+        again = "--resume to continue, --overwrite to start again, or " if is_ours else "name "
         yield Problem(
             "output-not-empty",
             "the output is not empty",

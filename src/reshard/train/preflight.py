@@ -512,7 +512,7 @@ def _too_large(run: Run, room: Room) -> Problem:
     return Problem(
         "run-exceeds-memory",
         "the run does not fit into memory",
-        rule="weights, gradients, optimizer and activations lie in memory at the same time",
+        rule="weights, gradients, optimizer and activations are in memory at the same time",
         expected=f"at most {memory_size(room.available * memory.USABLE)} in each process",
         found=f"{memory_size(room.needed.total)}: "
         + ", ".join(f"{name} {memory_size(size)}" for name, size in parts),

@@ -289,7 +289,7 @@ def _number(given: Mapping[str, Any], name: str, default: int) -> int:
             "option-not-a-number",
             f"--{name} is not a number",
             found=repr(value),
-            remedy="give a whole number",
+            remedy="pass an integer",
         ) from None
 
 

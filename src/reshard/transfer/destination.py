@@ -9,7 +9,7 @@ from pathlib import Path
 
 from reshard.errors import Problem, listed
 
-BESIDE = "the result is made beside the destination, and takes its place when it is whole"
+BESIDE = "the output is written next to the destination and replaces it once it is complete"
 CHAIN = 40
 """Links that lead to each other, at most: as many as Linux follows."""
 
@@ -119,7 +119,7 @@ def _holds_sources(source: Path, inside: Sequence[Path], target: Path | str) -> 
     is_named = inside[0] == source
     return Problem(
         "source-in-destination" if is_named else "destination-contains-input",
-        "the source lies inside the destination"
+        "the source is inside the destination"
         if is_named
         else "the destination contains files that the conversion reads",
         file=str(target),

@@ -87,7 +87,7 @@ def _unreadable(path: str, error: OSError) -> ReshardError:
         "a file cannot be read",
         file=path,
         found=error.strerror or str(error),
-        remedy="check the disk or the file server that holds it, then run the same command again",
+        remedy="check the disk or file server, then run the same command again",
     )
 
 

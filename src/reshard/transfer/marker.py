@@ -28,7 +28,7 @@ from reshard.version import __version__
 
 MARKER = "reshard-unfinished.json"
 
-ABOUT = "An unfinished conversion of reshard: what lies here is no checkpoint while this object is here."
+ABOUT = "An unfinished conversion by reshard: as long as this object exists, the others are not a checkpoint."
 
 RENEWED = 60.0
 """Seconds after which a run that lives writes its marker again."""

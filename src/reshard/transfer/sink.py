@@ -19,9 +19,10 @@ PAGE = 4096
 DIRECT = 64 << 10
 """Bytes from which a direct write pays."""
 
-CACHED = 4
-"""An output goes through the page cache where it takes at most one part in this many of the memory that is available.
-It is written as fast then, and what loads it next finds it there (docs/performance.md)."""
+CACHED = 16
+"""An output goes through the page cache if it takes at most one part in this many of the available memory: then it is
+written as fast, and the next program to load it does not read the disk. Linux starts to write dirty pages back at
+a tenth of that memory (vm.dirty_background_ratio), and the two get in each other's way (docs/performance.md)."""
 
 SLICE = 128 << 10
 """Bytes of one write through the page cache. The kernel sizes the memory that it takes for a file by it: larger

@@ -46,10 +46,10 @@ METADATA = ".metadata"
 OPTIMIZER = "optimizer states"
 ROUTER_BIASES = "load-balancing biases of routers"
 BALANCING = (
-    f"the {ROUTER_BIASES} have no place in the same model of Hugging Face: "
-    "where they are not zero, it routes otherwise"
+    f"the {ROUTER_BIASES} cannot be stored in the Hugging Face model: if they are not zero, it routes "
+    "differently"
 )
-ONE_MODEL = "the checkpoint has one model, and holds this tensor twice"
+ONE_MODEL = "the checkpoint has one model, but contains this tensor twice"
 WEIGHTS_ONLY = "a Trainer FSDP checkpoint: weights only, no config or tokenizer; give --base"
 NOT_WEIGHTS = tuple(
     (re.compile(rf"(\w+\.){{0,2}}{pattern}"), rule)
@@ -85,7 +85,7 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
             file=str(path),
             expected=f"--iteration {iteration}",
             found="a folder without a step in its name" if step is None else f"step {step}",
-            remedy="name the folder of the step itself, and leave out --iteration",
+            remedy="pass the folder of the step itself, without --iteration",
         )
     try:
         return _open(path, step)
@@ -178,7 +178,7 @@ class _Parts:
                 "this folder contains no weights",
                 file=str(folder),
                 found=", ".join(sorted(self.dropped)) or "an empty state dict",
-                remedy="name the folder of the model beside it, as pytorch_model_fsdp_0",
+                remedy="pass the folder of the model next to it, such as pytorch_model_fsdp_0",
             )
         nests = self._nests()
         self.prefix = max(nests, key=lambda prefix: sum(map(_nbytes, nests[prefix].values())))
@@ -233,7 +233,7 @@ def _another_model(folder: Path, prefix: str, other: str, tensors: Mapping[str, 
         rule="one conversion converts one model; nothing is dropped silently",
         expected=f"all weights below {prefix!r}" if prefix else "all weights at the top",
         found=f"others below {other!r}" if other else "others at the top",
-        remedy="load the model that you want with dcp.load, and save it by itself with dcp.save",
+        remedy="load the model that you want with dcp.load, and save it alone with dcp.save",
     )
 
 
@@ -250,7 +250,7 @@ def _mixed(folder: Path, names: Iterable[str]) -> Iterator[Problem]:
             tensor=", ".join(found),
             file=str(folder / METADATA),
             rule="a model has one embedding",
-            remedy="the folder was saved into twice: save each model into a folder of its own",
+            remedy="two models were saved into this folder: save each model into its own folder",
         )
 
 
@@ -282,7 +282,7 @@ class _Reader:
                     "dcp-chunks-missing" if held < view.numel else "dcp-chunks-overlap",
                     "chunks of a tensor are missing" if held < view.numel else "chunks of a tensor overlap",
                     tensor=name,
-                    rule="the chunks of a tensor tile it",
+                    rule="the chunks of a tensor cover it exactly",
                     expected=f"{view.numel} elements of {list(stored.shape)}",
                     found=f"{held} elements in {len(parts)} chunks",
                     remedy="the save did not finish, or two saves were mixed: take another checkpoint of the run",

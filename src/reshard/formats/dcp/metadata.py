@@ -179,7 +179,7 @@ class _Reader:
                 continue
             ends = [low + length for low, length in zip(offsets, size, strict=True)]
             if any(end > length for end, length in zip(ends, shape, strict=True)):
-                raise ValueError(f"a chunk of {key} at {offsets} reaches outside of its shape {shape}")
+                raise ValueError(f"a chunk of {key} at {offsets} is outside the tensor's shape {shape}")
             if chunk := self._chunk(key, offsets, offsets, size):
                 chunks.append(chunk)
         return DcpTensor(dtype, shape, chunks)
@@ -244,7 +244,7 @@ def _file_problems(folder: Path, metadata: DcpMetadata) -> list[Problem]:
                     "dcp-file-missing",
                     "a file of the checkpoint is missing",
                     file=file,
-                    rule="every file that .metadata names is there",
+                    rule="every file named in .metadata exists",
                     found=error.strerror,
                     remedy=f"copy it from the node that wrote it into {folder}",
                 )

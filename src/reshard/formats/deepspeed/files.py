@@ -31,7 +31,7 @@ EXPERT = re.compile(
 PIPELINE = re.compile(r"layer_\d+-model_.*states\.pt")
 
 COPY_AGAIN = "copy it again from where it was saved, with the files of all nodes"
-UNIVERSAL_FIRST = "make a universal checkpoint of it with DeepSpeed's ds_to_universal.py, and convert that"
+UNIVERSAL_FIRST = "convert it to a universal checkpoint with DeepSpeed's ds_to_universal.py, and pass that"
 
 
 class RankFile(NamedTuple):
@@ -47,7 +47,7 @@ class RankFile(NamedTuple):
         if not isinstance(found, Mapping):
             raise ReshardError(
                 "optimizer-file-without-state",
-                "a file of optimizer states has none",
+                "a file of optimizer states contains none",
                 file=str(self.path),
                 expected="optimizer_state_dict",
                 found=", ".join(map(str, self.content)) or "an empty dict",
@@ -158,10 +158,10 @@ def _by_rank(found: Sequence[Path], pattern: re.Pattern[str], problems: list[Pro
             problems.append(
                 Problem(
                     "deepspeed-rank-twice",
-                    "two files are those of one rank",
+                    "two files belong to the same rank",
                     file=str(path),
                     found=f"{result[rank].path.name} beside it",
-                    remedy="one is left over from an earlier save with another dtype: move it away",
+                    remedy="one is left over from an earlier save with another dtype: move it elsewhere",
                 )
             )
             continue
@@ -194,9 +194,9 @@ def _refuse_split(folder: Path, found: Sequence[Path]) -> None:
     if ranks - {0}:
         raise ReshardError(
             "deepspeed-tensor-parallel-unsupported",
-            "a checkpoint that tensor parallelism has split",
+            "a checkpoint that is split by tensor parallelism",
             file=str(folder),
-            rule="its files do not say along which axis each tensor was cut",
+            rule="its files do not record the axis along which each tensor was split",
             expected="files of mp_rank_00 alone",
             found=", ".join(f"mp_rank_{rank:02d}" for rank in sorted(ranks)),
             remedy=UNIVERSAL_FIRST,
@@ -261,10 +261,10 @@ def _rank_problems(files: StepFiles) -> Iterator[Problem]:
                 "files-of-different-world-sizes",
                 "files of runs with different numbers of ranks",
                 file=str(file.path),
-                rule="all files of a step are of one run",
+                rule="all files of a step belong to one run",
                 expected=f"{wanted} ranks, as {files.model.path.name} says",
                 found=f"{counts[rank]} ranks",
-                remedy="move away what an earlier save left in this folder, or copy the step again",
+                remedy="move files of an earlier save out of this folder, or copy the step again",
             )
     first = next(iter(files.optimizers.values())).path
     for rank in sorted(set(range(wanted)) - files.optimizers.keys()):
@@ -285,9 +285,9 @@ def _other_steps(
         if step != usual:
             yield Problem(
                 "deepspeed-file-of-another-run",
-                "the file of a rank is of another run or iteration",
+                "a rank's file belongs to another run or iteration",
                 file=str(files[rank].path),
-                rule="one iteration of one run saved the files of all ranks",
+                rule="the files of all ranks belong to one iteration of one run",
                 expected=f"step {usual}, as in {example}",
                 found=f"step {step}",
                 remedy=COPY_AGAIN,
@@ -321,7 +321,7 @@ def _missing_experts(files: StepFiles) -> Iterator[Problem]:
         names = [f"layer_{layer}_expert_{i}_mp_rank_00_model_states.pt" for i in range(count)]
         for name in names:
             if name not in there:
-                yield _missing(files.folder / name, f"layer {layer} has {count} experts, each in a file")
+                yield _missing(files.folder / name, f"layer {layer} has {count} experts, one file each")
 
 
 def _missing_models(files: StepFiles) -> Iterator[Problem]:

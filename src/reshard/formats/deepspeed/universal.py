@@ -44,8 +44,8 @@ from reshard.transfer.plan import Block, OutputFile, Planned
 
 OPTIMIZER_STATE = "optimizer_state.pt"
 MIXED_UP = (
-    "ds_to_universal of DeepSpeed mixes parameters up that were trained with round_robin_gradients, or a file is of "
-    "another step or damaged: convert the step that it was made from"
+    "either DeepSpeed's ds_to_universal mixed up parameters trained with round_robin_gradients, or a "
+    "file is damaged or from another step: convert the original step"
 )
 
 
@@ -123,14 +123,14 @@ def _tensor(path: Path, name: str, shape: tuple[int, ...] | None) -> Tensor:
             "a parameter is missing",
             tensor=name,
             file=str(path),
-            rule="a universal checkpoint has a folder for each parameter, with its fp32 values",
+            rule="a universal checkpoint has one folder per parameter, with its fp32 values",
             remedy=COPY_AGAIN,
         )
     stored, flat = _stored(path)
     if flat and shape is None:
         raise ReshardError(
             "universal-shape-unknown",
-            "nothing says what shape a parameter has",
+            "the shape of a parameter is not recorded",
             tensor=name,
             file=str(path),
             rule="from ZeRO 3, parameters are stored flat, and param_shapes of the model states has their shapes",
@@ -140,10 +140,10 @@ def _tensor(path: Path, name: str, shape: tuple[int, ...] | None) -> Tensor:
     if flat and shape is not None and prod(shape) != stored.numel:
         raise ReshardError(
             "universal-parameter-size-differs",
-            "a parameter has another size",
+            "a parameter has the wrong size",
             tensor=name,
             file=str(path),
-            rule="param_shapes of the model states says what shape each parameter has",
+            rule="param_shapes in the model states records the shape of each parameter",
             expected=f"{prod(shape)} elements of {list(shape)}",
             found=f"{stored.numel} elements",
             remedy="the files are of different runs: convert the checkpoint with ds_to_universal.py again",

@@ -39,10 +39,10 @@ from reshard.transfer.gather import castable
 FP32 = "fp32"
 STATES = ("exp_avg", "exp_avg_sq")
 COPIES = "copies of fp32 masters"
-ROUNDED = "the weights of the module are the fp32 masters, rounded"
+ROUNDED = "the module's weights equal the rounded fp32 masters"
 OUT_OF_STEP = (
-    "the files are of other ranks or steps than their names say, or one is damaged: copy the step again; or move the "
-    "optim_states files away to convert the weights of the module, without the masters"
+    "the file names do not match their ranks or steps, or a file is damaged: copy the step again; or "
+    "move the optim_states files elsewhere to convert the module's weights without the masters"
 )
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -122,7 +122,7 @@ def _module(files: StepFiles) -> dict[str, Tensor]:
     if files.model.content.get("ds_autoep_layers"):
         raise ReshardError(
             "deepspeed-autoep-unsupported",
-            "a checkpoint with AutoEP, which replaces the experts of the model by its own",
+            "a checkpoint with AutoEP, which replaces the model's experts with its own",
             file=str(files.model.path),
             remedy=UNIVERSAL_FIRST,
         )
@@ -141,12 +141,11 @@ def _from_module(files: StepFiles, module: dict[str, Tensor]) -> Weights:
     optimizer = sum(stored.nbytes for stored in stored_in(files.model.content.get("optimizer")))
     notes = []
     if files.stage:
-        notes.append(
-            "the fp32 masters are not here (optim_states files): the weights are those of the module"
-        )
+        notes.append("the fp32 masters (optim_states files) are missing: the weights are the module's")
     elif (name := main_dtype(module)) != "float32":
         notes.append(
-            f"ZeRO 0 does not say whose its fp32 masters are: the weights are the module's, in {name}"
+            "ZeRO 0 does not record which parameters its fp32 masters belong to: "
+            f"the weights are the module's, in {name}"
         )
     return Weights(
         module,
@@ -195,7 +194,7 @@ def master_notes(module: Mapping[str, Tensor], masters: Mapping[str, Tensor]) ->
         return []
     return [
         f"the weights are the fp32 masters of training in {trained}; "
-        f"--dtype {trained} gives what the model computed with, which is their rounding"
+        f"--dtype {trained} gives the rounded weights that the model computed with"
     ]
 
 
@@ -236,7 +235,7 @@ def _refuse_empty(files: StepFiles, tensors: Mapping[str, Tensor]) -> None:
             tensor=name,
             file=str(files.model.path),
             rule="ZeRO 3 leaves Size([0]) in the module, and keeps the elements in the files of the ranks",
-            expected=str(list(shapes[name])) if name in shapes else "its part in the files of each rank",
+            expected=str(list(shapes[name])) if name in shapes else "one part in each rank's file",
             found=str(list(tensor.shape)),
             remedy="save again with the engine's save_checkpoint(); state_dict() alone does not gather",
         )
@@ -294,10 +293,10 @@ def _partitions(file: RankFile, kind: str) -> list[StoredTensor]:
     if kind == FP32:
         raise ReshardError(
             "zero-masters-misplaced",
-            "the fp32 masters of a rank are not laid out as ZeRO does",
+            "the fp32 masters of a rank are not in ZeRO's layout",
             file=str(file.path),
-            expected="a vector for each group of parameters",
-            found="another layout, as the first versions of ZeRO 1 had it" if found else "none",
+            expected="one vector per parameter group",
+            found="the layout of the first versions of ZeRO 1" if found else "none",
             remedy="save again with DeepSpeed 0.8 or later",
         )
     return []
@@ -338,7 +337,7 @@ def _same_groups(groups: Sequence[Shapes], ranks: Sequence[RankFile]) -> None:
     problems = [
         Problem(
             "zero-group-count-differs",
-            "a rank has another number of parameter groups",
+            "a rank has a different number of parameter groups",
             file=str(file.path),
             rule="every rank has a part of every group",
             expected=f"{len(groups)} groups",
@@ -408,13 +407,13 @@ def _misplaced(
         if isinstance(held, Mapping) and held and inside and next(iter(held)) != inside[0]:
             yield Problem(
                 "zero-file-of-another-rank",
-                "a file is that of another rank",
+                "a file belongs to another rank",
                 tensor=inside[0],
                 file=str(file.path),
-                rule="a rank lists the parameters that it has a part of",
+                rule="a rank's file lists the parameters that the rank has a part of",
                 expected=f"from {inside[0]} on",
                 found=f"from {next(iter(held))} on",
-                remedy="its name was changed: copy each rank's own file from where it was saved",
+                remedy="the file was renamed: copy each rank's file again from where it was saved",
             )
         begin += size
 
@@ -424,10 +423,10 @@ def _wrong_size(file: RankFile, what: str, wanted: int, found: int, ranks: int) 
         "zero-partitions-incomplete",
         f"the partitions of {what} do not make up its parameters",
         file=str(file.path),
-        rule="param_shapes of the model states counts what the ranks hold together, but for padding",
+        rule="the ranks together store what param_shapes in the model states counts, plus padding",
         expected=f"{wanted} elements",
         found=f"{found} elements in {ranks} ranks",
-        remedy="the files are of different runs, or not all of them are here: copy the step again",
+        remedy="the files belong to different runs, or some are missing: copy the step again",
     )
 
 

@@ -172,7 +172,7 @@ class Shards:
                     "the files of some ranks are missing",
                     tensor=name,
                     file=tensor.file,
-                    rule="the shards of all ranks make the whole tensor",
+                    rule="the shards of all ranks make up the complete tensor",
                     expected=str(list(whole)),
                     found=f"{list(tensor.shape)} from {self._found[name].ranks} ranks",
                     remedy=COPY,
@@ -184,12 +184,12 @@ def another_rank(tensor: str, file: str, expected: str) -> Problem:
     """The problem of a file with a tensor that only another rank saves."""
     return Problem(
         "internlm-file-of-another-rank",
-        "a file is that of another rank",
+        "a file belongs to another rank",
         tensor=tensor,
         file=file,
-        rule="the name of a file says which rank saved it, and so what it holds",
+        rule="the rank in a file's name determines which shards it contains",
         expected=expected,
-        remedy="its name was changed: copy each rank's own file from where it was saved",
+        remedy="the file was renamed: copy each rank's file again from where it was saved",
     )
 
 
@@ -204,7 +204,7 @@ def _misfits(name: str, parts: _Parts) -> Iterator[Problem]:
             "a shard of a tensor is missing",
             tensor=name,
             file=shards[min(shards)].file,
-            rule=f"{parts.ranks} ranks hold a shard each",
+            rule=f"{parts.ranks} ranks have one shard each",
             found=f"nothing from rank {', '.join(map(str, missing))}",
             remedy=COPY,
         )
@@ -215,7 +215,7 @@ def _misfits(name: str, parts: _Parts) -> Iterator[Problem]:
             "the shards of a tensor are not equal in size",
             tensor=name,
             file=shards[min(shards)].file,
-            rule=f"{parts.ranks} ranks hold an equal share each",
+            rule=f"{parts.ranks} ranks have equal shares",
             found=", ".join(str(list(shards[index].shape)) for index in range(parts.ranks)),
             remedy="the files are of different runs: copy those of all ranks again",
         )

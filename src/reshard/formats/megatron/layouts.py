@@ -39,7 +39,7 @@ def check_layout(model: Model, layout: Layout) -> None:
                 rule="Megatron-Core would add the bias of an expert on each of its ranks, and refuses to",
                 found=f"--etp {layout.etp}"
                 if layout.etp != layout.tp
-                else f"--tp {layout.tp}, which holds for experts too unless --etp is given",
+                else f"--tp {layout.tp}, which also applies to experts unless you pass --etp",
                 remedy="pass --etp 1",
             )
         )

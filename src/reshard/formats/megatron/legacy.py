@@ -271,7 +271,7 @@ class _Reader:
                 "a shard of a tensor is missing",
                 tensor=name,
                 file=first.file,
-                rule=f"{ranks} tensor-parallel ranks hold a shard each",
+                rule=f"{ranks} tensor-parallel ranks have one shard each",
                 found=f"nothing in the files of tensor-parallel rank {', '.join(map(str, missing))}",
                 remedy="copy the files of all ranks again from where they were saved",
             )
@@ -282,7 +282,7 @@ class _Reader:
                     "the shards of a tensor are not equal in size",
                     tensor=name,
                     file=part.file,
-                    rule=f"{ranks} tensor-parallel ranks hold a shard each",
+                    rule=f"{ranks} tensor-parallel ranks have one shard each",
                     expected=f"{list(first.shape)}, as in {first.file}",
                     found=str(list(part.shape)),
                     remedy="the files are of different runs: copy those of all ranks again",

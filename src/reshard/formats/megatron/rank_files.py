@@ -71,7 +71,7 @@ def stage_ranks(layout: Layout) -> dict[tuple[int, int], int]:
         if pairs.setdefault(pair, rank) % layout.etp != rank % layout.etp:
             raise ReshardError(
                 "legacy-layout-unsupported",
-                "legacy files cannot hold this layout",
+                "legacy files cannot store this layout",
                 rule="a (tp, ep) pair names one file, and so one expert-tensor shard",
                 found=str(layout),
                 remedy="choose --etp so that it divides --tp, or --to megatron",
@@ -99,9 +99,9 @@ def other_runs(files: Mapping[str, Content]) -> Iterator[Problem]:
         if run != usual:
             yield Problem(
                 "megatron-file-of-another-run",
-                "the file of a rank is of another run or iteration",
+                "a rank's file belongs to another run or iteration",
                 file=path,
-                rule="one iteration of one run saved the files of all ranks",
+                rule="the files of all ranks belong to one iteration of one run",
                 expected=f"{', '.join(a for a, b in zip(usual, run, strict=True) if a != b)}, as in {example}",
                 found=", ".join(b for a, b in zip(usual, run, strict=True) if a != b),
                 remedy="copy the files of all ranks again, from one iteration",
@@ -123,12 +123,12 @@ def misplaced(files: Mapping[str, Content], layout: Layout) -> Iterator[Problem]
         if saved_by and folder_name(saved_by, layout) != folder:
             yield Problem(
                 "megatron-file-of-another-rank",
-                "a file is that of another rank",
+                "a file belongs to another rank",
                 file=path,
-                rule="args.rank in the file says which rank saved it",
-                expected=f"a rank that saves {folder}",
+                rule="args.rank in the file is the rank that saved it",
+                expected=f"a rank that writes {folder}",
                 found=f"rank {each['rank']} of {each['world_size']}, which saves {folder_name(saved_by, layout)}",
-                remedy="its name was changed: copy each rank's own file from where it was saved",
+                remedy="the file was renamed: copy each rank's file again from where it was saved",
                 values={
                     "rank": each["rank"],
                     "world": each["world_size"],

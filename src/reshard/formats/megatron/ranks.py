@@ -66,8 +66,8 @@ class RankStates:
         if any(".in_proj.weight" in name for name in names):
             raise ReshardError(
                 "delta-net-layout-unsupported",
-                "a gated delta net cannot be laid out for one rank",
-                rule="reshard writes the files of ranks for all that megatron-core has but gated delta nets",
+                "a gated delta net cannot be written as rank files",
+                rule="reshard writes rank files for every megatron-core layer except gated delta nets",
                 expected="a torch_dist checkpoint",
                 remedy="choose --to megatron",
             )

@@ -44,11 +44,11 @@ def _engine(request: Request) -> str:
             "convert-megatron-lacks-family" if wanted == MCORE else "convert-family-not-for-engine",
             f"megatron-core's GPTModel does not compute the family {family.name}"
             if wanted == MCORE
-            else f"the family {family.name} is not declared for {ENGINES.get(wanted, wanted)}",
-            rule=f"it is computed by {ENGINES[family.computed_by]}",
+            else f"the family {family.name} is not available for {ENGINES.get(wanted, wanted)}",
+            rule=f"it runs on {ENGINES[family.computed_by]}",
             expected=able,
             found=f"--engine {wanted}",
-            remedy=f"pass {' or '.join(known)}, or leave out --engine",
+            remedy=f"pass {' or '.join(known)}, or remove --engine",
         )
     return family.engine_for(wanted or request.engine)
 

@@ -41,12 +41,12 @@ def exchanged(objects: Mapping[str, DcpChunk]) -> Iterator[Problem]:
             if owner != (stage, tensor):
                 yield Problem(
                     "megatron-seed-of-another-rank",
-                    "a file is that of another rank",
+                    "a file belongs to another rank",
                     file=chunks[replica, stage, tensor].file,
-                    rule="seeds of random number states count tensor-parallel ranks and stages up",
+                    rule="the seeds of random number states increase with tensor-parallel ranks and stages",
                     expected=f"the state of stage {stage}, tensor-parallel rank {tensor}",
                     found=f"that of stage {owner[0]}, tensor-parallel rank {owner[1]}",
-                    remedy="its name was changed: copy each rank's own file from where it was saved",
+                    remedy="the file was renamed: copy each rank's file again from where it was saved",
                     values={"stage": owner[0], "rank": owner[1]},
                 )
 

@@ -240,7 +240,7 @@ class _Reader:
                         "torch-dist-chunks-missing" if found < prod(shape) else "torch-dist-chunks-overlap",
                         "chunks of a tensor are missing" if found < prod(shape) else "chunks overlap",
                         tensor=name,
-                        rule="the chunks of a tensor tile it",
+                        rule="the chunks of a tensor cover it exactly",
                         expected=f"{prod(shape)} elements of {list(shape)}",
                         found=f"{found} elements in {len(parts)} chunks",
                         remedy="the checkpoint is incomplete: copy it again from where it was saved",
@@ -305,7 +305,7 @@ class _Writer:
             self.problems.append(
                 Problem(
                     "stacked-layers-dtypes-differ",
-                    "layers that Megatron stacks into one tensor have different dtypes",
+                    "Megatron stacks these layers into one tensor, but they have different dtypes",
                     tensor=tensor.name,
                     rule=f"{key} has one dtype",
                     expected=str(entry.dtype),
@@ -336,12 +336,12 @@ class _Writer:
                 self.problems.append(
                     Problem(
                         "optimizer-state-missing-for-layers",
-                        "some layers have an optimizer state, and others have none",
+                        "some layers have an optimizer state, others do not",
                         tensor=key,
                         rule="Megatron stacks the states of all layers into one tensor",
                         expected=f"{prod(tensor.shape)} elements of {list(tensor.shape)}",
                         found=f"{there} elements",
-                        remedy="leave out --with-optimizer: Megatron holds no states of a part of the layers",
+                        remedy="remove --with-optimizer: Megatron cannot store the states of only some layers",
                     )
                 )
 

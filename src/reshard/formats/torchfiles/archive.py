@@ -90,7 +90,7 @@ class Window:
             raise damaged_file(
                 self.name,
                 "torch-member-too-large",
-                "a part of a file is larger than any of its kind",
+                "a part of a file is implausibly large",
                 expected=f"at most {MOST:,} bytes",
                 found=f"{size:,} bytes",
             )
@@ -143,7 +143,7 @@ class Archive:
             raise damaged_file(
                 self.window.name,
                 "torch-checksum-mismatch",
-                f"bytes of {name} have changed since they were written",
+                f"the bytes of {name} do not match its CRC32",
                 expected=f"CRC32 {member.crc32:08x}",
                 found=f"{found:08x}",
             )
@@ -254,7 +254,7 @@ def _entry(window: Window, raw: bytes, at: int) -> tuple[_Member, int]:
             window.name,
             "torch-member-compressed",
             f"{name.decode('utf-8', 'replace')} is compressed or encrypted",
-            expected="members that are stored as they are, as torch writes them",
+            expected="uncompressed members, as torch writes them",
             remedy="unpack the archive, and pack it again with `zip -0` or save it again with torch",
         )
     return _Member(name, header, size, crc), begin + name_size + extra_size + note_size

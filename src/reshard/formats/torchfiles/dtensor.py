@@ -212,7 +212,7 @@ def _check_placements(name: str, placements: Sequence[Placement], file: str) -> 
                 else "a placement that reshard does not know",
                 tensor=name,
                 file=file,
-                rule="each element of a DTensor lies on some rank",
+                rule="each element of a DTensor is on some rank",
                 expected="Shard, _StridedShard or Replicate",
                 found=placement.kind,
                 remedy="redistribute the tensor to Replicate() or Shard(0) before it is saved",
@@ -241,11 +241,11 @@ def _check_local(
         fits = local.shape == expected or local.numel == prod(expected) == 0
         if fits and local.dtype == dtype:
             if prod(map(len, axes)) > MAX_RANKS:
-                raise ValueError("a shard of more pieces than there are ranks")
+                raise ValueError("a shard with more pieces than there are ranks")
             return
     raise ReshardError(
         "shard-contradicts-placement",
-        "the shard of a rank is not what its placement says",
+        "a rank's shard does not match its placement",
         tensor=name,
         file=file,
         rule=spread,
@@ -348,14 +348,14 @@ def disagreement(name: str, parts: Sequence[tuple[str, Part]]) -> Problem | None
             plain = first.kind == part.kind == "plain"
             return Problem(
                 "plain-shards-differ" if plain else "ranks-disagree-on-tensor",
-                "two ranks do not agree about a tensor",
+                "two ranks disagree about a tensor",
                 tensor=name,
                 file=file,
-                rule="all ranks hold parts of one tensor, on one mesh",
+                rule="all ranks have parts of one tensor, on one mesh",
                 expected=f"{ours}, as in {first_file}",
                 found=theirs,
-                remedy="plain shards do not say where they belong: save the DTensors, without to_local()"
+                remedy="plain shards do not record their position: save the DTensors, without to_local()"
                 if plain
-                else "the files are of different runs or steps: copy those of one step together",
+                else "the files belong to different runs or steps: copy all files of one step",
             )
     return None

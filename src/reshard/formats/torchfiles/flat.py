@@ -115,22 +115,22 @@ def _misfit(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Problem:
         "a flattened tensor does not have as many elements as the config says",
         tensor=name,
         file=tensor.file,
-        rule="LOCAL_STATE_DICT keeps no shapes, so they are those of the family at the sizes of the config",
+        rule="LOCAL_STATE_DICT stores no shapes, so they are computed from the config",
         expected=f"{prod(shape)} elements, {list(shape)}",
         found=f"{tensor.view.numel} elements",
-        remedy="give the config that belongs to these weights: --base DIR",
+        remedy="pass the config that belongs to these weights: --base DIR",
     )
 
 
 def shapes_needed(checkpoint: Checkpoint, model_type: str | None, families: Sequence[str]) -> ReshardError:
     """The error of a checkpoint whose shapes nothing tells."""
-    no_config = "give the Hugging Face folder that training started from (--base DIR)"
-    undeclared = "force the family with --family NAME if the model is built alike"
+    no_config = "pass the Hugging Face folder that training started from (--base DIR)"
+    undeclared = "if the model has the same architecture, pass --family NAME"
     return ReshardError(
         "flat-parameters-without-shapes",
-        "the parameters are flat, and nothing tells their shapes",
+        "the parameters are flat, and their shapes are unknown",
         file=str(checkpoint.path),
-        rule="LOCAL_STATE_DICT keeps no shapes, so they are those of the family at the sizes of the config",
+        rule="LOCAL_STATE_DICT stores no shapes, so they are computed from the config",
         expected=f"a config.json with a model_type of {', '.join(families)}",
         found=f"model_type {model_type}" if model_type else "no config.json that says which model this is",
         remedy=f"{undeclared if model_type else no_config}; or {SAVE_SHARDED}",

@@ -170,7 +170,7 @@ class _Machine:
 
     def _memoize(self, place: int) -> None:
         if place > len(self._data):
-            raise ValueError("it numbers more objects than it can hold")
+            raise ValueError("it numbers more objects than it can contain")
         if place >= len(self._memo):
             self._memo.extend(bytes(place + 1 - len(self._memo)))
         self._put += not self._memo[place]

@@ -158,7 +158,7 @@ def _size(value: Any) -> None:
 
 def _slice(*bounds: Any) -> slice:
     if not all(bound is None or isinstance(bound, int) for bound in bounds):
-        raise pickle.UnpicklingError("a slice of something else than numbers")
+        raise pickle.UnpicklingError("a slice of something other than numbers")
     return slice(*bounds)
 
 
@@ -254,8 +254,8 @@ class _Unpickler(pickle.Unpickler):
             file=self._file,
             rule="a pickle may name classes of known training frameworks only",
             found=qualname,
-            remedy="if the file comes from somebody you do not trust, delete it; "
-            "if the name is an honest one, save the checkpoint again with plain values in its place",
+            remedy="if you do not trust the file's author, delete it; otherwise save the checkpoint again "
+            "with plain values instead",
         )
 
 

@@ -109,11 +109,11 @@ class ChunkReader:
         if tensor.dtype != dtype or tensor.shape != shape:
             raise ReshardError(
                 "chunk-contradicts-metadata",
-                "a chunk is not what the metadata says",
+                "a chunk does not match the metadata",
                 file=archive.window.name,
                 expected=f"{dtype} {list(shape)}",
                 found=f"{tensor.dtype} {list(tensor.shape)}",
-                remedy="the files are of different checkpoints: copy all of them again",
+                remedy="the files belong to different checkpoints: copy all of them again",
             )
         return replace(tensor, storage=archive.storage(key, tensor.storage.nbytes))
 
@@ -164,7 +164,7 @@ def _open(path: str | Path) -> File:
             "a file cannot be opened",
             file=str(path),
             found=error.strerror,
-            remedy="check the disk or the file server that holds it, then run the same command again",
+            remedy="check the disk or file server, then run the same command again",
         ) from error
 
 

@@ -45,7 +45,7 @@ def element_type(value: Any) -> DType:
 def nested(content: Any, kinds: Any = (Mapping, list, tuple)) -> Iterator[Any]:
     """`content`, and all that lies in it and in what lies in it; no container of these kinds is entered twice.
 
-    One that holds another twice, and that one the next, would have no end, and one that holds itself has none.
+    One that holds another twice, and that one the next, would have no end, and one that contains itself has none.
     """
     waiting, entered = [content], set()
     while waiting:

@@ -356,7 +356,7 @@ def _called(name: str) -> str:
 def _half_a_character(name: str) -> Problem:
     return Problem(
         "field-half-character",
-        f"{name} holds half a character",
+        f"{name} contains an incomplete character",
         rule="a \\ud800 to \\udfff of JSON stands in a pair; tokenizers refuse one alone",
         remedy="write the text again without it",
     )

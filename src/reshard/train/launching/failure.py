@@ -257,7 +257,7 @@ FULL = 1 << 20
 def _print_full(run: Run, console: Console) -> None:
     """A full disk keeps ranks from telling why they fail."""
     if shutil.disk_usage(run.output).free < FULL:
-        console.print(f"[bold]the disk is full:[/] {escape(str(run.output))}; make room before you go on")
+        console.print(f"[bold]the disk is full:[/] {escape(str(run.output))}; free space before you continue")
 
 
 def print_killed(run: Run, log: Path, number: int, console: Console) -> dict[str, Any]:
@@ -276,17 +276,17 @@ def print_interruption(run: Run, console: Console, how: str, place: Place | None
 
 
 def print_way_on(run: Run, console: Console, place: Place | None) -> None:
-    """Which checkpoint is whole, and the command that goes on from it, by the launcher that has given the place."""
+    """Which checkpoint is whole, and the command that continues from it, by the launcher that has given the place."""
     if run.ranks.node_rank > 0:
         return
     checkpoint = last_checkpoint(run.output)
     if checkpoint is None:
         console.print("no checkpoint was saved; the same command with --overwrite starts again")
         return
-    console.print(f"the last checkpoint is whole: {escape(str(checkpoint))}")
-    console.print(f"go on from it: {escape(resuming(run, place))}")
+    console.print(f"the last checkpoint is complete: {escape(str(checkpoint))}")
+    console.print(f"continue from it: {escape(resuming(run, place))}")
 
 
 def resuming(run: Run, place: Place | None = None) -> str:
-    """The command that goes on from the last checkpoint."""
+    """The command that continues from the last checkpoint."""
     return (f"{place.launcher} … " if place else "") + shlex.join(words_of(run, resume=True))

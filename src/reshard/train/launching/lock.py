@@ -28,7 +28,7 @@ def held(run: Run) -> Iterator[None]:
                 "output-in-use",
                 "another run writes into the output",
                 file=str(run.output),
-                found=f"{path} is held by a process that lives",
+                found=f"{path} is held by a running process",
                 remedy="wait for it, or end it; or name another folder with -o",
             ) from None
         except OSError:

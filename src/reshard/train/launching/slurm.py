@@ -1,7 +1,7 @@
 """A run as a job of Slurm, submitted by submitit: one task on each node, each of which starts its ranks by torchrun.
 
 Before the job's time is over, or where it has to give way to another, Slurm sends SIGUSR1: the ranks finish and save
-their step, the job is put into the queue again, and goes on from there.
+their step, the job is put into the queue again, and continues from there.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Job:
         return _delayed(replace(self, again=True))
 
     def words(self, saved: bool) -> list[str]:
-        """The command of this node. After an interruption it goes on from the last checkpoint, if one was `saved`."""
+        """The command of this node. After an interruption it continues from the last checkpoint, if one was `saved`."""
         import submitit
 
         place = submitit.JobEnvironment()

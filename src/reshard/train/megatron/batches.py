@@ -78,7 +78,7 @@ def check_ranks(options: Options, layout: Layout, world_size: int) -> None:
             Problem(
                 "ranks-not-divisible",
                 "the ranks do not divide over the layout",
-                rule="tp × pp × cp ranks hold the model once",
+                rule="tp × pp × cp ranks form one copy of the model",
                 expected=f"a multiple of {model_ranks} processes",
                 found=f"{world_size} process{'es' * (world_size > 1)} for {_sizes(layout)}",
                 remedy=f"give --nproc {model_ranks} or a multiple of it, or choose other sizes",
@@ -90,7 +90,7 @@ def check_ranks(options: Options, layout: Layout, world_size: int) -> None:
             Problem(
                 "ranks-not-divisible-by-experts",
                 "the ranks of a stage do not divide over the experts",
-                rule="ep × expert_tensor_parallel_size ranks hold all experts once",
+                rule="ep × expert_tensor_parallel_size ranks form one copy of all experts",
                 expected=f"a multiple of {layout.ep * etp} ranks of a stage",
                 found=f"{world_size // layout.pp} ranks of a stage, --ep {layout.ep}, experts on {etp} tensor ranks",
                 remedy="choose another --ep, or --expert_tensor_parallel_size 1",
@@ -184,7 +184,7 @@ def uses_transformer_engine(options: Options, layout: Layout) -> bool:
         raise ReshardError(
             "context-parallel-needs-transformer-engine",
             "context parallel attention needs TransformerEngine",
-            rule="the attention of the local spec sees the whole sequence on each rank",
+            rule="the local spec's attention needs the complete sequence on each rank",
             found=f"--cp {layout.cp} with the local spec",
             remedy="leave out --cp, or install TransformerEngine on a machine with GPUs",
         )

@@ -82,8 +82,8 @@ class Options:
         None, "with full: in groups of layers, or the first of a stage", "uniform", "block"
     )
     recompute_num_layers: int | None = _option(None, "layers of a group, or of a stage; 1")
-    use_distributed_optimizer: bool = _option(True, "spread the optimizer's states over data parallel ranks")
-    sequence_parallel: bool | None = _option(None, "spread norms over tensor parallel ranks; on with --tp")
+    use_distributed_optimizer: bool = _option(True, "shard the optimizer's states over data parallel ranks")
+    sequence_parallel: bool | None = _option(None, "shard norms over tensor parallel ranks; on with --tp")
     expert_tensor_parallel_size: int | None = _option(None, "tensor parallel ranks of an expert; as --tp")
     overlap_grad_reduce: bool = _option(False, "reduce gradients while others are computed")
     overlap_param_gather: bool = _option(False, "gather parameters while others compute")

@@ -87,7 +87,7 @@ LOSS = Refusal(
     ("calculate_per_token_loss", "average_in_collective"),
 )
 STORED = Refusal(
-    "weights would lie in memory in 8 bits or fewer, and the final folder is compared with them bit by bit",
+    "weights would be in 8 bits or fewer in memory, and the final folder is compared with them bit by bit",
     "leave it out; --fp8 computes in 8 bits, and keeps weights in bfloat16",
     (
         *("fp8_param", "fp4_param", "fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"),
@@ -114,7 +114,7 @@ ROUTING = Refusal(
     ("moe_router_force_load_balancing", "moe_token_dropping", "moe_enable_routing_replay"),
 )
 STACKED = Refusal(
-    "experts would lie in another tensor than the one that is filled",
+    "experts would be in another tensor than the one that is loaded",
     "use --moe_grouped_gemm",
     ("moe_use_legacy_grouped_gemm",),
 )

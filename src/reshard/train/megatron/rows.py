@@ -60,7 +60,7 @@ class Counts:
         if self.cut:
             yield f"{self.cut} of {self.samples} samples are longer than seq_length {length} and were cut"
         if self.without:
-            yield f"{self.without} of {self.samples} samples were left out: nothing in them is to be learned"
+            yield f"{self.without} of {self.samples} samples were skipped: the loss covers none of their tokens"
 
 
 def pieces_of(found: Iterable[Sample], length: int, unit: int, counts: Counts) -> Iterator[Piece]:

@@ -93,7 +93,7 @@ def layout_of(run: Run, options: Options, model: Model) -> Layout:
         raise ReshardError(
             "train-megatron-lacks-family",
             f"megatron-core's GPTModel does not compute the family {model.family.name}",
-            rule=f"it is computed by {ENGINES[model.family.computed_by]}",
+            rule=f"it runs on {ENGINES[model.family.computed_by]}",
             found="--engine megatron",
             remedy="train it with --engine trl; or convert it by --to megatron, and train it with that engine",
         )

@@ -142,7 +142,7 @@ def _nothing_fits(asked: Asked, machine: Machine) -> Problem:
     return Problem(
         "run-exceeds-planned-machine",
         "nothing fits on these GPUs",
-        rule="weights, gradients, optimizer and activations lie in memory at the same time",
+        rule="weights, gradients, optimizer and activations are in memory at the same time",
         expected=f"at most {machine.card.bytes * USABLE / GIB:.1f} GiB on each GPU",
         found=f"{machine}: {takes}",
         remedy=f"the smallest that fits: {'; or '.join(ways)}"

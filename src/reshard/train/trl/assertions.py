@@ -102,7 +102,7 @@ def _spread(run: Run, model: Any, whose: str) -> Iterator[Problem]:
     sharded, plain = _split(model)
     kind = run.parallel
     if kind in ("ddp", "zero2"):
-        wrong, words = sharded, "whole parameters, none sharded"
+        wrong, words = sharded, "complete parameters, none sharded"
     elif kind in ("fsdp2", "zero3"):
         wrong, words = plain, "sharded parameters only"
     elif _is_shared(run):
@@ -112,7 +112,7 @@ def _spread(run: Run, model: Any, whose: str) -> Iterator[Problem]:
     if wrong:
         yield Problem(
             "parameters-not-as-planned",
-            f"the parameters of {whose} do not lie as the plan says",
+            f"the parameters of {whose} are not placed as planned",
             tensor=listed(wrong, guard.SHOWN),
             expected=f"{words} (--parallel {kind})",
             found=f"{len(sharded)} sharded, {len(plain)} whole",

@@ -64,7 +64,7 @@ def _unfit(run: Run, tokenizer: Any) -> Iterator[Problem]:
             "tokenizer-missing",
             "the model has no tokenizer",
             file=file,
-            rule="where there is none, transformers 5 makes one of one token, which encodes everything to nothing",
+            rule="without one, transformers 5 creates a tokenizer that encodes every text to nothing",
             remedy="copy tokenizer.json and tokenizer_config.json of the base model into the folder",
         )
     rows = read_object(run.model / CONFIG).get("vocab_size")

@@ -85,7 +85,7 @@ def _with_beta(options: Options) -> bool:
 
 
 _WHOLE_TEACHER = (
-    "the teacher is whole on each rank, and losses are those of one process under these plans alone"
+    "every rank needs the complete teacher, and only these plans give the same losses as one process"
 )
 
 _OF_SFT = (

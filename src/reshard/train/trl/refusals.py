@@ -144,7 +144,7 @@ def _adapted_experts(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 _NOT_SPLIT = {
-    "use_dora": "PEFT adds the adapter to weights that ranks hold in parts, which torch refuses",
+    "use_dora": "PEFT adds the adapter to sharded weights, which torch refuses",
     "loraplus_lr_ratio": "its optimizer updates parameters that are split and others together, which torch refuses",
 }
 """Relatives of LoRA that fail with tensor parallel ranks (PEFT 0.21), and why."""
@@ -195,7 +195,7 @@ def _of_method(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(
             "reward-model-adapters",
             "adapters of a reward model are not supported",
-            rule="its head is new and has to be trained whole, and such an adapter cannot be merged here",
+            rule="its new head needs full training, and reshard cannot merge such an adapter",
             found=f"--lora with {run.method}",
             remedy="leave out --lora; --parallel fsdp2 or zero3 shards what does not fit",
         )

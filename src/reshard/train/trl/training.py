@@ -44,7 +44,7 @@ def _checkpoint(run: Run, monitor: Monitor) -> Path | None:
         monitor.note("there is no complete checkpoint: training begins anew")
     else:
         saving.resumable(run, checkpoint)
-        monitor.note(f"goes on from {checkpoint.name}")
+        monitor.note(f"continues from {checkpoint.name}")
     return checkpoint
 
 

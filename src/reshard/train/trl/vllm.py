@@ -120,7 +120,7 @@ def _beside(
             yield Problem(
                 "vllm-share-too-small",
                 "the weights do not fit into vLLM's part of the GPU",
-                rule="vLLM holds the model in 16 bits, and its keys and values, beside the one that is trained",
+                rule="vLLM needs memory for a 16-bit copy of the model and for its KV cache, in addition to training",
                 expected=f"more than {weights / GIB:.1f} GiB",
                 found=f"--vllm_gpu_memory_utilization {part:g} of {room / GIB:.0f} GiB",
                 remedy="raise it, raise --vllm_tensor_parallel_size, or use --vllm_mode server",
