@@ -305,7 +305,8 @@ def test_a_missing_rank_is_named(kind: str, rank: int, broken: Callable[[str], P
 def test_a_plain_tensor_that_all_ranks_share_is_taken_and_said(made: Path) -> None:
     checkpoint = reshard.open(made / "tp")
     assert any(
-        "replicated on every rank: model.embed_tokens.weight and " in note for note in checkpoint.notes
+        "replicated on every rank, not sharded: model.embed_tokens.weight and " in note
+        for note in checkpoint.notes
     )
 
 
