@@ -178,6 +178,22 @@ def test_data_are_named_by_their_dataset_and_split(
     )
 
 
+def test_a_mixture_of_trl_names_splits(
+    sets: Hub, data: dict[str, Path], tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = tmp_path / "sft.yaml"
+    listed = (
+        f"  - path: Org/Set\n    split: test\n  - {{path: Org/Set, name: small}}\n  - path: {data['sft']}\n"
+    )
+    config.write_text(
+        f"model_name_or_path: {tiny('qwen2')}\noutput_dir: {tmp_path / 'out'}\ndatasets:\n{listed}"
+    )
+    result = dry(tmp_path, "--config", config)
+    assert result.code == 0, result.out + result.err
+    told = json.loads(result.out)["preflight"]
+    assert [each["records"] for each in told["sources"]] == [8, 11, 64]
+
+
 def test_a_dataset_takes_no_more_than_its_split(sets: Hub, tiny: Callable[..., Path], tmp_path: Path) -> None:
     words = (
         "--model",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,3 +126,60 @@ def test_switches_of_a_config_are_true_or_false_in_every_spelling(tmp_path: Path
     config.write_text("lora: maybe")
     with pytest.raises(ReshardError, match="neither true nor false"):
         run_of("sft", given(tmp_path), config=config)
+
+
+MIXTURE = """
+env: {RESHARD_TESTED: 3, WANDB_PROJECT: mine}
+datasets:
+  - path: FOLDER/data.jsonl
+  - path: json
+    data_files: [FOLDER/more.jsonl]
+    split: train
+  - {path: FOLDER, data_dir: sub, fraction: null}
+streaming: true
+"""
+
+
+def test_a_config_of_trl_names_a_mixture_and_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The paths are those of which TRL itself would load what it trains on."""
+    monkeypatch.setenv("RESHARD_TESTED", "before")
+    monkeypatch.setenv("WANDB_PROJECT", "before")
+    config = tmp_path / "sft.yaml"
+    config.write_text(MIXTURE.replace("FOLDER", str(tmp_path)))
+    flags = given(tmp_path)
+    data = flags.pop("data")
+    run = run_of("sft", flags, (), config)
+    assert run.data.paths == [data, tmp_path / "more.jsonl", tmp_path / "sub"] and not run.options
+    assert (os.environ["RESHARD_TESTED"], os.environ["WANDB_PROJECT"]) == ("3", "mine")
+    assert run_of("sft", {**flags, "data": data}, (), config).data.paths == [data], "flags come first"
+    assert Run.of_dict(json.loads(json.dumps(run.as_dict()))) == run
+
+
+@pytest.mark.parametrize(
+    ("config", "code", "said"),
+    [
+        ("env: [A]", "train-env-malformed", "env: {"),
+        ("env: {A: [1]}", "train-env-malformed", "env: {"),
+        ("datasets: [a.jsonl]", "train-datasets-malformed", "`path`"),
+        ("datasets: [{path: a.jsonl, fration: 1}]", "train-datasets-malformed", "did you mean fraction?"),
+        ("datasets: [{path: a.jsonl, fraction: 0.3}]", "train-datasets-malformed", "PATH:WEIGHT"),
+        ("datasets: [{path: a.jsonl, columns: [text]}]", "train-datasets-malformed", "--data-shape"),
+        ("datasets: [{path: a.jsonl, split: test}]", "train-datasets-malformed", "name the files"),
+        ("datasets: [{path: json}]", "train-datasets-malformed", "data_files"),
+        ("datasets: [{path: Org/Set, data_dir: x}]", "train-datasets-malformed", "leave out data_files"),
+        ("datasets: [{path: a.jsonl}]\ndata: b.jsonl", "option-given-twice", "leave out one"),
+        ("datasets: [{path: a.jsonl}]\ntest_split_size: 0.1", "option-not-passed-on", "--eval-data"),
+    ],
+)
+def test_a_mixture_that_is_read_otherwise_is_refused(
+    tmp_path: Path, config: str, code: str, said: str
+) -> None:
+    file = tmp_path / "sft.yaml"
+    file.write_text(config)
+    flags = given(tmp_path)
+    del flags["data"]
+    with pytest.raises(ReshardError) as refused:
+        run_of("sft", flags, (), file)
+    assert {each.code for each in refused.value.problems} == {code} and said in str(refused.value)

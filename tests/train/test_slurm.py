@@ -9,9 +9,11 @@ import shlex
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from reshard import train as train_from_python
 from reshard.train.launching import slurm
 from reshard.train.lifetime import children
 from reshard.train.run import Run, read_record
@@ -73,6 +75,17 @@ def test_a_job_is_submitted_for_its_nodes(queue: Path, words: list[object], tmp_
     assert expected.items() <= asked.items()
     assert asked["output"] == str(log).replace("4217", "%j")
     assert "FSDP2 on 16 processes" in result.err and "does not fit" not in result.err
+
+
+def test_python_submits_the_same_job(queue: Path, words: list[object], tmp_path: Path) -> None:
+    model, data = words[2], words[4]
+    assert isinstance(model, Path) and isinstance(data, Path)
+    settings = "partition=gpu,nodes=2,gpus_per_node=1"
+    asked: dict[str, Any] = {"model": model, "data": data, "output": tmp_path / "out", "slurm": settings}
+    assert train_from_python("sft", **asked, dry_run=True).submitted is None and not queue.exists()
+    outcome = train_from_python("sft", **asked)
+    assert outcome and outcome.submitted and outcome.submitted.number == "4217"
+    assert "#SBATCH --nodes=2" in queue.read_text()
 
 
 def test_a_job_names_its_node_and_the_first(

@@ -15,7 +15,7 @@ from reshard.train.methods import METHODS
 from reshard.train.planning.gpus import machine_asked
 from reshard.train.request import run_of
 from reshard.train.run import PARALLEL
-from reshard.train.start import Outcome, start
+from reshard.train.start import Outcome, start, submit
 
 if TYPE_CHECKING:
     from reshard.conversion import Conversion
@@ -28,9 +28,13 @@ def train(
     method: str,
     *,
     model: StrPath | None = None,
+    model_revision: str | None = None,
     data: StrPath | Sequence[StrPath] | None = None,
     output: StrPath | None = None,
     eval_data: StrPath | Sequence[StrPath] | None = None,
+    dataset_config: str | None = None,
+    dataset_train_split: str | None = None,
+    dataset_test_split: str | None = None,
     data_shape: str | None = None,
     system: str | None = None,
     token_cache: bool | None = None,
@@ -57,6 +61,7 @@ def train(
     dry_run: bool = False,
     gpus: str | None = None,
     gpu_memory: str | None = None,
+    slurm: str | None = None,
     overwrite: bool = False,
     quiet: bool = False,
     on_preflight: Callable[[Preflight], None] = lambda found: None,
@@ -71,13 +76,21 @@ def train(
     method : {"sft", "dpo", "kto", "orpo", "cpo", "reward", "gkd", "grpo"}
         As the commands below ``reshard train``.
     model : str or path-like
-        Hugging Face folder to start from. May be left out with `resume`, or if `config` has it; so may `data`.
+        Hugging Face folder to start from, or a model of the hub, "Org/Model". May be left out with `resume`, or if
+        `config` has it; so may `data`.
+    model_revision : str, optional
+        Branch, tag or commit of a model of the hub.
     data : str, path-like, or a sequence of those
-        JSONL or Parquet file, or a folder of them; several are mixed, each with its weight as in "a.jsonl:0.7".
+        JSONL or Parquet file, a folder of them, or a dataset of the hub, "Org/Set"; several are mixed, each with its
+        weight as in "a.jsonl:0.7".
     output : str or path-like
         Folder for everything; `output/final` is the model.
     eval_data : str, path-like, or a sequence of those, optional
         The same as `data`, to evaluate the model on while it is trained.
+    dataset_config : str, optional
+        Configuration of a dataset of the hub.
+    dataset_train_split, dataset_test_split : str, optional
+        Its split for `data`, by default "train", and for `eval_data`, by default "test".
     data_shape : {"chat", "sharegpt", "alpaca", "prompt-and-completion", "plain-text"}, optional
         What records are taken for that fit several shapes.
     system : str, optional
@@ -119,6 +132,9 @@ def train(
     gpus, gpu_memory : str, optional
         With `dry_run`: plan for GPUs that are not here, as "H100:8", or "8" with "80GB". The plans that fit are
         `preflight.plans` of the result.
+    slurm : str, optional
+        Submit the run to Slurm with these settings, for example "partition=gpu,nodes=2,gpus_per_node=8,time=720"
+        (minutes), and return. `submitted` of the result is the job.
     overwrite : bool
         Replace what an earlier run left in `output`.
     quiet : bool
@@ -154,9 +170,13 @@ def train(
     given.settle()
     flags = {
         "model": model,
+        "model_revision": model_revision,
         "data": data,
         "output": output,
         "eval_data": eval_data,
+        "dataset_config": dataset_config,
+        "dataset_train_split": dataset_train_split,
+        "dataset_test_split": dataset_test_split,
         "data_shape": data_shape,
         "system": system,
         "token_cache": token_cache,
@@ -182,11 +202,14 @@ def train(
     file = Path(config) if config is not None else None
     run = run_of(method, flags, (), file)
     run = replace(run, options={**run.options, **(options or {})})
+    machine = machine_asked(gpus, gpu_memory, run.ranks.nnodes, dry_run=dry_run and slurm is None)
+    if slurm is not None:
+        return submit(run, slurm, file, dry_run=dry_run, overwrite=overwrite, on_preflight=on_preflight)
     return start(
         run,
         file,
         dry_run=dry_run,
-        machine=machine_asked(gpus, gpu_memory, run.ranks.nnodes, dry_run=dry_run),
+        machine=machine,
         overwrite=overwrite,
         quiet=quiet,
         on_preflight=on_preflight,

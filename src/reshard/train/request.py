@@ -15,6 +15,7 @@ from reshard.train.data.mix import absolute, read_mix
 from reshard.train.data.records import DATA_SHAPES
 from reshard.train.engines import MODULES, engine_named, engine_of
 from reshard.train.methods import is_rewarded
+from reshard.train.mixture import mix_of_datasets, set_environment
 from reshard.train.names import NEEDED, OURS, PATHS, flag, misspelled, renamed
 from reshard.train.run import PARALLEL, RECORD, SIZES, Ranks, Run
 from reshard.train.signals import SECONDS
@@ -37,6 +38,7 @@ def run_of(
     mistyped = _mistyped(told)
     if mistyped:
         raise ReshardError(mistyped)
+    told = _of_scripts(told, str(config), note)
     if flags.get("resume") and flags.get("output"):
         told = {**recorded(Path(flags["output"])), **told}
     typed = renamed(words(rest), "")
@@ -86,6 +88,35 @@ def run_of(
         merge=_switch(given, "merge", True),
         options=options,
     )
+
+
+def _of_scripts(told: Options, place: str, note: Callable[[str], None]) -> Options:
+    """A config without what TRL's scripts read beside options: `env`, and `datasets`, which become our `data`."""
+    if "env" in told:
+        set_environment(told["env"], place)
+    kept = {name: value for name, value in told.items() if name not in ("env", "datasets")}
+    if not told.get("datasets"):
+        return kept
+    if "data" in told:
+        raise ReshardError(
+            "option-given-twice",
+            "the config names its data twice",
+            file=place,
+            found=f"data: {told['data']}, and datasets",
+            remedy="leave out one of them",
+        )
+    if kept.get("test_split_size") is not None:
+        raise ReshardError(
+            "option-not-passed-on",
+            "test_split_size is not passed on",
+            file=place,
+            found=f"test_split_size: {kept['test_split_size']}",
+            rule="records to evaluate on are never drawn from those to train on",
+            remedy="leave it out, and give a file of their own with --eval-data",
+        )
+    # Data are never held in memory as a whole, whatever `streaming` says.
+    kept = {name: value for name, value in kept.items() if name not in ("streaming", "test_split_size")}
+    return {**kept, "data": mix_of_datasets(told["datasets"], place, note)}
 
 
 def _missing(name: str, given: Options) -> Problem:
