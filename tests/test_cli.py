@@ -344,7 +344,7 @@ def test_an_id_of_the_hub_is_no_folder_and_how_to_get_it_is_said(
     Path("model").symlink_to(model)
     Path("megatron").symlink_to(megatron)
     result = reshard(*words)
-    assert result.code == 2 and "Qwen/Qwen3-8B looks like the id of a model on the hub" in result.err
+    assert result.code == 2 and "Qwen/Qwen3-8B looks like a model id on the Hub" in result.err
     assert f"hf download Qwen/Qwen3-8B --local-dir Qwen3-8B, and then {then};" in result.err
     for path in ("Qwen", "./a/b/c", "/nothing/here", "model/nothing"):
         assert "hf download" not in reshard(*(path if "Qwen" in word else word for word in words)).err
