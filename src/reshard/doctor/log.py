@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from reshard.doctor.prefixes import START, without_prefixes
+from reshard.doctor.prefixes import START
 from reshard.doctor.reading import shortened
 from reshard.doctor.thinning import thinned
 from reshard.doctor.tracebacks import Line, Traceback, frame_of, tracebacks
@@ -48,9 +48,7 @@ def read_log(name: str, content: str | Iterable[str]) -> Log:
     Of a long log, lines that only repeat are left out; of a long line, its middle.
     """
     raw = content.split("\n") if isinstance(content, str) else content
-    lines = [
-        line for each in thinned(without_prefixes(map(shortened, raw))) for line in _unescaped(Line(*each))
-    ]
+    lines = [line for each in thinned(map(shortened, raw)) for line in _unescaped(Line(*each))]
     lines = _begun_elsewhere(lines)
     streams: dict[str, list[Line]] = {}
     for line in lines:

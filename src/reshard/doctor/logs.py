@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -88,17 +88,11 @@ def diagnose_log(
                     expected="the log of a run",
                     remedy="pipe both streams of the run: COMMAND 2>&1 | reshard doctor -",
                 )
-            return diagnose_text(target, _counted(lines_of(file, begin, on_bytes), on_lines), usage)
+            return diagnose_text(target, lines_of(file, begin, on_bytes, on_lines), usage)
     except OSError as error:
         raise ReshardError(
             "log-unreadable", "a log cannot be read", file=target, found=error.strerror
         ) from None
-
-
-def _counted(lines: Iterable[str], on_lines: Callable[[int], None]) -> Iterator[str]:
-    for line in lines:
-        on_lines(1)
-        yield line
 
 
 def diagnose_text(name: str, content: str | Iterable[str], usage: Usage | None = None) -> list[Finding]:

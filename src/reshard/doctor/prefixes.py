@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 START = "Traceback (most recent call last)"
 HELD = 2_000
@@ -61,23 +61,8 @@ _LINK = re.compile(r"\[((?:/|<ipython|[\w.]+\.py|File )[^\]\n]{0,300})\]\((?:htt
 """A path that a notebook in a browser made a link of."""
 
 
-def without_prefixes(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """For each line the stream that its prefixes name ("" without one), and its text without them and colours."""
-    prefixes = _Prefixes()
-    held: deque[str] = deque()
-    for line in map(_cleaned, lines):
-        if START in line:
-            prefixes.begin(line)
-        elif held:
-            prefixes.learn(line)
-        held.append(line)
-        while held and (len(held) > HELD or not prefixes.awaits(held[0])):
-            yield prefixes.taken_off(held.popleft())
-    for line in held:
-        yield prefixes.taken_off(line)
-
-
-def _cleaned(raw: str) -> str:
+def cleaned(raw: str) -> str:
+    """A line without colours, the marks of pages, and what a progress bar wrote over."""
     text = _ANSI.sub("", raw) if "\x1b" in raw else raw
     text = text.rstrip()
     text = text.removeprefix("E   ")  # pytest's
@@ -88,27 +73,49 @@ def _cleaned(raw: str) -> str:
     return text.split("\r")[-1] if "\r" in text else text  # a progress bar rewrites its line
 
 
-class _Prefixes:
-    """The prefixes that are known and those that were learned."""
+class Prefixes:
+    """The prefixes that are known and those that were learned; lines are told as soon as theirs are known."""
 
     def __init__(self) -> None:
         self._open: set[str] = set()
         self._shapes: list[str] = []
         self._learned: re.Pattern[str] | None = None
+        self.held: deque[tuple[int, str]] = deque()
+        """Lines, with their numbers, of which it is not known yet what their prefixes are."""
 
-    def begin(self, line: str) -> None:
+    def read(self, number: int, raw: str) -> Iterator[tuple[int, str, str]]:
+        """Take in a line. Yields those whose prefixes are known: number, what these name ("" without any), text."""
+        line = cleaned(raw)
+        if START in line:
+            self._begin(line)
+        elif self.held:
+            self._learn(line)
+        self.held.append((number, line))
+        while self.held and (len(self.held) > HELD or not self._awaits(self.held[0][1])):
+            yield self._released()
+
+    def rest(self) -> Iterator[tuple[int, str, str]]:
+        """The lines that are still held when a log ends."""
+        while self.held:
+            yield self._released()
+
+    def _released(self) -> tuple[int, str, str]:
+        number, line = self.held.popleft()
+        return (number, *self.taken_off(line))
+
+    def _begin(self, line: str) -> None:
         """Note what stands before the first line of a traceback: it may be a prefix."""
         if len(self._shapes) < LEARNED and (before := self._before(line, _TRACEBACK)):
             self._open.add(before)
 
-    def learn(self, line: str) -> None:
+    def _learn(self, line: str) -> None:
         """See whether a line is a frame behind what stood before the first line of a traceback."""
         if self._open and (before := self._before(line, _FRAME)) in self._open:
             self._open.remove(before)
             self._shapes.append(before)
             self._learned = re.compile("|".join(f"(?:{shape})" for shape in self._shapes))
 
-    def awaits(self, line: str) -> bool:
+    def _awaits(self, line: str) -> bool:
         """Whether the frames of a traceback are still to tell if what stands before its first line is a prefix."""
         return START in line and self._before(line, _TRACEBACK) in self._open
 
@@ -126,7 +133,7 @@ class _Prefixes:
         return rf"{body}(?:{space}|$)" if space else body
 
     def taken_off(self, text: str) -> tuple[str, str]:
-        """What the prefixes of a line name, and the line without them."""
+        """What the prefixes of a line name ("" without one), and the line without them."""
         names: list[str] = []
         while True:
             if (match := _TIME.match(text) or _MARGIN.match(text)) and match.end() < len(text):

@@ -7,14 +7,14 @@ failure are kept, so that no line takes more time or memory than another.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import IO
 
 from reshard.doctor.prefixes import START
 
 LONGEST = 1 << 20
-"""Bytes of a line that are read at once."""
+"""Bytes that are read at once."""
 LONGEST_LINE = 4_000
 """Characters of a line that are looked at: all, or the first `HEAD` and the last `TAIL`."""
 HEAD, TAIL = 2_900, 1_000
@@ -62,36 +62,53 @@ def clipped(text: str, length: int) -> str:
     return text if len(text) <= length else text[:length].rstrip() + " …"
 
 
-def lines_of(file: IO[bytes], begin: bytes, on_bytes: Callable[[int], None]) -> Iterator[str]:
-    """The lines of a file of which the first bytes were read already. `on_bytes` is told of bytes as they are read."""
+def lines_of(
+    file: IO[bytes],
+    begin: bytes,
+    on_bytes: Callable[[int], None] = lambda count: None,
+    on_lines: Callable[[int], None] = lambda count: None,
+) -> Iterator[str]:
+    """The lines of a file of which the first bytes were read already.
+
+    `on_bytes` is told how many bytes were read, `on_lines` how many lines, some thousands at a time.
+    """
     encoding = encoding_of(begin) or "utf-8"
-    if encoding == "utf-8":
-        yield from _of_utf8(file, begin, on_bytes)
-        return
-    decoder = codecs.getincrementaldecoder(encoding)("replace")
-    rest, chunk = "", begin
-    while chunk:
-        on_bytes(len(chunk))
-        *whole, rest = (rest + decoder.decode(chunk).lstrip("\ufeff")).split("\n")
-        yield from whole
-        rest, chunk = shortened(rest), file.read(LONGEST)
+    chunks = _chunks(file, begin, on_bytes)
+    rest = ""
+    for text in _of_utf8(chunks) if encoding == "utf-8" else _of_utf16(chunks, encoding):
+        *lines, rest = (rest + text).split("\n")
+        on_lines(len(lines))
+        yield from lines
+        rest = shortened(rest)
     if rest:
+        on_lines(1)
         yield rest
 
 
-def _of_utf8(file: IO[bytes], begin: bytes, on_bytes: Callable[[int], None]) -> Iterator[str]:
-    on_bytes(len(begin))
-    *whole, rest = begin.removeprefix(codecs.BOM_UTF8).split(b"\n")
-    yield from map(decoded, whole)
-    text = ""
-    while raw := file.readline(LONGEST):
-        on_bytes(len(raw))
-        raw = rest + raw
-        if raw.endswith(b"\n"):
-            yield text + decoded(raw)
-            text, rest = "", b""
-        else:
-            piece = raw.rstrip(_NOT_ASCII) or raw  # a character is never cut
-            text, rest = shortened(text + decoded(piece)), raw[len(piece) :]
-    if text or rest:
-        yield text + decoded(rest)
+def _chunks(file: IO[bytes], begin: bytes, on_bytes: Callable[[int], None]) -> Iterator[bytes]:
+    chunk = begin
+    while chunk:
+        on_bytes(len(chunk))
+        yield chunk
+        chunk = file.read(LONGEST)
+
+
+def _of_utf16(chunks: Iterable[bytes], encoding: str) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder(encoding)("replace")
+    return (decoder.decode(chunk).lstrip("\ufeff") for chunk in chunks)
+
+
+def _of_utf8(chunks: Iterable[bytes]) -> Iterator[str]:
+    """Text of whole lines where there are any, decoded at once: a line at a time takes ten times as long."""
+    rest, mark = b"", codecs.BOM_UTF8
+    for chunk in chunks:
+        raw = rest + chunk.removeprefix(mark)
+        # a line is decoded whole, for its encoding; of a longer one no character is cut
+        end = raw.rfind(b"\n") + 1 or len(raw.rstrip(_NOT_ASCII)) or len(raw)
+        whole, rest, mark = raw[:end], raw[end:], b""
+        try:
+            yield whole.decode()
+        except UnicodeDecodeError:
+            yield "\n".join(map(decoded, whole.split(b"\n")))
+    if rest:
+        yield decoded(rest)

@@ -3,6 +3,9 @@
 A run of 512 ranks prints each warning 512 times and the line of a step thousands of times. Lines are alike if they
 differ in digits only; of those alike the first few are kept, and of tracebacks that end in the same exception the first
 few are kept whole. So the rank that failed first stays, and memory does not grow with the log.
+
+Nearly all lines of a long log repeat. One that does, prefix and all, while no traceback is open, is looked at no
+further: its prefixes are taken off only if it is among the last lines.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-from reshard.doctor.prefixes import START
+from reshard.doctor.prefixes import START, Prefixes, cleaned
 
 WHOLE = 5_000
 """Lines at the beginning that are kept as they are: most logs are no longer."""
@@ -25,50 +28,73 @@ SHAPES = 400_000
 BLOCK = 600
 """Lines of a traceback that are followed."""
 
-_DIGITS = re.compile(r"\d+")
+_DIGITS = b"0123456789"
 _ENDS = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:: |:?$)")
 
 
-def thinned(lines: Iterable[tuple[str, str]]) -> Iterator[tuple[int, str, str]]:
-    """The lines of a log to look at, with their numbers from 1. A line is its stream and its text."""
+def thinned(lines: Iterable[str]) -> Iterator[tuple[int, str, str]]:
+    """The lines of a log to look at: their numbers from 1, what their prefixes name, and their text without these."""
     thinner = _Thinner()
-    for number, (stream, text) in enumerate(lines, 1):
-        thinner.add(number, stream, text)
+    for number, line in enumerate(lines, 1):
+        thinner.add(number, line)
     return thinner.result()
+
+
+class _Seen:
+    """How often lines that are alike were seen."""
+
+    def __init__(self) -> None:
+        self._times: dict[int, int] = {}
+
+    def is_new(self, text: str) -> bool:
+        """Count a line; whether it is one of the first few of its shape. None is, once there are too many shapes."""
+        shape = hash(text[:500].encode("utf-8", "replace").translate(None, _DIGITS))
+        times = self._times.get(shape, 0)
+        if times >= COPIES or (not times and len(self._times) >= SHAPES):
+            return False
+        self._times[shape] = times + 1
+        return True
 
 
 class _Thinner:
     """Counts what was seen, and follows the traceback that each stream is in."""
 
     def __init__(self) -> None:
+        self._prefixes = Prefixes()
         self._kept: dict[int, tuple[str, str]] = {}
-        self._seen: dict[str, int] = {}
+        self._raw, self._seen = _Seen(), _Seen()
         self._ends: dict[str, int] = {}
         self._open: dict[str, list[tuple[int, str]]] = {}
-        self._last: deque[tuple[int, str, str]] = deque()
+        self._last: deque[tuple[int, str | None, str]] = deque()
+        """Lines that may be among the last ones. Where the stream is None, the text has its prefixes still."""
         self._room = self._room_at_end = ROOM
 
-    def add(self, number: int, stream: str, text: str) -> None:
-        if self._room > 0 and (number <= WHOLE or self._is_new(text)):
+    def add(self, number: int, line: str) -> None:
+        """Take in the next line, as it stands in the log."""
+        followed = number <= WHOLE or self._open or self._prefixes.held or START in line
+        if followed or (self._room > 0 and self._raw.is_new(line)):
+            for each in self._prefixes.read(number, line):
+                self._add(*each)
+        else:
+            self._pass(number, None, line)
+
+    def _add(self, number: int, stream: str, text: str) -> None:
+        if self._room > 0 and (number <= WHOLE or self._seen.is_new(text)):
             self._kept[number] = stream, text
             self._room -= len(text)
         else:
-            self._last.append((number, stream, text))
-            self._room_at_end -= len(text)
-            while len(self._last) > LAST or self._room_at_end < 0:
-                self._room_at_end += len(self._last.popleft()[2])
+            self._pass(number, stream, text)
         if START in text:
             self._open[stream] = [(number, text)]
         elif stream in self._open:
             self._follow(number, stream, text)
 
-    def _is_new(self, text: str) -> bool:
-        shape = _DIGITS.sub("0", text[:500])
-        times = self._seen.get(shape, 0)
-        if times or len(self._seen) < SHAPES:
-            self._seen[shape] = times + 1
-            return times < COPIES
-        return False
+    def _pass(self, number: int, stream: str | None, text: str) -> None:
+        """Keep a line as long as it is one of the last."""
+        self._last.append((number, stream, text))
+        self._room_at_end -= len(text)
+        while len(self._last) > LAST or self._room_at_end < 0:
+            self._room_at_end += len(self._last.popleft()[2])
 
     def _follow(self, number: int, stream: str, text: str) -> None:
         """Put a line to the traceback that its stream is in; at its end keep all of it, if it is one of the first."""
@@ -79,11 +105,16 @@ class _Thinner:
         if not ends and len(block) < BLOCK:
             return
         del self._open[stream]
-        shape = _DIGITS.sub("0", text)
+        shape = re.sub(r"\d+", "0", text)
         self._ends[shape] = self._ends.get(shape, 0) + 1
         if ends and self._ends[shape] <= COPIES:
             self._kept.update((at, (stream, line)) for at, line in block)
 
     def result(self) -> Iterator[tuple[int, str, str]]:
-        self._kept.update((number, (stream, text)) for number, stream, text in self._last)
+        """What is kept, when the log has ended."""
+        for each in self._prefixes.rest():
+            self._add(*each)
+        for number, stream, text in self._last:
+            told = self._prefixes.taken_off(cleaned(text)) if stream is None else (stream, text)
+            self._kept.setdefault(number, told)
         return ((number, *self._kept[number]) for number in sorted(self._kept))
