@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import re
 import sysconfig
-from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 
 from packaging.version import InvalidVersion, Version
 
 from reshard.doctor.finding import Finding, Place, Text
-from reshard.doctor.history.calls import base_of
-from reshard.doctor.history.table import PACKAGES, ROOTS, Bounds, Presence, Table, table, tables
+from reshard.doctor.history.missing import (
+    ASKED,
+    ATTRIBUTE,
+    IMPORT,
+    KEY,
+    MEMBER,
+    MODEL_TYPES,
+    MODULE,
+    OF_NAMES,
+    QUOTE,
+    TYPE,
+    Missing,
+    imported,
+    is_shadowed,
+    table_of,
+)
+from reshard.doctor.history.table import PACKAGES, ROOTS, Bounds, Table, table, tables
 from reshard.doctor.kinds import filled_in
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.reading import clipped
@@ -24,61 +37,8 @@ from reshard.doctor.upstream import asker
 from reshard.doctor.words import words
 from reshard.suggest import closest
 
-_Q = r"[`'\"‘’“”]"
-_IMPORT = re.compile(
-    rf"cannot import name {_Q}(?P<name>\w+){_Q}? from {_Q}(?P<module>[\w.]+){_Q}(?: \((?P<path>[^)]+)\))?"
-)
-_MODULE = re.compile(rf"No module named {_Q}?(?P<module>\w+(?:\.\w+)+){_Q}?(?!.*is not a package)")
-_ATTRIBUTE = re.compile(
-    rf"(?<!initialized )module {_Q}(?P<module>[\w.]+){_Q} has no attribute {_Q}(?P<name>\w+)"
-)
-_MEMBER = re.compile(
-    rf"(?:type object )?{_Q}(?P<kind>\w+){_Q}(?: object)? has no attribute {_Q}(?P<name>\w+)"
-)
-_F = r"(?<![\w.<>])(?P<function>[\w.<>]+)\(\)"
-_KEYWORD = re.compile(rf"{_F} got an unexpected keyword argument {_Q}(?P<name>\w+)")
-_NEEDED = re.compile(rf"{_F} missing \d+ required (?:positional|keyword-only) arguments?: {_Q}(?P<name>\w+)")
-_GIVEN = re.compile(
-    rf"{_F} takes (?:from \d+ to )?(?P<takes>\d+) positional arguments?"
-    r" but (?P<given>\d+) (?:was|were)"
-)
-_KEY = re.compile(r"KeyError: ['\"](?P<name>[a-z][\w-]{2,60})['\"]")
-_MODEL_TYPES = re.compile(r"CONFIG_MAPPING|configuration_auto|Auto(?:Config|Model|Processor|Tokenizer)\b")
-_TYPE = re.compile(rf"model type {_Q}(?P<name>[\w.-]+){_Q} but Transformers does not recognize")
-_ARCHITECTURE = re.compile(
-    rf"Model architectures? \[{_Q}(?P<name>\w+){_Q}.*(?:not supported|no vLLM implementation)"
-)
-_CLASH = re.compile(rf"{_Q}(?P<name>[\w.-]+){_Q} is already used by a Transformers config")
+_CLASH = re.compile(rf"{QUOTE}(?P<name>[\w.-]+){QUOTE} is already used by a Transformers config")
 _SITE = re.compile(r"(?:site|dist)-packages[/\\](?P<root>\w+)[/\\]")
-
-
-@dataclass(frozen=True)
-class Missing:
-    """What is missing where it was looked for: a name as people write it, and when its package has it."""
-
-    name: str | Text
-    presence: Presence
-    instead: str | None = None
-    target: str = ""
-    """`module:name` as another package would import it."""
-    of_object: bool = False
-    """Whether it is an attribute of a class by this name, which may be another class."""
-    wider: Presence | None = None
-    """When it may have been taken, decorators and `**` included."""
-
-    def bounds(self, version: Version | None) -> Bounds | None:
-        """Which releases have it, seen from one that has not."""
-        known = self.wider.bounds(version) if self.wider and version else None
-        return known or self.presence.bounds(version)
-
-    @property
-    def table(self) -> Table:
-        return self.presence.table
-
-    @property
-    def everywhere(self) -> bool:
-        """Whether every release that was read has it."""
-        return len(self.presence.there) == len(self.table.versions)
 
 
 def of_failure(root: Traceback, log: Log) -> Finding | None:
@@ -93,7 +53,7 @@ def of_failure(root: Traceback, log: Log) -> Finding | None:
                 return None  # one release knows its own names: see `of_one_package`
             version = version_of(found.table.package, failure, log)
             bounds = found.bounds(version)
-            if bounds is None and asked is _imported and found.everywhere:
+            if bounds is None and asked is imported and found.everywhere:
                 return _before_all(found, failure, log)
             return _finding(found, bounds, version, failure, log) if bounds else None
         failure = failure.before
@@ -119,8 +79,8 @@ def of_one_package(root: Traceback, log: Log) -> Finding | None:
     """That who asks and who is asked belong to one package, none of whose releases has what is asked for."""
     said, importer = root.said, _package_of(asker(root))
     own = table(importer) if importer else None
-    match = _ATTRIBUTE.search(said) or _MEMBER.search(said) or _IMPORT.search(said)
-    if own is None or match is None or _is_shadowed(match.groupdict().get("path")):
+    match = ATTRIBUTE.search(said) or MEMBER.search(said) or IMPORT.search(said)
+    if own is None or match is None or is_shadowed(match.groupdict().get("path")):
         return None
     asked = match.groupdict()
     whole = asked.get("module", "").partition(".")[0] == ROOTS[own.package]
@@ -141,9 +101,9 @@ def of_no_transformers(root: Traceback, log: Log) -> Finding | None:
     """A model type that no release of transformers has: it is another package's, or comes with the model's own code."""
     own = table("transformers")
     for failure in (root, *([root.before] if root.before else [])):
-        match = _TYPE.search(failure.said)
-        if match is None and _MODEL_TYPES.search("\n".join([*failure.frames, failure.source])):
-            match = _KEY.search(failure.said)
+        match = TYPE.search(failure.said)
+        if match is None and MODEL_TYPES.search("\n".join([*failure.frames, failure.source])):
+            match = KEY.search(failure.said)
         if match and own and not own.key(match["name"]).there:
             values: dict[str, object] = {
                 "name": match["name"],
@@ -162,13 +122,15 @@ NEAR = 0.75
 """How alike a name has to be to one that was asked for."""
 
 
-_NOWHERE = re.compile(rf"cannot import name {_Q}\w+{_Q} from {_Q}(?P<module>\w+){_Q} \(unknown location\)")
+_NOWHERE = re.compile(
+    rf"cannot import name {QUOTE}\w+{QUOTE} from {QUOTE}(?P<module>\w+){QUOTE} \(unknown location\)"
+)
 
 
 def of_shadow(root: Traceback, log: Log) -> Finding | None:
     """That a folder without `__init__.py` stands for a package: Python says "unknown location" of such a one."""
     match = _NOWHERE.search(root.said)
-    own = next(_table_of(match["module"]), None) if match else None
+    own = next(table_of(match["module"]), None) if match else None
     return (
         _told("folder-for-package", {"module": match["module"]}, "likely", own, root, log)
         if match and own
@@ -180,11 +142,11 @@ def of_older_release(root: Traceback, log: Log) -> Finding | None:
     """That an attribute of a module is in none of the releases that were read: the code was written before them."""
     if module := _gone_module(root, log):
         return module
-    match = _ATTRIBUTE.search(root.said)
-    own = next(_table_of(match["module"]), None) if match else None
+    match = ATTRIBUTE.search(root.said)
+    own = next(table_of(match["module"]), None) if match else None
     if match is None or own is None or own.raw["names"].get(match["module"]) is None:
         return None
-    if own.name(match["module"], match["name"]).there or _is_shadowed(match.groupdict().get("path")):
+    if own.name(match["module"], match["name"]).there or is_shadowed(match.groupdict().get("path")):
         return None
     values: dict[str, object] = {"name": f"{match['module']}.{match['name']}", "package": own.package}
     values |= {"first": own.versions[0], "last": own.versions[-1], "update": _asking(root, own)}
@@ -193,8 +155,8 @@ def of_older_release(root: Traceback, log: Log) -> Finding | None:
 
 def _gone_module(root: Traceback, log: Log) -> Finding | None:
     """The same of a module of a package: `transformers.modeling_bert` is none of any release since 4."""
-    match = _MODULE.search(root.said)
-    own = next(_table_of(match["module"]), None) if match and "." in match["module"] else None
+    match = MODULE.search(root.said)
+    own = next(table_of(match["module"]), None) if match and "." in match["module"] else None
     if match is None or own is None or own.module(match["module"]).there:
         return None
     values: dict[str, object] = {"name": match["module"], "package": own.package}
@@ -211,12 +173,12 @@ def _asking(root: Traceback, own: Table) -> Text:
 
 def of_no_release(root: Traceback, log: Log) -> Finding | None:
     """That an imported name is in no release that was read, with the one that is most like it."""
-    match = _IMPORT.search(root.said)
-    own = next(_table_of(match["module"]), None) if match else None
+    match = IMPORT.search(root.said)
+    own = next(table_of(match["module"]), None) if match else None
     if (
         match is None
         or own is None
-        or _is_shadowed(match["path"])
+        or is_shadowed(match["path"])
         or own.name(match["module"], match["name"]).there
     ):
         return None
@@ -236,171 +198,6 @@ def of_no_release(root: Traceback, log: Log) -> Finding | None:
         values |= {"name": f"{match['module']}.{match['name']}", "update": _asking(root, own)}
         return _told("gone-before", values, "possible", own, root, log)
     return _told("in-no-release", values, "possible", own, root, log)
-
-
-# ------------------------------------------------------------------------------------------ what is missing
-
-
-def _imported(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
-    match = _IMPORT.search(said)
-    if match is None or _is_shadowed(match["path"]):
-        return
-    for found in _table_of(match["module"]):
-        yield _name(found, match["module"], match["name"], f"{match['module']}.{match['name']}")
-
-
-def _attribute(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
-    if match := _ATTRIBUTE.search(said):
-        for found in _table_of(match["module"]):
-            yield _name(found, match["module"], match["name"], f"{match['module']}.{match['name']}")
-
-
-def _name(found: Table, module: str, name: str, shown: str) -> Missing:
-    presence = found.name(module, name)
-    return Missing(shown, presence, _moved(presence, name, module), f"{module}:{name}")
-
-
-def _moved(presence: Presence, name: str, module: str) -> str | None:
-    """Where a name is found after the last release that has it at its place."""
-    after = max(presence.there, default=presence.table.last) + 1
-    if after > presence.table.last:
-        return None
-    other = presence.table.elsewhere(name, module, presence.table.versions[after])
-    return f"from {other} import {name}" if other else None
-
-
-def _module(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
-    match = _MODULE.search(said)
-    for found in _table_of(match["module"]) if match else ():
-        presence = found.module(match["module"]) if match else None
-        if match and presence and presence.there:
-            yield Missing(match["module"], presence, _module_moved(presence, match["module"]))
-
-
-def _module_moved(presence: Presence, module: str) -> str | None:
-    """A module of the same last name after the last release that has it; None if there are several."""
-    after = max(presence.there) + 1
-    last = f".{module.rpartition('.')[2]}"
-    every = presence.table.modules.items()
-    found = [
-        other for other, span in every if other.endswith(last) and after in span and after - 1 not in span
-    ]
-    return f"import {found[0]}" if len(found) == 1 else None
-
-
-def _member(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
-    if (match := _MEMBER.search(said)) and not _ATTRIBUTE.search(said):
-        kind, name = match["kind"], match["name"]
-        yield from _wherever(
-            root, log, lambda own: Missing(f"{kind}.{name}", own.attribute(kind, name), of_object=True)
-        )
-
-
-def _keyword(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
-    if match := _KEYWORD.search(said):
-        for function in _functions(match["function"], root, log):
-            kind = function.removesuffix(".__init__")
-            yield from _wherever(root, log, partial(_taken, function=function, name=match["name"]), kind)
-
-
-def _taken(found: Table, function: str, name: str) -> Missing:
-    """A parameter of a function, or of the bases of its class in other packages."""
-    presence, renames = found.own_parameter(function, name), dict(found.renames)
-    wider = found.parameter(function, name)
-    for base in map(base_of, found.marked(function)):
-        if base and not presence.there:
-            presence, renames = base[0].own_parameter(base[1], name), {**base[0].renames, **renames}
-            wider = base[0].parameter(base[1], name)
-    new = renames.get(name)
-    shown = f"{function.removesuffix('.__init__')}({name}=…)"
-    return Missing(shown, presence, f"{new}=…" if new else None, wider=wider)
-
-
-def _needed(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
-    if match := _NEEDED.search(said):
-        for function in _functions(match["function"], root, log):
-            shown = words("without-argument", function=function.removesuffix(".__init__"), name=match["name"])
-            yield from _wherever(root, log, partial(_required, shown, function, match["name"]))
-
-
-def _given(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
-    if match := _GIVEN.search(said):
-        more = int(match["given"]) - int(match["takes"])
-        for function in _functions(match["function"], root, log):
-            shown = words("more-arguments", function=function.removesuffix(".__init__"), count=more)
-            yield from _wherever(root, log, partial(_counted, shown, function, more))
-
-
-def _required(shown: Text, function: str, name: str, found: Table) -> Missing:
-    return Missing(shown, found.needed(function, name))
-
-
-def _counted(shown: Text, function: str, more: int, found: Table) -> Missing:
-    return Missing(shown, found.arity(function, more))
-
-
-def _functions(function: str, root: Traceback, log: Log) -> list[str]:
-    """The qualified names that a message may mean: Python 3.9 writes `__init__()` for that of any class."""
-    if function != "__init__":
-        return [function]
-    source = next((line.text for line in log.lines if line.number == root.last - 1), "")
-    return [f"{name}.__init__" for name in re.findall(r"\b([A-Z]\w*)\(", source)]
-
-
-def _type(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
-    match, found = _TYPE.search(said), table("transformers")
-    if match is None and _MODEL_TYPES.search(log.text):
-        match = _KEY.search(said)
-    if match and found:
-        yield Missing(f"model_type {match['name']}", found.key(match["name"]))
-
-
-def _architecture(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
-    match, found = _ARCHITECTURE.search(said), table("vllm")
-    if match and found:
-        yield Missing(match["name"], found.key(match["name"]))
-
-
-ASKED: tuple[Callable[[str, Traceback, Log], Iterator[Missing]], ...] = (
-    *(_imported, _attribute, _module, _keyword, _needed, _given, _type, _architecture, _member),
-)
-
-
-OF_NAMES = (_imported, _attribute, _member)
-
-
-def _wherever(
-    root: Traceback, log: Log, ask: Callable[[Table], Missing], kind: str = ""
-) -> Iterator[Missing]:
-    """What one package alone knows: of those that the failure mentions, or of all, where none of these knows it.
-
-    Of several that have a class of one name, the one counts from whose root it is imported.
-    """
-    mentioned = _mentioned(root, log)
-    known = [each for each in map(ask, tables(mentioned)) if each.presence.there]
-    if not known:
-        others = tables(package for package in ROOTS if package not in mentioned)
-        known = [each for each in map(ask, others) if each.presence.there]
-    known = list({each.table.package: each for each in known}.values())  # a subclass has what its base has
-    if len(known) > 1 and kind:
-        known = [each for each in known if each.table.name(each.table.raw["root"], kind).there]
-    yield from known if len(known) == 1 else []
-
-
-def _is_shadowed(path: str | None) -> bool:
-    """Whether a module was read from elsewhere than where packages are installed."""
-    return path is not None and not re.search(r"(?:site|dist)-packages|/\.local/", path)
-
-
-def _table_of(module: str) -> Iterator[Table]:
-    return tables([PACKAGES[root]] if (root := module.partition(".")[0]) in PACKAGES else [])
-
-
-def _mentioned(root: Traceback, log: Log) -> list[str]:
-    """Packages whose files or names the failure's own lines show."""
-    shown = "\n".join(line.text for line in log.lines if root.first <= line.number <= root.end)
-    text = "\n".join([*root.frames, root.said, shown])
-    return [package for package, name in ROOTS.items() if re.search(rf"(?<![\w-]){name}(?![\w-])", text)]
 
 
 # ------------------------------------------------------------------------------------------ what is installed

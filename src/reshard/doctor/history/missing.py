@@ -1,0 +1,234 @@
+"""What the words of a failure say is missing, and what the history of releases knows of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from packaging.version import Version
+
+from reshard.doctor.finding import Text
+from reshard.doctor.history.calls import base_of
+from reshard.doctor.history.table import PACKAGES, ROOTS, Bounds, Presence, Table, table, tables
+from reshard.doctor.log import Log, Traceback
+from reshard.doctor.words import words
+
+QUOTE = r"[`'\"‘’“”]"
+IMPORT = re.compile(
+    rf"cannot import name {QUOTE}(?P<name>\w+){QUOTE}? from {QUOTE}(?P<module>[\w.]+){QUOTE}(?: \((?P<path>[^)]+)\))?"
+)
+MODULE = re.compile(rf"No module named {QUOTE}?(?P<module>\w+(?:\.\w+)+){QUOTE}?(?!.*is not a package)")
+ATTRIBUTE = re.compile(
+    rf"(?<!initialized )module {QUOTE}(?P<module>[\w.]+){QUOTE} has no attribute {QUOTE}(?P<name>\w+)"
+)
+MEMBER = re.compile(
+    rf"(?:type object )?{QUOTE}(?P<kind>\w+){QUOTE}(?: object)? has no attribute {QUOTE}(?P<name>\w+)"
+)
+_F = r"(?<![\w.<>])(?P<function>[\w.<>]+)\(\)"
+_KEYWORD = re.compile(rf"{_F} got an unexpected keyword argument {QUOTE}(?P<name>\w+)")
+_NEEDED = re.compile(
+    rf"{_F} missing \d+ required (?:positional|keyword-only) arguments?: {QUOTE}(?P<name>\w+)"
+)
+_GIVEN = re.compile(
+    rf"{_F} takes (?:from \d+ to )?(?P<takes>\d+) positional arguments?"
+    r" but (?P<given>\d+) (?:was|were)"
+)
+KEY = re.compile(r"KeyError: ['\"](?P<name>[a-z][\w-]{2,60})['\"]")
+MODEL_TYPES = re.compile(r"CONFIG_MAPPING|configuration_auto|Auto(?:Config|Model|Processor|Tokenizer)\b")
+TYPE = re.compile(rf"model type {QUOTE}(?P<name>[\w.-]+){QUOTE} but Transformers does not recognize")
+_ARCHITECTURE = re.compile(
+    rf"Model architectures? \[{QUOTE}(?P<name>\w+){QUOTE}.*(?:not supported|no vLLM implementation)"
+)
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What is missing where it was looked for: a name as people write it, and when its package has it."""
+
+    name: str | Text
+    presence: Presence
+    instead: str | None = None
+    target: str = ""
+    """`module:name` as another package would import it."""
+    of_object: bool = False
+    """Whether it is an attribute of a class by this name, which may be another class."""
+    wider: Presence | None = None
+    """When it may have been taken, decorators and `**` included."""
+
+    def bounds(self, version: Version | None) -> Bounds | None:
+        """Which releases have it, seen from one that has not."""
+        known = self.wider.bounds(version) if self.wider and version else None
+        return known or self.presence.bounds(version)
+
+    @property
+    def table(self) -> Table:
+        return self.presence.table
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether every release that was read has it."""
+        return len(self.presence.there) == len(self.table.versions)
+
+
+def imported(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
+    match = IMPORT.search(said)
+    if match is None or is_shadowed(match["path"]):
+        return
+    for found in table_of(match["module"]):
+        yield _name(found, match["module"], match["name"], f"{match['module']}.{match['name']}")
+
+
+def _attribute(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
+    if match := ATTRIBUTE.search(said):
+        for found in table_of(match["module"]):
+            yield _name(found, match["module"], match["name"], f"{match['module']}.{match['name']}")
+
+
+def _name(found: Table, module: str, name: str, shown: str) -> Missing:
+    presence = found.name(module, name)
+    return Missing(shown, presence, _moved(presence, name, module), f"{module}:{name}")
+
+
+def _moved(presence: Presence, name: str, module: str) -> str | None:
+    """Where a name is found after the last release that has it at its place."""
+    after = max(presence.there, default=presence.table.last) + 1
+    if after > presence.table.last:
+        return None
+    other = presence.table.elsewhere(name, module, presence.table.versions[after])
+    return f"from {other} import {name}" if other else None
+
+
+def _module(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
+    match = MODULE.search(said)
+    for found in table_of(match["module"]) if match else ():
+        presence = found.module(match["module"]) if match else None
+        if match and presence and presence.there:
+            yield Missing(match["module"], presence, _module_moved(presence, match["module"]))
+
+
+def _module_moved(presence: Presence, module: str) -> str | None:
+    """A module of the same last name after the last release that has it; None if there are several."""
+    after = max(presence.there) + 1
+    last = f".{module.rpartition('.')[2]}"
+    every = presence.table.modules.items()
+    found = [
+        other for other, span in every if other.endswith(last) and after in span and after - 1 not in span
+    ]
+    return f"import {found[0]}" if len(found) == 1 else None
+
+
+def _member(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
+    if (match := MEMBER.search(said)) and not ATTRIBUTE.search(said):
+        kind, name = match["kind"], match["name"]
+        yield from _wherever(
+            root, log, lambda own: Missing(f"{kind}.{name}", own.attribute(kind, name), of_object=True)
+        )
+
+
+def _keyword(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
+    if match := _KEYWORD.search(said):
+        for function in _functions(match["function"], root, log):
+            kind = function.removesuffix(".__init__")
+            yield from _wherever(root, log, partial(_taken, function=function, name=match["name"]), kind)
+
+
+def _taken(found: Table, function: str, name: str) -> Missing:
+    """A parameter of a function, or of the bases of its class in other packages."""
+    presence, renames = found.own_parameter(function, name), dict(found.renames)
+    wider = found.parameter(function, name)
+    for base in map(base_of, found.marked(function)):
+        if base and not presence.there:
+            presence, renames = base[0].own_parameter(base[1], name), {**base[0].renames, **renames}
+            wider = base[0].parameter(base[1], name)
+    new = renames.get(name)
+    shown = f"{function.removesuffix('.__init__')}({name}=…)"
+    return Missing(shown, presence, f"{new}=…" if new else None, wider=wider)
+
+
+def _needed(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
+    if match := _NEEDED.search(said):
+        for function in _functions(match["function"], root, log):
+            shown = words("without-argument", function=function.removesuffix(".__init__"), name=match["name"])
+            yield from _wherever(root, log, partial(_required, shown, function, match["name"]))
+
+
+def _given(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
+    if match := _GIVEN.search(said):
+        more = int(match["given"]) - int(match["takes"])
+        for function in _functions(match["function"], root, log):
+            shown = words("more-arguments", function=function.removesuffix(".__init__"), count=more)
+            yield from _wherever(root, log, partial(_counted, shown, function, more))
+
+
+def _required(shown: Text, function: str, name: str, found: Table) -> Missing:
+    return Missing(shown, found.needed(function, name))
+
+
+def _counted(shown: Text, function: str, more: int, found: Table) -> Missing:
+    return Missing(shown, found.arity(function, more))
+
+
+def _functions(function: str, root: Traceback, log: Log) -> list[str]:
+    """The qualified names that a message may mean: Python 3.9 writes `__init__()` for that of any class."""
+    if function != "__init__":
+        return [function]
+    source = next((line.text for line in log.lines if line.number == root.last - 1), "")
+    return [f"{name}.__init__" for name in re.findall(r"\b([A-Z]\w*)\(", source)]
+
+
+def _type(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
+    match, found = TYPE.search(said), table("transformers")
+    if match is None and MODEL_TYPES.search(log.text):
+        match = KEY.search(said)
+    if match and found:
+        yield Missing(f"model_type {match['name']}", found.key(match["name"]))
+
+
+def _architecture(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
+    match, found = _ARCHITECTURE.search(said), table("vllm")
+    if match and found:
+        yield Missing(match["name"], found.key(match["name"]))
+
+
+ASKED: tuple[Callable[[str, Traceback, Log], Iterator[Missing]], ...] = (
+    *(imported, _attribute, _module, _keyword, _needed, _given, _type, _architecture, _member),
+)
+
+
+OF_NAMES = (imported, _attribute, _member)
+
+
+def _wherever(
+    root: Traceback, log: Log, ask: Callable[[Table], Missing], kind: str = ""
+) -> Iterator[Missing]:
+    """What one package alone knows: of those that the failure mentions, or of all, where none of these knows it.
+
+    Of several that have a class of one name, the one counts from whose root it is imported.
+    """
+    mentioned = _mentioned(root, log)
+    known = [each for each in map(ask, tables(mentioned)) if each.presence.there]
+    if not known:
+        others = tables(package for package in ROOTS if package not in mentioned)
+        known = [each for each in map(ask, others) if each.presence.there]
+    known = list({each.table.package: each for each in known}.values())  # a subclass has what its base has
+    if len(known) > 1 and kind:
+        known = [each for each in known if each.table.name(each.table.raw["root"], kind).there]
+    yield from known if len(known) == 1 else []
+
+
+def is_shadowed(path: str | None) -> bool:
+    """Whether a module was read from elsewhere than where packages are installed."""
+    return path is not None and not re.search(r"(?:site|dist)-packages|/\.local/", path)
+
+
+def table_of(module: str) -> Iterator[Table]:
+    return tables([PACKAGES[root]] if (root := module.partition(".")[0]) in PACKAGES else [])
+
+
+def _mentioned(root: Traceback, log: Log) -> list[str]:
+    """Packages whose files or names the failure's own lines show."""
+    shown = "\n".join(line.text for line in log.lines if root.first <= line.number <= root.end)
+    text = "\n".join([*root.frames, root.said, shown])
+    return [package for package, name in ROOTS.items() if re.search(rf"(?<![\w-]){name}(?![\w-])", text)]
