@@ -119,6 +119,80 @@ DATA = {
 }
 
 CALLS = {
+    "AttributeError: 'MyGRPOTrainer' object has no attribute 'num_iterations'": (
+        "attribute-of-derived",
+        "trl>=0.16.0",
+    ),
+    "AttributeError: 'TrainingArguments' object has no attribute 'packing'": (
+        "attribute-of-heir",
+        "SFTConfig(",
+    ),
+    "AttributeError: 'GRPOTrainer' object has no attribute 'current_gradient_accumulation_steps'": (
+        "api-came-later",
+        "transformers>=4.55",
+    ),
+    raised(
+        "ValueError: max() arg is an empty sequence",
+        "largest_numel = max([sum([p.ds_numel for p in psg]) for psg in self.fp16_partitioned_groups])",
+        f"{SITE}/deepspeed/runtime/zero/stage3.py",
+    ): ("nothing-to-choose", "requires_grad"),
+    raised("ValueError: max() iterable argument is empty", "steps = max(found)"): (
+        "nothing-to-choose",
+        "train_dataset",
+    ),
+    raised("KeyError: 'model.embed_tokens.weight'", 'state_dict["model.embed_tokens.weight"]'): (
+        "names-lookup",
+        "reshard inspect",
+    ),
+    raised(
+        "RuntimeError: The size of tensor a (0) must match the size of tensor b (4096) at non-singleton dimension 1",
+        "base_layer.weight.data = base_layer.weight.data + delta_weight",
+    ): ("shapes-differ", "reshard inspect"),
+    "ImportError: No module named swift.llm": ("python-two", "which -a python"),
+    "ModuleNotFoundError: No module named 'axolotl.frobs'": ("gone-before", "axolotl<"),
+    raised(
+        "ModuleNotFoundError: No module named 'axolotl.frobs'",
+        "from axolotl.frobs import frob",
+        "/home/user/axolotl/scripts/finetune.py",
+    ): ("checkout-and-package", "pip install -e ."),
+    raised(
+        "AttributeError: 'FrobTrainer' object has no attribute 'sft_args'",
+        "if self.state.global_step % self.sft_args.acc_steps == 0:",
+        f"{SITE}/frob/trainers.py",
+    ): ("attribute-of-itself", "pip install -U frob"),
+    raised("AttributeError: 'MyGRPOTrainer' object has no attribute 'llm'", "self.llm.generate(prompts)"): (
+        "attribute-of-derived",
+        "trl>=0.14.0,<",
+    ),
+    raised(
+        "AttributeError: 'MyGRPOTrainer' object has no attribute 'num_iterations'",
+        "if self.num_iterations > 1:",
+        f"{SITE}/trl/trainer/grpo_trainer.py",
+    ): ("attribute-of-derived", "trl<0.16.0"),
+    raised(
+        "AttributeError: 'LoraModel' object has no attribute 'merge_and_unload'",
+        "return getattr(self.model, name)",
+        f"{SITE}/peft/tuners/lora.py",
+    ): ("installed-before", "peft>="),
+    raised("TypeError: 'NoneType' object is not subscriptable", "logits = outputs.logits[..., :-1, :]"): (
+        "output-is-none",
+        "switch off",
+    ),
+    "    logits = outputs.logits[..., :-1, :]\n             ~~~~~~~~~~~~~~^^^^^^^^^^^^\n"
+    "TypeError: 'NoneType' object is not subscriptable": ("output-is-none", "switch off"),
+    raised("TypeError: 'NoneType' object is not iterable", "kwargs.update(self.args.generation_kwargs)"): (
+        "value-is-none",
+        "Print it",
+    ),
+    raised("NotImplementedError", "raise NotImplementedError").replace(
+        "  File", f'  File "{SITE}/peft/mapping.py", line 9, in g\n    f(self.peft_config.bias)\n  File'
+    ): ("no-case-for-it", "branches"),
+    "ValueError: `token_type_ids` is required as a model input when training": ("batch-lacks", "collator"),
+    "ValueError: You have to specify either input_ids or inputs_embeds": ("batch-lacks", "collator"),
+    "AssertionError: ZeRO parameter intra parallel group is already initialized": (
+        "set-up-twice",
+        "zero_hpz_partition_size",
+    ),
     raised("AttributeError: 'NoneType' object has no attribute 'wake_up'", "self.engine.wake_up()"): (
         "value-is-none",
         "Print it",

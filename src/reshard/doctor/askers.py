@@ -75,6 +75,19 @@ def of_python(root: Traceback, log: Log) -> Finding | None:
     return None
 
 
+_PYTHON_2 = re.compile(r"ImportError: No module named (?P<module>[A-Za-z_][\w.]*)\s*$", re.MULTILINE)
+"""Python 3 raises ModuleNotFoundError here, and puts the name in quotes."""
+
+
+def of_python_2(root: Traceback, log: Log) -> Finding | None:
+    """That the interpreter is a Python 2, by its words for a module that it does not find."""
+    match = _PYTHON_2.search(root.said)
+    if match is None:
+        return None
+    place = Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+    return told("python-two", [place], {"module": match["module"].partition(".")[0]}, certainty="likely")
+
+
 def owner(frame: str) -> str | None:
     """The package that a frame's file lies in; None for a script."""
     match = _INSTALLED.search(frame)

@@ -39,6 +39,9 @@ _GENERAL = (
     "name-undefined",
     "never-assigned",
     "index-beyond",
+    "no-case-for-it",
+    "set-up-twice",
+    "nothing-to-choose",
 )
 """Rules that say where to look more than why."""
 
@@ -96,6 +99,43 @@ def _missing(root: Traceback) -> Told | None:
     }
 
 
+_INPUT = re.compile(
+    r"ValueError: (?:`(?P<name>\w+)` is required as a model input"
+    r"|You (?:have to|must|should|cannot)[^\n]{0,20} specify[^\n]{0,40}?"
+    r"(?P<names>\w*input_ids[^\n]{0,80}inputs_embeds))"
+)
+
+
+def _input(root: Traceback) -> Told | None:
+    """What a model itself says its forward lacks."""
+    match = _INPUT.match(root.said)
+    return (
+        ("batch-lacks", {"function": "forward", "names": match["name"] or match["names"]}) if match else None
+    )
+
+
+_TWICE = re.compile(
+    r"(?:\w*Error|\w*Exception)?:? ?(?P<what>[^\n:]{3,80}?) (?:is|are|was|has been|have been|had been)? ?"
+    r"already (?:been )?(?P<how>initiali[sz]ed|set up|created|started|wrapped|prepared)\b"
+)
+
+
+def _twice(root: Traceback) -> Told | None:
+    """What says that it was set up before, in the same process."""
+    match = _TWICE.match(root.said)
+    return ("set-up-twice", {"what": match["what"].strip(), "how": match["how"]}) if match else None
+
+
+_BARE = re.compile(r"raise \w+(?:\(\))?$")
+
+
+def _without_words(root: Traceback) -> Told | None:
+    """An exception without a message that a line of code raises: the last branch of the cases that a function knows."""
+    if root.message or not _BARE.match(root.source) or len(root.frames) < 2:
+        return None
+    return "no-case-for-it", {"function": root.frames[-1].rpartition(" ")[2], "by": root.frames[-2]}
+
+
 def _count(root: Traceback) -> Told | None:
     match = _COUNT.match(root.said)
     return ("call-differs", {"function": match["function"], "what": match["what"]}) if match else None
@@ -147,6 +187,10 @@ _EXPORT = (
 _BEYOND = re.compile(
     r"IndexError: (?P<what>(?:list|tuple|string|index|pop)[^\n]{0,60}(?:out of range|empty list))"
 )
+_NO_ITEMS = re.compile(
+    r"ValueError: (?P<function>max|min)\(\) (?:arg is an empty sequence|iterable argument is empty)"
+    r"|(?:ValueError|RuntimeError): (?P<other>torch\.cat|stack)\S*: expected a non-empty list of Tensors"
+)
 _ZERO = re.compile(r"ZeroDivisionError: (?P<what>[^\n]+)")
 _UNBOUND = re.compile(
     r"UnboundLocalError: (?:local variable '(?P<name>\w+)' referenced before assignment"
@@ -157,6 +201,12 @@ _UNBOUND = re.compile(
 def _empty(root: Traceback) -> Told | None:
     if match := _BEYOND.match(root.said):
         return "index-beyond", {"what": match["what"]}
+    if match := _NO_ITEMS.match(root.said):
+        trained = bool(re.search(r"param|numel|/(?:zero|optim)", root.source + "".join(root.frames[-1:])))
+        return "nothing-to-choose", {
+            "function": match["function"] or match["other"],
+            "why": words("none-trainable" if trained else "none-to-choose"),
+        }
     if _ZERO.match(root.said):
         return "count-is-zero", {}
     if match := _UNBOUND.match(root.said):
@@ -192,5 +242,17 @@ def _denied(root: Traceback) -> Told | None:
 
 
 _ASKED: tuple[Callable[[Traceback], Told | None], ...] = (
-    *(_missing, _count, _unknown, _unpack, _undefined, _empty, _python, _denied),
+    *(
+        _missing,
+        _input,
+        _twice,
+        _without_words,
+        _count,
+        _unknown,
+        _unpack,
+        _undefined,
+        _empty,
+        _python,
+        _denied,
+    ),
 )

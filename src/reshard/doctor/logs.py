@@ -10,13 +10,14 @@ from dataclasses import replace
 
 from reshard.doctor import absent, arguments, shortages
 from reshard.doctor.artefacts import VETOED, mixed_up
-from reshard.doctor.askers import of_python, of_wrong_type
+from reshard.doctor.askers import of_python, of_python_2, of_wrong_type
 from reshard.doctor.builds import of_build
 from reshard.doctor.callers import of_call
 from reshard.doctor.collectives import compared
 from reshard.doctor.entries import Entry, catalogue
 from reshard.doctor.failures import CUT_OFF, EXIT, is_launchers
 from reshard.doctor.finding import CERTAINTIES, Finding, Place, Text
+from reshard.doctor.history.derived import of_derived
 from reshard.doctor.history.messages import (
     of_failure,
     of_no_release,
@@ -198,6 +199,8 @@ _OF_WORDS = (
     of_shadow,
     of_one_package,
     of_python,
+    of_python_2,
+    of_derived,
     of_no_release,
     of_older_release,
     of_names,

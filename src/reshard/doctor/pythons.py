@@ -31,7 +31,7 @@ def of_pythons(root: Traceback, log: Log) -> Finding | None:
     return None
 
 
-_GENERAL = ("attribute-of-", "key-other", "value-is-none", "file-missing")
+_GENERAL = ("attribute-of-", "key-other", "value-is-none", "output-is-none", "file-missing")
 """Rules that say where to look more than why."""
 
 
@@ -154,8 +154,38 @@ def _none(root: Traceback, log: Log) -> Told | None:
     what = _none_of(root.source, match)
     package = installed_of(root)
     whose = words("none-of-package", package=package) if package else words("none-of-own")
+    if package and what.isidentifier() and len(root.frames) > 1 and (by := _own_caller(root)):
+        whose = words("none-passed", name=what, by=by)
     shown = words("none-named", what=what) if what else words("none-unnamed")
+    if (output := what.rpartition(".")[2]) in OUTPUTS and "." in what:
+        return "output-is-none", {
+            "what": what,
+            "why": words(f"output-{OUTPUTS[output]}"),
+            "where": place_in_code(root),
+        }
     return "value-is-none", {"shown": shown, "where": place_in_code(root), "whose": whose}
+
+
+OUTPUTS = {
+    "logits": "logits",
+    "loss": "loss",
+    "hidden_states": "hidden-states",
+    "attentions": "attentions",
+    "past_key_values": "cache",
+}
+"""Fields of a model's output that are None unless they were asked for, and the words that say how."""
+
+
+def _own_caller(root: Traceback) -> str:
+    """The frame that called the innermost one, if it lies in a script of the user's own; "" otherwise."""
+    caller = root.frames[-2].replace("\\", "/")
+    return "" if _INSTALLED.search(caller) or package_of(caller) or "/lib/python" in caller else caller
+
+
+_PASSED = re.compile(
+    r"(?:\b(?:update|extend|list|tuple|set|sorted|enumerate|zip|sum|max|min)\(|\*)([A-Za-z_][\w.]*)\)"
+)
+"""What a call goes through one by one."""
 
 
 def _none_of(source: str, match: re.Match[str]) -> str:
@@ -168,7 +198,7 @@ def _none_of(source: str, match: re.Match[str]) -> str:
     elif match["use"] == "callable":
         found = re.findall(r"(?<![\w.])([A-Za-z_][\w.]{0,80})\(", source)
     elif match["use"] == "iterable" or match["in"]:
-        found = re.findall(r"\bin ([A-Za-z_][\w.]*(?:\([^()]*\))?)", source)
+        found = re.findall(r"\bin ([A-Za-z_][\w.]*(?:\([^()]*\))?)", source) or _PASSED.findall(source)
     elif match["len"]:
         found = re.findall(r"\blen\(([^()]+)\)", source)
     else:
@@ -237,6 +267,10 @@ def _attribute(root: Traceback, log: Log) -> Told | None:
         shown = {**match.groupdict(), "package": owner.package, "where": place_in_code(root)}
         return "attribute-of-other", shown
     kind = next((kind for kind, names in _CLASSES if re.fullmatch(names, match["kind"])), None)
+    package = installed_of(root)
+    if package and package != "torch" and re.search(rf"\bself\.{match['name']}\b", root.source):
+        shown = {**match.groupdict(), "package": package, "where": place_in_code(root)}
+        return "attribute-of-itself", shown
     if kind is None:
         return None
     return f"attribute-of-{kind}", {

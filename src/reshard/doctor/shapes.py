@@ -143,6 +143,8 @@ def _of_elements(said: str) -> Text | None:
                 return words("shape-fewer" if size < prod(wanted) else "shape-more", **shown)
     if match := _UNEQUAL.search(said):
         small, large = sorted((int(match["a"]), int(match["b"])))
+        if not small:
+            return words("shape-empty-side", a=match["a"], b=match["b"])
         if small > 1 and large <= MOST_RANK and _LORA.search(said) and large != small:
             return words("shape-ranks", a=match["a"], b=match["b"])
         if small > 1 and large % small == 0 and large != small:

@@ -54,6 +54,9 @@ That of an ExceptionGroup is none: the exceptions inside have their own.
 """
 _FRAMES = (
     re.compile(r'[\s>]*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)'),  # `> ` is loguru's
+    re.compile(
+        r'\s*(?P<file>[^\s"]+\.py)", line (?P<line>\d+), in (?P<name>.+)'
+    ),  # pasted from the middle on
     re.compile(r"\s*[│|] (?P<file>\S+):(?P<line>\d+) in (?P<name>\S+)"),  # rich
     re.compile(
         r"\s*(?:File )?(?P<file>\S+?):(?P<line>\d+)(?:, | )in (?P<name>[^\s(]+)"
@@ -171,7 +174,8 @@ def source_of(lines: list[Line]) -> str:
     last = max((at for at, line in enumerate(lines) if frame_of(line.text)), default=len(lines))
     below = [line.text for line in (lines[last + 1 : last + 30] if last < len(lines) else lines[-10:])]
     if last == len(lines) and not any(_MARKED.match(text) for text in below):
-        return ""
+        carets = next((at for at in range(len(below) - 1, 0, -1) if _CARETS.fullmatch(below[at])), 0)
+        return below[carets - 1].strip() if carets else ""
     code = [re.sub(r"^[\s│|]*(?:[-❱>]+\s*)?(?:\d+\s)?\s*", "", text) for text in below[:2]]
     marked = next((text for text in below if _MARKED.match(text)), None)
     if marked:
@@ -181,6 +185,10 @@ def source_of(lines: list[Line]) -> str:
 
 _MARKED = re.compile(r"\s{0,40}[│|]?\s{0,40}(?:-{1,40}>|❱)\s{0,8}\d{1,8}\s[\s│|]*")
 """What stands before the line that a notebook or rich marks as the one that failed."""
+
+
+_CARETS = re.compile(r"\s*(?=[~^]{2})[~^ ]{2,}")
+"""What Python 3.11 and later put below the part of a line of code that failed."""
 
 
 def _taken_in(found: Traceback, lines: list[Line], at: int) -> int:

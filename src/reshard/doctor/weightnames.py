@@ -78,7 +78,11 @@ def of_names(root: Traceback, log: Log) -> Finding | None:
         kind = "gguf"
     if _ENGINE.search(log.text) and "KeyError" in root.said and names.unexpected and not names.missing:
         kind, values = _of_engine(names.unexpected[0])
-    elif root.exception == "KeyError" and not names.missing and kind in ("only-file", "other-model"):
+    elif (
+        root.exception == "KeyError"
+        and not names.missing
+        and (kind in ("only-file", "other-model") or (kind == "head" and "embed" in root.said))
+    ):
         kind = "lookup"
     place = Place(log.name, root.last, root.said.split("\n")[0][:300])
     shown = {

@@ -87,6 +87,20 @@ def of_one_package(root: Traceback, log: Log) -> Finding | None:
     if not whole and asked.get("kind") not in own.raw["attributes"]:
         return None
     version = version_of(own.package, root, log)
+    if version is None and asked.get("kind") and _is_in_all(own, asked["name"]):
+        return _told(
+            "installed-before",
+            {
+                "name": asked["name"],
+                "package": own.package,
+                "first": own.versions[0],
+                "python": Text.same(""),
+            },
+            "possible",
+            own,
+            root,
+            log,
+        )
     values: dict[str, object] = {
         "package": own.package,
         "frame": asker(root),
@@ -95,6 +109,12 @@ def of_one_package(root: Traceback, log: Log) -> Finding | None:
         "release": f"{own.package} {version}" if version else own.package,
     }
     return _told("one-package", values, "possible", own, root, log)
+
+
+def _is_in_all(own: Table, name: str) -> bool:
+    """Whether some class of a package has an attribute in every release that was read."""
+    every = len(own.versions)
+    return any(len(own.attribute(kind, name).there) == every for kind in own.raw["attributes"])
 
 
 def of_no_transformers(root: Traceback, log: Log) -> Finding | None:
@@ -159,9 +179,18 @@ def _gone_module(root: Traceback, log: Log) -> Finding | None:
     own = next(table_of(match["module"]), None) if match and "." in match["module"] else None
     if match is None or own is None or own.module(match["module"]).there:
         return None
+    if _in_checkout(root, own):
+        shown: dict[str, object] = {"name": match["module"], "package": own.package, "frame": asker(root)}
+        return _told("checkout-and-package", shown, "likely", own, root, log)
     values: dict[str, object] = {"name": match["module"], "package": own.package}
     values |= {"first": own.versions[0], "last": own.versions[-1], "update": _asking(root, own)}
     return _told("gone-before", values, "possible", own, root, log)
+
+
+def _in_checkout(root: Traceback, own: Table) -> bool:
+    """Whether who asks lies in a checkout of the package that is asked."""
+    path = asker(root).replace("\\", "/")
+    return f"/{own.raw['root']}/" in path and not _SITE.search(path)
 
 
 def _asking(root: Traceback, own: Table) -> Text:

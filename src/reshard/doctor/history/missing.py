@@ -19,7 +19,10 @@ QUOTE = r"[`'\"‘’“”]"
 IMPORT = re.compile(
     rf"cannot import name {QUOTE}(?P<name>\w+){QUOTE}? from {QUOTE}(?P<module>[\w.]+){QUOTE}(?: \((?P<path>[^)]+)\))?"
 )
-MODULE = re.compile(rf"No module named {QUOTE}?(?P<module>\w+(?:\.\w+)+){QUOTE}?(?!.*is not a package)")
+MODULE = re.compile(
+    rf"(?:No module named {QUOTE}|(?<!ImportError: )No module named )"
+    rf"(?P<module>\w+(?:\.\w+)+){QUOTE}?(?!.*is not a package)"
+)
 ATTRIBUTE = re.compile(
     rf"(?<!initialized )module {QUOTE}(?P<module>[\w.]+){QUOTE} has no attribute {QUOTE}(?P<name>\w+)"
 )
@@ -122,9 +125,26 @@ def _module_moved(presence: Presence, module: str) -> str | None:
 def _member(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
     if (match := MEMBER.search(said)) and not ATTRIBUTE.search(said):
         kind, name = match["kind"], match["name"]
-        yield from _wherever(
-            root, log, lambda own: Missing(f"{kind}.{name}", own.attribute(kind, name), of_object=True)
+        found = list(
+            _wherever(
+                root, log, lambda own: Missing(f"{kind}.{name}", own.attribute(kind, name), of_object=True)
+            )
         )
+        yield from found or _inherited(kind, name)
+
+
+def _inherited(kind: str, name: str) -> Iterator[Missing]:
+    """An attribute of a class that has it from a base in another package."""
+    bases = {base for own in tables(ROOTS) for base in own.ancestors(kind)}
+    bases |= {
+        last[0] for last in [re.search(r"(?<=[a-z0-9A-Z])[A-Z][a-z]+$", kind)] if last
+    }  # GRPOTrainer is a Trainer
+    others = (own for own in tables(ROOTS) if kind not in own.raw["attributes"])
+    every = ((base, own.attribute(base, name)) for own in others for base in sorted(bases))
+    found = {presence.table.package: (base, presence) for base, presence in every if presence.there}
+    if len(found) == 1:
+        ((base, presence),) = found.values()
+        yield Missing(f"{base}.{name}", presence, of_object=True)
 
 
 def _keyword(said: str, root: Traceback, log: Log) -> Iterator[Missing]:

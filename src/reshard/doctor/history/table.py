@@ -308,6 +308,13 @@ class Table:
                 among |= self.span(span)
         return Presence(self, frozenset(there), frozenset(among))
 
+    def ancestors(self, kind: str, depth: int = 0) -> set[str]:
+        """The names of all classes that a class derives from in any release, of other packages too."""
+        own = {base for bases in self.raw["bases"].get(kind, {}).values() for base in bases.split(" ")}
+        own |= {re.split(r"[.:]", each)[-1] for each in self.marked(f"{kind}.__init__")}
+        more = (self.ancestors(base, depth + 1) for base in own if base != kind and depth < 8)
+        return own.union(*more)
+
     def key(self, name: str) -> Presence:
         """A key of a registry: a type of model in transformers, an architecture in vLLM."""
         return Presence(self, self._of(self.raw["keys"], name), self.every)

@@ -1,0 +1,100 @@
+"""Classes of the user's own that derive from known ones: whose attributes they lack, and of which releases."""
+
+from __future__ import annotations
+
+import re
+
+from reshard.doctor.finding import Finding, Place
+from reshard.doctor.history.messages import read_from
+from reshard.doctor.history.missing import MEMBER
+from reshard.doctor.history.table import ROOTS, Presence, Span, Table, tables
+from reshard.doctor.log import Log, Traceback
+from reshard.doctor.reading import clipped
+from reshard.doctor.rules import told
+from reshard.doctor.upstream import asker, package_of
+from reshard.doctor.words import words
+
+_PARTS = re.compile(r"[A-Z]+(?=[A-Z][a-z]|$)|[A-Z][a-z0-9]+")
+DERIVED_FROM = ("trl", "transformers", "accelerate", "peft")
+"""Packages whose classes people derive from."""
+
+
+def of_derived(root: Traceback, log: Log) -> Finding | None:
+    """That an attribute is another class's of the same family: of the base of this one, or of one derived from it."""
+    match = MEMBER.search(root.said)
+    if match is None:
+        return None
+    if any(match["kind"] in own.raw["attributes"] for own in tables(ROOTS)):
+        return _of_heirs(match["kind"], match["name"], root, log)
+    found = _base_of(match["kind"], match["name"])
+    return _of_base(match["kind"], match["name"], *found, root, log) if found else None
+
+
+def _of_base(
+    kind: str, name: str, base: str, presence: Presence, root: Traceback, log: Log
+) -> Finding | None:
+    """That a class of no package lacks what the class that it is named after has in some releases only."""
+    own, there = presence.table, presence.there
+    if len(there) == len(own.versions):
+        return None
+    since, last, frame = own.versions[min(there)], own.versions[max(there)], asker(root)
+    until = own.versions[max(there) + 1] if max(there) < own.last else ""
+    pins = {
+        "derived-base-asks": f"{own.package}<{since}",
+        "derived-asks": f"{own.package}>={since}" + (f",<{until}" if until else ""),
+    }
+    way = "derived-base-asks" if package_of(frame) else "derived-asks" if frame else "derived-either"
+    pins["derived-either"] = pins["derived-asks"]
+    values: dict[str, object] = {"kind": kind, "name": name, "base": base, "package": own.package}
+    values |= {"since": since, "last": last, "pin": pins[way]}
+    values["way"] = words(way, package=own.package, without=pins["derived-base-asks"])
+    sure = "likely" if frame else "possible"
+    return told(
+        "attribute-of-derived", [_place(root, log)], values, certainty=sure, evidence=[read_from(own)]
+    )
+
+
+def _of_heirs(kind: str, name: str, root: Traceback, log: Log) -> Finding | None:
+    """That a class was passed where one that derives from it is needed, which has the attribute."""
+    if any(own.attribute(kind, name).there for own in tables(ROOTS)):
+        return None
+    for own in tables(DERIVED_FROM):
+        heirs = [each for each in own.raw["attributes"] if each != kind and kind in own.ancestors(each)]
+        having = {each: own.attribute(each, name).there | _taken(own, each, name) for each in heirs}
+        having = {each: there for each, there in having.items() if there}
+        if having:
+            named = sorted(having, key=lambda each: (min(having[each]), len(each)))
+            first = own.versions[min(having[named[0]])]
+            values = {"kind": kind, "name": name, "package": own.package, "heirs": ", ".join(named[:4])}
+            values |= {"heir": named[0], "first": first}
+            return told(
+                "attribute-of-heir",
+                [_place(root, log)],
+                values,
+                certainty="likely",
+                evidence=[read_from(own)],
+            )
+    return None
+
+
+def _taken(own: Table, kind: str, name: str) -> Span:
+    """When the constructor of a class takes a parameter: each field of a dataclass is one."""
+    return own.own_parameter(f"{kind}.__init__", name).there
+
+
+def _place(root: Traceback, log: Log) -> Place:
+    return Place(log.name, root.last, clipped(root.said.split("\n")[0], 300))
+
+
+def _base_of(kind: str, name: str) -> tuple[str, Presence] | None:
+    """The class with the attribute whose words are all in another one's name, in their order; the longest of them."""
+    found: dict[str, Presence] = {}
+    for own in tables(DERIVED_FROM):
+        for base in own.raw["attributes"]:
+            parts = _PARTS.findall(base)
+            if len(parts) > 1 and base != kind and re.search(".*".join(map(re.escape, parts)), kind):
+                presence = own.attribute(base, name)
+                if presence.there and base not in found:
+                    found[base] = presence
+    base = max(found, key=len, default="")
+    return (base, found[base]) if base else None
