@@ -119,6 +119,31 @@ DATA = {
 }
 
 CALLS = {
+    raised("ValueError: too many dimensions 'str'", "return torch.tensor(value)"): (
+        "text-in-batch",
+        "remove_columns",
+    ),
+    raised(
+        "AssertionError: pipeline_model parallel group is not initialized", "assert GROUP is not None, \\"
+    ): (
+        "not-set-up",
+        "initialize_model_parallel",
+    ),
+    raised(
+        "AssertionError: Not sure how to proceed, we were given deepspeed configs in both",
+        'assert config is None, "Not sure how to proceed, we were given deepspeed configs in both"',
+    ): ("requirement-not-met", "config is None"),
+    "ImportError: cannot import name 'ProcessGroupCollection' from 'megatron.core.process_groups_config'"
+    " (/opt/megatron-lm/megatron/core/process_groups_config.py)": (
+        "api-came-later",
+        "git -C /opt/megatron-lm",
+    ),
+    raised(
+        "ModuleNotFoundError: No module named 'megatron.core.dist_checkpointing'", "from nemo import nlp"
+    ): (
+        "module-not-found",
+        "pip install",
+    ),
     "AttributeError: 'MyGRPOTrainer' object has no attribute 'num_iterations'": (
         "attribute-of-derived",
         "trl>=0.16.0",
@@ -272,6 +297,14 @@ PARTS = {
         "AutoTokenizer"
     ),
 }
+
+
+def test_what_a_shell_says_after_a_script_died_is_no_progress() -> None:
+    died = raised("KeyError: 'frob'", 'config["frob"]').replace("in f", "in <module>")
+    assert first(f"{died}\nConversion is done, using time: 0 min 0 sec").message
+    caught = died.replace("<module>", "load_optional")
+    assert not diagnose_text("log", f"{caught}\nConversion is done, using time: 0 min 0 sec")
+    assert not diagnose_text("log", f"{died}\n{{'loss': 0.3, 'epoch': 1.0}}\ntraining finished")
 
 
 @pytest.mark.parametrize("text", [*NAMES, *DATA, *CALLS, *REFUSALS], ids=lambda text: text[-60:])

@@ -41,6 +41,7 @@ _GENERAL = (
     "index-beyond",
     "no-case-for-it",
     "set-up-twice",
+    "not-set-up",
     "nothing-to-choose",
 )
 """Rules that say where to look more than why."""
@@ -124,6 +125,18 @@ def _twice(root: Traceback) -> Told | None:
     """What says that it was set up before, in the same process."""
     match = _TWICE.match(root.said)
     return ("set-up-twice", {"what": match["what"].strip(), "how": match["how"]}) if match else None
+
+
+_NOT_YET = re.compile(
+    r"(?:\w*Error|\w*Exception): (?P<what>[^\n:,]{3,80}?) (?:is|are|has|have) not (?:been )?(?:yet )?"
+    r"(?P<how>initiali[sz]ed|set up|registered)\b"
+)
+
+
+def _not_yet(root: Traceback) -> Told | None:
+    """What says that something was not set up in this process."""
+    match = _NOT_YET.match(root.said)
+    return ("not-set-up", {"what": match["what"].strip()}) if match else None
 
 
 _BARE = re.compile(r"raise \w+(?:\(\))?$")
@@ -246,6 +259,7 @@ _ASKED: tuple[Callable[[Traceback], Told | None], ...] = (
         _missing,
         _input,
         _twice,
+        _not_yet,
         _without_words,
         _count,
         _unknown,

@@ -21,16 +21,17 @@ from reshard.doctor.tracebacks import (
     unwrapped,
 )
 
-_WENT_ON = re.compile(
-    r"""['"]?(?:train_|eval_)?(?:loss|runtime)['"]?\s*[:=]\s*['"]?\d | \biteration\s+\d+\s*/ | train_runtime
+_MEASURED = r"""['"]?(?:train_|eval_)?(?:loss|runtime)['"]?\s*[:=]\s*['"]?\d | \biteration\s+\d+\s*/ | train_runtime
       | \bstep\s*(?:[:=]\s*)?\d.{0,500}\bloss\b
-      | ^(?!.{0,200}\b(?:Loading|Map|Filter|Fetching|Download|Generating|Tokeniz|Resolving|Capturing)).*\b100%\|
-      | \b(?i:successfully|(?:training|run|export|conversion|evaluation)\ (?:is\ )?(?:complete|finished|done)
+      | ^(?!.{0,200}\b(?:Loading|Map|Filter|Fetching|Download|Generating|Tokeniz|Resolving|Capturing)).*\b100%\|"""
+_SAID_DONE = r"""\b(?i:successfully
+            |(?:training|run|export|conversion|evaluation)\ (?:is\ )?(?:complete|finished|done)
             |(?:model|weights|checkpoint|tokenizer|adapter)s?\ saved|saved\ (?:model|weights|checkpoint|to)
             |saving\ (?:model|tokenizer|checkpoint)|nothing\ wrong\ found)\b
-      | \(success\)""",
-    re.VERBOSE,
-)
+      | \(success\)"""
+_WENT_ON = re.compile(f"{_MEASURED} | {_SAID_DONE}", re.VERBOSE)
+_WORKED_ON = re.compile(_MEASURED, re.VERBOSE)
+"""What a program prints only while it works, and no shell script after it died."""
 _NAME = (
     r"(?:[A-Za-z_]\w*\.)*(?:[A-Z]|nccl[A-Z])\w*"
     r"(?:Error|Exception|Interrupt|Exit|Invalid|Mismatch|Failure|CompilerFailed|NotFound|Timeout|Iteration|Impossible|Unavailable)"
@@ -132,14 +133,15 @@ def _after_progress(lines: Sequence[Line]) -> Sequence[Line]:
     return lines[last + 1 :]
 
 
-def progress(lines: Sequence[Line]) -> dict[str, int]:
-    """The number of the last line of each stream that shows that its process went on."""
-    return {line.stream: line.number for line in lines if _went_on(line)}
+def progress(lines: Sequence[Line], measured: bool = False) -> dict[str, int]:
+    """The number of the last line of each stream that shows that its process went on; by its measurements alone."""
+    pattern = _WORKED_ON if measured else _WENT_ON
+    return {line.stream: line.number for line in lines if _went_on(line, pattern)}
 
 
-def _went_on(line: Line) -> bool:
+def _went_on(line: Line, pattern: re.Pattern[str] = _WENT_ON) -> bool:
     """Whether a line shows it. One that is very long holds data, in which any word may stand."""
-    return len(line.text) < DATA and bool(_WENT_ON.search(line.text)) and not _is_error(line.text)
+    return len(line.text) < DATA and bool(pattern.search(line.text)) and not _is_error(line.text)
 
 
 DATA = 2000

@@ -334,6 +334,8 @@ def _unknown(root: Traceback, log: Log, symptoms: tuple[str, ...]) -> Finding:
         return replace(part, also=symptoms, evidence=(which_is_first(root),))
     evidence = [which_is_first(root)]
     needed = clipped(needs(root.message), LONGEST_SAID) if first.exception in CHECKS else ""
+    if not needed and (condition := _asserted(first)):
+        needed = f"assert {condition}"
     if needed and not asked:
         sure = "possible" if needed.startswith("assert") else "likely"
         needing = told(NEEDS, [place], {**values, "asked": needed}, certainty=sure, evidence=evidence)
@@ -341,6 +343,17 @@ def _unknown(root: Traceback, log: Log, symptoms: tuple[str, ...]) -> Finding:
     rule = UNKNOWN_THAT_ASKS if asked else UNKNOWN
     found = told(rule, [place], values, certainty="possible", evidence=evidence)
     return replace(found, code=UNKNOWN, also=symptoms)
+
+
+_CONDITION = re.compile(
+    r"assert (?P<condition>[\w.\[\]'\"]+ (?:is(?: not)?|==|!=|<=?|>=?|(?:not )?in) [^,\n]{1,80}), "
+)
+
+
+def _asserted(failure: Traceback) -> str:
+    """The condition of the assertion that failed with words that do not state it; "" if its line is not shown."""
+    match = _CONDITION.match(failure.source) if failure.exception == "AssertionError" else None
+    return match["condition"] if match else ""
 
 
 def _quoted(said: str) -> str:

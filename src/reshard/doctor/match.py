@@ -130,12 +130,21 @@ def living(log: Log) -> list[Traceback]:
 
     Where a launcher tells at the end that a process has failed, and nothing else says why, all of them count.
     """
-    before = progress(log.lines)
-    alive = [each for each in log.tracebacks if each.last > before.get(each.stream, 0)]
+    before, measured = progress(log.lines), progress(log.lines, measured=True)
+    alive = [
+        each
+        for each in log.tracebacks
+        if each.last > (measured if _ends_script(each) else before).get(each.stream, 0)
+    ]
     if alive or not log.tracebacks:
         return alive
     sign = loose_failure(log.lines)
     return log.tracebacks if sign is not None and sign.exception in (EXIT, CUT_OFF) else []
+
+
+def _ends_script(failure: Traceback) -> bool:
+    """Whether a script died of it: what says "done" later is the shell script around it."""
+    return failure.before is None and bool(failure.frames) and failure.frames[0].endswith(" <module>")
 
 
 def live_lines(log: Log) -> list[Line]:

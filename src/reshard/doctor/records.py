@@ -54,6 +54,15 @@ _ADDED = re.compile(r"there (?:are|is) (?P<more>\d+) new columns? \((?P<new>[^)\
 _LACKS = re.compile(r"(?<!\d)(?P<fewer>\d{1,6}) missing columns? \((?P<lost>[^)\n]{1,500})\)")
 
 
+def _text_in_batch(text: str) -> Told | None:
+    """A column of text where a tensor is made of all columns."""
+    return (
+        ("text-in-batch", {})
+        if re.search(r"too many dimensions 'str'|new\(\): invalid data type 'str'", text)
+        else None
+    )
+
+
 def _empty(text: str) -> Told | None:
     return ("data-files-empty", {}) if "SchemaInferenceError" in text else None
 
@@ -172,4 +181,12 @@ def _chat(text: str) -> Told | None:
     return "chat-refused", {"what": what, "why": words(why), "cure": words(f"{why}-cure")}
 
 
-_ASKED: tuple[Callable[[str], Told | None], ...] = (_empty, _cast, _changed, _name, _scripts, _chat)
+_ASKED: tuple[Callable[[str], Told | None], ...] = (
+    _text_in_batch,
+    _empty,
+    _cast,
+    _changed,
+    _name,
+    _scripts,
+    _chat,
+)

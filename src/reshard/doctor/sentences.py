@@ -31,11 +31,11 @@ _ASKS = re.compile(
     r"|^\s*(?:HINT|Hint|hint|Tip|TIP|Solution)\b ?:"
 )
 _NEEDS = re.compile(
-    r"\b(?:must|should|needs? to|ha(?:s|ve) to) (?:not )?(?:both )?"
+    r"\bCan only\b|\b(?:must|should|needs? to|ha(?:s|ve) to) (?:not )?(?:both )?"
     r"(?:be|match|equal|divide|have(?! been)|specify|set|use|enable)\b"
     r"|\b(?:is|are) (?:not |only )supported (?:with|when|for|by|in|on|if|without)\b|\bonly supports?\b"
     r"|\b(?:does|do) not support\b|\b(?:is|are) (?:required|incompatible|mutually exclusive|not compatible)\b"
-    r"|\bdivisible by\b|\brequires? (?:--|that|the|at least|a|an)?\b"
+    r"|\bcan only\b|\bdivisible by\b|\brequires? (?:--|that|the|at least|a|an)?\b"
     r"|\bcan(?:not| not|'t) be (?:used|set|enabled) (?:with|together|when)\b"
     r"|^\s*assert .{1,200}(?:==|%|>=|<=|>|<| in )"
 )

@@ -24,6 +24,7 @@ from reshard.doctor.history.missing import (
     QUOTE,
     TYPE,
     Missing,
+    checkout_of,
     imported,
     is_shadowed,
     table_of,
@@ -268,7 +269,12 @@ def _finding(
     certainty = (
         "sure" if version else "likely" if kind != "api-between" and not found.of_object else "possible"
     )
-    return _told(kind, values, certainty, found.table, failure, log)
+    told_of = _told(kind, values, certainty, found.table, failure, log)
+    match = IMPORT.search(failure.said)
+    if match and (folder := checkout_of(match["path"], match["module"])):
+        remedy = words("update-checkout", folder=folder, package=package, pin=values["pin"])
+        return replace(told_of, remedy=remedy)
+    return told_of
 
 
 def _clash(name: str, failure: Traceback, log: Log) -> Finding | None:

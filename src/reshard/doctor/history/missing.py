@@ -77,7 +77,7 @@ class Missing:
 
 def imported(said: str, root: Traceback, log: Log) -> Iterator[Missing]:
     match = IMPORT.search(said)
-    if match is None or is_shadowed(match["path"]):
+    if match is None or (is_shadowed(match["path"]) and not checkout_of(match["path"], match["module"])):
         return
     for found in table_of(match["module"]):
         yield _name(found, match["module"], match["name"], f"{match['module']}.{match['name']}")
@@ -236,6 +236,15 @@ def _wherever(
     if len(known) > 1 and kind:
         known = [each for each in known if each.table.name(each.table.raw["root"], kind).there]
     yield from known if len(known) == 1 else []
+
+
+def checkout_of(path: str | None, module: str) -> str:
+    """The folder of a checkout of a package, by the path of one of its modules; "" for an installed one."""
+    whole = module.replace(".", "/")
+    if not path or "." not in module or not is_shadowed(path):
+        return ""
+    found = re.search(rf"^(?P<folder>.*)/{re.escape(whole)}(?:\.py|/__init__\.py)$", path.replace("\\", "/"))
+    return found["folder"] if found else ""
 
 
 def is_shadowed(path: str | None) -> bool:
