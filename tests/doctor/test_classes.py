@@ -299,6 +299,14 @@ PARTS = {
 }
 
 
+def test_keys_of_a_training_run_or_of_a_newer_release_are_told_apart() -> None:
+    keys = "'bf16', 'do_train', 'learning_rate', 'num_train_epochs', 'output_dir', 'warmup_ratio'"
+    found = first(f"ValueError: Some keys are not used by the HfArgumentParser: [{keys}]")
+    assert found.code == "unknown-key" and "does not train" in found.rule.en
+    found = first("ValueError: Some keys are not used by the HfArgumentParser: ['enable_liger_kernel']")
+    assert found.code == "unknown-key" and "key of LLaMA-Factory since" in found.rule.en
+
+
 def test_what_a_shell_says_after_a_script_died_is_no_progress() -> None:
     died = raised("KeyError: 'frob'", 'config["frob"]').replace("in f", "in <module>")
     assert first(f"{died}\nConversion is done, using time: 0 min 0 sec").message

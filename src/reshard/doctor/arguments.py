@@ -36,8 +36,39 @@ ALIKE = 0.75
 def evidence(root: Traceback, log: Log) -> list[Text]:
     """For each argument that is not known the nearest that is; nothing if a message names none."""
     unknown = list(dict.fromkeys(_unknown(root.said)))
+    if "HfArgumentParser" in root.said:
+        if of_training := _of_training(unknown):
+            return [of_training]
+        if of_releases := _of_releases(unknown):
+            return of_releases
     known = _known(root.said, log) if unknown else set()
     return [_near(name, known) for name in unknown[:5]]
+
+
+MANY = 5
+"""Keys of training that are unknown at once: the command does not train."""
+
+
+def _of_training(unknown: list[str]) -> Text | None:
+    """That most of the keys are those of a training run, given to a command that runs none."""
+    trains = table("transformers")
+    known = trains.ever("TrainingArguments.__init__") if trains else set()
+    if len(unknown) < MANY or sum(name in known for name in unknown) < len(unknown) * 0.6:
+        return None
+    return words("arguments-of-training", names=", ".join(unknown[:4]), count=len(unknown))
+
+
+def _of_releases(unknown: list[str]) -> list[Text]:
+    """For each key the releases of LLaMA-Factory that take it, if each of these names is a key of some of them."""
+    keys = Keys("llamafactory", Versions())
+    spans = {name: span for name in unknown if (span := keys.span(name))}
+    if keys.table is None or len(spans) < len(unknown):
+        return []
+    newest = keys.table.versions[-1]
+    return [
+        words("argument-since" if last == newest else "argument-until", name=name, since=first, last=last)
+        for name, (first, last) in spans.items()
+    ]
 
 
 def finding(root: Traceback, log: Log, place: Place) -> Finding | None:

@@ -48,6 +48,16 @@ class Keys:
         self.functions += [base] if base else []
         self.known = self._known() if self.table else set()
 
+    def span(self, name: str) -> tuple[str, str] | None:
+        """The first and the last release that was read in which the program takes a key; None if none does."""
+        own = (
+            found.own_parameter(function, name) for found, function in self.functions if found is self.table
+        )
+        there = {at for presence in own for at in presence.there}
+        if self.table is None or not there:
+            return None
+        return self.table.versions[min(there)], self.table.versions[max(there)]
+
     def _known(self) -> set[str]:
         assert self.table is not None
         found = {name for each in self.functions for name in self._taken(*each)}
