@@ -187,7 +187,7 @@ _MARKED = re.compile(r"\s{0,40}[│|]?\s{0,40}(?:-{1,40}>|❱)\s{0,8}\d{1,8}\s[\
 """What stands before the line that a notebook or rich marks as the one that failed."""
 
 
-_CARETS = re.compile(r"\s*(?=[~^]{2})[~^ ]{2,}")
+_CARETS = re.compile(r"^\s{0,300}[~^]{2}[~^ ]*$")
 """What Python 3.11 and later put below the part of a line of code that failed."""
 
 
