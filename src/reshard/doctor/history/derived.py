@@ -14,7 +14,7 @@ from reshard.doctor.rules import told
 from reshard.doctor.upstream import asker, package_of
 from reshard.doctor.words import words
 
-_PARTS = re.compile(r"[A-Z]+(?=[A-Z][a-z]|$)|[A-Z][a-z0-9]+")
+_PARTS = re.compile(r"[A-Z]{1,12}(?=[A-Z][a-z]|$)|[A-Z][a-z0-9]{1,30}")
 DERIVED_FROM = ("trl", "transformers", "accelerate", "peft")
 """Packages whose classes people derive from."""
 
