@@ -24,8 +24,9 @@ from reshard.train.data.mix import mix_of, read_mix
 from reshard.train.engines import engine_of
 from reshard.train.megatron import looks
 from reshard.train.memory import GIB
+from reshard.train.outlook import Preflight
 from reshard.train.preconditions import config_problems
-from reshard.train.preflight import Preflight, preflight
+from reshard.train.preflight import preflight
 from reshard.train.run import RECORD, Ranks, Run
 from reshard.train.start import clear
 from tests.train.conftest import chats, preferences, write_lines

@@ -32,8 +32,8 @@ from reshard.train.start import start, submit
 if TYPE_CHECKING:
     from reshard.train.final.finish import Finished
     from reshard.train.launching.slurm import Submitted
+    from reshard.train.outlook import Preflight
     from reshard.train.planning.plans import Plans
-    from reshard.train.preflight import Preflight
 
 POSITIVE, COUNT = click.IntRange(min=1), click.IntRange(min=0)
 PATH = click.Path(path_type=Path)

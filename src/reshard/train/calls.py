@@ -19,7 +19,7 @@ from reshard.train.start import Outcome, start, submit
 
 if TYPE_CHECKING:
     from reshard.conversion import Conversion
-    from reshard.train.preflight import Preflight
+    from reshard.train.outlook import Preflight
 
 StrPath = str | PathLike[str]
 

@@ -16,8 +16,8 @@ from reshard.train.run import Run
 if TYPE_CHECKING:
     from reshard.train.final.finish import Finished
     from reshard.train.launching.slurm import Submitted
+    from reshard.train.outlook import Preflight
     from reshard.train.planning.gpus import Machine
-    from reshard.train.preflight import Preflight
 
 
 @dataclass(frozen=True)
