@@ -149,7 +149,7 @@ def test_each_shape_is_read_as_trl_takes_it(
         (
             "sft",
             {"messages": [CHAT[0], {**CHAT[1], "name": "\udc00"}]},
-            "messages[1].name holds half a",
+            "messages[1].name contains an incomplete character",
             "again",
         ),
         (
