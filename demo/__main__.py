@@ -42,7 +42,7 @@ def stations(output: Path, steps: int) -> Iterator[Station]:
     model, text, run, final = (str(output / name) for name in ("model", "text.jsonl", "run", "run/final"))
     other = str(output / "other-layout")
     yield Station(
-        "Make a small random Qwen3-MoE model with a tokenizer, as a Hugging Face folder, and a text to train on",
+        "Make a small random Qwen3-MoE model with a tokenizer, and a text to train it on",
         ("python", "-m", "demo.make_model", model, text),
         result=Path(model),
     )
@@ -50,28 +50,28 @@ def stations(output: Path, steps: int) -> Iterator[Station]:
     layout = ["--nproc", "4", "--tp", "2", "--pp", "2", "--ep", "2", "--expert_tensor_parallel_size", "1"]
     batches = f"--seq_length 320 --global_batch_size 4 --train_iters {steps} --lr 5e-3 --bf16".split()
     yield Station(
-        "Train it on Megatron-Core at TP2 · PP2 · EP2, on four ranks; each reads its own part of the folder",
+        "Train it on Megatron-Core at TP2 · PP2 · EP2, on four ranks",
         ("reshard", "train", "sft", "--engine", "megatron", *folders, *layout, *batches),
         result=Path(run),
     )
-    yield Station("Look at what Megatron-Core left", ("reshard", "inspect", run))
+    yield Station("Inspect the Megatron-Core checkpoint", ("reshard", "inspect", run))
     yield Station(
-        "Carry it to another layout, for eight ranks",
+        "Convert it to another layout, for eight ranks",
         ("reshard", "convert", run, other, "--to", "megatron", "--tp", "4", "--pp", "2", "--ep", "2"),
         result=Path(other),
     )
     yield Station(
-        "The weights are no longer those of the beginning",
+        "The weights have changed in training",
         ("reshard", "verify", model, final),
         status=1,
         first_line=True,
     )
     yield Station(
-        "They are those that Megatron-Core saved, and both compute the same",
+        "Both checkpoints have the same weights, and compute the same logits",
         ("reshard", "verify", other, final, "--logits"),
     )
     yield Station(
-        "transformers loads the folder and goes on with the text that Megatron-Core trained on",
+        "transformers loads the folder and continues the text that Megatron-Core trained on",
         ("python", "-m", "demo.generate", final, PROMPT),
     )
 
@@ -89,7 +89,7 @@ def run(station: Station) -> None:
     size = "" if station.result is None else f", {station.result} is {_megabytes(station.result):.1f} MB"
     print(f"  ({time.monotonic() - begin:.1f} s{size})\n", flush=True)
     if done.returncode != station.status:
-        raise SystemExit(f"this station ended with exit status {done.returncode}; expected {station.status}")
+        raise SystemExit(f"this step ended with exit status {done.returncode}; expected {station.status}")
 
 
 def _executable(command: tuple[str, ...]) -> list[str]:
@@ -122,8 +122,8 @@ def main() -> None:
     for number, station in enumerate(stations(arguments.output, arguments.steps), 1):
         print(f"{number}. {station.title}")
         run(station)
-    print(f"All stations passed in {time.monotonic() - begin:.0f} s.")
-    print(f"The picture of the loss: {arguments.output / 'run/report.html'}")
+    print(f"All steps passed in {time.monotonic() - begin:.0f} s.")
+    print(f"The training report: {arguments.output / 'run/report.html'}")
 
 
 if __name__ == "__main__":

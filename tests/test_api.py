@@ -160,7 +160,7 @@ def test_importing_loads_nothing_that_may_not_be_needed() -> None:
         (lambda: reshard.open("a", iteration="last"), "iteration='last'"),
         (lambda: reshard.inspect(""), "path=''"),
         (lambda: reshard.verify("a", 3), "b=3"),  # type: ignore[call-overload]
-        (lambda: reshard.verify("a", logits=True), "only one is named"),  # type: ignore[call-overload]
+        (lambda: reshard.verify("a", logits=True), "only one is given"),  # type: ignore[call-overload]
         (lambda: reshard.train("ppo"), "method='ppo'"),  # type: ignore[arg-type]
         (lambda: reshard.train("sft"), "--model is missing"),
         (lambda: reshard.export("", "b"), "checkpoint=''"),

@@ -14,7 +14,7 @@ SOURCE = Path(reshard.__file__).parent
 DOCS = SOURCE.parents[1] / "docs"
 
 ORDER = (
-    ("installing", "shown", "suggest", "version"),
+    ("installing", "notebooks", "shown", "suggest", "version"),
     ("errors", "plain", "plain_yaml"),
     ("arguments",),
     ("plugins",),

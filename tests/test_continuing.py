@@ -96,7 +96,7 @@ def test_what_belongs_to_another_output_is_removed_in_one_line(
 ) -> None:
     interrupted(tmp_path / "dst", ONE, KeyboardInterrupt())
     there, heard = continued(tmp_path / "dst", identity)
-    assert there == set() and heard == [f"starting anew: 4 B of an unfinished run are removed, as {why}"]
+    assert there == set() and heard == [f"starting over: 4 B of an unfinished run are removed, because {why}"]
 
 
 @pytest.mark.parametrize("how", ["gone", "longer", "changed", "journal cut", "journal edited", "old folder"])

@@ -39,7 +39,7 @@ def test_demo_ends_at_the_station_that_fails(tmp_path: Path) -> None:
     (tmp_path / "model").write_text("where the first station wants to make a folder")
     done = demo(tmp_path, steps=4)
     assert done.returncode == 1
-    assert "this station ended with exit status 1; expected 0" in done.stderr
+    assert "this step ended with exit status 1; expected 0" in done.stderr
     assert "1. " in done.stdout
     assert "2. " not in done.stdout
 

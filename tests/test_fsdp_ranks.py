@@ -214,7 +214,7 @@ def test_files_that_changed_names_are_read_right(
     second.rename(first)
     (folder / "spare").rename(second)
     assert any(
-        f"where they belong: {first.name}, {second.name}" in note for note in reshard.open(folder).notes
+        f"record their position: {first.name}, {second.name}" in note for note in reshard.open(folder).notes
     )
     reshard.convert(folder, tmp_path / "out", base=source)
     assert_same_tensors(tensors_of(tmp_path / "out"), torch.load(folder / "expected"))
@@ -228,7 +228,7 @@ def test_a_state_dict_inside_of_another(broken: Callable[[str], Path]) -> None:
             rank_file(folder, rank),
         )
     assert_expected(folder, folder / "expected")
-    assert reshard.open(folder).notes[-1] == "left out, since they are no weights: step"
+    assert reshard.open(folder).notes[-1] == "skipped, because they are not weights: step"
 
 
 def test_inspect_names_what_verl_saved_beside_the_weights() -> None:

@@ -55,7 +55,7 @@ def test_sound_models_pass(mesh: object) -> None:
 def test_a_layer_that_is_sharded_alone(mesh: object) -> None:
     mixed = model()
     fully_shard(mixed.model.layers[0], mesh=mesh)
-    assert refused(mixed) == ["plain parameters beside DTensors"]
+    assert refused(mixed) == ["plain parameters mixed with DTensors"]
 
 
 def adapted(base: nn.Module) -> nn.Module:
@@ -67,7 +67,7 @@ def test_lora_under_fsdp2(mesh: object) -> None:
     fully_shard(sound, mesh=mesh)
     guard.check(sound, torch.optim.AdamW([each for each in sound.parameters() if each.requires_grad]))
     late = adapted(fully_shard(model(), mesh=mesh))
-    assert refused(late) == ["plain parameters beside DTensors"]
+    assert refused(late) == ["plain parameters mixed with DTensors"]
 
 
 def test_parameters_that_fsdp2_ignores(mesh: object) -> None:
@@ -87,7 +87,7 @@ def test_a_weight_that_was_distributed_by_hand(mesh: object) -> None:
     mixed = model()
     up = mixed.model.layers[0].mlp.up_proj
     up.weight = nn.Parameter(distribute_tensor(up.weight.data, mesh, [Shard(0)]))
-    assert refused(mixed) == ["plain parameters beside DTensors"]
+    assert refused(mixed) == ["plain parameters mixed with DTensors"]
     with pytest.raises(RuntimeError, match="got mixed"):
         mixed(torch.zeros(1, 2, dtype=torch.long))
 
@@ -160,14 +160,14 @@ def test_a_device_map_over_several_devices(monkeypatch: pytest.MonkeyPatch) -> N
 def test_parameters_without_memory() -> None:
     with torch.device("meta"):
         empty = model()
-    assert refused(empty) == ["parameters have no memory"]
+    assert refused(empty) == ["parameters are on the meta device"]
 
 
 def test_ties_that_are_broken() -> None:
     broken = model(tied=True)
     broken.lm_head.weight = nn.Parameter(broken.lm_head.weight.detach().clone())
     assert refused(broken) == [
-        "the head and the embedding are tied in the config, and two tensors in the model"
+        "the head and the embedding are tied in the config, but are two tensors in the model"
     ]
 
 
@@ -179,7 +179,7 @@ def test_an_optimizer_that_was_made_before_sharding(mesh: object) -> None:
     late = model()
     optimizer = torch.optim.AdamW(late.parameters())
     fully_shard(late, mesh=mesh)
-    assert refused(late, optimizer) == ["the optimizer's tensors are not those of the model"]
+    assert refused(late, optimizer) == ["the optimizer's parameters are not the model's"]
 
 
 def test_an_optimizer_with_tensors_of_an_older_model() -> None:
@@ -187,7 +187,7 @@ def test_an_optimizer_with_tensors_of_an_older_model() -> None:
     trained = nn.Module()
     trained.every = nn.ParameterList(own)
     assert refused(trained, torch.optim.AdamW([*own[:3], *older[3:]])) == [
-        "the optimizer's tensors are not those of the model"
+        "the optimizer's parameters are not the model's"
     ]
 
 
@@ -235,7 +235,7 @@ def test_a_thousand_parameters_take_milliseconds(mesh: object) -> None:
     taken = []
     for _ in range(5):
         begin = time.process_time()
-        assert refused(many, optimizer) == ["the optimizer's tensors are not those of the model"]
+        assert refused(many, optimizer) == ["the optimizer's parameters are not the model's"]
         taken.append(time.process_time() - begin)
     assert min(taken) < 0.1
 
@@ -246,7 +246,7 @@ def test_several_optimizers_and_parts_of_a_model() -> None:
     guard.check(parts, [torch.optim.AdamW(own[:5]), torch.optim.SGD(own[5:])])
     older = torch.optim.SGD(model().parameters())
     assert refused(parts, [torch.optim.AdamW(own[:5]), older]) == [
-        "the optimizer's tensors are not those of the model"
+        "the optimizer's parameters are not the model's"
     ]
     assert refused([model(), model().requires_grad_(False)][1:]) == ["nothing is trainable"]
 
@@ -399,5 +399,5 @@ def test_the_callback_in_a_trainer(tmp_path: Path) -> None:
     Trainer(model(), arguments, train_dataset=data, callbacks=[guard.callback()]).train()
     frozen = Trainer(model(), arguments, train_dataset=data, callbacks=[guard.callback()])
     frozen.optimizer = torch.optim.SGD(model().parameters())
-    with pytest.raises(ReshardError, match="the optimizer's tensors are not those"):
+    with pytest.raises(ReshardError, match="the optimizer's parameters are not the model's"):
         frozen.train()

@@ -169,7 +169,7 @@ def test_experts_are_refused(tmp_path: Path) -> None:
 def test_an_adapter_of_another_size_is_refused(base: Path, tmp_path: Path) -> None:
     make_model("qwen3", tmp_path / "other", tokenizer=False, **{**genuine.SIZES, "hidden_size": 64})
     adapter = adapter_of(tmp_path / "other", tmp_path / "adapter")
-    with pytest.raises(ReshardError, match="does not fit the base"):
+    with pytest.raises(ReshardError, match="does not match the base"):
         written(adapter, tmp_path / "ours", base)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
+import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import reshard
+from tests.environments import python
 
 NOTEBOOK = Path(__file__).parents[1] / "docs" / "notebooks" / "fine-tuning.ipynb"
 
@@ -65,3 +68,39 @@ def test_it_is_stored_as_it_was_written_without_results() -> None:
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     assert [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")] == []
     assert {cell["cell_type"] for cell in cells} == {"code", "markdown"}
+
+
+CELLS = """
+import reshard
+reshard.convert("base", "out", to="megatron", tp=2)
+reshard.verify("base", "out")
+reshard.convert("base", "quiet", on_plan=print, on_bytes=lambda count: None, on_resume=print, to="dcp")
+reshard.convert("base", "none", dry_run=True, to="dcp")
+"""
+
+
+@pytest.mark.slow
+def test_calls_draw_a_bar_in_a_kernel(place: Path) -> None:
+    """As a notebook does it: a real kernel runs the cells, and each bar ends full."""
+    script = [
+        "import json, sys, nbformat, nbclient",
+        "cells = [nbformat.v4.new_code_cell(line) for line in sys.stdin.read().split('\\n') if line]",
+        "nbclient.NotebookClient(book := nbformat.v4.new_notebook(cells=cells), kernel_name='python3').execute()",
+        "print(json.dumps([cell.outputs for cell in book.cells]))",
+    ]
+    done = subprocess.run(
+        [python("notebooks"), "-c", "\n".join(script)],
+        input=CELLS,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    bars = [
+        ["".join(output["data"].get("text/html", "")) for output in outputs if "<progress" in str(output)]
+        for outputs in json.loads(done.stdout)
+    ]
+    assert [len(each) for each in bars] == [0, 1, 1, 0, 0]
+    for (bar,) in (bars[1], bars[2]):
+        total, value = re.search(r"max='(\d+)' value='(\d+)'", bar).groups()  # type: ignore[union-attr]
+        assert int(total) == int(value) > 100_000

@@ -174,9 +174,9 @@ def test_foreign_text_is_no_markup(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("verify", "A", "--html", "p.html"), "name both"),
+        (("verify", "A", "--html", "p.html"), "pass both"),
         (("verify", "A", "B", "--proof", "--html", "p.html"), "without --proof"),
-        (("inspect", "A", "B", "--html", "p.html"), "name one PATH"),
+        (("inspect", "A", "B", "--html", "p.html"), "pass one PATH"),
         (("inspect", "A", "--html", "absent/p.html"), "the page cannot be written"),
         (("verify", "A", "B", "--html", "absent/p.html"), "the page cannot be written"),
         (("inspect", "A", "--html", "A/config.json"), "a file that reshard did not write"),

@@ -156,7 +156,7 @@ def test_a_tied_head_and_embedding_part_where_only_one_of_them_is_adapted(
 
     plan = reshard.convert(tmp_path / "adapter", tmp_path / "ours", base=base, merge=True).plan
 
-    assert any("no longer one" in note for note in plan.notes)
+    assert any("no longer tied" in note for note in plan.notes)
     ours = genuine.load(tmp_path / "ours")
     assert torch.allclose(genuine.logits(ours), genuine.logits(model), atol=1e-4)
 
@@ -364,7 +364,7 @@ def test_an_adapter_of_another_model_is_refused(
     other: dict[str, Any], plain: Path, hf_model: Model, tmp_path: Path
 ) -> None:
     error = refusal(plain, tmp_path / "ours", merge=True, base=hf_model("llama", **{**SMALL, **other}))
-    assert error.problems[0].message == "the adapter does not fit the base"
+    assert error.problems[0].message == "the adapter does not match the base"
     assert "--base" in str(error)
 
 

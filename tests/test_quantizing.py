@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -220,7 +221,8 @@ NAN = np.array(np.nan, np.float32).view(np.int32)
 
 
 def read(tensor: Tensor, begin: int, end: int) -> np.ndarray[Any, Any]:
-    return Gatherer(Files(), None).read(tensor, begin, end)
+    with closing(Files()) as files:
+        return Gatherer(files, None).read(tensor, begin, end)
 
 
 def test_nan_and_inf_are_reported(hf_model: Models, tmp_path: Path) -> None:
@@ -427,7 +429,7 @@ def test_other_targets_are_refused(to: str, hf_model: Models, tmp_path: Path) ->
     with pytest.raises(ReshardError) as refused:
         reshard.convert(hf_model("qwen3", dtype="bfloat16"), tmp_path / "out", to=to, quantize="fp8")
     (problem,) = refused.value.problems
-    assert problem.message == "this format has no place for quantized weights"
+    assert problem.message == "this format cannot store quantized weights"
     assert not (tmp_path / "out").exists()
 
 
@@ -439,7 +441,7 @@ def test_a_format_that_is_not_of_the_model(name: str, kind: str, hf_model: Model
 
 def test_an_adapter_by_itself_is_refused(hf_model: Models, tmp_path: Path) -> None:
     adapter = peft.make_adapter(hf_model("qwen3"), tmp_path / "adapter", r=4, target_modules="all-linear")
-    with pytest.raises(ReshardError, match="has no place for quantized weights"):
+    with pytest.raises(ReshardError, match="cannot store quantized weights"):
         reshard.convert(adapter, tmp_path / "out", to="peft", quantize="fp8")
 
 

@@ -171,7 +171,7 @@ def test_another_model_is_refused_unless_it_is_meant(
 ) -> None:
     source, there = hf_model(name, **overrides), tmp_path / "there"
     [problem] = problems_of(source, there, to="megatron", etp=1)
-    assert problem.message == "the engine would compute another model than config.json describes"
+    assert problem.message == "the engine would compute a different model from the one in config.json"
     assert says in str(problem.found)
     inspected = reshard.inspect(source)
     assert inspected.whole and not inspected.problems and inspected.next == ""
@@ -192,7 +192,7 @@ def test_what_megatron_computes_otherwise_is_told_where_no_weight_depends_on_it(
     source, there = hf_model(name, **overrides), tmp_path / "there"
     done = commandline.reshard("convert", source, there, "--to", "megatron", "--etp", 1, "--quiet")
     assert done.code == 0
-    assert "warning: the engine would compute another model" in done.err and says in done.err
+    assert "warning: the engine would compute a different model" in done.err and says in done.err
     assert_megatron_computes_otherwise(source, there)
     inspected = reshard.inspect(source)
     assert "--to megatron" in inspected.next and any(says in note for note in inspected.notes)

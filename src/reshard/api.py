@@ -17,6 +17,7 @@ from reshard.formats import writable
 from reshard.formats.checkpoint import Iteration
 from reshard.formats.record import Integrity, check_record
 from reshard.model.quantizer import STORAGES
+from reshard.notebooks import Bar
 from reshard.stores import source_path, typed_path
 from reshard.transfer.memory import Meter, Need, plainly, shared
 from reshard.transfer.plan import Plan
@@ -226,9 +227,9 @@ def convert(
     private: bool = False,
     command: str = "",
     on_step: OnStep = lambda step: None,
-    on_plan: Callable[[Plan], None] = lambda plan: None,
-    on_bytes: Callable[[int], None] = lambda count: None,
-    on_resume: OnResume = lambda note, nbytes: None,
+    on_plan: Callable[[Plan], None] | None = None,
+    on_bytes: OnBytes | None = None,
+    on_resume: OnResume | None = None,
     on_upload: OnUpload = lambda address, nbytes: None,
 ) -> Conversion:
     """Convert the checkpoint at `src` to `dst`, to any format and parallel layout.
@@ -312,11 +313,11 @@ def convert(
         What `inspect` names as the way to continue this run, should it be interrupted.
     on_step : callable
         Called with a line of text whenever another step of the planning begins.
-    on_plan : callable
-        Called with the `Plan` before a byte is read.
-    on_bytes : callable
+    on_plan : callable, optional
+        Called with the `Plan` before a byte is read. In a notebook, these three draw a progress bar by default.
+    on_bytes : callable, optional
         Called with the number of bytes of each window that was written.
-    on_resume : callable
+    on_resume : callable, optional
         Called with a note and the bytes that are there already, when an interrupted run is continued.
     on_upload : callable
         Called with the address of the repository and the bytes to upload.
@@ -385,6 +386,7 @@ def convert(
         lora_alpha=lora_alpha,
         with_optimizer=with_optimizer,
     )
+    bar = Bar()
     how = conversion.How(
         dry_run=dry_run,
         overwrite=overwrite,
@@ -399,9 +401,9 @@ def convert(
         command=command,
         push=push,
         on_step=on_step,
-        on_plan=on_plan,
-        on_bytes=on_bytes,
-        on_resume=on_resume,
+        on_plan=on_plan or (lambda plan: None if dry_run else bar.begin(plan.nbytes)),
+        on_bytes=on_bytes or bar.advance,
+        on_resume=on_resume or (lambda note, nbytes: bar.advance(nbytes)),
         on_upload=on_upload,
     )
     return conversion.convert(source_path(src), typed_path(dst), options, how)
@@ -413,8 +415,8 @@ def verify(
     b: None = None,
     *,
     memory: int | str = ...,
-    on_total: OnBytes = ...,
-    on_bytes: OnBytes = ...,
+    on_total: OnBytes | None = ...,
+    on_bytes: OnBytes | None = ...,
     on_step: OnStep = ...,
 ) -> Integrity: ...
 
@@ -430,8 +432,8 @@ def verify(
     proof: Literal[False] = False,
     html: StrPath | None = ...,
     on_step: OnStep = ...,
-    on_total: OnBytes = ...,
-    on_bytes: OnBytes = ...,
+    on_total: OnBytes | None = ...,
+    on_bytes: OnBytes | None = ...,
 ) -> Comparison: ...
 
 
@@ -452,8 +454,8 @@ def verify(
     proof: bool = False,
     html: StrPath | None = None,
     on_step: OnStep = lambda step: None,
-    on_total: OnBytes = lambda total: None,
-    on_bytes: OnBytes = lambda count: None,
+    on_total: OnBytes | None = None,
+    on_bytes: OnBytes | None = None,
 ) -> Comparison | Integrity | Proof:
     """Compare the weights of two checkpoints bit for bit, whatever their formats and layouts.
 
@@ -478,9 +480,9 @@ def verify(
         The result then has the `changes` of every tensor that was compared.
     on_step : callable
         Called with a line of text whenever another step of the work begins.
-    on_total : callable
-        Called once with the number of bytes that will be compared.
-    on_bytes : callable
+    on_total : callable, optional
+        Called once with the number of bytes that will be compared. In a notebook, a progress bar by default.
+    on_bytes : callable, optional
         Called with the number of bytes of each tensor that was compared.
 
     Returns
@@ -510,11 +512,13 @@ def verify(
         given.path(name, path)
     meter = Meter(given.size("--memory", memory))
     given.settle()
+    bar = Bar()
+    on_total, on_bytes = on_total or bar.begin, on_bytes or bar.advance
     if html is not None and (b is None or proof):
         raise ReshardError(
             "page-needs-two-checkpoints",
             "a page shows where the values of two checkpoints differ",
-            remedy="name both, and leave out --proof: reshard verify A B --html FILE",
+            remedy="pass both, without --proof: reshard verify A B --html FILE",
         )
     _check_page(html)
     if proof:
@@ -524,15 +528,15 @@ def verify(
             raise ReshardError(
                 "proof-arguments-wrong",
                 "a proof needs the source and the output, and counts elements alone",
-                remedy="name both: reshard verify SRC DST --proof",
+                remedy="pass both: reshard verify SRC DST --proof",
             )
         return prove_output(source_path(a), source_path(b), source_path(base) if base else None, on_step)
     if b is None:
         if base is not None or logits:
             raise ReshardError(
                 "second-checkpoint-missing",
-                "base and logits are for two checkpoints, and only one is named",
-                remedy="name the other one too: verify(a, b)",
+                "base and logits are for two checkpoints, but only one is given",
+                remedy="pass the other one too: verify(a, b)",
             )
         return check_record(source_path(a), shared(None, meter.left(Need())).threads, on_total, on_bytes)
     from reshard.verification import compare_weights, need_of, open_sides

@@ -32,7 +32,7 @@ def parse_size(size: int | str, flag: str = "size") -> int:
         raise ReshardError(
             "size-malformed",
             f"{flag} is not a size",
-            expected="a number with a unit, as 5GB or 512MiB",
+            expected="a number with a unit, such as 5GB or 512MiB",
             found=str(size),
             remedy=f"correct {flag}",
         )

@@ -117,7 +117,7 @@ class How:
             raise ReshardError(
                 "no-sync-not-combinable",
                 f"--no-sync and {other} cannot be combined",
-                rule="--verify reads the output from the disk, and with --on several machines have to see all of it",
+                rule="--verify reads the output from the disk, and with --on that is spread over several machines",
                 remedy="leave out one of them",
             )
         if self.on is not None:
@@ -129,7 +129,7 @@ class How:
                     "push-needs-local-folder",
                     "--push-to-hub uploads a folder on this machine",
                     file=str(target),
-                    remedy="name a folder as the destination, or leave out --push-to-hub",
+                    remedy="choose a folder as the destination, or leave out --push-to-hub",
                 )
 
 
@@ -160,7 +160,7 @@ def convert(source: Path, target: Path, options: Options, how: How | None = None
     sent = left // 3 if isinstance(target, StorePath) else 0
     share = shared(how.workers, left - sent, plan.need, plan.sources.paths)
     if upload and is_written(target, plan, identity.digest):
-        note = f"{target} is complete already, and is what this command writes: only the upload is left"
+        note = f"{target} is already complete, and is what this command writes: only the upload remains"
         how.on_resume(note, 0)
         result = Conversion(plan, share, None if how.dry_run else Report(plan.nbytes, plan.nbytes))
     else:
@@ -299,7 +299,7 @@ def _read_back(plan: Plan, folder: Path, digests: Mapping[str, str], workers: in
         raise ReshardError(
             Problem(
                 "output-bytes-differ",
-                "the disk gives other bytes than were written",
+                "the disk returns different bytes from those written",
                 file=str(folder / name),
                 rule="the output is read back and compared (--verify)",
                 remedy="the disk, its controller or the memory is faulty: write to another disk",
@@ -375,9 +375,9 @@ def _kept(target: Path) -> list[Problem]:
     return [
         Problem(
             "previous-contents-left",
-            "a run that was killed left the previous contents of the destination here",
+            "a killed run left the previous contents of the destination here",
             file=str(path),
-            remedy="check whether you still need it, and remove it if not",
+            remedy="remove it if you no longer need it",
             severity="warning",
         )
         for path in put_aside(target)
@@ -390,5 +390,5 @@ def _nonfinite(name: str) -> Problem:
         "a tensor contains NaN or Inf",
         tensor=name,
         rule="weights are finite (--strict)",
-        remedy="take an earlier iteration, or leave out --strict to convert it as it is",
+        remedy="use an earlier iteration, or leave out --strict to convert it anyway",
     )

@@ -149,7 +149,7 @@ def _not_planned(source: Path, output: Path) -> Problem:
         "the output cannot be planned again from this source",
         file=str(source),
         rule=f"{output / RECORD} has the options of the conversion",
-        remedy="name the source that it was made of, and its base folder (--base) if that was moved: see below",
+        remedy="pass the source that it was made from, and its base folder (--base) if that was moved: see below",
     )
 
 
@@ -162,12 +162,12 @@ def _other_sources(plan: Plan, record: Mapping[str, Any]) -> Iterator[Problem]:
         if each["path"] in told and each["bytes"] not in told[each["path"]]:
             yield Problem(
                 "proof-source-differs",
-                "the source is not the one that was converted",
+                "this source is not the one that was converted",
                 file=each["path"],
                 rule=f"{RECORD} names each source with its size",
                 expected=f"{told[each['path']][0]:,} bytes",
                 found=f"{each['bytes']:,} bytes",
-                remedy="name the source that the output was made of, and its iteration: RUN/iter_0000200",
+                remedy="pass the source that the output was made from, with its iteration: RUN/iter_0000200",
             )
 
 

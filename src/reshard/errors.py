@@ -145,7 +145,7 @@ def understood(file: Path) -> Iterator[None]:
     except UNUSABLE as error:
         raise ReshardError(
             "value-of-wrong-kind",
-            "a value is not of the kind that its format has in this place",
+            "a value has the wrong type for its format",
             file=str(file),
             found=said(error),
             remedy="the files are damaged or were edited: copy them again; if they are as a framework wrote them, "

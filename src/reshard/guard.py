@@ -133,10 +133,10 @@ def _mixed(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Problem]:
     if wrong:
         yield Problem(
             "guard-mixed-parameters",
-            "plain parameters beside DTensors",
+            "plain parameters mixed with DTensors",
             tensor=listed([each.name for each in (wrong if len(wrong) <= len(sharded) else sharded)], SHOWN),
-            rule="what is trained in a sharded model is sharded with it",
-            found=f"{len(sharded)} DTensors, {len(wrong)} plain parameters that are trained",
+            rule="in a sharded model, all trained parameters must be sharded",
+            found=f"{len(sharded)} DTensors, {len(wrong)} trained plain parameters",
             remedy=f"{remedy}: else the first operation on both fails with `got mixed torch.Tensor and DTensor`, and "
             "gradients of plain parameters are not reduced",
         )
@@ -207,7 +207,7 @@ def _meta(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Problem]:
     if empty:
         yield Problem(
             "guard-parameters-without-memory",
-            "parameters have no memory",
+            "parameters are on the meta device",
             tensor=listed(empty, SHOWN),
             found=f"{len(empty)} parameters on the meta device",
             remedy="model.to_empty(device=…) and load the weights, or call from_pretrained outside of a meta context",
@@ -231,7 +231,7 @@ def _ties(model: nn.Module, parameters: list[_Parameter]) -> Iterator[Problem]:
         copied = any(_ADAPTER.search(each.name) and id(each.value) in map(id, both) for each in parameters)
         yield Problem(
             "guard-tied-twice",
-            "the head and the embedding are tied in the config, and two tensors in the model",
+            "the head and the embedding are tied in the config, but are two tensors in the model",
             tensor="lm_head.weight",
             rule="tie_word_embeddings is true",
             remedy="LoraConfig(ensure_weight_tying=True) keeps what modules_to_save copies tied; or untie them in the "
@@ -275,9 +275,9 @@ def _optimizer(parameters: list[_Parameter], optimizers: list[Any]) -> Iterator[
     if missing:
         yield Problem(
             "guard-optimizer-tensors-differ",
-            "the optimizer's tensors are not those of the model",
+            "the optimizer's parameters are not the model's",
             tensor=listed([each.name for each in missing], SHOWN),
-            rule="the optimizer is made from the parameters of the model as it is trained",
+            rule="the optimizer must be created from the parameters of the final, wrapped model",
             found=f"{len(foreign)} of {len(held)} tensors in the optimizer are not the model's, and it lacks "
             f"{len(missing)} trainable parameters",
             remedy="shard or wrap the model first, then make the optimizer: else the weights never change",

@@ -246,7 +246,7 @@ def _companion_problems(checkpoint: Checkpoint, has_config: bool) -> list[Proble
                 "config.json not found beside the weights",
                 file=str(checkpoint.root),
                 severity="warning",
-                remedy="give the Hugging Face folder that training started from: --base DIR",
+                remedy="pass the Hugging Face folder that training started from: --base DIR",
             )
         )
     if not there.has_tokenizer:

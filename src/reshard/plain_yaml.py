@@ -89,5 +89,5 @@ def _count(node: yaml.Node, counted: dict[yaml.Node, int | None]) -> int:
     if found is None:
         raise yaml.YAMLError(f"the value on line {node.start_mark.line + 1} contains itself")
     if found > NODES:
-        raise yaml.YAMLError(f"its aliases stand for more than {NODES:,} values")
+        raise yaml.YAMLError(f"its aliases expand to more than {NODES:,} values")
     return found

@@ -83,7 +83,7 @@ class Registry(UserDict[str, T]):
                 "plugin-broken",
                 what,
                 said(error),
-                "install a version of it that fits this reshard, or uninstall it",
+                "install a version of it that works with this reshard, or uninstall it",
             )
             return None
         if isinstance(brought, self._kind):
@@ -93,7 +93,7 @@ class Registry(UserDict[str, T]):
             "plugin-of-another-kind",
             what,
             f"{entry.value} is a {type(brought).__name__}",
-            "tell its authors, or uninstall it",
+            "report it to its authors, or uninstall it",
             rule,
         )
         return None
@@ -103,9 +103,9 @@ class Registry(UserDict[str, T]):
         if clashing:
             leave_out(
                 "plugin-name-taken",
-                f"a {self._kind.__name__.lower()} of another package is called as one that is there",
+                f"a {self._kind.__name__.lower()} of another package has the name of an existing one",
                 f"{', '.join(clashing)} in {_package(entry)}, and in {taken[clashing[0]]}",
-                f"the one of {taken[clashing[0]]} is used; uninstall the package whose you do not need",
+                f"the one of {taken[clashing[0]]} is used; uninstall the package that you do not need",
             )
         return not clashing
 

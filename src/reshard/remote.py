@@ -122,9 +122,9 @@ _planning = Lock()
 def _otherwise(source: Path, found: str) -> ReshardError:
     return ReshardError(
         "worker-plans-differently",
-        "a worker does not see the same source, or is another program",
+        "a worker sees a different source, or runs a different version",
         file=str(source),
-        rule="each worker plans the conversion itself, and comes to the same plan",
+        rule="each worker plans the conversion itself and must get the same plan",
         found=f"on {socket.gethostname()}: {found}",
         remedy="keep the source on a file system that all nodes share, under one path, and install the same versions "
         "of reshard and numpy on them",
@@ -134,9 +134,9 @@ def _otherwise(source: Path, found: str) -> ReshardError:
 def _unseen(folder: Path) -> ReshardError:
     return ReshardError(
         "worker-lacks-output",
-        "a worker does not see the folder that the output is written to",
+        "a worker cannot see the folder that the output is written to",
         file=str(folder.parent),
-        rule="workers write to one folder, beside the destination",
+        rule="all workers write to one folder, next to the destination",
         found=f"it is not there on {socket.gethostname()}",
         remedy="choose a destination on a file system that all nodes share; for one in a store, set TMPDIR to a folder "
         "on such a file system",

@@ -232,10 +232,10 @@ class Weights(Checkpoint, Mapping[str, LazyTensor]):
             near = meant(str(name), self._planned)
             raise TensorNotFoundError(
                 "tensor-name-unknown",
-                "no tensor has this name",
+                "no tensor of this name",
                 tensor=str(name),
                 file=str(self.path),
-                found=f"{len(self._planned):,} tensors under the names of the hub",
+                found=f"{len(self._planned):,} tensors under their Hugging Face names",
                 remedy=f"did you mean {near}?" if near else "list them with .keys()",
             )
         return LazyTensor(planned.name, planned.dtype, planned.source(), self.sources)

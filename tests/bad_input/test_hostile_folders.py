@@ -201,7 +201,7 @@ def test_a_tokenizer_or_config_that_is_a_link_is_missing(copy: Copy, outside: Pa
     src = copy("qwen3")
     for name, message in (
         ("tokenizer.json", "tokenizer not found"),
-        ("config.json", "nothing says which model"),
+        ("config.json", "unknown model: no config"),
     ):
         (src / name).rename(outside / name)
         (src / name).symlink_to(outside / name)

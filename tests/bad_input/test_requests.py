@@ -258,7 +258,7 @@ def test_the_disk_is_too_small(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - 1000, 1000))
     monkeypatch.setattr(os, "pwrite", lambda *args: pytest.fail("a byte was written"))
     problem = refusal(*convert(src, *MEGATRON))
-    assert problem["message"] == "the disk is too small for the result"
+    assert problem["message"] == "not enough disk space for the output"
     assert problem["found"] == "1,000 bytes free" and problem["file"] == str(src.parent)
 
 
@@ -280,7 +280,7 @@ def test_a_dry_run_tells_what_is_in_the_way(copy: Copy, monkeypatch: pytest.Monk
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - 1000, 1000))
     result = reshard(*convert(src, *MEGATRON, "--dry-run"))
     assert result.code == 0 and "unmatched: none" in result.out
-    assert result.err.startswith("warning: the disk is too small for the result\n")
+    assert result.err.startswith("warning: not enough disk space for the output\n")
     (warning,) = reshard(*convert(src, *MEGATRON, "--dry-run", "--json")).json["warnings"]
     assert warning["found"] == "1,000 bytes free"
 

@@ -162,7 +162,7 @@ def test_what_does_not_fit_is_refused_with_the_number_that_would(folder: Path, d
     refused = bounded(20 * MIB, *words)
     (problem,) = json.loads(refused.out)["problems"]
     assert refused.code == 2 and problem["tensor"] == "model.layers.0.mlp.down_proj.weight"
-    assert problem["message"] == "the memory that is allowed is too little"
+    assert problem["message"] == "the memory limit is too low"
     assert "--memory 20MiB" in problem["found"] and not target.exists()
     number = int(re.fullmatch(r"pass --memory (\d+)MiB", problem["remedy"])[1])  # type: ignore[index]
     assert_within(bounded(number * MIB, *words), number * MIB)

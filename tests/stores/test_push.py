@@ -134,7 +134,7 @@ def test_an_upload_that_failed_is_repeated_alone(hub: Hub, model: Path, tmp_path
     before, sent = {path: path.stat().st_mtime_ns for path in dst.rglob("*")}, hub.count("PUT", "")
     hub.fails = lambda method, path: None
     again = push(model, dst, *CAST, "--push-to-hub", "Org/Model")
-    assert again.code == 0 and "only the upload is left" in again.err
+    assert again.code == 0 and "only the upload remains" in again.err
     assert {path: path.stat().st_mtime_ns for path in dst.rglob("*")} == before
     assert hub.count("PUT", "") == sent  # the hub had the bytes already
     assert (
@@ -147,7 +147,7 @@ def test_what_was_converted_before_is_uploaded_by_the_same_command(
 ) -> None:
     assert reshard("convert", model, tmp_path / "dst", *CAST).code == 0
     done = push(model, tmp_path / "dst", *CAST, "--push-to-hub", "Org/Model")
-    assert done.code == 0 and "only the upload is left" in done.err
+    assert done.code == 0 and "only the upload remains" in done.err
     again = push(model, tmp_path / "dst", *CAST, "--push-to-hub", "Org/Model")
     assert again.code == 0 and len(hub.repositories["Org/Model"].commits) == 2
 

@@ -275,7 +275,7 @@ def test_an_unfinished_conversion_is_no_checkpoint(s3: S3, model: Path, tmp_path
 def test_other_options_begin_anew(s3: S3, model: Path, tmp_path: Path) -> None:
     unfinished(s3, model)
     notes = told(model, max_shard_size="100kB")
-    assert any("starting anew" in note and "other options" in note for note in notes)
+    assert any("starting over" in note and "other options" in note for note in notes)
     api.convert(model, tmp_path / "dst", **{**SHARDS, "max_shard_size": "100kB"})
     assert s3.objects(PREFIX) == content(tmp_path / "dst")
 

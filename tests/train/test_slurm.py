@@ -110,7 +110,7 @@ REFUSED = {
     "cluster=local,nodes=many": "nodes=many",
     "cluster=local,time=long": "time=long",
     "cluster=local,colour=red": "Unknown argument 'colour'",
-    "partition=gpu": "there is no `sbatch` here",
+    "partition=gpu": "`sbatch` not found",
     "cluster=local,gpus_per_node=4": "--nproc 2",
 }
 

@@ -193,7 +193,7 @@ def _base(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> tuple[Fam
     if config is None or family is None:
         raise ReshardError(
             "adapter-base-unknown" if config is None else "adapter-base-family-unknown",
-            "the base of the adapter is not known"
+            "the adapter's base is unknown"
             if config is None
             else "the base is of a family that is not known",
             file=str(checkpoint.path),
@@ -217,5 +217,5 @@ def _unknown(name: str, tensor: Tensor) -> Problem:
         file=tensor.file,
         rule="each tensor of an adapter belongs to a linear of Megatron-Core that the family declares",
         found=str(list(tensor.shape)),
-        remedy="the adapter was trained on another model: name that one with --base DIR",
+        remedy="the adapter was trained on another model: pass that one with --base DIR",
     )

@@ -117,19 +117,19 @@ def _pair_problems(adapter: Adapter, binding: Binding) -> Iterator[Problem]:
         elif bound and bound.shape != (pair.b.shape[0], pair.a.shape[1]):
             yield Problem(
                 "megatron-adapter-misfits-base",
-                "the adapter does not fit the base",
+                "the adapter does not match the base",
                 tensor=module,
                 rule="lora_A is [r, in] and lora_B is [out, r] of a weight [out, in]",
                 expected=str(list(bound.shape)),
                 found=f"lora_A {list(pair.a.shape)} and lora_B {list(pair.b.shape)}",
-                remedy="it was trained on another model: name that one with --base DIR",
+                remedy="it was trained on another model: pass that one with --base DIR",
             )
 
 
 def _no_place(tensor: str, found: str) -> Problem:
     return Problem(
         "megatron-bridge-adapter-unsupported",
-        "an adapter of Megatron-Bridge has no place for this",
+        "an adapter of Megatron-Bridge cannot store this",
         tensor=tensor,
         rule="it is a pair of each linear_qkv, linear_proj, linear_fc1 or linear_fc2 of the decoder, experts aside",
         found=found,

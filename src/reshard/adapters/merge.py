@@ -72,7 +72,7 @@ def _refuse(adapter: Adapter, base: Mapping[str, Tensor]) -> None:
                 "the base is quantized",
                 tensor=next(iter(quantized.weights), None),
                 rule="a merged weight is the sum of two numbers, and a quantized one is an index into a scale",
-                remedy="give the base that it was quantized from, in bfloat16 or float32: --base DIR",
+                remedy="pass the base that it was quantized from, in bfloat16 or float32: --base DIR",
             )
         )
     if problems:
@@ -84,7 +84,7 @@ def _trained(adapter: Adapter, weights: Mapping[str, Tensor]) -> Iterator[Proble
     for name, tensor in {**adapter.base, **adapter.whole}.items():
         there = weights.get(name)
         if there is None and weights and name not in ENDS:
-            yield _foreign(name, "such a weight", "none", tensor.file)
+            yield _foreign(name, "a weight of that name", "none", tensor.file)
         elif there is not None and there.shape[name in ENDS :] != tensor.shape[name in ENDS :]:
             yield _foreign(name, str(list(there.shape)), str(list(tensor.shape)), tensor.file)
 
@@ -170,13 +170,13 @@ def _shapes(pair: Pair) -> str:
 def _foreign(tensor: str, expected: str, found: str, file: str) -> Problem:
     return Problem(
         "adapter-misfits-base",
-        "the adapter does not fit the base",
+        "the adapter does not match the base",
         tensor=tensor,
         file=file,
         rule="each tensor of an adapter belongs to a module of the base",
         expected=expected,
         found=found,
-        remedy="it was trained on another model: name that one with --base DIR",
+        remedy="it was trained on another model: pass that one with --base DIR",
     )
 
 
@@ -187,5 +187,5 @@ def _not_a_float(name: str, tensor: Tensor) -> Problem:
         tensor=name,
         file=tensor.file,
         found=str(tensor.dtype),
-        remedy="give the base in bfloat16, float16 or float32: --base DIR",
+        remedy="pass the base in bfloat16, float16 or float32: --base DIR",
     )

@@ -129,7 +129,7 @@ def missing_alpha(module: str | None = None, file: str | None = None) -> Problem
         file=file,
         rule="an adapter is applied with alpha/r times its product, and the tensors tell r alone",
         expected=f"{CONFIG} beside the weights, or a training config that notes lora_alpha",
-        remedy="give the alpha that the adapter was trained with: --lora-alpha N",
+        remedy="pass the alpha that the adapter was trained with: --lora-alpha N",
     )
 
 

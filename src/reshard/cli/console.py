@@ -196,7 +196,7 @@ def problems_of(error: Exception) -> list[Problem]:
                 "the system refused to read or to write",
                 file=str(error.filename) if error.filename else None,
                 found=error.strerror or str(error),
-                remedy="see to what the system reports, and run the same command again",
+                remedy="fix what the system reports, and run the same command again",
             )
         ]
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
@@ -220,9 +220,9 @@ def problems_of(error: Exception) -> list[Problem]:
     return [
         Problem(
             "unexpected-error",
-            "reshard met something that it does not expect",
+            "unexpected internal error",
             found=f"{type(error).__name__}: {error}",
-            remedy="this is a mistake in reshard: please report what the same command prints with --debug",
+            remedy="this is a bug in reshard: please report what the same command prints with --debug",
         )
     ]
 

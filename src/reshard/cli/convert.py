@@ -46,7 +46,7 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     try:
         return tuple(int(part) for part in value.split(",")) if value else ()
     except ValueError:
-        raise click.BadParameter("give the layers of each stage, for example 10,12,12,10") from None
+        raise click.BadParameter("pass the layers of each stage, for example 10,12,12,10") from None
 
 
 @click.command("convert", cls=Command)

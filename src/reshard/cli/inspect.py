@@ -37,7 +37,7 @@ def _age(ctx: click.Context, param: click.Parameter, value: str | None) -> float
         return None
     match = re.fullmatch(r"(\d{1,9})([smhd])", value)
     if not match:
-        raise click.BadParameter("give an age with a unit, for example 12h or 7d")
+        raise click.BadParameter("pass an age with a unit, for example 12h or 7d")
     return float(int(match[1]) * UNITS[match[2]])
 
 
@@ -72,7 +72,7 @@ def command(
     Exit status: 0 complete, 1 problems were found, 2 a PATH cannot be opened.
     """
     if html and len(paths) > 1:
-        raise click.UsageError("--html writes the page of one checkpoint: name one PATH")
+        raise click.UsageError("--html writes the page of one checkpoint: pass one PATH")
     reports, status = [], 0
     for number, path in enumerate(paths):
         if number and not (quiet or json_output):

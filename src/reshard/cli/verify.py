@@ -68,7 +68,7 @@ def command(
     """
     silent = quiet or json_output
     if html and (proof or b is None):
-        raise click.UsageError("--html shows where the values of A and B differ: name both, without --proof")
+        raise click.UsageError("--html shows where the values of A and B differ: pass both, without --proof")
     if proof:
         _prove(a, b, base, logits, json_output, silent)
     if b is None:
@@ -95,7 +95,7 @@ def command(
 def _check(folder: Path, is_compared: bool, memory: str, json_output: bool, silent: bool) -> NoReturn:
     """Check one folder against its own record."""
     if is_compared:
-        raise click.UsageError("--base and --logits compare two checkpoints: name B")
+        raise click.UsageError("--base and --logits compare two checkpoints: pass B")
     with Watch("verify", quiet=silent) as watch:
         found = api.verify(
             folder, memory=memory, on_total=watch.begin, on_bytes=lambda count: watch.advance(count)

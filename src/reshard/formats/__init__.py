@@ -93,7 +93,7 @@ def _holds(path: Path, format: Format) -> bool:
             "plugin-format-fails",
             f"the format {format.name} failed to detect whether a path is in it",
             said(error),
-            "tell its authors",
+            "report it to its authors",
         )
         return False
 

@@ -137,7 +137,7 @@ def _choose(path: Path) -> Files:
             file=str(path),
             rule="the files of one save have the same name but for the rank",
             found=", ".join(f"{save or 'rank'} ({len(ranks)} ranks)" for save, ranks in saves.items()),
-            remedy="name one of the files, or move those of the other save away",
+            remedy="pass one of the files, or move those of the other save elsewhere",
         )
     ((save, ranks),) = saves.items()
     match = _WORLD.fullmatch(save)
@@ -159,7 +159,7 @@ def _check_names(files: Files) -> None:
             "a file belongs to a rank that this save does not have",
             file=str(files.ranks[rank]),
             rule=f"its name says that there are {world} ranks",
-            remedy="it was renamed or belongs to another run: move it away",
+            remedy="it was renamed or belongs to another run: move it elsewhere",
         )
         for rank in files.ranks
         if rank >= world
@@ -385,11 +385,11 @@ def _notes(files: Files, parts: Mapping[str, Parts], entries: Counter[str]) -> l
         notes.append(f"replicated on every rank, not sharded: {listed(whole, 1)}")
     if renamed := [rank for rank, wrote in _writers(files, parts).items() if wrote != rank]:
         which = ", ".join(files.ranks[rank].name for rank in renamed)
-        notes.append(f"renamed, but read right, since the tensors say where they belong: {which}")
+        notes.append(f"renamed, but read correctly, because the tensors record their position: {which}")
     if any(name.endswith(FLAT) for name in parts):
         notes.append(_FLAT_NOTE)
     if entries:
-        notes.append(f"left out, since they are no weights: {', '.join(sorted(entries))}")
+        notes.append(f"skipped, because they are not weights: {', '.join(sorted(entries))}")
     return notes
 
 

@@ -52,7 +52,7 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
         problems += [
             Problem(
                 "tensor-in-two-files",
-                "a tensor is in two files",
+                "a tensor is in more than one file",
                 tensor=name,
                 file=str(file),
                 rule="every tensor is in one shard",
@@ -149,7 +149,7 @@ def _plain_files(path: Path) -> list[Path]:
         "no weights here",
         file=str(path),
         expected="model.safetensors or pytorch_model.bin",
-        remedy="name the folder with the weights",
+        remedy="pass the folder with the weights",
     )
 
 
@@ -175,7 +175,7 @@ def _index_mismatches(
             tensor=name,
             file=named[name],
             rule=f"every tensor that {index.name} names is in its file",
-            remedy="the index and the shards are of different models: copy both again",
+            remedy="the index and the shards belong to different models: copy both again",
         )
     for name in sorted(tensors.keys() - named.keys()):
         yield Problem(
@@ -183,7 +183,7 @@ def _index_mismatches(
             "a tensor is in a shard but not in the index",
             tensor=name,
             file=str(index),
-            remedy="the index is stale or a shard is of another model: copy both again",
+            remedy="the index is stale, or a shard belongs to another model: copy both again",
         )
 
 

@@ -70,7 +70,7 @@ def choose(path: Path, iteration: Iteration | None = None) -> tuple[Path, Iterat
                 "--iteration and the path name different iterations",
                 file=str(path),
                 expected=f"iteration {iteration}",
-                remedy="name the folder above it, or leave out --iteration",
+                remedy="pass the folder above it, or leave out --iteration",
             )
         return path, step
     listed = ", ".join(str(step) for step in steps)

@@ -103,7 +103,7 @@ class Upload:
                 "repository-not-empty",
                 "the repository is not empty",
                 file=self.url,
-                rule="old shards or a stale index never remain beside new ones",
+                rule="old shards or a stale index must not remain next to new ones",
                 found=listed(sorted(there - set(KEPT)), 5),
                 remedy="choose another repository, or give --overwrite to replace what is there (its history keeps it)",
             )

@@ -377,12 +377,12 @@ def _misfit(
     )
     return Problem(
         "quantized-scales-wrong",
-        "the scales of a quantized weight do not tell its values",
+        "the scales of a quantized weight do not match it",
         tensor=name,
         file=packed.file,
-        rule="each block of a weight has one scale, and config.json says how large blocks are",
+        rule="each block of a weight has one scale, and config.json gives the size of the blocks",
         expected="scales that cover the weight in blocks of weight_block_size, or evenly",
         found=f"{packed.dtype} {list(packed.shape)}, scales {scales.dtype} {list(scales.shape)}{beside}; {found}",
-        remedy="give the config.json of these weights; if it is right, their arithmetic is not known here: "
+        remedy="pass the config.json of these weights; if it is correct, reshard does not know their scheme: "
         "dequantize the model as its publisher describes",
     )

@@ -214,7 +214,7 @@ def _check(checkpoint: Checkpoint, wanted: Mapping[str, Bound], optional: Mappin
                 "a tensor is not known",
                 tensor=name,
                 file=have[name].file,
-                rule="every tensor of the checkpoint is declared by the family; nothing is left out silently",
+                rule="every tensor of the checkpoint must be declared by the family; nothing is dropped silently",
                 found=f"{have[name].dtype} {list(have[name].shape)}",
                 remedy="the config is of a smaller model (--base), or the model is of another family (--family)",
             )
@@ -227,10 +227,10 @@ def _check(checkpoint: Checkpoint, wanted: Mapping[str, Bound], optional: Mappin
             problems.append(
                 Problem(
                     "tensor-transposed" if transposed else "tensor-shape-differs",
-                    "a tensor is transposed" if transposed else "a tensor has another shape",
+                    "a tensor is transposed" if transposed else "a tensor has the wrong shape",
                     tensor=name,
                     file=have[name].file,
-                    rule="the family and the config say what shape each tensor has",
+                    rule="the family and the config determine the shape of each tensor",
                     expected=str(list(shape)),
                     found=str(list(have[name].shape)),
                     remedy="the tool that wrote it swapped the axes: write it again as [out, in]"

@@ -119,7 +119,7 @@ class _Quantized(Computed):
             tensor=self._name,
             file=self.inputs[0].file,
             rule="the values of MXFP4 are numbers, so that NaN and Inf would become numbers too",
-            remedy="take an earlier iteration, or leave out --quantize",
+            remedy="use an earlier iteration, or leave out --quantize",
         )
 
 

@@ -111,11 +111,11 @@ def _unsupported(model_type: Any) -> Problem:
     what = f'the family "{model_type}" is not supported' if model_type else "config.json has no model_type"
     return Problem(
         "model-type-unsupported",
-        f"{what}, and the tensors fit no family that is",
+        f"{what}, and the tensors match no family that is",
         rule="a family declares the place of each tensor",
         expected=", ".join(FAMILIES),
         found=None if model_type is None else str(model_type),
-        remedy="force one with --family NAME if it is built alike, or declare it: see docs/add-a-family.md",
+        remedy="if it has the same architecture as one, pass --family NAME, or declare it: see docs/add-a-family.md",
     )
 
 
@@ -135,7 +135,7 @@ class _Fit(NamedTuple):
         misfits = (
             Problem(
                 "tensor-misfits-family",
-                f"a tensor does not fit {self.family.name}, the closest family",
+                f"a tensor does not match {self.family.name}, the closest family",
                 tensor=name,
                 expected=str(list(self.want[name])) if name in self.want else "no such tensor",
                 found=str(list(self.have[name])) if name in self.have else "nothing",
@@ -175,11 +175,11 @@ def by_args(checkpoint: Checkpoint, forced: str | None) -> tuple[Family, list[st
     if not describes_model(checkpoint.args):
         raise ReshardError(
             "model-unknown",
-            "nothing says which model this is",
+            "unknown model: no config found",
             file=str(checkpoint.path),
-            expected="config.json beside the checkpoint, or Megatron-LM's `args` inside it",
+            expected="config.json next to the checkpoint, or Megatron-LM's `args` inside it",
             found="; ".join(checkpoint.notes) or None,
-            remedy="give the Hugging Face folder that training started from: --base DIR",
+            remedy="pass the Hugging Face folder that training started from: --base DIR",
         )
     if forced:
         return _of_one_part(named(forced), checkpoint), []
@@ -204,7 +204,7 @@ def by_args(checkpoint: Checkpoint, forced: str | None) -> tuple[Family, list[st
     if not fitting:
         raise ReshardError(
             "family-unknown",
-            "the tensors of the checkpoint fit no family",
+            "the tensors of the checkpoint match no family",
             file=str(checkpoint.path),
             expected=", ".join(FAMILIES),
             remedy="pass the Hugging Face folder that training started from (--base DIR), or force --family NAME",
@@ -222,7 +222,7 @@ def _of_one_part(family: Family, checkpoint: Checkpoint) -> Family:
             "the checkpoint's arguments do not tell the config of a model of several parts",
             file=str(checkpoint.path),
             expected=f"the config.json of a model of family {family.name}",
-            remedy="give the Hugging Face folder that training started from: --base DIR",
+            remedy="pass the Hugging Face folder that training started from: --base DIR",
         )
     return family
 

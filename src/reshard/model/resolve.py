@@ -69,10 +69,10 @@ def read_base(base: Path) -> dict[str, Any]:
     if config is None:
         raise ReshardError(
             "base-without-config" if base.is_dir() else "base-not-found",
-            "the base folder has no config.json" if base.is_dir() else "there is no such base folder",
+            "the base folder has no config.json" if base.is_dir() else "the base folder does not exist",
             file=str(base),
             expected="the Hugging Face folder that training started from",
-            remedy=download(base, f"--base {base.name}") or "name another folder with --base",
+            remedy=download(base, f"--base {base.name}") or "pass another folder with --base",
         )
     return config
 
@@ -178,7 +178,7 @@ def _agreed(
             "arguments-incomplete-for-family",
             f"the checkpoint's arguments do not describe a model of family {family.name}",
             file=str(checkpoint.path),
-            rule="the arguments are those that the training code saved",
+            rule="the arguments must be those that the training code saved",
             found=f"{type(error).__name__}: {error}",
             remedy="copy the checkpoint again: its arguments were damaged or edited",
             values={"family": family.name},
@@ -246,9 +246,9 @@ def _refuse_contradictions(config: Mapping[str, Any], file: Path) -> None:
             "config-contradicts-itself",
             "config.json contradicts itself",
             file=str(file),
-            rule="what is said twice is said the same, since each reader looks at one of the two",
+            rule="two keys for the same setting must agree, because each program reads only one of them",
             found=text,
-            remedy="correct it, or name a folder whose config is right: --base DIR",
+            remedy="correct it, or pass a folder with a correct config: --base DIR",
         )
         for text in contradictions(config)
     ]
@@ -268,11 +268,11 @@ def _misdescribed(family: Family, config: Mapping[str, Any], file: Path) -> list
     return [
         Problem(
             "engine-computes-another-model",
-            "the engine would compute another model than config.json describes",
+            "the engine would compute a different model from the one in config.json",
             file=str(file),
             rule="the weights are those of the model that the config describes",
             found=text,
-            remedy=f"correct config.json if it is wrong; to convert the weights all the same: --family {family.name}",
+            remedy=f"correct config.json if it is wrong; to convert the weights anyway: --family {family.name}",
             severity="warning" if key in COMPUTED else "error",
             values={"family": family.name},
         )
@@ -327,7 +327,7 @@ def _sizes(
             "config-incomplete-for-family",
             f"config.json does not describe a model of family {family.name}",
             file=str(folder / "config.json"),
-            rule="the config gives every size of the model",
+            rule="the config must give every size of the model",
             expected=f"numbers for {', '.join(SIZES)}",
             found=f"no usable {', '.join(missing)}" if missing else said(error),
             remedy="pass the config that belongs to these weights: --base DIR",
@@ -364,7 +364,7 @@ def _completed(checkpoint: Checkpoint, family: Family, folder: Path) -> tuple[Ch
     named = ", ".join(f"{hub}*" for hub in absent)
     if not added:
         return checkpoint, [
-            f"the checkpoint has no {named}, nor has {folder}: give the model it was trained from (--base)"
+            f"the checkpoint has no {named}, nor has {folder}: pass the model that it was trained from (--base)"
         ]
     natives = (family.within.part(hub).to_native(hub, checkpoint.engine) for hub in added)
     tensors = {**checkpoint.tensors, **dict(zip(natives, added.values(), strict=True))}
@@ -433,7 +433,7 @@ def _disagreements(checkpoint: Checkpoint, family: Family, dims: Dims) -> list[P
             found=f"{found} (checkpoint)",
             remedy="pass the config that belongs to these weights: --base DIR"
             if found > wanted
-            else "copy the weights that are missing, or give the config that belongs to these: --base DIR",
+            else "copy the weights that are missing, or pass the config that belongs to these: --base DIR",
             values={"key": key},
         )
         for what, key, wanted, found in pairs

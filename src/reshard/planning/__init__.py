@@ -117,7 +117,7 @@ def _refuse_nothing_to_merge(checkpoint: Checkpoint, kind: Kind) -> None:
             "no adapter to merge",
             file=str(checkpoint.path),
             expected="lora_A and lora_B among the tensors",
-            remedy="name the adapter as the source and its base with --base, or leave out --merge",
+            remedy="pass the adapter as the source and its base with --base, or leave out --merge",
         )
 
 
@@ -182,7 +182,7 @@ def _unfit(format: Format, target: Target, kind: Kind, options: Options) -> Iter
     if options.quantize and not target.quantized:
         yield Problem(
             "quantized-output-unsupported",
-            "this format has no place for quantized weights",
+            "this format cannot store quantized weights",
             found=f"--quantize {options.quantize}; the format is {chosen}",
             remedy="pass --to huggingface, or leave out --quantize",
         )

@@ -83,7 +83,7 @@ def _config(checkpoint: Checkpoint, request: Request) -> bytes:
             rule="the output loads with no other folder",
             expected="the config.json of the model",
             found="; ".join(checkpoint.notes) or None,
-            remedy="give the Hugging Face folder that training started from: --base DIR",
+            remedy="pass the Hugging Face folder that training started from: --base DIR",
         )
     if quantization is None:
         config = plain_config(config)

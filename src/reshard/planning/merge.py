@@ -95,12 +95,12 @@ def _base_folder(checkpoint: Checkpoint, adapter: adapters.Adapter, options: Opt
         return Path(hint)
     raise ReshardError(
         "merge-base-unknown",
-        "the base of the adapter is not known",
+        "the adapter's base is unknown",
         file=str(checkpoint.path),
-        rule="a merged model is the base and what the adapter adds",
+        rule="a merged model is the base plus the adapter",
         expected="the weights that the adapter was trained on",
         found=f"{hint} (base_model_name_or_path), which is not here" if hint else None,
-        remedy="name the folder with the base model: --base DIR",
+        remedy="pass the folder with the base model: --base DIR",
     )
 
 
@@ -151,7 +151,7 @@ def _changes(adapter: adapters.Adapter, weights: Mapping[str, Tensor]) -> dict[s
 
 def _variant(adapter: adapters.Adapter, base: Checkpoint | None) -> str:
     ranks = ", ".join(map(str, adapter.ranks))
-    return f"LoRA of rank {ranks} merged into {base.format if base else 'the base beside it'}"
+    return f"LoRA of rank {ranks} merged into {base.format if base else 'the base stored with it'}"
 
 
 def _notes(adapter: adapters.Adapter, base: Checkpoint | None) -> list[str]:
@@ -161,6 +161,6 @@ def _notes(adapter: adapters.Adapter, base: Checkpoint | None) -> list[str]:
     tied = read_config(base.root) if base else None
     if unties(adapter) and tied and tied.get("tie_word_embeddings"):
         notes.append(
-            "embedding and head are no longer one, since the adapter changed them: tie_word_embeddings false"
+            "the adapter changed the embedding or the head, so they are no longer tied: tie_word_embeddings false"
         )
     return notes

@@ -98,9 +98,9 @@ def names_of(format: str, request: Request, logical: LogicalTensors) -> Names:
     problems = [
         Problem(
             "tensor-has-no-place",
-            f"{format} has no place for a tensor",
+            f"{format} cannot store a tensor",
             tensor=name,
-            rule="every tensor has a place in the target; nothing is left out silently",
+            rule="every tensor must have a place in the output; nothing is dropped silently",
             expected=f"a rule of its family for the names of {request.dialect}",
             remedy="choose another format with --to",
         )

@@ -74,7 +74,7 @@ def _busy(target: Path, lock: Path) -> ReshardError:
         "destination-in-use",
         "another run is writing to the destination",
         file=str(target),
-        rule="one run at a time writes to a destination",
+        rule="only one run at a time may write to a destination",
         found=listed([f"{path} is being written" for path in partials(target)] or [f"{lock} is locked"]),
-        remedy="wait until it has ended, or choose another destination",
+        remedy="wait until it ends, or choose another destination",
     )

@@ -102,7 +102,7 @@ def withdraw(folder: Path) -> None:
                     "worker-still-writing",
                     "a worker of an earlier run is still writing to the output",
                     file=str(path),
-                    rule="one run at a time writes to a destination",
+                    rule="only one run at a time may write to a destination",
                     remedy="end the workers of that run, then run the same command again",
                 ) from OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
             path.unlink()

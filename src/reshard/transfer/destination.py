@@ -37,17 +37,20 @@ def target_problems(sources: Sequence[Path], target: Path, *, foreign: Sequence[
                 "destination-links-to-itself",
                 "the destination is a link to itself",
                 file=str(target),
-                remedy="name a folder",
+                remedy="choose a folder",
             )
         ]
     if there.exists() and not there.is_dir():
         return [
             Problem(
-                "destination-is-a-file", "the destination is a file", file=str(target), remedy="name a folder"
+                "destination-is-a-file",
+                "the destination is a file",
+                file=str(target),
+                remedy="choose a folder",
             )
         ]
     if there.is_mount():
-        remedy = f"name a folder in it: {target / sources[0].name}"
+        remedy = f"choose a folder in it: {target / sources[0].name}"
         return [
             Problem(
                 "destination-is-a-mount-point",
@@ -80,12 +83,12 @@ def space_problems(target: Path, needed: int) -> list[Problem]:
     return [
         Problem(
             "disk-too-small",
-            "the disk is too small for the result",
+            "not enough disk space for the output",
             file=str(folder),
-            rule="space is checked before the first byte is written",
+            rule="disk space is checked before anything is written",
             expected=f"{needed:,} bytes free",
             found=f"{free:,} bytes free",
-            remedy="free some space, choose another disk, or a narrower --dtype",
+            remedy="free some space, or choose another disk or a narrower --dtype",
         )
     ]
 
@@ -145,9 +148,9 @@ def _not_empty(target: Path | str, names: Sequence[str]) -> Problem:
         "destination-not-empty",
         "the destination is not empty",
         file=str(target),
-        rule="old shards or a stale index never remain beside new ones",
+        rule="old shards or a stale index must not remain next to new ones",
         found=listed(sorted(names), 5),
-        remedy="choose another folder, or give --overwrite to replace it",
+        remedy="choose another folder, or pass --overwrite to replace it",
     )
 
 
@@ -171,11 +174,11 @@ def _unwritable(folder: Path) -> list[Problem]:
                 "destination-below-a-file",
                 "the destination is below a file",
                 file=str(folder),
-                remedy="name another folder",
+                remedy="choose another folder",
             )
         ]
     if not os.access(folder, os.W_OK | os.X_OK):
-        remedy = "choose a destination in a folder of yours, or have that one opened"
+        remedy = "choose a destination in one of your own folders, or ask for write permission"
         return [
             Problem(
                 "destination-not-writable",

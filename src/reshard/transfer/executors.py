@@ -102,7 +102,7 @@ def _parsed(on: str) -> tuple[type[Any], str]:
 def _silent(name: str, address: str, error: Exception | str) -> ReshardError:
     return ReshardError(
         "executor-silent",
-        f"{name} does not answer",
+        f"{name} does not respond",
         expected=f"a cluster at {address}" if address else "a cluster",
         found=error if isinstance(error, str) else said(error),
         remedy="check the address, and that its scheduler and workers run",
@@ -295,7 +295,7 @@ def parameters_of(given: Mapping[str, str]) -> dict[str, str | int]:
 def submitit_executor(folder: Path, cluster: str, parameters: Mapping[str, Any], **more: Any) -> Any:
     """submitit's executor of a cluster, "slurm" or "local". Raises ReshardError for settings that it does not know."""
     if cluster == "slurm" and not shutil.which("sbatch"):
-        raise _silent("Slurm", "", "there is no `sbatch` here")
+        raise _silent("Slurm", "", "`sbatch` not found")
     try:
         executor = import_module("submitit").AutoExecutor(folder=folder, cluster=cluster, **more)
         executor.update_parameters(**parameters)

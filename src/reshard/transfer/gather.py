@@ -69,7 +69,7 @@ class Files:
         if end is not None:
             raise ReshardError(
                 "file-ends-early",
-                "a file ends before its tensors do",
+                "a file is too short for its tensors",
                 file=path,
                 expected=f"at least {end} bytes",
                 found=found,

@@ -107,9 +107,9 @@ def marker_in(bucket: Bucket) -> Marker | None:
     if found is None:
         raise ReshardError(
             "marker-not-ours",
-            "an object with the name of reshard's marker is something else",
+            "an object has the name of reshard's marker but other contents",
             file=f"{bucket.url}/{MARKER}",
-            remedy="look at what it is, and remove it if nobody needs it",
+            remedy="check what it is, and remove it if nobody needs it",
         )
     return found
 
@@ -212,7 +212,7 @@ def busy(bucket: Bucket, there: Marker | None) -> ReshardError:
         "destination-in-use",
         "another run is writing to the destination",
         file=bucket.url,
-        rule="one run at a time writes to a destination",
+        rule="only one run at a time may write to a destination",
         found=f"{MARKER} of a run on {there.host}: {there.command}" if there else f"{MARKER} is gone",
         remedy=f"wait until it has ended; after one that was killed, the same command works in {LOST / 60:.0f} minutes",
     )

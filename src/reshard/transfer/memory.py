@@ -162,7 +162,7 @@ class Meter:
         number = _mebibytes(enough + SLACK)
         return ReshardError(
             "memory-too-small",
-            "the memory that is allowed is too little",
+            "the memory limit is too low",
             rule="--memory bounds all that a run takes beside Python and its libraries: the plan, and its threads",
             expected=f"--memory {number} or more",
             found=f"--memory {_mebibytes(self._memory)}; {found}",

@@ -152,11 +152,11 @@ class Plan:
 def _mistake(tensor: str, file: str | None, expected: str, found: str) -> Problem:
     return Problem(
         "plan-inconsistent",
-        "the plan does not add up",
+        "the plan is inconsistent",
         tensor=tensor,
         file=file,
         rule="every byte of the output is written exactly once",
         expected=expected,
         found=found,
-        remedy="this is a mistake in reshard: please report it with this message",
+        remedy="this is a bug in reshard: please report it with this message",
     )

@@ -122,10 +122,10 @@ class Sources:
                 "source-changed",
                 "a source changed while it was read",
                 file=path,
-                rule="all bytes come from one state of the source",
+                rule="the source must not change during the run",
                 expected=str(note.stamp),
                 found=found,
-                remedy="wait until nothing writes to the source, then run the same command again",
+                remedy="wait until nothing writes to the source any more, then run the same command again",
             )
             for path, note in self._notes.items()
             if (found := _otherwise(path, note))
@@ -226,7 +226,7 @@ def read_source(path: str | Path, most: int = MOST, weight: int = 1) -> bytes:
         if stamp.size > most:
             raise ReshardError(
                 "file-too-large",
-                "a file is larger than any of its kind",
+                "a file is implausibly large",
                 file=str(path),
                 expected=f"at most {most:,} bytes",
                 found=f"{stamp.size:,} bytes",

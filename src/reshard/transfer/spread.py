@@ -207,7 +207,7 @@ def _lost(part: Part, tries: int, error: BaseException) -> ReshardError:
         )
     return ReshardError(
         "workers-lost",
-        "workers were lost while they wrote a part of the output",
+        "workers died while they were writing a part of the output",
         found=f"{part}: {tries} times, at last {said(error) if isinstance(error, Exception) else 'cancelled'}",
         remedy="see in the log of the workers why they ended (out of memory, preempted), then run the same command "
         "again: it continues",

@@ -120,7 +120,9 @@ def _cleared(target: Path, staging: Path, identity: Identity | None, on_resume: 
         if found and found[2].nbytes:
             why = identity.why_not(found[0]) if identity else "--no-resume is given"
             why = "another user wrote it" if is_same else why
-            on_resume(f"starting anew: {size(found[2].nbytes)} of an unfinished run are removed, as {why}", 0)
+            on_resume(
+                f"starting over: {size(found[2].nbytes)} of an unfinished run are removed, because {why}", 0
+            )
         shutil.rmtree(folder, ignore_errors=True)
         if folder == staging and folder.exists():  # of another user
             staging = _named(target, None)
@@ -270,7 +272,7 @@ def _refused(error: OSError, target: Path, kept: int | None) -> ReshardError:
     `kept` bytes are not lost; None where nobody can tell how many.
     """
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    first = "free some space" if is_full else "see to what the system reports"
+    first = "free some space" if is_full else "fix what the system reports"
     if kept:
         remedy = (
             f"{first}, then run the same command again: {size(kept)} are written, and it continues from there"

@@ -117,7 +117,7 @@ class Uploads:
         if there is None or there.size != self._sizes[name]:
             raise ReshardError(
                 "upload-differs",
-                "the store has something else than was uploaded",
+                "the store's object is not the one that was uploaded",
                 file=f"{self._bucket.url}/{name}",
                 expected=f"{self._sizes[name]:,} bytes",
                 found=f"{there.size:,} bytes" if there else "nothing",
@@ -206,9 +206,9 @@ def _prepared(
             "destination-objects-appeared",
             "objects appeared at the destination",
             file=bucket.url,
-            rule="old shards or a stale index never remain beside new ones",
+            rule="old shards or a stale index must not remain next to new ones",
             found=listed(foreign, 5),
-            remedy="look at what wrote them, then run the same command again",
+            remedy="find out what wrote them, then run the same command again",
         )
     gone = (there.keys() & removable) - {MARKER} - (sizes.keys() if continues else set())
     claim.old = sorted(gone)
@@ -218,7 +218,9 @@ def _prepared(
     if before and not continues and before.uploaded:
         found = before.identity
         why = journal.identity.why_not(found) if journal.identity and found else "nothing can continue it"
-        on_resume(f"starting anew: {size(before.uploaded)} of an unfinished run are removed, as {why}", 0)
+        on_resume(
+            f"starting over: {size(before.uploaded)} of an unfinished run are removed, because {why}", 0
+        )
     bucket.remove([name for name in gone if there[name].size < SMALL])
     bucket.remove([name for name in gone if there[name].size >= SMALL])
     if not continues:
@@ -287,8 +289,8 @@ def _own_folder(path: Path) -> Path:
     if status.st_uid != os.getuid() or not path.is_dir() or path.is_symlink():
         raise ReshardError(
             "upload-folder-not-ours",
-            "the folder for files that are uploaded belongs to somebody else",
+            "the folder for uploads belongs to another user",
             file=str(path),
-            remedy="set TMPDIR to a folder of yours",
+            remedy="set TMPDIR to one of your own folders",
         )
     return path

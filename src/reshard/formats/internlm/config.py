@@ -51,9 +51,9 @@ EXPERTS_PER_TOKEN = 2
 
 UNLIKE = {
     "norm_head": "normalizes the head in every forward pass",
-    "apply_post_layer_norm": "puts norms behind attention and MLP",
-    "is_reward": "has a reward in place of a vocabulary",
-    "moe_use_residual": "has an MLP beside its experts",
+    "apply_post_layer_norm": "puts norms after attention and MLP",
+    "is_reward": "has a reward head instead of a vocabulary",
+    "moe_use_residual": "has an MLP next to its experts",
 }
 """Switches that change what is computed, and leave names as they are."""
 
@@ -97,10 +97,10 @@ def unlike_the_hub(config: Mapping[str, Any], folder: Path) -> Iterator[Problem]
                 "internlm-setting-unsupported",
                 f"the model {effect}",
                 file=str(folder / CONFIG),
-                rule="the weights mean the same to the model that the hub has",
+                rule="the Hub's model must compute the same from these weights",
                 expected=f"{switch}=False",
                 found=f"{switch}={config[switch]!r}",
-                remedy="no model of the hub computes this; keep the checkpoint with InternEvo",
+                remedy="no model on the Hub computes this; use the checkpoint with InternEvo",
             )
 
 

@@ -73,7 +73,9 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
     interleaved, note = rows_are_interleaved(kind, config or {})
     notes = [note] if note and config else []
     if kind == "internlm_moe":
-        notes.append(f"{CONFIG} does not say how many experts see a token: {EXPERTS_PER_TOKEN} are assumed")
+        notes.append(
+            f"{CONFIG} does not record the number of experts per token: {EXPERTS_PER_TOKEN} are assumed"
+        )
     dropped["optimizer states"] = sum(file.stat().st_size for file in folder.glob("optimizer_*.pt"))
     return Checkpoint(
         path=folder,
@@ -110,7 +112,7 @@ def _step(path: Path, iteration: Iteration | None) -> Path:
         file=str(asked),
         expected=f"the folder {iteration} with model_tp*_pp*.pt",
         found=str(path),
-        remedy="name the folder of the step, or leave out --iteration",
+        remedy="pass the folder of the step, or leave out --iteration",
     )
 
 
@@ -126,7 +128,7 @@ def _ranks(folder: Path) -> dict[Rank, Path]:
             "internlm-fsdp-unsupported",
             "the weights are sharded by FSDP",
             file=str(folder),
-            expected="model_tp*_pp*.pt, a file for each tensor-parallel rank",
+            expected="model_tp*_pp*.pt, one file per tensor-parallel rank",
             found=", ".join(sorted(child.name for child in folder.glob("model_*.pt"))[:4]),
             remedy="load it with InternEvo and save it with zero1=dict(fsdp=False)",
         )
@@ -229,7 +231,7 @@ def _unsettled(
             "internlm-model-config-missing",
             f"there is no {CONFIG}",
             file=str(folder / CONFIG),
-            rule="it says how the rows of query and key are ordered, and what the model computes",
+            rule="it records the order of the query and key rows, and what the model computes",
             remedy="copy it from where the step was saved, or from another step of the same run; or save the `model` "
             f"section of the training config: torch.save(model, '{CONFIG}')",
         )

@@ -114,7 +114,7 @@ class Shards:
         elif module in HEADS and rank.pp < self.stages - 1:
             expected = "no head, which the last stage has"
         elif kind == "bias" and linear.rpartition(".")[2] in ROW and rank.wp is None and rank.tp:
-            expected = "no bias behind a sum over ranks, which the first tensor-parallel rank adds"
+            expected = "no bias after a sum over ranks, which the first tensor-parallel rank adds"
         if expected:
             self.misplaced.append(another_rank(key, part.file, expected))
 
@@ -217,7 +217,7 @@ def _misfits(name: str, parts: _Parts) -> Iterator[Problem]:
             file=shards[min(shards)].file,
             rule=f"{parts.ranks} ranks have equal shares",
             found=", ".join(str(list(shards[index].shape)) for index in range(parts.ranks)),
-            remedy="the files are of different runs: copy those of all ranks again",
+            remedy="the files belong to different runs: copy the files of all ranks again",
         )
 
 

@@ -38,7 +38,7 @@ def fit(request: Request) -> Request:
     if d.head_dim * d.heads != d.hidden:
         size = f"{d.heads} heads of {d.head_dim} in a width of {d.hidden}"
         problems.append(
-            _unknown("internlm-head-size-unsupported", "InternEvo has no heads of this size", size)
+            _unknown("internlm-head-size-unsupported", "InternEvo does not support heads of this size", size)
         )
     if problems:
         raise ReshardError(problems)
@@ -129,7 +129,7 @@ def stages(layout: Layout, layers: int) -> list[tuple[int, int, range]]:
         raise ReshardError(
             "internevo-layout-fixed",
             "InternEvo distributes layers itself",
-            rule="what does not divide goes to the last stages",
+            rule="the remainder goes to the last stages",
             expected=",".join(map(str, counts)),
             found=f"--stages {','.join(map(str, layout.stages))}",
             remedy="leave out --stages",

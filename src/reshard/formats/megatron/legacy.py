@@ -285,7 +285,7 @@ class _Reader:
                     rule=f"{ranks} tensor-parallel ranks have one shard each",
                     expected=f"{list(first.shape)}, as in {first.file}",
                     found=str(list(part.shape)),
-                    remedy="the files are of different runs: copy those of all ranks again",
+                    remedy="the files belong to different runs: copy the files of all ranks again",
                 )
 
 
