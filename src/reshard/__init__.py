@@ -1,6 +1,6 @@
 """reshard: LLM weights between Hugging Face and every distributed-training checkpoint.
 
-The functions have the names of the commands, and their arguments the names of the flags:
+Each command is a function of the same name, and its flags are the arguments:
 
     import reshard
 

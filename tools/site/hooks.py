@@ -126,7 +126,7 @@ def _python() -> str:
     lines = [
         "# Python",
         "",
-        "The functions have the names of the commands, and their arguments the names of the flags.",
+        "Each command is a function of the same name, and its flags are the arguments.",
     ]
     for heading, names in (
         ("Functions", [name for name in public if name[0].islower()]),
