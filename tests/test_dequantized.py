@@ -354,7 +354,7 @@ def test_a_weight_that_is_no_matrix(
     tensors[f"{name}_scale_inv"] = torch.zeros([-(-size // 16) for size in shape])
     told = json.loads((source / "config.json").read_text())["quantization_config"]
     folder = quantized.with_tensors(source, tmp_path / "source", tensors, told)
-    with pytest.raises(ReshardError, match="do not tell its values"):
+    with pytest.raises(ReshardError, match="do not match it"):
         reshard.convert(folder, tmp_path / "out", to="huggingface", dtype="bfloat16")
 
 

@@ -310,8 +310,8 @@ def _where(library: str) -> Path:
 
 
 WRONG = {
-    "": "there is no engine ''",
-    "spark://host": "--on: there is no engine 'spark'",
+    "": "unknown engine ''",
+    "spark://host": "--on: unknown engine 'spark'",
     "dask": "--on: wrong syntax for dask",
     "dask://127.0.0.1:1": "Dask does not respond",
     "ray": install_command("ray"),

@@ -78,7 +78,7 @@ def check(on: str) -> None:
         raise ReshardError(
             "executor-package-not-installed",
             f"--on {name} needs a package that is not installed",
-            found=f"there is no package {kind.package!r}",
+            found=f"the package {kind.package!r} is missing",
             remedy=f"{install_command(kind.package)}, here and on all nodes",
         )
 
@@ -92,7 +92,7 @@ def _parsed(on: str) -> tuple[type[Any], str]:
     meant = EXECUTORS.get(name)
     raise ReshardError(
         "executor-address-malformed" if meant else "executor-unknown",
-        f"--on: this is not the form for {name}" if meant else f"--on: there is no engine {name!r}",
+        f"--on: wrong syntax for {name}" if meant else f"--on: unknown engine {name!r}",
         expected=meant.usage if meant else "; ".join(each.usage for each in EXECUTORS.values()),
         found=on,
         remedy="correct --on, or leave it out to run on this machine",
