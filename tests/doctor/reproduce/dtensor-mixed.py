@@ -1,4 +1,4 @@
-"""A plain tensor met a DTensor parameter (operator not among the known ones)."""
+"""An operation mixes a plain tensor with a DTensor parameter (operator without an entry of its own)."""
 
 # processes: 2
 

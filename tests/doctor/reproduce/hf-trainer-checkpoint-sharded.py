@@ -1,4 +1,4 @@
-"""A checkpoint in shards (FSDP, DeepSpeed) is opened as a Hugging Face folder."""
+"""A sharded checkpoint (FSDP, DeepSpeed) is opened as a Hugging Face folder."""
 
 import shutil
 
