@@ -87,8 +87,8 @@ parser.parse_args(["--learnig_rate", "1e-4", "--num_train_epoch", "3"])
 def test_the_nearest_argument_is_told_from_the_usage() -> None:
     run = subprocess.run([sys.executable, "-c", ARGPARSE], capture_output=True, text=True, check=False)
     shown = told(run.stderr)
-    assert "`learnig_rate` is not known: `learning_rate`" in shown
-    assert "`num_train_epoch` is not known: `num-train-epochs`" in shown
+    assert "`learnig_rate` is unknown; the nearest known name is `learning_rate`" in shown
+    assert "`num_train_epoch` is unknown; the nearest known name is `num-train-epochs`" in shown
 
 
 @pytest.mark.parametrize(
@@ -118,4 +118,4 @@ def test_the_nearest_argument_is_told_from_the_usage() -> None:
     ],
 )
 def test_the_nearest_key_is_told_from_the_releases_of_the_program(text: str, near: str) -> None:
-    assert f"is not known: {near} is the nearest" in told(text)
+    assert f"is unknown; the nearest known name is {near}" in told(text)

@@ -238,7 +238,7 @@ CALLS = {
         "protobuf",
     ),
     raised("ZeroDivisionError: division by zero"): ("count-is-zero", "len(dataset)"),
-    raised("IndexError: list index out of range"): ("index-beyond", "with its length"),
+    raised("IndexError: list index out of range"): ("index-beyond", "and its length"),
     raised("TypeError: unsupported operand type(s) for |: 'type' and 'NoneType'"): (
         "python-too-old",
         "python=3.11",
@@ -280,7 +280,7 @@ REFUSALS = {
     "torch.distributed.DistBackendError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] "
     "via c10d key-value store by key '0', but store->get('0') got error: Socket Timeout": (
         "ranks-absent",
-        "that rank alone",
+        "that rank's own log",
     ),
 }
 
@@ -457,4 +457,4 @@ def test_a_model_that_was_packed_when_it_was_loaded() -> None:
         f"{LOAD}size mismatch for p.weight: copying a param with shape torch.Size([4096, 1024]) from checkpoint,"
         " the shape in current model is torch.Size([2097152, 1])."
     )
-    assert "quantized to 4 bits when it was loaded" in first(text).rule.en
+    assert "quantized to 4 bits on loading" in first(text).rule.en

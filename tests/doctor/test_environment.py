@@ -199,7 +199,7 @@ def test_an_older_environment_is_told_by_its_own_interpreter() -> None:
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("train.log", b"\x00\x01\x02" * 99, "this file is no text"),
+        ("train.log", b"\x00\x01\x02" * 99, "this file is not text"),
         ("train.log", b"", "this file is empty"),
         ("run.yaml", b"a: [1\nb: 2\n", "the config cannot be read as YAML"),
         ("train.py", b"def f(:\n", "the script cannot be read as Python"),

@@ -257,7 +257,7 @@ def test_grpo_counts_completions() -> None:
     [
         (
             {"per_device_train_batch_size": 3, "num_generations": 4},
-            "the batch of GRPO does not hold whole groups",
+            "the GRPO batch is not a multiple of the group size",
         ),
         ({"num_generations": 1}, "GRPO needs at least two completions for each prompt"),
     ],

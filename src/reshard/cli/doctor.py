@@ -40,14 +40,14 @@ LABELS = {
         "title": "what happens",
     }
     | {"hang": "hang", "silent": "silent", "symptom": "symptom"}
-    | {"count": "{count} failures; `reshard doctor --explain ID` tells more"},
+    | {"count": "{count} failures; `reshard doctor --explain ID` shows more"},
     "zh": {"why": "原因", "cure": "解法", "where": "位置", "mended": "改为", "because": "依据"}
     | {"sources": "来源", "also": "由此引起", "clean": "没有发现问题"}
     | {"sure": "确定", "likely": "很可能", "possible": "有可能", "warning": "警告", "error": "错误"}
     | {"absent": "未安装", "none": "–", "total": "共 {errors} 个错误、{warnings} 个警告；请先解决第一个"}
     | {"total1": "共 1 个问题", "environment": "环境", "id": "id", "kind": "类别", "title": "现象"}
     | {"hang": "卡住", "silent": "无报错", "symptom": "表象"}
-    | {"count": "共 {count} 种故障;用 `reshard doctor --explain ID` 查看详情"}
+    | {"count": "共 {count} 种故障；用 `reshard doctor --explain ID` 查看详情"}
     | {"CUDA of torch": "torch 的 CUDA", "driver": "驱动", "GPUs": "GPU", "variables": "环境变量"}
     | {"none (CPU build)": "无（CPU 版）"},
 }

@@ -96,10 +96,10 @@ def _misfit(problem: Problem, checkpoint: Path, base: Path) -> Finding:
 def _unknown(path: Path) -> ReshardError:
     return ReshardError(
         "target-unknown",
-        "this file is nothing that the doctor knows",
+        "the doctor does not know this kind of file",
         file=str(path),
-        expected="weights: a file that begins as safetensors, a zip archive (torch.save) or a pickle",
-        remedy="check where the file comes from; of a checkpoint, name the folder",
+        expected="weights: safetensors, a zip archive (torch.save) or a pickle",
+        remedy="check where the file comes from; for a checkpoint, pass the folder",
     )
 
 

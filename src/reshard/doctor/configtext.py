@@ -124,7 +124,7 @@ def read_config(path: str) -> ConfigText:
             f"the config cannot be read as {kind}",
             file=f"{path}:{line}" if line else path,
             found=getattr(error, "problem", None) or getattr(error, "msg", None) or str(error),
-            remedy="indent by spaces: YAML takes no tabs"
+            remedy="indent with spaces: YAML does not allow tabs"
             if "'\\t'" in str(error)
             else "fix its syntax first",
         ) from None
@@ -135,7 +135,7 @@ def read_config(path: str) -> ConfigText:
             file=path,
             expected="keys and values, as accelerate, DeepSpeed, TRL and LLaMA-Factory read them",
             found=f"a {type(content).__name__}" if content is not None else "nothing",
-            remedy="name the config of the run; data need no diagnosis",
+            remedy="pass the config of the run; data files need no diagnosis",
         )
     plain = _COMMENT.sub(_blank, text) if lenient else text
     try:

@@ -230,10 +230,10 @@ def _readable(path: Path) -> None:
     if not begin or encoding_of(begin) is None:
         raise ReshardError(
             "target-not-text" if begin else "target-empty",
-            "this file is no text" if begin else "this file is empty",
+            "this file is not text" if begin else "this file is empty",
             file=str(path),
             expected="a log, a script, a config, or a checkpoint",
-            remedy="name the file that the run has written; a log can be piped: … 2>&1 | reshard doctor -",
+            remedy="pass a file that the run wrote, or pipe a log: … 2>&1 | reshard doctor -",
         )
 
 

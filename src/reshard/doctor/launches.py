@@ -38,7 +38,7 @@ def diagnose_launch(path: str) -> list[Finding]:
             "the script cannot be read",
             file=path,
             found=str(error),
-            remedy="give a shell script that is text",
+            remedy="pass a shell script in text form",
         ) from None
     numbers = {match[1]: match[2] for match in _VARIABLE.finditer(text)}
     return [

@@ -85,7 +85,7 @@ def diagnose_log(
             if target == STDIN and (not begin or encoding_of(begin) is None):
                 raise ReshardError(
                     "stdin-not-text" if begin else "stdin-empty",
-                    "standard input is no text" if begin else "standard input is empty",
+                    "standard input is not text" if begin else "standard input is empty",
                     expected="the log of a run",
                     remedy="pipe both streams of the run: COMMAND 2>&1 | reshard doctor -",
                 )

@@ -177,7 +177,7 @@ def _asked(python: str) -> dict[str, Any]:
     )
     try:
         if path is None:
-            raise FileNotFoundError("there is no such program")
+            raise FileNotFoundError("no such program")
         ran = subprocess.run([path, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True)
         seen: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
@@ -189,7 +189,7 @@ def _asked(python: str) -> dict[str, Any]:
             "not a working Python interpreter",
             file=python,
             found=status or str(error),
-            remedy="name the interpreter of the environment that trains, such as /opt/venv/bin/python",
+            remedy="pass the interpreter of the training environment, such as /opt/venv/bin/python",
         ) from None
     return seen
 

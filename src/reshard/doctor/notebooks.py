@@ -45,8 +45,8 @@ def diagnose_notebook(path: str) -> list[Finding]:
             "the notebook cannot be read",
             file=path,
             found=str(error),
-            expected="a notebook of Jupyter, format 4",
-            remedy="save it again in Jupyter, or give its code as a .py (jupyter nbconvert --to script)",
+            expected="a Jupyter notebook, format 4",
+            remedy="save it again in Jupyter, or pass its code as a .py file (jupyter nbconvert --to script)",
         ) from None
     return [*_of_code(path, cells), *_of_outputs(path, cells)]
 

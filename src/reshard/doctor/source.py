@@ -221,11 +221,11 @@ def _unreadable(path: str, error: Exception) -> ReshardError:
     line, said = getattr(error, "lineno", None), getattr(error, "msg", None) or str(error)
     remedy = "fix its syntax first"
     if isinstance(error, RecursionError | MemoryError):
-        said, remedy = "it is nested too deep", "take the long expression or chain apart"
+        said, remedy = "it is nested too deeply", "split the long expression or chain"
     elif "codec" in said or "encoding" in said or "Non-UTF-8" in said:
-        remedy = "save it as UTF-8, or name its encoding in its first line: # -*- coding: gbk -*-"
+        remedy = "save it as UTF-8, or declare its encoding in the first line: # -*- coding: gbk -*-"
     elif "Missing parentheses" in said or "except" in said:
-        remedy = "it is a script of Python 2: translate it (2to3)"
+        remedy = "it is a Python 2 script: translate it (2to3)"
     return ReshardError(
         "script-not-python",
         "the script cannot be read as Python",
