@@ -44,7 +44,7 @@ def test_the_rank_that_gloo_names_is_told(tmp_path: Path) -> None:
         for rank in range(3)
     ]
     said = "".join(run.communicate()[1] for run in runs)
-    assert "ranks-absent\nrank 1 never came to the barrier" in told(said), said
+    assert "ranks-absent\nrank 1 never reached the barrier" in told(said), said
 
 
 def test_a_rank_that_waited_in_no_collective_is_told_with_its_machine() -> None:
@@ -52,7 +52,7 @@ def test_a_rank_that_waited_in_no_collective_is_told_with_its_machine() -> None:
     waits = "".join(WATCHDOG.format(rank) for rank in range(16) if rank != 11)
     shown = told(names + waits)
     assert "hang-nccl" in shown
-    assert "rank 0-10, 12-15 of 16 waited" in shown and "rank 11 (node1) never came" in shown
+    assert "rank 0-10, 12-15 of 16 waited" in shown and "rank 11 (node1) never reached" in shown
 
 
 def test_ranks_that_say_nothing_did_not_come() -> None:
@@ -60,7 +60,7 @@ def test_ranks_that_say_nothing_did_not_come() -> None:
         f"[rank{rank}]: begins\n" for rank in range(3)
     )
     said = "[rank0]: DistStoreError: Timed out after 9 seconds waiting for clients. 3/4 clients joined"
-    assert "3 of 4 ranks came; rank 3 (node 1) is not heard of" in told(lines + said)
+    assert "3 of 4 ranks came; rank 3 (node 1) does not appear" in told(lines + said)
     assert "1 of 2 ranks came, 1 did not" in told(said.replace("3/4", "1/2").removeprefix("[rank0]: "))
     assert "20 processes came where 16 were expected" in told(
         "torch.distributed.DistStoreError: Timed out initializing process group in store based barrier on rank: 0, for "
@@ -73,7 +73,7 @@ def test_a_message_pasted_from_behind_its_prefix_is_whole() -> None:
         "ValueError: four parts,\n[rank0]: and five were given\n[rank1]: Traceback (most recent call last):"
     )
     first = diagnose_text("log", text)[0]
-    assert "and five were given" in first.rule.en and "of rank 0" in str(first.evidence[0])
+    assert "and five were given" in first.rule.en and "on rank 0" in str(first.evidence[0])
 
 
 ARGPARSE = """

@@ -71,7 +71,7 @@ def test_the_first_rank_to_fail_is_found_among_hundreds() -> None:
     found = diagnose_text("log", long_log(steps=60))
     assert found[0].code == "device-map-distributed" and found[0].certainty == "sure"
     assert found[0].places[0].text.startswith("ValueError: You can't train a model")
-    assert any(f"of rank {FIRST}," in evidence for evidence in map(str, found[0].evidence))
+    assert any(f"on rank {FIRST}," in evidence for evidence in map(str, found[0].evidence))
 
 
 def test_lines_keep_their_numbers_and_their_order() -> None:

@@ -128,7 +128,7 @@ def test_a_host_that_has_too_little_is_told_what_was_requested() -> None:
 @pytest.mark.parametrize(
     ("change", "shows"),
     [
-        ("Process 4711 has 40.50 GiB memory in use. ", "other processes take 40.5 GiB"),
+        ("Process 4711 has 40.50 GiB memory in use. ", "other processes use 40.5 GiB"),
         ("Of the allocated memory 60 GiB is allocated by PyTorch, and 9.00 GiB is reserved by PyTorch but unallocated.",
          "fragmentation"),
         ("Of the allocated memory 75 GiB is allocated by PyTorch, and 1.00 GiB is reserved by PyTorch but unallocated.",
