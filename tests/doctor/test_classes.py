@@ -201,10 +201,10 @@ CALLS = {
     ): ("installed-before", "peft>="),
     raised("TypeError: 'NoneType' object is not subscriptable", "logits = outputs.logits[..., :-1, :]"): (
         "output-is-none",
-        "switch off",
+        "turn off",
     ),
     "    logits = outputs.logits[..., :-1, :]\n             ~~~~~~~~~~~~~~^^^^^^^^^^^^\n"
-    "TypeError: 'NoneType' object is not subscriptable": ("output-is-none", "switch off"),
+    "TypeError: 'NoneType' object is not subscriptable": ("output-is-none", "turn off"),
     raised("TypeError: 'NoneType' object is not iterable", "kwargs.update(self.args.generation_kwargs)"): (
         "value-is-none",
         "Print it",
