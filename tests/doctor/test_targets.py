@@ -223,7 +223,7 @@ def test_a_config_that_says_nothing_is_an_error(tmp_path: Path, content: str, wo
 
 
 def test_rules_are_explained_as_entries_are() -> None:
-    assert "without <missing>" in command("doctor", "--explain", "checkpoint-lacks", "--lang", "en").out
+    assert "lacks <missing>" in command("doctor", "--explain", "checkpoint-lacks", "--lang", "en").out
     assert all(command("doctor", "--explain", identifier).code == 0 for identifier in rules())
     for identifier in ("script-device-map", "env-no-bf16"):
         shown = command("doctor", "--explain", identifier, "--lang", "zh")
