@@ -67,6 +67,7 @@ ENVIRONMENTS = {
         ("autoawq==0.2.9", "auto-round==0.16.1", "torchao==0.18.0"),
         on=TESTS,
     ),
+    "bitsandbytes": Environment((), ("bitsandbytes==0.50.2",), on=TESTS),
     "release": Environment(
         (
             *("build==1.6.1", "hatchling==1.33.0", "hatch-fancy-pypi-readme==25.1.0", "twine==7.0.0"),
@@ -143,7 +144,8 @@ def python(name: str) -> str:
             if wanted.on:
                 _lie_on(interpreter, below)
             pip = [interpreter, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-            subprocess.run([*pip, *wanted.packages], check=True)
+            if wanted.packages:
+                subprocess.run([*pip, *wanted.packages], check=True)
             if wanted.alone:
                 build = {**os.environ, "DS_BUILD_OPS": "0"}
                 subprocess.run(

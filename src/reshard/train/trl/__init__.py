@@ -24,7 +24,7 @@ from reshard.train.engine import (
 )
 from reshard.train.methods import is_rewarded
 from reshard.train.run import Run
-from reshard.train.trl import looks, memory, speed, vllm
+from reshard.train.trl import looks, memory, quantized, speed, vllm
 from reshard.train.trl.arithmetic import batches_of, evaluation_of, precision_of
 from reshard.train.trl.config_fields import known, options_of
 from reshard.train.trl.methods import WAYS
@@ -42,13 +42,16 @@ NEEDS = {
 
 
 def _requires(run: Run) -> Mapping[str, str]:
-    return {**NEEDS, "deepspeed": ">=0.16"} if run.parallel.startswith("zero") else NEEDS
+    needed = {**NEEDS, "deepspeed": ">=0.16"} if run.parallel.startswith("zero") else NEEDS
+    return {**needed, "bitsandbytes": ">=0.46.1"} if quantized.bits(run.options) else needed
 
 
 def _plan(run: Run, world_size: int) -> list[str]:
-    """As FSDP2; or TP2, FSDP2 over 4. One process is DDP of nothing."""
-    if run.parallel == "ddp" and world_size == 1:
-        return []
+    """As FSDP2; or TP2, FSDP2 over 4; or a base in 4 bits, DDP. One process is DDP of nothing."""
+    bits = quantized.bits(run.options)
+    base = [f"base in {bits} bits"] if bits else []
+    if run.parallel == "ddp":
+        return [*base, *(["DDP"] if world_size > 1 else [])]
     if run.parallel != "tp":
         return [run.parallel.upper(), *sizes_in_words(run.layout)]
     replicas = max(run.layout.replicas(world_size), 1)
@@ -100,7 +103,7 @@ ENGINE = Engine(
     methods=tuple(WAYS),
     packages=(
         *("torch", "transformers", "trl", "accelerate", "peft", "datasets", "tokenizers", "safetensors"),
-        *("deepspeed", "flash-attn"),
+        *("deepspeed", "flash-attn", "bitsandbytes"),
     ),
     requires=_requires,
     known_options=known,

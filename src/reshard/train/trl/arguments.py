@@ -7,7 +7,7 @@ from typing import Any
 
 from reshard.train.methods import is_rewarded
 from reshard.train.run import Run
-from reshard.train.trl import parallelism, reward
+from reshard.train.trl import parallelism, quantized, reward
 from reshard.train.trl.config_fields import ADDED, LORA, MODEL, config_class
 
 BESIDE = (*LORA, *MODEL, *ADDED)
@@ -66,4 +66,5 @@ def model_arguments(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:
         "dtype": options["dtype"],
         "attn_implementation": options["attn_implementation"],
         **parallelism.loading(run),
+        **quantized.loading(options),
     }

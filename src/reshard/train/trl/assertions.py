@@ -13,6 +13,7 @@ from typing import Any
 from reshard import guard
 from reshard.errors import Problem, ReshardError, listed
 from reshard.train.run import Run
+from reshard.train.trl import quantized
 from reshard.train.trl.devices import agreed, world_size
 
 WRAPPERS = {
@@ -165,7 +166,7 @@ def _head(run: Run, trainer: Any) -> Iterator[Problem]:
 
 def _device_map(model: Any, whose: str) -> Iterator[Problem]:
     for name, module in model.named_modules():
-        if getattr(module, "hf_device_map", None):
+        if getattr(module, "hf_device_map", None) and not quantized.is_on_one_device(module):
             yield Problem(
                 "model-loaded-with-device-map",
                 f"{whose} was loaded with a device map",

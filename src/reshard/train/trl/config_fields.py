@@ -15,14 +15,14 @@ from reshard.plain import json_of
 from reshard.train.engine import Option
 from reshard.train.names import ALIASES, nearest
 from reshard.train.run import Run
-from reshard.train.trl import defaults, limits, packages, refusals, reward
+from reshard.train.trl import defaults, limits, packages, quantized, refusals, reward
 from reshard.train.trl.methods import WAYS
 
 LORA = (
     *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"),
     *("lora_modules_to_save", "use_rslora", "use_dora"),
 )
-MODEL = ("dtype", "attn_implementation")
+MODEL = ("dtype", "attn_implementation", *quantized.OPTIONS)
 """Fields of TRL's ModelConfig that are taken."""
 
 

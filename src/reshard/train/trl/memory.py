@@ -19,6 +19,7 @@ from reshard.train.memory import activations
 from reshard.train.memory.activations import Kept, Widths
 from reshard.train.methods import is_rewarded
 from reshard.train.run import Run
+from reshard.train.trl import quantized
 from reshard.train.trl.config_fields import LORA, options_of
 from reshard.train.trl.methods import WAYS
 
@@ -46,6 +47,8 @@ class Sizes:
     split_trained: int
     experts: int
     """Of a layer's experts, if adapters are merged into them in each forward pass."""
+    linear: int = 0
+    """Weights of linear layers but the head: what is quantized."""
 
     @property
     def all(self) -> int:
@@ -69,6 +72,7 @@ def _sizes(
     folder: Path, trusted: bool, lora: bool, options: tuple[tuple[str, Any], ...], classifies: bool = False
 ) -> Sizes:
     model = on_meta(folder, trusted=trusted, classifies=classifies)
+    linear = _linear(model)
     plan = dict(getattr(model, "tp_plan", None) or {})
     if lora:
         model = _adapted(model, dict(options))
@@ -93,6 +97,7 @@ def _sizes(
         split=count(split),
         split_trained=count(split & trained),
         experts=_merged_experts(largest) if lora else 0,
+        linear=linear,
     )
 
 
@@ -138,6 +143,13 @@ def _adapted(model: Any, options: Mapping[str, Any]) -> Any:
             + ", ".join(_linears(model)),
             remedy="correct --lora_target_modules, --lora_target_parameters or --lora_modules_to_save",
         ) from None
+
+
+def _linear(model: Any) -> int:
+    from torch.nn import Linear
+
+    head = model.get_output_embeddings()
+    return sum(m.weight.numel() for m in model.modules() if isinstance(m, Linear) and m is not head)
 
 
 def _linears(model: Any) -> list[str]:
@@ -237,8 +249,9 @@ def _states(case: _Case) -> dict[str, int]:
     trained = sizes.trained - sizes.split_trained + sizes.split_trained // case.tp
     split = sizes.split - sizes.split_trained
     frozen = sizes.frozen - split + split // case.tp
+    saved = int(sizes.linear * quantized.saved(case.options, case.base))
     return {
-        "weights": (frozen * case.base + trained * precision.weights) // all_split,
+        "weights": (frozen * case.base + trained * precision.weights - saved) // all_split,
         "reference model": _reference(case) // all_split,
         "teacher": _teacher(case),
         "gradients": trained * precision.gradients // states_split,

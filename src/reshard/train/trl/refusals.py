@@ -9,6 +9,7 @@ from typing import Any
 from reshard.errors import Problem, ReshardError
 from reshard.formats.companions import CONFIG, read_object
 from reshard.train.run import Run
+from reshard.train.trl import quantized
 from reshard.train.trl.methods import WAYS
 
 _PLAN = "reshard spreads the model by itself, and asserts that it did"
@@ -36,14 +37,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "enable_jit_checkpoint": (
         "its ranks save after different steps, and the run counts as done",
         "leave it out: a signal lets all ranks finish and save their step (--save-on-signal)",
-    ),
-    "load_in_4bit": (
-        "a quantized base cannot be bit-equal to what was trained",
-        "use --lora with --parallel fsdp2",
-    ),
-    "load_in_8bit": (
-        "a quantized base cannot be bit-equal to what was trained",
-        "use --lora with --parallel fsdp2",
     ),
 }
 """Options that are refused, with the reason and what to use instead."""
@@ -257,6 +250,7 @@ def contradictions(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
     yield from _adapted_experts(run, typed)
     yield from _adapted_in_parts(run, typed)
     yield from _divided(run)
+    yield from quantized.problems(run, typed)
     yield from _of_method(run, typed)
     if not run.lora:
         for name in typed:

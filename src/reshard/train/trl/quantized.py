@@ -1,0 +1,94 @@
+"""QLoRA: adapters over a base that bitsandbytes keeps in 4 or 8 bits (TRL's `get_quantization_config`).
+
+The base is quantized while it is loaded, and frozen. What is saved and compared is the adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from reshard.errors import Problem
+from reshard.train.run import Run
+
+LOADED_IN = {"load_in_4bit": 4, "load_in_8bit": 8}
+OPTIONS = (*LOADED_IN, "bnb_4bit_quant_type", "use_bnb_nested_quant")
+"""Fields of TRL's ModelConfig."""
+NESTED, BLOCKS = 8.127 / 64, 32 / 64
+"""Bits of the scales of a weight in 4 bits: float32 for each block of 64; 8 bits and a float32 for 256 blocks."""
+
+
+def bits(options: Mapping[str, Any]) -> int | None:
+    """How many bits a weight of the base has, by options as they are typed or parsed; None if it is not quantized."""
+    return next(
+        (
+            found
+            for name, found in LOADED_IN.items()
+            if str(options.get(name)).lower() in ("true", "1", "yes")
+        ),
+        None,
+    )
+
+
+def loading(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What from_pretrained is given so that it quantizes; nothing where it should not."""
+    found = bits(options)
+    if found is None:
+        return {}
+    import torch
+    from transformers import BitsAndBytesConfig
+
+    if found == 8:
+        return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_compute_dtype=getattr(torch, options["dtype"]),
+        bnb_4bit_quant_type=options["bnb_4bit_quant_type"],
+        bnb_4bit_use_double_quant=options["use_bnb_nested_quant"],
+    )
+    return {"quantization_config": config}
+
+
+def saved(options: Mapping[str, Any], base: int) -> float:
+    """Bytes that quantization takes from a weight of `base` bytes."""
+    found = bits(options)
+    if found is None:
+        return 0.0
+    scales = 0.0 if found == 8 else NESTED if options.get("use_bnb_nested_quant") else BLOCKS
+    return base - (found + scales) / 8
+
+
+def is_on_one_device(module: Any) -> bool:
+    """Whether a device map is that of transformers for a quantized model: all of it on the device of this process."""
+    return bool(getattr(module, "is_quantized", False)) and len(set(module.hf_device_map.values())) == 1
+
+
+def problems(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
+    """What does not go with a quantized base."""
+    found = bits(typed)
+    if found is None:
+        return
+    option = f"--load_in_{found}bit"
+    if all(typed.get(name) for name in LOADED_IN):
+        yield Problem(
+            "base-quantized-twice",
+            "the base cannot have 4 and 8 bits",
+            found="--load_in_4bit and --load_in_8bit",
+            remedy="leave out one of them",
+        )
+    if not run.lora:
+        yield Problem(
+            "quantized-weights-trained",
+            "quantized weights cannot be trained",
+            rule="bitsandbytes rounds them once; only adapters beside them have gradients",
+            found=f"{option} without --lora",
+            remedy=f"add --lora, or leave out {option}",
+        )
+    if run.parallel != "ddp":
+        yield Problem(
+            "quantized-base-sharded",
+            "a quantized base cannot be sharded here",
+            rule="each rank keeps the complete base in the blocks of bitsandbytes, which the plan would cut",
+            found=f"{option} with --parallel {run.parallel}",
+            remedy=f"use --parallel ddp, or leave out {option}",
+        )
