@@ -211,7 +211,8 @@ def test_what_is_merged_from_an_anchor_has_its_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [("a:\n\tb: 1\n", "no tabs"), ("- 1\n", "a list"), ("# nothing\n", "nothing")]
+    ("content", "words"),
+    [("a:\n\tb: 1\n", "not allow tabs"), ("- 1\n", "a list"), ("# nothing\n", "nothing")],
 )
 def test_a_config_that_says_nothing_is_an_error(tmp_path: Path, content: str, words: str) -> None:
     (tmp_path / "a.yaml").write_text(content)

@@ -209,7 +209,7 @@ def test_under_a_foreign_launcher_the_way_on_names_it(tmp_path: Path) -> None:
     console = Console(file=StringIO(), width=300)
     run = Run("sft", tmp_path, tmp_path, tmp_path)
     print_interruption(run, console, "interrupted by SIGTERM", Place("srun", 0, 2, 0, "gpu07", 29500))
-    assert "go on from it: srun … reshard train sft" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "continue from it: srun … reshard train sft" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_full_disk_is_told_as_what_it_is(tmp_path: Path) -> None:

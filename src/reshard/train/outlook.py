@@ -118,7 +118,7 @@ class Preflight:
             of = "of RAM" if self.room.on_cpu else "on each GPU"
             free = f"{memory_size(self.room.available)} {of}"
             parts = ", ".join(f"{name} {memory_size(size)}" for name, size in self.room.needed.parts.items())
-            yield "memory", f"{memory_size(self.room.needed.total)}, there are {free}: {parts}"
+            yield "memory", f"{memory_size(self.room.needed.total)} of {free}: {parts}"
             told = (
                 f"{length:,} tokens {memory_size(kept)} ({memory_size(again)} recomputed)"
                 for length, (kept, again) in self.room.by_length.items()

@@ -42,8 +42,8 @@ class Tokenized:
     def in_words(self, folder: Path) -> str:
         """What the user is told."""
         if self.found == len(self.files):
-            return f"tokens of the data: found in {folder}"
-        return f"tokens of the data: kept in {folder} for the next run; --no-token-cache keeps none"
+            return f"tokenized data: found in {folder}"
+        return f"tokenized data: cached in {folder} for the next run (--no-token-cache turns this off)"
 
 
 def folder_of(run: Run, own: Path) -> Path:
