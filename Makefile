@@ -19,10 +19,10 @@ demo: $(VENV)/.ready  ## Hugging Face -> Megatron-Core, train, and back, with ev
 	$(BIN)/python -m demo
 
 test: $(VENV)/.ready lint  ## lint, types and the tests that need no second framework
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-all: $(VENV)/.ready lint  ## also other versions and other frameworks: tests/environments.py makes them
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -27,6 +27,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+LONG = ("tests/test_demo.py", "tests/train/", "tests/bad_input/", "tests/faults/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files whose tests take longest, so that no worker is left alone with one at the end."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+
+
 @pytest.fixture(scope="session")
 def hf_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Make a folder of `tests.genuine.huggingface.VARIANTS`, each once per session; see `make_model`."""

@@ -173,7 +173,7 @@ def test_a_state_that_is_not_of_the_weight(
 ) -> None:
     source = tmp_path / "source"
     looked_up(hf_model("qwen3", dtype="bfloat16"), source, nested=False, **changed)
-    with pytest.raises(ReshardError, match="do not tell its values"):
+    with pytest.raises(ReshardError, match="do not match it"):
         reshard.convert(source, tmp_path / "out", to="megatron")
     tensors = load_file(source / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight.quant_state.bitsandbytes__nf4"][:] = ord("[")

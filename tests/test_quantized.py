@@ -278,7 +278,7 @@ def test_a_weight_of_another_size_than_the_config_says(
     _, source = folders("gpt_oss")
     folder = shutil.copytree(source, tmp_path / "source")
     edit(folder, intermediate_size=128)
-    with pytest.raises(ReshardError, match="another shape"):
+    with pytest.raises(ReshardError, match="wrong shape"):
         reshard.convert(folder, tmp_path / "out", to="huggingface")
 
 

@@ -161,7 +161,7 @@ def test_a_folder_without_a_record_is_told(written: Path) -> None:
         result = reshard("verify", written)
         assert result.code == 2 and "Traceback" not in result.err
     result = reshard("verify", written, "--logits")
-    assert result.code == 2 and "name B" in result.err
+    assert result.code == 2 and "pass B" in result.err
 
 
 def test_a_read_that_gives_fewer_bytes_is_no_other_content(
@@ -201,7 +201,7 @@ def test_a_disk_that_gives_other_bytes_is_found_before_anything_is_published(
 
     monkeypatch.setattr(os, "pwrite", faulty)
     result = reshard("convert", src, dst, "--to", "huggingface", "--verify")
-    assert result.code == 2 and "the disk gives other bytes than were written" in result.err
+    assert result.code == 2 and "the disk returns different bytes from those written" in result.err
     assert "model.safetensors" in result.err and listing(tmp_path) == before
     assert reshard("convert", src, dst, "--to", "huggingface").code == 0
     assert reshard("verify", dst).code == 1

@@ -318,7 +318,7 @@ def test_an_old_checkpoint_that_cannot_come_back_is_told(copy: Copy) -> None:
     converted(src, dst, *MEGATRON)
     shutil.copytree(dst, kept)
     result = reshard(*convert(src, *MEGATRON, "--overwrite"))
-    assert result.code == 0 and "warning: a run that was killed left" in result.err
+    assert result.code == 0 and "warning: a killed run left" in result.err
     assert f"  file: {kept}\n" in result.err
     assert reshard("verify", src, kept).code == 0
 

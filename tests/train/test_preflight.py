@@ -266,7 +266,12 @@ def many_ranks(run: Run) -> Run:
         (not_a_model, NOWHERE, "not a Hugging Face model folder", "reshard inspect"),
         (with_options(device_map="auto"), NOWHERE, "device_map", "device_map=None"),
         (with_options(max_length=4), NOWHERE, "records without a token to learn from", None),
-        (with_options(bf16=True, use_cpu=False), gpus(2, capability=7.0), "no bfloat16", "--fp16 true"),
+        (
+            with_options(bf16=True, use_cpu=False),
+            gpus(2, capability=7.0),
+            "does not support bfloat16",
+            "--fp16 true",
+        ),
         (
             with_options(bf16=True, use_cpu=False),
             gpus(1, gib=1),

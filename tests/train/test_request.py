@@ -129,7 +129,7 @@ def test_switches_of_a_config_are_true_or_false_in_every_spelling(tmp_path: Path
 
 
 MIXTURE = """
-env: {RESHARD_TESTED: 3, WANDB_PROJECT: mine}
+env: {TESTED_BY_RESHARD: 3, WANDB_PROJECT: mine}
 datasets:
   - path: FOLDER/data.jsonl
   - path: json
@@ -144,7 +144,7 @@ def test_a_config_of_trl_names_a_mixture_and_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The paths are those of which TRL itself would load what it trains on."""
-    monkeypatch.setenv("RESHARD_TESTED", "before")
+    monkeypatch.setenv("TESTED_BY_RESHARD", "before")
     monkeypatch.setenv("WANDB_PROJECT", "before")
     config = tmp_path / "sft.yaml"
     config.write_text(MIXTURE.replace("FOLDER", str(tmp_path)))
@@ -152,7 +152,7 @@ def test_a_config_of_trl_names_a_mixture_and_variables(
     data = flags.pop("data")
     run = run_of("sft", flags, (), config)
     assert run.data.paths == [data, tmp_path / "more.jsonl", tmp_path / "sub"] and not run.options
-    assert (os.environ["RESHARD_TESTED"], os.environ["WANDB_PROJECT"]) == ("3", "mine")
+    assert (os.environ["TESTED_BY_RESHARD"], os.environ["WANDB_PROJECT"]) == ("3", "mine")
     assert run_of("sft", {**flags, "data": data}, (), config).data.paths == [data], "flags come first"
     assert Run.of_dict(json.loads(json.dumps(run.as_dict()))) == run
 
@@ -169,8 +169,8 @@ def test_a_config_of_trl_names_a_mixture_and_variables(
         ("datasets: [{path: a.jsonl, split: test}]", "train-datasets-malformed", "name the files"),
         ("datasets: [{path: json}]", "train-datasets-malformed", "data_files"),
         ("datasets: [{path: Org/Set, data_dir: x}]", "train-datasets-malformed", "leave out data_files"),
-        ("datasets: [{path: a.jsonl}]\ndata: b.jsonl", "option-given-twice", "leave out one"),
-        ("datasets: [{path: a.jsonl}]\ntest_split_size: 0.1", "option-not-passed-on", "--eval-data"),
+        ("datasets: [{path: a.jsonl}]\ndata: b.jsonl", "data-named-twice", "leave out one"),
+        ("datasets: [{path: a.jsonl}]\ntest_split_size: 0.1", "dataset-test-split-size", "--eval-data"),
     ],
 )
 def test_a_mixture_that_is_read_otherwise_is_refused(

@@ -10,16 +10,16 @@ from __future__ import annotations
 from reshard.families.live import BLOCK_SPARSE, W132, Experts, Live
 
 BEYOND_MEGATRON: dict[str, str] = {
-    "bailing_hybrid": "linear attention that decays by head; mcore-bridge's module for it runs on a GPU alone",
-    "deepseek_v4": "compressed attention and hyper-connections, which megatron-core has after 0.16.1",
-    "deepseek_v41": "compressed attention and hyper-connections, which megatron-core has after 0.16.1",
-    "gemma4": "layers that share keys and values, and embeddings for each layer; not declared for mcore-bridge",
-    "gemma4_unified": "layers that share keys and values, and embeddings for each layer; not declared for mcore-bridge",
-    "glm5_next": "hybrid layers, which megatron-core has after 0.16.1, and a patch of mcore-bridge",
+    "bailing_hybrid": "linear attention with per-head decay; mcore-bridge's module for it needs a GPU",
+    "deepseek_v4": "compressed attention and hyper-connections, which megatron-core supports after 0.16.1",
+    "deepseek_v41": "compressed attention and hyper-connections, which megatron-core supports after 0.16.1",
+    "gemma4": "layers that share keys and values, and per-layer embeddings; not declared for mcore-bridge",
+    "gemma4_unified": "layers that share keys and values, and per-layer embeddings; not declared for mcore-bridge",
+    "glm5_next": "hybrid layers, which megatron-core supports after 0.16.1, and a patch of mcore-bridge",
     "nemotron-nas": "layers of different sizes, some without attention or MLP; not declared for Megatron-Bridge",
-    "olmo2": "what attention and MLP return is normalised, and what they take in is not",
-    "qwen3_asr": "Qwen3 behind an audio tower of a package of its own; not declared for mcore-bridge",
-    "qwen4_exp": "hyper-connections and embeddings of n-grams; not declared for mcore-bridge",
+    "olmo2": "post-norm instead of pre-norm",
+    "qwen3_asr": "Qwen3 behind an audio tower from a separate package; not declared for mcore-bridge",
+    "qwen4_exp": "hyper-connections and n-gram embeddings; not declared for mcore-bridge",
 }
 """Why, by the `model_type` of config.json."""
 

@@ -76,7 +76,7 @@ _ELSEWHERE = (
     (r" \(--base DIR\), or force --family NAME", ": put its config.json into the folder"),
     (r", or name the layers of each stage: --stages \S+", ""),
     (r"if it computes the same as \w+: --family .*", "correct config.json, or train it with --engine trl"),
-    (r"; to convert the weights all the same: --family \w+", ", or train it with --engine trl"),
+    (r"; to convert the weights anyway: --family \w+", ", or train it with --engine trl"),
 )
 """What remedies name that `convert` takes and `train` does not, and what is to be done instead."""
 

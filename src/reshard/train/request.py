@@ -99,7 +99,7 @@ def _of_scripts(told: Options, place: str, note: Callable[[str], None]) -> Optio
         return kept
     if "data" in told:
         raise ReshardError(
-            "option-given-twice",
+            "data-named-twice",
             "the config names its data twice",
             file=place,
             found=f"data: {told['data']}, and datasets",
@@ -107,7 +107,7 @@ def _of_scripts(told: Options, place: str, note: Callable[[str], None]) -> Optio
         )
     if kept.get("test_split_size") is not None:
         raise ReshardError(
-            "option-not-passed-on",
+            "dataset-test-split-size",
             "test_split_size is not passed on",
             file=place,
             found=f"test_split_size: {kept['test_split_size']}",

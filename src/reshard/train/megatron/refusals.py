@@ -38,7 +38,7 @@ SIZES = {
 """Fields that have a name of their own here."""
 
 MODEL = Refusal(
-    "it belongs to the model, and config.json says it",
+    "it is part of the model, and comes from config.json",
     "leave it out; to train another model, start from its folder",
     (
         *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"),
@@ -58,7 +58,7 @@ MODEL = Refusal(
     ),
 )
 WEIGHTS = Refusal(
-    "no weight is drawn: all are read from the model",
+    "weights are not initialized: all are read from the model",
     "leave it out",
     (
         *("init_method*", "output_layer_init_method", "embedding_init_method*", "perform_initialization"),
@@ -66,7 +66,7 @@ WEIGHTS = Refusal(
     ),
 )
 STAGES = Refusal(
-    "reshard shares layers and ranks out, and fills each rank with its own weights",
+    "reshard distributes the layers and loads each rank's weights itself",
     "use --tp, --pp, --vpp, --ep and --cp",
     (
         *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
@@ -82,7 +82,7 @@ PRECISION = Refusal(
     ("params_dtype", "pipeline_dtype", "enable_autocast", "autocast_dtype"),
 )
 LOSS = Refusal(
-    "the loss is a mean over all tokens that are learned, whatever the layout",
+    "the loss is the mean over all tokens that it covers, in any layout",
     "leave it out",
     ("calculate_per_token_loss", "average_in_collective"),
 )
@@ -95,13 +95,13 @@ STORED = Refusal(
     ),
 )
 ADAM = Refusal(
-    "checkpoints keep the states of Adam, and memory is reckoned for them",
+    "checkpoints and memory estimates support Adam's states only",
     "leave it out; Adam's coefficients are --adam_beta1, --adam_beta2 and --adam_eps",
     ("optimizer", "sgd_momentum", "muon_*", "qk_clip*"),
 )
 FSDP = Refusal(
-    "Megatron's FSDP spreads weights otherwise than the ranks that reshard fills",
-    "use --engine trl --parallel fsdp2, or --use_distributed_optimizer, which spreads the optimizer's states",
+    "Megatron's FSDP shards weights differently from the ranks that reshard loads",
+    "use --engine trl --parallel fsdp2, or --use_distributed_optimizer, which shards the optimizer's states",
     (
         *("use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy"),
         *("outer_dp_sharding_strategy", "suggested_communication_unit_size", "preserve_fp32_weights"),
@@ -109,17 +109,17 @@ FSDP = Refusal(
     ),
 )
 ROUTING = Refusal(
-    "tokens would go to other experts than the model sends them to",
+    "tokens would be routed to the wrong experts",
     "leave it out",
     ("moe_router_force_load_balancing", "moe_token_dropping", "moe_enable_routing_replay"),
 )
 STACKED = Refusal(
-    "experts would be in another tensor than the one that is loaded",
+    "experts would be in a different tensor from the one that is loaded",
     "use --moe_grouped_gemm",
     ("moe_use_legacy_grouped_gemm",),
 )
 LOOP = Refusal(
-    "only Megatron-LM's own training loop, or its inference, makes use of it",
+    "only Megatron-LM's own training loop or inference uses it",
     "leave it out",
     (
         *("overlap_param_gather_with_optimizer_step", "enable_cuda_graph", "external_cuda_graph"),

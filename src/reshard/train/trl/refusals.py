@@ -12,7 +12,7 @@ from reshard.train.run import Run
 from reshard.train.trl import quantized
 from reshard.train.trl.methods import WAYS
 
-_PLAN = "reshard spreads the model by itself, and asserts that it did"
+_PLAN = "reshard shards the model itself, and asserts the result"
 REFUSED: dict[str, tuple[str, str]] = {
     "resume_from_checkpoint": ("reshard knows which checkpoint is the last complete one", "use --resume"),
     "fsdp": (_PLAN, "use --parallel fsdp2"),
@@ -21,21 +21,21 @@ REFUSED: dict[str, tuple[str, str]] = {
     "parallelism_config": (_PLAN, "use --parallel tp --tp N"),
     "tp_plan": (_PLAN, "use --parallel tp --tp N"),
     "device_map": (
-        "a device map and several processes exclude each other",
+        "a device map cannot be combined with several processes",
         "leave it out: each rank loads the model with device_map=None; --parallel fsdp2 or zero3 shards what does "
         "not fit",
     ),
     "accelerator_config": ("it changes how many samples a step has", "set per_device_train_batch_size"),
     "auto_find_batch_size": (
-        "it changes the batch while the model is trained",
+        "it changes the batch size during training",
         "set per_device_train_batch_size; --dry-run says what fits",
     ),
     "load_best_model_at_end": (
-        "the result is what was trained last",
+        "`final` always has the last weights",
         "convert the checkpoint that you prefer",
     ),
     "enable_jit_checkpoint": (
-        "its ranks save after different steps, and the run counts as done",
+        "its ranks save at different steps, and the run is marked as finished",
         "leave it out: a signal lets all ranks finish and save their step (--save-on-signal)",
     ),
 }
