@@ -18,7 +18,7 @@ def tokenizer_of(run: Run, options: dict[str, Any]) -> Any:
             "tokenizer-missing",
             "the model has no tokenizer",
             file=str(run.model),
-            rule="transformers 5 opens such a folder with a tokenizer of one token, which turns all text into nothing",
+            rule="without one, transformers 5 creates a tokenizer that encodes every text to nothing",
             remedy=remedy,
         )
     from transformers import AutoTokenizer
