@@ -7,11 +7,12 @@ import re
 import shutil
 import sys
 from collections import defaultdict
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlparse
 
-from packaging.requirements import Requirement
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution
 
 _NEEDS_NO_QUOTES = re.compile(r"[\w@%+=:,./-]+")
 
@@ -26,9 +27,8 @@ def install_command(*packages: str) -> str:
     it never asks an index for a reshard that is not there. Packages that no extra has are named themselves.
     """
     names = {_normal(name) for name in packages}
-    try:
-        reshard = distribution("reshard")
-    except PackageNotFoundError:  # a checkout on PYTHONPATH
+    reshard = _installed("reshard")
+    if reshard is None:  # a checkout on PYTHONPATH
         return _line(*packages)
     extras = _extras(reshard)
     having = [extra for extra, brought in extras.items() if names <= brought.keys()]
@@ -48,10 +48,8 @@ def remedy(error: ImportError) -> str:
     package = _normal(MODULES.get(module, module))
     if package == "megatron-core":
         return f"{install_command('psutil', 'torch')} && {_line('--no-deps', package)}"
-    try:
-        known = _extras(distribution("reshard"))
-    except PackageNotFoundError:
-        known = {}
+    reshard = _installed("reshard")
+    known = _extras(reshard) if reshard else {}
     if any(package in brought for brought in known.values()):
         return install_command(package)
     return (
@@ -61,8 +59,20 @@ def remedy(error: ImportError) -> str:
     )
 
 
+def _installed(name: str) -> Distribution | None:
+    # Imported here, like packaging below: every command would take 30 ms longer for a message that it seldom shows.
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    try:
+        return distribution(name)
+    except PackageNotFoundError:
+        return None
+
+
 def _extras(reshard: Distribution) -> dict[str, dict[str, str]]:
     """What each extra brings, and "" what reshard needs in any case: normalised names, and requirements."""
+    from packaging.requirements import Requirement
+
     found: dict[str, dict[str, str]] = defaultdict(dict)
     for line in reshard.requires or ():
         requirement = Requirement(line)
@@ -99,9 +109,7 @@ def _line(*words: str) -> str:
 def _installer() -> str:
     """`pip install` where a shell finds the pip of this Python, and what means the same elsewhere."""
     python = Path(sys.executable)
-    try:
-        distribution("pip")  # looking for the module would make setuptools give up its distutils
-    except PackageNotFoundError:
+    if not _installed("pip"):  # looking for the module would make setuptools give up its distutils
         return f"uv pip install --python {python}"
     found = shutil.which("pip")
     return "pip install" if found and Path(found).parent == python.parent else f"{python} -m pip install"
