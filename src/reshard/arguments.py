@@ -1,14 +1,19 @@
-"""Arguments of the functions that Python calls: what click checks of a command line, checked here for callers."""
+"""Arguments of the public functions, checked as click checks the command line."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Callable, Collection
+from os import PathLike
 from typing import Any
 
 from reshard.errors import Problem, ReshardError
 from reshard.suggest import meant
+
+StrPath = str | PathLike[str]
+OnBytes = Callable[[int], None]
+"""Called with a number of bytes when they are done."""
 
 _UNITS = {
     "": 1,
@@ -40,7 +45,7 @@ def parse_size(size: int | str, flag: str = "size") -> int:
 
 
 class Arguments:
-    """The arguments of one call. Each check notes what is wrong; `settle` raises all of it at once."""
+    """The arguments of one call. Each check records a problem; `settle` raises all of them together."""
 
     def __init__(self, function: str) -> None:
         self._function = function
@@ -54,7 +59,7 @@ class Arguments:
         self._wrong(name, value, f"one of {', '.join(choices)}", f"{name}={near!r}" if near else None)
 
     def known(self, name: str, value: Any, known: Callable[[str], object]) -> None:
-        """A name that `known` does not raise ReshardError for, or None."""
+        """A name that `known` accepts, or None. `known` raises ReshardError for others."""
         if value is None:
             return
         if not isinstance(value, str):
@@ -66,27 +71,27 @@ class Arguments:
             self.problems += error.problems
 
     def count(self, name: str, value: Any) -> None:
-        """A whole number from 1 on, or None."""
+        """An integer of at least 1, or None."""
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             self._wrong(name, value, "an integer of at least 1")
 
     def counts(self, name: str, values: Any) -> None:
-        """Some whole numbers; what they have to be, the layout says."""
+        """Several integers. Layout checks their values."""
         if not isinstance(values, (tuple, list)) or not all(
             type(each) is int and each >= 0 for each in values
         ):
             self._wrong(name, values, "integers, for example (10, 12, 12, 10)")
 
     def texts(self, name: str, values: Any) -> None:
-        """Some strings. One string would be taken for its letters."""
+        """Several strings, but not one string, which would be a sequence of its letters."""
         if not isinstance(values, (tuple, list)) or not all(isinstance(each, str) for each in values):
             self._wrong(name, values, 'several strings, for example ("_orig_mod.",)')
 
     def step(self, name: str, value: Any) -> None:
-        """The number of a step, "release", or None."""
+        """A step number, "release", or None."""
         is_step = isinstance(value, int) and not isinstance(value, bool) and value >= 0
         if not (value is None or value == "release" or is_step):
-            self._wrong(name, value, 'the number of a step, or "release"')
+            self._wrong(name, value, 'a step number, or "release"')
 
     def path(self, name: str, value: Any) -> None:
         """A path or a URL."""
@@ -94,7 +99,7 @@ class Arguments:
             self._wrong(name, value, "a path, a URL or Org/Model")
 
     def size(self, flag: str, value: Any) -> int:
-        """A number of bytes, or a text with a unit; 0 where it is wrong."""
+        """A size in bytes, or 0 if it is malformed."""
         try:
             return parse_size(value, flag)
         except ReshardError as error:
@@ -113,6 +118,6 @@ class Arguments:
         )
 
     def settle(self) -> None:
-        """Raise ReshardError with all that was wrong, if anything was."""
+        """Raise ReshardError with all recorded problems, if there are any."""
         if self.problems:
             raise ReshardError(self.problems)

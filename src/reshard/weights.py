@@ -1,7 +1,7 @@
-"""An opened checkpoint as a mapping of logical tensors, none of which has been read.
+"""An opened checkpoint as a mapping of logical tensors that are read on access.
 
-The tensors are those that `reshard convert` would write to a Hugging Face folder (of an adapter, to PEFT's), made by
-the same plan: names, dtypes and values are the same to the bit, whatever the format and the layout.
+The tensors come from the plan that `reshard convert` would make for a Hugging Face folder (for an adapter: PEFT), so
+names, dtypes and values are bit-identical to its output, in any format and layout.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ Array = np.ndarray[Any, Any]
 Index = int | slice | tuple[Any, ...]
 
 SHOWN = 40
-"""Tensors that a notebook shows; the rest are counted."""
+"""Tensors that a notebook lists; the others are only counted."""
 
 
 class TensorNotFoundError(ReshardError, KeyError):
-    """There is no tensor of this name: a KeyError too, as of any mapping."""
+    """The checkpoint has no tensor of this name. Also a KeyError, as for any mapping."""
 
     __str__ = Exception.__str__
 
 
 class LazyTensor:
-    """A tensor of a checkpoint, or a part of one, of which nothing is read until `numpy`, `raw` or `torch` is called.
+    """A tensor of a checkpoint, or a part of one. It is read when `numpy`, `raw` or `torch` is called.
 
     Attributes
     ----------
     name : str
-        Its name on the hub.
+        Hugging Face name.
     shape : tuple of int
-        Its sizes.
+        Size of each axis.
     dtype : str
-        Its dtype as torch calls it, for example "bfloat16".
+        Name of the dtype in torch, for example "bfloat16".
 
     Examples
     --------
@@ -77,22 +77,22 @@ class LazyTensor:
 
     @property
     def ndim(self) -> int:
-        """How many axes it has."""
+        """Number of axes."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """How many items it has. A packed dtype (float4) has two elements in an item."""
+        """Number of items. An item of a packed dtype (float4) contains two elements."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Its bytes in memory."""
+        """Size in memory, in bytes."""
         return self.size * self._dtype.itemsize
 
     @property
     def files(self) -> list[str]:
-        """The files that are read for it."""
+        """Paths of the files that contain it."""
         return sorted({cells.storage.path for cells in cells_of(self._view)} - {""})
 
     def __len__(self) -> int:
@@ -104,9 +104,9 @@ class LazyTensor:
         return (self[index] for index in range(len(self)))
 
     def __getitem__(self, index: Index) -> LazyTensor:
-        """A part of the tensor, by integers and slices of step one. Reading it reads the bytes of this part alone.
+        """A part of the tensor, selected by integers, slices of step one and `...`. Only its own bytes are read.
 
-        Raises IndexError for an index out of range, and ReshardError for one of another kind.
+        Raises IndexError if an index is out of range, and ReshardError for any other kind of index.
         """
         items = index if isinstance(index, tuple) else (index,)
         if any(item is Ellipsis for item in items):
@@ -117,7 +117,7 @@ class LazyTensor:
         if any(item is None or (isinstance(item, slice) and item.step not in (None, 1)) for item in plain):
             raise ReshardError(
                 "tensor-index-unsupported",
-                "a lazy tensor takes integers, slices of step one and ... only",
+                "a lazy tensor takes only integers, slices of step one and ...",
                 tensor=self.name,
                 found=repr(index),
                 remedy="read it first: .numpy()[…]",
@@ -127,9 +127,9 @@ class LazyTensor:
         return LazyTensor(self.name, self._dtype, self._view[plain], self._sources)  # type: ignore[index]
 
     def raw(self) -> Array:
-        """Read it as unsigned integers of its width, bit for bit.
+        """Read the tensor as unsigned integers of the same width, bit for bit.
 
-        Raises ReshardError if a file cannot be read, or is not what it was when it was opened.
+        Raises ReshardError if a file cannot be read, or has changed since it was opened.
         """
         files = Files()
         with self._sources.only(self.files).unchanged():
@@ -140,16 +140,17 @@ class LazyTensor:
         return found.reshape(self.shape)
 
     def numpy(self) -> Array:
-        """Read it as an array of numpy. bfloat16 and floats of 8 bits have the dtypes of ml_dtypes.
+        """Read the tensor as a numpy array. bfloat16 and 8-bit floats get the dtypes of ml_dtypes.
 
-        Packed floats of 4 and 6 bits, which numpy has no dtype for, stay bytes. Raises ReshardError as `raw` does.
+        Packed 4-bit and 6-bit floats, for which numpy has no dtype, are returned as bytes. Raises ReshardError, like
+        `raw`.
         """
         return self.raw().view(_numpy_dtype(self._dtype))
 
     def torch(self) -> torch.Tensor:
-        """Read it as a tensor of torch, on the CPU.
+        """Read the tensor as a torch tensor on the CPU.
 
-        Raises ReshardError as `raw` does, and if torch is not installed or does not have the dtype.
+        Raises ReshardError, like `raw`, and also if torch is not installed or lacks the dtype.
         """
         try:
             import torch
@@ -178,7 +179,7 @@ class LazyTensor:
 
 
 def _whole(item: Any) -> int | None:
-    """An index as an integer; None if it is none."""
+    """`item` as an integer, or None if it is not an integer."""
     if isinstance(item, (bool, np.bool_)):
         return None
     try:
@@ -199,9 +200,9 @@ def _numpy_dtype(dtype: DType) -> np.dtype[Any]:
 
 
 class Weights(Checkpoint, Mapping[str, LazyTensor]):
-    """A checkpoint, and its logical tensors by their names on the hub.
+    """A checkpoint as a mapping from Hugging Face names to its logical tensors.
 
-    `tensors` are those of its format, under the names of its engine; `weights[name]` is what they make up.
+    `tensors` has the native tensors, under the names of their engine; `weights[name]` is a tensor built from them.
     """
 
     _source: Checkpoint
@@ -210,7 +211,7 @@ class Weights(Checkpoint, Mapping[str, LazyTensor]):
 
     @classmethod
     def opened(cls, path: Path, options: Options) -> Weights:
-        """Open a checkpoint, of which headers and metadata are read. Raises ReshardError."""
+        """Open a checkpoint, reading only headers and metadata. Raises ReshardError."""
         with noted(path) as sources:
             checkpoint = open_checkpoint(path, options.iteration, options.strip)
         self = cls(**{each.name: getattr(checkpoint, each.name) for each in fields(checkpoint)})
@@ -219,14 +220,14 @@ class Weights(Checkpoint, Mapping[str, LazyTensor]):
 
     @cached_property
     def _planned(self) -> Mapping[str, Planned]:
-        """The tensors as a conversion would write them. Raises ReshardError where that is refused."""
+        """The tensors as a conversion would write them. Raises ReshardError if it would be refused."""
         with noted() as more:
             found = planned_tensors(self.path, self._source, self._options)
         self.sources |= more
         return {each.name: each for each in found}
 
     def __getitem__(self, name: str) -> LazyTensor:
-        """One tensor, of which nothing is read yet. Raises a ReshardError that is a KeyError if there is none."""
+        """A tensor that is not read yet. Raises TensorNotFoundError for an unknown name."""
         planned = self._planned.get(name)
         if planned is None:
             near = meant(str(name), self._planned)
@@ -241,7 +242,7 @@ class Weights(Checkpoint, Mapping[str, LazyTensor]):
         return LazyTensor(planned.name, planned.dtype, planned.source(), self.sources)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The same, or `default`."""
+        """The tensor of this name, or `default`."""
         return self[name] if name in self._planned else default
 
     def __iter__(self) -> Iterator[str]:
@@ -251,13 +252,13 @@ class Weights(Checkpoint, Mapping[str, LazyTensor]):
         return len(self._planned)
 
     def __bool__(self) -> bool:
-        return True  # it was opened, which is all that an empty one is asked
+        return True  # also without tensors: it is an opened checkpoint, not a collection
 
     def __contains__(self, name: object) -> bool:
         return name in self._planned
 
     def _repr_html_(self) -> str:
-        """Its first tensors, for a notebook."""
+        """The first tensors as a table, for a notebook."""
         names = list(self._planned)
         rows = [
             (name, self._planned[name].dtype.name, str(list(self._planned[name].shape)))

@@ -15,6 +15,12 @@ _HEAD = 4096
 """Bytes in which a page says what made it."""
 
 
+def check_page(path: Path, option: str) -> None:
+    """Raise ReshardError if no page can be written to `path`, which `option` named."""
+    if problems := [*in_the_way(path, option)]:
+        raise ReshardError(problems)
+
+
 def in_the_way(path: Path, option: str) -> Iterator[Problem]:
     """Why no page can go to `path`, which `option` named: asked before the work that the page shows."""
     found = None

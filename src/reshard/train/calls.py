@@ -1,14 +1,13 @@
-"""What Python calls of training: the functions behind `reshard train` and `reshard export`."""
+"""`reshard.train` and `reshard.export`: the functions behind the commands of the same name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from reshard.arguments import Arguments
+from reshard.arguments import Arguments, OnBytes, StrPath
 from reshard.train.data.records import DATA_SHAPES
 from reshard.train.engines import MODULES
 from reshard.train.methods import METHODS
@@ -20,8 +19,6 @@ from reshard.train.start import Outcome, start, submit
 if TYPE_CHECKING:
     from reshard.conversion import Conversion
     from reshard.train.outlook import Preflight
-
-StrPath = str | PathLike[str]
 
 
 def train(
@@ -66,39 +63,39 @@ def train(
     quiet: bool = False,
     on_preflight: Callable[[Preflight], None] = lambda found: None,
 ) -> Outcome:
-    """Fine-tune a model on many processes, and end with a Hugging Face folder.
+    """Fine-tune a model on many processes, and write a Hugging Face folder at the end.
 
-    Versions, data, tokenizer, batches and memory are checked before anything starts. The ranks run in processes of
-    their own, under torchrun.
+    Package versions, data, tokenizer, batches and memory are checked before anything starts. The ranks run in their
+    own processes, under torchrun.
 
     Parameters
     ----------
     method : {"sft", "dpo", "kto", "orpo", "cpo", "reward", "gkd", "grpo"}
-        As the commands below ``reshard train``.
+        Training method, as in ``reshard train sft``.
     model : str or path-like
-        Hugging Face folder to start from, or a model of the hub, "Org/Model". May be left out with `resume`, or if
-        `config` has it; so may `data`.
+        Hugging Face folder or Hub model ("Org/Model") to start from. `model` and `data` can be omitted with `resume`,
+        or if `config` sets them.
     model_revision : str, optional
-        Branch, tag or commit of a model of the hub.
+        Branch, tag or commit of a Hub model.
     data : str, path-like, or a sequence of those
-        JSONL or Parquet file, a folder of them, or a dataset of the hub, "Org/Set"; several are mixed, each with its
-        weight as in "a.jsonl:0.7".
+        JSONL or Parquet file, a folder of them, or a Hub dataset ("Org/Set"). Several are mixed by weight, for example
+        "a.jsonl:0.7".
     output : str or path-like
-        Folder for everything; `output/final` is the model.
+        Folder for checkpoints, logs and the report. The trained model is in `output/final`.
     eval_data : str, path-like, or a sequence of those, optional
-        The same as `data`, to evaluate the model on while it is trained.
+        Data to evaluate the model on during training, in the same forms as `data`.
     dataset_config : str, optional
-        Configuration of a dataset of the hub.
+        Configuration of a Hub dataset.
     dataset_train_split, dataset_test_split : str, optional
-        Its split for `data`, by default "train", and for `eval_data`, by default "test".
+        Splits of a Hub dataset: for `data`, by default "train"; for `eval_data`, by default "test".
     data_shape : {"chat", "sharegpt", "alpaca", "prompt-and-completion", "plain-text"}, optional
-        What records are taken for that fit several shapes.
+        How to read records that fit several shapes.
     system : str, optional
-        System message of chats that have none.
+        System message for chats that have none.
     token_cache : bool, optional
-        Keep the tokens of the data in ``~/.cache/reshard`` for the next run; by default true.
+        Cache the tokenized data in ``~/.cache/reshard`` for the next run; by default true.
     engine : {"trl", "megatron"}, optional
-        By default "trl"; "megatron" for tensor, pipeline and expert parallelism.
+        "megatron" adds pipeline and expert parallelism; by default "trl".
     lora : bool, optional
         Train LoRA adapters instead of all weights.
     parallel : {"ddp", "fsdp2", "zero2", "zero3", "tp"}, optional
@@ -106,37 +103,38 @@ def train(
     tp, pp, vpp, ep, cp : int, optional
         Tensor-parallel, pipeline-parallel, virtual-pipeline, expert-parallel and context-parallel size; by default 1.
     nproc : int or "auto", optional
-        Processes of this node; by default one on each GPU.
+        Processes on this node; by default one per GPU.
     nnodes, node_rank : int, optional
-        Number of nodes, and which one this is, from 0. Make the same call on each.
+        Number of nodes, and the number of this one, from 0. Make the same call on each node.
     rendezvous : str, optional
         "HOST:PORT" of the first node.
     reward : str or sequence of str, optional
-        Rewards of GRPO, as "module:function" or "file.py:function:weight".
+        Reward functions for GRPO, as "module:function" or "file.py:function:weight".
     merge : bool, optional
-        With `lora`, write the merged model too; by default true.
+        With `lora`, also write the merged model; by default true.
     nan_steps : int, optional
-        Stop after so many steps in a row whose loss is NaN or Inf; by default 1.
+        Stop after this many consecutive steps with a NaN or infinite loss; by default 1.
     save_on_signal : int, optional
-        Seconds to finish and save a step after SIGTERM, SIGUSR1 or Ctrl-C; by default 600, and 0 saves nothing.
+        Seconds to finish and save the current step after SIGTERM, SIGUSR1 or Ctrl-C; by default 600. With 0, nothing
+        is saved.
     max_restarts : int, optional
-        Restart failed ranks up to so many times; by default 0.
+        Restart failed ranks at most this many times; by default 0.
     resume : bool, optional
         Continue from the last checkpoint in `output`.
     config : str or path-like, optional
-        YAML file with any of these and of the engine's options. Arguments count before it.
+        YAML file with any of these arguments and the engine's options. Arguments of the call take precedence.
     options : mapping, optional
         Options of the engine under its own names, for example ``{"learning_rate": 1e-5}``.
     dry_run : bool
-        Check everything, and stop before the training.
+        Check everything, but do not train.
     gpus, gpu_memory : str, optional
-        With `dry_run`: plan for GPUs that are not here, as "H100:8", or "8" with "80GB". The plans that fit are
-        `preflight.plans` of the result.
+        With `dry_run`, plan for GPUs of another machine, for example "H100:8", or "8" with "80GB". The result has the
+        plans that fit in `preflight.plans`.
     slurm : str, optional
         Submit the run to Slurm with these settings, for example "partition=gpu,nodes=2,gpus_per_node=8,time=720"
-        (minutes), and return. `submitted` of the result is the job.
+        (minutes), and return. The result has the job in `submitted`.
     overwrite : bool
-        Replace what an earlier run left in `output`.
+        Replace the files of an earlier run in `output`.
     quiet : bool
         Print warnings and errors only.
     on_preflight : callable
@@ -145,12 +143,12 @@ def train(
     Returns
     -------
     Outcome
-        True if the run and all checks of its output succeeded. `status` is the exit status of the command.
+        True if the run and all checks of its output succeeded. `status` is the exit status that the command would have.
 
     Raises
     ------
     ReshardError
-        With all that forbids the run, and nothing started.
+        With every problem that prevents the run. Nothing was started.
 
     Examples
     --------
@@ -224,16 +222,16 @@ def export(
     dtype: str | None = None,
     overwrite: bool = False,
     no_resume: bool = False,
-    on_bytes: Callable[[int], None] = lambda count: None,
+    on_bytes: OnBytes = lambda count: None,
 ) -> Conversion:
-    """Make a Hugging Face folder of a checkpoint that `train` left.
+    """Convert a checkpoint of a training run to a Hugging Face folder.
 
-    The same as `convert`, with everything else taken from the record of the run in the checkpoint.
+    Works like `convert`, and takes all other settings from the record of the run in the checkpoint.
 
     Parameters
     ----------
     checkpoint : str or path-like
-        A checkpoint of a run, for example "out/checkpoint-200" or "out/iter_0000200".
+        A checkpoint written by `train`, for example "out/checkpoint-200" or "out/iter_0000200".
     dst : str or path-like
         The output folder.
     merge : bool
@@ -243,7 +241,7 @@ def export(
     overwrite : bool
         Replace the one checkpoint at `dst`.
     no_resume : bool
-        Start anew, and keep nothing of an export that is interrupted.
+        Start over, and keep nothing if the export is interrupted.
     on_bytes : callable
         Called with the number of bytes of each window that was written.
 
@@ -255,7 +253,7 @@ def export(
     Raises
     ------
     ReshardError
-        If the checkpoint has no record of a run, or cannot be converted; `dst` is as it was before.
+        If the checkpoint has no record of a run, or cannot be converted. `dst` is as it was before.
 
     Examples
     --------

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from reshard.arguments import OnBytes
 from reshard.conversion import Conversion, How, convert
 from reshard.errors import Problem, ReshardError
 from reshard.formats import open_checkpoint
@@ -34,8 +35,6 @@ from reshard.train.worker import TRAINED
 FINAL, MERGED = "final", "merged"
 UNCHECKED = ".unchecked"
 """What stands behind the name of a folder until it was checked."""
-
-OnBytes = Callable[[int], None]
 
 
 @dataclass(frozen=True)

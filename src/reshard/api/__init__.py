@@ -1,0 +1,11 @@
+"""The functions behind the commands, with the same names and arguments: one module for each."""
+
+from __future__ import annotations
+
+from reshard.api.conversion import convert
+from reshard.api.inspection import inspect
+from reshard.api.supported import support
+from reshard.api.verification import verify
+from reshard.api.weights import open
+
+__all__ = ["convert", "inspect", "open", "support", "verify"]

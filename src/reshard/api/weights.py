@@ -1,0 +1,93 @@
+"""`reshard.open`: any checkpoint as a mapping of its tensors."""
+
+from __future__ import annotations
+
+from reshard import planning
+from reshard.arguments import Arguments, StrPath
+from reshard.formats.checkpoint import Iteration
+from reshard.stores import source_path
+from reshard.weights import Weights
+
+
+def open(
+    path: StrPath,
+    iteration: Iteration | None = None,
+    *,
+    base: StrPath | None = None,
+    family: str | None = None,
+    dtype: str | None = None,
+    strip: tuple[str, ...] = (),
+    merge: bool = False,
+    adapter: str | None = None,
+    lora_alpha: float | None = None,
+) -> Weights:
+    """Open a checkpoint of any format and layout as a mapping of tensors with their Hugging Face names.
+
+    Opening reads only headers and metadata. A tensor is read when you call its `numpy`, `raw` or `torch`; a slice
+    reads only its own bytes. Names, dtypes and values are those that `convert` would write to a Hugging Face folder:
+    tensor-parallel, pipeline-parallel and expert-parallel shards are joined, and fused weights are split.
+
+    Quantized weights appear as they are stored, values and scales under their own names; pass `dtype` to dequantize
+    them. An adapter appears under PEFT's names; with `merge`, you get the merged model instead. CRC32s recorded in the
+    files are not checked here; `verify` checks them.
+
+    Parameters
+    ----------
+    path : str or path-like
+        Folder, file, URL (``s3://``, ``hf://``, ``https://`` …) or ``Org/Model`` on the hub.
+    iteration : int or "release", optional
+        Step of a training run. By default, the one that its tracker names.
+    base : str or path-like, optional
+        Hugging Face folder with the config, if the checkpoint has none. With `merge`, the model to merge into.
+    family : str, optional
+        Read the checkpoint as this family, whatever its config says.
+    dtype : str, optional
+        Cast weights to "float32", "bfloat16" or "float16" as they are read.
+    strip : tuple of str
+        Remove these marks from tensor names, for example ("_orig_mod.",).
+    merge : bool
+        Merge the LoRA adapter into the model at `base`.
+    adapter : str, optional
+        Adapter to read, if there are several.
+    lora_alpha : float, optional
+        Alpha of the adapter, if no file records it.
+
+    Returns
+    -------
+    Weights
+        A mapping from names to `LazyTensor`. It also has the format, layout, dtypes and native tensors of the
+        checkpoint.
+
+    Raises
+    ------
+    ReshardError
+        If `path` is not a checkpoint, or its metadata is damaged. Problems with the tensors themselves, such as a
+        missing one, are raised at the first access. An unknown tensor name is also a KeyError.
+
+    Examples
+    --------
+    >>> weights = reshard.open("run")
+    >>> print(weights.format, weights.layout, len(weights))
+    megatron TP2 · PP2 47
+    >>> weight = weights["model.layers.0.mlp.up_proj.weight"]
+    >>> weight.shape, weight.dtype, weight[0:2].numpy().shape
+    ((96, 64), 'float32', (2, 64))
+    """
+    given = Arguments("open")
+    given.path("path", path)
+    if base is not None:
+        given.path("base", base)
+    given.step("iteration", iteration)
+    given.texts("strip", strip)
+    given.settle()
+    options = planning.Options(
+        base=source_path(base) if base is not None else None,
+        iteration=iteration,
+        family=family,
+        dtype=dtype,
+        strip=tuple(strip),
+        merge=merge,
+        adapter=adapter,
+        lora_alpha=lora_alpha,
+    )
+    return Weights.opened(source_path(path), options)
