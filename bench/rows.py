@@ -22,7 +22,8 @@ from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells
 from reshard.algebra.views import Piece
 from reshard.transfer import gather
-from reshard.transfer.gather import Files, Gatherer
+from reshard.transfer.files import Files
+from reshard.transfer.gather import Gatherer
 from reshard.transfer.ledger import Ledger
 
 TP = 8

@@ -28,7 +28,8 @@ from reshard.errors import ReshardError
 from reshard.families import FAMILIES
 from reshard.families.undeclared import LIVE
 from reshard.oracle.transformers import transformers_logits
-from reshard.transfer.gather import Files, Gatherer
+from reshard.transfer.files import Files
+from reshard.transfer.gather import Gatherer
 from tests.commandline import reshard as command
 from tests.environments import python
 from tests.genuine import make_dcp, make_torchtitan

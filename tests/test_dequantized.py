@@ -176,7 +176,8 @@ def test_blocks_of_any_size_and_scales_of_any_type(
 
 def test_any_range_of_elements(hf_model: Models, tmp_path: Path) -> None:
     from reshard.model.dequantization import dequantized
-    from reshard.transfer.gather import Files, Gatherer
+    from reshard.transfer.files import Files
+    from reshard.transfer.gather import Gatherer
 
     plain = hf_model("qwen3", dtype="bfloat16")
     source = with_blocks(plain, tmp_path / "source", (40, 24), torch.float32)
@@ -197,7 +198,8 @@ def test_any_range_of_elements(hf_model: Models, tmp_path: Path) -> None:
 
 def test_a_rank_computes_its_own_columns_alone(hf_model: Models, tmp_path: Path) -> None:
     from reshard.model import dequantization
-    from reshard.transfer.gather import Files, Gatherer
+    from reshard.transfer.files import Files
+    from reshard.transfer.gather import Gatherer
 
     source = with_blocks(hf_model("qwen3", dtype="bfloat16"), tmp_path / "source", (16, 16), torch.float32)
     tensor = dequantization.dequantized(reshard.open(source)).tensors["model.layers.0.mlp.down_proj.weight"]

@@ -27,8 +27,10 @@ from reshard.transfer import execute as execute_module
 from reshard.transfer import gather as gather_module
 from reshard.transfer import sink as sink_module
 from reshard.transfer.batch import has_nonfinite
+from reshard.transfer.elements import RAW, cast
 from reshard.transfer.execute import execute
-from reshard.transfer.gather import RAW, Files, Gatherer, cast
+from reshard.transfer.files import Files
+from reshard.transfer.gather import Gatherer
 from reshard.transfer.ledger import Ledger
 from reshard.transfer.memory import shared
 from reshard.transfer.plan import ZERO, Block, OutputFile, Plan
@@ -179,7 +181,8 @@ import numpy as np
 from reshard.algebra.tensors import Cells
 from reshard.algebra.dtypes import dtype
 from reshard.errors import ReshardError
-from reshard.transfer.gather import Files, Gatherer
+from reshard.transfer.files import Files
+from reshard.transfer.gather import Gatherer
 from reshard.algebra.storage import Storage
 from reshard.algebra.views import View
 

@@ -17,7 +17,9 @@ from transformers import AutoModelForCausalLM
 import reshard
 from reshard.errors import ReshardError
 from reshard.oracle.transformers import transformers_logits
-from reshard.transfer.gather import RAW, Files, Gatherer
+from reshard.transfer.elements import RAW
+from reshard.transfer.files import Files
+from reshard.transfer.gather import Gatherer
 from tests.commandline import reshard as command
 from tests.environments import python
 from tests.genuine import make_fsdp_ranks as makers

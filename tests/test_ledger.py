@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import reshard as api
 from reshard.algebra.storage import Storage
 from reshard.transfer import ledger, memory
-from reshard.transfer.gather import Files
+from reshard.transfer.files import Files
 from reshard.transfer.journal import Identity, Journal
 from reshard.transfer.ledger import EACH, Ledger, Ranges, join
 

@@ -30,7 +30,7 @@ from reshard.planning import Options, plan_conversion
 from reshard.remote import Worker, identity_of
 from reshard.transfer import claims, spread
 from reshard.transfer.digests import CELL, Digest
-from reshard.transfer.gather import Files
+from reshard.transfer.files import Files
 from reshard.transfer.ledger import Ledger
 from reshard.transfer.leftovers import unfinished
 from reshard.transfer.parts import Part

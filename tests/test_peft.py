@@ -19,7 +19,8 @@ import reshard
 from reshard.adapters import find, merged
 from reshard.errors import ReshardError
 from reshard.formats import open_checkpoint
-from reshard.transfer.gather import Files, Gatherer
+from reshard.transfer.files import Files
+from reshard.transfer.gather import Gatherer
 from tests import commandline
 from tests.genuine import peft as genuine
 from tests.judges import assert_merged, products_agree, tensors_of

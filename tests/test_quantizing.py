@@ -23,7 +23,8 @@ import reshard
 from reshard.algebra.tensors import Tensor
 from reshard.errors import ReshardError
 from reshard.model.quantizer import STORAGES
-from reshard.transfer.gather import Files, Gatherer
+from reshard.transfer.files import Files
+from reshard.transfer.gather import Gatherer
 from tests.commandline import reshard as command
 from tests.environments import python
 from tests.genuine import peft, quantized

@@ -27,7 +27,9 @@ from reshard.model.resolve import as_named, config_of, read_base, resolve
 from reshard.model.shifted import FLOAT64
 from reshard.shown import html_table
 from reshard.transfer.compare import Comparer, Measure, unequal_replicas
-from reshard.transfer.gather import Files, castable, crc_problem
+from reshard.transfer.elements import castable
+from reshard.transfer.files import Files
+from reshard.transfer.gather import crc_problem
 from reshard.transfer.ledger import Ledger
 from reshard.transfer.memory import Need, Share, most
 from reshard.transfer.sources import OnStep, Sources, noted

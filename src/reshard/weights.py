@@ -25,7 +25,8 @@ from reshard.formats.target import Options
 from reshard.planning import planned_tensors
 from reshard.shown import html_table
 from reshard.suggest import meant
-from reshard.transfer.gather import Files, Gatherer
+from reshard.transfer.files import Files
+from reshard.transfer.gather import Gatherer
 from reshard.transfer.plan import Planned
 from reshard.transfer.sources import Sources, noted
 

@@ -14,7 +14,8 @@ from reshard import api
 from reshard.errors import ReshardError
 from reshard.stores import errors
 from reshard.stores.remote import AHEAD
-from reshard.transfer.gather import Files, Gatherer
+from reshard.transfer.files import Files
+from reshard.transfer.gather import Gatherer
 from tests.commandline import reshard
 from tests.genuine.huggingface import make_model
 

@@ -16,7 +16,8 @@ from reshard.errors import ReshardError
 from reshard.stores import errors, source_path
 from reshard.stores.remote import AHEAD, REQUEST
 from reshard.transfer.compare import Comparer
-from reshard.transfer.gather import Files, Gatherer
+from reshard.transfer.files import Files
+from reshard.transfer.gather import Gatherer
 from reshard.transfer.memory import shared
 from tests.commandline import reshard
 from tests.genuine.huggingface import make_model

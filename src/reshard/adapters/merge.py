@@ -16,7 +16,7 @@ from reshard.algebra.views import View
 from reshard.errors import Problem, ReshardError, one_for_all
 from reshard.formats import quantization
 from reshard.model.vocabulary import EMBEDDINGS
-from reshard.transfer.gather import castable
+from reshard.transfer.elements import castable
 
 Types = Callable[[str, DType], DType]
 HEAD = "lm_head.weight"

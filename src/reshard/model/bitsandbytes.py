@@ -19,7 +19,9 @@ from reshard.errors import ReshardError
 from reshard.formats.quantization import Weight, part_of
 from reshard.model.blocks import Floats
 from reshard.plain import json_of
-from reshard.transfer.gather import CAST, Files, Gatherer, cast
+from reshard.transfer.elements import CAST, cast
+from reshard.transfer.files import Files
+from reshard.transfer.gather import Gatherer
 
 FLOAT32 = dtype("float32")
 RECIPROCAL_OF_127 = np.float32(7.874015718698502e-3)

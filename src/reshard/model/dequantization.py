@@ -33,7 +33,7 @@ from reshard.formats.quantization import (
 from reshard.model import bitsandbytes
 from reshard.model.blocks import Blocks, Floats, small_floats
 from reshard.model.groups import grouped, packing_of
-from reshard.transfer.gather import CAST, RAW, as_float, cast, castable
+from reshard.transfer.elements import CAST, RAW, as_float, cast, castable
 
 FLOAT32 = dtype("float32")
 BFLOAT16, FLOAT16 = dtype("bfloat16"), dtype("float16")

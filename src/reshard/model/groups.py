@@ -16,7 +16,7 @@ from reshard.algebra.tensors import FEW, Computed, Read, Tensor
 from reshard.algebra.views import View
 from reshard.errors import ReshardError
 from reshard.model.blocks import Floats
-from reshard.transfer.gather import CAST, RAW, as_float, cast, castable
+from reshard.transfer.elements import CAST, RAW, as_float, cast, castable
 
 FLOAT32 = dtype("float32")
 EACH = 8

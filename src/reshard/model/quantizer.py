@@ -19,7 +19,7 @@ from reshard.errors import ReshardError, listed
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.quantization import blocks_told, part_of
 from reshard.model.blocks import STEP, Blocks, Floats, codes_of, nearest_codes, small_floats
-from reshard.transfer.gather import as_float, castable
+from reshard.transfer.elements import as_float, castable
 from reshard.transfer.memory import Need, most
 from reshard.transfer.plan import Planned
 

@@ -14,7 +14,7 @@ from reshard.algebra.dtypes import BY_NAME
 from reshard.algebra.tensors import Computed, Read, Replica, Tensor
 from reshard.algebra.views import View
 from reshard.errors import ReshardError
-from reshard.transfer.gather import as_float, castable
+from reshard.transfer.elements import as_float, castable
 
 FLOAT64 = BY_NAME["float64"]
 

@@ -17,7 +17,8 @@ from reshard.families.model import Model
 from reshard.formats.checkpoint import Checkpoint
 from reshard.formats.companions import find_companions
 from reshard.formats.megatron.mcore import padded_vocabulary
-from reshard.transfer.gather import Files, Gatherer
+from reshard.transfer.files import Files
+from reshard.transfer.gather import Gatherer
 
 EMBEDDINGS = {
     "hf": ("model.embed_tokens.weight", "model.tok_embeddings.weight", "model.word_embeddings.weight"),

@@ -24,7 +24,8 @@ from reshard.formats.target import Options, Request, Target
 from reshard.model.resolve import Resolved, resolve
 from reshard.planning.naming import Types
 from reshard.stores.hub import name_of
-from reshard.transfer.gather import Files, Gatherer
+from reshard.transfer.files import Files
+from reshard.transfer.gather import Gatherer
 from reshard.transfer.plan import Planned
 
 BASE_WEIGHTS, OTHER_ADAPTERS = "base weights", "other adapters"

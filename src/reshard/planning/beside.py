@@ -17,7 +17,7 @@ from reshard.formats.quantization import plain_config, settings_of
 from reshard.formats.target import Format, Kind, Options, Request, main_dtype
 from reshard.plain import to_json
 from reshard.stores import as_path
-from reshard.transfer.gather import castable
+from reshard.transfer.elements import castable
 from reshard.transfer.plan import OutputFile
 from reshard.version import __version__
 

@@ -16,7 +16,7 @@ from reshard.families.live import Live
 from reshard.formats import fused
 from reshard.formats.target import HUB, KEEPS_ITS_DTYPE, LIVE, MASTERS, PlannedStates, Request
 from reshard.model.logical import LogicalTensors
-from reshard.transfer.gather import castable
+from reshard.transfer.elements import castable
 from reshard.transfer.plan import Planned
 
 

@@ -10,7 +10,8 @@ import numpy as np
 from isal.isal_zlib import crc32
 
 from reshard.algebra.dtypes import DType
-from reshard.transfer.gather import RAW, Gatherer
+from reshard.transfer.elements import RAW
+from reshard.transfer.gather import Gatherer
 from reshard.transfer.journal import Begun
 from reshard.transfer.memory import WINDOW
 from reshard.transfer.plan import Block, OutputFile

@@ -15,7 +15,9 @@ from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Replica, Tensor
 from reshard.errors import Problem, one_for_each_file
 from reshard.stores import REQUEST, is_remote
-from reshard.transfer.gather import Files, Gatherer, as_float, castable
+from reshard.transfer.elements import as_float, castable
+from reshard.transfer.files import Files
+from reshard.transfer.gather import Gatherer
 from reshard.transfer.ledger import Ledger
 from reshard.transfer.memory import Share
 from reshard.transfer.threads import together

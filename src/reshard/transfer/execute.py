@@ -18,7 +18,8 @@ from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import cells_of
 from reshard.errors import ReshardError
 from reshard.transfer.batch import Batch, Stream
-from reshard.transfer.gather import Files, Gatherer, crc_problem
+from reshard.transfer.files import Files
+from reshard.transfer.gather import Gatherer, crc_problem
 from reshard.transfer.job import Found, Job
 from reshard.transfer.journal import Journal, Written
 from reshard.transfer.ledger import Ledger, Passed

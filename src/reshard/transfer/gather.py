@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -14,12 +13,10 @@ from reshard.algebra.dtypes import DType
 from reshard.algebra.storage import Storage
 from reshard.algebra.tensors import Cells, Computed, Tensor
 from reshard.algebra.views import Axis, Piece
-from reshard.errors import Problem, ReshardError
-from reshard.stores import File, open_file
+from reshard.errors import Problem
+from reshard.transfer.elements import CAST, RAW, cast
+from reshard.transfer.files import Files
 from reshard.transfer.ledger import Ledger, Passed, join
-
-RAW: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-"""Elements are moved as integers of their width, whatever they mean."""
 
 RUN = 32 << 10
 """Bytes side by side from which they are read straight to their place: measured, docs/performance.md."""
@@ -31,64 +28,8 @@ cache while one more read is made and its checksum noted (`python -m bench --onl
 SPAN = 2 << 20
 """Bytes that are read at a time to pick elements from: they stay in the cache of the processor."""
 
-CAST = 20
-"""Bytes that `cast` takes for an element, at most: those of float64 on their way to bfloat16."""
-
 LEAST = 2 << 20
 """Bytes that a `Gatherer` takes at least, beside what computing takes: reads of a few kilobytes would take too long."""
-
-
-class Files:
-    """Open files, least recently used first, for one thread."""
-
-    def __init__(self, limit: int = 128) -> None:
-        self._open: OrderedDict[str, File] = OrderedDict()
-        self._limit = limit
-
-    def _file(self, path: str) -> File:
-        found = self._open.get(path)
-        if found is not None:
-            self._open.move_to_end(path)
-            return found
-        while len(self._open) >= self._limit:
-            self._open.popitem(last=False)[1].close()
-        opened = self._open[path] = open_file(path)
-        return opened
-
-    def read(self, path: str, parts: Iterable[tuple[int, memoryview]]) -> None:
-        """Fill memory with the bytes of `path` from the offset beside it.
-
-        Raises ReshardError if the file ends before, or if it cannot be read.
-        """
-        try:
-            file = self._file(path)
-            end = file.fill(parts)
-            found = None if end is None else f"{file.size} bytes"
-        except OSError as error:
-            raise _unreadable(path, error) from error
-        if end is not None:
-            raise ReshardError(
-                "file-ends-early",
-                "a file is too short for its tensors",
-                file=path,
-                expected=f"at least {end} bytes",
-                found=found,
-                remedy="the file changed or was cut short while it was read: copy it again",
-            )
-
-    def close(self) -> None:
-        while self._open:
-            self._open.popitem()[1].close()
-
-
-def _unreadable(path: str, error: OSError) -> ReshardError:
-    return ReshardError(
-        "file-unreadable",
-        "a file cannot be read",
-        file=path,
-        found=error.strerror or str(error),
-        remedy="check the disk or file server, then run the same command again",
-    )
 
 
 class Gatherer:
@@ -258,47 +199,6 @@ def _strided(array: np.ndarray[Any, Any], first: int, axes: list[tuple[int, int]
     """The elements of a flat array from `first` at (count, stride) `axes`."""
     shape = [n for n, _ in axes]
     return as_strided(array[first:], shape, [stride * array.itemsize for _, stride in axes])
-
-
-def cast(values: np.ndarray[Any, Any], source: DType, target: DType) -> np.ndarray[Any, Any]:
-    """Convert raw elements of one float type to another, rounding to nearest even as torch does."""
-    return _from_float(as_float(values, source), target)
-
-
-FLOATS: dict[str, Any] = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
-
-
-def as_float(values: np.ndarray[Any, Any], source: DType) -> np.ndarray[Any, Any]:
-    """Raw elements as numpy floats that hold them exactly."""
-    if source.name == "bfloat16":
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    floats: np.ndarray[Any, Any] = np.ascontiguousarray(values).view(FLOATS[source.name])
-    return floats
-
-
-def _from_float(values: np.ndarray[Any, Any], target: DType) -> np.ndarray[Any, Any]:
-    with np.errstate(over="ignore"):  # an overflow becomes Inf, which the executor reports by name
-        if target.name != "bfloat16":
-            narrowed: np.ndarray[Any, Any] = values.astype(FLOATS[target.name])
-            raw: np.ndarray[Any, Any] = narrowed.view(RAW[target.itemsize])
-            return raw
-        narrow: np.ndarray[Any, Any] = np.asarray(values, np.float32)
-    bits = narrow.view(np.uint32)
-    rounded = bits >> 16  # one array, changed in place: several would not fit in the cache of a core
-    rounded &= 1
-    rounded += 0x7FFF
-    rounded += bits
-    rounded >>= 16
-    halves: np.ndarray[Any, Any] = rounded.astype(np.uint16)
-    is_nan = np.isnan(narrow)
-    if is_nan.any():
-        halves[is_nan] = (bits[is_nan] >> 16) | 0x40
-    return halves
-
-
-def castable(dtype: DType) -> bool:
-    """Whether `cast` knows this type."""
-    return dtype.name == "bfloat16" or dtype.name in FLOATS
 
 
 def crc_problem(storage: Storage, tensor: str | None) -> Problem:

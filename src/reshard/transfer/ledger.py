@@ -18,7 +18,7 @@ from isal.isal_zlib import crc32, crc32_combine
 from reshard.algebra.storage import Storage
 
 if TYPE_CHECKING:
-    from reshard.transfer.gather import Files
+    from reshard.transfer.files import Files
 
 Range = tuple[int, int, int]
 """Bytes `begin` to `end` of a file, and their CRC32."""

@@ -19,7 +19,7 @@ from reshard.errors import ReshardError, said
 from reshard.transfer import claims
 from reshard.transfer.execute import OnFile, Report, Run, make_folders
 from reshard.transfer.executors import Executor
-from reshard.transfer.gather import Files
+from reshard.transfer.files import Files
 from reshard.transfer.job import Job
 from reshard.transfer.journal import Journal, Written
 from reshard.transfer.ledger import Ledger, Passed

@@ -34,7 +34,7 @@ from reshard.formats.deepspeed.files import (
     zero_config,
 )
 from reshard.formats.torchfiles.untrusted import stored_in, values_of
-from reshard.transfer.gather import castable
+from reshard.transfer.elements import castable
 
 FP32 = "fp32"
 STATES = ("exp_avg", "exp_avg_sq")

@@ -13,7 +13,9 @@ from reshard.algebra.dtypes import dtype
 from reshard.errors import Problem, ReshardError
 from reshard.formats.sharding import Shard
 from reshard.train.megatron.weights import Coordinates, Weights
-from reshard.transfer.gather import RAW, Files, Gatherer
+from reshard.transfer.elements import RAW
+from reshard.transfer.files import Files
+from reshard.transfer.gather import Gatherer
 
 
 def fill(chunks: list[Any], weights: Weights, at: Coordinates) -> None:

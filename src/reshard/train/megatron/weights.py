@@ -36,7 +36,8 @@ from reshard.planning.naming import Types, native_tensors
 from reshard.train.megatron.options import Options
 from reshard.train.run import Run
 from reshard.transfer.compare import unequal_replicas
-from reshard.transfer.gather import Files, Gatherer
+from reshard.transfer.files import Files
+from reshard.transfer.gather import Gatherer
 from reshard.transfer.memory import shared
 from reshard.transfer.plan import Planned
 

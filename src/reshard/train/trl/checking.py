@@ -12,7 +12,7 @@ from reshard.errors import Problem
 from reshard.formats.huggingface import read_weights
 from reshard.train.engine import Trained
 from reshard.train.run import Run
-from reshard.transfer.gather import Files
+from reshard.transfer.files import Files
 
 WINDOW = 4 << 20
 _REMEDY = "convert the checkpoint again (reshard export), and look at the disk if it differs again"

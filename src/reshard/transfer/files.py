@@ -1,0 +1,62 @@
+"""The files that one thread reads, kept open from one read to the next."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from reshard.errors import ReshardError
+from reshard.stores import File, open_file
+
+
+class Files:
+    """Open files, least recently used first, for one thread."""
+
+    def __init__(self, limit: int = 128) -> None:
+        self._open: OrderedDict[str, File] = OrderedDict()
+        self._limit = limit
+
+    def _file(self, path: str) -> File:
+        found = self._open.get(path)
+        if found is not None:
+            self._open.move_to_end(path)
+            return found
+        while len(self._open) >= self._limit:
+            self._open.popitem(last=False)[1].close()
+        opened = self._open[path] = open_file(path)
+        return opened
+
+    def read(self, path: str, parts: Iterable[tuple[int, memoryview]]) -> None:
+        """Fill memory with the bytes of `path` from the offset beside it.
+
+        Raises ReshardError if the file ends before, or if it cannot be read.
+        """
+        try:
+            file = self._file(path)
+            end = file.fill(parts)
+            found = None if end is None else f"{file.size} bytes"
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        if end is not None:
+            raise ReshardError(
+                "file-ends-early",
+                "a file is too short for its tensors",
+                file=path,
+                expected=f"at least {end} bytes",
+                found=found,
+                remedy="the file changed or was cut short while it was read: copy it again",
+            )
+
+    def close(self) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+
+def _unreadable(path: str, error: OSError) -> ReshardError:
+    return ReshardError(
+        "file-unreadable",
+        "a file cannot be read",
+        file=path,
+        found=error.strerror or str(error),
+        remedy="check the disk or file server, then run the same command again",
+    )
