@@ -190,3 +190,32 @@ with signals.listening(None):
 def test_workers_of_a_loader_outlive_a_signal_to_all_processes() -> None:
     done = subprocess.run([sys.executable, "-c", STEADY], capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["20", str(int(signal.SIGINT))], done.stderr
+
+
+BEGINNING = """
+import os, signal, subprocess
+import torch
+from torch.utils.data import DataLoader
+from reshard.train import signals
+
+os.setpgid(0, 0)
+gate, opened = os.pipe()
+
+def wait():
+    os.close(opened)
+    os.read(gate, 1)
+
+with signals.listening(None):
+    signals.hold()
+    os.register_at_fork(after_in_child=wait)
+    batches = iter(signals.with_steady_workers(DataLoader(torch.arange(20), num_workers=2)))
+    for name in ("TERM", "INT", "USR1"):
+        subprocess.run(["bash", "-c", f"kill -{name} -{os.getpgid(0)}"])
+    os.close(opened)
+    print(len(list(batches)), signals.heard())
+"""
+
+
+def test_workers_that_have_just_begun_outlive_it_too() -> None:
+    done = subprocess.run([sys.executable, "-c", BEGINNING], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["20", str(int(signal.SIGTERM))], done.stderr

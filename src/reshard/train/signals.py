@@ -14,8 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import get_context
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +173,31 @@ def with_steady_workers(loader: Any) -> Any:
     Ctrl-C and schedulers send theirs to all processes. A worker that dies of one fails the step that should be saved.
     """
     inner = getattr(loader, "base_dataloader", loader)  # accelerate's asks another one, which has the workers
-    inner.worker_init_fn = partial(_be_steady, inner.worker_init_fn)
+    if inner.num_workers:
+        inner.worker_init_fn = partial(_be_steady, inner.worker_init_fn)
+        inner.multiprocessing_context = _steady(inner.multiprocessing_context or get_context())
     return loader
+
+
+def _steady(context: BaseContext) -> BaseContext:
+    """The same context, whose processes begin with the signals of `ENDING` blocked, where they are forked.
+
+    Until a worker can say what it does with a signal, there is a time in which the signal would end it.
+    """
+    if context.get_start_method() != "fork":
+        return context
+    steady, plain = copy(context), context.Process
+
+    class Steady(plain):  # type: ignore[misc, valid-type]
+        def start(self) -> None:
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+            try:
+                super().start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    steady.Process = Steady  # type: ignore[misc]
+    return steady
 
 
 def _be_steady(before: Callable[[int], Any] | None, number: int) -> None:
@@ -182,6 +208,7 @@ def _be_steady(before: Callable[[int], Any] | None, number: int) -> None:
             signal.signal(each, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # for the thread, which sees who sends it
     threading.Thread(target=_end_when_asked, args=(os.getppid(),), daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*ENDING} - {signal.SIGTERM})
     if before:
         before(number)
 
