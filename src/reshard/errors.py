@@ -176,10 +176,14 @@ def count(number: float) -> str:
     return f"{number:.1f}B"
 
 
+GIB = 1 << 30
+"""Bytes of memory that people count in."""
+
+
 def memory_size(nbytes: float) -> str:
     """Bytes of memory for people, in the units that drivers and kernels count it in: 79.6 GiB."""
-    mib = nbytes / (1 << 20)
-    return f"{mib / 1024:.1f} GiB" if mib >= 100 else f"{mib:.1f} MiB"
+    mib = 1024 * nbytes / GIB
+    return f"{nbytes / GIB:.1f} GiB" if mib >= 100 else f"{mib:.1f} MiB"
 
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")

@@ -120,7 +120,7 @@ def test_what_was_not_measured_is_not_told() -> None:
     assert words(told({"event": "begin", "steps": 4, "done": 0, "time": 0.0})) == "step 0/4"
     row = steps(1, loss=1.25, learning_rate=1e-5, tokens=3000, memory=4.2e9)
     history = told({"event": "begin", "steps": 4, "done": 0, "time": 0.0}, *row)
-    assert words(history) == "step 1/4  loss 1.2500  lr 1.0e-05  1.5k tok/s  4.2 GB  0:00:06 left"
+    assert words(history) == "step 1/4  loss 1.2500  lr 1.0e-05  1.5k tok/s  3.9 GiB  0:00:06 left"
     assert History().speed is None and History().left is None
 
 

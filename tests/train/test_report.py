@@ -138,14 +138,14 @@ def test_the_headline_of_the_method_comes_first_and_the_rest_is_folded() -> None
     page = page_of(history(3, method="grpo", **measured))
     assert titles(page) == [
         *("reward", "KL divergence"),
-        *("learning rate", "gradient norm", "tokens per second", "memory (GB)", "loss"),
+        *("learning rate", "gradient norm", "tokens per second", "memory (GiB)", "loss"),
         "entropy",
     ]
     folded = page[page.index("<details>") :]
     assert titles(folded) == ["entropy"] and "What was run" in folded
     facts = page[page.index('class="facts"') : page.index('class="controls"')]
     assert "<b>0.5000</b><span>reward</span>" in facts and "loss" not in facts
-    assert "<b>64</b><span>tokens per second</span>" in facts and "<b>2.0 GB</b>" in facts
+    assert "<b>64</b><span>tokens per second</span>" in facts and "<b>1.9 GiB</b>" in facts
 
 
 def test_speed_is_told_for_each_step_without_evaluations_and_pauses() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from reshard.doctor.environment import Environment, look_around
-from reshard.errors import Problem, ReshardError, memory_size
+from reshard.errors import GIB, Problem, ReshardError, memory_size
 from reshard.train import data, evaluation, memory, preconditions
 from reshard.train.data import tokens
 from reshard.train.data.drawn import Drawn, drawn_of, first_of, lengths_of, unheard, unlike
@@ -21,7 +21,7 @@ from reshard.train.evaluation import Evaluation
 from reshard.train.final.dtype import final_dtype
 from reshard.train.launching import launch
 from reshard.train.launching.places import place_of
-from reshard.train.memory import GIB, Memory
+from reshard.train.memory import Memory
 from reshard.train.methods import is_rewarded
 from reshard.train.outlook import Preflight, Room
 from reshard.train.planning.gpus import Machine, planned_for

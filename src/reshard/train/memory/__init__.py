@@ -7,12 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.doctor.environment import Environment
-from reshard.errors import ReshardError, memory_size
+from reshard.errors import GIB, ReshardError, memory_size
 from reshard.train.engine import Batches, Precision
 from reshard.train.engines import engine_of
 from reshard.train.run import Run
 
-GIB = 1 << 30
 OVERHEAD = GIB
 """What CUDA, cuBLAS and NCCL take for themselves, about; nothing on a CPU."""
 USABLE = 0.95

@@ -13,10 +13,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from reshard.doctor.environment import Environment, Gpu, look_around
-from reshard.errors import ReshardError
+from reshard.errors import GIB, ReshardError
 from reshard.suggest import did_you_mean
-
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from reshard.errors import Problem, ReshardError
+from reshard.errors import GIB, Problem, ReshardError
 from reshard.train import memory
 from reshard.train.engine import Batches
 from reshard.train.engines import engine_of
 from reshard.train.launching.provenance import words_of
-from reshard.train.memory import GIB, USABLE, Memory
+from reshard.train.memory import USABLE, Memory
 from reshard.train.planning.gpus import CARDS, Machine, planned_for
 from reshard.train.planning.speed import MADE_OF
 from reshard.train.run import Run

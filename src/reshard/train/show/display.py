@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from reshard.errors import memory_size
 from reshard.train.methods import headline
 from reshard.train.show.monitor import History, Row, number
 
@@ -72,7 +73,7 @@ class Display:
 
 
 def words(history: History) -> str:
-    """What the line says: step 12/100  reward 0.7500  lr 1.0e-05  12.3k tok/s  4.2 GB  0:03:12 left."""
+    """What the line says: step 12/100  reward 0.7500  lr 1.0e-05  12.3k tok/s  3.9 GiB  0:03:12 left."""
     rate, speed, memory, left = (
         history.latest("learning_rate"),
         history.speed,
@@ -85,7 +86,7 @@ def words(history: History) -> str:
         *(f"{name} {value:.4f}" for name, value in measured if value is not None),
         f"lr {rate:.1e}" if rate is not None else "",
         f"{short(speed)} tok/s" if speed is not None else "",
-        f"{memory / 1e9:.1f} GB" if memory is not None else "",
+        memory_size(memory) if memory is not None else "",
         f"{clock(left)} left" if left is not None and history.done < history.total else "",
     ]
     return "  ".join(part for part in parts if part)

@@ -15,6 +15,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from reshard.errors import GIB, memory_size
 from reshard.pages.writing import GENERATOR, replace_page
 from reshard.train.methods import LOSS, Measure, headline, words_for
 from reshard.train.run import RECORD
@@ -136,7 +137,7 @@ class Shown:
             "step": f"{history.done} of {history.total}" if history.total else "–",
             **{words: f"{value:.4f}" for words, value in measured if value is not None},
             "tokens per second": short(speed) if speed is not None else "–",
-            "memory": f"{memory / 1e9:.1f} GB" if memory is not None else "–",
+            "memory": memory_size(memory) if memory is not None else "–",
             "time": clock((history.last or 0) - (history.began or 0)),
             **({"left": clock(left)} if left is not None and history.outcome is None else {}),
         }
@@ -147,7 +148,7 @@ class Shown:
             return Series(self.history.speeds())
         points: Sequence[Point] = self.history.series(name)
         if name == "memory":
-            points = [(step, value / 1e9) for step, value in points]
+            points = [(step, value / GIB) for step, value in points]
         return Series(points, self.history.series(f"eval_{name}"))
 
     @cached_property
@@ -259,7 +260,7 @@ def _charts(runs: Sequence[Shown]) -> tuple[list[Drawn], list[Drawn], list[Drawn
 
 
 def _words(name: str) -> str:
-    return "memory (GB)" if name == "memory" else words_for(name)
+    return "memory (GiB)" if name == "memory" else words_for(name)
 
 
 def _drawn(measures: Sequence[Measure], runs: Sequence[Shown]) -> Iterator[Drawn]:

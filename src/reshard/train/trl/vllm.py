@@ -15,14 +15,13 @@ from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 from reshard.doctor.environment import Environment
-from reshard.errors import Problem
+from reshard.errors import GIB, Problem
 from reshard.train.planning.gpus import is_planned
 from reshard.train.run import Run
 
 SECONDS = 5
 """So long a server is waited for."""
 LOCAL = ("0.0.0.0", "127.0.0.1", "localhost", "::1")
-GIB = 1 << 30
 _SERVE = 'VLLM_SERVER_DEV_MODE=1 vllm serve {model} --weight-transfer-config \'{{"backend": "nccl"}}\' ' + (
     "--logprobs-mode processed_logprobs"
 )
