@@ -18,8 +18,9 @@ from reshard.train.data import (
     read_records,
     tokens,
 )
+from reshard.train.data.faults import Template
 from reshard.train.data.mix import mix_of
-from reshard.train.data.records import METHODS, Template
+from reshard.train.data.records import METHODS
 from tests.train.conftest import chats, preferences, prompts, write_lines
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]

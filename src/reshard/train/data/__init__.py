@@ -18,9 +18,10 @@ from typing import IO, Any
 
 from reshard.errors import Problem, ReshardError, listed
 from reshard.plain import json_of
+from reshard.train.data.faults import Template, faults, show
 from reshard.train.data.indexed import INDEX
 from reshard.train.data.mix import Mix
-from reshard.train.data.records import Row, Template, faults, kind_of, shapes_of, show, standard
+from reshard.train.data.records import Row, kind_of, shapes_of, standard
 
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 SPLITS = {"test", "valid", "validation", "val", "eval", "dev"}
@@ -90,7 +91,8 @@ def read_records(
     faulty, first = _Faulty(), None
     more = {"chosen": chosen, "system": system}
     for where, row in _rows(path):
-        problems = [row] if isinstance(row, Problem) else list(faults(row, method, template, where, **more))
+        found = [row] if isinstance(row, Problem) else faults(row, method, template, **more)
+        problems = [replace(each, file=each.file or where) for each in found]
         if not problems:
             (shape,) = shapes_of(row, method, chosen)
             if shapes is not None:

@@ -11,9 +11,10 @@ from typing import Any
 
 from reshard.errors import Problem, ReshardError
 from reshard.train.data import read_records
+from reshard.train.data.faults import Template
 from reshard.train.data.indexed import are_indexed
 from reshard.train.data.mix import Mix, Source
-from reshard.train.data.records import Row, Template, kind_of, seen
+from reshard.train.data.records import Row, kind_of, seen
 from reshard.train.data.tokens import Learning, Lengths, draw, lengths
 
 

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard.errors import ReshardError
-from reshard.train.data.records import Row, Template, tools_of
+from reshard.train.data.faults import Template
+from reshard.train.data.records import Row, tools_of
 
 LOOKED_AT = 2000
 """So many records, drawn evenly from all, are tokenized to tell how long they are."""
