@@ -3,7 +3,7 @@
 That they fail, and what the doctor makes of log, script and checkpoint, is in `test_head.py`: with the frameworks of
 their time, on a CPU. Two things were part of the reports and cannot fail here: bfloat16 on a GPU before Ampere (V100),
 and DDP's own `aten.cat` over NCCL. Of the first, what is looked at before a launch is tested in
-`tests/train/test_preflight.py` with a described V100; the second comes about under gloo in the same words.
+`tests/train/test_preflight_machine.py` with a described V100; the second comes about under gloo in the same words.
 """
 
 from __future__ import annotations

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ import pytest
 from reshard.train.launching import launch
 from reshard.train.run import Ranks, Run
 from tests.train.launches import PYTHONPATH, pids
+from tests.train.trl_plans import ENVIRONMENTS, EVALUATED, PLANS, Trainer, run_of
+from tests.train.trl_runs import Ran, train
 
 SUMS = [(a, b) for a in range(8) for b in range(8)]
 
@@ -134,3 +138,38 @@ def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     for pid in pids(output):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def folder(tiny: Callable[..., Path], tmp_path: Path) -> Path:
+    """A model of one's own, to be broken."""
+    return Path(shutil.copytree(tiny("qwen3"), tmp_path / "model"))
+
+
+@pytest.fixture
+def run(folder: Path, data: dict[str, Path], tmp_path: Path) -> Run:
+    return Run("sft", folder, data["sft"], tmp_path / "out")
+
+
+@pytest.fixture(scope="session")
+def ran(
+    tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path], data: dict[str, Path]
+) -> Trainer:
+    """Train once for each set of arguments, and give every test the same result."""
+    done: dict[str, Ran] = {}
+
+    def get(
+        plan: str, method: str = "sft", model: str = "qwen3", lora: bool = False, ep: int = 1, **options: Any
+    ) -> Ran:
+        key = f"{plan}-{method}-{model}-{lora}-{ep}-{sorted(options.items())}"
+        if key not in done:
+            run = run_of(
+                plan, method, tiny(model), data[method], tmp_path_factory.mktemp("run"), lora, ep, options
+            )
+            if EVALUATED.keys() <= run.options.keys():
+                run = replace(run, eval_data=data[f"{method}-eval"])
+            done[key] = train(run, PLANS[plan], environment=ENVIRONMENTS.get(plan))
+            assert not done[key].failed, done[key].log
+        return done[key]
+
+    return get

@@ -17,7 +17,7 @@ from reshard.errors import ReshardError
 from reshard.train import trl
 from reshard.train.final.finish import finish
 from reshard.train.run import Run
-from tests.train.test_trl_runs import EVALUATED, run_of
+from tests.train.trl_plans import EVALUATED, run_of
 from tests.train.trl_runs import Ran, train
 
 RELATIVES: dict[str, dict[str, Any]] = {

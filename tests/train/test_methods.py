@@ -19,7 +19,7 @@ from reshard.train.preflight import preflight
 from reshard.train.run import Run
 from reshard.train.trl.methods import WAYS
 from tests.train.conftest import chats, preferences, rated, write_lines
-from tests.train.test_trl_runs import ENVIRONMENTS, FOUR_DIGITS, PLANS, run_of
+from tests.train.trl_plans import ENVIRONMENTS, FOUR_DIGITS, PLANS, run_of
 from tests.train.trl_runs import STEPS, Ran, train
 
 NOWHERE = Environment({}, [], None, {})

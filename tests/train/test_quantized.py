@@ -19,7 +19,7 @@ from reshard.train.run import Run
 from reshard.train.trl import memory, quantized
 from tests.environments import python
 from tests.train.test_lora_relatives import TARGETS, finished
-from tests.train.test_trl_runs import EVALUATED, run_of
+from tests.train.trl_plans import EVALUATED, run_of
 from tests.train.trl_runs import Ran, train
 
 ENVIRONMENT = "bitsandbytes"

@@ -17,7 +17,7 @@ from reshard.train.rewards import named
 from reshard.train.run import Run
 from reshard.train.trl.arguments import arguments_of
 from tests.train.test_trl_options import FOLDER, run_of
-from tests.train.test_trl_runs import run_of as run_on
+from tests.train.trl_plans import run_of as run_on
 from tests.train.trl_runs import train
 
 BOTH = ("rewards.py:variety:0.75", "rewards:length:0.25")

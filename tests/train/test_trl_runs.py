@@ -13,99 +13,11 @@ from typing import Any
 import pytest
 
 from reshard import api
-from reshard.algebra.layout import Layout
 from reshard.train import trl
-from reshard.train.run import Run
 from reshard.train.show.display import words
 from reshard.train.show.monitor import history_of
-from tests.train.trl_runs import STEPS, Ran, train
-
-Trainer = Callable[..., Ran]
-PLANS = {"one": 1, "ddp": 2, "fsdp2": 2, "tp": 2, "tp+fsdp2": 4, "zero2": 2, "zero3": 2}
-ENVIRONMENTS = {"zero2": "deepspeed", "zero3": "deepspeed"}
-KINDS = {"one": "ddp", "tp+fsdp2": "tp"}
-FOUR_DIGITS = 1e-4
-WITH_HEAD = {"lora_modules_to_save": ["lm_head"], "lora_target_modules": ["q_proj", "v_proj"]}
-EVALUATED = {"eval_steps": 2, "eval_on_start": True, "per_device_eval_batch_size": 2}
-"""What all SFT has, and what else is to be evaluated."""
-BESIDE = {
-    "config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "run.json",
-    "trainer_state.json",
-}
-"""What lies in each checkpoint beside the weights."""
-
-
-@pytest.fixture(scope="session")
-def ran(
-    tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path], data: dict[str, Path]
-) -> Trainer:
-    """Train once for each set of arguments, and give every test the same result."""
-    done: dict[str, Ran] = {}
-
-    def get(
-        plan: str, method: str = "sft", model: str = "qwen3", lora: bool = False, ep: int = 1, **options: Any
-    ) -> Ran:
-        key = f"{plan}-{method}-{model}-{lora}-{ep}-{sorted(options.items())}"
-        if key not in done:
-            run = run_of(
-                plan, method, tiny(model), data[method], tmp_path_factory.mktemp("run"), lora, ep, options
-            )
-            if EVALUATED.keys() <= run.options.keys():
-                run = replace(run, eval_data=data[f"{method}-eval"])
-            done[key] = train(run, PLANS[plan], environment=ENVIRONMENTS.get(plan))
-            assert not done[key].failed, done[key].log
-        return done[key]
-
-    return get
-
-
-def run_of(
-    plan: str,
-    method: str,
-    model: Path,
-    data: Path,
-    output: Path,
-    lora: bool,
-    ep: int,
-    options: dict[str, Any],
-) -> Run:
-    ranks = PLANS[plan]
-    per_device = 8 // ranks if plan.startswith("tp") else 4 // ranks
-    grpo = {"num_generations": 2, "max_completion_length": 8} if method == "grpo" else {}
-    evaluated = EVALUATED if method == "sft" and plan != "tp+fsdp2" else {}
-    return Run(
-        method,
-        model,
-        data,
-        output,
-        lora=lora,
-        parallel=KINDS.get(plan, plan),
-        layout=Layout(tp=2 if plan.startswith("tp") else 1, ep=ep),
-        reward=("rewards:variety",) if method == "grpo" else (),
-        options={**STEPS, "per_device_train_batch_size": per_device, **grpo, **evaluated, **options},
-    )
-
-
-def resumed(ran: Ran, tmp_path: Path, ranks: int = 0) -> Ran:
-    """The same run, killed after its first checkpoint while it wrote the second, and resumed."""
-    output = tmp_path / "resumed"
-    shutil.copytree(ran.run.output / "checkpoint-2", output / "checkpoint-2")
-    (output / "checkpoint-4").mkdir()
-    (output / "checkpoint-4/model.safetensors").write_bytes(b"half a fi")
-    kind = ran.run.parallel
-    run = replace(ran.run, output=output, resume=True)
-    return train(run, ranks or PLANS[kind], environment=ENVIRONMENTS.get(kind))
-
-
-def same_as(ran: Ran, other: Ran) -> None:
-    assert ran.losses == pytest.approx(other.losses, abs=FOUR_DIGITS)
-    norms = [[row["grad_norm"] for row in each.rows] for each in (ran, other)]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
-    assert ran.evaluations() == pytest.approx(other.evaluations(), abs=FOUR_DIGITS)
+from tests.train.trl_plans import BESIDE, EVALUATED, FOUR_DIGITS, PLANS, Trainer, resumed, run_of, same_as
+from tests.train.trl_runs import train
 
 
 @pytest.mark.parametrize("plan", ["ddp", "fsdp2", "tp"])
@@ -253,21 +165,6 @@ def test_a_run_that_was_killed_behind_its_last_step_trains_no_further(ran: Train
     assert [each.name for each in output.glob("checkpoint-*")] == ["checkpoint-4"]
 
 
-def test_lora_under_fsdp2_saves_whole_adapters(ran: Trainer, tiny: Callable[..., Path]) -> None:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    run, trained = ran("fsdp2", lora=True).run, ran("fsdp2", lora=True).trained
-    assert {file.name for file in trained.checkpoint.iterdir()} >= {*BESIDE, "adapter_config.json"}
-    assert trl.ENGINE.check(run, trained, trained.checkpoint) == []
-    tensors = api.open(trained.checkpoint).tensors
-    assert tensors.keys() == trained.digests.keys()
-    assert all(len(tensor.shape) == 2 and 16 in tensor.shape for tensor in tensors.values())
-    base = AutoModelForCausalLM.from_pretrained(tiny())
-    model = PeftModel.from_pretrained(base, trained.checkpoint)
-    assert all(p.abs().sum() > 0 for name, p in model.named_parameters() if "lora_B" in name)
-
-
 def test_grpo_takes_a_path_on_two_processes(ran: Trainer) -> None:
     grpo = ran("ddp", "grpo", beta=0.1, max_steps=2)
     assert [row["step"] for row in grpo.rows] == [1, 2]
@@ -339,24 +236,6 @@ def test_grpo_under_fsdp2_draws_what_ddp_draws(ran: Trainer) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
-def test_lora_is_the_same_under_ddp_and_fsdp2(method: str, ran: Trainer) -> None:
-    same_as(ran("fsdp2", method, lora=True), ran("ddp", method, lora=True))
-
-
-@pytest.mark.slow
-def test_lora_under_tensor_parallelism_learns_and_saves_whole_adapters(ran: Trainer) -> None:
-    spread, whole = ran("tp", lora=True), ran("ddp", lora=True)
-    assert spread.losses[0] == pytest.approx(whole.losses[0], abs=FOUR_DIGITS)
-    assert spread.losses == pytest.approx(whole.losses, abs=0.05)  # other random numbers in lora_A
-    shapes = [
-        {name: tensor.shape for name, tensor in api.open(each.trained.checkpoint).tensors.items()}
-        for each in (spread, whole)
-    ]
-    assert shapes[0] == shapes[1]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["ddp", "fsdp2", "tp"])
 @pytest.mark.parametrize("lora", [False, True])
 def test_resuming_changes_nothing(plan: str, lora: bool, ran: Trainer, tmp_path: Path) -> None:
@@ -409,26 +288,6 @@ def test_16_bit_weights_of_fsdp2_go_on_in_the_precision_they_were_trained_in(
     again = resumed(uninterrupted, tmp_path)
     assert again.losses == uninterrupted.losses[2:]
     assert again.trained.digests == uninterrupted.trained.digests
-
-
-@pytest.mark.slow
-def test_modules_beside_the_adapter_are_saved_whole(ran: Trainer, tmp_path: Path) -> None:
-    uninterrupted = ran("ddp", lora=True, **WITH_HEAD)
-    same_as(uninterrupted, ran("one", lora=True, **WITH_HEAD))
-    shapes = {
-        name: tensor.shape for name, tensor in api.open(uninterrupted.trained.checkpoint).tensors.items()
-    }
-    assert shapes["base_model.model.lm_head.weight"] == (283, 64)
-    again = resumed(uninterrupted, tmp_path)
-    assert again.losses == uninterrupted.losses[2:]
-
-
-@pytest.mark.slow
-def test_a_head_beside_an_adapter_is_refused_under_fsdp2(ran: Trainer, tmp_path: Path) -> None:
-    run = ran("fsdp2", lora=True).run
-    refused = train(replace(run, output=tmp_path, options={**run.options, **WITH_HEAD}), 2)
-    assert refused.failed
-    assert "does not average the gradient of a head" in refused.log
 
 
 @pytest.mark.slow
@@ -493,34 +352,3 @@ def test_groups_of_tensor_parallel_ranks_accumulate_and_compare(ran: Trainer) ->
     halves = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
     assert ran("tp+fsdp2", **halves).losses == pytest.approx(ran("one").losses, abs=FOUR_DIGITS)
     same_as(ran("tp+fsdp2", "dpo"), ran("one", "dpo"))
-
-
-def exploding(ran: Trainer, output: Path, **options: Any) -> Run:
-    """A run whose first step is so large that the loss of the second is NaN."""
-    run = ran("one").run
-    told = {"learning_rate": 1e30, "lr_scheduler_type": "constant", "save_steps": 1, "save_total_limit": 1}
-    return replace(run, output=output, options={**run.options, **told, **options})
-
-
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_loss_that_is_nan_stops_the_run_and_keeps_the_last_good_checkpoint(
-    ranks: int, ran: Trainer, tmp_path: Path
-) -> None:
-    bad = train(exploding(ran, tmp_path, per_device_train_batch_size=4 // ranks, logging_steps=4), ranks)
-    assert bad.failed and not (tmp_path / "trained.json").exists()
-    assert "training diverged" in bad.log and "step 2: gradient norm nan, learning rate 1e+30" in bad.log
-    assert "rank 0: loss nan, records 'user What is" in bad.log
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
-
-
-def test_a_run_that_is_allowed_more_nan_steps_ends_without_saving_them(ran: Trainer, tmp_path: Path) -> None:
-    bad = train(replace(exploding(ran, tmp_path), nan_steps=9), 1)
-    assert bad.failed and not (tmp_path / "trained.json").exists()
-    assert [row["loss"] for row in bad.rows[1:]] == ["nan"] * 3
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
-
-
-def test_weights_that_overflow_are_not_saved(ran: Trainer, tmp_path: Path) -> None:
-    bad = train(exploding(ran, tmp_path, learning_rate=1e39), 1)
-    assert bad.failed and not list(tmp_path.glob("checkpoint-*"))
-    assert "weights contain NaN or Inf and are not saved" in bad.log

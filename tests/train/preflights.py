@@ -1,0 +1,24 @@
+"""Machines that are not here, and how the problems of a preflight are told apart."""
+
+from __future__ import annotations
+
+from reshard.doctor.environment import Environment, Gpu
+from reshard.errors import GIB, Problem
+
+NOWHERE = Environment({}, [], None, {})
+"""A machine without GPUs."""
+
+
+def gpus(count: int, gib: int = 80, capability: float = 9.0, **variables: str) -> Environment:
+    """A machine with GPUs that are not here."""
+    return Environment({}, [Gpu("H100", capability, gib * GIB)] * count, "570", variables)
+
+
+def messages(problems: list[Problem]) -> list[str]:
+    return [problem.message for problem in problems]
+
+
+def the(message: str, problems: list[Problem]) -> Problem:
+    found = [problem for problem in problems if message in problem.message]
+    assert len(found) == 1, messages(problems)
+    return found[0]

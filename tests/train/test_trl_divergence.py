@@ -1,0 +1,54 @@
+"""Real runs of TRL whose loss is NaN: they stop, name the step and its records, and keep the last good checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reshard.train.run import Run
+from tests.train.trl_plans import run_of
+from tests.train.trl_runs import train
+
+Exploding = Callable[..., Run]
+
+
+@pytest.fixture
+def exploding(tiny: Callable[..., Path], data: dict[str, Path], tmp_path: Path) -> Exploding:
+    """A run whose first step is so large that the loss of the second is NaN."""
+    told = {"learning_rate": 1e30, "lr_scheduler_type": "constant", "save_steps": 1, "save_total_limit": 1}
+
+    def get(**options: Any) -> Run:
+        run = run_of("one", "sft", tiny(), data["sft"], tmp_path, False, 1, {**told, **options})
+        return replace(run, eval_data=data["sft-eval"])
+
+    return get
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_loss_that_is_nan_stops_the_run_and_keeps_the_last_good_checkpoint(
+    ranks: int, exploding: Exploding, tmp_path: Path
+) -> None:
+    bad = train(exploding(per_device_train_batch_size=4 // ranks, logging_steps=4), ranks)
+    assert bad.failed and not (tmp_path / "trained.json").exists()
+    assert "training diverged" in bad.log and "step 2: gradient norm nan, learning rate 1e+30" in bad.log
+    assert "rank 0: loss nan, records 'user What is" in bad.log
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_a_run_that_is_allowed_more_nan_steps_ends_without_saving_them(
+    exploding: Exploding, tmp_path: Path
+) -> None:
+    bad = train(replace(exploding(), nan_steps=9), 1)
+    assert bad.failed and not (tmp_path / "trained.json").exists()
+    assert [row["loss"] for row in bad.rows[1:]] == ["nan"] * 3
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_weights_that_overflow_are_not_saved(exploding: Exploding, tmp_path: Path) -> None:
+    bad = train(exploding(learning_rate=1e39), 1)
+    assert bad.failed and not list(tmp_path.glob("checkpoint-*"))
+    assert "weights contain NaN or Inf and are not saved" in bad.log
