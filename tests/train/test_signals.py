@@ -193,11 +193,12 @@ def test_workers_of_a_loader_outlive_a_signal_to_all_processes() -> None:
 
 
 BEGINNING = """
-import os, signal, subprocess
+import multiprocessing, os, signal, subprocess, sys
 import torch
 from torch.utils.data import DataLoader
 from reshard.train import signals
 
+multiprocessing.set_start_method("forkserver")
 os.setpgid(0, 0)
 gate, opened = os.pipe()
 
@@ -208,7 +209,8 @@ def wait():
 with signals.listening(None):
     signals.hold()
     os.register_at_fork(after_in_child=wait)
-    batches = iter(signals.with_steady_workers(DataLoader(torch.arange(20), num_workers=2)))
+    loader = DataLoader(torch.arange(20), num_workers=2, multiprocessing_context=sys.argv[1] or None)
+    batches = iter(signals.with_steady_workers(loader))
     for name in ("TERM", "INT", "USR1"):
         subprocess.run(["bash", "-c", f"kill -{name} -{os.getpgid(0)}"])
     os.close(opened)
@@ -216,6 +218,8 @@ with signals.listening(None):
 """
 
 
-def test_workers_that_have_just_begun_outlive_it_too() -> None:
-    done = subprocess.run([sys.executable, "-c", BEGINNING], capture_output=True, text=True, timeout=120)
+@pytest.mark.parametrize("context", ["", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_workers_that_have_just_begun_outlive_it_too(context: str) -> None:
+    words = [sys.executable, "-c", BEGINNING, context]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["20", str(int(signal.SIGTERM))], done.stderr

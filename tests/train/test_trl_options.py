@@ -167,6 +167,7 @@ def test_a_value_of_another_type_is_refused(name: str, value: Any) -> None:
         ("model_init_kwargs", {"dtype": "bfloat16"}, "--dtype"),
         ("load_in_4bit", True, "--lora"),
         ("eval_strategy", "steps", "leave it out"),
+        ("dataloader_multiprocessing_context", "forkserver", "leave it out"),
         ("lora_r", 8, "--lora"),
     ],
 )

@@ -14,11 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import get_context
-from multiprocessing.context import BaseContext
+from multiprocessing.context import BaseContext, ForkContext, ForkProcess, SpawnContext, SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -175,29 +173,40 @@ def with_steady_workers(loader: Any) -> Any:
     inner = getattr(loader, "base_dataloader", loader)  # accelerate's asks another one, which has the workers
     if inner.num_workers:
         inner.worker_init_fn = partial(_be_steady, inner.worker_init_fn)
-        inner.multiprocessing_context = _steady(inner.multiprocessing_context or get_context())
+        chosen = inner.multiprocessing_context
+        inner.multiprocessing_context = WAYS[chosen.get_start_method() if chosen else "fork"]()
     return loader
 
 
-def _steady(context: BaseContext) -> BaseContext:
-    """The same context, whose processes begin with the signals of `ENDING` blocked, where they are forked.
+class _Begun:
+    """A process that begins with the signals of `ENDING` blocked: one would end it until it can say otherwise."""
 
-    Until a worker can say what it does with a signal, there is a time in which the signal would end it.
-    """
-    if context.get_start_method() != "fork":
-        return context
-    steady, plain = copy(context), context.Process
+    def start(self) -> None:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+        try:
+            super().start()  # type: ignore[misc]
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    class Steady(plain):  # type: ignore[misc, valid-type]
-        def start(self) -> None:
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-            try:
-                super().start()
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    steady.Process = Steady  # type: ignore[misc]
-    return steady
+class _Forked(_Begun, ForkProcess):
+    pass
+
+
+class _Spawned(_Begun, SpawnProcess):
+    pass
+
+
+class _Fork(ForkContext):
+    Process = _Forked
+
+
+class _Spawn(SpawnContext):
+    Process = _Spawned
+
+
+WAYS: dict[str, type[BaseContext]] = {"fork": _Fork, "spawn": _Spawn}
+"""How workers are started. A forkserver, Python's default from 3.14, ends with SIGTERM, and they with it."""
 
 
 def _be_steady(before: Callable[[int], Any] | None, number: int) -> None:

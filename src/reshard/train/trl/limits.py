@@ -8,6 +8,7 @@ from typing import Any
 
 from reshard.errors import Problem
 from reshard.suggest import did_you_mean
+from reshard.train import signals
 
 POSITIVE = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "logging_steps"),
@@ -35,6 +36,7 @@ def wrong_values(typed: Mapping[str, Any], said: Mapping[str, Any]) -> Iterator[
                 found=str(said.get(name, value)),
                 remedy="correct the value",
             )
+    yield from _workers(typed.get("dataloader_multiprocessing_context"))
     yield from _attention(typed.get("attn_implementation"))
     yield from _trackers(typed.get("report_to"))
 
@@ -52,6 +54,19 @@ def _wrong_number(name: str, value: Any, typed: Mapping[str, Any]) -> str | None
     if name == "num_train_epochs" and value <= 0 and typed.get("max_steps", -1) <= 0:
         return "more than 0, or --max_steps"
     return None
+
+
+def _workers(context: Any) -> Iterator[Problem]:
+    """How the workers that read data are started: so that they outlive a signal to all processes."""
+    if context is not None and context not in signals.WAYS:
+        yield Problem(
+            "data-workers-unsteady",
+            "data workers would not outlive a signal to all processes",
+            rule="they end with the server that forks them, and the step that a signal should save fails",
+            expected=" or ".join(signals.WAYS),
+            found=f"--dataloader_multiprocessing_context {context}",
+            remedy="leave it out",
+        )
 
 
 def _attention(chosen: Any) -> Iterator[Problem]:
