@@ -1,1 +1,1 @@
-"""The folder at the end of a run: made, and checked."""
+"""Making and checking the final folder of a run."""

@@ -1,4 +1,4 @@
-"""What is checked of a folder before it is called the result of a run. Nothing is assumed because reshard wrote it."""
+"""Checks that the final folder of a run has to pass, though reshard itself wrote it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at: what was found, and what is wrong with it."""
+    """The result of one check: what was found, and its problems."""
 
     name: str
     found: str
@@ -33,7 +33,7 @@ class Check:
 
     @property
     def right(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there are no problems."""
         return not self.problems
 
     def as_dict(self) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class Check:
 
 
 def checked(name: str, look: Callable[[], str]) -> Check:
-    """The check that `look` makes: it says what it found, or raises ReshardError; or the system refuses."""
+    """The result of `look`, which returns what it found, or raises ReshardError or OSError."""
     try:
         return Check(name, look())
     except ReshardError as error:
@@ -64,7 +64,7 @@ def checked(name: str, look: Callable[[], str]) -> Check:
 
 
 def of_model(folder: Path, run: Run, *, of: str = "") -> Iterator[Check]:
-    """What has to hold for a folder with a model. `of` tells it from another one in the same table."""
+    """The checks of a folder with a model. `of` is a prefix of their names."""
     yield checked(f"{of}loads strictly", lambda: _loads(folder, run))
     yield checked(f"{of}config", lambda: _config(folder))
     yield checked(f"{of}tied head", lambda: _head(folder))
@@ -73,7 +73,7 @@ def of_model(folder: Path, run: Run, *, of: str = "") -> Iterator[Check]:
 
 
 def of_adapter(folder: Path, run: Run) -> Iterator[Check]:
-    """What has to hold for a folder with an adapter."""
+    """The checks of a folder with an adapter."""
     yield checked("adapter fits its base", lambda: _fits(folder, run))
     yield checked("adapter config", lambda: _adapter_config(folder, run))
     yield from _texts(folder, run, "")
@@ -85,9 +85,9 @@ def _texts(folder: Path, run: Run, of: str) -> Iterator[Check]:
 
 
 def _loads(folder: Path, run: Run) -> str:
-    """By transformers where it is installed, and always by reshard: every tensor there, none left over.
+    """Check strictly that all tensors are there and no others: with reshard, and with transformers if installed.
 
-    A model's own code is not run here, though the run may have trusted it.
+    The model's own code is not executed here, even if the run trusted it.
     """
     checkpoint = open_checkpoint(folder)
     count = len(resolve_if_declared(checkpoint).checkpoint.tensors)
@@ -104,7 +104,7 @@ def _loads(folder: Path, run: Run) -> str:
 
 
 def _config(folder: Path) -> str:
-    """True to the weights, and with the keys that older readers look for."""
+    """Check that the config agrees with the weights, and has the keys that older readers expect."""
     config = read_object(folder / CONFIG)
     checkpoint = open_checkpoint(folder)
     model = resolve_if_declared(checkpoint).model
@@ -129,7 +129,7 @@ def _config(folder: Path) -> str:
 
 
 def _main_dtype(checkpoint: Checkpoint) -> str:
-    """The dtype of most elements."""
+    """The dtype with the most bytes."""
     counted: dict[str, int] = {}
     for tensor in checkpoint.tensors.values():
         counted[tensor.dtype.name] = counted.get(tensor.dtype.name, 0) + tensor.nbytes
@@ -153,7 +153,7 @@ def _head(folder: Path) -> str:
 
 
 def _tokenizer(folder: Path, run: Run) -> str:
-    """The vocabulary of the base, whole, with the same ids; more tokens may have been added."""
+    """Check that every token of the base has the same id here. Added tokens are allowed."""
     ours, theirs = _vocabulary(folder, run), _vocabulary(run.model, run)
     changed = [token for token, number in theirs.items() if ours.get(token) != number]
     rows, highest = _rows(folder), max(ours.values(), default=0)
@@ -190,7 +190,7 @@ def _tokenizer(folder: Path, run: Run) -> str:
 
 
 def _rows(folder: Path) -> int | None:
-    """Rows of the embedding, as the config says; None for an adapter, whose base it may enlarge."""
+    """Rows of the embedding according to the config; None for an adapter, which may add rows to its base."""
     if (folder / ADAPTER_CONFIG).is_file():
         return None
     config = read_object(folder / CONFIG)
@@ -204,10 +204,10 @@ def _vocabulary(folder: Path, run: Run) -> dict[str, int]:
 
 
 def _loaded_tokenizer(folder: Path, run: Run) -> Any:
-    """The tokenizer as transformers loads it. Raises ReshardError where it does not."""
+    """The tokenizer as transformers loads it. Raises ReshardError if transformers cannot load it."""
     from transformers import AutoTokenizer
 
-    if not find_companions(folder).has_tokenizer:  # transformers 5 would make one of a single token
+    if not find_companions(folder).has_tokenizer:  # transformers 5 would make a tokenizer of a single token
         raise ReshardError(
             "final-tokenizer-missing",
             "there is no tokenizer",
@@ -246,7 +246,7 @@ def _template(folder: Path, run: Run) -> str:
 
 
 def _generation(folder: Path) -> str:
-    """It loads, and its tokens are in the vocabulary."""
+    """Check that it loads, and that its token ids are in the vocabulary."""
     from transformers import GenerationConfig
 
     if not (folder / "generation_config.json").is_file():
@@ -278,7 +278,7 @@ def _generation(folder: Path) -> str:
 
 
 def _fits(folder: Path, run: Run) -> str:
-    """Every lora_A and lora_B whole, with the shapes that its linear layer asks for."""
+    """Check that every lora_A and lora_B is complete and has the shape that its linear layer needs."""
     adapter = adapters.find(open_checkpoint(folder))
     base = open_checkpoint(run.model).tensors
     problems = [

@@ -1,4 +1,4 @@
-"""The dtype of the final folder: that of the base, though weights are trained in float32 where nothing else is said."""
+"""The dtype of the final folder: that of the base, although weights are trained in float32 by default."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ HALVES = ({"bfloat16"}, {"float16"})
 
 
 def final_dtype(run: Run) -> str | None:
-    """What the trained weights are rounded to in `final`; None if they stay as they were trained.
+    """The dtype to which `final` rounds the trained weights; None to keep them as they were trained.
 
-    They do where an option says in which dtype to train, where that is the base's, and where the base has several. An
-    adapter stays as well.
+    They are kept if an option sets the dtype of training, if they are in the dtype of the base, or if the base has
+    several dtypes. An adapter is kept too.
     """
     engine = engine_of(run)
     if run.lora or run.options.keys() & set(engine.dtypes) or engine.precision(run).weights != 4:
         return None
     try:
         found = {tensor.dtype.name for tensor in open_checkpoint(run.model).tensors.values()}
-    except ReshardError:  # it has gone since the run began
+    except ReshardError:  # the base was removed after the run began
         return None
     return found.pop() if found in HALVES else None

@@ -1,7 +1,7 @@
-"""The end of a run: the folder that loads, made of the last checkpoint and checked before it gets its name.
+"""The end of a run: convert the last checkpoint to a folder that loads, and check it before it gets its name.
 
-`OUT/final` is a Hugging Face folder, or with LoRA the adapter as PEFT has it; `OUT/merged` is the base with the adapter
-in it. Both are made by `reshard.convert`, under another name until every check has passed.
+`OUT/final` is a Hugging Face folder, or a PEFT adapter if the run uses LoRA; `OUT/merged` is the base with the adapter
+merged. Both are written by `reshard.convert` and keep a temporary name until every check has passed.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from reshard.train.worker import TRAINED
 
 FINAL, MERGED = "final", "merged"
 UNCHECKED = ".unchecked"
-"""What stands behind the name of a folder until it was checked."""
+"""Suffix of the name of a folder that has not been checked yet."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """What a run has left. `final` and `merged` have their names only if all `checks` are right."""
+    """The output of a run. `final` and `merged` have their final names only if all `checks` passed."""
 
     final: Path
     merged: Path | None
@@ -47,12 +47,12 @@ class Finished:
 
     @property
     def whole(self) -> bool:
-        """Whether every check is right."""
+        """Whether every check passed."""
         return all(check.right for check in self.checks)
 
     @property
     def problems(self) -> list[Problem]:
-        """What is wrong."""
+        """The problems of all checks."""
         return [problem for check in self.checks for problem in check.problems]
 
     def as_dict(self) -> dict[str, Any]:
@@ -66,10 +66,10 @@ class Finished:
 
 
 def finish(run: Run, *, on_bytes: OnBytes = lambda count: None) -> Finished:
-    """Make the final folder of a run that has trained, and check it.
+    """Make and check the final folder of a run that has finished training.
 
-    Where a check fails, the folders keep the names that end in `.unchecked`, and everything else stays as it was.
-    Raises ReshardError if the run has not left a checkpoint to begin with.
+    If a check fails, the folders keep the suffix `.unchecked`, and nothing else changes. Raises ReshardError if the run
+    has left no checkpoint.
     """
     trained = read_trained(run)
     final, merged = run.output / FINAL, run.output / MERGED if run.lora and run.merge else None
@@ -86,7 +86,7 @@ def finish(run: Run, *, on_bytes: OnBytes = lambda count: None) -> Finished:
     named = (final, merged) if whole else (drafts[final], drafts[merged] if merged else None)
     finished = Finished(*named, tuple(checks))
     outcome = "done" if whole else "failed"
-    with suppress(OSError):  # a full disk is what the checks tell of
+    with suppress(OSError):  # on a full disk, the checks report the problem
         append(run.output, {"event": "end", "outcome": outcome, **_told(finished)})
         conclude(run.output, outcome)
         report.write(run.output)
@@ -94,7 +94,7 @@ def finish(run: Run, *, on_bytes: OnBytes = lambda count: None) -> Finished:
 
 
 def _told(finished: Finished) -> dict[str, Any]:
-    """The checks, and what is wrong, for `metrics.jsonl`."""
+    """The checks and their problems, for `metrics.jsonl`."""
     told: dict[str, Any] = {"checks": [[check.name, check.found, check.right] for check in finished.checks]}
     if finished.problems:
         told["failure"] = refusal(finished.problems) | {"who": "the final folder did not pass its checks"}
@@ -102,7 +102,7 @@ def _told(finished: Finished) -> dict[str, Any]:
 
 
 def read_trained(run: Run) -> Trained:
-    """What the run has left when its last step was done. Raises ReshardError if it was not done."""
+    """What the run recorded after its last step. Raises ReshardError if training did not finish."""
     path = run.output / TRAINED
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -118,7 +118,7 @@ def read_trained(run: Run) -> Trained:
 
 
 def _final(run: Run, trained: Trained, draft: Path, on_bytes: OnBytes) -> Iterator[Check]:
-    """Make the final folder and look at it; nothing is looked at where it could not be made."""
+    """Make and check the final folder; if it cannot be made, nothing is checked."""
     made = checked("converted", lambda: _made(trained.checkpoint, draft, on_bytes))
     yield made
     if not made.right:
@@ -146,7 +146,7 @@ def _nonfinite(name: str, folder: Path) -> Problem:
 
 
 def _bits(run: Run, trained: Trained, folder: Path) -> str:
-    """What lies in the folder is what lay in memory after the last step, by the digests that the ranks have taken."""
+    """Check that the folder stores what was in memory after the last step, by the digests that the ranks took."""
     problems = engine_of(run).check(run, trained, folder)
     if not trained.digests:
         problems.append(
@@ -163,7 +163,7 @@ def _bits(run: Run, trained: Trained, folder: Path) -> str:
 
 
 def _merged(final: Path, draft: Path, run: Run, on_bytes: OnBytes) -> Iterator[Check]:
-    """The merged model, made of the final adapter."""
+    """Make the merged model from the final adapter, and check it."""
     made = checked("merged: converted", lambda: _made(final, draft, on_bytes, merge=True))
     yield made
     if made.right:
@@ -173,10 +173,10 @@ def _merged(final: Path, draft: Path, run: Run, on_bytes: OnBytes) -> Iterator[C
 def export(
     checkpoint: Path, destination: Path, *, merge: bool = False, dtype: str | None = None, **how: Any
 ) -> Conversion:
-    """Convert a checkpoint of a run, told everything by the record in it: to a Hugging Face folder, or to PEFT's.
+    """Convert a checkpoint of a run to a Hugging Face folder or a PEFT adapter, by the record stored in it.
 
-    `dtype` is that of the base where nothing else is said. `merge` puts the adapter of a LoRA run into its base; `how`
-    are fields of `conversion.How`. Raises ReshardError if there is no record.
+    `dtype` is that of the base by default. `merge` merges the adapter of a LoRA run into its base; `how` are fields of
+    `conversion.How`. Raises ReshardError if there is no record.
     """
     run = Run.of_dict(read_record(checkpoint / RECORD))
     run = replace(run, model=here(run.model))
@@ -199,7 +199,7 @@ def export(
 
 
 def _base(run: Run, checkpoint: Path) -> Path | None:
-    """The base, where it is needed: for an adapter; and for a model whose checkpoint has lost config or tokenizer."""
+    """The base, if it is needed: for an adapter, or for a checkpoint without config or tokenizer."""
     if run.lora:
         return run.model
     beside = find_companions(open_checkpoint(checkpoint).root)
@@ -207,7 +207,7 @@ def _base(run: Run, checkpoint: Path) -> Path | None:
 
 
 def _beside(run: Run, checkpoint: Path, *, merge: bool) -> dict[str, Path]:
-    """The record goes beside the weights; beside an adapter the config of its base too, which PEFT does not need."""
+    """Files to write next to the weights: the record, and for an adapter also the base's config, which PEFT ignores."""
     files = {RECORD: checkpoint / RECORD}
     if run.lora and not merge and (config := find_companions(checkpoint, run.model).files.get(CONFIG)):
         files[CONFIG] = config

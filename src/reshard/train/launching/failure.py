@@ -1,4 +1,4 @@
-"""Why a run ended: the rank that failed first, its traceback, what the doctor knows of it, and how to go on."""
+"""Why a run failed: the rank that failed first, its traceback, the doctor's diagnosis, and how to continue."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ from reshard.train.show.monitor import last_checkpoint
 from reshard.train.worker import PROBLEMS
 
 FRAMES = 6
-"""Frames of a traceback that are shown, from its end."""
+"""Frames of a traceback that are shown, counted from its end."""
 LAST_LINES = 8
-"""Lines of the log that are shown where no rank has left a traceback."""
+"""Lines of the log that are shown if no rank left a traceback."""
 CLAIM = ".failed"
-"""Under a foreign launcher, the file by which the first rank that fails keeps the others from telling the same."""
+"""Under a foreign launcher, the first rank that fails makes this file, so that the others do not report it again."""
 GRACE = 2.0
-"""Seconds that a rank which lost another one waits for that one to tell why."""
+"""Seconds that a rank waits for another rank to report the failure by which this one ended."""
 LABELS = {"en": ("error", "why", "cure"), "zh": ("错误", "原因", "解法")}
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What is told of a failure: who failed first, with which lines, and what the doctor says, the cause first."""
+    """A failure: the rank that failed first, lines to show, and the doctor's findings, the cause first."""
 
     who: str
     shown: tuple[str, ...]
     findings: tuple[Finding, ...]
 
     def as_dict(self, language: str = "en") -> dict[str, Any]:
-        """For `metrics.jsonl`: of the findings the first."""
+        """For `metrics.jsonl`, with the first finding only."""
         told = [_row(each, language) for each in self.findings[:1]]
         return {"who": f"{self.who} failed first", "shown": list(self.shown), "problems": told}
 
@@ -64,14 +64,14 @@ def _row(finding: Finding, language: str) -> dict[str, Any]:
         "code": finding.code,
         "certainty": finding.certainty,
         "title": told["title"],
-        "cause": told["cause"] if finding.code != UNKNOWN else "",  # else it is the traceback
+        "cause": told["cause"] if finding.code != UNKNOWN else "",  # if unknown, it is the traceback
         "cure": told["cure"],
         "places": [f"{place}  {place.text}" for place in finding.places if place.target.endswith(".py")],
     }
 
 
 def refusal(problems: Sequence[Problem]) -> dict[str, Any]:
-    """The same of what ranks refuse to go on with."""
+    """The same for problems because of which ranks refuse to continue."""
     told = []
     for problem in problems:
         about = [str(value) for value in (problem.rule, problem.tensor, problem.file) if value]
@@ -89,12 +89,12 @@ def refusal(problems: Sequence[Problem]) -> dict[str, Any]:
 
 
 def interruption(how: str) -> dict[str, Any]:
-    """The same of a signal."""
+    """The same for a signal."""
     return {"who": how, "shown": [], "problems": []}
 
 
 def read_failure(log: Path, run: Run) -> Failure:
-    """The failure that the log of all ranks of a run shows."""
+    """The failure in the log of all ranks of a run."""
     with log.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(size - LARGEST, 0))
@@ -103,7 +103,7 @@ def read_failure(log: Path, run: Run) -> Failure:
 
 
 def failure_in(name: str, content: str, run: Run) -> Failure:
-    """The failure that a text shows; `name` is what the text is called."""
+    """The failure in a text called `name`."""
     log = read_log(name, content)
     root = first_failure(log)
     findings = tuple(_explained(diagnose_text(name, content, Usage({"reshard"})), run))
@@ -117,11 +117,11 @@ def failure_in(name: str, content: str, run: Run) -> Failure:
 
 
 _EXIT = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+) ")
-"""How torchrun's summary names a rank that failed (torch.distributed.elastic.multiprocessing.errors)."""
+"""A failed rank in torchrun's summary (torch.distributed.elastic.multiprocessing.errors)."""
 
 
 def _silent(content: str, log: Log) -> tuple[str, int] | None:
-    """The rank that ended without a traceback, and its exit code: by a signal first. SIGTERM is torchrun's own."""
+    """The rank that ended without a traceback, and its exit code; signals first. torchrun itself sends SIGTERM."""
     own = (-signal.SIGTERM, 128 + signal.SIGTERM)
     ended = {rank: int(code) for rank, code in _EXIT.findall(content) if int(code) not in own}
     spoke = {each.stream.split("/")[-1] for each in log.tracebacks}
@@ -130,7 +130,7 @@ def _silent(content: str, log: Log) -> tuple[str, int] | None:
 
 
 def _last_words(log: Log, rank: str, code: int) -> Iterator[str]:
-    """How a rank ended that left no traceback, and what it printed last."""
+    """How a rank without a traceback ended, and its last lines."""
     own = [line for line in log.lines if line.stream.split("/")[-1] == rank]
     yield from _last(own)
     yield (
@@ -145,11 +145,11 @@ def _last(lines: list[Line]) -> list[str]:
 
 
 _NOISE = re.compile(r"\d%\|.*\|.*\[|\w+Warning: |^\s*warnings\.warn\(")
-"""Bars of progress, and warnings."""
+"""Progress bars and warnings."""
 
 
 def signal_name(number: int) -> str:
-    """SIGKILL for 9, with what it usually means."""
+    """The name of a signal, as SIGKILL for 9, and what it usually means."""
     try:
         name = signal.Signals(number).name
     except ValueError:
@@ -159,7 +159,7 @@ def signal_name(number: int) -> str:
 
 
 def _explained(findings: list[Finding], run: Run) -> list[Finding]:
-    """What the log shows, together with what this machine and the reward's script break of it, and nothing else."""
+    """The findings in the log, combined with related ones about this machine and the reward scripts."""
     shown = {finding.code for finding in findings}
     scripts = [named(each).file for each in run.reward]
     of_script = [found for script in scripts if script.is_file() for found in diagnose_script(str(script))]
@@ -170,7 +170,7 @@ def _explained(findings: list[Finding], run: Run) -> list[Finding]:
 _LAUNCHER = re.compile(
     r"^<frozen|distributed/(?:elastic/|run\.py|c10d_logger\.py)|reshard/train/(?:worker|launch)\.py| <module>$"
 )
-"""Frames that are on the way to every failure."""
+"""Frames that occur in every traceback."""
 
 
 def _who(root: Traceback) -> str:
@@ -179,14 +179,14 @@ def _who(root: Traceback) -> str:
 
 
 def _short(root: Traceback) -> Iterator[str]:
-    """The last frames, without where packages are installed, and the exception."""
+    """The last frames, without the path of site-packages, and the exception."""
     for frame in [frame for frame in root.frames if not _LAUNCHER.search(frame)][-FRAMES:]:
         yield "  " + re.sub(r"^.*/(?:site|dist)-packages/", "", frame)
     yield f"{root.exception}: {root.message}" if root.message else root.exception
 
 
 def print_failure(run: Run, log: Path, console: Console, language: str = "en") -> Failure:
-    """Tell why the ranks of a run have failed, from their log; the cause and its cure stand last."""
+    """Print why the ranks of a run failed, from their log; the cause and its cure come last."""
     failure = read_failure(log, run)
     _print(run, failure, console, language, f"all that the ranks printed: {log}")
     return failure
@@ -195,9 +195,9 @@ def print_failure(run: Run, log: Path, console: Console, language: str = "en") -
 def print_exception(
     run: Run, place: Place, error: Exception, console: Console, language: str = "en"
 ) -> Failure | None:
-    """Tell why this rank has failed, under a foreign launcher: one line if it only lost another one.
+    """Print why this rank failed, under a foreign launcher; one line if it only lost another rank.
 
-    The failure, if this rank is the first to tell.
+    Returns the failure if this rank is the first to report it, else None.
     """
     words = "".join(traceback.format_exception(error))
     failure = failure_in("this rank", words, run)
@@ -212,7 +212,7 @@ def print_exception(
 
 
 def _another_tells(run: Run) -> bool:
-    """Whether another rank, of whose end this one died, has claimed to tell it."""
+    """Whether the rank whose end made this one fail has reported the failure."""
     deadline = time.monotonic() + GRACE
     while time.monotonic() < deadline:
         if any((run.output / name).exists() for name in (CLAIM, PROBLEMS)):
@@ -245,23 +245,23 @@ def _print(
         console.print(f"[bold red]{error}:[/] [bold]{title}[/] ({finding.code}, {finding.certainty})")
         for shown in (shown for shown in finding.places if shown.target.endswith(".py")):
             console.print(f"  {escape(str(shown))}  {escape(shown.text)}")
-        if finding.code != UNKNOWN:  # its cause is the traceback above
+        if finding.code != UNKNOWN:  # the cause of an unknown failure is the traceback above
             console.print(f"[bold]{why}[/] {escape_lines(finding.rule.of(language))}")
         console.print(f"[bold]{cure}[/] {escape_lines(finding.remedy.of(language))}")
 
 
 FULL = 1 << 20
-"""Bytes on a disk that are too few for any checkpoint."""
+"""Free bytes below which no checkpoint fits on a disk."""
 
 
 def _print_full(run: Run, console: Console) -> None:
-    """A full disk keeps ranks from telling why they fail."""
+    """Print that the disk is full: ranks then cannot record why they fail."""
     if shutil.disk_usage(run.output).free < FULL:
         console.print(f"[bold]the disk is full:[/] {escape(str(run.output))}; free space before you continue")
 
 
 def print_killed(run: Run, log: Path, number: int, console: Console) -> dict[str, Any]:
-    """Say that torchrun was ended from outside, and all ranks with it: none of them has failed."""
+    """Print that torchrun was killed from outside, and all ranks with it; no rank failed."""
     who = f"torchrun was killed by {signal_name(number)}"
     console.print(f"\n[bold red]{escape(who)}[/]: all ranks have ended")
     console.print(f"all that the ranks printed: {escape(str(log))}")
@@ -270,13 +270,13 @@ def print_killed(run: Run, log: Path, number: int, console: Console) -> dict[str
 
 
 def print_interruption(run: Run, console: Console, how: str, place: Place | None = None) -> None:
-    """Say how a signal has ended a run, and what is left of it."""
+    """Print which signal ended a run, and how to continue it."""
     console.print(f"\n[bold yellow]{escape(how)}[/]")
     print_way_on(run, console, place)
 
 
 def print_way_on(run: Run, console: Console, place: Place | None) -> None:
-    """Which checkpoint is whole, and the command that continues from it, by the launcher that has given the place."""
+    """Print the last complete checkpoint, and the command that continues from it with the launcher of `place`."""
     if run.ranks.node_rank > 0:
         return
     checkpoint = last_checkpoint(run.output)

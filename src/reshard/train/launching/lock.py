@@ -1,4 +1,4 @@
-"""One run at a time writes into an output."""
+"""A lock that keeps other runs from writing to the same output."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ LOCK = ".lock"
 
 @contextmanager
 def held(run: Run) -> Iterator[None]:
-    """Hold the output of a run while it goes. Raises ReshardError if another run does.
+    """Hold the lock of a run's output. Raises ReshardError if another run holds it.
 
-    The lock ends with the process that holds it, however that ends. Where a file system has no locks, none is held.
+    The system releases the lock when its process ends, however it ends. Without file locks, none is held.
     """
     path = run.output / LOCK
     run.output.mkdir(parents=True, exist_ok=True)
@@ -32,5 +32,5 @@ def held(run: Run) -> Iterator[None]:
                 remedy="wait for it, or end it; or name another folder with -o",
             ) from None
         except OSError:
-            pass  # whatever is written next says why
+            pass  # the next write to the output fails with the cause
         yield

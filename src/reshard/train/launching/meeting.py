@@ -1,7 +1,7 @@
-"""Where the other nodes of a run wait for the first one: it looks before the run, and tells them if it refuses.
+"""How the other nodes of a run wait for node 0, which checks the run first and tells them if it refuses.
 
-They connect to the address where the ranks will meet. As long as the first node looks, nobody listens there; then it is
-torch's store, which says nothing before it is asked, or the refusal.
+They connect to the rendezvous address. While node 0 checks, nothing listens there; then either torch's store does,
+which sends nothing unasked, or a server that sends the refusal.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from reshard.errors import Problem, ReshardError
 
 REFUSAL = b"reshard refuses: "
 LONGEST = 1000
-"""Bytes of a refusal."""
+"""Maximum length of a refusal in bytes."""
 SILENCE = 1.0
-"""Seconds after which who says nothing is torch's store."""
+"""Seconds of silence after which a listener is taken for torch's store."""
 LINGER = 20.0
-"""Seconds that a refusal can be heard."""
+"""Seconds that node 0 offers a refusal."""
 PATIENCE = 1800.0
-"""Seconds that node 0 may look: it reads all data."""
+"""Seconds that node 0 may take for its checks: it reads all data."""
 
 
 def refuse(port: int, others: int, problems: Sequence[Problem]) -> None:
-    """Tell so many other nodes that the run is refused. Those that come later than `LINGER` do not hear it."""
+    """Send the refusal to `others` nodes. Nodes that connect after `LINGER` do not receive it."""
     message = REFUSAL + "; ".join(problem.message for problem in problems).encode()[:LONGEST] + b"\n"
     deadline = time.monotonic() + LINGER
     with suppress(OSError), socket.create_server(("", port), reuse_port=False) as server:
@@ -37,13 +37,13 @@ def refuse(port: int, others: int, problems: Sequence[Problem]) -> None:
 
 
 def wait(address: str, port: int) -> None:
-    """Wait until the ranks can meet. Raises ReshardError where node 0 refuses, or is not heard of."""
+    """Wait until the ranks can meet. Raises ReshardError if node 0 refuses or does not answer."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         try:
             with socket.create_connection((address, port), SILENCE) as connection:
                 said = _said(connection)
-        except OSError:  # nobody listens yet
+        except OSError:  # nothing listens yet
             time.sleep(SILENCE / 2)
             continue
         if said.startswith(REFUSAL):

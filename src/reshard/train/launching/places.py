@@ -1,6 +1,6 @@
-"""Launchers that have started this process as one rank of many: torchrun, Slurm, MPI, `accelerate launch`.
+"""Launchers that may have started this process as one of several ranks: torchrun, Slurm, MPI, `accelerate launch`.
 
-reshard takes such a place instead of starting ranks below it. What each launcher tells its processes:
+reshard then uses this rank instead of starting ranks itself. What each launcher sets:
 
 - torchrun, `accelerate launch` and DeepSpeed: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT
 - srun: SLURM_STEP_ID, SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_NODELIST (man srun, "OUTPUT
@@ -26,18 +26,18 @@ STALE = (
     *(*RANK, "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
 )
-"""What an earlier launch may have left in the environment, and what would be believed."""
+"""Variables that an earlier launch may have left in the environment, and that torch would use."""
 FOREIGN = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
 """Prefixes of settings by which another launcher would change the plan that was checked."""
 LAST_STEP = 4294967290
-"""From here on SLURM_STEP_ID stands for what is no step of tasks: interactive shells, batch scripts (slurm.h)."""
+"""SLURM_STEP_ID from here on means no step of tasks, but interactive shells and batch scripts (slurm.h)."""
 PORTS = (20000, 10000)
-"""Where ports begin that are derived from the number of a job, and how many there are: below ephemeral ones."""
+"""First port of those derived from a job's number, and their count; they are below the ephemeral ports."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """One rank among those that a launcher has started, and where rank 0 listens."""
+    """One rank that a launcher started, and the address of rank 0."""
 
     launcher: str
     rank: int
@@ -48,7 +48,7 @@ class Place:
     local_world_size: int | None = None
 
     def environment(self) -> dict[str, str]:
-        """The variables by which torch finds this rank's place."""
+        """The variables from which torch reads this rank."""
         told = {
             "RANK": self.rank,
             "WORLD_SIZE": self.world_size,
@@ -61,9 +61,9 @@ class Place:
 
 
 def place_of(run: Run, environment: Environment | None = None) -> Place | None:
-    """The place that a launcher has given this process, or None if reshard has to start the ranks itself.
+    """The rank that a launcher has given this process, or None if reshard has to start the ranks itself.
 
-    Raises ReshardError where the launcher has started other processes than were asked for, or something is half set.
+    Raises ReshardError if the launcher started another number of processes than requested, or if variables are missing.
     """
     given = os.environ if environment is None else environment
     found = _torchrun(given) or _slurm(run, given) or _mpi(given) or _accelerate(given)
@@ -74,14 +74,14 @@ def place_of(run: Run, environment: Environment | None = None) -> Place | None:
 
 
 def forget(environment: MutableMapping[str, str]) -> None:
-    """Take out what other launches have left, so that ranks believe only what they are told now."""
+    """Remove variables of other launches, so that ranks use only those of this one."""
     for name in list(environment):
         if name in STALE or name.startswith(FOREIGN):
             del environment[name]
 
 
 def _torchrun(given: Environment) -> Place | None:
-    """One rank alone, that no torchrun has started, is what a script left behind."""
+    """A single rank that torchrun did not start is ignored: a script has left the variables behind."""
     if not all(given.get(name) for name in RANK):
         return None
     rank, world_size, local_rank = (int(given[name]) for name in RANK[:3])
@@ -100,7 +100,7 @@ def _torchrun(given: Environment) -> Place | None:
 
 
 def _slurm(run: Run, given: Environment) -> Place | None:
-    """A task of `srun`. One task alone, or one on each node with --nnodes, starts its ranks by torchrun."""
+    """A task of `srun`. A single task, or one on each node with --nnodes, starts its ranks by torchrun instead."""
     step, rank = _number(given, "SLURM_STEP_ID"), _number(given, "SLURM_PROCID")
     tasks = _number(given, "SLURM_STEP_NUM_TASKS") or _number(given, "SLURM_NTASKS") or 1
     if step is None or step >= LAST_STEP or rank is None or tasks == 1 or run.ranks.nnodes > 1:
@@ -132,7 +132,7 @@ _MPI = (
 
 
 def _mpi(given: Environment) -> Place | None:
-    """A process of `mpirun`. On one node the ranks meet at a port that follows from the process that started them."""
+    """A process of `mpirun`. On one node, the ranks meet at a port derived from their parent process."""
     for names in _MPI:
         rank, world_size, local_rank, local_size = (_number(given, name) for name in names)
         if rank is None or world_size is None or world_size == 1:
@@ -159,7 +159,7 @@ def _mpi(given: Environment) -> Place | None:
 
 
 def _accelerate(given: Environment) -> Place | None:
-    """`accelerate launch` with one process, which starts the script and tells it nothing of ranks."""
+    """`accelerate launch` with one process, for which it sets no ranks."""
     if "ACCELERATE_MIXED_PRECISION" not in given:
         return None
     return Place("accelerate launch", 0, 1, 0, "127.0.0.1", port_of(os.getpid()), 1)
@@ -179,7 +179,7 @@ def _disagreement(run: Run, place: Place) -> Problem | None:
 
 
 def _half_launched(run: Run, given: Environment) -> Problem | None:
-    """Nodes that were given, and of which this process would use one."""
+    """A problem if nodes were allocated of which this process would use only one."""
     if run.ranks.nnodes > 1:
         return None
     world_size = _number(given, "WORLD_SIZE") or 1
@@ -205,7 +205,7 @@ def _half_launched(run: Run, given: Environment) -> Problem | None:
 
 
 def first_host(nodes: str) -> str:
-    """The first name of a list as Slurm writes it: `gpu07` of "gpu[07-09,12],cpu1"."""
+    """The first host of a Slurm node list: `gpu07` of "gpu[07-09,12],cpu1"."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodes)
     if not match:
         return "127.0.0.1"
@@ -213,13 +213,13 @@ def first_host(nodes: str) -> str:
 
 
 def _repeated(counts: str) -> Iterator[int]:
-    """Tasks of each node, of "4(x2),2"."""
+    """Tasks of each node, from "4(x2),2"."""
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
         yield from [int(count)] * int(times or 1)
 
 
 def port_of(number: int) -> int:
-    """A port that follows from the number of a job or a process, so that all ranks come to the same."""
+    """A port derived from the number of a job or a process, so that all ranks use the same one."""
     return PORTS[0] + number % PORTS[1]
 
 

@@ -1,4 +1,4 @@
-"""The record of a run, and how the same run is asked for again."""
+"""The record of a run, and the command that starts the same run again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FLAGS = ("nproc", "nnodes", "rendezvous")
 
 
 def versions(run: Run) -> dict[str, str]:
-    """The versions that a run depends on."""
+    """Versions of the packages that a run depends on."""
     found = {"reshard": __version__, "python": platform.python_version()}
     for package in engine_of(run).packages:
         with suppress(PackageNotFoundError):
@@ -30,7 +30,7 @@ def versions(run: Run) -> dict[str, str]:
 
 
 def record_of(run: Run, more: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of `run.json`. It is the same on all nodes, so that they may write it to one place."""
+    """The content of `run.json`. It is the same on all nodes, so they may all write it to the same file."""
     told = replace(run, ranks=replace(run.ranks, node_rank=0)).as_dict()
     digest = {} if "data_digest" in more else {"data_digest": data.digest_of(run.data)}
     if run.eval_data:
@@ -40,7 +40,7 @@ def record_of(run: Run, more: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def words_of(run: Run, *, resume: bool = False) -> list[str]:
-    """The command by which a run is asked for: the inverse of `request.run_of`."""
+    """The command that starts a run: the inverse of `request.run_of`."""
     words = ["reshard", "train", run.method, "--model", url_of(run.model)]
     words += [word for each in run.data.words for word in ("--data", each)]
     words += [
@@ -73,7 +73,7 @@ def words_of(run: Run, *, resume: bool = False) -> list[str]:
 
 
 def _typed(name: str, value: Any) -> list[str]:
-    """An option of the engine as it is typed."""
+    """An option of the engine on the command line."""
     if value is True:
         return [f"--{name}"]
     if isinstance(value, (list, tuple)):

@@ -1,7 +1,7 @@
-"""A run as a job of Slurm, submitted by submitit: one task on each node, each of which starts its ranks by torchrun.
+"""A run as a Slurm job, submitted by submitit: one task per node, which starts its ranks by torchrun.
 
-Before the job's time is over, or where it has to give way to another, Slurm sends SIGUSR1: the ranks finish and save
-their step, the job is put into the queue again, and continues from there.
+Before the job's time limit, or when it is preempted, Slurm sends SIGUSR1: the ranks finish their step and save, and the
+job is requeued and continues from there.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from reshard.transfer.executors import nodes_of, parameters_of, settings_error, 
 
 SIGNAL = signal.SIGUSR1
 PREEMPT = "SUBMITIT_PREEMPT_SIGNAL"
-"""The variable by which submitit learns which signal that is, without SIG."""
+"""The variable from which submitit reads that signal, without SIG."""
 NOTICE = 300
-"""Seconds before the end of a job's time at which it is signalled, unless `signal_delay_s` says otherwise."""
+"""Seconds before a job's time limit at which it receives the signal, unless `signal_delay_s` is set."""
 TIMEOUTS = 1_000_000
-"""How often submitit may put a job into the queue again: as often as it takes."""
+"""How often submitit may requeue a job: practically without limit."""
 
 
 @dataclass(frozen=True)
 class Submission:
-    """What a run asks of Slurm. `cluster` is where submitit sends it: "slurm", or "local" for this machine."""
+    """Slurm settings of a run. `cluster` is where submitit sends it: "slurm", or "local" for this machine."""
 
     cluster: str
     parameters: Mapping[str, Any]
 
     @property
     def notice(self) -> int:
-        """Seconds between the signal and the end of the job's time."""
+        """Seconds between the signal and the job's time limit."""
         return int(self.parameters["slurm_signal_delay_s"])
 
 
 @dataclass(frozen=True)
 class Submitted:
-    """A job in the queue. `log` is what its first task prints."""
+    """A submitted job. `log` is the output of its first task."""
 
     number: str
     log: Path
@@ -60,7 +60,7 @@ class Submitted:
 
 
 def submission_of(run: Run, settings: str) -> tuple[Run, Submission]:
-    """What `--slurm NAME=VALUE,…` asks for, and the run with its nodes and processes. Raises ReshardError."""
+    """The settings of `--slurm NAME=VALUE,…`, and the run with its nodes and processes. Raises ReshardError."""
     if not find_spec("submitit"):
         raise ReshardError(
             "slurm-package-not-installed",
@@ -111,8 +111,8 @@ def _agreed(name: str, asked: int, unsaid: int, given: int) -> None:
 
 
 def submit(run: Run, submission: Submission, *, overwrite: bool = False) -> Submitted:
-    """Put a run into the queue. Raises ReshardError where Slurm does not take it."""
-    os.environ[PREEMPT] = SIGNAL.name.removeprefix("SIG")  # of the job as well, which gets this environment
+    """Submit a run. Raises ReshardError if Slurm rejects it."""
+    os.environ[PREEMPT] = SIGNAL.name.removeprefix("SIG")  # the job inherits this environment
     folder = run.output / JOBS
     seconds = min(run.save_on_signal, max(submission.notice - 30, submission.notice // 2))
     job = Job(replace(run, save_on_signal=seconds), overwrite=overwrite)
@@ -120,7 +120,7 @@ def submit(run: Run, submission: Submission, *, overwrite: bool = False) -> Subm
     executor = submitit_executor(folder, submission.cluster, submission.parameters, **timeouts)
     try:
         submitted = executor.submit(job)
-    except Exception as error:  # of submitit, and of sbatch
+    except Exception as error:  # from submitit or sbatch
         raise ReshardError(
             "slurm-submission-failed",
             "Slurm did not take the job",
@@ -132,15 +132,15 @@ def submit(run: Run, submission: Submission, *, overwrite: bool = False) -> Subm
 
 @dataclass(frozen=True)
 class Job:
-    """What submitit calls on each node; anew, with `again`, each time that the job comes out of the queue."""
+    """The function that submitit calls on each node. `again` is set each time that the job is requeued."""
 
     run: Run
     overwrite: bool = False
     again: bool = False
 
     def __call__(self) -> None:
-        """Run `reshard train` on this node, and put the job into the queue again if a signal has ended it."""
-        requeue: Any = signal.getsignal(SIGNAL)  # submitit's own handler, which asks for `checkpoint`
+        """Run `reshard train` on this node, and requeue the job if a signal ended it."""
+        requeue: Any = signal.getsignal(SIGNAL)  # submitit's own handler, which calls `checkpoint`
         before = engine_of(self.run).checkpoints.last(self.run.output)
         heard: list[int] = []
         numbers = (SIGNAL, signal.SIGTERM, signal.SIGINT)
@@ -166,14 +166,14 @@ class Job:
             print("the time of the job is too short to save a step: raise time= in --slurm", flush=True)
             sys.exit(status)
         requeue(SIGNAL, None)
-        sys.exit(status)  # a further node: the first one has put the job into the queue
+        sys.exit(status)  # on other nodes: the first node has requeued the job
 
     def checkpoint(self) -> Any:
-        """What submitit puts into the queue."""
+        """The function that submitit requeues."""
         return _delayed(replace(self, again=True))
 
     def words(self, saved: bool) -> list[str]:
-        """The command of this node. After an interruption it continues from the last checkpoint, if one was `saved`."""
+        """The command of this node. After an interruption it continues from the last checkpoint if one was `saved`."""
         import submitit
 
         place = submitit.JobEnvironment()

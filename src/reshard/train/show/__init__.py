@@ -1,1 +1,1 @@
-"""What is seen of a run: metrics, the progress line, the report, trackers."""
+"""What users see of a run: metrics, progress line, report, trackers."""

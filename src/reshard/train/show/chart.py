@@ -1,8 +1,8 @@
-"""Lines over steps, laid out for a page: for one point as for a hundred thousand, for one run as for several.
+"""Line charts over steps for a page: of any number of points, and of one or several runs.
 
-Lines are SVG paths in a box of `SIZE` × `SIZE` that the page stretches to whatever width there is; numbers and marks
-are placed in percent of it, so that they keep their size. Each chart is laid out twice, on a linear and on a
-logarithmic scale, each with the points and with their means: the page switches between them without drawing.
+Lines are SVG paths in a box of `SIZE` × `SIZE` that the page stretches to its width; numbers and marks are placed in
+percent of it, so that they keep their size. Each chart is laid out on a linear and on a logarithmic scale, each with
+the points and with their means: the page switches between them without redrawing.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Point = tuple[int, float]
 
 SIZE = 1000
 COLUMNS = 400
-"""Across which points are thinned out: at most four of them in each."""
+"""Columns into which points are thinned out, at most four in each."""
 SMOOTH_FROM = 12
-"""Points from which on a line has means."""
+"""The least number of points for which a line has means."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """What one run measured, and `beside` it on evaluation data: few points, with a dot for each."""
+    """What one run measured, and `beside` it the evaluations: few points, with a dot for each."""
 
     points: Sequence[Point]
     beside: Sequence[Point] = ()
@@ -32,7 +32,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Line:
-    """A path of the run with an index. `kind` is points, means, or beside; `dots` are those that stand alone."""
+    """A path of the run with this index. `kind` is points, means, or beside; `dots` are isolated points."""
 
     run: int
     kind: str
@@ -42,7 +42,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Tick:
-    """A number at an axis, at so many percent from its beginning."""
+    """A number on an axis, and its position in percent."""
 
     at: float
     text: str
@@ -58,9 +58,9 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart. `logarithmic` is None where nothing that was measured is above 0.
+    """A chart. `logarithmic` is None if no value is above 0.
 
-    `broken` are the steps whose value is no number. `hover` is [step, percent from the left, value] for the points of
+    `broken` are the steps whose value is not finite. `hover` is [step, percent from the left, value] for the points of
     each run.
     """
 
@@ -73,7 +73,7 @@ class Chart:
 
 
 def chart(title: str, series: Sequence[Series], *, noisy: bool = True) -> Chart:
-    """The chart of a measured number of several runs. A `noisy` one has means."""
+    """The chart of one measured value of several runs. A `noisy` value also gets means."""
     every = [point for each in series for point in (*each.points, *each.beside)]
     across = Span.over([step for step, _ in every])
     values = [value for _, value in every if math.isfinite(value)]
@@ -102,14 +102,14 @@ def chart(title: str, series: Sequence[Series], *, noisy: bool = True) -> Chart:
 
 @dataclass(frozen=True)
 class Span:
-    """From values to parts of a linear axis."""
+    """A linear axis."""
 
     low: float
     high: float
 
     @staticmethod
     def over(values: Sequence[float], margin: float = 0.0) -> Span:
-        """One that contains all values. A single one has room on both sides; 0 stays the edge of positive ones."""
+        """A span of all values. A single value has room on both sides; 0 stays the edge of positive values."""
         low, high = (min(values), max(values)) if values else (0.0, 1.0)
         if high <= low:
             around = abs(low) / 2 or 1
@@ -118,16 +118,16 @@ class Span:
         return Span(0.0 if low >= 0 > low - more else low - more, high + more)
 
     def at(self, value: float) -> float:
-        """0 at the beginning, 1 at the end."""
+        """The position of a value on the axis, from 0 to 1."""
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self) -> list[float]:
-        """Round numbers on it."""
+        """Round numbers on the axis."""
         return ticks(self.low, self.high, 5)
 
 
 class LogSpan(Span):
-    """From positive values to parts of a logarithmic axis."""
+    """A logarithmic axis for positive values."""
 
     @staticmethod
     def over(values: Sequence[float], margin: float = 0.05) -> LogSpan:
@@ -139,7 +139,7 @@ class LogSpan(Span):
         return math.log(value / self.low) / math.log(self.high / self.low)
 
     def ticks(self) -> list[float]:
-        """Powers of ten; with 2 and 5 between them, or as on a linear axis, where there are few."""
+        """Powers of ten; if there are few, also 2 and 5 times these, or the ticks of a linear axis."""
         decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         for factors, least in (((1,), 3), ((1, 2, 5), 3)):
             found = [factor * 10.0**power for power in decades for factor in factors]
@@ -161,7 +161,7 @@ def _drawing(series: Sequence[Series], across: Span, up: Span, *, noisy: bool) -
 
 
 def _paths(points: Iterable[Point], across: Span, up: Span, *, every: bool) -> tuple[str, str]:
-    """The path of each run of numbers, and the dots: of numbers that stand alone, or of `every` one."""
+    """The path of each run of consecutive points, and the dots: isolated points, or `every` point."""
     lines, dots = [], []
     for run in _runs(points, up):
         places = [f"{SIZE * across.at(step):.1f} {SIZE * (1 - up.at(value)):.1f}" for step, value in run]
@@ -171,7 +171,7 @@ def _paths(points: Iterable[Point], across: Span, up: Span, *, every: bool) -> t
 
 
 def _runs(points: Iterable[Point], up: Span) -> Iterator[list[Point]]:
-    """Points that follow each other, up to one that is no number, or has no place on the axis."""
+    """Runs of consecutive points, split at values that are not finite or not on the axis."""
     run: list[Point] = []
     for point in points:
         if math.isfinite(point[1]) and (point[1] > 0 or not isinstance(up, LogSpan)):
@@ -184,7 +184,7 @@ def _runs(points: Iterable[Point], up: Span) -> Iterator[list[Point]]:
 
 
 def thinned(points: Sequence[Point], columns: int = COLUMNS) -> Iterator[Point]:
-    """At most four points for each column: the first, the least, the greatest and the last; all that are no numbers."""
+    """At most four points per column: first, minimum, maximum and last; and all values that are not finite."""
     if len(points) <= 4 * columns:
         yield from points
         return
@@ -208,21 +208,21 @@ def _extremes(points: Sequence[Point]) -> list[Point]:
 
 
 def means(points: Sequence[Point]) -> list[Point]:
-    """The mean over the last fiftieth of all points, and five at least, at each; what is no number is left out."""
+    """Moving average over a fiftieth of all points, but at least five; values that are not finite are left out."""
     finite = [point for point in points if math.isfinite(point[1])]
     window = max(len(finite) // 50, 5)
     total, result = 0.0, []
     for index, (step, value) in enumerate(finite):
         if index % window:
             total += value - (finite[index - window][1] if index >= window else 0.0)
-        else:  # added up anew, for what one enormous value took of the others' digits
+        else:  # summed anew, because one huge value costs the others their digits
             total = math.fsum(each for _, each in finite[max(index - window + 1, 0) : index + 1])
         result.append((step, total / min(index + 1, window)))
     return result
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
-    """Round numbers between two bounds, about so many."""
+    """About `count` round numbers between two bounds."""
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
@@ -232,12 +232,12 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def label(value: float) -> str:
-    """A number in four digits: 0.25, 1e-05, 12.3k."""
+    """A number with four digits: 0.25, 1e-05, 12.3k."""
     return short(value) if abs(value) >= 10_000 else f"{value:.4g}"
 
 
 def _apart(steps: Sequence[int], across: Span) -> Iterator[Tick]:
-    """Marks of steps that do not lie on each other."""
+    """Marks of steps that do not overlap."""
     before = -math.inf
     for step in steps:
         at = 100 * across.at(step)

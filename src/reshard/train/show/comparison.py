@@ -1,4 +1,4 @@
-"""`reshard report`: the page of one run drawn again, or of several over each other."""
+"""`reshard report`: draw the page of one run again, or of several runs in the same charts."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from reshard.train.show.monitor import METRICS
 from reshard.train.show.report import REPORT, Shown, page, shown_of
 
 SEVERAL = "runs.html"
-"""Where the page of several runs goes by default."""
+"""Default path of the page of several runs."""
 
 
 def draw(outputs: Sequence[Path], path: Path | None = None) -> tuple[Path, list[Shown]]:
-    """Draw the runs that have these outputs on one page; where it lies, and the runs.
+    """Draw the runs with these outputs on one page. Returns its path, and the runs.
 
-    Raises ReshardError if one is no run, or if something else lies where the page goes.
+    Raises ReshardError if an output is not that of a run, or if the path is taken by something else.
     """
     outputs = list(dict.fromkeys(outputs))
     where = path or (outputs[0] / REPORT if len(outputs) == 1 else Path(SEVERAL))

@@ -1,4 +1,4 @@
-"""The one line that shows how a run goes: redrawn on a terminal, printed now and then elsewhere."""
+"""The progress line of a run: redrawn on a terminal, otherwise printed every few seconds."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from reshard.train.methods import headline
 from reshard.train.show.monitor import History, Row, number
 
 PLAIN_EVERY = 5.0
-"""Seconds between the lines that a log gets."""
+"""Seconds between two lines in a log."""
 BAR, LEAST = 20, 5
-"""Columns of the bar, and with how many it is worth drawing."""
+"""Columns of the bar, and the fewest with which it is drawn."""
 
 
 class Display:
-    """A context in which a run is shown on `console`; nothing is, if it is `quiet`."""
+    """A context that shows a run on `console`, or nothing if it is `quiet`."""
 
     def __init__(self, console: Console, *, quiet: bool = False, waiting: str = "starting") -> None:
         self._console, self._quiet, self._waiting = console, quiet, waiting
@@ -43,7 +43,7 @@ class Display:
                 self._console.print(self._told, markup=False)
 
     def show(self, history: History) -> None:
-        """Bring the line up to date. Without a terminal, print one every few seconds, and for the last step."""
+        """Update the line. Without a terminal, print one every few seconds, and for the last step."""
         if self._redraws:
             self._told = words(history) if history.total else ""
             self._live.update(self._line(history))
@@ -56,7 +56,7 @@ class Display:
             self._console.print(words(history), markup=False)
 
     def say(self, text: str) -> None:
-        """Print a line of its own, above the one that is redrawn."""
+        """Print a separate line above the progress line."""
         if not self._quiet:
             self._console.print(text)
 
@@ -93,14 +93,14 @@ def words(history: History) -> str:
 
 
 def evaluated(row: Row, method: str | None = None) -> str:
-    """What is said of an evaluation: after step 12  reward 0.5000."""
+    """The text about an evaluation: after step 12  reward 0.5000."""
     measured = ((each.words, number(row, f"eval_{each.name}")) for each in headline(method))
     told = [f"{name} {value:.4f}" for name, value in measured if value is not None]
     return "  ".join([f"after step {row['step']}", *told])
 
 
 def short(value: float) -> str:
-    """A count in three or four digits: 512, 12.3k, 4.1M."""
+    """A count with three or four digits: 512, 12.3k, 4.1M."""
     for unit in ("", "k", "M"):
         if value < 1000:
             return f"{value:.0f}" if not unit else f"{value:.1f}{unit}"
@@ -109,7 +109,7 @@ def short(value: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """A span of time as h:mm:ss, with days where there are any."""
+    """A duration as h:mm:ss, preceded by days if there are any."""
     days, rest = divmod(round(seconds), 86400)
     text = f"{rest // 3600}:{rest // 60 % 60:02}:{rest % 60:02}"
     return f"{days}d {text}" if days else text

@@ -1,14 +1,14 @@
-"""How a run goes: what rank 0 reports, as a line of `metrics.jsonl` each, and what those lines tell.
+"""The progress of a run: rank 0 reports it as lines of `metrics.jsonl`, from which the history is read.
 
 A row has an `event` and its `time` (seconds since 1970):
 
-- `begin`: steps, done, method, and the names of what its headline shows
+- `begin`: steps, done, method, and the names of the headline's measures
 - `step`: step, loss, learning_rate, grad_norm, tokens, memory and whatever else was measured
 - `eval`: step, eval_loss, other eval_…, and the seconds that it took
-- `samples`: step, and of some answers prompt, completion and rewards
+- `samples`: step, and prompt, completion and rewards of some answers
 - `saved`: checkpoint; `note`: text; `stop`: signal, step, why
 - `end`: outcome; `failure`, if it failed or was interrupted; `checks` of the final folder; `resume`, the command that
-  goes on
+  continues it
 
 JSON has no NaN: such a number is a string, "nan" or "inf".
 """
@@ -36,15 +36,15 @@ WINDOW = 20
 """Steps over which speed is measured."""
 
 SAMPLES, LONGEST = 4, 2000
-"""Answers of one step that are kept, and characters of each text."""
+"""How many answers of a step are kept, and how many characters of each text."""
 
 Row = dict[str, Any]
 Sample = Mapping[str, Any]
-"""A `prompt` and its `completion`; beside them numbers, such as rewards by their names."""
+"""A `prompt`, its `completion`, and numbers such as rewards by their names."""
 
 
 class Metrics:
-    """Writes what rank 0 reports; other ranks say nothing. `listeners` are given each row as well."""
+    """Writes the rows of rank 0; other ranks write nothing. `listeners` receive each row as well."""
 
     def __init__(self, run: Run, rank: int, listeners: Iterable[Callable[[Row], None]] = ()) -> None:
         self._output = run.output if rank == 0 else None
@@ -52,35 +52,35 @@ class Metrics:
         self._listeners = list(listeners)
 
     def begin(self, steps: int, done: int = 0) -> None:
-        """Training starts after step `done`, and ends with step `steps`."""
+        """Record that training starts after step `done` and ends with step `steps`."""
         names = [measure.name for measure in headline(self._method)]
         self._write(
             {"event": "begin", "steps": steps, "done": done, "method": self._method, "headline": names}
         )
 
     def step(self, step: int, **metrics: float) -> None:
-        """What a step measured."""
+        """Record what a step measured."""
         self._write({"event": "step", "step": step, **metrics})
 
     def evaluated(self, step: int, **metrics: float) -> None:
-        """What an evaluation after a step measured."""
+        """Record what an evaluation after a step measured."""
         self._write({"event": "eval", "step": step, **metrics})
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """What the model answered in a step. Long texts are cut, and of many answers the first are taken."""
+        """Record answers of the model in a step: the first few, with long texts cut."""
         shown = [{name: _cut(value) for name, value in each.items()} for each in samples[:SAMPLES]]
         self._write({"event": "samples", "step": step, "samples": shown})
 
     def saved(self, checkpoint: Path) -> None:
-        """A checkpoint is complete on disk."""
+        """Record that a checkpoint is complete on disk."""
         self._write({"event": "saved", "checkpoint": str(checkpoint)})
 
     def stopped(self, stop: Stopped) -> None:
-        """A signal has ended the run after a step."""
+        """Record that a signal ended the run after a step."""
         self._write({"event": "stop", "signal": stop.number, "step": stop.step, "why": str(stop)})
 
     def note(self, text: str) -> None:
-        """What the user should know."""
+        """Record a note for the user."""
         self._write({"event": "note", "text": text})
 
     def _write(self, row: Row) -> None:
@@ -96,9 +96,9 @@ def monitor_of(run: Run, listeners: Iterable[Callable[[Row], None]] = ()) -> Met
 
 
 def append(output: Path, row: Row) -> Row:
-    """Add a row, with the time, to the metrics of the run in `output`; what was added.
+    """Add a row, with the time, to the metrics of the run in `output`. Returns the row.
 
-    Raises OSError where the disk is full; the file then ends with the row before.
+    Raises OSError if the disk is full; the file then ends with the row before.
     """
     written = {name: _plain(value) for name, value in {**row, "time": round(time.time(), 3)}.items()}
     line = (json.dumps(written, ensure_ascii=False, allow_nan=False) + "\n").encode()
@@ -106,7 +106,7 @@ def append(output: Path, row: Row) -> Row:
     with path.open("ab", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         try:
-            while line:  # a disk that fills takes a part first
+            while line:  # a disk that fills up takes only a part
                 line = line[file.write(line) :]
         except OSError as error:
             with suppress(OSError):
@@ -121,7 +121,7 @@ def _cut(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A value as strict JSON has it. Numbers of numpy and torch are numbers."""
+    """A value in strict JSON. Numbers of numpy and torch become plain numbers."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, Mapping):
@@ -133,14 +133,14 @@ def _plain(value: Any) -> Any:
 
 
 class Tail:
-    """The rows of a file that were added since the last look. A line that is not finished yet waits."""
+    """Rows added to a file since the last call. An incomplete last line is left for the next call."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
 
     def rows(self) -> Iterator[Row]:
-        """What is new. Lines that a killed process left broken are skipped."""
+        """The new rows. Incomplete lines of a killed process are skipped."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -160,29 +160,29 @@ class Tail:
 
 @dataclass
 class History:
-    """A run as its rows tell it. Steps that were run again after a resume stand there once, as they were last."""
+    """The history of a run, from its rows. A step that was repeated after a resume counts once, with its last row."""
 
     method: str | None = None
     total: int = 0
     done: int = 0
-    """The last step that is behind us."""
+    """The last completed step."""
     steps: dict[int, Row] = field(default_factory=dict)
     evaluations: dict[int, Row] = field(default_factory=dict)
-    """By the step after which they were."""
+    """Keyed by the step after which they ran."""
     saved: list[Path] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     samples: dict[int, list[Sample]] = field(default_factory=dict)
-    """By the step in which the model gave these answers."""
+    """Keyed by the step in which the model gave these answers."""
     end: Row = field(default_factory=dict)
-    """The row that says how the run ended; empty while it goes on."""
+    """The row about the end of the run; empty while it runs."""
     began: float | None = None
     last: float | None = None
     _begins: dict[int, float] = field(default_factory=dict)
-    """When an attempt began, by the step that was behind it."""
+    """When each attempt began, keyed by the last step completed before it."""
     _recent: deque[tuple[float, int, float | None]] = field(default_factory=lambda: deque(maxlen=WINDOW + 1))
 
     def add(self, row: Row) -> None:
-        """Take a row in."""
+        """Add a row."""
         event, when = row["event"], float(row.get("time", 0))
         self.last = when
         self.began = when if self.began is None else self.began
@@ -204,7 +204,7 @@ class History:
 
     @property
     def outcome(self) -> str | None:
-        """How the run ended; None while it goes on."""
+        """How the run ended; None while it runs."""
         return str(self.end["outcome"]) if self.end else None
 
     def _begin(self, row: Row, when: float) -> None:
@@ -224,24 +224,24 @@ class History:
         self._recent.append((when, self.done, number(row, "tokens")))
 
     def _evaluated(self, row: Row) -> None:
-        """An evaluation takes time in which nothing is trained: the steps before it count as if they were later."""
+        """Record an evaluation, and shift the times of earlier steps by its duration, in which nothing is trained."""
         self.evaluations[int(row["step"])] = row
         spent = number(row, "seconds") or 0.0
         for index, (when, *rest) in enumerate(self._recent):
             self._recent[index] = (when + spent, *rest)  # type: ignore[assignment]
 
     def latest(self, name: str) -> float | None:
-        """The last value that was measured under a name."""
+        """The value in the last completed step; None if it has none."""
         return number(self.steps[self.done], name) if self.done in self.steps else None
 
     def series(self, name: str) -> list[tuple[int, float]]:
-        """All values of a name, by step; of an evaluation where the name is one of its."""
+        """All values of this name, sorted by step; names that begin with eval_ are those of evaluations."""
         rows = self.evaluations if name.startswith("eval_") else self.steps
         found = ((step, number(row, name)) for step, row in sorted(rows.items()))
         return [(step, value) for step, value in found if value is not None]
 
     def measured(self) -> list[str]:
-        """The names of all that steps and evaluations measured, in the order in which they came."""
+        """The names of all values of steps and evaluations, in order of appearance."""
         names = dict.fromkeys(name for row in self.steps.values() for name in row)
         names |= dict.fromkeys(
             name.removeprefix("eval_") for row in self.evaluations.values() for name in row if "eval_" in name
@@ -249,7 +249,7 @@ class History:
         return [name for name in names if name not in ("event", "step", "time")]
 
     def speeds(self) -> list[tuple[int, float]]:
-        """Tokens per second of each step, over all ranks: since the row before it, without what evaluations took."""
+        """Tokens per second of each step, over all ranks: since the previous row, without the time of evaluations."""
         found: list[tuple[int, float]] = []
         before: float | None = None
         for step, row in sorted(self.steps.items()):
@@ -262,19 +262,19 @@ class History:
         return found
 
     def _evaluating(self, step: int) -> float:
-        """Seconds of an evaluation after a step; 0 where there was none."""
+        """Seconds of the evaluation after a step; 0 if there was none."""
         return number(self.evaluations.get(step, {}), "seconds") or 0.0
 
     @property
     def speed(self) -> float | None:
-        """Tokens per second, of all ranks, over the last steps."""
+        """Tokens per second of all ranks over the last steps."""
         seconds, tokens = self._spent(), [count for _, _, count in list(self._recent)[1:]]
         known = [count for count in tokens if count is not None]
         return sum(known) / seconds if seconds and known and len(known) == len(tokens) else None
 
     @property
     def left(self) -> float | None:
-        """Seconds until the last step, at the speed of the last steps."""
+        """Estimated seconds until the last step, at the speed of the last steps."""
         seconds = self._spent()
         if not seconds:
             return None
@@ -285,7 +285,7 @@ class History:
 
 
 def number(row: Mapping[str, Any], name: str) -> float | None:
-    """A measured value, NaN and infinities included; None if there is none."""
+    """A measured value, NaN and infinities included; None if it is absent or not a number."""
     value = row.get(name)
     try:
         return None if value is None else float(value)
@@ -294,7 +294,7 @@ def number(row: Mapping[str, Any], name: str) -> float | None:
 
 
 def history_of(output: Path) -> History:
-    """The history of the run in `output`, empty if nothing was reported yet."""
+    """The history of the run in `output`; empty if nothing was reported yet."""
     history = History()
     for row in Tail(output / METRICS).rows():
         history.add(row)
@@ -302,12 +302,12 @@ def history_of(output: Path) -> History:
 
 
 def begun(output: Path) -> bool:
-    """Whether the last attempt at the run in `output` has measured a step."""
+    """Whether the last attempt at the run in `output` completed a step."""
     events = [row["event"] for row in Tail(output / METRICS).rows()]
     since = max((at for at, event in enumerate(events) if event in ("begin", "end")), default=0)
     return "step" in events[since:]
 
 
 def last_checkpoint(output: Path) -> Path | None:
-    """The last checkpoint of the run in `output` that was reported to be complete, and is there."""
+    """The last complete checkpoint of the run in `output` that still exists."""
     return next((path for path in reversed(history_of(output).saved) if path.exists()), None)

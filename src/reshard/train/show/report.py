@@ -1,6 +1,6 @@
-"""`report.html`: a run, or several over each other, in one file that opens offline.
+"""`report.html`: one run, or several in the same charts, in one file that opens offline.
 
-The page of a run that goes on reloads itself. `page/` has its template, its style and its script.
+The page of a run that is not finished reloads itself. Its template, style and script are in `page/`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 REPORT = "report.html"
 RELOAD = 5
-"""Seconds after which the page of a run that goes on loads itself again."""
+"""Seconds after which the page of an unfinished run reloads itself."""
 STATES = {
     None: "running",
     "trained": "trained; the final folder is made",
@@ -41,17 +41,17 @@ STATES = {
 }
 GOING_ON = (None, "trained")
 PAIRS = ("learning_rate", "grad_norm", "speed", "memory")
-"""Drawn small, side by side."""
+"""Small charts, side by side."""
 SMOOTH = ("learning_rate", "memory")
-"""What does not jump from step to step: it has no means."""
+"""Values that hardly vary from step to step; they get no means."""
 UNDRAWN = ("tokens", "seconds")
 EARLIER = 3
-"""Earlier steps whose answers are shown."""
+"""How many earlier steps have their answers shown."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A run as the page shows it: its record (`run.json`) and its history, under a name."""
+    """A run as the page shows it: its name, record (`run.json`) and history."""
 
     name: str
     record: Mapping[str, Any]
@@ -59,68 +59,68 @@ class Shown:
 
     @property
     def method(self) -> str | None:
-        """What it is trained with."""
+        """The training method."""
         return self.history.method or self.record.get("method")
 
     @property
     def title(self) -> str:
-        """As sft · Qwen3-8B."""
+        """The title, such as sft · Qwen3-8B."""
         return f"{self.method or 'train'} · {Path(str(self.record.get('model', ''))).name}"
 
     @property
     def state(self) -> str:
-        """How it ended, in one word."""
+        """The state of the run in one word."""
         return self.history.outcome or "running"
 
     @property
     def words(self) -> str:
-        """The same for people."""
+        """The state in words for people."""
         return STATES.get(self.history.outcome, self.state)
 
     @property
     def plan(self) -> str | None:
-        """How the model is spread."""
+        """How the model is sharded."""
         plan = self.record.get("plan")
         return plan if isinstance(plan, str) else None
 
     @property
     def last(self) -> int:
-        """When something was last heard of it, in seconds since 1970."""
+        """The time of the last row, in seconds since 1970."""
         return int(self.history.last or 0)
 
     @property
     def when(self) -> str:
-        """The same as a date."""
+        """That time as a date."""
         return time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(self.last)) if self.history.last else ""
 
     @property
     def failure(self) -> Mapping[str, Any] | None:
-        """Why it failed, or was interrupted."""
+        """Why the run failed or was interrupted."""
         return self.history.end.get("failure")
 
     @property
     def resume(self) -> str | None:
-        """The command that goes on."""
+        """The command that continues the run."""
         return self.history.end.get("resume")
 
     @property
     def checks(self) -> list[tuple[str, str, bool]]:
-        """What was checked of the final folder: name, what was found, whether that is right."""
+        """The checks of the final folder: name, what was found, whether it passed."""
         return [(name, found, right) for name, found, right in self.history.end.get("checks", [])]
 
     @property
     def saved(self) -> list[tuple[str, str]]:
-        """Checkpoints, with where they lie."""
+        """Names and paths of the checkpoints."""
         return [(path.name, str(path)) for path in self.history.saved]
 
     @property
     def notes(self) -> list[tuple[str, str]]:
-        """What the engine noted."""
+        """Notes of the engine, numbered."""
         return [(str(number), note) for number, note in enumerate(self.history.notes, 1)]
 
     @property
     def samples(self) -> list[tuple[int, list[Sample]]]:
-        """What the model answered: the last step first, then some of the others, the first among them."""
+        """Answers of the model: the last step first, then some others, including the first."""
         steps = sorted(self.history.samples, reverse=True)
         earlier = steps[1:]
         every = max(len(earlier) // EARLIER, 1)
@@ -129,7 +129,7 @@ class Shown:
 
     @property
     def facts(self) -> dict[str, str]:
-        """The numbers that one looks for first."""
+        """The most important numbers."""
         history = self.history
         speed, memory, left = history.speed, history.latest("memory"), history.left
         measured = [(each.words, history.latest(each.name)) for each in headline(self.method)]
@@ -143,7 +143,7 @@ class Shown:
         }
 
     def series(self, name: str) -> Series:
-        """What it measured under a name, as it is drawn."""
+        """The values of a name for its chart."""
         if name == "speed":
             return Series(self.history.speeds())
         points: Sequence[Point] = self.history.series(name)
@@ -153,7 +153,7 @@ class Shown:
 
     @cached_property
     def configuration(self) -> list[tuple[str, list[tuple[str, str]]]]:
-        """What was asked for, as run.json has it: each nested part as a table."""
+        """The settings in run.json: the flat ones, and each nested part as a table."""
         nested = {name for name, value in self.record.items() if isinstance(value, Mapping)} - {*_INLINE}
         flat = [(name, _text(value)) for name, value in self.record.items() if name not in nested]
         tables = [
@@ -175,16 +175,16 @@ _TITLES = {
     "plan": "The plan",
 }
 _OWN = ("outcome", "output", "eval_data_digest")
-"""What differs between any two runs, or is said elsewhere."""
+"""Left out of the comparison: differs between any two runs, or is shown elsewhere."""
 
 
 def write(output: Path, history: History | None = None) -> Path:
-    """Write the report of the run in `output`, whole or not at all; where it lies."""
+    """Write the report of the run in `output` atomically. Returns its path."""
     return replace_page(output / REPORT, page([shown_of(output, history)]))
 
 
 def shown_of(output: Path, history: History | None = None) -> Shown:
-    """The run in `output`, by what it has left there."""
+    """The run in `output`, from its record and metrics."""
     record: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         record = json.loads((output / RECORD).read_text(encoding="utf-8"))
@@ -192,7 +192,7 @@ def shown_of(output: Path, history: History | None = None) -> Shown:
 
 
 def page(runs: Sequence[Shown]) -> str:
-    """The whole page."""
+    """The complete page."""
     large, small, other = _charts(runs)
     goes_on = any(run.history.outcome in GOING_ON for run in runs)
     return _template().render(
@@ -211,7 +211,7 @@ def page(runs: Sequence[Shown]) -> str:
 
 
 def _title(runs: Sequence[Shown]) -> str:
-    """As sft · Qwen3-8B, or 3 runs of it."""
+    """The title, such as sft · Qwen3-8B, or the number of runs with it."""
     titles = list(dict.fromkeys(run.title for run in runs))
     if len(runs) == 1:
         return titles[0]
@@ -235,7 +235,7 @@ def _number(value: Any) -> str:
 
 
 def _code(text: str) -> Markup:
-    """A text in which `code` stands between backticks."""
+    """Escaped text in which words between backticks become `code` elements."""
     from markupsafe import Markup, escape
 
     return Markup(re.sub(r"`([^`\n]+)`", r"<code>\1</code>", str(escape(text))))
@@ -243,13 +243,13 @@ def _code(text: str) -> Markup:
 
 @dataclass(frozen=True)
 class Drawn(Chart):
-    """A chart, and what its dots are."""
+    """A chart, and a text about its dots."""
 
     beside: str = ""
 
 
 def _charts(runs: Sequence[Shown]) -> tuple[list[Drawn], list[Drawn], list[Drawn]]:
-    """The headline, large; what says how fast and how steadily it trains, small; and all else."""
+    """Large charts for the headline, small ones for speed and stability, and all others."""
     heads = list(dict.fromkeys(each for run in runs for each in headline(run.method)))
     large = [*_drawn(heads, runs)]
     names = [name for name in (*PAIRS, LOSS.name) if name not in {each.name for each in heads}]
@@ -264,7 +264,7 @@ def _words(name: str) -> str:
 
 
 def _drawn(measures: Sequence[Measure], runs: Sequence[Shown]) -> Iterator[Drawn]:
-    """The charts of what was measured at all."""
+    """The charts of values that any run measured."""
     for measure in measures:
         series = [run.series(measure.name) for run in runs]
         if not any(each.points or each.beside for each in series):
@@ -274,7 +274,7 @@ def _drawn(measures: Sequence[Measure], runs: Sequence[Shown]) -> Iterator[Drawn
 
 
 def _beside(series: Sequence[Series]) -> str:
-    """What the dots are."""
+    """The text about the dots."""
     if len(series) > 1:
         return "on evaluation data" if any(each.beside for each in series) else ""
     if not series[0].beside:
@@ -284,7 +284,7 @@ def _beside(series: Sequence[Series]) -> str:
 
 
 def _differing(runs: Sequence[Shown]) -> Iterator[tuple[str, list[str]]]:
-    """What was asked for otherwise, by its name in run.json."""
+    """Settings that differ between runs, by their names in run.json."""
     flat = [dict(_flat(run.record)) for run in runs]
     for name in dict.fromkeys(name for each in flat for name in each):
         values = [each.get(name, "–") for each in flat]

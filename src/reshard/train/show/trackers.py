@@ -1,6 +1,6 @@
-"""TensorBoard and Weights & Biases, where `--report_to` asks for them.
+"""TensorBoard and Weights & Biases, if `--report_to` requests them.
 
-An engine that does not track by itself leaves it to rank 0, which does so from the rows of `metrics.jsonl`.
+If the engine does not track by itself, rank 0 does, from the rows of `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from reshard.train.run import Run
 from reshard.train.show.monitor import Row, number
 
 MODULES = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",)}
-"""What has to be importable for each: one of these."""
+"""The modules for each tracker, one of which must be importable."""
 MEASURED = ("step", "eval")
 """Events whose rows have numbers."""
 FOLDER = "tensorboard"
-"""Where in the output TensorBoard's events lie."""
+"""Folder of TensorBoard's events in the output."""
 
 
 def asked(run: Run) -> list[str]:
-    """The names that `report_to` gives."""
+    """The names in `report_to`."""
     value = run.options.get("report_to") or []
     return [
         word.strip() for word in (value.split(",") if isinstance(value, str) else map(str, value)) if word
@@ -31,7 +31,7 @@ def asked(run: Run) -> list[str]:
 
 
 def check(run: Run) -> None:
-    """Raise ReshardError where a tracker is asked for that is not installed, or that the engine cannot write to."""
+    """Raise ReshardError if a requested tracker is not installed, or if the engine cannot write to it."""
     names = [name for name in asked(run) if name != "none"]
     problems = [
         Problem(
@@ -63,7 +63,7 @@ def _is_here(module: str) -> bool:
 
 
 def listeners(run: Run) -> list[Callable[[Row], None]]:
-    """What takes the rows of a run to the trackers that are asked for; none where the engine does it by itself."""
+    """Functions that send rows to the requested trackers; none if the engine tracks by itself."""
     if engine_of(run).tracks:
         return []
     return [_LISTENERS[name](run) for name in asked(run) if name in _LISTENERS]
@@ -102,7 +102,7 @@ _LISTENERS: dict[str, Callable[[Run], Callable[[Row], None]]] = {
 
 
 def values(row: Row) -> dict[str, Any]:
-    """What a step or an evaluation measured, as numbers; empty for other rows."""
+    """The numbers that a step or an evaluation measured; empty for other rows."""
     if row["event"] not in MEASURED:
         return {}
     names = (name for name in row if name not in ("event", "step", "time", "seconds"))

@@ -1,4 +1,4 @@
-"""What follows a run while it goes: its history, the line on the console, and the report."""
+"""Shows a run while it goes: its history, the progress line, and the report."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from reshard.train.show.display import Display, evaluated
 from reshard.train.show.monitor import History, Row
 
 REFRESH = 5.0
-"""Seconds between two reports, at least; more where drawing one takes long."""
+"""Minimum seconds between two reports; more if drawing one takes long."""
 SHARE = 20
-"""A report takes at most this part of the time."""
+"""Drawing reports takes at most one part in this many of the time."""
 
 
 class Watch:
@@ -41,7 +41,7 @@ class Watch:
         self._display.__exit__(kind, error, trace)
 
     def add(self, row: Row) -> None:
-        """Take a row in, and show it."""
+        """Add a row, and show it."""
         self.history.add(row)
         self._new = True
         if not self._leads:
@@ -55,14 +55,14 @@ class Watch:
         self.look()
 
     def look(self) -> None:
-        """Bring the line up to date, and the report where it is due."""
+        """Update the progress line, and the report if it is due."""
         if not self._leads:
             self._display.show(History())
             return
         self._display.show(self.history)
         begin = time.monotonic()
         if self._new and begin >= self._due:
-            with suppress(OSError):  # a run does not end because its picture cannot be drawn
+            with suppress(OSError):  # a run does not end because its report cannot be written
                 report.write(self._run.output, self.history)
             self._new = False
             self._due = time.monotonic() + max(REFRESH, SHARE * (time.monotonic() - begin))
