@@ -1,4 +1,4 @@
-"""One module for each format. What a path holds is detected, never asked for."""
+"""One module for each format. The format of a path is always detected."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ FORMATS = Registry(
     ),
     names=lambda each: each.all_names,
 )
-"""By name, in the order in which they are looked for: a folder that could be two of them is the first."""
+"""Formats by name, in the order of detection: the first match wins."""
 
 
 def written() -> dict[str, Target]:
-    """What can be written, by the name of its format."""
+    """The targets that can be written, by format name."""
     return {each.name: each.target for each in FORMATS.values() if each.target}
 
 
 def writable(name: str) -> Format:
-    """The format to write that a name or one of its aliases stands for. Raises ReshardError if there is none."""
+    """The writable format with this name or alias. Raises ReshardError if there is none."""
     plain = name.lower().replace("_", "-")
     found = next((each for each in FORMATS.values() if plain in each.all_names), None)
     if found and found.target:
@@ -81,7 +81,7 @@ def writable(name: str) -> Format:
 
 
 def detect(path: Path) -> str | None:
-    """The format of what lies at `path`, or None."""
+    """The format of the checkpoint at `path`, or None."""
     return next((each.name for each in FORMATS.values() if _holds(path, each)), None)
 
 
@@ -102,11 +102,11 @@ def _holds(path: Path, format: Format) -> bool:
 def open_checkpoint(
     path: Path, iteration: Iteration | None = None, strip: tuple[str, ...] = ()
 ) -> Checkpoint:
-    """Open a checkpoint of any format. Raises ReshardError if there is none, or if it is damaged.
+    """Open a checkpoint of any format. Raises ReshardError if none is found, or if it is damaged.
 
-    Where `path` holds none itself, the folder below it is taken that engines are known to put it in. Where it has the
-    engine's own weights and Hugging Face's, as ms-swift leaves them, the engine's are taken: the others have a file to
-    name. `strip` lists marks of wrappers that are to be taken out of the names of tensors.
+    If `path` itself is not a checkpoint, the folder below it where engines are known to save is opened. If the folder
+    has both engine weights and Hugging Face weights, as ms-swift saves them, the engine weights are read: to read the
+    others, users pass their file. `strip` lists wrapper prefixes to remove from tensor names.
     """
     if not path.exists():
         raise not_found.nothing_there(path)
@@ -143,7 +143,7 @@ def open_checkpoint(
 
 
 def refuse_unfinished(path: Path) -> None:
-    """Raise ReshardError if a conversion to a store has not come to its end there, or in the folder above."""
+    """Raise ReshardError if `path`, or its parent, is an unfinished conversion to a store."""
     for folder in (path, path.parent):
         if (folder / MARKER).is_file():
             marker = parsed_marker(read_source(folder / MARKER))
@@ -158,7 +158,7 @@ def refuse_unfinished(path: Path) -> None:
 
 
 def _config_beside(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """The config of a checkpoint, where one can be read; what is wrong with it is told by who needs it."""
+    """The config of a checkpoint, if it is readable; its errors are reported by the code that needs it."""
     try:
         path = checkpoint.root / companions.CONFIG
         there = path.is_file() and belongs(path, checkpoint.root)
@@ -168,7 +168,7 @@ def _config_beside(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
 
 
 def _leave_links(checkpoint: Checkpoint) -> None:
-    """Note the companions that are links out of their folder, and follow no link to a folder of them."""
+    """Drop companion folders that are links, and add a note for each companion that links out of its folder."""
     linked = [folder for folder in checkpoint.beside if folder.is_symlink()]
     checkpoint.beside = tuple(folder for folder in checkpoint.beside if folder not in linked)
     checkpoint.notes += companions.told(linked)

@@ -1,4 +1,4 @@
-"""A checkpoint that has been opened: what it holds and where, without a byte of any tensor read."""
+"""An open checkpoint: what it contains and where, without reading tensor data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reshard.formats.quantization import Quantization
 
 
 class States(Mapping[str, Mapping[str, Tensor]]):
-    """Optimizer states by name, each looked up when it is asked for: they have thrice the chunks of the weights."""
+    """Optimizer states by name, each looked up on first use: they have three times the chunks of the weights."""
 
     def __init__(self, readers: Mapping[str, Callable[[], Mapping[str, Tensor]]]) -> None:
         self._readers = readers
@@ -34,15 +34,15 @@ class States(Mapping[str, Mapping[str, Tensor]]):
 
 
 Iteration = int | str
-"""The step of a training run, or "release": what Megatron-LM calls weights that no run of its own wrote."""
+"""The step of a training run, or "release": Megatron-LM's name for weights that it did not train itself."""
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What an optimizer of the Adam kind knows beside the states of its tensors.
+    """What an Adam-type optimizer stores in addition to the states of its tensors.
 
-    `step` counts its updates. `settings` are those of its first group of parameters under torch's names ("lr", "betas",
-    "eps", "weight_decay"). `native` is what the format keeps of it, for a target of the same format.
+    `step` counts its updates. `settings` are those of its first parameter group under torch's names ("lr", "betas",
+    "eps", "weight_decay"). `native` is the format's own record of it, for an output in the same format.
     """
 
     step: int | None = None
@@ -54,7 +54,7 @@ SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
 def settings_of(group: Any) -> dict[str, Any]:
-    """What a group of parameters says of Adam, as far as it is numbers: a schedule may have put tensors there."""
+    """The Adam settings of a parameter group that are plain numbers: a schedule may have put tensors there."""
     found = {key: group[key] for key in SETTINGS if isinstance(group, Mapping) and key in group}
     return {key: value for key, value in found.items() if _is_number(value, pairs=key == "betas")}
 
@@ -73,17 +73,17 @@ def _is_number(value: Any, *, pairs: bool) -> bool:
 class Checkpoint:
     """What a format's reader found.
 
-    `dialect` says whose names `tensors` have: "hf" or that of an engine (`Family.dialects`). `root` is the folder
-    where the config lies, `args` are Megatron-LM's arguments, `engine` is the one of Megatron's side whose names
-    these are, `config` is a config.json as far as another engine's own config tells it. `states` holds optimizer
-    states under the names of their tensors ("exp_avg", "exp_avg_sq", "fp32": the masters), which `--with-optimizer`
-    carries together with `optimizer`. `dropped` counts bytes of what is there and not model weights, by rule
-    ("random number states" …); the states count as "optimizer states", too. Of a merged model, `changes` are what
-    its config says otherwise than the one in `root`. `beside` are folders whose tokenizer goes before the one
-    there: that of an adapter, or of a Megatron-Bridge iteration. Where `flat` is true, a format keeps no shapes:
-    tensors of one axis stand for those of as many elements that the family declares, until `model.resolve` reshapes
-    them. `quantization` says which tensors are quantized weights; None if none are. Those in `spare` are left out if
-    the family does not have them and they are zeros.
+    `dialect` names the naming scheme of `tensors`: "hf" or an engine's (`Family.dialects`). `root` is the folder with
+    the config, `args` are Megatron-LM's arguments, `engine` is the Megatron-side engine that uses these names, `config`
+    is a config.json derived from another engine's own config, as far as that goes. `states` stores optimizer states by
+    kind ("exp_avg", "exp_avg_sq", "fp32": the masters) and tensor name; `--with-optimizer` converts them together with
+    `optimizer`. `dropped` counts the bytes that are not model weights, by rule ("random number states" …), including
+    "optimizer states". For a merged model, `changes` are the config values that differ from the config in `root`.
+    `beside` are folders whose tokenizer takes precedence over the one in `root`: that of an adapter, or of a
+    Megatron-Bridge iteration. If `flat` is true, the format stores no shapes: one-dimensional tensors represent tensors
+    of as many elements that the family declares, until `model.resolve` reshapes them. `quantization` says which tensors
+    are quantized weights; None if none are. Tensors in `spare` are left out if the family does not have them and they
+    are zeros.
     """
 
     path: Path
@@ -110,19 +110,19 @@ class Checkpoint:
     spare: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
-        """One line: the tensors of a large model would be megabytes of text."""
+        """One line: listing the tensors of a large model would take megabytes."""
         return f"<{type(self).__name__} {self.format} {str(self.path)!r}: {self.amount}>"
 
     @property
     def amount(self) -> str:
-        """How much it stores, for people."""
+        """How much it stores, as text."""
         tensors = len(self.tensors)
         named = "1 tensor" if tensors == 1 else f"{tensors:,} tensors"
         return f"{count(self.parameters)} parameters in {named}, {size(self.nbytes)}"
 
     @property
     def described_layout(self) -> str:
-        """Which layout is recorded, and which sizes are not; empty for names of the hub, which belong to no ranks."""
+        """The recorded layout, and which sizes are not recorded; empty for Hub names, which do not depend on ranks."""
         if self.dialect == "hf":
             return ""
         recorded, unrecorded = str(self.layout), self.layout.unrecorded
@@ -132,18 +132,18 @@ class Checkpoint:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """Where its companions are; where two have a file of one name, the first counts."""
+        """The folders with companions; if two have a file of the same name, the first folder's is used."""
         return (*self.beside, self.root)
 
     @property
     def parameters(self) -> int:
-        """The elements of all weights. Of quantized ones, neither packed items nor scales are counted."""
+        """The number of elements of all weights. For quantized ones, neither packed items nor scales are counted."""
         if self.quantization:
             return self.quantization.parameters(self.tensors)
         return sum(tensor.elements for tensor in self.tensors.values())
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape of the weight called `name`; None if there is none, or it is quantized and its shape not known."""
+        """The shape of the weight called `name`; None if it does not exist, or is quantized with an unknown shape."""
         weight = self.quantization.weights.get(name) if self.quantization else None
         if weight:
             return weight.shape(self.tensors[weight.values])
@@ -155,5 +155,5 @@ class Checkpoint:
 
     @property
     def dtypes(self) -> dict[str, int]:
-        """How many tensors there are of each dtype."""
+        """The number of tensors of each dtype."""
         return dict(Counter(tensor.dtype.name for tensor in self.tensors.values()))

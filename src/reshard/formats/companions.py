@@ -1,7 +1,7 @@
-"""Files that travel with weights: the config, the tokenizer, the chat template, code that the model needs.
+"""Files that accompany weights: the config, the tokenizer, the chat template, code that the model needs.
 
-A Hugging Face folder has them, and reshard lays them beside every checkpoint that it writes, so that each output is
-complete. They are copied as bytes; nothing in them is run, and none is a link to something outside of its folder.
+A Hugging Face folder has them, and reshard copies them next to every checkpoint that it writes, so that each output is
+complete. They are copied as bytes; no code in them is run, and links out of their folder are not followed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TOKENIZER = (
     "*.tiktoken",
 )
 QUANTIZATION = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-"""What AutoGPTQ, AutoAWQ and ModelOpt say of quantized weights outside of the config; TensorRT-LLM reads the last."""
+"""Quantization settings that AutoGPTQ, AutoAWQ and ModelOpt store outside the config; TensorRT-LLM reads the last."""
 
 BESIDES = (
     CONFIG,
@@ -49,17 +49,17 @@ BESIDES = (
     f"{TEMPLATES}/*.jinja",
     "*processor_config.json",  # preprocessor_config.json, processor_config.json, video_preprocessor_config.json
 )
-# Each alone, or these two together, is a whole vocabulary.
+# Each of these alone, or the two of BPE together, is a complete vocabulary.
 VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.txt", "*.model", "*.tiktoken")
 BPE = ("vocab.json", "merges.txt")
 
 
 @dataclass(frozen=True)
 class Companions:
-    """The companions of a checkpoint: `files` maps each name, relative to its folder, to the path it was found at.
+    """The companions of a checkpoint: `files` maps each name, relative to its folder, to the path where it was found.
 
-    `code` are the names of those that are Python. `left_out` are links that were not followed, `unparsed` the names of
-    JSON that was only looked through, as parsing it would take more memory than is allowed.
+    `code` are the names of Python files. `left_out` are links that were not followed, `unparsed` the names of JSON
+    files that were scanned but not parsed, because parsing would take more memory than is allowed.
     """
 
     files: Mapping[str, Path]
@@ -69,7 +69,7 @@ class Companions:
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know about what is copied, and what is not."""
+        """Notes for users on what is copied, and what is not."""
         code = [f"Python code is copied too, because auto_map names it: {', '.join(self.code)}"]
         large = [
             f"{name} is copied without parsing it, which would take {JSON_WEIGHT} times its size: "
@@ -80,20 +80,20 @@ class Companions:
 
     @property
     def config(self) -> dict[str, Any] | None:
-        """The parsed `config.json`, or None if there is none. Raises ReshardError if it is no object."""
+        """The parsed `config.json`, or None if there is none. Raises ReshardError if it is not a JSON object."""
         return read_object(self.files[CONFIG]) if CONFIG in self.files else None
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the text of the model can be read and written with what is here."""
+        """Whether these files contain a complete tokenizer."""
         return any(_matches(self.files, VOCABULARIES)) or all(name in self.files for name in BPE)
 
     @property
     def vocab_size(self) -> int | None:
-        """One more than the highest token id, added tokens included; None where only a SentencePiece model tells.
+        """One more than the highest token id, added tokens included; None if only a SentencePiece model records it.
 
-        The embedding has at least as many rows. It may have more: models are often trained with spare rows, and
-        then `vocab_size` in config.json is the true number.
+        The embedding has at least as many rows. It may have more: models are often trained with spare rows, and then
+        `vocab_size` in config.json is the true number.
         """
         path = self.files.get("tokenizer.json", self.files.get("vocab.json"))
         if path is None:
@@ -105,12 +105,12 @@ class Companions:
 
     @property
     def named_ids(self) -> int:
-        """One more than the highest token id that any file here names: a SentencePiece model may have more."""
+        """One more than the highest token id that any JSON file here names: a SentencePiece model may have more."""
         with understood(self.files.get(TOKENIZER_CONFIG, Path("added_tokens.json"))):
             return max(self.vocab_size or 0, max(self._added_ids(), default=-1) + 1)
 
     def _added_ids(self) -> list[int]:
-        """The ids of added tokens, which slow tokenizers keep in files of their own."""
+        """The ids of added tokens, which slow tokenizers keep in separate files."""
         ids: list[Any] = []
         if "added_tokens.json" in self.files:
             ids += read_object(self.files["added_tokens.json"]).values()
@@ -120,10 +120,10 @@ class Companions:
 
 
 def find_companions(*folders: str | Path) -> Companions:
-    """The companions in `folders`; where two folders have a file of one name, the first folder's counts.
+    """The companions in `folders`; if two folders have a file of the same name, the first folder's is used.
 
-    Python files are companions where an `auto_map` tells transformers to load them, together with what they import
-    from their folder. README, LICENSE and the like are not: they describe the folder that they lie in.
+    Python files are companions if an `auto_map` tells transformers to load them, together with what they import from
+    their folder. README, LICENSE and the like are not: they describe the folder that they are in.
     """
     files: dict[str, Path] = {}
     code: dict[str, None] = {}
@@ -143,7 +143,7 @@ def find_companions(*folders: str | Path) -> Companions:
 
 
 def links_out_of(folder: Path) -> list[str]:
-    """A note for each companion in `folder` that is a link to something else, which is not followed."""
+    """A note for each companion in `folder` that is a link out of the folder, which is not followed."""
     return told(path for path in _plain_of(folder) if path.is_file() and not belongs(path, folder))
 
 
@@ -153,7 +153,7 @@ def told(links: Iterable[Path]) -> list[str]:
 
 
 def check(companions: Companions) -> Companions:
-    """Raise ReshardError naming every companion that whoever loads it could not read; tell which were not parsed."""
+    """Raise ReshardError naming every companion that could not be loaded; return them with `unparsed` filled in."""
     files = sorted(companions.files.items())
     large = tuple(name for name, path in files if path.suffix == ".json" and _is_large(path.stat().st_size))
     problems = [problem for name, path in files for problem in _damage(path, is_parsed=name not in large)]
@@ -163,7 +163,7 @@ def check(companions: Companions) -> Companions:
 
 
 def _is_large(size: int) -> bool:
-    """Whether JSON is longer than what is parsed, or needs more memory than is allowed."""
+    """Whether a JSON file is too long to parse, or parsing it needs more memory than is allowed."""
     return size > JSON_MOST or not fits(size * JSON_WEIGHT)
 
 
@@ -200,22 +200,22 @@ def _look_through(path: Path) -> None:
 
 
 def output_file(name: str, file: Path) -> OutputFile:
-    """A companion that was checked, as it travels: as it is, but for what transformers 4 refuses in one.
+    """The output file of a checked companion: a copy, except for values that transformers 4 refuses.
 
-    Its bytes are read when they are written, however many they are.
+    Its bytes are read when they are written, whatever its size.
     """
     if name == TOKENIZER_CONFIG:
         config = read_object(file)
         portable = portable_tokenizer_config(config)
         if portable != config:
             return OutputFile.of_bytes(name, to_json(portable))
-    if file.suffix != ".json":  # which `check` has read
+    if file.suffix != ".json":  # `check` has already read the JSON files
         open_source(file).close()
     return OutputFile.copy_of(name, file)
 
 
 def portable_tokenizer_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The `tokenizer_config.json` that transformers 4 and 5 read alike.
+    """The `tokenizer_config.json` in a form that transformers 4 and 5 both read.
 
     transformers 5 calls the class of all fast tokenizers TokenizersBackend and lists special tokens as
     `extra_special_tokens`, where 4 knows PreTrainedTokenizerFast and `additional_special_tokens`; 5 reads both
@@ -231,21 +231,21 @@ def portable_tokenizer_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain_of(folder: Path) -> Iterator[Path]:
-    """Where companions may lie: they need not be there."""
+    """Paths of possible companions; they may not exist."""
     for pattern in (*BESIDES, *TOKENIZER):
-        # A glob takes a file that cannot be looked at for one that is not there.
+        # Fixed names are not globbed: a glob treats a file that it cannot access as missing.
         yield from sorted(folder.glob(pattern)) if "*" in pattern else [folder / pattern]
 
 
 _CLASS = re.compile(r"([^\W\d]\w*)\.\w+")
-"""A class as `auto_map` names it, in a file beside the config: those of another repository begin with its name."""
+"""A class that `auto_map` names, in a file next to the config: one of another repository begins with its name."""
 _IMPORT = re.compile(r"^[ \t]*(?:import[ \t]+\.(\w+)[ \t]*$|from[ \t]+\.(\w+)[ \t]+import\b)", re.MULTILINE)
-"""What `get_relative_imports` in dynamic_module_utils.py of transformers 5.23 looks for."""
+"""The imports that `get_relative_imports` in dynamic_module_utils.py of transformers 5.23 matches."""
 CODE_MOST = 4 << 20
 
 
 def _code_of(folder: Path) -> Iterator[Path]:
-    """The Python files that transformers loads for what lies in `folder`: those of `auto_map`, and their imports."""
+    """The Python files that transformers loads for the files in `folder`: those of `auto_map`, and their imports."""
     maps = [read_object(file).get("auto_map") for file in _code_configs(folder)]
     waiting = [module for auto_map in maps for module in _modules(auto_map)]
     seen: set[str] = set()
@@ -266,7 +266,7 @@ def _code_configs(folder: Path) -> list[Path]:
 
 
 def _modules(auto_map: Any) -> Iterator[str]:
-    """The modules that an `auto_map` names: a class for each task, or for tokenizers a slow and a fast one."""
+    """The modules that an `auto_map` names: one class per task, or for tokenizers a slow and a fast one."""
     for classes in auto_map.values() if isinstance(auto_map, Mapping) else ():
         for each in classes if isinstance(classes, list) else [classes]:
             if isinstance(each, str) and (match := _CLASS.fullmatch(each)):
@@ -287,7 +287,7 @@ def _matches(names: Iterable[str], patterns: Iterable[str]) -> Iterator[str]:
 
 
 def _vocab_size_of_tokenizer(tokenizer: Mapping[str, Any]) -> int | None:
-    """`tokenizer.json` keeps a mapping from token to id, or for Unigram models a list in the order of ids."""
+    """The vocabulary size: `tokenizer.json` has a mapping from token to id, or for Unigram a list in order of ids."""
     vocab = tokenizer.get("model", {}).get("vocab")
     if vocab is None:
         return None
@@ -296,7 +296,7 @@ def _vocab_size_of_tokenizer(tokenizer: Mapping[str, Any]) -> int | None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object that a file holds. Raises ReshardError if it holds none."""
+    """The JSON object in a file. Raises ReshardError if it does not contain one."""
     content: Any = read_source(path, JSON_MOST, JSON_WEIGHT)
     if content.startswith(_POINTER):
         raise _pointer(path)

@@ -1,4 +1,4 @@
-"""What in a folder is of the one checkpoint there, and what is somebody's own."""
+"""Tell the files of the one checkpoint in a folder from other files, which are the user's own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reshard.transfer.sources import noted
 
 RECORD = "reshard.json"
 FILES = "files"
-"""The key under which `reshard.json` names what was written with it, in a list or as the keys of an object."""
+"""The key under which `reshard.json` names the files written with it, as a list or as the keys of an object."""
 
 _BESIDE = (
     *("README.md", "LICENSE*", ".gitattributes", "*.index.json", "training_args.bin", "trainer_state.json"),
@@ -42,17 +42,17 @@ _BESIDE = (
     *("optim_world_size_*_rank_*.pt", "extra_state_world_size_*_rank_*.pt", "fsdp_config.json", "data.pt"),
     *("optimizer_tp*.pt", "optimizer_wp*.pt", "gating_*.pt", "context.pt", "sampler.pt", "schedulder.pt"),
 )
-"""What the hub and engines lay beside weights, and nobody writes by hand. `schedulder` is InternEvo's own spelling."""
+"""Files that the Hub and engines write next to weights, and nobody writes by hand. InternEvo spells `schedulder`."""
 
 _DOWNLOADED = PurePosixPath(".cache/huggingface")
-"""What the hub's client keeps of a download, in the folder that it was told to put it in."""
+"""Download records of the Hub's client, in the folder that it downloaded to."""
 
 
 def foreign_in(folder: Path) -> list[str]:
-    """All in `folder` that is no part of what reshard wrote there, or else of the one checkpoint there.
+    """All files in `folder` that reshard did not write there, or that are not part of the one checkpoint there.
 
-    Names are relative; that of a folder in which nothing else lies ends in "/". Where several iterations lie, all but
-    one are foreign, and where a checkpoint cannot be opened, everything is.
+    Names are relative; a folder that contains only such files is listed once, with "/" at the end. If there are several
+    iterations, all but one are foreign; if a checkpoint cannot be opened, everything is.
     """
     folder = folder.resolve()
     if isinstance(folder, StorePath):
@@ -74,7 +74,7 @@ def foreign_in(folder: Path) -> list[str]:
 
 
 def foreign_among(names: Iterable[str], folder: Path) -> list[str]:
-    """The same of a folder in a store, in which there are the files `names`."""
+    """The same for a folder in a store that contains the files `names`."""
     own, patterns = _own(folder)
     paths = map(PurePosixPath, names)
     return sorted(
@@ -85,14 +85,14 @@ def foreign_among(names: Iterable[str], folder: Path) -> list[str]:
 
 
 def _own(folder: Path) -> tuple[set[PurePosixPath], tuple[str, ...]]:
-    """What is of the checkpoint in a folder: paths, and patterns of names."""
+    """The files of the checkpoint in a folder: paths, and patterns of names."""
     listed = _listed(folder)
     own = _of_the_checkpoint(folder) if listed is None else listed
     return own, _BESIDE if listed is None and own else ()
 
 
 def _listed(folder: Path) -> set[PurePosixPath] | None:
-    """What reshard wrote to a folder; None if it did not, or in the days when it did not say."""
+    """The files that reshard wrote to a folder; None if it wrote none, or if an old version did not list them."""
     if not (folder / RECORD).is_file():
         return None
     try:
@@ -103,7 +103,7 @@ def _listed(folder: Path) -> set[PurePosixPath] | None:
 
 
 def _of_the_checkpoint(folder: Path) -> set[PurePosixPath]:
-    """The files of the one checkpoint in a folder, as far as they are read, and what travels with it."""
+    """The files that are read to open the one checkpoint in a folder, and its companions."""
     try:
         with noted() as sources:
             root = open_checkpoint(folder).root

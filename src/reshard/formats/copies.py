@@ -1,4 +1,4 @@
-"""Notice a rank's file that is a copy of another rank's: it loads everywhere, and yields a wrong model."""
+"""Detect a rank's file that is a copy of another rank's: it loads without an error, and yields a wrong model."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from reshard.errors import Problem
 from reshard.stores import open_file
 
 EDGE = 1 << 16
-"""Bytes compared at either end of two files: the last ones hold the checksums of a whole archive."""
+"""Bytes compared at both ends of two files: the last ones contain the checksums of a whole archive."""
 
 
 class CopyFinder:
-    """Compares files by the checksums that they record, so no tensor is read."""
+    """Compares files by their recorded checksums, without reading tensors."""
 
     def __init__(self) -> None:
         self._checksums: dict[str, list[int]] = defaultdict(list)
         self._places: dict[str, list[tuple[Hashable, ...]]] = defaultdict(list)
 
     def add(self, file: str, tensor: str, place: tuple[Hashable, ...], stored: StoredTensor) -> None:
-        """Note that `file` calls a shard `tensor`, and that by the layout it is the one at `place`.
+        """Note that `file` contains the shard `tensor`, which by the layout is at `place`.
 
-        Two files with the same shards at the same places are replicas. Vectors (norms, biases) may well be
-        equal, and are not counted.
+        Two files with the same shards at the same places are replicas. Vectors (norms, biases) may well be equal, and
+        are not counted.
         """
         if stored.storage.crc32 is not None and sum(size > 1 for size in stored.shape) > 1:
             self._checksums[file].append(stored.storage.crc32)
             self._places[file].append((tensor, *place))
 
     def problems(self) -> list[Problem]:
-        """Every file whose shards equal those of another file, and should be others.
+        """A problem for every file whose shards equal those of another file, although its places differ.
 
-        Names do not count: in a copy from another pipeline stage, the embedding may pass for the head.
+        Names do not count: in a copy from another pipeline stage, the embedding may appear as the head.
         """
         seen: dict[tuple[int, ...], str] = {}
         problems = []
@@ -48,9 +48,9 @@ class CopyFinder:
 
 
 def explained(problems: Sequence[Problem], files: Iterable[Path]) -> Sequence[Problem]:
-    """`problems`, or why they are there: a file that they name is another one of `files` over again.
+    """`problems`, or their cause: one of `files` that they name is a copy of another.
 
-    Reads the ends of files only, which is enough where the sizes are the same.
+    Reads only the ends of files, which is enough if the sizes are equal.
     """
     broken = tuple(problem.file or "" for problem in problems)
     seen: dict[tuple[int, bytes, bytes], Path] = {}
@@ -66,7 +66,7 @@ def explained(problems: Sequence[Problem], files: Iterable[Path]) -> Sequence[Pr
 
 
 def copy_problem(file: str, found: str, tensor: str | None = None) -> Problem:
-    """The problem of `file`, which holds what is `found` elsewhere too."""
+    """The problem of `file`, which contains the same as another file; `found` says what and where."""
     return Problem(
         "rank-file-copied",
         "the file of one rank is a copy of another rank's",

@@ -1,4 +1,4 @@
-"""Where engines put weights below the folder that people name, and where config and tokenizer then lie."""
+"""Find weights below the folder that users name, where engines put them, and the config and tokenizer for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = tuple(
     )
 )
 RUN = re.compile(r"v(\d+)-\d{8}-\d{6}")
-"""A run of ms-swift, in the folder that was given for all of them."""
+"""The folder of an ms-swift run, in the output folder that all runs share."""
 DEPTH = 3
 
 
@@ -35,7 +35,7 @@ def descend(
 ) -> tuple[Path | None, bool]:
     """The folder at or below `path` for which `holds` is true, and whether `step` was found on the way to it.
 
-    Of several steps the last one is taken, or the one that is asked for. The folder is None if there is none.
+    If there are several steps, the requested one is used, or else the last. The folder is None if none is found.
     """
     level = [(path, False)]
     for _ in range(DEPTH + 1):
@@ -52,7 +52,7 @@ def descend(
 
 
 def _children(folder: Path) -> Iterator[tuple[Path, int | None]]:
-    """Folders below `folder` that engines are known to make, the latest first, and which steps they are."""
+    """Subfolders of `folder` that engines are known to make, the latest first, with their steps."""
     if not folder.is_dir():
         return
     children = sorted(child for child in folder.iterdir() if child.is_dir())
@@ -64,17 +64,17 @@ def _children(folder: Path) -> Iterator[tuple[Path, int | None]]:
 
 
 def _latest_first(children: list[Path], pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
-    """Those whose names follow a pattern, with the number in them, the highest first."""
+    """The folders whose names match a pattern, with the number in the name, the highest first."""
     found = [(int(match[1]), child) for child in children if (match := pattern.fullmatch(child.name))]
     return sorted(found, reverse=True)
 
 
 def find_root(root: Path, given: Path) -> Path:
-    """The folder with config.json: `root` itself, one inside it, or one above it up to the path that was named."""
+    """The folder with config.json: `root` itself, one inside it, or one above it, up to the path that users pass."""
     folder = given if given.is_dir() else given.parent
     above = [place for place in root.parents if place == folder or folder in place.parents]
     inner = [place / "huggingface" for place in (root, *above)]
-    linked = [place for place in inner if place.is_symlink()]  # to what is no part of the checkpoint
+    linked = [place for place in inner if place.is_symlink()]  # these lead out of the checkpoint
     for place in [root, inner[0], *above, *inner[1:]]:
         if (place / "config.json").is_file() and place not in linked:
             return place

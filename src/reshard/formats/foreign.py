@@ -1,6 +1,6 @@
-"""Files of other tools that hold weights and are none of the formats: what they are, and the way from there.
+"""Weight files of other tools that are not in one of the formats: what they are, and how to convert them.
 
-They are known by what their tools write first, never by a suffix alone:
+They are recognized by their first bytes, never by a suffix alone:
 
 - GGUF: the magic `GGUF` (ggml/docs/gguf.md).
 - NeMo 1: a tar archive, plain or gzipped, whose members are `model_config.yaml` and weights
@@ -9,9 +9,9 @@ They are known by what their tools write first, never by a suffix alone:
   `pytorch-lightning_version` before its weights (lightning/pytorch/trainer/connectors/checkpoint_connector.py), and
   TorchScript has members below `code/`.
 - ONNX: a protobuf message without a magic, whose first field is `ir_version` (onnx/onnx.proto): byte 08.
-- Orbax: a folder with `_CHECKPOINT_METADATA`, or `_METADATA` beside `manifest.ocdbt` (orbax.checkpoint 0.12).
+- Orbax: a folder with `_CHECKPOINT_METADATA`, or `_METADATA` next to `manifest.ocdbt` (orbax.checkpoint 0.12).
 - MLX: safetensors whose metadata have `"format": "mlx"` and whose config has `quantization` (mlx_lm/utils.py). Without
-  the latter they are Hugging Face weights like any other.
+  the latter they are ordinary Hugging Face weights.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from reshard.errors import Problem, ReshardError
 from reshard.stores import open_file
 
 BEGIN = 1 << 16
-"""Bytes of a file that are looked at."""
+"""Bytes read from either end of a file."""
 
 MOST = 64
-"""Files and folders of a folder that are looked at."""
+"""Number of files and subfolders of a folder that are examined."""
 
 
 class Kind(NamedTuple):
-    """What a file is, and what to do with it.
+    """A kind of file, and what to do with it.
 
-    Braces in `remedy` stand for words of a shell (`file`, `absolute`, `folder`: a new folder) and for strings of Python
-    (`its_path`, `its_folder`, `its_name`, `new_folder`).
+    Braces in `remedy` are placeholders for shell words (`file`, `absolute`, `folder`: a new folder) and for Python
+    strings (`its_path`, `its_folder`, `its_name`, `new_folder`).
     """
 
     code: str
@@ -119,7 +119,7 @@ CODES = {
 
 
 def recognized(path: Path) -> Problem | None:
-    """What a file, or a folder with such a file in it, is; None if that is not known."""
+    """The problem of a foreign file, or of a folder with such a file; None if it is not recognized."""
     if not path.is_dir():
         kind = _kind_of(path) if path.is_file() else None
         return problem(kind, path) if kind else None
@@ -132,7 +132,7 @@ def recognized(path: Path) -> Problem | None:
 
 
 def quantized_by_mlx(path: Path, config: Mapping[str, Any] | None) -> Problem | None:
-    """What to say of safetensors that MLX has quantized; `config` is the config.json beside them."""
+    """The problem of safetensors that MLX has quantized; `config` is the config.json next to them."""
     if config is None or not isinstance(config.get("quantization"), dict):
         return None
     files = [path] if path.is_file() else path.glob("*.safetensors")
@@ -141,7 +141,7 @@ def quantized_by_mlx(path: Path, config: Mapping[str, Any] | None) -> Problem | 
 
 
 def problem(kind: Kind, path: Path) -> Problem:
-    """One problem, with commands that can be pasted."""
+    """The problem of a file of this kind, with commands that can be pasted."""
     folder = path.name.removesuffix(path.suffix) if path.suffix else f"{path.name}-hf"
     if not path.is_dir() and (path.parent / folder).exists():
         folder += "-hf"
@@ -158,14 +158,14 @@ def problem(kind: Kind, path: Path) -> Problem:
 
 
 def _begin(path: Path) -> bytes:
-    """The first bytes of a file; none where it cannot be read."""
+    """The first bytes of a file; none if it cannot be read."""
     with suppress(OSError, ReshardError), open_file(path) as file:
         return file.read(0, BEGIN)
     return b""
 
 
 def _end(path: Path) -> bytes:
-    """The last bytes of a file: of a zip archive, its directory."""
+    """The last bytes of a file; a zip archive has its directory there."""
     with suppress(OSError, ReshardError), open_file(path) as file:
         return file.read(max(file.size - BEGIN, 0), BEGIN)
     return b""
@@ -177,7 +177,7 @@ def _is_orbax(folder: Path) -> bool:
 
 
 def _kind_of(path: Path) -> Kind | None:
-    """What a file is, by how it begins."""
+    """The kind of a file, by its first bytes."""
     begin = _begin(path)
     if begin.startswith(b"GGUF"):
         return GGUF
@@ -195,7 +195,7 @@ def _kind_of(path: Path) -> Kind | None:
 
 
 def _of_zip(begin: bytes, end: bytes) -> Kind | None:
-    """What a zip archive is, by its first member, the pickle in that, and its directory."""
+    """The kind of a zip archive, by its first member, the pickle in it, and its directory."""
     name = begin[30 : 30 + int.from_bytes(begin[26:28], "little")]
     if name.endswith(b".npy"):
         return ARRAYS
@@ -209,7 +209,7 @@ def _of_zip(begin: bytes, end: bytes) -> Kind | None:
 
 
 def _is_nemo(begin: bytes) -> bool:
-    """Whether an archive begins as tar does, plain or gzipped."""
+    """Whether these bytes begin a tar archive, plain or gzipped."""
     if begin.startswith(b"\x1f\x8b"):
         with suppress(EOFError, zlib.error, gzip.BadGzipFile):
             begin = zlib.decompressobj(wbits=31).decompress(begin, tarfile.BLOCKSIZE)

@@ -1,8 +1,8 @@
-"""A file for each rank of FSDP: `torch.save` of sharded state dicts, as verl and accelerate write them.
+"""FSDP with one file per rank: `torch.save` of sharded state dicts, as verl and accelerate write them.
 
-Files hold `DTensor`s (FSDP2, FSDP1 with a mesh, tensor parallelism) or `ShardedTensor`s (FSDP1 without a mesh), each
-with the shard of one rank; or views of flat parameters (`flat`: LOCAL_STATE_DICT of FSDP1); or, where FSDP gathered
-the whole, one file has plain tensors. Sources: verl 0.9 `utils/checkpoint/fsdp_checkpoint_manager.py`, accelerate 1.15
+Files contain `DTensor`s (FSDP2, FSDP1 with a mesh, tensor parallelism) or `ShardedTensor`s (FSDP1 without a mesh), each
+with the shard of one rank; or views of flat parameters (`flat`: LOCAL_STATE_DICT of FSDP1). If FSDP gathered the model,
+one file has plain tensors. Sources: verl 0.9 `utils/checkpoint/fsdp_checkpoint_manager.py`, accelerate 1.15
 `utils/fsdp_utils.py`, torch 2.13 `distributed/fsdp/_state_dict_utils.py`, and files that they wrote.
 """
 
@@ -29,7 +29,7 @@ from reshard.formats.wrappers import without_buffers
 
 NAME = "fsdp-ranks"
 FLAT = "_flat_param"
-"""What FSDP1 calls the parameters of a module that it has flattened into one."""
+"""FSDP1's name for the parameters of a module that it flattened into one."""
 
 _RANK = re.compile(
     r"(?P<save>(?:(?:pytorch_)?model|checkpoint|ckpt|weights|state_dict)?(?:[_-]\w+?)?)[_-]?rank[_-]?(?P<rank>\d+)"
@@ -52,7 +52,7 @@ _COPY_ALL = "copy the files of all ranks from all nodes into one folder"
 
 
 class Files(NamedTuple):
-    """The files of one save, by rank; `world` is the number of ranks that their names tell."""
+    """The files of one save, by rank; `world` is the number of ranks according to their names."""
 
     save: str
     ranks: dict[int, Path]
@@ -114,7 +114,7 @@ def _checkpoint(path: Path, files: Files, parts: Mapping[str, Parts], entries: C
 
 
 def _saves(folder: Path) -> dict[str, dict[int, Path]]:
-    """The files of each save in a folder, by rank; a file of the whole counts as that of rank 0."""
+    """The files of each save in a folder, by rank; a file with the gathered model counts as that of rank 0."""
     found: dict[str, dict[int, Path]] = defaultdict(dict)
     for path in sorted(folder.iterdir()):
         match = _RANK.fullmatch(path.name)
@@ -145,7 +145,7 @@ def _choose(path: Path) -> Files:
 
 
 def _check_names(files: Files) -> None:
-    """The ranks that the names tell are all there."""
+    """Raise ReshardError if files of ranks are missing, or if there are more than the names allow."""
     world = files.world or max(files.ranks) + 1
     pattern = next(iter(files.ranks.values())).name
     problems = [
@@ -182,7 +182,7 @@ def _missing(files: Files, rank: int, rule: str) -> Problem:
 
 
 def _state_dict(file: Path, others: Counter[str]) -> dict[Any, Any]:
-    """The model's state dict, which may stand inside of another dict, whose other entries go to `others`."""
+    """The model's state dict. If it is nested in another dict, the keys of that dict's other entries go to `others`."""
     content = read_dict(
         file, "fsdp-not-a-state-dict", "not a state dict", "save the model's state_dict() on every rank"
     )
@@ -205,11 +205,11 @@ def _left_behind(folder: Path) -> Counter[str]:
 # -------------------------------------------------------------------------------------------------- parts
 
 Parts = list[tuple[str, Part]]
-"""What each file holds of one tensor, as pairs of file and part."""
+"""The parts of one tensor, as pairs of file and part."""
 
 
 def _parts(files: Files) -> tuple[dict[str, Parts], Counter[str], list[Problem]]:
-    """The parts of every tensor, how often each entry occurs that is no tensor, and what cannot be read."""
+    """The parts of every tensor, how often each entry that is not a tensor occurs, and what cannot be read."""
     parts: dict[str, Parts] = defaultdict(list)
     others: Counter[str] = Counter()
     problems: list[Problem] = []
@@ -236,7 +236,7 @@ def _parts(files: Files) -> tuple[dict[str, Parts], Counter[str], list[Problem]]
 
 
 def _add_plain(parts: dict[str, Parts], file: str, plain: Mapping[str, StoredTensor]) -> None:
-    """The plain tensors of a file: whole ones, or views of the flat parameters in the same file."""
+    """Add the plain tensors of a file: complete ones, or views of the flat parameters in the same file."""
     mine = {
         name: pairs[-1][1] for name, pairs in parts.items() if name.endswith(FLAT) and pairs[-1][0] == file
     }
@@ -246,7 +246,7 @@ def _add_plain(parts: dict[str, Parts], file: str, plain: Mapping[str, StoredTen
 
 
 def _flat_problems(parts: Mapping[str, Parts], files: Files) -> list[Problem]:
-    """Flat parameters in which no name has a place, and adapters, of whose matrices no config has the shapes."""
+    """Problems of flat parameters without named views, and of adapters, whose matrix shapes no config records."""
     flats = [name for name in parts if name.endswith(FLAT)]
     spreads = {part.spread for pairs in parts.values() for _, part in pairs}
     unnamed = [name for name in flats if flat.spread_of(name) not in spreads]
@@ -293,14 +293,14 @@ def _unknown(name: str, file: str, value: Opaque) -> Problem:
 
 
 def _writers(files: Files, parts: Mapping[str, Parts]) -> dict[int, int]:
-    """By the rank in the name of each file the one that wrote it, which the tensors tell, or else the name does."""
+    """The rank that wrote each file, by the rank in its name: as its tensors record, or else the one in its name."""
     every = (pair for pairs in parts.values() for pair in pairs)
     recorded = {file: part.rank for file, part in every if part.rank is not None}
     return {rank: recorded.get(str(path), rank) for rank, path in files.ranks.items()}
 
 
 def _rank_problems(files: Files, parts: Mapping[str, Parts]) -> list[Problem]:
-    """Files that are copies of another rank's, and ranks that the tensors know of and that have no file."""
+    """Problems of files that are copies of another rank's, and of ranks that tensors refer to and that have no file."""
     every = [pair for pairs in parts.values() for pair in pairs]
     expected: frozenset[int] = frozenset().union(*{part.ranks for _, part in every})
     if files.world and expected and max(expected) >= files.world:
@@ -343,7 +343,7 @@ def _copied(file: str, first: str, rank: int) -> Problem:
 
 
 def _assembled(name: str, pairs: Parts) -> tuple[Tensor, list[Replica]]:
-    """The whole tensor, and the shards of which some ranks have a copy."""
+    """The complete tensor, and the shards that some ranks store again."""
     _, first = pairs[0]
     rule = "every rank has a copy" if first.kind == "plain" else f"some ranks have a copy: {first.spread}"
     boxes: dict[tuple[Any, Any], Tensor] = {}
@@ -359,7 +359,7 @@ def _assembled(name: str, pairs: Parts) -> tuple[Tensor, list[Replica]]:
 
 
 def _gap(name: str, tensor: Tensor, pairs: Parts) -> Problem | None:
-    """The problem of a tensor whose shards overlap or do not make up the whole."""
+    """The problem of a tensor whose shards overlap or do not cover it."""
     there = covered(tensor.view)
     if there == tensor.view.numel and not overlaps(tensor.view):
         return None

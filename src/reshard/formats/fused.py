@@ -1,7 +1,7 @@
-"""Names that a model has in the memory of transformers 5, and those that the hub stores it under.
+"""Convert between tensor names in the memory of transformers 5 and the names on the Hub.
 
-A state dict of the live model, which every engine that trains with transformers saves, has the names in memory. How
-they differ, a `Live` says.
+The state dict of a live model, which every engine that trains with transformers saves, has the names in memory. A
+`Live` declares how they differ.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ FUSED_GATE, FUSED_UP, FUSED_DOWN = "gate_up_proj", "up_proj", "down_proj"
 
 
 def under_hub_names(checkpoint: Checkpoint, live: Live | None) -> Checkpoint:
-    """A checkpoint in the hub's dialect with the hub's names for its tensors and states, where it has those in memory.
+    """The checkpoint with Hub names for tensors and states that have the names of a live model.
 
-    What has them already stays as it is, and so do quantized weights. Raises ReshardError where a tensor is there fused
-    and by itself.
+    Hub names are kept, and so are quantized weights. Raises ReshardError if a tensor is there both fused and by itself.
     """
     if live is None or checkpoint.dialect != "hf" or checkpoint.quantization:
         return checkpoint
@@ -42,7 +41,7 @@ def _state(states: Mapping[str, Mapping[str, Tensor]], kind: str, live: Live) ->
 
 
 def hub_tensors(tensors: Mapping[str, Tensor], live: Live) -> dict[str, Tensor]:
-    """`tensors` of a live model under the names of the hub. Raises ReshardError listing those that are there twice."""
+    """`tensors` of a live model under Hub names. Raises ReshardError listing those that occur twice."""
     result: dict[str, Tensor] = {}
     problems = []
     tensors = _stacked(tensors, live) if live.stacked else _as_on_the_hub(tensors, live)
@@ -67,10 +66,10 @@ def hub_tensors(tensors: Mapping[str, Tensor], live: Live) -> dict[str, Tensor]:
 
 
 def _as_on_the_hub(tensors: Mapping[str, Tensor], live: Live) -> dict[str, Tensor]:
-    """The same with the axes of stacked experts as on the hub.
+    """The tensors with the axes of stacked experts in the order of the Hub.
 
-    `save_pretrained` of transformers 5 writes a model that was not loaded from the hub as it is in memory. Gate and up
-    are together twice as wide as the input of down, on either side, so the two shapes tell which it is.
+    `save_pretrained` of transformers 5 writes a model that was not loaded from the Hub as it is in memory. Gate and up
+    together are twice as wide as the input of down, in either order of axes, so the two shapes determine the order.
     """
     found = dict(tensors)
     for name, down in tensors.items() if live.transposed else ():
@@ -92,7 +91,7 @@ def _as_on_the_hub(tensors: Mapping[str, Tensor], live: Live) -> dict[str, Tenso
 
 
 def _stacked(tensors: Mapping[str, Tensor], live: Live) -> dict[str, Tensor]:
-    """The same with the experts stacked that the hub stacks. Those of MTP layers stay as they are."""
+    """The tensors with experts stacked where the Hub stacks them. Those of MTP layers are unchanged."""
     main, mtp = ({n: t for n, t in tensors.items() if n.startswith("mtp.") == is_mtp} for is_mtp in (0, 1))
     planned = [Planned(n, t.dtype, t.shape, partial(_view_of, t)) for n, t in main.items()]
     made = live_tensors(planned, Live(Experts(live.stacked)))
@@ -104,7 +103,7 @@ def _view_of(tensor: Tensor) -> View:
 
 
 def _parts(live: Live, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the hub that one tensor in memory holds."""
+    """The Hub tensors that one tensor in memory contains."""
     experts = live.experts
     match = re.fullmatch(rf"(.*\b{re.escape(experts.module)}\.)(\w+)", name) if experts else None
     if experts is None or match is None or len(tensor.shape) != 3:
@@ -116,7 +115,7 @@ def _parts(live: Live, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]
 
 
 def _projections(experts: Experts, fused: str, view: View) -> Iterator[tuple[str, View]]:
-    """The projections in what one expert has of a fused tensor."""
+    """The projections in one expert's part of a fused tensor."""
     if fused == FUSED_GATE and experts.gate:
         half = view.shape[0] // 2
         yield experts.gate, view[:half]
@@ -129,9 +128,9 @@ def _projections(experts: Experts, fused: str, view: View) -> Iterator[tuple[str
 
 
 def live_tensors(tensors: Iterable[Planned], live: Live | None) -> list[Planned]:
-    """The tensors that the live model has, made of those of the hub; without a `Live`, names are the same.
+    """The tensors of the live model, made of those of the Hub; without a `Live`, the names are the same.
 
-    Raises ReshardError naming experts that are missing, or of another dtype than those they are fused with.
+    Raises ReshardError naming experts that are missing, or that differ in dtype from those they are fused with.
     """
     if live is None:
         return list(tensors)
@@ -147,7 +146,7 @@ def live_tensors(tensors: Iterable[Planned], live: Live | None) -> list[Planned]
         else:
             stack = stacks.setdefault(place.fused, _Stack(place.fused, place.halves))
             stack.parts[place.expert, place.half] = tensor
-            result.setdefault(place.fused, tensor)  # keeps its turn
+            result.setdefault(place.fused, tensor)  # keeps its position
     problems = [problem for stack in stacks.values() for problem in stack.problems()]
     if problems:
         raise ReshardError(problems)
@@ -155,13 +154,13 @@ def live_tensors(tensors: Iterable[Planned], live: Live | None) -> list[Planned]
 
 
 def _swapped(name: str, tensor: Planned) -> Planned:
-    """Stacked experts with the axes of each in the other order."""
+    """Stacked experts with the axes of each swapped."""
     experts, *axes = tensor.shape
     return Planned(name, tensor.dtype, (experts, *reversed(axes)), lambda: tensor.source().permute(0, 2, 1))
 
 
 class _Place(NamedTuple):
-    """Where the projection of an expert lies: in the tensor `fused`, as one of `halves` parts of its expert."""
+    """The position of an expert's projection: in the tensor `fused`, as one of `halves` parts of its expert."""
 
     fused: str
     expert: int
@@ -192,7 +191,7 @@ class _Stack:
         self.parts: dict[tuple[int, int], Planned] = {}
 
     def problems(self) -> Iterator[Problem]:
-        """What stands in the way of fusing."""
+        """Problems that prevent fusing."""
         experts = 1 + max(expert for expert, _ in self.parts)
         wanted = {(expert, half) for expert in range(experts) for half in range(self.halves)}
         kinds = {(part.dtype.name, part.shape) for part in self.parts.values()}

@@ -23,7 +23,7 @@ from reshard.transfer.sources import read_source
 NAME = "huggingface"
 KINDS = (("model", "safetensors"), ("pytorch_model", "bin"))
 NESTS = ("state_dict", "model_state_dict", "model", "module")
-"""Where training loops put the weights in the dict that they save: Lightning, DeepSpeed, and many scripts."""
+"""Keys of the weights in the dict that training loops save: Lightning, DeepSpeed, and many scripts."""
 
 
 def detect(path: Path) -> bool:
@@ -89,13 +89,13 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
 
 
 def weights_in(folder: Path) -> Path | None:
-    """The file in `folder` that names a model's weights, and may be given in place of the folder; or None."""
+    """The file in `folder` that identifies a model's weights, which users may pass instead of the folder; or None."""
     singles = (folder / f"{stem}.{suffix}" for stem, suffix in KINDS)
     return _index(folder) or next((single for single in singles if single.is_file()), None)
 
 
 def _index(path: Path) -> Path | None:
-    """The index that `path` is, or that lies in it."""
+    """The index at `path`, or in it."""
     if path.is_file():
         return path if path.name.endswith(".index.json") else None
     names = [path / f"{stem}.{suffix}.index.json" for stem, suffix in KINDS]
@@ -154,7 +154,7 @@ def _plain_files(path: Path) -> list[Path]:
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:
-    """The tensors of one file, safetensors or torch.save. Raises ReshardError if it holds something else."""
+    """The tensors of one file, safetensors or torch.save. Raises ReshardError if it contains something else."""
     if file.suffix == ".safetensors":
         return safetensors.read_tensors(file)
     content = read_dict(file, "not-a-state-dict", "not a state dict", "save the model's state_dict()")
@@ -188,7 +188,7 @@ def _index_mismatches(
 
 
 def lay_out(request: Request) -> list[OutputFile]:
-    """The weights of a folder; more than one shard comes with an index."""
+    """The weight files of a folder; several shards get an index."""
     shards: list[list[Planned]] = [[]]
     size = 0
     for tensor in request.tensors:

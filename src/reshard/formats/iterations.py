@@ -12,12 +12,12 @@ from reshard.stores import open_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
 LONGEST = 20
-"""Characters of a tracker file, fewer than that."""
+"""A tracker file is shorter than this, in characters."""
 _NAME = re.compile(r"iter_(\d{7,})")
 
 
 def name_of(iteration: Iteration) -> str:
-    """The folder of an iteration."""
+    """The folder name of an iteration."""
     return "release" if iteration == "release" else f"iter_{int(iteration):07d}"
 
 
@@ -29,12 +29,12 @@ def _step(folder: Path) -> Iteration | None:
 
 
 def _real(folder: Path) -> Path:
-    """`folder` under the name that tells its iteration, where it is given as `.` or by a link of another name."""
+    """`folder` resolved to the name with its iteration, if it was passed as `.` or as a link with another name."""
     return folder if _step(folder) is not None or not folder.is_dir() else folder.resolve()
 
 
 def is_iteration(folder: Path) -> bool:
-    """Whether Megatron-LM would give a folder of an iteration this name."""
+    """Whether `folder` has a name that Megatron-LM gives to iteration folders."""
     return _step(_real(folder)) is not None
 
 
@@ -54,13 +54,13 @@ def candidates(path: Path) -> list[Path]:
 
 
 def root_of(folder: Path) -> Path:
-    """The run that an iteration folder belongs to: where configs and tokenizers lie."""
+    """The run folder of an iteration folder, with configs and tokenizers."""
     real = _real(folder)
     return real.parent if _step(real) is not None else folder
 
 
 def choose(path: Path, iteration: Iteration | None = None) -> tuple[Path, Iteration | None]:
-    """The folder of the asked, or else the tracked iteration. Raises ReshardError if there is none."""
+    """The folder of the requested or else the tracked iteration. Raises ReshardError if there is none."""
     steps = found_in(path)
     if not steps:
         step = _step(_real(path))
@@ -109,7 +109,7 @@ def _tracked(tracker: Path, listed: str) -> Iteration:
                 remedy="choose one with --iteration N, or name its folder",
             )
         )
-    # Not by `sources`: a run that goes on writes it again, and the iteration is chosen by then.
+    # Not read through `sources`: a running job rewrites it, and it is not needed once the iteration is chosen.
     with open_file(tracker) as file:
         text = file.read(0, LONGEST + 1).decode("utf-8", "replace").strip()
     if text != "release" and not (text.isascii() and text.isdigit() and len(text) < LONGEST):
@@ -125,7 +125,7 @@ def _tracked(tracker: Path, listed: str) -> Iteration:
 
 
 def refuse(path: Path, iteration: Iteration | None, what: str) -> None:
-    """Raise ReshardError if an iteration is asked of a format that keeps none below its folder."""
+    """Raise ReshardError if an iteration is requested from a format that has no iteration folders."""
     if iteration is not None:
         raise ReshardError(
             "iterations-not-found",
@@ -137,7 +137,7 @@ def refuse(path: Path, iteration: Iteration | None, what: str) -> None:
 
 
 def belied(folder: Path, iteration: Any) -> list[str]:
-    """A note if the files of `folder` count another iteration than its name does."""
+    """A note if the files of `folder` record another iteration than its name does."""
     named = _step(_real(folder))
     if not isinstance(named, int) or not isinstance(iteration, int) or named == iteration:
         return []

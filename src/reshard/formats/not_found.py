@@ -1,4 +1,4 @@
-"""What to say where there is no checkpoint: what is near it that may be meant."""
+"""Errors for paths without a checkpoint: they suggest nearby ones that may be meant."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from reshard.stores import is_remote
 from reshard.stores.address import PROTOCOLS
 
 ABOVE, BELOW = 3, 64
-"""How many folders above and below are looked at."""
+"""Number of parent folders and of subfolders that are examined."""
 
 
 def nothing_there(path: Path) -> ReshardError:
-    """The error for a path that does not exist, which may be the name of a model of the hub."""
+    """The error for a path that does not exist, which may be the name of a model on the Hub."""
     if not is_remote(path) and path.parts and re.fullmatch(r"[a-z][a-z0-9+.-]*:", path.parts[0]):
         return ReshardError(
             "url-names-nothing",
@@ -28,7 +28,7 @@ def nothing_there(path: Path) -> ReshardError:
             remedy="correct the URL, or download the files and pass the folder",
         )
     found = None
-    with suppress(ReshardError):  # a store may answer for what was named, and not for what is above it
+    with suppress(ReshardError):  # a store may allow access to the path, but not to its parents
         near = next((parent for parent in path.absolute().parents if parent.exists()), None)
         if near is None:
             found = f"{[path, *path.parents][-1]} is not there either"
@@ -46,7 +46,7 @@ def nothing_there(path: Path) -> ReshardError:
 
 
 def download(path: Path, then: str) -> str | None:
-    """How to come by what is not there, if what was typed may be the id or the address of a model on the hub.
+    """How to download a missing model, if the path may be the id or the URL of a model on the Hub.
 
     `then` says how to name the folder that the download makes.
     """
@@ -63,7 +63,7 @@ _ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def _hub_id(path: Path) -> str | None:
-    """`owner/name`, if what was typed may have been an id or an address on the hub."""
+    """`owner/name`, if the path may have been an id or a URL on the Hub."""
     typed = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     if path.exists() or not path.parts:
         return None
@@ -75,7 +75,7 @@ def _hub_id(path: Path) -> str | None:
 
 
 def no_checkpoint(path: Path, formats: Iterable[str], holds: Callable[[Path], bool]) -> ReshardError:
-    """The error for a path that is there and holds no checkpoint itself; `holds` tells of another whether it does."""
+    """The error for an existing path that is not a checkpoint; `holds` tests whether another path is one."""
     whole = next((parent for parent in [*path.absolute().parents][:ABOVE] if holds(parent)), None)
     if not whole and (known := foreign.recognized(path)):
         return ReshardError(known)
@@ -101,7 +101,7 @@ def no_checkpoint(path: Path, formats: Iterable[str], holds: Callable[[Path], bo
 
 
 def no_iteration(path: Path, iteration: Iteration) -> ReshardError:
-    """The error for a path that holds no folder of the step that was asked for."""
+    """The error for a path without a folder of the requested step."""
     return ReshardError(
         "iteration-folder-missing",
         "the folder of this iteration does not exist",

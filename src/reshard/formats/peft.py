@@ -1,6 +1,6 @@
 """Adapters as PEFT's `save_pretrained` writes them: adapter_model.safetensors (or .bin) and adapter_config.json.
 
-What the tensors are is said in `adapters/`; adapters also lie inside the checkpoints of other formats.
+The package `adapters` interprets the tensors; adapters can also be inside the checkpoints of other formats.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
 
 
 def lay_out(request: Request) -> list[OutputFile]:
-    """The two files of an adapter, whose settings are the content of adapter_config.json."""
+    """The two files of an adapter; its settings become adapter_config.json."""
     config = OutputFile.of_bytes(CONFIG, to_json(dict(request.adapter or {})))
     return [safetensors.output_file(FILES[0], request.tensors), config]
 

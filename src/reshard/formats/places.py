@@ -1,10 +1,11 @@
-"""Where the files of a checkpoint may lie: what a checkpoint says itself leads to nothing outside of it.
+"""Which files a checkpoint may refer to: names in a checkpoint must not lead out of its folder.
 
-The path that a user gives may be a link to anywhere. What the files of a checkpoint name (the shards of an index, the
-chunks of `.metadata`) has to be below it. Links to weights are followed, wherever they lead: people lay shards on other
-disks, and what such a link leads to is read as weights or not at all. Links to companions are not, because those are
-copied as they are, and an archive from somewhere could have `x.model` point to a key of whoever unpacks it. They are
-followed to where the weights of the same folder lie, under the same name, and to the blobs of the hub's cache.
+The path that a user passes may be a link to anywhere. Files that a checkpoint names (the shards of an index, the chunks
+of `.metadata`) must be below it. Links to weights are followed, wherever they lead: people put shards on other disks,
+and the file is either read as weights or refused. Links to companions are not followed, because companions are copied
+unchanged, and in an untrusted archive `x.model` could link to a private key of the user who unpacks it. They are
+followed only to the folder with the weights of the same checkpoint, under the same name, and to the blobs of the Hub's
+cache.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from reshard.formats import safetensors
 from reshard.stores import realpath
 
 LONGEST = 255
-"""Bytes of the name of a file, at most."""
+"""Maximum length of a file name, in bytes."""
 
 
 def below(folder: Path, name: Any) -> Path:
-    """The file that a checkpoint in `folder` calls `name`. Raises ValueError for what is not below that folder."""
+    """The path of `name`, as a checkpoint in `folder` calls it. Raises ValueError if it is not below that folder."""
     path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath("/")
     names_file = path.name and all(len(part.encode(errors="replace")) <= LONGEST for part in path.parts)
     if path.is_absolute() or ".." in path.parts or not names_file or "\0" in str(path):
@@ -31,15 +32,15 @@ def below(folder: Path, name: Any) -> Path:
 
 
 def is_here(name: str, file: str = "") -> bool:
-    """Whether what a file names, which may have been on another machine, is there, or has a `file` in it."""
+    """Whether the path `name`, which may be of another machine, exists, or contains `file`."""
     try:
         return (Path(name) / file).exists()
-    except (OSError, ValueError):  # a name that no file system takes
+    except (OSError, ValueError):  # not a valid name on this file system
         return False
 
 
 def belongs(path: Path, folder: Path) -> bool:
-    """Whether the file `path` of `folder` is a part of what lies there, and not a link to something else."""
+    """Whether the file `path` of `folder` is part of that folder, and not a link out of it."""
     real, home = realpath(path), realpath(folder)
     if home in real.parents:
         return True

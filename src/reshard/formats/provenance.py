@@ -1,4 +1,4 @@
-"""What other tools leave beside a Megatron checkpoint: where its base model was, and what it was.
+"""Files of other tools next to a Megatron checkpoint: where its base model was, and what it was.
 
 - ms-swift writes `args.json` into each `checkpoint-N` and the output folder above it: all its arguments, among them
   `model` (hub id or path), `model_dir` (where that was on disk), `torch_dtype`, `tuner_type`.
@@ -6,7 +6,7 @@
   model provider, or below it a `transformer` section), `checkpoint`, `tokenizer`. Such checkpoints have no `args`.
 - Megatron-LM keeps `args` in the checkpoint itself, with `tokenizer_model` and `pretrained_checkpoint`.
 
-A path in them is told and never followed here, because it was true on another machine. YAML is read as plain data:
+Paths in them are reported and never followed here, because they may be of another machine. YAML is read as plain data:
 a tag that would build a Python object builds nothing.
 """
 
@@ -30,7 +30,7 @@ BASE, MEGATRON_BASE, TOKENIZER = "base model", "base Megatron checkpoint", "toke
 MODEL_TYPE, DTYPE, TUNER, UNREADABLE = "model type", "dtype", "tuner", "unreadable"
 _PATHS = {BASE, MEGATRON_BASE, TOKENIZER}
 
-# (kind, where in the file), the most telling first.
+# (kind, keys in the file), the most reliable first.
 _SWIFT = (
     (BASE, ("model_dir",)),
     (BASE, ("model",)),
@@ -53,9 +53,9 @@ _MEGATRON_LM = ((MEGATRON_BASE, ("pretrained_checkpoint",)), (TOKENIZER, ("token
 
 @dataclass(frozen=True)
 class Hint:
-    """`value` is said by `key` of the file `source` about what `kind` names.
+    """The `value` of `key` in the file `source`; `kind` is what it describes.
 
-    `exists` tells whether a path is on this machine: absolute, or beside the file. A hub id exists nowhere.
+    `exists` says whether a path is on this machine: absolute, or relative to the file. It is false for a hub id.
     """
 
     source: str
@@ -70,7 +70,7 @@ class Hint:
 
 
 def find_hints(folders: Sequence[str | Path], args: Mapping[str, Any] | None = None) -> list[Hint]:
-    """What `args.json` and `run_config.yaml` in `folders`, and the `args` of a checkpoint, tell about its base.
+    """Hints on the base in `args.json` and `run_config.yaml` of `folders`, and in the `args` of a checkpoint.
 
     `folders` are those of the checkpoint, innermost first (`iter_*`, its parent, …). A file that cannot be read is a
     hint of kind `UNREADABLE`.
@@ -123,7 +123,7 @@ def _exists(value: str, folder: Path | None) -> bool:
         path = folder / path
     try:
         return path.exists()
-    except OSError:  # a name that no file system takes
+    except OSError:  # not a valid name on this file system
         return False
 
 
@@ -135,7 +135,7 @@ def _read(path: Path) -> dict[str, Any]:
     if path.suffix == ".json":
         content = json_of(raw)
     else:
-        from reshard.plain_yaml import Untagged, yaml_of  # only checkpoints of some engines have any
+        from reshard.plain_yaml import Untagged, yaml_of  # only checkpoints of some engines have YAML
 
         content = yaml_of(raw, Untagged)
     if not isinstance(content, dict):

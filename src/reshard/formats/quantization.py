@@ -1,8 +1,9 @@
 """Quantized weights: how each tool stores them, and which tensors of a checkpoint make up one weight.
 
-A quantized weight is a tensor of small numbers, often several in an item, with scales beside it. Nothing here reads or
-changes them. Sources: transformers 5.23 (`quantizers/`, `integrations/`), compressed-tensors 0.20, AutoAWQ 0.2.9,
-auto-round 0.16, bitsandbytes 0.50, ModelOpt and Quark as vLLM reads them, and what the first five wrote in the tests.
+A quantized weight is a tensor of small numbers, often several packed in an item, with separate scales. Nothing here
+reads or changes them. Sources: transformers 5.23 (`quantizers/`, `integrations/`), compressed-tensors 0.20, AutoAWQ
+0.2.9, auto-round 0.16, bitsandbytes 0.50, ModelOpt and Quark as vLLM reads them, and what the first five wrote in the
+tests.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from reshard.errors import Problem, ReshardError, listed, one_for_all
 
 Shape = tuple[int, ...]
 Wide = Callable[[int], int]
-"""How many elements so many items hold."""
+"""The number of elements in this many items."""
 
 FP8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 BYTES = ("int8", "uint8")
@@ -39,9 +40,10 @@ def _experts(shape: Shape, wide: Wide) -> Shape:
 class Scheme(NamedTuple):
     """How a weight is stored. Names are those in its module; {} is the name of the weight itself (`weight`).
 
-    `values` are its elements of `bits` bits (0: those of its dtype; None: as the settings say), in items of one of
-    `dtypes` (none: any), which mean nothing without what is `beside`; `more` may be there. `shape` makes the weight's
-    shape of that of `values`; None where only the number of elements is known.
+    `values` names the tensor with its elements of `bits` bits (0: those of its dtype; None: as in the settings), in
+    items of one of `dtypes` (empty: any). The tensors named in `beside` are required to interpret them; those in `more`
+    are optional. `shape` computes the weight's shape from that of `values`; None if only the number of elements is
+    known.
     """
 
     name: str
@@ -57,7 +59,7 @@ _OFFSETS = ("{}_zero_point", "{}_g_idx")
 _NESTED = ("{}.nested_absmax", "{}.nested_quant_map")
 _STATES = ("{}.quant_state.bitsandbytes__nf4", "{}.quant_state.bitsandbytes__fp4")
 SCHEMES = (
-    # DeepSeek, which calls scales otherwise in its own code, and transformers; experts may be packed FP4
+    # DeepSeek, which names scales differently in its own code, and transformers; experts may be packed FP4
     Scheme("FP8", "{}", ("{}_scale_inv",), FP8, 8),
     Scheme("FP4", "{}", ("{}_scale_inv",), FP4, 4),
     Scheme("FP8", "{}", ("scale",), FP8, 8),
@@ -80,19 +82,19 @@ SCHEMES = (
     Scheme("4 bits", "{}", ("{}.absmax", "{}.quant_map"), (), 4, None, (*_NESTED, *_STATES)),
     Scheme("int8", "{}", ("SCB",), ("int8",), 8, more=("weight_format",)),
 )
-"""All that is known of how quantized weights are stored. The first that fits counts."""
+"""All known ways of storing quantized weights. The first that fits is used."""
 
 FOREIGN_FORMATS = ("marlin-24", "sparse-bitmask", "sparse-24-bitmask")
-"""Formats of compressed-tensors that follow none of these."""
+"""Formats of compressed-tensors that follow none of the schemes."""
 
 METHODS = (
     *("fp8", "mxfp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "quark", "mxfp4", "nvfp4"),
     *("awq", "gptq", "auto-round", "bitsandbytes"),
 )
-"""The `quant_method`s that store weights so."""
+"""The `quant_method`s that store weights by one of the schemes."""
 
 WEIGHTS = ("weight", "gate_up_proj", "down_proj")
-"""The names of quantized weights: that of a linear layer, and those of stacked experts."""
+"""Names of weights that may be quantized: that of a linear layer, and those of stacked experts."""
 
 OF_ACTIVATIONS = (
     *("input_scale", "input_scale_ub", "input_global_scale", "input_zero_point", "activation_scale"),
@@ -101,10 +103,10 @@ OF_ACTIVATIONS = (
 """Scales that belong to no weight."""
 
 ALONE = ({"scale"}, {"scales"}, {"g_idx"}, {"{}_shape"})
-"""Names that plain models may have, too: by themselves they show no quantized weight."""
+"""Roles whose names plain models may have, too: alone they do not indicate a quantized weight."""
 
 _MODULES = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude")
-"""Settings that list modules which are not quantized."""
+"""Settings that list the modules that are not quantized."""
 
 UNTOLD = (
     "the weights are quantized, but config.json has no quantization_config: they would load as plain numbers"
@@ -127,7 +129,7 @@ _PARTS = {
     if role != "{}" and (weight == "weight" or ("{}" in role and "." not in role))
     for part in (_Part(role.format(weight), role, weight),)
 }
-"""By the last component of its name."""
+"""By the last component of the tensor name."""
 
 _VALUES = {scheme.values for scheme in SCHEMES}
 
@@ -143,11 +145,11 @@ class Weight(NamedTuple):
         return lambda items: items * 8 * tensor.dtype.itemsize // self.bits
 
     def shape(self, tensor: Tensor) -> Shape | None:
-        """The shape of the weight whose values `tensor` has, if it tells."""
+        """The shape of the weight whose values `tensor` has, or None if it cannot be computed."""
         return self.scheme.shape and self.scheme.shape(tensor.shape, self.wide(tensor))
 
     def fits(self, tensor: Tensor, wanted: Shape) -> bool:
-        """Whether `tensor` can hold a weight of the shape `wanted`; the last item of a row may be padded."""
+        """Whether `tensor` can store a weight of the shape `wanted`; the last item of a row may be padded."""
         shape, wide = self.shape(tensor), self.wide(tensor)
         if shape is None:
             shape, wanted = (wide(tensor.view.numel),), (prod(wanted),)
@@ -159,8 +161,8 @@ class Weight(NamedTuple):
 class Quantization:
     """How a checkpoint is quantized: `settings` are `quantization_config` of config.json, if it has one.
 
-    `weights` are those that follow a scheme, by their names in the plain model; none where the method is not known.
-    `beside` are the tensors that are no parameters, `incomplete` the weights that lack a part.
+    `weights` are those that follow a scheme, by their names in the plain model; empty if the method is unknown.
+    `beside` are the tensors that are not parameters, `incomplete` the weights that lack a part.
     """
 
     settings: Mapping[str, Any]
@@ -170,24 +172,24 @@ class Quantization:
 
     @property
     def method(self) -> str:
-        """What config.json calls it, or else what the names of tensors tell."""
+        """The method according to config.json, or else the schemes found by tensor names."""
         schemes = dict.fromkeys(weight.scheme.name for weight in self.weights.values())
         return str(self.settings.get("quant_method") or ", ".join(schemes))
 
     @property
     def arithmetic(self) -> dict[str, Any]:
-        """What the settings say of values and scales, and not of which modules have them."""
+        """The settings of values and scales, without those that select modules."""
         return {key: value for key, value in self.settings.items() if key not in _MODULES}
 
     def __str__(self) -> str:
         return ", ".join([self.method, *_details(self.settings)])
 
     def as_dict(self) -> dict[str, Any]:
-        """For `inspect --json`; null counts no weights where the method is not known."""
+        """For `inspect --json`; null for the number of weights if the method is unknown."""
         return {"method": self.method, "how": str(self), "weights": len(self.weights) or None}
 
     def parameters(self, tensors: Mapping[str, Tensor]) -> int:
-        """The elements of all weights, quantized or not."""
+        """The number of elements of all weights, quantized or not."""
         packed = {weight.values: weight for weight in self.weights.values()}
         return sum(
             packed[name].wide(tensor)(tensor.view.numel) if name in packed else tensor.elements
@@ -203,7 +205,7 @@ class Quantization:
 
 
 def _details(settings: Mapping[str, Any]) -> Iterator[str]:
-    """What the settings of the usual tools say, in words."""
+    """The settings of common tools, as text."""
     yield from (str(settings[key]) for key in ("format", "fmt") if settings.get(key))
     blocks = settings.get("weight_block_size")
     if isinstance(blocks, list):
@@ -225,7 +227,7 @@ def _told_bits(settings: Mapping[str, Any]) -> int | None:
 
 
 def of_first_group(settings: Mapping[str, Any], key: str) -> Any:
-    """What compressed-tensors says of the weights in its first group."""
+    """A setting of the weights in compressed-tensors' first group."""
     groups = settings.get("config_groups")
     group = next(iter(groups.values()), None) if isinstance(groups, dict) else None
     weights = group.get("weights") if isinstance(group, dict) else None
@@ -233,7 +235,7 @@ def of_first_group(settings: Mapping[str, Any], key: str) -> Any:
 
 
 def blocks_told(settings: Mapping[str, Any]) -> tuple[int, int] | None:
-    """How many rows and columns of a weight share a scale, if settings of FP8 tell."""
+    """How many rows and columns of a weight share a scale, if FP8 settings define it."""
     told = settings.get("weight_block_size")
     if isinstance(told, (list, tuple)) and len(told) == 2 and all(isinstance(n, int) and n > 0 for n in told):
         return told[0], told[1]
@@ -244,7 +246,7 @@ _SETTINGS = ("quantization_config", "compression_config")
 
 
 def settings_of(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """What config.json says of the quantization; of a model of several kinds of input, under its text model."""
+    """The quantization settings in config.json; those of a multimodal model may be in its text config."""
     config = config or {}
     for part in (config, config.get("text_config")):
         for key in _SETTINGS:
@@ -264,9 +266,9 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def find(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None, file: str
 ) -> tuple[Quantization | None, list[Problem]]:
-    """How tensors with names of the hub are quantized, and which weights lack a part; None if all are plain.
+    """How tensors with Hub names are quantized (None if all are plain), and which weights lack a part.
 
-    `config` may say that plain weights are quantized: that of a base often does.
+    `config` may describe quantization although the weights are plain: that of a base often does.
     """
     settings = settings_of(config)
     groups, beside = _grouped(tensors, told=bool(settings))
@@ -287,14 +289,14 @@ def find(
 
 
 def _is_known(settings: Mapping[str, Any]) -> bool:
-    """Whether weights of these settings follow `SCHEMES`, so that one which does not lacks a part."""
+    """Whether weights with these settings follow `SCHEMES`, so that one that does not is incomplete."""
     method, sparsity = settings.get("quant_method") or METHODS[0], settings.get("sparsity_config")
     formats = [each.get("format") for each in (settings, sparsity) if isinstance(each, dict)]
     return method in METHODS and not any(each in FOREIGN_FORMATS for each in formats)
 
 
 def _grouped(tensors: Mapping[str, Tensor], *, told: bool) -> tuple[dict[str, dict[str, str]], set[str]]:
-    """The parts of each quantized weight, by role, and the names of all that are no parameters."""
+    """The parts of each quantized weight, by role, and the names of all tensors that are not parameters."""
     groups: dict[str, dict[str, str]] = {}
     small = set()
     for name, tensor in tensors.items():
@@ -327,14 +329,14 @@ def _bits(
 ) -> int:
     if scheme.bits is not None:
         return scheme.bits or 8 * tensors[parts[scheme.values]].dtype.itemsize
-    if "qzeros" in parts:  # packed as the values are, and as many as there are scales
+    if "qzeros" in parts:  # packed like the values, and as many as there are scales
         zeros, scales = (tensors[parts[role]].view.numel for role in ("qzeros", "scales"))
         return max(1, 32 * zeros // max(1, scales))
     return _told_bits(settings) or 4
 
 
 def _incomplete(name: str, parts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Problem:
-    """What a weight lacks, by the scheme that it comes closest to."""
+    """The problem of an incomplete weight, by the scheme that is closest to it."""
 
     def distance(scheme: Scheme) -> tuple[int, int]:
         needed = {scheme.values, *scheme.beside}
@@ -360,13 +362,13 @@ def _incomplete(name: str, parts: Mapping[str, str], tensors: Mapping[str, Tenso
 
 
 def part_of(name: str, role: str) -> str:
-    """The name of the tensor that is the part `role` of the weight `name`."""
+    """The name of the tensor with the part `role` of the weight `name`."""
     module, _, local = name.rpartition(".")
     return f"{module}.{role.format(local)}"
 
 
 def refusal(found: Quantization, path: Path, wanted: str | None = None) -> ReshardError:
-    """The error where plain weights are needed; `wanted` says for what."""
+    """The error if plain weights are required; `wanted` says for what."""
     names = list(found.weights)
     return ReshardError(
         "weights-quantized",

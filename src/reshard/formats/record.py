@@ -1,4 +1,4 @@
-"""`reshard.json`: what the output was made of and what it is, and a digest of each file, to check it against later."""
+"""`reshard.json`: the source and the content of the output, and a digest of each file, to verify it later."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from reshard.transfer.sources import read_source
 from reshard.transfer.threads import together
 
 OWN = "record"
-"""The key of the XXH3-128 of the record itself, with zeros in its place."""
+"""The key of the XXH3-128 of the record itself, computed with zeros in its place."""
 
 
 def recorded(
     plan: Plan, digests: Mapping[str, str], facts: Mapping[str, Any], passed: Passed | None = None
 ) -> bytes:
-    """The content of `reshard.json`, as long without `digests` as it is with them. `passed` is that of `Report`."""
+    """The content of `reshard.json`; its length does not depend on `digests`. `passed` is that of `Report`."""
     files = {
         file.path: {"bytes": file.size, "digest": digests.get(file.path, NONE)}
         for file in sorted(plan.files, key=lambda file: file.path)
@@ -45,32 +45,32 @@ def recorded(
 
 
 def _with_own(content: bytes, before: str, after: str) -> bytes:
-    """A record with another digest of itself, which stands last."""
+    """A record with its own digest, which comes last, replaced."""
     head, _, tail = content.rpartition(before.encode())
     return head + after.encode() + tail
 
 
 def _is_own(content: bytes) -> bool:
-    """Whether a record is as it was written."""
+    """Whether a record is unchanged since it was written."""
     own = json_of(content).get(OWN)
     return isinstance(own, str) and xxh3_128_hexdigest(_with_own(content, own, NONE)) == own
 
 
 def with_record(plan: Plan, facts: Mapping[str, Any]) -> Plan:
-    """The plan with a record that has a place for the digests, which `recorded` fills."""
-    # Most sources are read whole.
+    """The plan with a record that has placeholders for the digests, which `recorded` fills."""
+    # Most sources are read completely.
     whole = {path: Ranges([(0, size, 0)]) for path, size in plan.sources.sizes().items()}
     record = OutputFile.of_bytes(RECORD, recorded(plan, {}, facts, whole if facts["checksums"] else None))
     return replace(plan, files=[*without_record(plan).files, record])
 
 
 def without_record(plan: Plan) -> Plan:
-    """The plan of all that is written before the record is."""
+    """The plan of all files that are written before the record."""
     return replace(plan, files=[file for file in plan.files if file.path != RECORD])
 
 
 def write_record(plan: Plan, folder: Path, report: Report, facts: Mapping[str, Any], journal: Journal) -> int:
-    """Write `reshard.json`, now that all else is written, and wait for the disk. Returns its bytes."""
+    """Write `reshard.json` after all other files, and sync it to disk. Returns its size in bytes."""
     content = recorded(plan, report.digests, facts, report.passed)
     (folder / RECORD).write_bytes(content)
     journal.sync(folder / RECORD)
@@ -78,11 +78,11 @@ def write_record(plan: Plan, folder: Path, report: Report, facts: Mapping[str, A
 
 
 OF_THE_HUB = ("README.md", ".gitattributes")
-"""What a download from the hub has beside the files of an upload, and no loader of weights reads."""
+"""Files of a Hub download that are not part of the upload, and that no loader of weights reads."""
 
 
 def is_written(folder: Path, plan: Plan, digest: str) -> bool:
-    """Whether a folder has the files of a plan, with their sizes, and a record that names the plan by its `digest`."""
+    """Whether a folder has the files of a plan, with their sizes, and a record with the plan's `digest`."""
     try:
         told = read_object(folder / RECORD).get("plan")
         sizes = {file.path: (folder / file.path).stat().st_size for file in plan.files if file.path != RECORD}
@@ -92,7 +92,7 @@ def is_written(folder: Path, plan: Plan, digest: str) -> bool:
 
 
 class Fault(NamedTuple):
-    """A file that is not as it was written."""
+    """A file that differs from what was written."""
 
     file: str
     message: str
@@ -100,7 +100,7 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True)
 class Integrity:
-    """Whether a folder is what was written. `files` of `nbytes` bytes were read."""
+    """Whether a folder is unchanged since it was written. `files` of `nbytes` bytes were read."""
 
     files: int
     nbytes: int
@@ -128,7 +128,7 @@ def check_record(
     on_total: Callable[[int], None] = lambda total: None,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Integrity:
-    """Compare what lies in a folder with its own `reshard.json`. Raises ReshardError if that has no digests."""
+    """Compare the files in a folder with its `reshard.json`. Raises ReshardError if that has no digests."""
     files = read_record(folder)[FILES]
     written = {name: (told["bytes"], told["digest"]) for name, told in files.items()}
     foreign = [name for name in foreign_in(folder) if name not in OF_THE_HUB]
@@ -158,7 +158,7 @@ def check_record(
 def digests_of(
     folder: Path, names: list[str], workers: int, on_bytes: Callable[[int], None] = lambda count: None
 ) -> dict[str, str]:
-    """The digests of files as they lie on the disk. Raises ReshardError if one cannot be read."""
+    """The digests of files on disk. Raises ReshardError if one cannot be read."""
     waiting = deque(names)
 
     def work(index: int, stopped: Event) -> dict[str, str]:
@@ -184,7 +184,7 @@ def digests_of(
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """What `reshard.json` says. Raises ReshardError if there is none, or none that this version can read."""
+    """The content of `reshard.json`. Raises ReshardError if it is missing, or if this version cannot read it."""
     if not folder.exists():
         raise nothing_there(folder)
     path = folder / RECORD
@@ -211,7 +211,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def options_of(record: Mapping[str, Any], folder: Path) -> Options:
-    """The options by which a folder was written. Raises ReshardError if its record does not tell them."""
+    """The options that a folder was written with. Raises ReshardError if its record does not contain them."""
     try:
         return Options.of_dict(record["options"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:

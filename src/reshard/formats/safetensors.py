@@ -29,7 +29,7 @@ HEADER_LIMIT = 100_000_000
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """The header of a file without its `__metadata__`, and the offset at which its data begins.
 
-    Raises ReshardError if the file is cut short or is no safetensors file.
+    Raises ReshardError if the file is cut short or not a safetensors file.
     """
     with open_source(path) as file:
         size = file.size
@@ -99,7 +99,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def header_bytes(tensors: Iterable[tuple[str, DType, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
-    """The first bytes of a file that holds `tensors` in this order, and the file offset of each tensor."""
+    """The first bytes of a file with `tensors` in this order, and the file offset of each tensor."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers 4 refuses files without it
     end = 0
     for name, dtype, shape in tensors:
@@ -114,7 +114,7 @@ def header_bytes(tensors: Iterable[tuple[str, DType, tuple[int, ...]]]) -> tuple
 
 
 def _in_items(dtype: DType, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape in items of a tensor that the header says has `shape`. Raises ValueError if rows end inside a byte."""
+    """The shape in items of a tensor of `shape` in elements. Raises ValueError if rows end inside a byte."""
     return shape if dtype.bits is None or not shape else (*shape[:-1], dtype.items(shape[-1]))
 
 
@@ -154,7 +154,7 @@ def _entry(path: Path, name: str, expected: str, found: str) -> Problem:
 
 
 def output_file(path: str, tensors: Sequence[Planned]) -> OutputFile:
-    """A file with whole tensors, in this order."""
+    """A file with complete tensors, in this order."""
     header, offsets = header_bytes((t.name, t.dtype, t.shape) for t in tensors)
     blocks = [Block.whole(tensor, offsets[tensor.name]) for tensor in tensors]
     size = len(header) + sum(tensor.nbytes for tensor in tensors)

@@ -1,6 +1,6 @@
-"""How tensor parallelism cuts a tensor into the shards of ranks, and how these become the whole again.
+"""How tensor parallelism cuts a tensor into the shards of ranks, and how to join them.
 
-A file of a rank that torch saves holds `Shard`s; both sides of the cut are the same for all engines.
+A rank's file in torch's format contains `Shard`s; reading and writing use the same rules for all engines.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from reshard.transfer.plan import Block, Planned
 
 
 class Split(NamedTuple):
-    """Tensor parallelism cuts `axis`, inside each of `parts` equal parts (gate and up are two)."""
+    """A cut by tensor parallelism along `axis`, inside each of `parts` equal parts (gate and up are two)."""
 
     axis: int
     parts: int = 1
 
 
 class Box(NamedTuple):
-    """A part of a tensor: where it begins on each axis, and how far it reaches."""
+    """A part of a tensor: its offset and its size on each axis."""
 
     low: tuple[int, ...]
     size: tuple[int, ...]
@@ -48,18 +48,18 @@ def shard_boxes(shape: tuple[int, ...], split: Split | None, rank: int, ranks: i
 
 
 def shard(view: View, split: Split, rank: int, ranks: int) -> View:
-    """The shard of one rank, as that rank holds it."""
+    """The shard of one rank, as that rank stores it."""
     return concat([view.box(*box) for box in shard_boxes(view.shape, split, rank, ranks)], split.axis)
 
 
 def join(shards: list[View], split: Split) -> View:
-    """The whole tensor from the shards of all ranks: the inverse of `shard`."""
+    """The complete tensor from the shards of all ranks: the inverse of `shard`."""
     parts = [view.split(split.axis, split.parts, view.shape[split.axis] // split.parts) for view in shards]
     return concat(parts, split.axis + 1).merge(split.axis)
 
 
 class Shard(NamedTuple):
-    """What one rank holds of a tensor. `source` compiles its view."""
+    """One rank's shard of a tensor. `source` compiles its view."""
 
     tensor: Planned
     shape: tuple[int, ...]
@@ -78,7 +78,7 @@ class Shard(NamedTuple):
 
 
 def shard_of(tensor: Planned, split: Split | None, index: int, ranks: int) -> Shard:
-    """The part of a tensor that one of `ranks` holds: all of it where it is not cut."""
+    """The shard of one of `ranks`: the complete tensor if it is not cut."""
     if not split or ranks == 1:
         return Shard(tensor, tensor.shape, tensor.source)
     shape = list(tensor.shape)
@@ -87,13 +87,13 @@ def shard_of(tensor: Planned, split: Split | None, index: int, ranks: int) -> Sh
 
 
 def blocks_of(shards: Iterable[tuple[Shard, Slot]]) -> Iterator[Block]:
-    """The blocks of a file that torch saves, of shards and of where they lie."""
+    """The blocks of a torch.save file, from shards and their slots."""
     for held, slot in shards:
         yield Block(held.tensor.name, held.dtype, slot.shape, held.source, slot.offset, slot.crc_at)
 
 
 class Share(NamedTuple):
-    """A size that parallel ranks share, the numbers of ranks that can, and how to say it."""
+    """A size that parallel ranks share, which numbers of ranks can share it, and how to describe them."""
 
     what: str
     fits: Callable[[int], bool]
@@ -101,12 +101,12 @@ class Share(NamedTuple):
 
 
 def divided(what: str, size: int) -> Share:
-    """A size of which each rank holds as much as the others."""
+    """A size that is divided equally among the ranks."""
     return Share(what, lambda ranks: size % ranks == 0, f"a divisor of {size}")
 
 
 def misfits(flag: str, ranks: int, shares: Sequence[Share]) -> Iterator[Problem]:
-    """A problem for each size that so many ranks cannot share."""
+    """A problem for each size that this number of ranks cannot share."""
     choices = [n for n in range(1, 65) if all(share.fits(n) for share in shares)]
     for what, fits, expected in shares:
         if not fits(ranks):

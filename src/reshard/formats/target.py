@@ -1,7 +1,7 @@
-"""The contract of a format: what it is called, how it is read, and what it can be written as.
+"""The contract of a format: its name, how it is read, and what it can be written as.
 
-A plan makes a `Request`, the same for all formats, of a checkpoint and of what the user asked for. The `Target` of a
-format says what it can hold, and lays the request out in files.
+From a checkpoint and the user's options, a plan makes a `Request`, which is the same for all formats. The `Target` of a
+format declares what it can store, and lays the request out in files.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from reshard.formats.checkpoint import Checkpoint, Iteration, Optimizer
 from reshard.transfer.plan import OutputFile, Planned
 
 HUB, LIVE = "hf", "live"
-"""The names of the hub, and those in the memory of transformers; all others are dialects, which families declare."""
+"""The Hub's names, and those in the memory of transformers; all others are dialects, which families declare."""
 
 HEAD = "lm_head.weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTERS = "fp32"
 
 KEEPS_ITS_DTYPE = ("e_score_correction_bias", "expert_bias")
-"""Router biases are fp32 whatever the model is: transformers and Megatron-Core both keep them so."""
+"""Router biases are fp32 whatever the model's dtype: transformers and Megatron-Core both keep them so."""
 
 
 class Kind(Enum):
-    """What a checkpoint holds: a model, a LoRA adapter, or one of Megatron-Core, whose linears are fused."""
+    """What a checkpoint contains: a model, a LoRA adapter, or an adapter of Megatron-Core, whose linears are fused."""
 
     MODEL = "model"
     ADAPTER = "adapter"
@@ -41,7 +41,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Options:
-    """How the output should look: the flags of `reshard convert`, and files to copy into it, by their name there."""
+    """The requested output: the flags of `reshard convert`, and files to copy into it, by their names in the output."""
 
     to: str | None = None
     base: Path | None = None
@@ -64,7 +64,7 @@ class Options:
     beside: Mapping[str, Path] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """What is not as by default, for a record; of the files beside it only the names."""
+        """The options that differ from their defaults, for a record; of the files in `beside`, only the names."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         told = {name: value for name, value in found.items() if value != getattr(Options(), name)}
         plain: dict[str, Any] = {"base": str, "layout": asdict, "beside": sorted}
@@ -72,7 +72,7 @@ class Options:
 
     @staticmethod
     def of_dict(told: Mapping[str, Any]) -> Options:
-        """The options of a record, without files beside it. Raises TypeError or ValueError if it has others."""
+        """The options in a record, without `beside`. Raises TypeError or ValueError if it has unknown ones."""
         found = {name: value for name, value in told.items() if name != "beside"}
         if "base" in found:
             found["base"] = Path(found["base"])
@@ -85,16 +85,17 @@ class Options:
 
 
 PlannedStates = Mapping[str, Mapping[str, Planned]]
-"""For each optimizer state the planned tensors, by the name of the tensor that it belongs to."""
+"""The planned tensors of each optimizer state, by the name of the weight that they belong to."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a format lays out. `tensors` are whole, under the names of `dialect`; `states` are those of the optimizer.
+    """What a format lays out. `tensors` are complete, under the names of `dialect`; `states` are the optimizer states.
 
-    `model` is at the sizes of the output, None for a family that nobody declared; `config` is its Hugging Face config.
+    `model` has the sizes of the output, and is None for an undeclared family; `config` is its Hugging Face config.
     `iteration` and `optimizer` are those of the source. `adapter` are the settings of an adapter, None for a model.
-    `quantization` are those of weights that the plan quantizes. `engine` is the one that saved a source of Megatron's.
+    `quantization` are the settings of weights that the plan quantizes. `engine` is the one that saved a Megatron
+    source.
     """
 
     options: Options
@@ -117,19 +118,19 @@ class Request:
 
     @property
     def declared(self) -> Model:
-        """The model, for a target whose names a family has to declare."""
+        """The model, for a target whose names a family must declare."""
         assert self.model is not None
         return self.model
 
     def called(self, plain: str) -> str:
-        """What the hub, or a live model, calls a tensor that a language model by itself calls so."""
+        """The name on the Hub, or in a live model, of the tensor that a plain language model calls `plain`."""
         family = self.model.family if self.model else None
         name = family.hub_name(plain) if family else plain
         return family.live.to_live(name) if family and family.live and self.dialect == LIVE else name
 
     @property
     def tied(self) -> bool:
-        """Whether the head of the model is its embedding."""
+        """Whether the model's head is tied to its embedding."""
         return self.model.dims.tied if self.model else bool(self.config.get("tie_word_embeddings"))
 
 
@@ -142,7 +143,7 @@ def main_dtype(tensors: Sequence[Planned]) -> str:
 
 
 def stateless(request: Request) -> list[str]:
-    """A note that names the tensors without states, if there are any: an engine that trains them will miss these."""
+    """A note that names the tensors without states, if any: an engine that trains them needs these."""
     if not request.states:
         return []
     apart = (*KEEPS_ITS_DTYPE, *([HEAD] if request.tied else []))
@@ -154,12 +155,12 @@ def stateless(request: Request) -> list[str]:
 
 
 def as_asked(request: Request) -> Request:
-    """The request as it is."""
+    """The request, unchanged."""
     return request
 
 
 def nothing(request: Request) -> list[str]:
-    """Nothing to say."""
+    """No notes."""
     return []
 
 
@@ -167,13 +168,12 @@ def nothing(request: Request) -> list[str]:
 class Target:
     """What a format can be written as.
 
-    `lay_out` makes the files of a request. `names` are those of the hub, of a live model, or the dialects of an engine,
-    of which a family's first counts. `sharded` says that ranks share the files, so that a layout can be asked for.
-    `states` are the optimizer states that it keeps; `dtype` is the only one of its weights, if there is only one;
-    `quantized` says that it has a place for scales.
-    `fit` gives model and layout the sizes that the engine would, before tensors are named, and refuses what the engine
-    cannot hold. `complete` adds what the engine stores otherwise, after. `notes` and `load_with` are what to tell and
-    to type, beyond the folder.
+    `lay_out` makes the files of a request. `names` are those of the Hub, of a live model, or the dialects of an engine,
+    of which the first that a family declares is used. `sharded` says that the files belong to ranks, so that users can
+    choose a layout. `states` are the optimizer states that it stores; `dtype` is the only dtype of its weights, if
+    there is only one; `quantized` says that it can store scales. `fit` sets model and layout to the engine's sizes,
+    before tensors are named, and refuses what the engine cannot store. `complete` afterwards adds what the engine
+    stores differently. `notes` and `load_with` are what users should know and type, in addition to the folder.
     """
 
     lay_out: Callable[[Request], list[OutputFile]]
@@ -190,17 +190,17 @@ class Target:
 
     @property
     def keeps_names(self) -> bool:
-        """Whether its names follow from those of the hub, so that a family which nobody declared can be written."""
+        """Whether its names are derived from Hub names, so that an undeclared family can be written."""
         return self.names[0] in (HUB, LIVE)
 
 
 @dataclass(frozen=True)
 class Format:
-    """One format. `what` tells in a line what lies on disk; `target` is None for a format that is only read.
+    """One format. `what` describes the files in one line; `target` is None for a read-only format.
 
-    `aliases` are other names that users may type for it; `instead` is what to write in place of one that is only read.
-    `detect` tells by the names of files whether a path holds it; it is quick and does not raise. `open` reads headers
-    and metadata only, takes the iteration that is asked for, or None, and raises ReshardError.
+    `aliases` are other names that users may type for it; `instead` is what to write instead of a read-only format.
+    `detect` checks by file names whether a path is in this format; it is quick and does not raise. `open` reads only
+    headers and metadata, takes the requested iteration, or None, and raises ReshardError.
     """
 
     name: str
@@ -213,5 +213,5 @@ class Format:
 
     @property
     def all_names(self) -> tuple[str, ...]:
-        """Every name that stands for it."""
+        """Its name and all aliases."""
         return (self.name, *self.aliases)

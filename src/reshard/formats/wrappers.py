@@ -1,4 +1,4 @@
-"""Names of tensors in state dicts: where the model lies in a nested one, and what wrappers put before its names."""
+"""Tensor names in state dicts: the path of the model in a nested one, and prefixes that wrappers add."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from reshard.errors import Problem, listed
 T = TypeVar("T")
 
 WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""What torch.compile, FSDP and activation checkpointing put into names, when `state_dict()` was called on the wrapper.
-A folder with such names loads nowhere: transformers would start those modules at random."""
+"""Prefixes that torch.compile, FSDP and activation checkpointing add to names if `state_dict()` is called on them.
+Such names cannot be loaded: transformers would initialize those modules at random.
+"""
 
 ANCHORS = (
     *("model.embed_tokens.weight", "model.tok_embeddings.weight", "transformer.wte.weight"),
     *("model.language_model.embed_tokens.weight", "base_model.model.", "tok_embeddings.weight"),
 )
-"""How a name begins in the model's own state dict: embeddings, and PEFT's wrapper."""
+"""The beginning of a name in the model's own state dict: embeddings, and PEFT's wrapper."""
 
 
 BUFFER = "rotary_emb.inv_freq"
@@ -26,12 +27,12 @@ BUFFER = "rotary_emb.inv_freq"
 
 
 def without_buffers(tensors: dict[str, Tensor]) -> int:
-    """Take rotary buffers out of the tensors of a model; returns their bytes."""
+    """Remove rotary buffers from the tensors of a model; returns their bytes."""
     return sum(tensors.pop(name).nbytes for name in list(tensors) if name.endswith(BUFFER))
 
 
 def prefix_of(names: Iterable[str]) -> str:
-    """What stands before the names of the model in a nested state dict: "" or, say, "model." or "app.model."."""
+    """The prefix of the model's names in a nested state dict: "" or, for example, "model." or "app.model."."""
     names = list(names)
     for anchor in ANCHORS:
         for name in names:
@@ -48,7 +49,7 @@ def _bare(name: str) -> str:
 
 
 def wrapper_problems(names: Iterable[str], file: str) -> Iterator[Problem]:
-    """One problem for each wrapper that left its mark on names."""
+    """One problem for each wrapper whose prefix is in the names."""
     names = list(names)
     for wrapper in WRAPPERS:
         wrapped = sorted(name for name in names if wrapper in name)
@@ -66,13 +67,13 @@ def wrapper_problems(names: Iterable[str], file: str) -> Iterator[Problem]:
 
 
 def all_stripped(named: Mapping[str, T], marks: Iterable[str]) -> dict[str, T]:
-    """What is `named`, under names without the marks of wrappers."""
+    """The items under names without the prefixes of wrappers."""
     marks = list(marks)
     return {stripped(name, marks): item for name, item in named.items()}
 
 
 def stripped(name: str, marks: Iterable[str]) -> str:
-    """`name` without the marks of wrappers."""
+    """`name` without the prefixes of wrappers."""
     for mark in marks:
         name = name.replace(mark, "")
     return name
