@@ -1,6 +1,6 @@
 """Model architectures: one declaration each, used in both directions.
 
-A module in `architectures/` registers its families by being there, another package by an entry point.
+Modules in `architectures/` register their families automatically, other packages through an entry point.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from reshard.plugins import Registry
 
 
 def declarations(package: ModuleType, like: str = "") -> Iterator[Family]:
-    """The families that the modules of a package declare, each once, though modules import them from each other.
+    """The families that the modules of a package declare, each once, even if modules import them from each other.
 
-    Modules are imported one by one, those first whose names begin as `like`.
+    Modules are imported lazily, starting with those whose names share the longest prefix with `like`.
     """
     names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
     seen = set()
@@ -33,7 +33,7 @@ def declarations(package: ModuleType, like: str = "") -> Iterator[Family]:
 
 
 def _in_common(a: str, b: str) -> int:
-    """With how many characters both begin."""
+    """Length of the common prefix of two strings."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -43,16 +43,16 @@ FAMILIES = Registry(
     lambda: sorted(declarations(architectures), key=lambda family: family.name),
     lambda family: (family.name, *family.aliases),
 )
-"""By the `model_type` of config.json."""
+"""Families by the `model_type` of config.json."""
 
 
 def likeliest() -> list[Family]:
-    """All families, in the order in which they are assumed where nothing names one and several fit."""
+    """All families, in the order in which they are tried if nothing names one and several fit."""
     return sorted(FAMILIES.values(), key=lambda family: -family.precedence)
 
 
 def declared(model_type: Any) -> Family | None:
-    """The family that `model_type` in a config names, by its name or an alias; None if nobody declared it."""
+    """The family that `model_type` in a config names, by its name or an alias; None if it is not declared."""
     if not isinstance(model_type, str):
         return None
     found = declarations(architectures, model_type) if FAMILIES.is_as_shipped else FAMILIES.values()
@@ -60,7 +60,7 @@ def declared(model_type: Any) -> Family | None:
 
 
 def live_names(model_type: Any) -> Live | None:
-    """How names in memory differ from the hub's; None if they do not, or nobody knows. It takes undeclared ones too."""
+    """How in-memory names differ from the hub's; None if they do not or are unknown. Covers undeclared models too."""
     family = declared(model_type)
     return family.live if family else LIVE.get(model_type) if isinstance(model_type, str) else None
 

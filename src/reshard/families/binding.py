@@ -1,4 +1,4 @@
-"""A family's rules at given sizes: every tensor of both sides, and how either side is made of the other."""
+"""A family's rules at given sizes: every tensor of both sides as a view over the other side."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Dropped(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """One tensor: the template that declares it, filled in with a layer and an expert."""
+    """One tensor: the template that declares it, with its layer and expert filled in."""
 
     template: _Template
     layer: int | None
@@ -29,7 +29,7 @@ class Bound(NamedTuple):
 
     @property
     def plus(self) -> float:
-        """What is added to each element of `view`."""
+        """The number added to each element of `view`."""
         return self.template.plus
 
     @property
@@ -39,7 +39,7 @@ class Bound(NamedTuple):
 
     @property
     def sources(self) -> Iterator[Hashable]:
-        """The names that `view` is over, one for each piece."""
+        """The source name of each piece of `view`."""
         return (self._filled(piece.source) for piece in self.template.view.pieces)
 
     def _filled(self, source: Hashable) -> Hashable:
@@ -65,8 +65,8 @@ class _Template:
 class Binding:
     """Both sides of a model, bound name by name.
 
-    `hf` and `native` map tensor names to `Bound`s. Copies stand in `copies`, not in `hf`. Raises ValueError
-    if the rules do not make a bijection, which is a mistake in the family and not of its user.
+    `hf` and `native` map tensor names to `Bound`s. Copies are in `copies`, not in `hf`. Raises ValueError
+    if the rules are not a bijection, which is a bug in the family and not the user's fault.
     """
 
     def __init__(self, rules: Iterable[Rule]) -> None:
@@ -85,13 +85,13 @@ class Binding:
             self.native.update(template.instances())
 
     def written(self) -> Iterator[tuple[str, Bound]]:
-        """The tensors of a Hugging Face folder, with those copies that the hub stores."""
+        """The tensors of a Hugging Face folder, including those copies that the hub stores."""
         yield from self.hf.items()
         yield from ((name, bound) for name, bound in self.copies.items() if bound.template.written)
 
 
 def _inverted(rules: Iterable[Rule]) -> Iterator[_Template]:
-    """Turn rules round: each native tensor as a view over the Hugging Face tensors that lie in it."""
+    """Invert the rules: each native tensor as a view over the Hugging Face tensors that it contains."""
     pieces: dict[tuple[Native, tuple[int, ...], int, float], list[Piece]] = {}
     for rule in rules:
         if rule.copy:

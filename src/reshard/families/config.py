@@ -1,12 +1,12 @@
-"""The table between Hugging Face's `config.json` and the `args` that Megatron-LM keeps in a checkpoint.
+"""The table between Hugging Face's `config.json` and the `args` that Megatron-LM stores in a checkpoint.
 
-An entry says once how some keys of the config and some arguments express the same fact, and is read in both
-directions. `COMMON` holds what all families share; a family adds what is its own.
+An entry declares once how some config keys and some arguments express the same fact, and is used in both
+directions. `COMMON` has what all families share; a family adds its own entries.
 
 The arguments are those that `--use-checkpoint-args` restores (`load_args_from_checkpoint` in Megatron-LM's
 `training/checkpointing.py`) and those that `core_transformer_config_from_args` and `gpt_builder` need to build the
-same model. What is a choice of the run and not of the model is left out, so that it stays the user's: layout,
-`moe_grouped_gemm`, `moe_token_dispatcher_type`, loss coefficients.
+same model. Choices of the run rather than of the model are left to the user: layout, `moe_grouped_gemm`,
+`moe_token_dispatcher_type`, loss coefficients.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from reshard.families.rules import MOST_MODULES
 
 
 def _count_layers(layers: object) -> None:
-    """Raise ValueError for more than entries can make a list of."""
+    """Raise ValueError if there are too many layers to list."""
     if isinstance(layers, int) and layers > MOST_MODULES:
         raise ValueError(f"{layers} layers")
 
 
 OF_ALL = ("tie_word_embeddings", "dtype", "torch_dtype")
-"""Keys that a larger model has beside the configs of its parts, and that hold for the language model too."""
+"""Keys at the top level of a larger model's config that also apply to the language model."""
 
 
 def _nested(config: Config, path: tuple[str, ...], inner: Config) -> Values:
-    """What replaces `inner` in a config: the key that leads to it, with all around it."""
+    """The update that replaces the config at `path` by `inner`: its outermost key, with everything around `inner`."""
     if len(path) == 1:
         return {path[0]: inner}
     return {path[0]: {**config[path[0]], **_nested(config[path[0]], path[1:], inner)}}
@@ -66,10 +66,10 @@ def _nested(config: Config, path: tuple[str, ...], inner: Config) -> Values:
 
 @dataclass(frozen=True)
 class ConfigMap:
-    """The entries of one family, read from either side: of its language model, if that is a part of it only.
+    """The entries of one family, for both directions; of its language model only, if that is part of a larger model.
 
-    Values that the given side does not tell are absent from the result, never guessed. A switch of
-    Megatron-LM that is not there is off, and that is stated where transformers would take it for on.
+    Values that the given side does not state are absent from the result, never guessed. A missing Megatron-LM switch
+    counts as off, and the result states it if transformers would assume on.
     """
 
     model_type: str
@@ -77,9 +77,10 @@ class ConfigMap:
     path: tuple[str, ...] = ()
 
     def text(self, config: Config) -> Config:
-        """The config of the language model, which lies at `path`; a config without it is its own.
+        """The config of the language model, at `path`; a config without that path is itself the language model's.
 
-        What the larger model says of all its parts counts. Where transformers 5 lists layers, it does not count them.
+        Top-level values that apply to all parts take precedence. The number of layers is added if transformers 5 only
+        lists them.
         """
         inner = self._inner(config)
         text = config if inner is None else {**inner, **{key: config[key] for key in OF_ALL if key in config}}
@@ -87,7 +88,7 @@ class ConfigMap:
         return {"num_hidden_layers": len(layers), **text} if isinstance(layers, list) else text
 
     def whole(self, config: Config, text: Config) -> Values:
-        """`config` with `text` in place of what it says of its language model."""
+        """`config` with the values of its language model replaced by `text`."""
         inner = self._inner(config)
         if inner is None:
             return dict(text)
@@ -98,7 +99,7 @@ class ConfigMap:
         return {**config, **beside, **_nested(config, self.path, {**inner, **own})}
 
     def _inner(self, config: Config) -> Config | None:
-        """What lies at `path`; None if the config is flat."""
+        """The config at `path`; None if the config is flat."""
         for key in self.path:
             if not isinstance(config.get(key), Mapping):
                 return None
@@ -116,18 +117,18 @@ class ConfigMap:
         return {key: value for entry in self.entries for key, value in entry.to_config(args).items()}
 
     def differs(self, config: Config) -> list[tuple[str, str]]:
-        """Where the model that Megatron-LM builds is another than the config describes, and no tensor shows it.
+        """Where Megatron-LM builds a different model than the config describes, without a trace in the tensors.
 
-        Each with the key of the config that says so.
+        Each comes with the config key that describes the difference.
         """
         return [found for entry in self.entries for found in entry.differs(config)]
 
     def notices(self, config: Config) -> list[str]:
-        """Where Megatron-LM computes that model within limits, or needs more than its arguments say."""
+        """Where Megatron-LM's model is limited, or needs more than its arguments."""
         return [text for entry in self.entries for text in entry.notices(config)]
 
     def contradictions(self, config: Config) -> list[str]:
-        """Where the config says one thing twice, and not the same."""
+        """Where the config states one fact twice, with different values."""
         return [text for entry in self.entries for text in entry.contradictions(config)]
 
 
@@ -169,7 +170,7 @@ NO_BIAS = Const(args={"add_qkv_bias": False, "add_bias_linear": False})
 QKV_BIAS = Const(args={"add_qkv_bias": True, "add_bias_linear": False})
 QK_NORM = Const(args={"qk_layernorm": True})
 NO_QK_NORM = Const(args={"qk_layernorm": False})
-# Where the config says nothing, transformers ties the head of these families.
+# If the config does not say, transformers ties the head of these families.
 TIED = Key("tie_word_embeddings", "untie_embeddings_and_output_weights", default=True, values=NEGATED)
 GROUPED_HEADS: tuple[Entry, ...] = (HeadDim(), Const(args={"multi_latent_attention": False}))
 DERIVED_HEADS: tuple[Entry, ...] = (HeadDim(written=False), Const(args={"multi_latent_attention": False}))
@@ -182,10 +183,10 @@ ROUTER: tuple[Entry, ...] = (
     ExpertWidth(),
 )
 SOFTMAX_ROUTER = Const(args={"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False})
-# Scores are a softmax over all experts. With norm_topk_prob they are normalised over the chosen ones, which is
-# the same as a softmax over the chosen ones alone: Megatron-LM's default.
+# Scores are a softmax over all experts. With norm_topk_prob they are normalised over the chosen ones, which equals
+# a softmax over the chosen ones alone: Megatron-LM's default.
 NORM_TOPK = Key("norm_topk_prob", "moe_router_pre_softmax", default=False, assumed=False, values=NEGATED)
-# Experts in every layer, as wide as the config says of all layers.
+# Experts in every layer, all with the width that the config states.
 EXPERTS_EVERYWHERE: tuple[Entry, ...] = (
     Key("intermediate_size", "moe_ffn_hidden_size", also=("ffn_hidden_size",)),
     SOFTMAX_ROUTER,
@@ -231,7 +232,7 @@ SIGMOID_ROUTER: tuple[Entry, ...] = (
 def config_map(
     model_type: str, architecture: str, entries: tuple[Entry, ...], path: tuple[str, ...] = ()
 ) -> ConfigMap:
-    """The map of a family whose config.json says `model_type` and `architectures: [architecture]`."""
+    """The map of a family with this `model_type` and `architectures: [architecture]` in config.json."""
     says = () if path else (Const(config={"model_type": model_type, "architectures": [architecture]}),)
     usual = (
         (Activation, SWIGLU),
@@ -244,16 +245,16 @@ def config_map(
 
 
 def portable_config(config: Config, dtype: str, table: ConfigMap | None = None) -> Values:
-    """The `config.json` that transformers 4 and 5 and serving engines read alike, for weights of `dtype`.
+    """A `config.json` that transformers 4 and 5 and serving engines read alike, for weights of `dtype`.
 
-    Nothing that `config` says is lost or changed, except the dtype and `use_cache`. What one generation of readers
-    looks for and another left out is added: both spellings of the rotary embedding and of the dtype, and all that
-    the `table` of the family can tell (`num_experts` beside `num_local_experts`, `scoring_func` …).
+    Nothing in `config` is lost or changed, except the dtype and `use_cache`. Keys that only some readers look for
+    are added: both spellings of the rotary embedding and of the dtype, and everything else that
+    the `table` of the family provides (`num_experts` in addition to `num_local_experts`, `scoring_func` …).
     """
     text = table.text(config) if table else config
     implied = table.to_config(table.to_args(text)) if table else {}
     written = {"dtype": dtype, "torch_dtype": dtype, "use_cache": True}
-    if any(rope_contradictions(text)):  # only its owner can say which of them is true
+    if any(rope_contradictions(text)):  # only the user can know which one is true
         implied.pop("rope_parameters", None)
         text = {**implied, **text, **written}
     else:

@@ -1,7 +1,7 @@
 """Where a `config.json` and the arguments in a Megatron checkpoint describe different models, and which one counts.
 
-A difference that the weights depend on is an error: one of the two belongs to another checkpoint. One that only decides
-how the model computes is a warning, and the user says which side is right.
+A difference that the weights depend on is an error: one of the two belongs to another checkpoint. A difference that
+only affects how the model computes is a warning, and the user chooses the right side.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RUN_CHOICES = {
     "num_nextn_predict_layers",
 }
 
-# What decides how the model computes, and neither which weights there are nor how they are arranged.
+# Keys that affect how the model computes, but neither which weights exist nor their layout.
 COMPUTED = {
     *(
         "rope_parameters",
@@ -39,7 +39,7 @@ COMPUTED = {
     *("scoring_func", "n_group", "topk_group"),
 }
 
-# What leaves no trace in names and shapes, and decides what the weights mean.
+# Arguments that leave no trace in names and shapes, but decide what the weights mean.
 MECHANISMS = (
     *("swiglu", "normalization", "apply_layernorm_1p", "window_size", "window_attn_skip_freq"),
     *(
@@ -50,16 +50,16 @@ MECHANISMS = (
         "moe_router_score_function",
     ),
 )
-# Those of them by which the same numbers stand in another order, or for other numbers.
+# Those of them that change the order of the stored numbers, or the numbers themselves.
 REARRANGED = {"swiglu", "apply_layernorm_1p", "rotary_interleaved"}
 
 
 def agreed(
     table: ConfigMap, config: Mapping[str, Any], args: Mapping[str, Any], trust: str, file: str
 ) -> tuple[Mapping[str, Any], Mapping[str, Any], list[Problem]]:
-    """Config and arguments that say the same, and warnings of where they did not: `trust` says which one is right.
+    """Config and arguments made consistent, and a warning for each difference: `trust` names the right side.
 
-    Raises ReshardError where the weights are those of one of them only.
+    Raises ReshardError if the weights fit only one of them.
     """
     found = differences(table, config, args)
     problems = [each.problem() for each in found if not each.is_computed]
@@ -81,7 +81,7 @@ def agreed(
 
 
 class Difference(NamedTuple):
-    """A key of the config and its two values. `wanted` are the arguments that would say what the config says."""
+    """A key of the config and its two values. `wanted` are the arguments that correspond to the config's value."""
 
     key: str
     config: Any
@@ -90,7 +90,7 @@ class Difference(NamedTuple):
 
     @property
     def is_computed(self) -> bool:
-        """Whether it decides only how the model computes: the same weights fit both values."""
+        """Whether it only affects how the model computes: the same weights fit both values."""
         return self.key in COMPUTED
 
     def problem(self) -> Problem:
@@ -105,7 +105,7 @@ class Difference(NamedTuple):
         )
 
     def warning(self, trusted: str) -> Problem:
-        """What to tell where the weights are the same either way, and the value is that of `trusted`."""
+        """The warning for a value that does not change the weights, where the value of `trusted` is used."""
         other = "config" if trusted == "checkpoint" else "checkpoint"
         return Problem(
             "config-differs-from-arguments",
@@ -121,8 +121,8 @@ class Difference(NamedTuple):
 def differences(table: ConfigMap, config: Config, args: Args) -> list[Difference]:
     """Where a config and the arguments of a checkpoint describe different models.
 
-    An argument that is not there says nothing. The vocabulary is not compared, because Megatron-LM pads it, nor is
-    what a training run may change: context length, dropout, dtype, multi-token prediction.
+    Missing arguments are ignored. The vocabulary is not compared, because Megatron-LM pads it, nor is
+    anything that a training run may change: context length, dropout, dtype, multi-token prediction.
     """
     wanted = table.to_args(config)
     expected = table.to_config(wanted)
@@ -145,7 +145,7 @@ def changed(table: ConfigMap, config: Config, differences: Iterable[Difference])
 def foreign(table: ConfigMap, config: Config, args: Args) -> Iterator[tuple[str, Problem]]:
     """Arguments of a model that no config of this family can describe, though its tensors look alike.
 
-    Each with its name.
+    Each comes with its name.
     """
     wanted = table.to_args(config)
     fixed = {name for entry in table.entries if isinstance(entry, Const) for name in entry.args}

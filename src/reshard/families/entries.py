@@ -25,42 +25,42 @@ def first(source: Mapping[str, Any], names: Iterable[str], default: Any = None) 
 
 
 class Entry(ABC):
-    """A fact that both sides express. What the given side does not tell is left out of the other."""
+    """A fact that both sides express. What the given side does not state is left out of the other."""
 
     @abstractmethod
     def to_args(self, config: Config) -> Values:
-        """The arguments that say what `config` says."""
+        """The arguments that express `config`."""
 
     @abstractmethod
     def to_config(self, args: Args) -> Values:
-        """The config that says what `args` say."""
+        """The config that expresses `args`."""
 
     def told(self, wanted: Args, args: Args) -> Values:
-        """The config that `args` say, where an argument that is not among them is as in `wanted`."""
+        """The config that expresses `args`, with missing arguments taken from `wanted`."""
         return self.to_config({**wanted, **args})
 
     def spellings(self) -> tuple[str, ...]:
-        """Further keys of a config that say the same."""
+        """Other config keys with the same meaning."""
         return ()
 
     def differs(self, config: Config) -> Iterator[tuple[str, str]]:
-        """Where Megatron-LM computes another model than the config describes, and no tensor shows it.
+        """Where Megatron-LM computes a different model than the config describes, without a trace in the tensors.
 
-        Each with the key of the config that says so.
+        Each comes with the config key that describes the difference.
         """
         yield from ()
 
     def notices(self, config: Config) -> Iterator[str]:
-        """Where Megatron-LM computes that model within limits, or needs more than its arguments say."""
+        """Where Megatron-LM's model is limited, or needs more than its arguments."""
         yield from ()
 
     def contradictions(self, config: Config) -> Iterator[str]:
-        """Where the config says one thing twice, and not the same."""
+        """Where the config states one fact twice, with different values."""
         yield from ()
 
 
 def contradiction(said: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with values, by the place that says them, if they are not all the same."""
+    """A description of the values, each with the place that states it, if they are not all the same."""
     values = [value for value in said.values() if value is not None]
     if any(value != values[0] for value in values):
         yield ", ".join(f"{place} is {value!r}" for place, value in said.items() if value is not None)
@@ -70,10 +70,10 @@ def contradiction(said: Mapping[str, Any]) -> Iterator[str]:
 class Key(Entry):
     """One value under two names.
 
-    `also` are further arguments that hold it, `aliases` further keys of the config that may. `default` is what
-    transformers assumes when the key is absent, `assumed` what Megatron-LM assumes when the argument is and
-    transformers would assume otherwise, `none` the value that Megatron-LM spells None, `values` the one-to-one
-    translation of values. Raises ReshardError for a value that has no translation.
+    `also` are further arguments with the same value, `aliases` alternative config keys. `default` is the value that
+    transformers assumes if the key is absent; `assumed` is Megatron-LM's default for a missing argument, if
+    transformers would assume something else; `none` is the config value that Megatron-LM spells None; `values` is a
+    one-to-one translation of values. Raises ReshardError for a value that has no translation.
     """
 
     key: str
@@ -126,15 +126,15 @@ def _translate(name: str, value: Any, values: Mapping[Any, Any] | None) -> Any:
 
 
 def same(name: str, **options: Any) -> Key:
-    """One value under one name."""
+    """One value with the same name on both sides."""
     return Key(name, name, **options)
 
 
 @dataclass(frozen=True)
 class Const(Entry):
-    """What holds for every model of a family: these arguments, and these keys of the config.
+    """Constants of a family: these arguments, and these config keys.
 
-    Keys in `computed` are in the config too, and mean something that leaves no trace in names and shapes of tensors.
+    Keys in `computed` are in the config too, and affect the computation without a trace in names and shapes of tensors.
     """
 
     args: Values = field(default_factory=dict)
@@ -158,11 +158,11 @@ class Const(Entry):
 
 
 class Activation(Const):
-    """How the MLP computes, in Megatron-LM's arguments and in keys of the config."""
+    """The computation of the MLP, in Megatron-LM's arguments and in config keys."""
 
 
 SAME = {"swish": "silu"}
-"""Values of a config that mean the same as others, as in transformers."""
+"""Config values that mean the same as others, as in transformers."""
 
 
 def _otherwise(config: Config, values: Values) -> Iterator[tuple[str, str]]:
@@ -173,7 +173,7 @@ def _otherwise(config: Config, values: Values) -> Iterator[tuple[str, str]]:
 
 
 class KeyValueHeads(Entry):
-    """`num_key_value_heads`; Megatron-LM looks at the number of groups only if grouped attention is on."""
+    """`num_key_value_heads`; Megatron-LM reads the number of groups only if grouped attention is on."""
 
     def to_args(self, config: Config) -> Values:
         heads = config.get("num_attention_heads")
@@ -192,7 +192,7 @@ class KeyValueHeads(Entry):
 class HeadDim(Entry):
     """`head_dim`, by default the hidden size divided by the heads.
 
-    A family without that key is given one (which its code reads) only where it is not the default.
+    For families whose config lacks that key (though their code reads it), it is written only if it is not the default.
     """
 
     written: bool = True
@@ -244,14 +244,14 @@ class Biases(Entry):
         qkv, linear = self._of(config)
         if linear and not qkv:
             yield f"{self.linear} without {self.qkv}; Megatron-LM's add_bias_linear gives linear_qkv a bias too"
-        output = config.get("attention_out_bias", self.qkv == "attention_bias")  # seed_oss says it apart
+        output = config.get("attention_out_bias", self.qkv == "attention_bias")  # seed_oss: a key of its own
         if qkv and output and not linear:
             yield "attention_bias without mlp_bias; Megatron-LM's add_qkv_bias gives linear_proj no bias"
 
 
 @dataclass(frozen=True)
 class SlidingWindow(Entry):
-    """`sliding_window` counts the token itself, the left side of Megatron-LM's `window_size` does not."""
+    """`sliding_window` counts the token itself; the left side of Megatron-LM's `window_size` does not."""
 
     default: int | None
 
@@ -266,9 +266,9 @@ class SlidingWindow(Entry):
 
 @dataclass(frozen=True)
 class FullAttention(Entry):
-    """Every layer attends to all tokens. Qwen says otherwise by `use_sliding_window`, dots1 (`switched` off) does not.
+    """Every layer has full attention, unless Qwen's `use_sliding_window` is on or dots1 (`switched` off) has a window.
 
-    Where `late` is true, it means layers from `max_window_layers` on; transformers 5 lists them as `layer_types`.
+    With `late`, the window applies to layers from `max_window_layers` on; transformers 5 lists them as `layer_types`.
     """
 
     late: bool = True
@@ -296,10 +296,10 @@ class FullAttention(Entry):
 
 @dataclass(frozen=True)
 class LayerTypes(Entry):
-    """Which layers attend to the window. Each `full`-th one attends to all, where the config does not say.
+    """Which layers have sliding-window attention; by default, every `full`-th layer has full attention.
 
-    `assumed` is what the engine takes where its arguments do not say: the window in all layers (0), or every N-th
-    layer without.
+    `assumed` is the engine's default if its arguments do not say: the window in all layers (0), or in all but every
+    N-th layer.
     """
 
     full: int = 2
@@ -312,7 +312,7 @@ class LayerTypes(Entry):
 
     def to_config(self, args: Args) -> Values:
         skip, layers = first(args, ("window_attn_skip_freq",), self.assumed), args.get("num_layers", 0)
-        if isinstance(skip, int):  # every skip-th layer attends to all, counted from one; 0 stands for none
+        if isinstance(skip, int):  # every skip-th layer has full attention, counted from one; 0 means none
             skip = [not skip or (layer + 1) % skip for layer in range(layers)]
         return {"layer_types": ["sliding_attention" if each else "full_attention" for each in skip]}
 
@@ -331,7 +331,7 @@ class Precision(Entry):
 
 
 def moe_layer_freq(sparse: Sequence[bool]) -> int | list[int]:
-    """1 if all layers are sparse: Megatron-Core then stacks the layers of a checkpoint, and not for a list."""
+    """1 if all layers are sparse: with 1, Megatron-Core stacks the layers in a checkpoint; with a list, it does not."""
     return 1 if all(sparse) else [int(layer) for layer in sparse]
 
 
@@ -353,7 +353,7 @@ class SparseStep(Entry):
 class DenseFirst(Entry):
     """DeepSeek: the first `first_k_dense_replace` layers (or `default`) have no experts, all others have.
 
-    Of some families, transformers reads `mlp_layer_types` alone, so that it is `listed` too.
+    For some families, transformers reads only `mlp_layer_types`, so it is `listed` as well.
     """
 
     default: int = 0
@@ -385,7 +385,7 @@ class DenseFirst(Entry):
 
 
 def _expert_width(args: Args) -> Any:
-    """Megatron-LM makes experts as wide as a dense MLP unless it is told otherwise."""
+    """The width of experts; Megatron-LM's default is that of a dense MLP."""
     return first(args, ("moe_ffn_hidden_size", "ffn_hidden_size"))
 
 
@@ -403,7 +403,7 @@ class ExpertWidth(Entry):
 
 @dataclass(frozen=True)
 class SharedExperts(Entry):
-    """DeepSeek counts its shared experts, Megatron-LM gives the width of all together."""
+    """DeepSeek states the number of shared experts, Megatron-LM their total width."""
 
     key: str = "n_shared_experts"
 
@@ -423,7 +423,7 @@ class SharedExperts(Entry):
 
 
 class RouterGroups(Entry):
-    """Routing within groups of experts; one group is no grouping. DeepSeek-V3 scores a group by its 2 best experts."""
+    """Group-limited routing; one group means no grouping. DeepSeek-V3 scores a group by its 2 best experts."""
 
     best = 2
 
@@ -449,7 +449,7 @@ class RouterGroups(Entry):
 
 @dataclass(frozen=True)
 class SigmoidNorm(Entry):
-    """`norm_topk_prob` of a sigmoid router: Megatron-Core normalises the scores of chosen experts if they are several.
+    """`norm_topk_prob` of a sigmoid router: Megatron-Core normalises the scores of chosen experts if topk is above 1.
 
     Source: `topk_routing_with_score_function` of megatron-core 0.16.1.
     """
@@ -470,7 +470,7 @@ class SigmoidNorm(Entry):
 
 
 class Remark(Entry):
-    """Something to say of a config that no argument and no other key depends on."""
+    """A note about a config that no argument and no other key depends on."""
 
     def to_args(self, config: Config) -> Values:
         return {}

@@ -22,9 +22,9 @@ ENGINES = {
     MCORE_BRIDGE: "mcore-bridge (ms-swift)",
     MEGATRON_BRIDGE: "Megatron-Bridge (NeMo)",
 }
-"""Who computes a model on Megatron's side: its GPTModel, or a module of their own of those who build on it.
+"""Engines that compute a model on Megatron's side: Megatron-Core's GPTModel, or modules of frameworks built on it.
 
-All have the names of Megatron-Core. Where two of them differ, a family has rules for either.
+All use the names of Megatron-Core. If two engines use different names, a family has rules for each.
 """
 
 JUDGES = {
@@ -32,9 +32,9 @@ JUDGES = {
     MCORE_BRIDGE: "mcore-bridge",
     MEGATRON_BRIDGE: "Megatron-Bridge",
 }
-"""Who judged the conversion of a family, by the tests of this project.
+"""Judges of a family's conversion in the tests of this project.
 
-megatron-core 0.16.1 computed the logits that transformers computes; mcore-bridge 1.6.5 and Megatron-Bridge 0.3.1 read
+megatron-core 0.16.1 computed the same logits as transformers; mcore-bridge 1.6.5 and Megatron-Bridge 0.3.1 read
 and wrote the same bits.
 """
 
@@ -43,16 +43,16 @@ and wrote the same bits.
 class Family:
     """`name` is the `model_type` of config.json, `architecture` the class that transformers builds from it.
 
-    `rules` say where its tensors lie inside those of Megatron-Core, as the engine has them that it is `computed_by`;
-    `dialects` say the same for other engines. `within` says where its language model lies, if it is a part of it only.
-    `entries` say how its config and Megatron-LM's arguments express the same facts, beside those that all families
-    share; `live` how its names differ in memory.
-    `aliases` are other `model_type`s of models that compute the same, each with the keys of its config that Megatron-LM
-    knows nothing of and the only value that such a key may have.
-    `judged` names the `JUDGES` that the tests ask; without any, the declaration was checked against sources alone.
-    An engine may save no bias of the router (`drops_router_bias`), so that the tensors say whether there is one.
-    `languages` are the families that its language model may be of, where its config names one of several.
-    Where nothing names the family and several fit, the one of the highest `precedence` is assumed.
+    `rules` map its tensors to those of Megatron-Core, with the names of the engine that it is `computed_by`;
+    `dialects` do the same for other engines. `within` locates its language model, if that is part of a larger model.
+    `entries` map its config to Megatron-LM's arguments, in addition to those that all families
+    share; `live` describes how its names differ in memory.
+    `aliases` are other `model_type`s of models that compute the same, each with the config keys that Megatron-LM
+    does not know and the only value that such a key may have.
+    `judged` names the `JUDGES` used by the tests; without any, the declaration was checked against sources alone.
+    With `drops_router_bias`, an engine may not save the router bias, so the tensors decide whether there is one.
+    `languages` are the possible families of its language model, if its config names one of several.
+    If nothing names the family and several fit, the one with the highest `precedence` is assumed.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Family:
     languages: tuple[Family, ...] = ()
 
     def speaking(self, config: Mapping[str, Any]) -> Family:
-        """The same with the language model that `config` names. Raises ReshardError if it is none of `languages`."""
+        """The same family with the language model that `config` names. Raises ReshardError if not in `languages`."""
         named = self.config.text(config).get("model_type")
         found = next((each for each in self.languages if each.name == named), None)
         if found:
@@ -87,58 +87,58 @@ class Family:
 
     @cached_property
     def config(self) -> ConfigMap:
-        """The whole table between its config and Megatron-LM's arguments."""
+        """The complete table between its config and Megatron-LM's arguments."""
         return config_map(
             self.name, self.architecture, self.entries, self.within.config if self.within else ()
         )
 
     def rules_of(self, dialect: str) -> Rules | None:
-        """The rules for the names of one engine, or None if it does not hold this family."""
+        """The rules for the names of one engine, or None if it does not support this family."""
         rules = self.dialects.get(dialect, self.rules if dialect in ENGINES else None)
         within = self.within
         return (lambda d: within.placed(rules(d))) if rules and within else rules
 
     @property
     def _spelled(self) -> set[str]:
-        """The engines that call some of its tensors otherwise than the one that computes it."""
+        """The engines with names of their own for some of its tensors."""
         parts = self.within.carried if self.within else ()
         return {*self.dialects, *(other for part in parts for other in part.others)} & ENGINES.keys()
 
     @property
     def engines(self) -> list[str]:
-        """The engines known to have it: the one that computes it, its judges, and those with names of their own."""
+        """The engines known to support it: the one that computes it, its judges, and those with names of their own."""
         known = {self.computed_by, *self.judged, *self._spelled}
         return [engine for engine in ENGINES if engine in known]
 
     def engine_for(self, engine: str | None) -> str:
-        """The engine whose names the model has for `engine`, or for nobody in particular: the one that computes it.
+        """The engine whose names the model uses for `engine`; by default the one that computes it.
 
-        Most families have the same names for all.
+        Most families have the same names for all engines.
         """
         return engine if engine in self._spelled else self.computed_by
 
     def carried(self, names: Iterable[str], *, native: bool) -> dict[str, str]:
-        """Those of `names`, of the hub or of Megatron-Core, that are carried; and what the hub calls them."""
+        """The tensors in `names` (hub or Megatron-Core names) that are copied unchanged, with their hub names."""
         return self.within.parts(names, native=native) if self.within else {}
 
     def plain_names(self, names: Iterable[str], *, native: bool) -> list[str]:
-        """The names that tensors would have in the language model by itself, without those that are carried."""
+        """The names of tensors in the language model on its own, without those that are copied unchanged."""
         names = list(names)
         carried = self.carried(names, native=native)
         own = [name for name in names if name not in carried]
         return own if native or self.within is None else [self.within.from_hub(name) for name in own]
 
     def hub_name(self, plain: str) -> str:
-        """What the hub calls a tensor of the language model; what is carried keeps its name."""
+        """The hub's name for a tensor of the language model; tensors that are copied unchanged keep their names."""
         return self.within.to_hub(plain) if self.within and not self.carried([plain], native=False) else plain
 
     def plain_name(self, name: str) -> str:
-        """The inverse, of a name on the hub or in memory."""
+        """The inverse of `hub_name`, for a name on the hub or in memory."""
         hub = self.live.begun_on_hub(name) if self.live else name
         return self.within.from_hub(hub) if self.within and not self.carried([hub], native=False) else hub
 
     def differs(self, config: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Where engines build another model than the config describes, and no tensor shows it, by key of the config."""
+        """Where engines build a different model than the config describes, by config key, if no tensor shows it."""
         only = self.aliases.get(str(config.get("model_type")), {})
         found = {key: config[key] for key, value in only.items() if config.get(key) not in (None, value)}
         return [

@@ -1,4 +1,4 @@
-"""What has to be typed beside `--use-checkpoint-args` so that Megatron-LM builds the model of a checkpoint's arguments.
+"""Flags needed in addition to `--use-checkpoint-args` so that Megatron-LM builds the model of a checkpoint's arguments.
 
 Source: `load_args_from_checkpoint` of Megatron-LM core_v0.16.1, and its parser, from core_v0.12.0 to core_v0.19.0.
 """
@@ -35,7 +35,7 @@ NOT_RESTORED: dict[str, Any] = {
     "rope_type": "yarn",
     "rotary_scaling_factor": 1.0,
     "mscale": 1.0,
-    "mscale_all_dim": None,  # 1.0 until core_v0.13, 0.0 since: always said
+    "mscale_all_dim": None,  # 1.0 until core_v0.13, 0.0 since: always passed
     "moe_shared_expert_gate": False,
     "moe_router_num_groups": None,
     "moe_router_group_topk": None,
@@ -54,9 +54,9 @@ NOT_RESTORED: dict[str, Any] = {
     "yarn_beta_slow": None,
     "yarn_correction_range_round_to_int": True,
 }
-"""Arguments that shape the model and come from the command line alone, with what Megatron-LM takes unless told.
+"""Arguments that shape the model but come from the command line only, with Megatron-LM's defaults.
 
-None stands for nothing, or for what differs between its versions.
+None means no value, or a default that differs between versions.
 """
 
 _NAMES = {"layernorm_epsilon": ("layernorm_epsilon", "norm_epsilon")}  # since 0.16, until 0.15
@@ -93,11 +93,11 @@ _COUNTS: dict[str, Callable[[Args], bool]] = {
     **dict.fromkeys(("rotary_scaling_factor", "mscale", "mscale_all_dim"), _latent_or_yarn),
     **dict.fromkeys((name for name in NOT_RESTORED if name.startswith("yarn_")), _yarn),
 }
-"""Where an argument means anything, if not everywhere: a run stores those of mechanisms that it does not use, too."""
+"""When an argument has an effect, if not always: a run also stores arguments of mechanisms that it does not use."""
 
 
 def flags_not_restored(args: Args) -> list[str]:
-    """The flags, each with its value, that differ from what Megatron-LM takes by default."""
+    """The flags with their values that differ from Megatron-LM's defaults."""
     flags: list[str] = []
     for name, default in NOT_RESTORED.items():
         value = first(args, _NAMES.get(name, (name,)))

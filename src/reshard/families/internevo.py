@@ -1,7 +1,7 @@
-"""Rules for the names of InternEvo: InternLM, InternLM2 and Llama as it trains them.
+"""Rules for the names of InternEvo: InternLM, InternLM2 and Llama as InternEvo trains them.
 
-Its dialects are called after the models that named its tensors: "internlm" and "internlm2", which Llama shares. Where
-the rows of query and key go in pairs (`adapt_hf` off), the name of the dialect ends in "-interleaved". Sources:
+Its dialects are named after the models that defined the tensor names: "internlm" and "internlm2", which Llama shares.
+If query and key rows are interleaved in pairs (`adapt_hf` off), the dialect's name ends in "-interleaved". Sources:
 `model/modeling_{internlm,internlm2,llama,moe}.py` of InternEvo 0.4.9, and the models for transformers that it ships.
 """
 
@@ -17,14 +17,14 @@ from reshard.families.rules import GATED, Block, Dims, Rule, native, same, under
 
 HUB_LAYER = "model.layers.{layer}"
 W123 = ("w1", "w3", "w2")
-"""InternEvo's gate, up and down projection, and InternLM2's on the hub."""
+"""The gate, up and down projections of InternEvo, and of InternLM2 on the hub."""
 
 HUB_ENDS = {"model.embed_tokens.weight": "model.tok_embeddings.weight", "lm_head.weight": "output.weight"}
-"""What InternLM2 calls the embedding and the head."""
+"""InternLM2's names for the embedding and the head."""
 
 
 def dialects(name: str, rules: Callable[[Dims, bool], Iterable[Rule]]) -> Mapping[str, Rules]:
-    """Both orders of rotary rows in one of InternEvo's dialects."""
+    """One of InternEvo's dialects with both orders of rotary rows."""
     return {name: partial(_ordered, rules, False), f"{name}-interleaved": partial(_ordered, rules, True)}
 
 
@@ -33,14 +33,14 @@ def _ordered(rules: Callable[[Dims, bool], Iterable[Rule]], interleaved: bool, d
 
 
 def in_halves(view: View, axis: int) -> View:
-    """The rows of a head as the hub has them, where pairs are rotated: row 2i goes to i, and 2i + 1 to i + d/2."""
+    """The rows of a head in the hub's order, from interleaved pairs: row 2i goes to i, and 2i + 1 to i + d/2."""
     pairs = view.split(axis, view.shape[axis] // 2, 2)
     order = [*range(axis), axis + 1, axis, *range(axis + 2, len(pairs.shape))]
     return pairs.permute(*order).merge(axis)
 
 
 def heads_in_halves(view: View, d: Dims, interleaved: bool) -> View:
-    """The same for a whole projection, whose first axis is all heads."""
+    """The same for a complete projection, whose first axis spans all heads."""
     if not interleaved:
         return view
     heads = view.split(0, view.shape[0] // d.head_dim, d.head_dim)
@@ -48,7 +48,7 @@ def heads_in_halves(view: View, d: Dims, interleaved: bool) -> View:
 
 
 def _mlp(d: Dims, ffn: int, hf: str, names: tuple[str, str, str], evo: str) -> Block:
-    """A gated MLP, whose projections InternEvo keeps apart."""
+    """A gated MLP with separate projections, as in InternEvo."""
     shapes = ((ffn, d.hidden), (ffn, d.hidden), (d.hidden, ffn))
     return [
         same(f"{hf}.{name}.weight", f"{evo}.{own}.weight", *shape)
@@ -57,7 +57,7 @@ def _mlp(d: Dims, ffn: int, hf: str, names: tuple[str, str, str], evo: str) -> B
 
 
 def _ends(d: Dims, embedding: str, head: str, hub: Mapping[str, str]) -> Iterator[Rule]:
-    """Embedding, final norm and head; the hub calls them as Llama does, or by the names in `hub`."""
+    """Embedding, final norm and head; the hub uses Llama's names, or those in `hub`."""
 
     def called(name: str) -> str:
         return hub.get(name, name)
@@ -69,7 +69,7 @@ def _ends(d: Dims, embedding: str, head: str, hub: Mapping[str, str]) -> Iterato
 
 
 def evo_internlm(d: Dims, interleaved: bool) -> Iterator[Rule]:
-    """InternLM: Wqkv is the three projections one above the other; with experts, `mlp` is their layer."""
+    """InternLM: Wqkv stacks the three projections by rows; with experts, `mlp` is their layer."""
     yield from _ends(d, "embedding.weight", "head.weight", {})
     block = [
         same("input_layernorm.weight", "norm1.weight", d.hidden),
@@ -121,7 +121,7 @@ def evo_internlm2(d: Dims, interleaved: bool) -> Iterator[Rule]:
 
 
 def evo_llama(d: Dims, interleaved: bool) -> Iterator[Rule]:
-    """Llama in InternEvo has the names of InternLM2, and its projections apart; it is trained without biases."""
+    """Llama in InternEvo: the names of InternLM2, separate projections, and no biases."""
     yield from _ends(d, "tok_embeddings.weight", "output.weight", {})
     query = native("attention.wq.weight", d.heads * d.head_dim, d.hidden)
     key = native("attention.wk.weight", d.groups * d.head_dim, d.hidden)

@@ -1,9 +1,9 @@
-"""How a model is named in the memory of transformers 5, where that differs from the hub.
+"""In-memory names of a model in transformers 5, where they differ from the hub's.
 
 `from_pretrained` of transformers 5 fuses the experts of a layer into `experts.gate_up_proj` [E, 2F, H] and
 `experts.down_proj` [E, H, F] and renames some modules; `save_pretrained` undoes both. A family whose hub names are
-fused themselves (gpt_oss) says nothing. Source: `conversion_mapping.py` of transformers 5; a test holds every family
-against what the real model has in memory and what `save_pretrained` writes.
+already fused (gpt_oss) needs no entry. Source: `conversion_mapping.py` of transformers 5; a test compares every family
+with what the real model has in memory and what `save_pretrained` writes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Experts(NamedTuple):
-    """Where the experts of a layer lie in memory, and what the hub calls the projections of one.
+    """The module of a layer's experts in memory, and the hub's names for the projections of one expert.
 
     Without a gate, the up projections are stacked alone, as `up_proj`.
     """
@@ -32,9 +32,10 @@ W132 = Experts("mlp.experts", "w1", "w3", "w2")
 class Live:
     """How a family differs in memory.
 
-    `renames` are parts of names, `begins` their beginnings of which one fits: (in memory, on the hub), in that order.
-    `transposed` is the module of experts that the hub stacks too, but as [E, H, 2F] and [E, F, H].
-    `stacked` is the module of experts that the hub stacks as they are in memory, and `save_pretrained` takes apart.
+    `renames` are parts of names, `begins` are prefixes, of which the first match applies: pairs (in memory, on the
+    hub).
+    `transposed` is the experts module that the hub also stacks, but as [E, H, 2F] and [E, F, H].
+    `stacked` is the experts module that the hub stacks as in memory, but `save_pretrained` splits.
     """
 
     experts: Experts | None = GATED
@@ -44,18 +45,18 @@ class Live:
     stacked: str = ""
 
     def to_hub(self, name: str) -> str:
-        """The hub's name of a tensor that is not fused; one that has it already keeps it."""
+        """The hub's name of a tensor that is not fused; hub names are returned unchanged."""
         for live, hub in self.renames:
             name = name.replace(live, hub, 1)
         return self.begun_on_hub(name)
 
     def begun_on_hub(self, name: str) -> str:
-        """The name of a tensor or a module with the beginning that it has on the hub."""
+        """The name of a tensor or module with the hub's prefix."""
         begin = next((pair for pair in self.begins if name.startswith(pair[0])), ("", ""))
         return begin[1] + name.removeprefix(begin[0])
 
     def begun_in_memory(self, name: str) -> str:
-        """The inverse."""
+        """The inverse of `begun_on_hub`."""
         begin = next((pair for pair in self.begins if name.startswith(pair[1])), ("", ""))
         return begin[0] + name.removeprefix(begin[1])
 
@@ -68,4 +69,4 @@ class Live:
 
 
 BLOCK_SPARSE = Live(W132, ((".mlp.", ".block_sparse_moe."),))
-"""Mixtral, and what names its experts likewise."""
+"""Mixtral, and families that name their experts the same way."""

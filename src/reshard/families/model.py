@@ -15,9 +15,10 @@ from reshard.families.rules import Dims
 
 @dataclass(frozen=True)
 class Model:
-    """A family at given sizes. `config` is the Hugging Face config, `carried` has the shapes of what is carried.
+    """A family at given sizes.
 
-    `args` are Megatron-LM's arguments: those that say what the config says, and those of the checkpoint's own run.
+    `config` is the Hugging Face config, `carried` has the shapes of tensors that are copied unchanged. `args` are
+    Megatron-LM's arguments: those derived from the config, and those of the checkpoint's own run.
     """
 
     family: Family
@@ -35,7 +36,7 @@ class Model:
 
     @property
     def parts(self) -> dict[str, list[str]]:
-        """The names of what is carried, by the beginning that they share."""
+        """The names of tensors that are copied unchanged, by common prefix."""
         prefixes = [part.hub for part in self.family.within.carried] if self.family.within else []
         found = {prefix: [name for name in self.carried if name.startswith(prefix)] for prefix in prefixes}
         return {prefix: names for prefix, names in found.items() if names}
@@ -45,11 +46,11 @@ class Model:
         return replace(self, dims=replace(self.dims, padded_vocab=rows))
 
     def with_vocabulary(self, rows: int) -> Model:
-        """The same model with as many tokens, padding that is kept among them."""
+        """The same model with `rows` tokens, including padding that is kept."""
         return replace(self, dims=replace(self.dims, vocab=rows))
 
     def dialect(self, dialects: Sequence[str]) -> str:
-        """The first of an engine's dialects in which the family is declared. Raises ReshardError if it is in none."""
+        """The first of an engine's dialects in which the family is declared. Raises ReshardError if there is none."""
         for dialect in dialects:
             if self.family.rules_of(dialect):
                 return dialect
@@ -64,9 +65,9 @@ class Model:
         )
 
     def binding(self, dialect: str = "mcore") -> Binding:
-        """All tensors of both sides: the hub's, and those of the engine that speaks `dialect`.
+        """All tensors of both sides: the hub's, and those of the engine with dialect `dialect`.
 
-        Raises ReshardError if that engine does not hold the family.
+        Raises ReshardError if that engine does not support the family.
         """
         rules = self.family.rules_of(self.dialect((dialect,)))
         assert rules is not None

@@ -10,10 +10,10 @@ from reshard.families.entries import Args, Config, Entry, Values, contradiction,
 
 
 def rope_parameters(config: Config) -> Values:
-    """The rotary embedding as transformers 5 writes it, from its own keys or from those of transformers 4.
+    """The rotary embedding in the format of transformers 5, from its own keys or from those of transformers 4.
 
-    Empty if the config says nothing. As in transformers 5, `rope_scaling` goes before `rope_parameters`, and a
-    `rope_theta` within them before one beside them. Parameters by layer type are returned as they are.
+    Empty if the config has none. As in transformers 5, `rope_scaling` takes precedence over `rope_parameters`, and a
+    `rope_theta` inside them over one next to them. Parameters by layer type are returned unchanged.
     """
     stated = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     if any(isinstance(value, Mapping) for value in stated.values()):
@@ -28,15 +28,15 @@ def rope_parameters(config: Config) -> Values:
 
 
 PARTIAL = "partial_rotary_factor"
-"""The fraction of a head that is rotated. transformers 4 writes it beside `rope_theta`, transformers 5 within it."""
+"""The fraction of a head that is rotated. transformers 4 writes it next to `rope_theta`, transformers 5 within it."""
 
 
 KINDS = {"su": "longrope", "mrope": "default"}
-"""Other names of kinds of rope. What is multimodal about "mrope", `mrope_section` says."""
+"""Other names of rope types. The multimodal part of "mrope" is in `mrope_section`."""
 
 
 def rope_contradictions(config: Config) -> Iterator[str]:
-    """Where the spellings of the rotary embedding in one config say different things, of which a reader takes one."""
+    """Contradictions between the spellings of the rotary embedding in one config, of which a reader uses only one."""
     said: dict[str, Values] = {key: {key: config.get(key)} for key in ("rope_theta", PARTIAL)}
     for place in ("rope_scaling", "rope_parameters"):
         values = config.get(place)
@@ -50,7 +50,7 @@ def rope_contradictions(config: Config) -> Iterator[str]:
 
 
 def rotary_base(rope: Config, default: float) -> int | float:
-    """Megatron-LM declares `--rotary-base` as an integer."""
+    """The rotary base, an integer if possible: Megatron-LM declares `--rotary-base` as an integer."""
     theta = float(rope.get("rope_theta", default))
     return int(theta) if theta.is_integer() else theta
 
@@ -60,7 +60,7 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 
 
 class RotaryEmbedding(Entry):
-    """What all rotary embeddings share: keys of transformers 4 say what `rope_parameters` says."""
+    """The base of all rotary embeddings: keys of transformers 4 that `rope_parameters` replaces."""
 
     def spellings(self) -> tuple[str, ...]:
         return ("rope_theta", "rope_scaling", PARTIAL)
@@ -70,8 +70,8 @@ class RotaryEmbedding(Entry):
 class Rope(RotaryEmbedding):
     """The rotary embedding of all families but DeepSeek's: plain, or scaled as in Llama 3.
 
-    `fraction` is the `partial_rotary_factor` of a family that has one, where the config does not say it, `assumed` all
-    of a rope that the config does not mention.
+    `fraction` is the default `partial_rotary_factor` of a family that has one; `assumed` is the complete rope if the
+    config has none.
     """
 
     default_theta: float = 10000.0
@@ -121,7 +121,7 @@ class Rope(RotaryEmbedding):
 
 
 class MultimodalRope(Rope):
-    """A rope whose frequencies turn by time, height and width of an image, as many each as `mrope_section` says."""
+    """A rope for time, height and width of an image, with the number of frequencies for each in `mrope_section`."""
 
     def to_args(self, config: Config) -> Values:
         section = rope_parameters(config).get("mrope_section")
@@ -137,7 +137,7 @@ DYNAMIC = "dynamic rope scaling; Megatron-LM agrees up to max_position_embedding
 
 
 class RopeLayers(Entry):
-    """SmolLM3: which layers turn queries and keys; Megatron-LM's `no_rope_freq` says which do not.
+    """SmolLM3: which layers apply the rotary embedding; Megatron-LM's `no_rope_freq` lists those that do not.
 
     Source: `TransformerConfig` of megatron-core 0.13 to 0.16, `no_rope_freq_type` of Megatron-LM's arguments.py.
     """
@@ -152,7 +152,7 @@ class RopeLayers(Entry):
 
     def to_config(self, args: Args) -> Values:
         skipped, layers = first(args, ("no_rope_freq",), 0), args.get("num_layers", 0)
-        if isinstance(skipped, int):  # every N-th layer, counted from one; 0 stands for none
+        if isinstance(skipped, int):  # every N-th layer, counted from one; 0 means none
             skipped = [bool(skipped) and (layer + 1) % skipped == 0 for layer in range(layers)]
         return {"no_rope_layers": [int(not each) for each in skipped]}
 
@@ -172,8 +172,8 @@ YARN = (
 class LatentRope(RotaryEmbedding):
     """The rotary embedding of latent attention: plain or YaRN, whose parameters are fields of MLATransformerConfig.
 
-    For a plain one, the YaRN parameters are set to those that change nothing, because Megatron-Core scales the
-    softmax by them whatever `rope_type` says.
+    For a plain one, the YaRN parameters are set to neutral values, because Megatron-Core scales the
+    softmax by them for any `rope_type`.
     """
 
     default_theta: float = 10000.0
@@ -229,21 +229,21 @@ class LatentRope(RotaryEmbedding):
         if rope.get("rope_type") == "dynamic":
             yield DYNAMIC
         for key, arg, default in YARN:
-            # Fields of MLATransformerConfig which Megatron-LM's command line leaves at their defaults.
+            # Fields of MLATransformerConfig that have no flag in Megatron-LM and keep their defaults.
             if key == arg and "mscale" not in key and first(rope, (key,), default) != default:
                 yield f"{key} of the yarn rope is {rope[key]}; Megatron-LM's command line has {default}"
 
 
 def both_spellings(config: Config) -> Values:
-    """`rope_parameters` of transformers 5 with `rope_theta` and `rope_scaling` of transformers 4, saying the same.
+    """`rope_parameters` of transformers 5 plus the equivalent `rope_theta` and `rope_scaling` of transformers 4.
 
-    DeepSeek's and older remote code read `type` where transformers reads `rope_type`.
+    DeepSeek's and older remote code read `type` instead of `rope_type`, which transformers reads.
     """
     rope = rope_parameters(config)
     if "rope_theta" not in rope or any(isinstance(value, Mapping) for value in rope.values()):
         return {}
     beside = {key: rope[key] for key in ("rope_theta", PARTIAL) if key in rope}
     scaling = {key: value for key, value in rope.items() if key not in beside}
-    kind = (config.get("rope_scaling") or {}).get("type", rope["rope_type"])  # "mrope" stays what it is
+    kind = (config.get("rope_scaling") or {}).get("type", rope["rope_type"])  # keep "mrope"
     legacy = None if scaling == {"rope_type": "default"} else {"type": kind, **scaling}
     return {"rope_parameters": rope, **beside, "rope_scaling": legacy}

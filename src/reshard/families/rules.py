@@ -1,11 +1,11 @@
 """The vocabulary in which families are declared.
 
-A rule says where one Hugging Face tensor lies inside the tensors of Megatron-Core, as a view. Names carry
+A rule expresses one Hugging Face tensor as a view over the tensors of Megatron-Core. Names contain
 `{layer}` and `{expert}`. A block (attention, MLP, mixture of experts …) is a list of rules whose names are
-relative to a layer; `decoder` puts blocks into place. Nothing here knows about files, ranks or directions.
+relative to a layer; `decoder` adds the layer prefix. Nothing here knows about files, ranks or directions.
 
 Megatron-Core's names are those of its local layer spec with global layer and expert indices
-(`decoder.layers.7.mlp.experts.3.linear_fc1.weight`); how a checkpoint spells them is its format's concern.
+(`decoder.layers.7.mlp.experts.3.linear_fc1.weight`); each format translates them to its own spelling.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from reshard.algebra.views import View, concat
 
 
 class Native(NamedTuple):
-    """A Megatron-Core tensor: its name (with placeholders) and its whole, unsharded shape."""
+    """A Megatron-Core tensor: its name (with placeholders) and its complete, unsharded shape."""
 
     name: str
     shape: tuple[int, ...]
@@ -27,10 +27,10 @@ class Native(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The tensor called `hf` is `view` (over `Native` sources) plus `plus`, for each of `layers` and `experts`.
+    """The tensor named `hf` is `view` (over `Native` sources) plus `plus`, for each of `layers` and `experts`.
 
-    A `copy` holds elements that another rule already carries (tied heads, an embedding stored twice):
-    it is checked against the original and never a source of its own. `written` tells whether the hub's
+    A `copy` repeats elements of another rule (tied heads, an embedding stored twice):
+    it is checked against the original and is never a source itself. `written` tells whether the hub's
     checkpoints store that copy. A rule without a Hugging Face name drops its elements, for `reason`.
     """
 
@@ -48,18 +48,18 @@ Block = list[Rule]
 
 
 def native(name: str, *shape: int) -> View:
-    """A whole Megatron-Core tensor, to be split and sliced by a rule."""
+    """A complete Megatron-Core tensor, for a rule to split and slice."""
     return View.of(Native(name, shape), *shape)
 
 
 def same(hf: str, mcore: str, *shape: int) -> Rule:
-    """One tensor, two names."""
+    """One tensor with two names."""
     return Rule(hf, native(mcore, *shape))
 
 
 LARGEST = 1 << 31
 MOST_MODULES = 1 << 18
-"""Experts of all layers: more than ten times those of the largest models."""
+"""Limit on the experts of all layers: more than ten times those of the largest models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Dims:
     kernel: int
 
     def __post_init__(self) -> None:
-        """Raise ValueError for what is not the size of a model: rules count to some sizes, and multiply others."""
+        """Raise ValueError for impossible sizes: rules loop over some sizes, and multiply others."""
         for name in self.__slots__:
             value = getattr(self, name)
             if not all(
@@ -112,7 +112,7 @@ class Dims:
                 for n in (value if isinstance(value, tuple) else [value])
             ):
                 raise ValueError(f"{name} is {reprlib.repr(value)}")
-        for name in ("heads", "groups"):  # rows are divided by them
+        for name in ("heads", "groups"):  # both are divisors
             if not getattr(self, name):
                 raise ValueError(f"{name} is 0")
         if (self.layers + self.mtp) * max(1, self.experts) > MOST_MODULES:
@@ -120,7 +120,7 @@ class Dims:
 
     @property
     def qkv_rows(self) -> int:
-        """The rows of linear_qkv: queries, each with a gate if there are any, keys and values."""
+        """The rows of linear_qkv: queries, each with its optional gate, keys and values."""
         return (self.heads * (1 + self.output_gate) + 2 * self.groups) * self.head_dim
 
     @staticmethod
@@ -132,11 +132,11 @@ class Dims:
             return default if value is None else value
 
         def latent(name: str) -> int:
-            """A size of latent attention. Megatron-LM stores its defaults for those with every model."""
+            """A size of latent attention. Megatron-LM stores its defaults in every model's arguments."""
             return int(get(name)) if get("multi_latent_attention") else 0
 
         def linear(name: str) -> int:
-            """A size of linear attention, likewise."""
+            """A size of linear attention. Megatron-LM stores its defaults in every model's arguments."""
             return int(get(name)) if get("experimental_attention_variant") == "gated_delta_net" else 0
 
         heads, hidden, layers = args["num_attention_heads"], args["hidden_size"], args["num_layers"]
@@ -188,19 +188,19 @@ class Dims:
 
 
 def sparse_layers(freq: int | Sequence[int], layers: int) -> tuple[int, ...]:
-    """Which layers are mixtures of experts, as Megatron-LM reads `--moe-layer-freq`."""
+    """Which layers are mixtures of experts, by Megatron-LM's `--moe-layer-freq`."""
     if isinstance(freq, int):
         return tuple(layer for layer in range(min(layers, MOST_MODULES)) if layer % freq == 0)
     return tuple(layer for layer, is_sparse in enumerate(freq) if is_sparse)
 
 
 def indexed_layers(freq: int, offset: int, layers: int) -> tuple[int, ...]:
-    """Which layers choose tokens for sparse attention by an indexer of their own; others take the choice before."""
+    """Which layers have their own indexer for sparse attention; the others reuse the selection of a layer before."""
     return tuple(i for i in range(min(layers, MOST_MODULES)) if max(i - offset + 1, 0) % freq == 0)
 
 
 def delta_layers(args: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """Which layers are gated delta nets, as Megatron-LM reads `--linear-attention-freq`; the others attend to all."""
+    """Which layers are gated delta nets, by Megatron-LM's `--linear-attention-freq`; the others have full attention."""
     freq = args.get("linear_attention_freq")
     if args.get("experimental_attention_variant") != "gated_delta_net" or freq is None:
         return ()
@@ -210,7 +210,7 @@ def delta_layers(args: Mapping[str, Any], layers: int) -> tuple[int, ...]:
 
 
 def ends(d: Dims) -> Iterator[Rule]:
-    """Embedding, final norm and head. The rows beyond the vocabulary are padding on Megatron's side."""
+    """Embedding, final norm and head. Rows beyond the vocabulary are padding on Megatron's side."""
     table = native("embedding.word_embeddings.weight", d.padded_vocab, d.hidden)
     head = table if d.tied else native("output_layer.weight", d.padded_vocab, d.hidden)
     yield Rule("model.embed_tokens.weight", table[: d.vocab])
@@ -230,12 +230,13 @@ def norms(d: Dims) -> Block:
 
 
 def attention(d: Dims, fused: str = "", *, norm_all_heads: bool = False, gates_last: bool = True) -> Block:
-    """Grouped-query attention. linear_qkv holds, group by group, its query heads, its key, its value.
+    """Grouped-query attention. linear_qkv stores query heads, key and value, group by group.
 
-    On the hub they are three projections, or one called `fused` that holds all queries above all keys above all values.
-    Queries and keys are normalised head by head, or all heads at once, by modules of mcore-bridge. Where the output is
-    gated, `q_proj` holds each query before its gate, and a group has its gates after its queries, or in turn with them
-    if not `gates_last`.
+    On the hub they are three projections, or one called `fused` that stacks all queries, all keys and all values by
+    rows.
+    Queries and keys are normalised per head, or over all heads at once by modules of mcore-bridge. If the output is
+    gated, `q_proj` stores each query before its gate; within a group, all queries come before all gates, or each query
+    before its gate if not `gates_last`.
     """
     queries = d.heads // d.groups
     grouped = (d.groups, queries * (1 + d.output_gate) + 2, d.head_dim)
@@ -337,7 +338,7 @@ def mlp(d: Dims) -> Block:
 
 
 def fused_mlp(d: Dims) -> Block:
-    """The same where the hub has gate and up in one, as they stand in linear_fc1."""
+    """The MLP of a dense layer with gate and up fused on the hub, in the order of linear_fc1."""
     return [
         same("mlp.gate_up_proj.weight", "mlp.linear_fc1.weight", 2 * d.ffn, d.hidden),
         same("mlp.down_proj.weight", "mlp.linear_fc2.weight", d.hidden, d.ffn),
@@ -363,13 +364,13 @@ def moe(
 
 
 def stacked(hf: str, mcore: str, experts: int, shape: Sequence[int], one: Callable[[View], View]) -> Rule:
-    """One tensor of the hub [experts, …] for what every expert has, each as `one` makes it of a tensor of `shape`."""
+    """One stacked hub tensor [experts, …] of a tensor of `shape` that every expert has, each transformed by `one`."""
     each = (one(native(f"mlp.experts.{expert}.{mcore}", *shape)) for expert in range(experts))
     return Rule(f"mlp.experts.{hf}", concat([view.reshape(1, *view.shape) for view in each]))
 
 
 def stacked_experts(d: Dims, *, transposed: bool = True) -> Block:
-    """Gated experts in two tensors, gate above up: [experts, inputs, outputs], or the other way round."""
+    """Gated experts in two tensors, gate above up: [experts, inputs, outputs], or [experts, outputs, inputs]."""
 
     def one(view: View) -> View:
         return view.permute(1, 0) if transposed else view
@@ -381,7 +382,7 @@ def stacked_experts(d: Dims, *, transposed: bool = True) -> Block:
 
 
 def under(hf: str, mcore: str, block: Iterable[Rule], layers: Sequence[int] = ()) -> Iterator[Rule]:
-    """Put a block below a prefix on either side, once or for each of `layers`."""
+    """Add a prefix to both sides of a block, once or for each of `layers`."""
 
     def below(source: Any) -> Native:
         return Native(f"{mcore}.{source.name}", source.shape)
@@ -391,7 +392,7 @@ def under(hf: str, mcore: str, block: Iterable[Rule], layers: Sequence[int] = ()
 
 
 def renamed(rules: Iterable[Rule], names: Mapping[str, str]) -> Iterator[Rule]:
-    """The same tensors where the hub has other parts of names: each key of `names` becomes its value, once."""
+    """The same tensors with other parts of names on the hub: each key of `names` is replaced by its value, once."""
     for rule in rules:
         for part, other in names.items():
             rule = replace(rule, hf=rule.hf.replace(part, other, 1))
@@ -399,7 +400,7 @@ def renamed(rules: Iterable[Rule], names: Mapping[str, str]) -> Iterator[Rule]:
 
 
 def decoder(d: Dims, dense: Block, sparse: Block | None = None) -> Iterator[Rule]:
-    """All decoder layers: `sparse` where the model has experts, `dense` elsewhere."""
+    """All decoder layers: `sparse` for layers with experts, `dense` for the others."""
     if sparse is not None and not d.experts:
         raise ValueError("the family has experts, and the sizes have none")
     plain = tuple(layer for layer in range(d.layers) if layer not in d.sparse)

@@ -1,7 +1,7 @@
-"""Rules for the names of torchtitan: separate projections in all families, heads rotated in pairs in Llama.
+"""Rules for the names of torchtitan: separate projections in all families, interleaved rotary rows in Llama.
 
 Names are those of torchtitan 0.3.0 (see `formats/dcp/torchtitan.py`). Llama 3 rotates neighbouring elements of a head
-where Hugging Face rotates those half a head apart, so the rows of queries and keys are interleaved; Qwen3 is as
+and Hugging Face those half a head apart, so the rows of queries and keys are interleaved; Qwen3 is as
 on the hub.
 """
 
@@ -22,7 +22,7 @@ def llama(d: Dims) -> Iterator[Rule]:
 
 
 def qwen3(d: Dims) -> Iterator[Rule]:
-    """Qwen3, dense or with experts, with norms of queries and keys."""
+    """Qwen3, dense or with experts, with query and key norms."""
     yield from _model(d, interleaved=False)
 
 
@@ -60,7 +60,7 @@ def _attention(d: Dims, *, interleaved: bool) -> Block:
 
 
 def _halves(rows: View, heads: int) -> View:
-    """Rows in the order of Hugging Face: the even ones of a head, then the odd ones."""
+    """Rows in the order of Hugging Face: the even rows of a head, then the odd ones."""
     pairs = rows.split(0, heads, rows.shape[0] // heads // 2, 2)
     rest = range(3, len(pairs.shape))
     return pairs.permute(0, 2, 1, *rest).merge(0, 3)

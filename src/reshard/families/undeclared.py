@@ -1,6 +1,6 @@
-"""Families of the hub that are not declared: why, and how their names in memory differ.
+"""Models of the hub that are not declared: why, and how their names in memory differ.
 
-Their names are the hub's in every format that keeps them, and need no declaration there. The first table says what is
+Formats that keep the hub's names need no declaration of them. The first table says what is
 beyond megatron-core 0.16.1, and beyond the modules of mcore-bridge 1.6.5 and Megatron-Bridge 0.3.1 that can be built
 with it. Sources: `model/` of mcore-bridge, `models/` of Megatron-Bridge.
 """
@@ -21,7 +21,7 @@ BEYOND_MEGATRON: dict[str, str] = {
     "qwen3_asr": "Qwen3 behind an audio tower from a separate package; not declared for mcore-bridge",
     "qwen4_exp": "hyper-connections and n-gram embeddings; not declared for mcore-bridge",
 }
-"""Why, by the `model_type` of config.json."""
+"""Reasons, by the `model_type` of config.json."""
 
 BUILT_ALIKE: dict[str, str] = {
     "granite": "embeddings, residuals, attention scores and logits are multiplied by constants",
@@ -29,7 +29,7 @@ BUILT_ALIKE: dict[str, str] = {
     "ministral": "some layers attend to a window of tokens",
     "ministral3": "queries are scaled by their position beyond the original context",
 }
-"""Models with the names and shapes of a declared family that compute something else, and what."""
+"""Models with the names and shapes of a declared family that compute something else, and what that is."""
 
 GRANITE = Live(
     None,

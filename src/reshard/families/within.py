@@ -1,7 +1,7 @@
-"""A language model as a part of a larger one: under a prefix, with its config inside another, and towers beside it.
+"""A language model as part of a larger one: under a prefix, with a nested config, and with towers next to it.
 
-The rules of such a family are those of its language model by itself. What stands here puts them into place on the hub.
-On Megatron's side the language model is below `language_model.`, which is a matter of spelling (`formats/megatron`).
+The rules of such a family are those of the language model on its own; this module adds the hub's prefixes.
+On Megatron's side the language model is under `language_model.`, which the format adds (`formats/megatron`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from reshard.families.rules import Rule, native
 
 @dataclass(frozen=True)
 class Carried:
-    """Tensors that are copied as they are: all whose names on the hub begin with `hub`.
+    """Tensors that are copied unchanged: all whose hub names begin with `hub`.
 
-    In the engine that computes the family, `native` takes the place of that beginning; `others` say what other engines
-    call it. Such tensors are whole on each rank of the first stage. At least one has to be there, unless the part is
-    `optional`: engines may not keep it, and then it comes from the Hugging Face folder that training started from. A
-    matrix may be `transposed` there.
+    In the engine that computes the family, `native` replaces that prefix; `others` are the prefixes of other
+    engines. These tensors are unsharded on every rank of the first stage. At least one must exist, unless the part is
+    `optional`: engines may drop it, and then it comes from the Hugging Face folder that training started from. A
+    matrix may be `transposed` on the engine's side.
     """
 
     hub: str
@@ -29,11 +29,11 @@ class Carried:
     transposed: bool = False
 
     def to_native(self, name: str, engine: str) -> str:
-        """What `engine` calls the tensor that the hub calls `name`."""
+        """The name in `engine` of the tensor with hub name `name`."""
         return self.others.get(engine, self.native) + name.removeprefix(self.hub)
 
     def to_hub(self, name: str) -> str | None:
-        """What the hub calls the tensor that some engine calls `name`; None if this is no part of it."""
+        """The hub name of the tensor named `name` in some engine; None if it is not in this part."""
         for prefix in sorted({self.native, *self.others.values()}, key=len, reverse=True):
             if name.startswith(prefix):
                 return self.hub + name.removeprefix(prefix)
@@ -46,10 +46,11 @@ class Carried:
 
 @dataclass(frozen=True)
 class Within:
-    """Where a language model lies inside a larger one.
+    """Where a language model is inside a larger one.
 
-    `config` are the keys of config.json that lead to its config; a config without them is its own. `hub` pairs the
-    beginning of a name in a language model by itself with that in the larger model; a name that none fits is the same.
+    `config` are the keys that lead to its config in config.json; a config without them is the language model's own.
+    `hub` pairs name prefixes of the language model on its own with those in the larger model; other names stay the
+    same.
     """
 
     config: tuple[str, ...] = ("text_config",)
@@ -57,21 +58,21 @@ class Within:
     carried: tuple[Carried, ...] = ()
 
     def placed(self, rules: Iterable[Rule]) -> Iterator[Rule]:
-        """The rules of the language model, with the names that its tensors have here."""
+        """The rules of the language model, with the names of the larger model."""
         return (replace(rule, hf=rule.hf and self.to_hub(rule.hf)) for rule in rules)
 
     def to_hub(self, name: str) -> str:
-        """What a tensor of the language model is called here."""
+        """The name in the larger model of a tensor of the language model."""
         pair = next((pair for pair in self.hub if name.startswith(pair[0])), ("", ""))
         return pair[1] + name.removeprefix(pair[0])
 
     def from_hub(self, name: str) -> str:
-        """The inverse, for what is not carried."""
+        """The inverse of `to_hub`, for tensors that are not copied unchanged."""
         pair = next((pair for pair in self.hub if name.startswith(pair[1])), ("", ""))
         return pair[0] + name.removeprefix(pair[1])
 
     def parts(self, names: Iterable[str], *, native: bool) -> dict[str, str]:
-        """Those of `names` that are carried, and what the hub calls them."""
+        """Those of `names` that are copied unchanged, with their hub names."""
         found = {}
         for name in names:
             for part in self.carried:
@@ -82,18 +83,18 @@ class Within:
         return found
 
     def part(self, name: str) -> Carried:
-        """The part that a carried tensor belongs to, by its name on the hub."""
+        """The part of a tensor that is copied unchanged, by its hub name."""
         return next(part for part in self.carried if name.startswith(part.hub))
 
     def copies(self, carried: Mapping[str, tuple[int, ...]], engine: str) -> Iterator[Rule]:
-        """A rule for each of the `carried` tensors, given by name on the hub and shape there."""
+        """A rule for each of the `carried` tensors, given by hub name and hub shape."""
         for name, shape in carried.items():
             part = self.part(name)
             view = native(part.to_native(name, engine), *part.turned(shape))
             yield Rule(name, view.permute(1, 0) if part.transposed else view)
 
     def missing(self, carried: Iterable[str], *, optional: bool = False) -> list[str]:
-        """The beginnings of the parts, of those that are needed or `optional`, of which no tensor is there."""
+        """The prefixes of the required (or `optional`) parts that have no tensor in `carried`."""
         names = list(carried)
         wanted = (part.hub for part in self.carried if part.optional == optional)
         return [hub for hub in wanted if not any(name.startswith(hub) for name in names)]

@@ -1,1 +1,1 @@
-"""Declared families: one file for each, or for a few that are built alike. Being here registers them."""
+"""Declared families: one file for each, or for a few similar ones. Modules here are registered automatically."""

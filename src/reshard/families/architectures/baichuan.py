@@ -1,4 +1,4 @@
-"""Baichuan-7B: Llama with query, key and value in one projection on the hub."""
+"""Baichuan-7B: Llama with query, key and value fused into one projection on the hub."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, no
 
 
 class Variants(Remark):
-    """What the larger and the later Baichuan compute otherwise than Baichuan-7B.
+    """What the larger and later Baichuan models compute differently from Baichuan-7B.
 
     Source: modeling_baichuan.py of baichuan-inc/Baichuan-13B-Base, Baichuan2-7B-Base and Baichuan2-13B-Base.
     """
@@ -27,7 +27,7 @@ class Variants(Remark):
 
 
 def rules(d: Dims) -> Iterator[Rule]:
-    """W_pack holds all queries above all keys above all values."""
+    """W_pack is all queries, then all keys, then all values, stacked by rows."""
     yield from ends(d)
     yield from decoder(d, [*norms(d), *attention(d, fused="W_pack"), *mlp(d)])
 

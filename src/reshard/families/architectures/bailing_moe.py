@@ -1,4 +1,4 @@
-"""Ling and Ring (BailingMoE): GLM-4.5's layers under other names; the first version had a softmax router."""
+"""Ling and Ring (BailingMoE): GLM-4.5's layers under other names; the first version has a softmax router."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ HUB = {
 
 
 def rules(d: Dims) -> Iterator[Rule]:
-    """Queries, keys and values are one projection, and MTP layers have no copy of embedding and head."""
+    """Queries, keys and values are fused into one projection, and MTP layers have no copy of embedding and head."""
     return renamed(layers(d, attention(d, fused="query_key_value"), copies=False), HUB)
 
 
 class Router(Entry):
-    """Scores are a softmax in the first version; sigmoids, with a bias for the choice, in the second."""
+    """Router scores: softmax in the first version; sigmoid, with a selection bias, in the second."""
 
     score = Key("score_function", "moe_router_score_function", default="softmax")
     bias = Key("moe_router_enable_expert_bias", "moe_router_enable_expert_bias", default=False)
@@ -54,7 +54,7 @@ class Router(Entry):
         return SigmoidNorm() if args.get("moe_router_score_function") == "sigmoid" else NORM_TOPK
 
 
-# The width of the shared experts stands in the second version beside their number.
+# The second version stores the width of the shared experts next to their number.
 BAILING_MOE = Family(
     "bailing_moe",
     "BailingMoeV2ForCausalLM",
@@ -73,5 +73,5 @@ BAILING_MOE = Family(
         MTP,
     ),
     judged=(MCORE_BRIDGE,),
-    precedence=-1,  # Megatron-Core's tensors are those of other families too
+    precedence=-1,  # Megatron-Core's tensors also match other families
 )

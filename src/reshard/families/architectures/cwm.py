@@ -1,4 +1,4 @@
-"""CWM: Llama with a window in three layers of four."""
+"""CWM: Llama with sliding-window attention in three of four layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from reshard.families.rope import Rope
 
 
 class LeadingFullLayers(LayerTypes):
-    """Every fourth layer attends to all, beginning with the first, where the config does not say."""
+    """Without a config entry, every fourth layer has full attention, starting with the first."""
 
     def to_args(self, config: Config) -> Values:
         if config.get("layer_types"):

@@ -1,4 +1,4 @@
-"""DeepSeek-MoE: the experts of DeepSeek-V2 behind Llama's attention."""
+"""DeepSeek-MoE: Llama's attention with the experts of DeepSeek-V2."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reshard.families.entries import Const
 from reshard.families.family import MCORE_BRIDGE, Family
 from reshard.families.rope import Rope
 
-# Its router computes what Megatron-Core's does; there is no implementation of the model here to compare logits with.
+# Its router computes the same as Megatron-Core's; no implementation of the model is available to compare logits.
 DEEPSEEK = Family(
     "deepseek",
     "DeepseekForCausalLM",
@@ -31,5 +31,5 @@ DEEPSEEK = Family(
         NORM_TOPK,
     ),
     judged=(MCORE_BRIDGE,),
-    precedence=-1,  # Megatron-Core's tensors are those of other families too
+    precedence=-1,  # Megatron-Core's tensors also match other families
 )

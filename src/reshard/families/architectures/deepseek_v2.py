@@ -12,7 +12,7 @@ from reshard.families.live import Live
 
 
 class GroupLimited(RouterGroups):
-    """`topk_method` says whether groups count, and a group is scored by its best expert."""
+    """`topk_method` decides whether routing is limited to groups; a group is scored by its best expert."""
 
     best = 1
 
@@ -38,7 +38,7 @@ DEEPSEEK_V2 = Family(
         *LATENT_ATTENTION,
         *DEEPSEEK_EXPERTS,
         SOFTMAX_ROUTER,
-        # A softmax over all experts whose scores stay as they are: transformers ignores norm_topk_prob.
+        # A softmax over all experts whose scores are not renormalised: transformers ignores norm_topk_prob.
         Const(
             args={"moe_router_pre_softmax": True},
             config={
@@ -51,6 +51,6 @@ DEEPSEEK_V2 = Family(
         GroupLimited(),
     ),
     live=Live(),
-    precedence=2,  # above DeepSeek-V3: where nothing names the family, a router without a bias means V2
+    precedence=2,  # above DeepSeek-V3: if nothing names the family, a router without a bias means V2
     judged=(MCORE,),
 )

@@ -23,7 +23,7 @@ from reshard.families.rules import (
 
 
 def layers(d: Dims, attention: Block, *, copies: bool = True) -> Iterator[Rule]:
-    """Layers with and without experts behind one kind of attention; MTP layers are built like the sparse ones."""
+    """Dense and sparse layers with the same attention; MTP layers are built like the sparse ones."""
     yield from ends(d)
     block = [*norms(d), *attention]
     sparse = [*block, *moe(d)]

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2 and GLM-5: DeepSeek-V3 whose attention takes the tokens that an indexer chooses (DSA)."""
+"""DeepSeek-V3.2 and GLM-5: DeepSeek-V3 with sparse attention over the tokens that an indexer selects (DSA)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reshard.families.rules import Block, Dims, Rule, indexed_layers, latent_att
 
 
 def indexer(d: Dims) -> Block:
-    """The heads that score tokens; they take the low-rank query in."""
+    """The heads that score tokens; their input is the low-rank query."""
     if not d.index_heads:
         raise ValueError("the family has an indexer, and the sizes have none")
     hf, mcore = "self_attn.indexer", "self_attention.core_attention.indexer"
@@ -42,9 +42,9 @@ def glm(d: Dims) -> Iterator[Rule]:
 
 
 class SharedIndexers(Entry):
-    """Which layers have an indexer: `indexer_types` of transformers 5, or how often and from where on, on the hub.
+    """Which layers have an indexer: `indexer_types` in transformers 5; a frequency and an offset on the hub.
 
-    Source: `GlmMoeDsaConfig` of transformers 5.23; megatron-core takes the two numbers after 0.16.1.
+    Source: `GlmMoeDsaConfig` of transformers 5.23; megatron-core accepts the two numbers in versions after 0.16.1.
     """
 
     def to_args(self, config: Config) -> Values:

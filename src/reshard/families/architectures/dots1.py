@@ -1,4 +1,4 @@
-"""dots1: the layers of GLM-4.5 with a rope over whole heads, and without MTP layers."""
+"""dots1: the layers of GLM-4.5 with rope over the full head dimension, and without MTP layers."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ DOTS1 = Family(
         *SIGMOID_ROUTER,
     ),
     live=Live(),
-    precedence=2,  # above GLM-4.5: where nothing names the family, a rope over whole heads means dots1
+    precedence=2,  # above GLM-4.5: if nothing names the family, rope over the full head dimension means dots1
     judged=(MCORE, MCORE_BRIDGE),
 )

@@ -1,4 +1,4 @@
-"""Ernie 4.5: Llama that turns neighbouring elements of a head, where the others turn those half a head apart."""
+"""Ernie 4.5: Llama with interleaved rope, which rotates neighbouring elements of a head instead of its two halves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ernie 4.5 with experts: softmax scores with a bias for the choice, which no engine of Megatron computes."""
+"""Ernie 4.5 with experts: softmax scores with a selection bias, which no Megatron engine computes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from reshard.families.rules import (
 
 
 def rules(d: Dims) -> Iterator[Rule]:
-    """The bias lies where Megatron-Core has that of sigmoid scores."""
+    """The router bias uses the name that Megatron-Core has for the bias of sigmoid scores."""
     yield from ends(d)
     block = [*norms(d), *attention(d)]
     experts = moe(replace(d, router_bias=False))
@@ -89,6 +89,6 @@ ERNIE4_5_MOE = Family(
     live=Live(renames=(("mlp.gate.moe_statics.", "mlp.moe_statics."),)),
     computed_by=MCORE_BRIDGE,
     judged=(MCORE_BRIDGE,),
-    precedence=-1,  # Megatron-Core's tensors are those of other families too
+    precedence=-1,  # Megatron-Core's tensors also match other families
     drops_router_bias=True,
 )

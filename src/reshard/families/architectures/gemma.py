@@ -1,7 +1,7 @@
-"""Gemma, Gemma 2 and Gemma 3: norms stored less one, embeddings scaled by the square root of the hidden size.
+"""Gemma, Gemma 2 and Gemma 3: zero-centred norms, embeddings scaled by the square root of the hidden size.
 
-Megatron-Bridge computes them; its names for the norms behind attention and MLP are those of its own row-parallel
-linear. Source: `models/gemma` of Megatron-Bridge 0.3.1.
+Megatron-Bridge computes them; it names the norms after attention and MLP after its own row-parallel linear layer.
+Source: `models/gemma` of Megatron-Bridge 0.3.1.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from reshard.families.within import Carried, Within
 
 
 def sandwich(d: Dims) -> Iterator[Rule]:
-    """What attention and MLP return is normalised, as is what they take in."""
+    """Both the inputs and the outputs of attention and MLP are normalised."""
     yield from ends(d)
     norms = [
         same("input_layernorm.weight", "input_layernorm.weight", d.hidden),
@@ -46,7 +46,7 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 @dataclass(frozen=True)
 class TwoRopes(RotaryEmbedding):
-    """Gemma 3: one base for layers with a window, another for those without, whose positions may be divided.
+    """Gemma 3: one rope base for windowed layers, another for full attention, whose positions may be scaled down.
 
     transformers 4 spells it `rope_local_base_freq`, `rope_theta` and `rope_scaling`; Megatron-Bridge has two numbers in
     `rotary_base`.
@@ -84,7 +84,7 @@ class TwoRopes(RotaryEmbedding):
 
 
 class QueryScale(Entry):
-    """Gemma 3's `query_pre_attn_scalar`, by whose root Megatron-Bridge's `softmax_scale` divides."""
+    """Gemma 3's `query_pre_attn_scalar`; Megatron-Bridge's `softmax_scale` is one over its square root."""
 
     def to_args(self, config: Config) -> Values:
         return {"softmax_scale": first(config, ("query_pre_attn_scalar",), 256) ** -0.5}
@@ -108,7 +108,7 @@ GEMMA = Family(
     "gemma",
     "GemmaForCausalLM",
     dense,
-    # The hub's Gemma says "gelu", and was trained with its approximation, which transformers computes all the same.
+    # The hub's Gemma config says "gelu"; it was trained with the tanh approximation, which transformers computes.
     (*COMMON, Rope(), Activation(GELU, {"hidden_act": TANH}), NO_QK_NORM),
     computed_by=MEGATRON_BRIDGE,
     judged=(MEGATRON_BRIDGE,),

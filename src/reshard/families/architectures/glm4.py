@@ -1,4 +1,4 @@
-"""GLM-4-0414: what attention and MLP return is normalised, too."""
+"""GLM-4-0414: the outputs of attention and MLP are normalised, too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reshard.families.rules import Dims, Rule, attention, decoder, ends, fused_m
 
 
 def rules(d: Dims) -> Iterator[Rule]:
-    """The names of the two more norms are those of mcore-bridge's modules."""
+    """The two additional norms have the names of mcore-bridge's modules."""
     yield from ends(d)
     after = [
         same("post_self_attn_layernorm.weight", "self_attention.post_self_attn_layernorm.weight", d.hidden),
@@ -21,7 +21,7 @@ def rules(d: Dims) -> Iterator[Rule]:
     yield from decoder(d, [*norms(d), *attention(d), *fused_mlp(d), *after])
 
 
-# Neighbouring elements of a head are turned.
+# Interleaved rope: neighbouring elements of a head are rotated.
 GLM4 = Family(
     "glm4",
     "Glm4ForCausalLM",

@@ -1,4 +1,4 @@
-"""GLM-4.5 and its successors: DeepSeek-V3's mixture of experts behind grouped-query attention."""
+"""GLM-4.5 and its successors: grouped-query attention with DeepSeek-V3's mixture of experts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reshard.families.rules import Dims, Rule, attention
 
 
 def rules(d: Dims) -> Iterator[Rule]:
-    """Query and key norms as the sizes say."""
+    """Query and key norms depend on the sizes."""
     return layers(d, attention(d))
 
 

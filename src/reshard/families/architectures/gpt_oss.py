@@ -1,4 +1,4 @@
-"""gpt-oss: biases everywhere, a learnable sink in every softmax, experts that the hub stacks."""
+"""gpt-oss: biases everywhere, a learnable sink in every softmax, experts stacked on the hub."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from reshard.families.rules import Block, Dims, Rule, attention, decoder, ends, 
 
 
 def experts(d: Dims) -> Block:
-    """All experts of a layer in one tensor, [inputs, outputs] each, with gate and up features in turn."""
+    """All experts of a layer in one tensor, each [inputs, outputs], with gate and up features interleaved."""
     if not d.experts:
         raise ValueError("the family has experts, and the sizes have none")
 
@@ -62,7 +62,7 @@ def rules(d: Dims) -> Iterator[Rule]:
 class YarnRope(RotaryEmbedding):
     """YaRN without latent attention (gpt-oss): `--position-embedding-type yarn` and its parameters.
 
-    Source: GPTModel of megatron-core 0.15 to 0.16, which looks for `yarn_*` on its config; Megatron-LM core_v0.19.0,
+    Source: GPTModel of megatron-core 0.15 to 0.16, which reads `yarn_*` from its config; Megatron-LM core_v0.19.0,
     `megatron/training/argument_utils.py`, for the arguments. Megatron-Bridge sets the same on its model provider.
     """
 
@@ -73,12 +73,12 @@ class YarnRope(RotaryEmbedding):
 
     def to_args(self, config: Config) -> Values:
         stated = rope_parameters(config)
-        # What transformers assumes where the config says nothing differs from what it reads where it says something.
+        # The defaults of transformers differ between a config without a rope and one that states it.
         rope = {**GPT_OSS_YARN, **({"truncate": True} if "rope_type" in stated else {}), **stated}
         return {
             "rotary_base": rotary_base(rope, self.default_theta),
             "use_rope_scaling": False,
-            "use_rotary_position_embeddings": False,  # would mean a plain rope
+            "use_rotary_position_embeddings": False,  # True would select a plain rope
             "position_embedding_type": "yarn",
             "rotary_scaling_factor": rope["factor"],
             "mscale": 1.0,
@@ -121,11 +121,11 @@ GPT_OSS_YARN: Values = {
     "beta_slow": 1.0,
     "truncate": False,
 }
-"""What transformers assumes of gpt-oss."""
+"""The defaults of transformers for gpt-oss."""
 
 
-# Every second layer attends to a window, beginning with the first; gate and up are clamped, the up projection is
-# shifted by one, and the gate goes through x·sigmoid(1.702·x).
+# Every second layer has sliding-window attention, starting with the first; gate and up are clamped, the up projection
+# is shifted by one, and the gate activation is x·sigmoid(1.702·x).
 GPT_OSS = Family(
     "gpt_oss",
     "GptOssForCausalLM",

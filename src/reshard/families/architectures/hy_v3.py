@@ -21,7 +21,7 @@ HUB = {
 
 
 def rules(d: Dims) -> Iterator[Rule]:
-    """The MTP layer has no copy of embedding and head. Source: hy_v3_mtp.py of vLLM for its names."""
+    """The MTP layer has no copy of embedding and head. Source of its names: hy_v3_mtp.py of vLLM."""
     return renamed(layers(d, attention(d), copies=False), HUB)
 
 
@@ -60,5 +60,5 @@ HY_V3 = Family(
         )
     ),
     judged=(MCORE, MCORE_BRIDGE),
-    precedence=-1,  # Megatron-Core's tensors are those of other families too
+    precedence=-1,  # Megatron-Core's tensors also match other families
 )

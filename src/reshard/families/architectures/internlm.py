@@ -1,4 +1,4 @@
-"""InternLM, InternLM2 and InternLM3. Where their tensors lie in InternEvo's is in `families/internevo.py`."""
+"""InternLM, InternLM2 and InternLM3. InternEvo's names for their tensors are in `families/internevo.py`."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from reshard.families.rules import (
     same,
 )
 
-# Biases of attention, and none in the MLP, where Megatron-LM's add_bias_linear asks for some.
+# Attention has biases, the MLP has none; Megatron-LM's add_bias_linear requires both.
 ZERO_BIAS = "biases of the MLP, which InternLM does not have"
 
 
 class Rotary(RotaryEmbedding):
-    """InternLM's `rotary`, which its own code reads in place of `rope_theta`: plain ("origin") or dynamic."""
+    """InternLM's `rotary`, which its own code reads instead of `rope_theta`: plain ("origin") or dynamic."""
 
     def to_args(self, config: Config) -> Values:
         theta = first(rope_parameters(config), ("rope_theta",), (config.get("rotary") or {}).get("base"))
@@ -59,7 +59,7 @@ class Rotary(RotaryEmbedding):
 
 
 def internlm(d: Dims) -> Iterator[Rule]:
-    """Llama with biases in attention alone."""
+    """Llama with biases in attention only."""
     yield from ends(d)
     yield from decoder(d, [*norms(d), *attention(d), *gated_mlp(d, d.ffn)])
     yield from zero_biases(d, "mlp", d.ffn)
@@ -73,7 +73,7 @@ def internlm_moe(d: Dims) -> Iterator[Rule]:
 
 
 def internlm2(d: Dims) -> Iterator[Rule]:
-    """Query, key and value are fused on the hub too, in Megatron-Core's order."""
+    """Query, key and value are also fused on the hub, in Megatron-Core's order."""
     fused = (d.heads + 2 * d.groups) * d.head_dim
     wide = d.heads * d.head_dim
     block = [
@@ -92,7 +92,7 @@ def internlm2(d: Dims) -> Iterator[Rule]:
 
 
 def zero_biases(d: Dims, mcore: str, ffn: int) -> Iterator[Rule]:
-    """Megatron-LM's `add_bias_linear` biases the MLP (and a router) too. InternLM does not, so they are zeros."""
+    """Megatron-LM's `add_bias_linear` also gives the MLP (and a router) biases. InternLM has none: store zeros."""
     if not d.bias:
         return
     if d.experts:

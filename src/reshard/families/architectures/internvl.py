@@ -1,4 +1,4 @@
-"""InternVL, in OpenGVLab's spelling and in that of transformers: a vision tower, and one of several language models."""
+"""InternVL, in the spellings of OpenGVLab and transformers: a vision tower, and one of several language models."""
 
 from __future__ import annotations
 

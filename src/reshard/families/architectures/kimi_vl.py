@@ -10,7 +10,7 @@ from reshard.families.within import Carried, Within
 
 
 def with_projector(name: str, architecture: str, projector: str) -> Family:
-    """A Kimi whose projector has this name; its config says that the language model is deepseek_v3, or kimi_k2."""
+    """A Kimi model with this projector name; its config names the language model, deepseek_v3 or kimi_k2."""
     parts = (f"{part}." for part in ("vision_tower", projector))
     carried = tuple(Carried(part, f"visual.{part}") for part in parts)
     return replace(

@@ -1,4 +1,4 @@
-"""Llama, and the rules of all that is built like it."""
+"""Llama, and the rules that similar families share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reshard.families.rules import Dims, Rule, attention, decoder, ends, mlp, no
 
 
 def dense(d: Dims) -> Iterator[Rule]:
-    """Pre-norm layers of grouped-query attention and a gated MLP; biases and query/key norms as the sizes say."""
+    """Pre-norm layers of grouped-query attention and a gated MLP; biases and query/key norms depend on the sizes."""
     yield from ends(d)
     yield from decoder(d, [*norms(d), *attention(d), *mlp(d)])
 
@@ -25,7 +25,7 @@ LLAMA = Family(
     dense,
     (*GROUPED_HEADS, Rope(), Biases("attention_bias", "mlp_bias"), NO_QK_NORM),
     dialects={"torchtitan": torchtitan.llama, **dialects("internlm2", evo_llama)},
-    # The class of iquestcoder in transformers is Llama's; the two keys are of the code that it was published with.
+    # transformers builds iquestcoder as Llama; the two keys come from the code that it was published with.
     aliases={"seed_oss": {}, "iquestcoder": {"clip_qkv": None, "use_sliding_window": False}},
     precedence=1,
     judged=(MCORE, MCORE_BRIDGE, MEGATRON_BRIDGE),

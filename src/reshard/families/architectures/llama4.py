@@ -27,7 +27,7 @@ from reshard.families.within import Carried, Within
 
 
 def rules(d: Dims) -> Iterator[Rule]:
-    """Queries and keys are normalised without a weight."""
+    """Queries and keys are normalised by norms without weights."""
     yield from ends(d)
     before = [*norms(d), *attention(d)]
     shared = gated_mlp(d, d.shared_ffn, "mlp.shared_expert", "mlp.shared_experts")
@@ -51,7 +51,7 @@ class MoeLayers(Entry):
 
 
 class ChunkedAttention(Entry):
-    """Layers with a rotary embedding attend to the chunk of their token; those without scale far positions."""
+    """Layers with a rotary embedding use chunked attention; those without scale queries at far positions."""
 
     def to_args(self, config: Config) -> Values:
         return {}

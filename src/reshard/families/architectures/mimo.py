@@ -1,4 +1,4 @@
-"""MiMo-7B: Qwen2 with layers of multi-token prediction under names of their own."""
+"""MiMo-7B: Qwen2 with multi-token-prediction layers under names of their own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reshard.families.rules import Dims, Rule, attention, mlp, native, norms, sa
 
 
 def rules(d: Dims) -> Iterator[Rule]:
-    """`input_proj` takes in the hidden state before the embedding, `eh_proj` after it.
+    """`input_proj` takes [hidden state, embedding], `eh_proj` takes [embedding, hidden state].
 
     Source: modeling_mimo.py of XiaomiMiMo/MiMo-7B-Base, and mimo_mtp.py of vLLM.
     """
@@ -30,7 +30,7 @@ def rules(d: Dims) -> Iterator[Rule]:
         yield same(f"{hf}.final_layernorm.weight", f"{mcore}.final_layernorm.weight", d.hidden)
 
 
-# MiMo's own code is Qwen2's, whose biases the config does not decide.
+# MiMo's own code is Qwen2's, whose biases do not depend on the config.
 MIMO = Family(
     "mimo",
     "MiMoForCausalLM",

@@ -1,4 +1,4 @@
-"""MiniMax-M2: Mixtral's names, a biased sigmoid router, queries and keys normalised over all heads at once."""
+"""MiniMax-M2: Mixtral's names, a biased sigmoid router, query and key norms over all heads at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rules(d: Dims) -> Iterator[Rule]:
 
 @dataclass(frozen=True)
 class RotaryDim(Rope):
-    """The hub counts the elements of a head that are turned."""
+    """The hub stores the number of rotated elements of a head."""
 
     fraction: float | None = 1.0
 

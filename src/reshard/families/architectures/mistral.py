@@ -1,4 +1,4 @@
-"""Mistral: Llama with a window in every layer."""
+"""Mistral: Llama with sliding-window attention in every layer."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ MISTRAL = Family(
     "MistralForCausalLM",
     dense,
     (*GROUPED_HEADS, Rope(), SlidingWindow(default=4096), NO_BIAS, NO_QK_NORM),
-    precedence=1,  # before cwm, which says of each layer whether it has a window
+    precedence=1,  # before cwm, which has a list of windowed layers
     judged=(MCORE, MEGATRON_BRIDGE),
 )

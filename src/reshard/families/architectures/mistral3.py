@@ -1,4 +1,4 @@
-"""Ministral 3: Mistral with a vision tower, whose queries are scaled by their position beyond the original context."""
+"""Ministral 3: Mistral with a vision tower, and queries scaled by position beyond the original context."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reshard.families.within import Carried, Within
 
 
 class KeptRope(RotaryEmbedding):
-    """YaRN and the scale of far queries, which Megatron-Bridge takes from config.json: arguments tell neither."""
+    """YaRN and the query scale, which Megatron-Bridge reads from config.json: Megatron-LM has no arguments for them."""
 
     def to_args(self, config: Config) -> Values:
         return {

@@ -1,4 +1,4 @@
-"""Muse Glimmer: gated attention, norms on both sides of attention and MLP, windows without which nothing is turned."""
+"""Muse Glimmer: gated attention, norms on both sides of attention and MLP, rope only in sliding-window layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reshard.families.within import Carried, Within
 
 
 def rules(d: Dims) -> Iterator[Rule]:
-    """The gate is a projection of its own; queries and keys are normalised without a weight."""
+    """The gate is a separate projection; queries and keys are normalised by norms without weights."""
     yield from ends(d)
     norms = [
         same(f"{hf}.weight", f"{mcore}.weight", d.hidden)

@@ -1,4 +1,4 @@
-"""Nemotron: layer norms stored less one, half of each head rotated, and an MLP without a gate."""
+"""Nemotron: zero-centred layer norms, half of each head rotated, and an MLP without a gate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reshard.families.rules import Dims, Rule, attention, decoder, ends, norms, 
 
 
 def rules(d: Dims) -> Iterator[Rule]:
-    """Norms have biases. Both sides store their weights less one."""
+    """Norms have biases. Both sides store zero-centred weights."""
     yield from ends(d)
     yield same("model.norm.bias", "decoder.final_layernorm.bias", d.hidden)
     block = [

@@ -1,6 +1,6 @@
-"""Nemotron-H and Nemotron 3: each layer is one of Mamba 2, attention, an MLP or experts, by a pattern.
+"""Nemotron-H and Nemotron 3: a pattern makes each layer Mamba 2, attention, an MLP or experts.
 
-Megatron-Core's MambaModel computes it; Megatron-Bridge and Megatron-LM build that. Source: `ssm/mamba_mixer.py` of
+Megatron-Core's MambaModel computes it; Megatron-Bridge and Megatron-LM build it. Source: `ssm/mamba_mixer.py` of
 megatron-core 0.16.1, and `models/nemotronh` of Megatron-Bridge 0.3.1.
 """
 
@@ -18,14 +18,14 @@ from reshard.families.rules import Block, Dims, Rule, attention, ends, native, r
 from reshard.families.within import Within
 
 MAMBA, ATTENTION, MLP, EXPERTS = "M*-E"
-"""What Megatron-LM's `--hybrid-override-pattern` and the hub call the kinds of layers."""
+"""Symbols for the kinds of layers in Megatron-LM's `--hybrid-override-pattern` and on the hub."""
 
 KINDS = {MAMBA: "linear_attention", ATTENTION: "full_attention", MLP: "mlp", EXPERTS: "moe"}
-"""What transformers 5 calls them, in `layers_block_type`."""
+"""Their names in `layers_block_type` of transformers 5."""
 
 
 def mamba(d: Dims) -> Block:
-    """torch_dist keeps the parts of `in_proj` and of the convolution apart, because ranks have a share of each."""
+    """torch_dist stores the parts of `in_proj` and of the convolution separately, because each is sharded by itself."""
     heads, size, groups, state = d.mamba
     parts = {"z": heads * size, "x": heads * size, "B": groups * state, "C": groups * state, "dt": heads}
 
@@ -55,7 +55,7 @@ def mlp(d: Dims, ffn: int, hf: str, mcore: str) -> Block:
 
 
 def experts(d: Dims) -> Block:
-    """Router, experts and a shared one, without gates."""
+    """Router, experts and a shared expert, without gates."""
     one = mlp(d, d.expert_ffn, "mixer.experts.{expert}", "mlp.experts.{expert}")
     return [
         same("norm.weight", "pre_mlp_layernorm.weight", d.hidden),
@@ -67,7 +67,7 @@ def experts(d: Dims) -> Block:
 
 
 def rules(d: Dims) -> Iterator[Rule]:
-    """Every layer has one norm, before whatever it is."""
+    """Every layer has one norm, before its only block."""
     final = same("model.norm.weight", "decoder.final_norm.weight", d.hidden)
     yield from (final if rule.hf == final.hf else rule for rule in ends(d))
     heads = renamed(attention(d), {"self_attn.": "mixer."})
@@ -84,7 +84,7 @@ def rules(d: Dims) -> Iterator[Rule]:
 
 
 class Pattern(Entry):
-    """Which layer is of which kind."""
+    """The kind of each layer."""
 
     def to_args(self, config: Config) -> Values:
         names = {name: symbol for symbol, name in KINDS.items()} | {"mamba": MAMBA, "attention": ATTENTION}

@@ -1,4 +1,4 @@
-"""OLMoE: experts in every layer, queries and keys normalised over all heads at once."""
+"""OLMoE: experts in every layer, query and key norms over all heads at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reshard.families.rules import Dims, Rule, attention, decoder, ends, moe, no
 
 
 def rules(d: Dims, module: str = "norm") -> Iterator[Rule]:
-    """The norms over all heads are modules of those who compute them, each under a name of its own."""
+    """The norms over all heads are modules of the engines that compute them, each with its own name."""
     yield from ends(d)
     wide = [
         same(f"self_attn.{name}_norm.weight", f"self_attention.{name}_{module}.weight", heads * d.head_dim)

@@ -1,4 +1,4 @@
-"""Ovis 2.5: Qwen3 with a vision tower and an embedding of its visual tokens."""
+"""Ovis 2.5: Qwen3 with a vision tower and an embedding for its visual tokens."""
 
 from __future__ import annotations
 

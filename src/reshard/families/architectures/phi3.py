@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: Llama with its projections fused on the hub."""
+"""Phi-3 and Phi-4: Llama with fused projections on the hub."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reshard.families.rules import Dims, Rule, attention, decoder, ends, fused_m
 
 
 def rules(d: Dims) -> Iterator[Rule]:
-    """Queries, keys and values are one projection, and gate and up another."""
+    """Queries, keys and values are fused into one projection, gate and up into another."""
     yield from ends(d)
     yield from decoder(d, [*norms(d), *attention(d, fused="qkv_proj"), *fused_mlp(d)])
 

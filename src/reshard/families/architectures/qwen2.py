@@ -25,7 +25,7 @@ QWEN2 = Family(
     "Qwen2ForCausalLM",
     dense,
     (*DERIVED_HEADS, Rope(), FullAttention(), QKV_BIAS, NO_QK_NORM),
-    precedence=2,  # above Llama: where nothing names the family, a bias on q, k and v alone means Qwen2
+    precedence=2,  # above Llama: if nothing names the family, a bias on q, k and v alone means Qwen2
     judged=(MCORE, MCORE_BRIDGE),
 )
 QWEN2_MOE = Family(

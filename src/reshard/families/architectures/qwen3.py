@@ -1,4 +1,4 @@
-"""Qwen3, dense and with experts: Qwen2 with norms of queries and keys in place of biases."""
+"""Qwen3, dense and with experts: Qwen2 with query and key norms instead of biases."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Qwen3.5, dense and with experts: Qwen3-Next's layers under other names, with a vision tower. And MiniCPM-V 4.6.
 
-The hub keeps the input projections of a delta net apart, queries, keys and values together, and stacks experts.
+On the hub, queries, keys and values of a delta net are one projection, its other inputs are separate, and experts are
+stacked.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from reshard.families.within import Carried, Within
 
 
 def by_kind(parts: Parts) -> Block:
-    """Queries above keys above values, each in the order of heads; the other projections by themselves."""
+    """Queries, then keys, then values by rows, each in the order of heads; the other projections are separate."""
 
     def all_heads(*names: str) -> View:
         return concat([parts[name].merge(0) for name in names])
@@ -40,13 +41,13 @@ PREDICTED = Key(
 )
 TEXT = (*(entry for entry in DELTA_NET if entry != MTP and not isinstance(entry, Rope)), PREDICTED)
 PLAIN, SEES = (*TEXT, Rope(fraction=0.25)), (*TEXT, MultimodalRope(fraction=0.25))
-# Every layer has experts, whose scores are normalised over those that are chosen. No key says either.
+# Every layer has experts, whose scores are normalised over the chosen ones. No config key states either.
 EXPERTS = (
     *SHARED_EXPERT,
     Key("moe_intermediate_size", "moe_ffn_hidden_size", also=("ffn_hidden_size",)),
     Const(args={"moe_router_pre_softmax": False, "moe_layer_freq": 1}),
 )
-# transformers saves one tensor for each expert; of Qwen3.6, the hub stacks those of the MTP layer too.
+# transformers saves one tensor per expert; the hub's Qwen3.6 stacks those of the MTP layer too.
 STACKED = Live(Experts("mtp.layers.0.mlp.experts"), stacked="mlp.experts")
 
 QWEN3_5 = Family(

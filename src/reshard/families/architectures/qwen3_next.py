@@ -1,10 +1,10 @@
 """Qwen3-Next: most layers are gated delta nets, the others have gated attention; experts in every layer, MTP.
 
-Two engines compute it, and store it differently. Megatron-Core's own modules (Megatron-LM, Megatron-Bridge, NeMo) keep
-the projections of a delta net apart, and its norm less one; of a group of heads, all queries come before all gates.
-mcore-bridge (ms-swift) keeps the projections in one tensor with rows by key head, the norm as it is, and each query
-before its gate. Source: `gated_delta_net.py` and `attention.py` of megatron-core 0.16.1, `gpt_bridge.py` of
-mcore-bridge 1.6.5.
+Two engines compute it, and store it differently. Megatron-Core's own modules (Megatron-LM, Megatron-Bridge, NeMo)
+store the projections of a delta net separately, and its norm zero-centred; within a group of heads, all queries come
+before all gates. mcore-bridge (ms-swift) stores the projections in one tensor with rows by key head, the norm
+unchanged, and each query before its gate. Source: `gated_delta_net.py` and `attention.py` of megatron-core 0.16.1,
+`gpt_bridge.py` of mcore-bridge 1.6.5.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from reshard.families.rules import (
 )
 
 Parts = Mapping[str, View]
-"""The parts of a projection, by the names that Megatron-Core gives them, each [key heads, rows, …]."""
+"""The parts of a projection, by Megatron-Core's names, each [key heads, rows, …]."""
 
 
 def _parts(name: str, heads: int, rows: Mapping[str, int], inner: tuple[int, ...], by_head: bool) -> Parts:
-    """The parts of the tensor `name`, each in a tensor of its own, or all in one whose rows are by key head."""
+    """The parts of the tensor `name`: separate tensors, or one tensor with rows by key head."""
     if not by_head:
         return {
             part: native(f"{name}.{part}", heads * n, *inner).split(0, heads, n) for part, n in rows.items()
@@ -51,7 +51,7 @@ def _parts(name: str, heads: int, rows: Mapping[str, int], inner: tuple[int, ...
 
 
 def delta_net(d: Dims, by_head: bool, on_the_hub: Callable[[Parts], Block]) -> Block:
-    """A gated delta net; `on_the_hub` says how its input projections are packed there."""
+    """A gated delta net; `on_the_hub` packs its input projections as the hub does."""
     if not d.delta:
         raise ValueError("the family has gated delta nets, and the sizes have none")
     each = d.value_heads // d.key_heads
@@ -72,7 +72,7 @@ def delta_net(d: Dims, by_head: bool, on_the_hub: Callable[[Parts], Block]) -> B
 
 
 def by_key_head(parts: Parts) -> Block:
-    """Two tensors whose rows are by key head, as in mcore-bridge."""
+    """Two tensors with rows by key head, as in mcore-bridge."""
 
     def rows(*names: str) -> View:
         return concat([parts[name] for name in names], 1).merge(0)
@@ -88,7 +88,7 @@ def hybrid(
 ) -> Iterator[Rule]:
     """All layers: delta nets and gated attention, experts and dense MLPs. The MTP layer has attention.
 
-    Experts may be `stacked` on the hub, in all layers but that of MTP.
+    Experts may be `stacked` on the hub, in all layers except the MTP layer.
     """
     yield from ends(d)
     delta, gated = delta_net(d, by_head, on_the_hub), attention(d, gates_last=not by_head)
@@ -113,7 +113,7 @@ def hybrid(
 
 
 class DeltaLayers(Entry):
-    """Which layers are delta nets: `layer_types` of transformers 5, every n-th one not by `full_attention_interval`."""
+    """Which layers are delta nets: `layer_types` of transformers 5, else all but every `full_attention_interval`-th."""
 
     def to_args(self, config: Config) -> Values:
         kinds = config.get("layer_types")

@@ -1,4 +1,4 @@
-"""Qwen2.5-Omni and Qwen3-Omni: a language model with towers for images and sound, and modules that speak."""
+"""Qwen2.5-Omni and Qwen3-Omni: a language model with vision and audio towers, and modules that produce speech."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reshard.families.within import Carried, Within
 
 
 def _thinker(vocoder: str) -> Within:
-    """mcore-bridge trains the thinker. Neither it nor a checkpoint of its has what turns answers into speech."""
+    """mcore-bridge trains the thinker. Neither mcore-bridge nor its checkpoints contain the speech modules."""
     return Within(
         config=("thinker_config", "text_config"),
         hub=(("", "thinker."),),
@@ -36,7 +36,7 @@ QWEN2_5_OMNI = Family(
 QWEN3_OMNI_MOE = Family(
     "qwen3_omni_moe",
     "Qwen3OmniMoeForConditionalGeneration",
-    QWEN3_MOE.rules,  # the hub has a tensor for each expert
+    QWEN3_MOE.rules,  # the hub stores one tensor per expert
     QWEN3_VL_MOE.entries,
     live=Live(),
     computed_by=MCORE_BRIDGE,

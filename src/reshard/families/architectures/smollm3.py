@@ -1,4 +1,4 @@
-"""SmolLM3: Llama whose every fourth layer does not turn queries and keys."""
+"""SmolLM3: Llama with no rotary embedding in every fourth layer."""
 
 from __future__ import annotations
 
