@@ -1,4 +1,4 @@
-"""What moves bytes: a plan carried out in bounded memory, from files that do not change to a folder that appears whole.
+"""Move bytes: execute a plan in bounded memory, from files that must not change to a folder that appears complete.
 
 No module here knows a format or a family.
 """

@@ -1,4 +1,4 @@
-"""The parts of an output file that are put together and written at a time."""
+"""Batches: the parts of an output file that are assembled and written as units."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reshard.transfer.sink import PAGE
 
 
 class Stream:
-    """One block on its way, and what its bytes have shown so far: those of an earlier run, too, if it was `begun`."""
+    """One block while it is written, and what its bytes have shown so far, including earlier runs if it was `begun`."""
 
     def __init__(self, block: Block, begun: Begun | None = None) -> None:
         self.block = block
@@ -29,15 +29,15 @@ class Stream:
         self._checksum = begun.checksum if begun else 0
 
     def begun(self, end: int) -> Begun:
-        """How far the block is when all before byte `end` of its file is written."""
+        """Progress of the block once all bytes before `end` of its file are written."""
         return Begun(end, self._checksum, self.nonfinite)
 
     def is_transposed(self) -> bool:
-        """Whether neighbours in the target are no neighbours in the source."""
+        """Whether elements adjacent in the output are not adjacent in the source."""
         return any(piece.axes and piece.axes[-1][1] != 1 for piece in self.view.pieces)
 
     def fill(self, out: np.ndarray[Any, Any], begin: int, gatherer: Gatherer) -> None:
-        """Gather the bytes from `begin` of the block into `out`. Called once for each range, in order."""
+        """Gather the bytes of the block from `begin` into `out`. Called once for each range, in order."""
         size = self.block.dtype.itemsize
         first, last = begin // size, (begin + out.nbytes) // size
         pieces = self.view.pieces if last - first == self.view.numel else self.view.window(first, last)
@@ -47,7 +47,7 @@ class Stream:
             self._checksum = crc32(out.data, self._checksum)
 
     def sign(self, raw: np.ndarray[Any, Any], begin: int) -> Iterator[tuple[int, bytes]]:
-        """Put the checksum where the file keeps it; yield the places outside of `raw`, which begins at `begin`."""
+        """Write the checksum to its places in `raw`, which begins at `begin`; yield the places outside of it."""
         checksum = self._checksum.to_bytes(4, "little")
         for place in self.block.crc_at:
             at = place - begin
@@ -59,7 +59,7 @@ class Stream:
 
 @dataclass
 class Batch:
-    """Bytes `begin` to `end` of a file: some blocks side by side, and what lies around them."""
+    """Bytes `begin` to `end` of a file: some adjacent blocks, and the bytes around them."""
 
     number: int
     begin: int
@@ -68,7 +68,7 @@ class Batch:
     literals: list[tuple[int, bytes]] = field(default_factory=list)
 
     def windows(self, limit: int, begin: int) -> Iterator[tuple[int, int]]:
-        """Cut what lies behind `begin` into ranges of at most `limit` bytes, between pages and between elements."""
+        """Cut the bytes after `begin` into ranges of at most `limit` bytes, at page and element boundaries."""
         while begin < self.end:
             end = min(self.end, begin + limit - begin % PAGE)
             for block in self.blocks:
@@ -78,7 +78,7 @@ class Batch:
             begin = end
 
     def fill(self, raw: np.ndarray[Any, Any], begin: int, streams: list[Stream], gatherer: Gatherer) -> None:
-        """Put together the window `raw` that begins at byte `begin` of the file; what nothing fills is zero."""
+        """Assemble the window `raw`, which begins at byte `begin` of the file; bytes without content become zero."""
         end, position = begin + len(raw), begin
         parts: list[tuple[int, int, Stream | bytes]]
         parts = [(offset, offset + len(content), content) for offset, content in self.literals]
@@ -98,7 +98,7 @@ class Batch:
 
 
 def batches(file: OutputFile) -> Iterator[Batch]:
-    """Cut a file behind blocks: small ones together make a window, a large one is alone."""
+    """Split a file at block ends: small blocks share a batch of one window, a large block has its own."""
     literals = sorted(file.literals(), key=lambda literal: literal[0])
     batch = Batch(0, 0, 0)
     for block in sorted(file.blocks, key=lambda block: block.offset):
@@ -113,7 +113,7 @@ def batches(file: OutputFile) -> Iterator[Batch]:
 
 
 def _with_literals(batch: Batch, literals: list[tuple[int, bytes]]) -> Batch:
-    """Move to a batch the literals, in order, that begin before its end."""
+    """Move the literals (in order) that begin before the end of a batch to it."""
     count = next((i for i, (offset, _) in enumerate(literals) if offset >= batch.end), len(literals))
     batch.literals, literals[:count] = literals[:count], []
     return batch

@@ -1,15 +1,15 @@
-"""What lies beside a destination `dst` while a run lives, or after it ended before its time, and the lock.
+"""The lock and the folders next to a destination `dst` while a run is active, or after it was interrupted.
 
-- `.dst.lock-reshard`, locked by the run that writes to `dst` until it ends, however it ends. A lock is seen from other
-  containers and, over NFS, from other machines, where a process number says nothing.
-- `.dst.partial-1f0c9e2a`, a folder with what a run has written so far (`output`), and a journal of it. The name is a
-  digest of all that the output is made of, so the same command finds it and continues. Whoever can take the lock may
-  remove it. Once `dst` is there, it holds the old folder that was replaced.
-- `.dst.replaced-1f0c9e2a`, the old folder while the new one takes its place. It may be the only copy of it, so it is
+- `.dst.lock-reshard`, locked by the run that writes to `dst` until it ends, in any way. Other containers see a lock,
+  and over NFS other machines too; a process number means nothing there.
+- `.dst.partial-1f0c9e2a`, a folder with what a run has written so far (`output`) and its journal. The name is a
+  digest of everything that determines the output, so the same command finds it and continues. Whoever can take the
+  lock may remove it. Once `dst` is published, this folder contains the one that was replaced.
+- `.dst.replaced-1f0c9e2a`, the old folder while the new one takes its place. It may be the only copy, so it is
   put back or left alone, never removed.
 
-Not all file systems have locks. There the names are random, no run continues another, and the rename decides: one of
-two runs has its output at `dst`, the other an error.
+Not all file systems have locks. Without them the names are random, no run continues another, and the rename decides:
+one of two runs has its output at `dst`, the other fails with an error.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from reshard.errors import ReshardError, listed
 from reshard.transfer import locks
 
 OUTPUT, JOURNAL, REPLACED = "output", "journal", "replaced"
-"""What lies in the folder of a run: what will be the destination, the journal, and then what was there before."""
+"""Names in the folder of a run: the future destination, the journal, and later the old folder that was replaced."""
 
 
 def partials(target: Path) -> list[Path]:
-    """The folders of runs beside a destination."""
+    """The folders of runs next to a destination."""
     return _beside(target, "partial")
 
 
 def put_aside(target: Path) -> list[Path]:
-    """Old folders that were moved aside, the latest first, and have not been put back."""
+    """Old folders that were moved aside and not put back, the latest first."""
     return sorted(_beside(target, "replaced"), key=lambda path: path.lstat().st_ctime, reverse=True)
 
 
@@ -47,9 +47,9 @@ def _beside(target: Path, kind: str) -> list[Path]:
 
 @contextmanager
 def locked(target: Path) -> Iterator[bool]:
-    """Be the only run that writes to `target`; False where the file system has no locks to tell.
+    """Lock `target` for this run during the block; yields False if the file system has no locks.
 
-    Raises ReshardError if another run is.
+    Raises ReshardError if another run is writing to it.
     """
     path = _lock_of(target)
     with ExitStack() as stack:
@@ -61,7 +61,7 @@ def locked(target: Path) -> Iterator[bool]:
 
 
 def is_locked(target: Path) -> bool:
-    """Whether a run writes to `target` now, as far as the file system has locks to tell."""
+    """Whether a run is writing to `target` now; False if the file system has no locks."""
     return locks.is_held(_lock_of(target))
 
 

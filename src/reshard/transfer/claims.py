@@ -1,9 +1,9 @@
-"""Who may write a part of the output, where several machines do: a file with a lock, in the folder of the run.
+"""Claims: with several machines, the lock files in the folder of the run that decide which worker may write a part.
 
-A worker that is taken for dead may be alive behind a network that is not, and would write over what was finished in its
-place. So whoever writes a part holds a lock on its claim, which the system or the file server takes back when the
-process ends: the same part is not begun again before, and neither is another run for the same output. A claim that
-has grown, or is gone, tells its holder to stop.
+A worker that seems dead may only be cut off by the network, and would overwrite what was finished in its place. So each
+worker holds a lock on the claim of its part. The system or the file server releases it when the process ends: neither
+the same part nor another run for the same output begins before. A claim that has grown, or is gone, tells its holder to
+stop.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from pathlib import Path
 from reshard.errors import ReshardError
 
 FOLDER = "claims"
-"""Where claims lie, beside the output in the folder of a run."""
+"""The folder of claims, next to the output in the folder of the run."""
 
 PATIENCE = 120.0
-"""Seconds to wait for a worker that still holds a claim: longer than an NFS server takes to miss a client."""
+"""Seconds to wait for a worker that still holds a claim: longer than an NFS server takes to notice a lost client."""
 
 
 class UnseenError(Exception):
-    """There is no such claim on this machine."""
+    """This machine does not see the claim."""
 
 
 def stake(path: Path, token: str) -> None:
-    """Make the claim of a part; `token` tells it from a file of the same name on another machine."""
+    """Create the claim of a part; `token` distinguishes it from a file of the same name on another machine."""
     path.parent.mkdir(exist_ok=True)
     path.write_text(token)
 
 
 @contextmanager
 def held(path: Path, token: str) -> Iterator[Callable[[], bool]]:
-    """Hold a claim during the block, which gets a function that says whether to stop.
+    """Hold a claim during the block; yields a function that returns whether to stop.
 
     Raises UnseenError if the claim is not there, and OSError if another process holds it for too long.
     """
@@ -64,7 +64,7 @@ def _is_stopped(descriptor: int, size: int) -> bool:
 
 
 def _lock(descriptor: int, patience: float) -> bool:
-    """Wait for a lock; a file system that has none is no reason to wait."""
+    """Wait for a lock; True at once if the file system has no locks."""
     deadline = time.monotonic() + patience
     while not _takes(descriptor):
         if time.monotonic() > deadline:
@@ -84,20 +84,20 @@ def _takes(descriptor: int) -> bool:
 
 
 def stop(folder: Path) -> None:
-    """Tell all who hold a claim in `folder` to stop."""
+    """Tell all holders of a claim in `folder` to stop."""
     for path in _claims(folder):
         with suppress(OSError), path.open("a") as file:
             file.write("!")
 
 
 def withdraw(folder: Path) -> None:
-    """Stop whoever still works for an earlier run, and wait for it. Raises ReshardError if that takes too long."""
+    """Stop all workers of an earlier run, and wait for them. Raises ReshardError if that takes too long."""
     stop(folder)
     deadline = time.monotonic() + PATIENCE
     for path in _claims(folder):
         with suppress(FileNotFoundError), path.open("r+b") as file:
             if not _lock(file.fileno(), deadline - time.monotonic()):
-                # The cause lets what is written be kept.
+                # With an OSError as its cause, the error keeps what is written.
                 raise ReshardError(
                     "worker-still-writing",
                     "a worker of an earlier run is still writing to the output",

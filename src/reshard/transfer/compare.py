@@ -1,4 +1,4 @@
-"""Compare tensors element by element in small windows, wherever their elements lie."""
+"""Compare tensors element by element in small windows, whatever their layout in files."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from reshard.transfer.memory import Share
 from reshard.transfer.threads import together
 
 WINDOW = 1 << 20
-"""Bytes that are compared at a time, at most: few enough for the cache of a core, with what they are cast from."""
+"""Most bytes compared at a time: small enough for the cache of a core, together with what they are cast from."""
 
 EACH = 32
-"""Bytes that are taken for a byte that is compared: both sides, masks, and the differences as float64."""
+"""Bytes of memory for each byte compared: both sides, masks, and the differences as float64."""
 
 
 Elements = np.ndarray[Any, Any]
 
 
 class Difference(NamedTuple):
-    """How many elements differ, by how much at most (NaN where one side is NaN), and which is the first."""
+    """How many elements differ, the largest difference (NaN if one side is NaN), and the first element that differs."""
 
     elements: int
     largest: float
@@ -44,13 +44,13 @@ UNCOUNTED = Difference(0, float("nan"), 0)
 
 
 class Measure:
-    """How far two tensors are apart: Σ(a-b)² and Σa², as windows of both pass."""
+    """The distance of two tensors as Σ(a-b)² and Σa², summed over windows of both."""
 
     def __init__(self) -> None:
         self.moved = self.norm = 0.0
 
     def add(self, a: Elements, b: Elements, dtype: DType) -> None:
-        """Count a window. Elements that are no floats count nothing."""
+        """Add a window. Elements that are not floats add nothing."""
         if castable(dtype):
             before = as_float(a, dtype).astype(np.float64)
             with np.errstate(invalid="ignore", over="ignore"):
@@ -60,9 +60,9 @@ class Measure:
 
 
 class Comparer:
-    """Reads two tensors side by side until `stopped`. `ledger` collects the checksums of what passes.
+    """Reads two tensors in parallel until `stopped`. `ledger` collects the checksums of the bytes read.
 
-    It takes the part of one thread of `share`.
+    It uses the memory of one thread of `share`.
     """
 
     def __init__(self, stopped: Event, share: Share, ledger: Ledger | None = None) -> None:
@@ -78,10 +78,9 @@ class Comparer:
     def difference(
         self, first: Tensor, second: Tensor, *, any_nan: bool = False, measure: Measure | None = None
     ) -> Difference | None:
-        """What differs between two tensors of one dtype and shape, bit for bit; None if nothing does.
+        """The bitwise difference between two tensors of the same dtype and shape; None if there is none.
 
-        With `any_nan`, one NaN is as good as another: processors round it to different ones. `measure` counts how far
-        they are apart.
+        With `any_nan`, all NaNs are equal: processors round to different ones. `measure` accumulates the distance.
         """
         elements, largest, at = 0, 0.0, 0
         for begin, a, b in self._windows(first, second):
@@ -99,13 +98,13 @@ class Comparer:
         return Difference(elements, largest, at) if elements else None
 
     def _windows(self, first: Tensor, second: Tensor) -> Iterator[tuple[int, Elements, Elements]]:
-        """Elements of both tensors that are compared at a time, and the first of them.
+        """Windows of both tensors to compare, each with the index of its first element.
 
-        From a store as many are read at once as `convert` reads, since a request costs a round trip.
+        A store is read in requests as large as those of `convert`, since each costs a round trip.
         """
         step = compared = self._size // first.dtype.itemsize
         if is_remote(first.file) or is_remote(second.file):
-            # Half of the room is for what is read, the other for what is compared of it.
+            # Half of the memory is for reading, the other half for comparing.
             step, compared = self._far // first.dtype.itemsize, max(1, compared // 2)
         for begin in range(0, first.view.numel, step):
             end = min(begin + step, first.view.numel)
@@ -151,7 +150,7 @@ def unequal_replicas(replicas: Sequence[Replica], share: Share) -> list[Problem]
 
 
 def _replica_difference(comparer: Comparer, replica: Replica) -> Difference | None:
-    """What differs; where shapes or checksums do, no elements are counted."""
+    """The difference; without counts if shapes or checksums differ."""
     first, second = replica.first, replica.second
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return UNCOUNTED
@@ -162,7 +161,7 @@ def _replica_difference(comparer: Comparer, replica: Replica) -> Difference | No
 
 
 def _storage(tensor: Tensor) -> Storage | None:
-    """The storage whose bytes are those of a tensor from end to end, if it is just one."""
+    """The storage whose bytes are exactly those of a tensor; None if there is not exactly one."""
     view = tensor.view
     if len(view.pieces) != 1 or not isinstance(view.pieces[0].source, Cells):
         return None

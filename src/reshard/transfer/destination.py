@@ -1,4 +1,4 @@
-"""What must not be at a destination, and what may be replaced there."""
+"""What may be replaced at a destination, and what must not be there."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from reshard.errors import Problem, listed
 
 BESIDE = "the output is written next to the destination and replaces it once it is complete"
 CHAIN = 40
-"""Links that lead to each other, at most: as many as Linux follows."""
+"""Most links followed in a chain: as many as Linux follows."""
 
 
 def target_problems(sources: Sequence[Path], target: Path, *, foreign: Sequence[str] | None) -> list[Problem]:
-    """Why a destination would lose something, or why nothing can appear there.
+    """Why writing to a destination would lose something, or why it is impossible.
 
-    `sources` are all paths that are read, first the one that the user named. `foreign` is None if a folder that is not
-    empty must stay. Else it lists what is no part of the one checkpoint there, which is all that may be replaced.
+    `sources` are all paths that are read, beginning with the one that the user named. `foreign` is None if a folder
+    that is not empty must be kept. Otherwise it lists files that do not belong to the one checkpoint that may be
+    replaced.
     """
-    there = Path(os.path.realpath(target))  # where links lead in a circle, resolve() raises RuntimeError
+    there = Path(os.path.realpath(target))  # for circular links, resolve() raises RuntimeError
     inside = [path for path in sources if _lies_in(path, there)] if there.exists() else []
     if inside:
         return [_holds_sources(sources[0], inside, target)]
@@ -31,7 +32,7 @@ def target_problems(sources: Sequence[Path], target: Path, *, foreign: Sequence[
             return [_holds_more(target, foreign)]
         if _real(sources[0]) in there.parents and not (there / "reshard.json").is_file():
             return [_part_of_the_source(sources[0], target)]
-    if there.is_symlink():  # still, after all links were followed
+    if there.is_symlink():  # still a link after all links were followed
         return [
             Problem(
                 "destination-links-to-itself",
@@ -66,7 +67,7 @@ def target_problems(sources: Sequence[Path], target: Path, *, foreign: Sequence[
 def bucket_problems(
     sources: Sequence[Path], url: str, names: Sequence[str], *, foreign: Sequence[str] | None
 ) -> list[Problem]:
-    """The same of a destination in a store, where the objects `names` are."""
+    """The same for a destination in a store that contains the objects `names`."""
     inside = [path for path in sources if f"{path}/".startswith(f"{url}/")]
     if inside:
         return [_holds_sources(sources[0], inside, url)]
@@ -76,7 +77,7 @@ def bucket_problems(
 
 
 def space_problems(target: Path, needed: int) -> list[Problem]:
-    """Whether the disk of a destination has not `needed` bytes left."""
+    """A problem if the disk of a destination has less than `needed` bytes free."""
     folder = _above(Path(os.path.realpath(target)))
     if not folder.is_dir() or (free := shutil.disk_usage(folder).free) >= needed:
         return []
@@ -94,22 +95,22 @@ def space_problems(target: Path, needed: int) -> list[Problem]:
 
 
 def _above(target: Path) -> Path:
-    """The folder where a destination would appear, or come to lie below."""
+    """The nearest existing folder above a destination."""
     return next(path for path in target.parents if path.exists())
 
 
 def _real(path: Path) -> Path:
-    """Where a path leads. A link to itself stays where it is, which `Path.resolve` takes for an error."""
+    """The target of a path. A link to itself is returned unchanged; `Path.resolve` raises an error."""
     return Path(os.path.realpath(path))
 
 
 def _lies_in(path: Path, folder: Path) -> bool:
-    """Whether a path, what it leads to or a link on the way is `folder`, or lies below it."""
+    """Whether a path, its target, or a link on the way is `folder` or inside it."""
     return any(place == folder or folder in place.parents for place in (_real(path), *_links(path)))
 
 
 def _links(path: Path) -> Iterator[Path]:
-    """Where a path that is a link lies, and where the links lie that it leads to."""
+    """Where a link is, and each link that it leads to."""
     for _ in range(CHAIN):
         if not path.is_symlink():
             return
@@ -167,7 +168,7 @@ def _holds_more(target: Path | str, foreign: Sequence[str]) -> Problem:
 
 
 def _unwritable(folder: Path) -> list[Problem]:
-    """Why nothing can be made in a folder."""
+    """Why nothing can be created in a folder."""
     if not folder.is_dir():
         return [
             Problem(

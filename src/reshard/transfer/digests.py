@@ -1,7 +1,7 @@
-"""Digests of files whose bytes pass in any order.
+"""Digests of files whose bytes arrive in any order.
 
 A file is cut into cells of `CELL` bytes, the last of which may be shorter. The digest of the file is the XXH3-128 of
-the XXH3-128 digests of its cells, one after another, each of 16 bytes with the most significant first.
+the concatenated XXH3-128 digests of its cells, each of 16 bytes with the most significant first.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ WIDTH = 16
 """Bytes of one digest."""
 NAME = "XXH3-128 of the XXH3-128 digests of each 256 KiB"
 NONE = "0" * 2 * WIDTH
-"""Stands for a digest that nobody knows yet."""
+"""Stands for an unknown digest."""
 SPAN = 16 * CELL
-"""Bytes that are read at a time."""
+"""Bytes read at a time."""
 
 
 @dataclass
 class Seen:
-    """What has passed of a file: digests of cells side by side, with the number of the first one, and rests of others.
+    """What was seen of a file: digests of adjacent cells, with the number of the first, and parts of other cells.
 
-    A rest is a range of bytes, with its place in the file.
+    Each of these `rests` is a range of bytes, with its offset in the file.
     """
 
     cells: list[tuple[int, bytes]] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Seen:
 
 
 class Digest:
-    """The digest of a file of `size` bytes. Several threads may let different parts of it pass."""
+    """The digest of a file of `size` bytes. Several threads may add different parts."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -50,7 +50,7 @@ class Digest:
         self._lock = Lock()
 
     def add(self, data: memoryview, offset: int) -> None:
-        """Let the bytes from `offset` of the file pass, once."""
+        """Add the bytes of the file from `offset`. Each byte may be added only once."""
         end = offset + len(data)
         for cell in range(offset // CELL, -(-end // CELL)):
             first, last = cell * CELL, min((cell + 1) * CELL, self._size)
@@ -66,7 +66,7 @@ class Digest:
             self._missing.discard(cell)
 
     def _add_part(self, cell: int, part: memoryview, at: int, size: int) -> None:
-        """Keep a part of a cell until the rest of it has passed."""
+        """Keep a part of a cell until the rest of it has been added."""
         with self._lock:
             content, ranges = self._parts.setdefault(cell, (bytearray(size), []))
             content[at : at + len(part)] = part
@@ -77,12 +77,12 @@ class Digest:
         self._set(cell, content)
 
     def drop(self, offset: int, nbytes: int) -> None:
-        """Forget bytes that have changed since they passed."""
+        """Forget bytes that have changed since they were added."""
         with self._lock:
             self._missing.update(range(offset // CELL, -(-(offset + nbytes) // CELL)))
 
     def seen(self) -> Seen:
-        """What has passed, for the digest of the same file elsewhere."""
+        """Everything added so far, to be merged into a digest of the same file elsewhere."""
         found, count = Seen(), len(self._digests) // WIDTH
         edges = sorted({-1, *self._missing, count})
         for before, after in pairwise(edges):
@@ -93,7 +93,7 @@ class Digest:
         return found
 
     def merge(self, seen: Seen) -> None:
-        """Take in what has passed elsewhere, once."""
+        """Merge what was added elsewhere, once."""
         for first, digests in seen.cells:
             self._digests[first * WIDTH : first * WIDTH + len(digests)] = digests
             with self._lock:
@@ -102,7 +102,7 @@ class Digest:
             self.add(memoryview(content), offset)
 
     def finish(self, path: Path, is_stopped: Callable[[], bool]) -> str | None:
-        """The digest in hexadecimal. What has not passed is read from the file, which lies at `path`, until stopped."""
+        """The digest in hexadecimal. Missing cells are read from the file at `path`; None if stopped."""
         if self._missing:
             with open_file(path) as file:
                 for cell in sorted(self._missing):
@@ -113,7 +113,7 @@ class Digest:
 
 
 def digest_of(path: Path, on_bytes: Callable[[int], None], is_stopped: Callable[[], bool]) -> str:
-    """The digest of the bytes that lie on the disk, past the page cache where the system lets us, or in a store.
+    """The digest of the bytes on disk (bypassing the page cache if the system allows it) or in a store.
 
     Raises OSError, and ReshardError for what a store refuses.
     """
@@ -132,7 +132,7 @@ def digest_of(path: Path, on_bytes: Callable[[int], None], is_stopped: Callable[
 
 
 def _leave_cache(path: Path) -> None:
-    """Have the bytes of a file read from the disk, as far as the system can be asked to."""
+    """Ask the system to read a file from disk instead of the page cache."""
     if hasattr(os, "posix_fadvise"):
         with open(path, "rb", buffering=0) as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

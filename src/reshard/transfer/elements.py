@@ -1,4 +1,4 @@
-"""Elements as numpy arrays: as integers of their width while they are moved, as floats while they are cast."""
+"""Elements as numpy arrays: as integers of the same width to move them, as floats to cast them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 from reshard.algebra.dtypes import DType
 
 RAW: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-"""Elements are moved as integers of their width, whatever they mean."""
+"""Dtypes for moving elements: integers of their width, whatever they mean."""
 
 CAST = 20
-"""Bytes that `cast` takes for an element, at most: those of float64 on their way to bfloat16."""
+"""Most bytes that `cast` needs for an element: float64 values cast to bfloat16."""
 
 
 def cast(values: np.ndarray[Any, Any], source: DType, target: DType) -> np.ndarray[Any, Any]:
@@ -24,7 +24,7 @@ FLOATS: dict[str, Any] = {"float16": np.float16, "float32": np.float32, "float64
 
 
 def as_float(values: np.ndarray[Any, Any], source: DType) -> np.ndarray[Any, Any]:
-    """Raw elements as numpy floats that hold them exactly."""
+    """Raw elements as a numpy float type that represents them exactly."""
     if source.name == "bfloat16":
         return (values.astype(np.uint32) << 16).view(np.float32)
     floats: np.ndarray[Any, Any] = np.ascontiguousarray(values).view(FLOATS[source.name])
@@ -52,5 +52,5 @@ def _from_float(values: np.ndarray[Any, Any], target: DType) -> np.ndarray[Any, 
 
 
 def castable(dtype: DType) -> bool:
-    """Whether `cast` knows this type."""
+    """Whether `cast` supports this type."""
     return dtype.name == "bfloat16" or dtype.name in FLOATS

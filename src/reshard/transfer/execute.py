@@ -1,7 +1,7 @@
-"""Run a plan: each file is put together window by window, and each window is written once, at its place.
+"""Execute a plan: assemble each file window by window, and write each window once, at its offset.
 
-Work is handed out in batches, each thread on the file that fewest others are writing. Memory is bounded by the window
-of each thread and what it reads of its sources to pick from, whatever the size of the model.
+Work is handed out in batches; each thread takes the file with the fewest writers. Memory is bounded by each thread's
+window and what it reads of its sources to pick from, whatever the size of the model.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from reshard.transfer.sink import Buffer, stays_cached
 from reshard.transfer.threads import together
 
 PATIENCE = 1.0
-"""Seconds for which a run that is interrupted waits for the disk, to keep more than it must."""
+"""Seconds that an interrupted run may spend on flushing its progress to disk."""
 
 
 OnFile = Callable[[str, Event], None]
-"""Hears the path of a file that is whole and durable; what it does for long it gives up when the event is set."""
+"""Callback that receives the path of each complete, durable file; long work in it must stop when the event is set."""
 
 
 @dataclass
 class Report:
-    """What passed: bytes of the output, how many of them an earlier run had written, tensors that hold NaN or Inf.
+    """Totals: bytes of the output, bytes that an earlier run had written, tensors that contain NaN or Inf.
 
-    `digests` are those of all files, by their paths. `passed` are the ranges of each source that were read, with their
-    CRC32s; None without checksums.
+    `digests` maps the path of each file to its digest. `passed` are the ranges of each source that were read, with
+    their CRC32s; None without checksums.
     """
 
     nbytes: int = 0
@@ -61,13 +61,13 @@ def execute(
     on_file: OnFile = lambda name, stopped: None,
     journal: Journal | None = None,
 ) -> Report:
-    """Write all files of `plan` below `folder`, which exists, and holds what `journal` says that it does.
+    """Write all files of `plan` to `folder`, which exists and contains what `journal` records.
 
-    The thread that has finished a file calls `on_file` before it writes another, so no more files are begun and not
-    taken care of than there are threads.
+    The thread that completes a file calls `on_file` before it writes another, so the number of files begun and not yet
+    handled never exceeds the number of threads.
 
-    Raises ReshardError if a source is shorter than it was, or if bytes do not have the CRC32 that was
-    recorded for them, which `checksum` turns off. What was written until then stays in `folder`, and is in the journal.
+    Raises ReshardError if a source is shorter than it was, or if bytes do not have the CRC32 that was recorded for them
+    (`checksum` turns this check off). What was written until then stays in `folder` and in the journal.
     """
     make_folders(plan, folder)
     share = share or shared(None, 1 << 30, plan.need)
@@ -83,15 +83,15 @@ def execute(
 
 
 def make_folders(plan: Plan, folder: Path) -> None:
-    """Make the folders of all files of `plan` below `folder`."""
+    """Create the folders of all files of `plan` in `folder`."""
     parents = {parent for file in plan.files for parent in PurePosixPath(file.path).parents}
     for parent in sorted(parents - {PurePosixPath()}):
-        # Never `folder` itself: whoever removes it shall not get a part of it back.
+        # Never create `folder` itself: if someone removed it, no part of it must reappear.
         (folder / parent).mkdir(exist_ok=True)
 
 
 class Run:
-    """The state that the threads of one execution share."""
+    """The state shared by the threads of one execution."""
 
     def __init__(
         self,
@@ -119,11 +119,11 @@ class Run:
         self.waiting = deque(
             file for file in plan.files if not before.files.get(file.path, Written()).is_whole
         )
-        self._open: list[Job] = []  # with batches that nobody has taken
+        self._open: list[Job] = []  # with batches left to take
         self._unfinished: set[Job] = set()
 
     def work(self, index: int, stopped: Event) -> None:
-        """Take batches until there are none left."""
+        """Take batches until none are left."""
         worker = _Worker(self)
         try:
             while not stopped.is_set() and (taken := self._take()):
@@ -150,17 +150,17 @@ class Run:
             return job, batch
 
     def begin(self, file: OutputFile) -> Job:
-        """What is left to do of a file."""
+        """The remaining work on a file."""
         return Job(self, file, self.journal.progress.files.get(file.path, Written()))
 
     def end(self, job: Job, stopped: Event) -> None:
-        """Do what is left once all batches of a file are written, and have it taken care of, unless stopped."""
+        """Finish a file whose batches are all written, and call `on_file`, unless stopped."""
         if job.close(stopped):
             self._unfinished.discard(job)
             self.on_file(job.path, stopped)
 
     def note(self, stream: Stream) -> list[Storage]:
-        """Keep what one finished block showed; return the storages that it was read from, if they have checksums."""
+        """Record what a finished block showed; return the storages that it was read from, if they have checksums."""
         name = stream.block.name
         storages = [cells.storage for cells in cells_of(stream.view)]
         with self.lock:
@@ -171,15 +171,16 @@ class Run:
         return [storage for storage in storages if storage.crc32 is not None]
 
     def touch(self, storages: Iterable[Storage]) -> None:
-        """Have storages checked whole at the end: an earlier run has taken something of them."""
+        """Have storages checked in full at the end, because an earlier run has read parts of them."""
         if self.ledger:
             for storage in storages:
                 self.ledger.touch(storage)
 
     def checks(self, taken: set[Storage]) -> tuple[dict[Storage, str], list[Storage]]:
-        """What the journal has to say of checksums once a file holds what was `taken`.
+        """Checksums for the journal to record once a file contains data from the storages `taken`.
 
-        These are the storages that have yet to be checked, each with a tensor that has it, and those that were.
+        Returns the storages that are yet to be checked, each with the name of a tensor in it, and those that were
+        checked.
         """
         if self.ledger is None or not self.journal.is_open:
             return {}, []
@@ -189,19 +190,19 @@ class Run:
             return {each: self.names.get(each, "") for each in later}, checked
 
     def note_checks(self, later: Iterable[Storage], checked: Iterable[Storage]) -> None:
-        """The journal says so now."""
+        """Remember that the journal has recorded these checksums."""
         with self.lock:
             self._unchecked.update(later)
             self._unchecked.difference_update(checked)
 
     def advance(self, nbytes: int) -> None:
-        """Count what was written."""
+        """Count bytes that were written."""
         with self.lock:
             self.report.nbytes += nbytes
         self.on_bytes(nbytes)
 
     def leave(self) -> None:
-        """Note how far each file has come that is not finished, as far as the disk and the time allow, and close it."""
+        """Record the progress of each unfinished file, as far as the disk and the time allow, and close it."""
         deadline = time.monotonic() + PATIENCE
         for job in self._unfinished:
             with suppress(OSError):
@@ -210,7 +211,7 @@ class Run:
             job.abandon()
 
     def settle(self, sizes: Mapping[str, int]) -> None:
-        """Compare all checksums; every damaged tensor is named. `sizes` are those of the sources."""
+        """Compare all checksums; raises ReshardError with every damaged tensor. `sizes` are those of the sources."""
         self.report.nonfinite.sort()
         if self.ledger is None:
             return
@@ -239,7 +240,7 @@ class _Worker:
         self.files.close()
 
     def write(self, job: Job, batch: Batch, stopped: Event) -> bool:
-        """Put together one window after another, and write it. False if the batch is not finished."""
+        """Assemble and write one window after another. Returns False if the batch is not finished."""
         begun = job.begun.get(batch.number)
         streams = [Stream(block, begun) for block in batch.blocks]
         if begun:

@@ -1,8 +1,8 @@
-"""Where the parts of a conversion run: executors in the manner of `concurrent.futures`, named as `--on` names them.
+"""Executors that run the parts of a conversion, in the style of `concurrent.futures`, named as `--on` takes them.
 
 dask://HOST:PORT    the workers of a Dask scheduler
-ray, ray://HOST:PORT    a Ray cluster: that of RAY_ADDRESS or of this machine, or by Ray Client
-slurm:partition=P,nodes=N,time=MINUTES    jobs of Slurm, by submitit, which takes all other settings too
+ray, ray://HOST:PORT    a Ray cluster: that of RAY_ADDRESS or of this machine, or through Ray Client
+slurm:partition=P,nodes=N,time=MINUTES    Slurm jobs through submitit, which takes all other settings too
 mpi    the ranks of `mpiexec -n N python -m mpi4py.futures -m reshard …`
 """
 
@@ -28,10 +28,10 @@ A = TypeVar("A")
 T = TypeVar("T")
 
 CONNECT = 20
-"""Seconds to wait for the answer of a scheduler, and then for a worker."""
+"""Seconds to wait for the scheduler to answer, and then for a worker."""
 
 ANY = 1 << 62
-"""No bound on the bytes of a part, or on the parts that may wait in a queue."""
+"""No limit on the bytes of a part, or on the number of queued parts."""
 
 GIB = 1 << 30
 
@@ -39,8 +39,8 @@ GIB = 1 << 30
 class Executor(Protocol):
     """Runs functions in other processes.
 
-    `slots` is how many it runs at a time, `queue` how many it should be given at most, `most` the bytes of a part that
-    it should get at most, `threads` how many threads each should have (None: as many as on a whole machine).
+    `slots` is how many run at a time, `queue` the most that should be submitted at a time, `most` the most bytes of a
+    part, `threads` the threads for each part (None: as many as on a complete machine).
     """
 
     threads: int | None
@@ -53,15 +53,17 @@ class Executor(Protocol):
     def queue(self) -> int: ...
 
     def submit(self, function: Callable[[A], T], arguments: Sequence[A], folder: Path) -> list[Future[T]]:
-        """Call the function with each of the arguments. `folder`, which all machines see, is for its own files."""
+        """Call the function with each of the arguments. `folder`, visible to all machines, is for the executor's own
+        files.
+        """
 
     def close(self) -> None:
-        """Cancel what has not ended."""
+        """Cancel everything that has not ended."""
 
 
 @contextmanager
 def opened(on: str) -> Iterator[Executor]:
-    """What `--on` names, ready to be used, after `check`. Raises ReshardError if nothing answers."""
+    """The executor that `--on` names, ready for use; call `check` first. Raises ReshardError if nothing answers."""
     kind, rest = _parsed(on)
     executor: Executor = kind(rest)
     try:
@@ -71,7 +73,7 @@ def opened(on: str) -> Iterator[Executor]:
 
 
 def check(on: str) -> None:
-    """Raise ReshardError if nothing is called `on`, or if what it needs is not installed."""
+    """Raise ReshardError if no executor is named `on`, or if its package is not installed."""
     kind, _ = _parsed(on)
     if not find_spec(kind.package):
         name = next(name for name, each in EXECUTORS.items() if each is kind)
@@ -84,7 +86,7 @@ def check(on: str) -> None:
 
 
 def _parsed(on: str) -> tuple[type[Any], str]:
-    """The executor that is meant, and what follows its name."""
+    """The class of the executor, and the rest after its name."""
     for name, kind in EXECUTORS.items():
         if match := re.fullmatch(name + kind.form, on):
             return kind, "".join(match.groups(""))
@@ -118,7 +120,7 @@ class Dask:
     def __init__(self, address: str) -> None:
         distributed = import_module("distributed")
         for name in ("distributed", "distributed.client"):
-            logging.getLogger(name).setLevel(logging.CRITICAL + 1)  # what counts of it is told by errors
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)  # errors report what matters
         url = address if "://" in address else f"tcp://{address}"
         try:
             self._client = distributed.Client(url, timeout=CONNECT, set_as_default=False)
@@ -199,7 +201,7 @@ def _call(function: Callable[[A], T], argument: A) -> T:
 
 
 class Mpi:
-    """The ranks of an MPI job but the first, which runs the program."""
+    """The ranks of an MPI job except the first, which runs the program."""
 
     package, form, usage = "mpi4py", "", "mpi"
     threads, most, queue = 2, GIB, ANY
@@ -224,7 +226,7 @@ class Mpi:
 
 
 class Slurm:
-    """Jobs of Slurm, each on one node, `nodes` at a time. `cluster=local` runs them as processes of this machine."""
+    """Slurm jobs, each on one node, `nodes` at a time. `cluster=local` runs them as processes on this machine."""
 
     package, form = "submitit", r"(?::([\w-]+=[^,=]+(?:,[\w-]+=[^,=]+)*))?"
     usage = "slurm:partition=NAME,nodes=N,time=MINUTES"
@@ -235,7 +237,7 @@ class Slurm:
         self._cluster = given.pop("cluster", "slurm")
         self.slots = nodes_of(given.pop("nodes", "1"))
         if self._cluster == "local":
-            self.queue = self.slots  # Slurm has a queue, and this has none
+            self.queue = self.slots  # Slurm has a queue of its own, local processes do not
         self._parameters = {"slurm_array_parallelism": self.slots, **parameters_of(given)}
         self._jobs: dict[Any, Future[Any]] = {}
         self._closed = Event()
@@ -248,7 +250,7 @@ class Slurm:
 
     def submit(self, function: Callable[[A], T], arguments: Sequence[A], folder: Path) -> list[Future[T]]:
         executor = self._executor(folder / "jobs")
-        with executor.batch():  # one array of jobs
+        with executor.batch():  # one job array
             jobs = [executor.submit(function, argument) for argument in arguments]
         futures: list[Future[T]] = [Future() for _ in jobs]
         self._jobs.update(zip(jobs, futures, strict=True))
@@ -258,7 +260,7 @@ class Slurm:
         return futures
 
     def _watch(self) -> None:
-        """Give each future what became of its job."""
+        """Pass the result of each finished job to its future."""
         while not self._closed.wait(0.2):
             for job in [job for job in list(self._jobs) if job.done()]:
                 future = self._jobs.pop(job)
@@ -277,14 +279,14 @@ class Slurm:
 
 
 def nodes_of(text: str) -> int:
-    """A number of nodes. Raises ReshardError if it is none."""
+    """The number of nodes. Raises ReshardError if it is not a positive number."""
     if not text.isdecimal() or not int(text):
         raise settings_error(f"nodes={text}")
     return int(text)
 
 
 def parameters_of(given: Mapping[str, str]) -> dict[str, str | int]:
-    """Settings as they are typed, `time` in minutes (60 if it is not given), under the names of submitit."""
+    """Settings as typed, under submitit's names; `time` is in minutes (60 by default)."""
     found: dict[str, str | int] = {"timeout_min": 60}
     for name, value in given.items():
         name = {"time": "timeout_min"}.get(name, name)
@@ -293,7 +295,7 @@ def parameters_of(given: Mapping[str, str]) -> dict[str, str | int]:
 
 
 def submitit_executor(folder: Path, cluster: str, parameters: Mapping[str, Any], **more: Any) -> Any:
-    """submitit's executor of a cluster, "slurm" or "local". Raises ReshardError for settings that it does not know."""
+    """submitit's executor for a cluster, "slurm" or "local". Raises ReshardError for settings that it does not know."""
     if cluster == "slurm" and not shutil.which("sbatch"):
         raise _silent("Slurm", "", "`sbatch` not found")
     try:
@@ -305,7 +307,7 @@ def submitit_executor(folder: Path, cluster: str, parameters: Mapping[str, Any],
 
 
 def settings_error(found: str) -> ReshardError:
-    """The error for settings that are none of Slurm's."""
+    """The error for settings that Slurm does not have."""
     return ReshardError(
         "slurm-settings-malformed",
         "not settings for Slurm",

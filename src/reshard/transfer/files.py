@@ -1,4 +1,4 @@
-"""The files that one thread reads, kept open from one read to the next."""
+"""The open files of one thread, kept open between reads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from reshard.stores import File, open_file
 
 
 class Files:
-    """Open files, least recently used first, for one thread."""
+    """Open files of one thread, least recently used first."""
 
     def __init__(self, limit: int = 128) -> None:
         self._open: OrderedDict[str, File] = OrderedDict()
@@ -27,9 +27,9 @@ class Files:
         return opened
 
     def read(self, path: str, parts: Iterable[tuple[int, memoryview]]) -> None:
-        """Fill memory with the bytes of `path` from the offset beside it.
+        """Fill each buffer of `parts` with the bytes of `path` from its offset.
 
-        Raises ReshardError if the file ends before, or if it cannot be read.
+        Raises ReshardError if the file ends too early, or if it cannot be read.
         """
         try:
             file = self._file(path)

@@ -1,4 +1,4 @@
-"""Move elements: read pieces from their files into a buffer, cast where asked, checksum what passes."""
+"""Move elements: read pieces from files into a buffer, cast them if requested, and checksum what is read."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from reshard.transfer.files import Files
 from reshard.transfer.ledger import Ledger, Passed, join
 
 RUN = 32 << 10
-"""Bytes side by side from which they are read straight to their place: measured, docs/performance.md."""
+"""Runs of at least this many contiguous bytes are read directly to their place: measured, docs/performance.md."""
 
 GAP = 32 << 10
-"""Unused bytes between two runs from which two reads are cheaper than one across: about what is copied out of the page
+"""Two runs with more unused bytes than this between them are read separately: about what is copied out of the page
 cache while one more read is made and its checksum noted (`python -m bench --only rows`, docs/performance.md)."""
 
 SPAN = 2 << 20
-"""Bytes that are read at a time to pick elements from: they stay in the cache of the processor."""
+"""Bytes read at a time to pick elements from: they stay in the processor's cache."""
 
 LEAST = 2 << 20
-"""Bytes that a `Gatherer` takes at least, beside what computing takes: reads of a few kilobytes would take too long."""
+"""Least memory of a `Gatherer` in bytes, without what computing takes: reads of a few kilobytes would be too slow."""
 
 
 class Gatherer:
-    """Reads pieces for one thread. `limit` bounds what it holds at a time beside the result, in bytes."""
+    """Reads pieces for one thread. `limit` bounds the bytes that it uses at a time in addition to the result."""
 
     def __init__(self, files: Files, ledger: Ledger | None, limit: int = 64 << 20) -> None:
         self._passed: Passed = {}
@@ -45,7 +45,7 @@ class Gatherer:
     def fill(
         self, pieces: tuple[Piece, ...], dtype: DType, out: np.ndarray[Any, Any], limit: int | None = None
     ) -> None:
-        """Put the elements of `pieces` at their places in `out`, whose items are as wide as `dtype`."""
+        """Copy the elements of `pieces` to their places in `out`, whose items are as wide as `dtype`."""
         limit = self._limit if limit is None else limit
         for piece in pieces:
             source = piece.source
@@ -65,11 +65,11 @@ class Gatherer:
     def _compute(
         self, source: Computed, piece: Piece, dtype: DType, out: np.ndarray[Any, Any], limit: int
     ) -> None:
-        """Compute runs of elements, or all that lies between the first and the last one, and pick from it."""
+        """Compute runs of elements, or everything between the first and the last one, and pick the piece's elements."""
         count = piece.source_end - piece.start
         packed, length, repeats = _packed(piece, 0)
         is_runs = len(repeats) == 1
-        # Half of the limit is for what its inputs take, unless either needs more; so that all of `least` fits.
+        # Half of the limit is for the inputs, unless either half needs more; so all of `least` fits.
         few = source.room(source.few)
         most = max(few, min(limit // 2, limit - (source.least - few)))
         room = source.room_of_runs(*repeats[0][:2], length) if is_runs else source.room(count)
@@ -88,12 +88,12 @@ class Gatherer:
         self._pick(span, source.dtype, packed, dtype, out)
 
     def _place(self, cells: Cells, piece: Piece, dtype: DType, out: np.ndarray[Any, Any], limit: int) -> None:
-        """Read long runs of elements where they belong; read others with what lies between them, and pick."""
+        """Read long runs directly to their places; read others with the gaps between them, and pick."""
         size = cells.dtype.itemsize
         if cells.dtype == dtype and (run := _run(piece)) * size >= RUN:
             self._read(cells, _starts(piece.start, piece.at, piece.axes[:-1]), run, out)
             return
-        # A checksum is of all bytes: where there is one, a gap that is read now need not be read at the end.
+        # A checksum covers all bytes: if there is one, a gap that is read now need not be read at the end.
         is_summed = self._ledger is not None and cells.storage.crc32 is not None
         packed, length, repeats = _packed(piece, cells.storage.nbytes if is_summed else GAP // size)
         most = min(limit // (size if cells.dtype == dtype else size + CAST), SPAN // size)
@@ -106,7 +106,7 @@ class Gatherer:
         self._pick(room, cells.dtype, packed, dtype, out)
 
     def _room_of(self, nbytes: int) -> np.ndarray[Any, Any]:
-        """`nbytes` bytes that the next call gives again."""
+        """A buffer of `nbytes` bytes, which the next call reuses."""
         if self._room.nbytes < nbytes:
             self._room = np.empty(nbytes, np.uint8)
         return self._room[:nbytes]
@@ -115,7 +115,7 @@ class Gatherer:
     def _pick(
         span: np.ndarray[Any, Any], stored: DType, piece: Piece, dtype: DType, out: np.ndarray[Any, Any]
     ) -> None:
-        """Put the elements of a piece, all of which lie in `span`, at their places in `out`."""
+        """Copy the elements of a piece, all of which are in `span`, to their places in `out`."""
         values = _strided(span, 0, [(n, s) for n, s, _ in piece.axes])
         if stored != dtype:
             values = cast(values, stored, dtype)
@@ -137,18 +137,18 @@ class Gatherer:
         join(self._passed, self._ledger.record(storage, noted))
 
     def take_passed(self) -> Passed:
-        """What this thread has added to the ledger since it was last asked."""
+        """What this thread has added to the ledger since the last call."""
         passed, self._passed = self._passed, {}
         return passed
 
 
 def _run(piece: Piece) -> int:
-    """How many elements of a piece lie side by side in its source and in its target, at a time."""
+    """How many elements of a piece are contiguous in both its source and its target."""
     return piece.axes[-1][0] if piece.axes and piece.axes[-1][1:] == (1, 1) else 1
 
 
 def _starts(first: int, second: int, axes: Sequence[Axis]) -> Iterable[tuple[int, int]]:
-    """Where something that repeats along `axes` starts on both sides, from `first` and `second` on."""
+    """Offsets in source and target, from `first` and `second` on, of something that repeats along `axes`."""
     starts: Iterable[tuple[int, int]] = [(first, second)]
     for axis in axes:
         starts = _repeated(starts, *axis)
@@ -164,14 +164,14 @@ def _repeated(
 
 
 def _packed(piece: Piece, gap: int) -> tuple[Piece, int, list[Axis]]:
-    """A piece as it lies in memory, from 0 on, when gaps of more than `gap` elements of its source are left out.
+    """A piece as it is in memory, from offset 0, without the gaps of more than `gap` elements in its source.
 
-    Also how many elements are read at a time, and the axes along which such reads repeat: (count, step in the source,
-    step in memory).
+    Also returns the elements per read, and the axes along which such reads repeat: (count, step in the source, step in
+    memory).
     """
     axes, repeats = list(piece.axes), list[Axis]()
     end = length = 1
-    for i in sorted(range(len(axes)), key=lambda i: axes[i][1]):  # from the innermost of the source
+    for i in sorted(range(len(axes)), key=lambda i: axes[i][1]):  # from the innermost axis of the source
         count, source, target = axes[i]
         if repeats or source - length > gap:
             repeats.append((count, source, end))
@@ -183,7 +183,7 @@ def _packed(piece: Piece, gap: int) -> tuple[Piece, int, list[Axis]]:
 
 
 def _halves(piece: Piece) -> tuple[Piece, Piece]:
-    """Cut a piece in two along the axis that reaches furthest in the source."""
+    """Cut a piece in two along the axis with the longest extent in the source."""
     axis = max(range(len(piece.axes)), key=lambda i: (piece.axes[i][0] - 1) * piece.axes[i][1])
     count, source, target = piece.axes[axis]
     half = count // 2
@@ -202,7 +202,7 @@ def _strided(array: np.ndarray[Any, Any], first: int, axes: list[tuple[int, int]
 
 
 def crc_problem(storage: Storage, tensor: str | None) -> Problem:
-    """The error for a storage whose bytes are not those that were written."""
+    """The error for a storage whose bytes have changed since they were written."""
     return Problem(
         "checksum-mismatch",
         "the bytes of a tensor changed since they were written",

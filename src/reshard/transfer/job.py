@@ -1,4 +1,4 @@
-"""An output file while it is written: which batches are done, what they have shown, what the journal has to say."""
+"""An output file while it is written: which batches are done, what they found, and what the journal must record."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Found:
-    """What finished batches, `nbytes` together, have shown.
+    """What finished batches of `nbytes` bytes in total have found.
 
-    `late` are checksums (place, value) whose place was not in the window of their block, `taken` are storages with a
+    `late` are checksums (offset, value) that belong outside of the window of their block, `taken` are storages with a
     checksum that were read from, `passed` the ranges of sources that were read.
     """
 
@@ -37,7 +37,7 @@ class Found:
     passed: Passed = field(default_factory=dict)
 
     def add(self, other: Found) -> None:
-        """Take in what other batches have shown."""
+        """Add what other batches have found."""
         self.batches += other.batches
         self.nbytes += other.nbytes
         self.late += other.late
@@ -47,24 +47,24 @@ class Found:
 
 
 class Job:
-    """An output file while it is being written. Of its batches, those in `wanted` are (by default all).
+    """An output file while it is written. Only its batches in `wanted` are written (by default all).
 
-    What was done of it `before` is not done again.
+    What was done `before` is not repeated.
     """
 
     def __init__(self, run: Run, file: OutputFile, before: Written, wanted: set[int] | None = None) -> None:
         parts = list(batches(file))
         done = [batch for batch in parts if batch.number in before.batches]
-        if len(done) == len(parts):  # but the file was not closed: something has to be left to do
+        if len(done) == len(parts):  # but the file was not closed: leave one batch to do
             done.remove(min(done, key=lambda batch: batch.end - batch.begin))
         kept = {batch.number for batch in done}
         left = [batch for batch in parts if batch.number not in kept]
         self.waiting = [batch for batch in left if wanted is None or batch.number in wanted][::-1]
         self.active = 0
         self.begun = dict(before.begun)
-        """How far the large blocks have come that are not finished, by the numbers of their batches."""
+        """Progress of unfinished large blocks, by the numbers of their batches."""
         self.unsaved = Found()
-        """What the journal does not say yet."""
+        """What the journal has not recorded yet."""
         self._run, self._file = run, file
         self._late = list(before.late)
         self._begins = {batch.number: batch.begin for batch in parts}
@@ -77,12 +77,12 @@ class Job:
 
     @property
     def path(self) -> str:
-        """Where the file lies in the output."""
+        """The path of the file in the output."""
         return self._file.path
 
     @property
     def sink(self) -> Sink:
-        """The file, which is opened when it is asked for."""
+        """The file, opened on first use."""
         with self._opening:
             if self._sink is None:
                 self._sink = Sink(
@@ -95,7 +95,7 @@ class Job:
 
     @property
     def digest(self) -> Digest:
-        """The digest of what has passed, which takes memory from then on."""
+        """The digest of the bytes written so far, which takes memory from the first use on."""
         with self._opening:
             if self._digest is None:
                 self._digest = Digest(self._file.size)
@@ -107,12 +107,12 @@ class Job:
             self._sink.abandon()
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write bytes that are not written again, but for late checksums."""
+        """Write bytes that will not change, except for late checksums."""
         self.sink.write(data, offset)
         self.digest.add(data, offset)
 
     def wrote(self, batch: Batch, begun: Begun | None, nbytes: int, gatherer: Gatherer) -> None:
-        """Count a window, after which a large block may have `begun`; wait for the disk now and then."""
+        """Count a window, after which a large block may have `begun`; flush to disk at intervals."""
         with self._run.lock:
             if begun:
                 self.begun[batch.number] = begun
@@ -124,7 +124,7 @@ class Job:
         self.save()
 
     def finish(self, found: Found) -> None:
-        """Batches are written."""
+        """Record that batches are written."""
         with self._run.lock:
             for number in found.batches:
                 self.begun.pop(number, None)
@@ -133,17 +133,17 @@ class Job:
             self._keep(found)
 
     def _keep(self, found: Found) -> None:
-        """Keep what there is to note, if anybody notes it: the ledger has the ranges, too."""
+        """Keep findings for the journal; the ranges only if it is open, since the ledger has them too."""
         self.unsaved.add(found if self._run.journal.is_open else replace(found, passed={}))
 
     def is_written(self) -> bool:
-        """Whether no batch is left, now that a thread is done with its own."""
+        """Whether no batch is left, now that a thread has finished its own."""
         with self._run.lock:
             self.active -= 1
             return not self.active and not self.waiting
 
     def save(self) -> None:
-        """Wait until all that was written is on the disk, and note it."""
+        """Wait until everything written is on disk, and record it."""
         if not self._run.journal.is_open:
             return
         with self._saving, self._noting() as entry:
@@ -151,13 +151,13 @@ class Job:
             self._note(entry)
 
     def note(self) -> None:
-        """Note what finished batches have shown that are on the disk already."""
+        """Record findings of finished batches that are already on disk."""
         if self._run.journal.is_open:
             with self._saving, self._noting() as entry:
                 self._note(entry)
 
     def close(self, stopped: Event) -> bool:
-        """Write the checksums that are left, make the file durable, and note that it is whole. False if stopped."""
+        """Write the remaining checksums, make the file durable, and record it as complete. Returns False if stopped."""
         for place, checksum in self._late:
             self.sink.write(memoryview(checksum), place)
             self.digest.drop(place, len(checksum))
@@ -172,7 +172,7 @@ class Job:
 
     @contextmanager
     def _noting(self) -> Iterator[dict[str, Any]]:
-        """What there is to note as soon as it is on the disk. If that fails in the block, it is to be noted later."""
+        """The entry to record once the bytes are on disk. If the block fails, a later entry records the findings."""
         with self._run.lock:
             unsaved, self.unsaved = self.unsaved, Found()
             entry = self._entry(unsaved)

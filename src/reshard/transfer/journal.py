@@ -1,8 +1,8 @@
-"""What an unfinished conversion has on the disk already, so that the same command can continue it.
+"""The journal: what an unfinished conversion has on disk already, so that the same command can continue it.
 
-A journal is a file of lines that are only ever appended. Each begins with the CRC32 of the rest: a line that a crash
-cut short ends the journal, with all that follows. The first line says what the output is made of; each other line names
-bytes that were on the disk before it was written.
+A journal is a file of lines that is only appended to. Each line begins with the CRC32 of the rest: a line that a crash
+cut short ends the journal, and everything after it is ignored. The first line says what the output is made of; each
+other line names bytes that were on disk before it was written.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from reshard.transfer.ledger import Passed, join
 from reshard.transfer.sink import allocate
 
 ROOM = 1 << 20
-"""Bytes of the disk that the journal has ahead of its end, so that a full disk can still be told of."""
+"""Bytes allocated on disk ahead of the journal's end, so that progress can still be recorded when the disk is full."""
 
 EVERY = 256 << 20
-"""Bytes of a file, at most, that a run loses when it is killed or the machine fails: it waits for the disk so often."""
+"""Most bytes of a file that are lost when the run is killed or the machine fails: it flushes this often."""
 
 MANY = 1 << 14
-"""Ranges of sources after which it does so, too, where rows are short: until then they take memory."""
+"""Number of source ranges after which it flushes too, for tensors with short rows: until then they take memory."""
 
 READ = 1 << 20
-"""Bytes of a journal that are read at a time."""
+"""Bytes of a journal read at a time."""
 
 
 class Identity(NamedTuple):
-    """Digests of all that decides the bytes of an output: the program, what it reads, and what it was told."""
+    """Digests of everything that determines the bytes of an output: the program, its sources, and its options."""
 
     version: str
     sources: str
@@ -45,16 +45,16 @@ class Identity(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Eight hexadecimal digits for the name of a folder."""
+        """Eight hexadecimal digits for a folder name."""
         return f"{crc32(' '.join(self).encode()):08x}"
 
     @property
     def digest(self) -> str:
-        """All of them in one."""
+        """One digest of all three."""
         return sha256(" ".join(self).encode()).hexdigest()
 
     def why_not(self, other: Identity) -> str:
-        """Why what belongs to `other` is of no use here."""
+        """Why the work of a run with identity `other` cannot be reused here."""
         if self.version != other.version:
             return "another version of reshard wrote it"
         if self.sources != other.sources:
@@ -62,7 +62,7 @@ class Identity(NamedTuple):
         return "it has other options"
 
     def differs(self, other: Identity) -> str:
-        """What makes this other than `other`."""
+        """How this identity differs from `other`."""
         words = {"version": "other code", "sources": "other files", "options": "other options or sizes"}
         return ", ".join(words[name] for name in words if getattr(self, name) != getattr(other, name))
 
@@ -77,11 +77,11 @@ class Begun(NamedTuple):
 
 @dataclass
 class Written:
-    """What is on the disk of one output file. Batches are known by their numbers.
+    """What is on disk of one output file. Batches are identified by their numbers.
 
-    `modified`, when it was written last, in nanoseconds, and `digest` are set for a whole file. `late` are checksums
-    (place, value) that will be written when all else is. `elsewhere` tells the state of a whole file that was uploaded,
-    and is not in the folder any more.
+    `modified`, the modification time in nanoseconds, and `digest` are set for a complete file. `late` are checksums
+    (offset, value) to write after everything else. `elsewhere` is the state of a complete file that was uploaded, and
+    is no longer in the folder.
     """
 
     nbytes: int = 0
@@ -94,11 +94,11 @@ class Written:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is left to do."""
+        """Whether the file is complete."""
         return self.modified is not None
 
     def is_at(self, path: Path, size: int) -> bool:
-        """Whether a file of this size lies there, and if it was whole, as it was left."""
+        """Whether a file of this size is at `path`, unmodified if it was complete."""
         try:
             status = path.lstat()
         except OSError:
@@ -108,14 +108,14 @@ class Written:
 
 @dataclass
 class Progress:
-    """All that a journal says.
+    """Everything that a journal records.
 
-    `unchecked` are storages with a checksum of which finished blocks took only a part, each with a tensor that has it.
-    `passed` are the ranges of the sources that these blocks were made of.
+    `unchecked` are storages with a checksum that finished blocks read only in part, each with the name of a tensor in
+    it. `passed` are the ranges of the sources that these blocks were made from.
     """
 
     equal: bool = False
-    """Whether tensors that are stored more than once were compared, and are the same."""
+    """Whether tensors that are stored more than once were compared and found equal."""
     files: dict[str, Written] = field(default_factory=dict)
     nonfinite: set[str] = field(default_factory=set)
     unchecked: dict[Storage, str] = field(default_factory=dict)
@@ -123,16 +123,16 @@ class Progress:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the output that are there."""
+        """Bytes of the output that are written."""
         return sum(written.nbytes for written in self.files.values())
 
     @property
     def uploaded(self) -> int:
-        """Bytes of those that were uploaded."""
+        """Bytes of the output that are uploaded."""
         return sum(written.nbytes for written in self.files.values() if written.elsewhere is not None)
 
     def apply(self, entry: Mapping[str, Any]) -> None:
-        """Take in one line. Raises one of `UNUSABLE` if it is none of ours."""
+        """Apply one line. Raises one of `UNUSABLE` if it is malformed."""
         self.equal = self.equal or entry.get("replicas") == "equal"
         self.nonfinite.update(entry.get("nonfinite", ()))
         for name, *place in entry.get("unchecked", ()):
@@ -144,7 +144,7 @@ class Progress:
             self.files[entry["uploaded"]].elsewhere = str(entry["state"])
         if "anew" in entry:
             del self.files[entry["anew"]]
-            self.passed.clear()  # nobody knows which of them made that file
+            self.passed.clear()  # it is unknown which of them went into that file
         if "file" in entry:
             written = self.files.setdefault(entry["file"], Written())
             written.nbytes, written.modified = int(entry["bytes"]), entry.get("modified")
@@ -155,10 +155,10 @@ class Progress:
 
 
 class Journal:
-    """The journal of one conversion. Until it is opened nothing is known, and what is added is forgotten.
+    """The journal of one conversion. Before it is opened, nothing is known, and additions are discarded.
 
-    `facts` are told to whoever finds the journal: the command that continues it, and how many bytes there will be.
-    Where nobody waits for the disk, nothing is `durable`: what it says then holds until the machine fails.
+    `facts` are for whoever finds the journal: the command that continues it, and the total number of bytes.
+    If the run does not wait for the disk, nothing is `durable`: the journal is valid until the machine fails.
     """
 
     def __init__(
@@ -186,13 +186,13 @@ class Journal:
 
     @property
     def is_open(self) -> bool:
-        """Whether what is added is kept."""
+        """Whether additions are kept."""
         return self._descriptor is not None
 
     def open(self, path: Path, folder: Path, sizes: Mapping[str, int], elsewhere: Mapping[str, str]) -> None:
-        """Take in what a journal says that was begun for the same output; any other one is begun anew.
+        """Read a journal that was begun for the same output; any other one is replaced by a new one.
 
-        Files that do not lie in `folder` as the journal says, with their `sizes`, will be written anew, unless they
+        Files that are not in `folder` as the journal records, with their `sizes`, will be written anew, unless they
         were uploaded and their state is still that in `elsewhere`.
         """
         self._path = path
@@ -200,7 +200,7 @@ class Journal:
         header, self.progress, self._end = _read(path)
         if header is None or header[0] != self.identity:
             self.progress, self._end = Progress(), 0
-        if os.fstat(self._descriptor).st_size > self._end:  # else it keeps its time
+        if os.fstat(self._descriptor).st_size > self._end:  # otherwise it keeps its modification time
             os.ftruncate(self._descriptor, self._end)
         if not self._end and self.identity:
             self._write({**self.facts, **self.identity._asdict()})
@@ -217,15 +217,15 @@ class Journal:
         for name in gone:
             self.add({"anew": name})
         if gone:
-            self._sync()  # before there is a file of that name again
+            self._sync()  # before a file of that name exists again
 
     def add(self, entry: Mapping[str, Any]) -> None:
-        """Note what is on the disk by now."""
+        """Record what is on disk now."""
         if self._descriptor is None:
             return
         with self._lock:
             before = self.progress.files.get(entry.get("file", ""), Written()).nbytes
-            # The ledger keeps what has passed: millions of ranges need no second copy.
+            # The ledger keeps the ranges that were read: there can be millions, so no second copy.
             passed = entry.get("passed", {})
             self._write({**entry, "passed": {path: ranges.as_list() for path, ranges in passed.items()}})
             self.progress.apply({**entry, "passed": {}})
@@ -236,7 +236,7 @@ class Journal:
                 self._loose = 0
 
     def _write(self, entry: Mapping[str, Any]) -> None:
-        """Append a line, or nothing: what follows a line that is cut short would be ignored."""
+        """Append a complete line or nothing: lines after one that is cut short would be ignored."""
         assert self._descriptor is not None
         text = json.dumps(entry, separators=(",", ":"))
         line = f"{crc32(text.encode()):08x} {text}\n".encode()
@@ -252,14 +252,14 @@ class Journal:
         self._end += len(line)
 
     def _reserve(self) -> None:
-        """Have room for what comes next, where the file system can keep some."""
+        """Reserve disk space for the next lines, if the file system can."""
         assert self._descriptor is not None
         if self._end + ROOM // 2 > self._room:
             allocate(self._descriptor, self._end, ROOM)
             self._room = self._end + ROOM
 
     def _sync(self) -> None:
-        """Let a machine that fails forget nothing of what was noted."""
+        """Make the recorded lines survive a failure of the machine."""
         assert self._descriptor is not None
         if self.durable:
             os.fsync(self._descriptor)
@@ -267,12 +267,12 @@ class Journal:
             self.sync(folder)
 
     def sync(self, path: Path) -> None:
-        """Wait until a file, or a folder with the names of what lies in it, is on the disk, if it is to be durable."""
+        """Wait until a file, or a folder with its list of names, is on disk, if the journal is durable."""
         if self.durable:
             _sync(path)
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the journal; later additions are discarded."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -287,22 +287,23 @@ def _sync(path: Path) -> None:
 
 
 def read_journal(path: Path) -> tuple[Identity, Mapping[str, Any], Progress] | None:
-    """What a journal says: what it is of, the facts that it was begun with, and how far it came; None if nothing.
+    """The content of a journal: the identity of its output, the facts that it was begun with, and its progress; None if
+    empty.
 
-    Raises OSError if it is there, and cannot be read.
+    Raises OSError if it exists but cannot be read.
     """
     header, progress, _ = _read(path)
     return (*header, progress) if header else None
 
 
 def parsed_journal(content: bytes) -> tuple[Identity, Mapping[str, Any], Progress] | None:
-    """The same of a journal that lies elsewhere."""
+    """The same for the content of a journal that is stored elsewhere."""
     header, progress, _ = _parsed(content.splitlines(keepends=True))
     return (*header, progress) if header else None
 
 
 def _read(path: Path) -> tuple[tuple[Identity, Mapping[str, Any]] | None, Progress, int]:
-    """The header, what follows it, and the byte behind the last line that is whole."""
+    """The header, the progress recorded after it, and the offset after the last complete line."""
     try:
         with open_file(path) as file:
             return _parsed(_lines(file))
@@ -311,7 +312,7 @@ def _read(path: Path) -> tuple[tuple[Identity, Mapping[str, Any]] | None, Progre
 
 
 def _lines(file: File) -> Iterator[bytes]:
-    """The lines of a file with their ends: a journal that names millions of ranges is never held as a whole."""
+    """The lines of a file with their ends, one by one: a journal can contain millions of ranges."""
     place, rest = 0, b""
     while content := file.read(place, READ):
         place += len(content)
@@ -339,5 +340,5 @@ def _parsed(lines: Iterable[bytes]) -> tuple[tuple[Identity, Mapping[str, Any]] 
 
 
 def as_entry(storage: Storage) -> list[Any]:
-    """A storage as a line has it."""
+    """A storage as the journal stores it."""
     return [storage.path, storage.offset, storage.nbytes, storage.crc32]

@@ -1,8 +1,8 @@
-"""What has passed of each source: CRC32s of ranges of its bytes, combined in whatever order the ranges come.
+"""The ledger: CRC32s of the byte ranges read from each source, combined in any order.
 
-A file's ranges are disjoint and in order, and those that touch are joined, so a file that has passed as a whole is one
-range: its checksum is the CRC32 that any other tool computes. Until then they can be millions: a rank that takes an
-eighth of each row reads every row of its tensors apart from the next.
+A file's ranges are disjoint and sorted, and adjacent ones are joined, so a file that was read completely is one range:
+its checksum is the CRC32 that any other tool computes. Until then there can be millions: a rank that takes an eighth of
+each row reads every row of its tensors separately.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ Range = tuple[int, int, int]
 """Bytes `begin` to `end` of a file, and their CRC32."""
 
 EACH = 20
-"""Bytes that a range takes."""
+"""Bytes that a range takes in memory."""
 
 LITTLE = 1 << 20
-"""Bytes of a file that are read for its checksum alone, if no tensor needed them: headers, alignment, padding."""
+"""Most unread bytes of a file that are read only for its checksum: headers, alignment, padding."""
 
 SHARE = 64
-"""The same as a share of the file: one in so many, where that is more."""
+"""The same limit as a fraction of the file, 1/SHARE, if that is more."""
 
 SPAN = 2 << 20
-"""Bytes that are read at a time, few enough for the cache of a core."""
+"""Bytes read at a time: small enough for the cache of a core."""
 
 
 MOST = 1 << 21
-"""Ranges that are kept, unless it is said how many."""
+"""Default for the number of ranges that are kept."""
 
 NEVER = 1 << 62
 
 CELL = 256 << 10
-"""Workers keep a checksum of each so many bytes of a source. Two may read the same bytes; the checksum of a range that
-overlaps another in part is of no use."""
+"""Workers keep one checksum per cell of this many bytes of a source. Two may read the same bytes; the checksum of a
+range that overlaps another in part cannot be used."""
 
 
 class Ranges:
-    """Ranges of a file, in order and apart from each other, in 20 bytes each. Those that touch are joined.
+    """Sorted, disjoint ranges of a file, in 20 bytes each. Adjacent ones are joined.
 
-    A file may be read in more ranges than can be kept. They are then `lost`, and stay so: there are none.
+    A file may be read in more ranges than can be kept. They are then `lost` for good: no ranges are stored.
     """
 
     __slots__ = ("_begins", "_ends", "_values", "lost")
 
     def __init__(self, ranges: Iterable[Range] | None = ()) -> None:
-        """`ranges` do not overlap; None if they are lost."""
+        """`ranges` must not overlap; None if they are lost."""
         self._begins, self._ends, self._values = array("Q"), array("Q"), array("I")
         self.lost = ranges is None
         for each in ranges or ():
@@ -71,9 +71,9 @@ class Ranges:
         return isinstance(other, Ranges) and (self.lost, *self) == (other.lost, *other)
 
     def add(self, begin: int, end: int, value: int, apart: int = NEVER) -> bool:
-        """Put a range among the others, joined with those that touch it unless at a multiple of `apart`.
+        """Insert a range, and join it with adjacent ones unless they touch at a multiple of `apart`.
 
-        False if some of its bytes are there already, or if all is lost.
+        Returns False if some of its bytes are there already, or if the ranges are lost.
         """
         begins, ends, values = self._begins, self._ends, self._values
         first = last = bisect_left(begins, begin)
@@ -106,7 +106,7 @@ class Ranges:
             yield begin, end
 
     def checksum_of(self, begin: int, end: int) -> int | None:
-        """The CRC32 of bytes `begin` to `end`; None unless they are whole ranges."""
+        """The CRC32 of bytes `begin` to `end`; None unless complete ranges cover exactly these bytes."""
         places = range(bisect_left(self._begins, begin), bisect_left(self._begins, end))
         is_whole = sum(self._ends[i] - self._begins[i] for i in places) == end - begin
         if not is_whole or (places and self._ends[places[-1]] != end):
@@ -114,22 +114,22 @@ class Ranges:
         return _combined((self._begins[i], self._ends[i], self._values[i]) for i in places)
 
     def checksum(self) -> int:
-        """The CRC32 of all ranges, one after another."""
+        """The CRC32 of the bytes of all ranges, in order."""
         return _combined(self)
 
     @property
     def nbytes(self) -> int:
-        """How many bytes there are in all ranges."""
+        """The total bytes of all ranges."""
         return sum(self._ends) - sum(self._begins)
 
     def lose(self) -> None:
-        """Forget all ranges, and those to come."""
+        """Discard all ranges, and ignore later ones."""
         for column in (self._begins, self._ends, self._values):
             del column[:]
         self.lost = True
 
     def as_list(self) -> list[Range] | None:
-        """What makes the same ranges."""
+        """The ranges as the constructor takes them."""
         return None if self.lost else list(self)
 
 
@@ -145,7 +145,7 @@ def _combined(ranges: Iterable[Range]) -> int:
 
 
 def join(passed: Passed, more: Mapping[str, Ranges | Iterable[Range] | None]) -> None:
-    """Put ranges of files among others. None are lost ones."""
+    """Merge ranges of files into `passed`. None marks lost ranges."""
     for path, found in more.items():
         ranges = passed.setdefault(path, Ranges())
         if found is None or (isinstance(found, Ranges) and found.lost):
@@ -156,10 +156,10 @@ def join(passed: Passed, more: Mapping[str, Ranges | Iterable[Range] | None]) ->
 
 
 class Ledger:
-    """What passed of those storages that recorded a CRC32 or, with `every`, of all. `passed` did so in an earlier run.
+    """The ranges read of all storages with a recorded CRC32 or, with `every`, of all. `passed` are from an earlier run.
 
-    Bytes that are read more than once count once, when they pass first. Ranges end at each multiple of `apart`. Of more
-    than `most` ranges, those of the file that has most of them are lost.
+    Bytes that are read more than once count once, on their first read. Ranges end at each multiple of `apart`. If there
+    are more than `most` ranges, those of the file with the most ranges are lost.
     """
 
     def __init__(
@@ -173,11 +173,11 @@ class Ledger:
         self._lock = Lock()
 
     def counts(self, storage: Storage) -> bool:
-        """Whether bytes of a storage are noted."""
+        """Whether reads of a storage are noted."""
         return self._every or storage.crc32 is not None
 
     def record(self, storage: Storage, parts: Iterable[tuple[int, memoryview]]) -> Passed:
-        """Note bytes of `storage` that were read, each part with its place. Returns what was new, and what is lost."""
+        """Note the `parts` (offset, bytes) read from `storage`. Returns what is new, and what is lost."""
         if not self.counts(storage):
             return {}
         places = [(storage.offset + begin, data) for begin, data in parts]
@@ -192,11 +192,11 @@ class Ledger:
             for gap in missing
             for first, last in (_cells(*gap, self._apart) if self._apart < NEVER else (gap,))
         ]
-        with self._lock:  # another thread may have noted the same meanwhile
+        with self._lock:  # another thread may have noted the same ranges meanwhile
             return self._add(storage.path, found)
 
     def _add(self, path: str, found: Iterable[Range]) -> Passed:
-        """Put ranges of a file among the others, or lose some. Returns what was new, and what is lost."""
+        """Add ranges to those of a file, or lose some. Returns what is new, and what is lost."""
         ranges = self.passed.setdefault(path, Ranges())
         before = len(ranges)
         new = {path: Ranges(each for each in found if ranges.add(*each, self._apart))}
@@ -204,16 +204,16 @@ class Ledger:
         while self._count > self._most:
             largest = max(self.passed, key=lambda each: len(self.passed[each]))
             if len(self.passed[largest]) < 2:
-                break  # there are so many files, whose names take more than this
+                break  # one range per file: the paths take more memory than this
             self._count -= len(self.passed[largest])
             self.passed[largest].lose()
             new[largest] = Ranges(None)
         return new
 
     def merge(self, files: Files, more: Passed) -> Passed:
-        """Take in what has passed elsewhere; of ranges of which a part is here already, the rest is read again.
+        """Merge ranges that were read elsewhere; if some bytes of a range are here already, the others are read again.
 
-        Returns what was new, and what is lost.
+        Returns what is new, and what is lost.
         """
         new: Passed = {}
         for path, found in more.items():
@@ -231,29 +231,29 @@ class Ledger:
         return new
 
     def touch(self, storage: Storage) -> None:
-        """Have a storage checked at the end, of which an earlier run has taken something."""
+        """Have a storage checked at the end, because an earlier run has read a part of it."""
         if storage.crc32 is not None:
             with self._lock:
                 self._touched.add(storage)
 
     def is_right(self, storage: Storage) -> bool:
-        """Whether all bytes of a storage have passed, and are those that were recorded."""
+        """Whether all bytes of a storage were read, and have the recorded checksum."""
         with self._lock:
             return self._checksum(storage) == storage.crc32
 
     def _checksum(self, storage: Storage) -> int | None:
-        """The CRC32 of a storage; None unless it is made of whole ranges."""
+        """The CRC32 of a storage; None unless complete ranges cover exactly its bytes."""
         ranges = self.passed.get(storage.path, Ranges())
         return ranges.checksum_of(storage.offset, storage.offset + storage.nbytes)
 
     def settle(self, files: Files) -> list[Storage]:
-        """Read what did not pass of each storage that was touched, and return those whose CRC32 is wrong."""
+        """Read the rest of each storage that was touched, and return the storages whose CRC32 is wrong."""
         wrong = []
         for storage in self._touched:
             begin, end = storage.offset, storage.offset + storage.nbytes
             self._read(files, storage.path, begin, end)
             found = self._checksum(storage)
-            if found is None:  # it lies in a larger range, or its ranges are lost
+            if found is None:  # it is inside a larger range, or its ranges are lost
                 alone = Ledger()
                 alone._read(files, storage.path, begin, end)
                 found = alone._checksum(storage)
@@ -262,14 +262,14 @@ class Ledger:
         return wrong
 
     def complete(self, files: Files, sizes: Mapping[str, int]) -> None:
-        """Read what did not pass of each file, where that is little. `sizes` are those of the files, in bytes."""
+        """Read the rest of each file of which little is missing. `sizes` are those of the files, in bytes."""
         for path, size in sizes.items():
             ranges = self.passed.get(path, Ranges())
             if not ranges.lost and 0 < size - ranges.nbytes <= max(LITTLE, size // SHARE):
                 self._read(files, path, 0, size)
 
     def _read(self, files: Files, path: str, begin: int, end: int) -> Passed:
-        """Let those bytes of a file pass that have not. Returns what was new, and what is lost."""
+        """Read those bytes of a file that are in no range. Returns what is new, and what is lost."""
         ranges, new = self.passed.setdefault(path, Ranges()), Passed()
         size = min(SPAN, end - begin)
         while not ranges.lost and (batch := next(_batches(ranges.missing(begin, end), size), None)):
@@ -280,7 +280,7 @@ class Ledger:
 
 
 def _batches(gaps: Iterable[tuple[int, int]], size: int) -> Iterator[list[tuple[int, memoryview]]]:
-    """Where to read bytes of gaps, `size` bytes at a time: a store far away is asked for many gaps at once."""
+    """Reads that fill gaps, in batches of `size` bytes: a remote store is asked for many gaps at once."""
     room, used = memoryview(bytearray(size)), 0
     batch: list[tuple[int, memoryview]] = []
     for first, last in gaps:

@@ -1,4 +1,4 @@
-"""What runs left beside a destination that ended before their time: listed, put right, removed."""
+"""What interrupted runs left next to a destination: list it, repair it, remove it."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from reshard.transfer.journal import Identity, Progress, read_journal
 def journal_of(folder: Path) -> tuple[Identity, Mapping[str, Any], Progress] | None:
     """The journal of a run that can be continued: its output has not been published.
 
-    None if there is none. Raises OSError if the system does not let it be read: it may be there all the same.
+    None if there is none. Raises OSError if the system does not allow reading it: it may still exist.
     """
     is_unfinished = (folder / OUTPUT).is_dir() and not (folder / REPLACED).exists()
     return read_journal(folder / JOURNAL) if is_unfinished else None
 
 
 def recover(target: Path) -> None:
-    """Put right what runs that were killed left beside `target`.
+    """Repair what killed runs left next to `target`.
 
-    What may be of one that lives is left alone, and what can be continued stays.
+    What may belong to an active run is left alone, and what can be continued is kept.
     """
     target = Path(os.path.realpath(target))
     if not (partials(target) or put_aside(target)):
@@ -38,7 +38,7 @@ def recover(target: Path) -> None:
     with suppress(ReshardError, OSError), locked(target) as has_locks:
         replaced = put_aside(target)
         if replaced and not (target.exists() and (not target.is_dir() or any(target.iterdir()))):
-            replaced[0].rename(target)  # which takes the place of an empty folder, too
+            replaced[0].rename(target)  # this also replaces an empty folder
         for leftover in partials(target) if has_locks else ():
             if not journal_of(leftover):
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -46,9 +46,9 @@ def recover(target: Path) -> None:
 
 @dataclass(frozen=True)
 class SetAside:
-    """What was at a destination before a run replaced it, where that run could neither put it back nor remove it.
+    """The old folder of a destination that a run replaced, and could neither put back nor remove.
 
-    `put_back` and `remove` are commands for a shell; neither while a run is at work, which does it itself.
+    `put_back` and `remove` are shell commands; both are empty while a run is active, which does it itself.
     """
 
     folder: Path
@@ -61,7 +61,7 @@ class SetAside:
 
 
 def set_aside(target: Path) -> list[SetAside]:
-    """The old folders that lie beside a destination, the latest first."""
+    """The old folders next to a destination, the latest first."""
     target = Path(os.path.realpath(target))
     live, place = is_locked(target), shlex.quote(str(target))
     found = []
@@ -75,10 +75,10 @@ def set_aside(target: Path) -> list[SetAside]:
 
 @dataclass(frozen=True)
 class Unfinished:
-    """What a run left that ended before its time, or is writing now.
+    """The remains of an interrupted run, or the work of an active one.
 
-    `nbytes` of `total` are written (None if nobody can continue it), `modified` is the time of the last progress in
-    seconds, `command` continues it in any folder, `live` says that a run is at work.
+    `nbytes` of `total` are written (None if it cannot be continued), `modified` is the time of the last progress in
+    seconds, `command` continues it from any folder, `live` says whether a run is active.
     """
 
     folder: Path
@@ -101,7 +101,7 @@ class Unfinished:
 
 
 def unfinished(target: Path) -> list[Unfinished]:
-    """The unfinished conversions beside a destination."""
+    """The unfinished conversions next to a destination."""
     target = Path(os.path.realpath(target))
     found = []
     live = is_locked(target)
@@ -112,7 +112,7 @@ def unfinished(target: Path) -> list[Unfinished]:
             journal = None
         facts = journal[1] if journal else {}
         total = facts.get("bytes")
-        with suppress(FileNotFoundError):  # it is just being removed
+        with suppress(FileNotFoundError):  # it is being removed right now
             found.append(
                 Unfinished(
                     folder,
@@ -127,18 +127,18 @@ def unfinished(target: Path) -> list[Unfinished]:
 
 
 def _anywhere(facts: Mapping[str, Any]) -> str:
-    """The command that a journal was begun with, which may have paths from the folder where it was typed."""
+    """The command of a journal, to run from any folder: it may contain relative paths."""
     command, folder = str(facts.get("command", "")), str(facts.get("folder", ""))
-    with suppress(OSError):  # this folder is gone
+    with suppress(OSError):  # this folder was removed
         if command and folder and folder != str(Path.cwd()):
             return f"cd {shlex.quote(folder)} && {command}"
     return command
 
 
 def remove_unfinished(target: Path, age: float) -> list[Unfinished]:
-    """Remove, and return, the unfinished conversions that nothing was added to for `age` seconds.
+    """Remove and return the unfinished conversions without progress for `age` seconds.
 
-    Raises ReshardError if a run writes to `target`, or if the file system has no locks to tell.
+    Raises ReshardError if a run is writing to `target`, or if the file system has no locks to tell.
     """
     target = Path(os.path.realpath(target))
     if not unfinished(target):
@@ -159,7 +159,7 @@ def remove_unfinished(target: Path, age: float) -> list[Unfinished]:
 
 
 def reusable(target: Path) -> int:
-    """Bytes of the disk that unfinished conversions hold, which the next one continues or removes."""
+    """Disk space of unfinished conversions in bytes, which the next run reuses or frees."""
     target = Path(os.path.realpath(target))
     folders = [folder for folder in partials(target) if journal_of(folder)]
     files = (path for folder in folders for path in folder.rglob("*") if path.is_file())

@@ -1,7 +1,7 @@
-"""Locks on files, which the system takes back however their holder ends.
+"""Locks on files, which the system releases however their holder ends.
 
 The package `filelock` gives other guarantees: it leaves its file in the user's folder, cannot lock a file of another
-user, and where a file system has no locks, it makes a file that a killed run leaves behind for good.
+user, and on a file system without locks it creates a file that a killed run leaves behind forever.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 
 @contextmanager
 def held(path: Path) -> Iterator[bool]:
-    """Hold the lock at `path`, which is made, and removed in the end; False where the file system has no locks.
+    """Create and hold the lock at `path`, and remove it at the end; yields False if the file system has no locks.
 
-    Raises BlockingIOError if another process holds it, and OSError if it cannot be made.
+    Raises BlockingIOError if another process holds it, and OSError if it cannot be created.
     """
     while True:
         lock = _opened(path)
@@ -31,7 +31,7 @@ def held(path: Path) -> Iterator[bool]:
             has_locks = False
         if is_at(path, os.fstat(lock)):
             break
-        os.close(lock)  # whoever held it was done with it, and has removed it meanwhile
+        os.close(lock)  # its previous holder has released and removed it meanwhile
     try:
         yield has_locks
     finally:
@@ -41,7 +41,7 @@ def held(path: Path) -> Iterator[bool]:
 
 
 def is_held(path: Path) -> bool:
-    """Whether another process holds the lock at `path`, as far as the file system has locks to tell."""
+    """Whether another process holds the lock at `path`; False if the file system has no locks."""
     try:
         lock = os.open(path, os.O_RDONLY)
     except OSError:
@@ -58,7 +58,7 @@ def is_held(path: Path) -> bool:
 
 
 def is_at(path: Path, status: os.stat_result) -> bool:
-    """Whether a path leads to what has this status, and not to something else of the same name."""
+    """Whether `path` is the file with this status, and not another one of the same name."""
     try:
         return os.path.samestat(path.stat(), status)
     except OSError:
@@ -67,8 +67,8 @@ def is_at(path: Path, status: os.stat_result) -> bool:
 
 def _opened(lock: Path) -> int:
     try:
-        return os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)  # NFS locks only what is open for writing
+        return os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)  # NFS locks only files that are open for writing
     except PermissionError:
-        if lock.exists():  # of another user
+        if lock.exists():  # it belongs to another user
             return os.open(lock, os.O_RDONLY)
         raise

@@ -1,8 +1,8 @@
-"""The object that tells an unfinished checkpoint of a store from a finished one, and which run works on it.
+"""The marker: an object that says that the checkpoint in a store is unfinished, and which run writes it.
 
-It is there before the first file and goes after the last. It says which files the run writes, how to continue it, and
-what it has uploaded: its journal. A run that lives renews it, so that those on other machines leave its destination
-alone.
+It is created before the first file and removed after the last. It lists the files that the run writes, the command that
+continues it, and what it has uploaded (its journal). An active run renews it, so that runs on other machines leave its
+destination alone.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ MARKER = "reshard-unfinished.json"
 ABOUT = "An unfinished conversion by reshard: as long as this object exists, the others are not a checkpoint."
 
 RENEWED = 60.0
-"""Seconds after which a run that lives writes its marker again."""
+"""Seconds after which an active run renews its marker."""
 
 SOON = 5.0
-"""Seconds between two markers, at least, where files are uploaded faster."""
+"""Least seconds between two renewals, if files are uploaded faster."""
 
 LOST = 3 * RENEWED
-"""Seconds without a new marker after which a run on another machine is taken for dead."""
+"""Seconds without a renewal after which a run on another machine is presumed dead."""
 
 
 @dataclass(frozen=True)
 class Marker:
-    """`uploaded` of `total` bytes are there of the output, which has these `files` and replaces the `old` ones.
+    """`uploaded` of `total` bytes of the output are in the store; it has these `files` and replaces the `old` ones.
 
-    `run` names who writes, on the machine `host`; `command` continues it in `folder`; `ended` says that nobody writes.
+    `run` identifies the writer, on the machine `host`; `command` continues it in `folder`; `ended` means that no run is
+    writing.
     """
 
     run: str
@@ -60,18 +61,18 @@ class Marker:
 
     @property
     def names(self) -> set[str]:
-        """All that may be removed with the marker."""
+        """All objects that may be removed with the marker."""
         return {MARKER, *self.files, *self.old}
 
     @property
     def identity(self) -> Identity | None:
-        """What decides the bytes of the output."""
+        """What determines the bytes of the output."""
         found = parsed_journal(self.journal.encode(errors="replace"))
         return found[0] if found else None
 
     @property
     def written(self) -> int:
-        """Bytes that the run had written, here or on its machine."""
+        """Bytes that the run had written, in the store or on its machine."""
         found = parsed_journal(self.journal.encode(errors="replace"))
         return found[2].nbytes if found else 0
 
@@ -86,7 +87,7 @@ class Marker:
 
 
 def parsed_marker(content: bytes) -> Marker | None:
-    """What the object says; None if it is none of ours."""
+    """The marker in an object; None if it is not one of ours."""
     try:
         told = json_of(content)
         found = Marker(**{key: told[key] for key in Marker.__dataclass_fields__})
@@ -115,15 +116,15 @@ def marker_in(bucket: Bucket) -> Marker | None:
 
 
 def is_live(marker: Marker, there: Entry | None) -> bool:
-    """Whether the run that wrote a marker may be at work, as far as another machine can tell."""
+    """Whether the run that wrote a marker may still be active, as far as another machine can tell."""
     return not marker.ended and there is not None and time.time() - there.modified / 1e9 < LOST
 
 
 class Claim:
-    """A run's hold on a destination, from the first marker to the last.
+    """A run's hold on a destination, from its first marker to its last.
 
-    `run` names the machine and its user. Whoever has the lock of the destination there knows that no other run of
-    this name lives.
+    `run` identifies the machine and its user. Whoever holds the lock of the destination there knows that no other run
+    of this name is active.
     """
 
     def __init__(self, bucket: Bucket, run: str, facts: dict[str, Any]) -> None:
@@ -139,7 +140,7 @@ class Claim:
         self.journal: Any = None
 
     def take(self, before: Marker | None) -> None:
-        """Write the first marker, where there was the one of `before`. Raises ReshardError if somebody was faster."""
+        """Write the first marker, over the one of `before` if given. Raises ReshardError if another run was faster."""
         content = self._marker().as_bytes()
         if before is not None:
             self._bucket.write(MARKER, content)
@@ -150,7 +151,7 @@ class Claim:
         self._thread.start()
 
     def hold(self) -> None:
-        """Raise ReshardError if the destination is another run's now."""
+        """Raise ReshardError if another run has taken the destination."""
         there = marker_in(self._bucket)
         if there is None or there.run != self.run:
             self._is_lost = True
@@ -158,7 +159,7 @@ class Claim:
             raise busy(self._bucket, there)
 
     def renew(self, *, at_most_every: float = 0.0) -> None:
-        """Say how far the run is."""
+        """Write the progress of the run to the marker."""
         with self._writing:
             if self._is_lost or time.monotonic() - self._when >= at_most_every:
                 self.hold()
@@ -166,7 +167,7 @@ class Claim:
                 self._when = time.monotonic()
 
     def leave(self, names: Sequence[str] | None) -> None:
-        """End the hold: remove the objects `names` and the marker, or, if None, leave it for who continues the run."""
+        """End the hold: remove the objects `names` and the marker; if None, keep the marker for the next run."""
         self.drop()
         if self._is_lost:
             return
@@ -178,7 +179,7 @@ class Claim:
         self._bucket.remove([MARKER])
 
     def drop(self) -> None:
-        """Renew the marker no more."""
+        """Stop renewing the marker."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -202,12 +203,12 @@ class Claim:
         while not self._ended.wait(RENEWED):
             with suppress(
                 ReshardError, OSError
-            ):  # the network may come back; a hold that is lost is seen by the run
+            ):  # the network may recover; the run itself notices a lost hold
                 self.renew()
 
 
 def busy(bucket: Bucket, there: Marker | None) -> ReshardError:
-    """The error of a run that finds another one at its destination."""
+    """The error for a run that finds another one at its destination."""
     return ReshardError(
         "destination-in-use",
         "another run is writing to the destination",
@@ -219,7 +220,7 @@ def busy(bucket: Bucket, there: Marker | None) -> ReshardError:
 
 
 def own_name(root: Path) -> str:
-    """The name of this user on this machine, for markers: kept in a folder, so that it is the same after a reboot."""
+    """The name of this user on this machine, for markers; stored in a folder, so that it survives a reboot."""
     path = root / "name"
     try:
         with open(path, "x") as file:

@@ -1,8 +1,8 @@
-"""What a run takes of the memory: the plan first, and what is left of `--memory` is shared out to threads.
+"""The memory of a run: the plan comes first, and threads divide what is left of `--memory`.
 
 Every array that grows with a tensor is one of: the window of a file (`batch`), what a `Gatherer` reads to pick from,
-and what a `Computed` says that it takes (`room`). Each has its part of a thread's share, so they add up to less than
-the bound. What a plan takes is measured: it is made of Python's objects.
+and what a `Computed` declares that it takes (`room`). Each has its part of a thread's share, so their sum is less than
+the limit. The memory of a plan is measured, since it consists of Python objects.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ WINDOW = 4 << 20
 """Bytes written at a time: small enough for the cache, large enough for the disk."""
 
 WIDE_WINDOW = 32 << 20
-"""The same where a tensor is transposed, so that one read of its source serves many rows."""
+"""The same for transposed tensors, so that one read of the source serves many rows."""
 
 BESIDE = 1 << 20
-"""Bytes of a thread beside its window and what it gathers: cells whose digest has to wait, checksums, entries."""
+"""Bytes of a thread in addition to its window and what it gathers: cells without digest, checksums, entries."""
 
 USUAL = 24 << 20
-"""Bytes of one thread below which fewer threads are faster."""
+"""Bytes per thread below which fewer threads are faster."""
 
 MOST = 96 << 20
-"""Bytes of one thread above which nothing is faster."""
+"""Bytes per thread above which nothing is faster."""
 
 LEDGER = 64 << 20
-"""Bytes for the CRC32s of ranges that do not touch yet, at most: those of Llama-3.1-405B at TP8 take 42 MiB."""
+"""Most bytes for the CRC32s of ranges that are not joined yet: those of Llama-3.1-405B at TP8 take 42 MiB."""
 
 LEAST_LEDGER = 1 << 20
-"""The same at least."""
+"""The least bytes for them."""
 
 SLACK = 8 << 20
-"""Bytes by which two runs of the same plan differ, at most, so that what one asks for is enough for the next."""
+"""Most bytes by which two runs of the same plan differ, so that what one asks for is enough for the next."""
 
 
 class Need(NamedTuple):
@@ -56,11 +56,11 @@ class Need(NamedTuple):
 
     @staticmethod
     def of(tensors: Mapping[str, Tensor]) -> Need:
-        """What the most demanding of some tensors needs."""
+        """The largest need of some tensors."""
         return most(Need(least_room(tensor.view), name) for name, tensor in tensors.items())
 
     def beside(self, other: Need) -> Need:
-        """What both take at the same time."""
+        """What both need at the same time."""
         return Need(self.nbytes + other.nbytes, other.tensor or self.tensor)
 
 
@@ -73,9 +73,9 @@ NOTHING = Need()
 
 
 class Share(NamedTuple):
-    """How many threads run, and the bytes that each may take, of which computing an element takes up to `need`.
+    """The number of threads, and the bytes that each may use, of which computing an element takes up to `need`.
 
-    All of them together keep the CRC32s of so many `ranges` of what they read.
+    All threads together keep the CRC32s of at most `ranges` ranges that they read.
     """
 
     threads: int
@@ -85,20 +85,21 @@ class Share(NamedTuple):
 
     @property
     def wide(self) -> int:
-        """Bytes of a window of a tensor that is transposed."""
+        """Bytes of a window of a transposed tensor."""
         return max(WINDOW, min(WIDE_WINDOW, self.each // 3, self.each - self.need - LEAST - BESIDE))
 
     @property
     def gathering(self) -> int:
-        """Bytes for what is read to pick from, and what is computed."""
+        """Bytes for data that is read to pick from, and for computed values."""
         return self.each - self.wide - BESIDE
 
 
 def shared(workers: int | None, memory: int, need: Need = NOTHING, paths: Iterable[Path | str] = ()) -> Share:
-    """Share out `memory` bytes to `workers` threads, or two a core: one gathers while another waits for the disk.
+    """Divide `memory` bytes among `workers` threads.
 
-    If any of the `paths` that are read is in a store, there is a thread for each connection, and room for what comes.
-    There are fewer if they would have little each. One there always is, whatever it takes: see `Meter.left`.
+    By default there are two threads per core, at most 8: one gathers while another waits for the disk. If any of the
+    `paths` that are read is in a store, there is one thread per connection, and room for the data received. There are
+    fewer if each would get little memory, but always one, whatever it takes: see `Meter.left`.
     """
     noted = max(LEAST_LEDGER, min(LEDGER, memory // 16))
     memory -= noted
@@ -111,21 +112,21 @@ def shared(workers: int | None, memory: int, need: Need = NOTHING, paths: Iterab
 
 
 def _least(need: Need) -> int:
-    """Bytes of one thread, at least."""
+    """The least bytes of one thread."""
     return WINDOW + BESIDE + LEAST + need.nbytes
 
 
 class Meter:
-    """What the process takes of the memory from now on, of which it may take `memory` bytes."""
+    """The memory that the process takes from now on, of at most `memory` bytes."""
 
     def __init__(self, memory: int) -> None:
         self._memory = memory
         self._now, self._peak = resident()
 
     def left(self, need: Need) -> int:
-        """The bytes that are left for carrying out the plan that was made.
+        """The bytes left for executing the plan that was made.
 
-        Raises ReshardError, with the number that would be enough, if that is too little.
+        Raises ReshardError with a sufficient number if too few are left.
         """
         now, peak = resident()
         held = max(0, now - self._now)
@@ -138,7 +139,7 @@ class Meter:
 
     @contextmanager
     def bounding(self) -> Iterator[None]:
-        """Have `expect` refuse, in the block, what would take more than is allowed."""
+        """Let `expect` raise, in the block, for what would exceed the limit."""
         token = _meter.set(self)
         try:
             yield
@@ -146,14 +147,14 @@ class Meter:
             _meter.reset(token)
 
     def fits(self, nbytes: int) -> bool:
-        """Whether something that takes so many bytes more takes no more than is left."""
+        """Whether `nbytes` more bytes fit in what is left."""
         return self._enough(nbytes) <= self._memory
 
     def _enough(self, nbytes: int) -> int:
         return max(0, resident()[0] - self._now) + nbytes
 
     def expect(self, nbytes: int, path: str) -> None:
-        """Raise ReshardError if reading a file, and what is made of it, takes more than is left."""
+        """Raise ReshardError if reading a file, and what is made from it, takes more than is left."""
         enough = self._enough(nbytes)
         if enough > self._memory:
             raise self._too_little(enough, f"reading this takes {_mebibytes(nbytes)}", file=path)
@@ -175,19 +176,19 @@ _meter: ContextVar[Meter | None] = ContextVar("meter", default=None)
 
 
 def expect(nbytes: int, path: str) -> None:
-    """Raise ReshardError if reading a file that takes `nbytes` would take more than is allowed."""
+    """Raise ReshardError if reading a file that takes `nbytes` would exceed the limit."""
     if nbytes >= SLACK and (meter := _meter.get()):
         meter.expect(nbytes, path)
 
 
 def fits(nbytes: int) -> bool:
-    """Whether as much more as `nbytes` is allowed."""
+    """Whether `nbytes` more bytes are within the limit."""
     return nbytes < SLACK or (meter := _meter.get()) is None or meter.fits(nbytes)
 
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """Say in words that the system gives no memory. It decorates functions, too."""
+    """Turn the system's refusal of memory into a ReshardError. Also works as a decorator."""
     try:
         yield
     except Exception as error:
@@ -198,10 +199,10 @@ def plainly() -> Iterator[None]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Look for no garbage in circles. It decorates functions that make millions of objects, and no circles.
+    """Turn off the cyclic garbage collector. Also decorates functions that create millions of objects without cycles.
 
-    Python would look at all objects again whenever their number has grown by a quarter. What was made is old at the
-    end of the block, and is not looked at then either.
+    Python would otherwise examine all objects again whenever their number has grown by a quarter. New objects are in
+    the oldest generation at the end of the block, so they are not examined then either.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -219,7 +220,7 @@ def _mebibytes(nbytes: int) -> str:
 
 
 def resident() -> tuple[int, int]:
-    """Bytes of the process that are in memory, and the most that ever were. Where the system tells one, it is both."""
+    """Resident bytes of the process now, and their peak. If the system reports only the peak, it stands for both."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         found = dict(line.split(":", 1) for line in lines if line.startswith(("VmRSS", "VmHWM")))

@@ -1,4 +1,4 @@
-"""A plan cut in parts that can be done anywhere: what is asked of a worker, and what it tells of it."""
+"""Parts of a plan that can be executed anywhere: what a worker receives, and what it returns."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from reshard.transfer.threads import together
 
 @dataclass
 class Part:
-    """Batches of some files, by the numbers that they have there; `nbytes` are left to write.
+    """Batches of some files, by their numbers in each file; `nbytes` are left to write.
 
-    `begun` are large blocks that an earlier run has written to some byte.
+    `begun` are large blocks that an earlier run has written up to some byte.
     """
 
     number: int
@@ -39,10 +39,10 @@ class Part:
 
 @dataclass
 class Outcome:
-    """What a worker has found in a part that is on the disk now, or the `error` that kept it from that.
+    """What a worker found in a part that is on disk now, or the `error` that it failed with.
 
-    `files` has, by path, what its batches have shown and the digests of its bytes; `passed` are the CRC32s of what was
-    read, and `names` a tensor for each storage of which that is known.
+    `files` maps each path to what its batches found and the digests of its bytes; `passed` are the CRC32s of what was
+    read, and `names` gives a tensor for each storage if known.
     """
 
     host: str = field(default_factory=socket.gethostname)
@@ -53,11 +53,11 @@ class Outcome:
 
 
 class StoppedError(Exception):
-    """Whoever asked for a part does not want it any more."""
+    """The run no longer needs the part."""
 
 
 def cut(jobs: Iterable[Job], most: int) -> Iterator[Part]:
-    """Parts of about `most` bytes, each of batches side by side; a batch is never cut. Takes what waits in the jobs."""
+    """Cut jobs into parts of about `most` bytes; a batch is never cut. Takes the jobs' waiting batches."""
     part = Part(0)
     for job in jobs:
         waiting, job.waiting = job.waiting[::-1], []
@@ -87,9 +87,9 @@ def execute_part(
     share: Share,
     checksum: bool,
 ) -> Outcome:
-    """Write the batches of a part below `folder`, where the parents of its files are, and wait for the disk.
+    """Write the batches of a part to `folder`, which has the parents of its files, and wait for the disk.
 
-    Raises StoppedError when `is_stopped` says so, and what `execute` raises.
+    Raises StoppedError if `is_stopped` returns true, and what `execute` raises.
     """
 
     def on_bytes(count: int) -> None:
@@ -123,12 +123,12 @@ class _PartRun(Run):
         self._done: dict[str, tuple[Found, Seen]] = {}
 
     def begin(self, file: OutputFile) -> Job:
-        """The batches that the part has of a file."""
+        """The batches of a file that belong to the part."""
         before = Written(begun=self._part.begun.get(file.path, {}))
         return Job(self, file, before, set(self._part.batches[file.path]))
 
     def end(self, job: Job, stopped: Event) -> None:
-        """Have a file on the disk; others write to it, and somebody else ends it."""
+        """Flush a file to disk; other workers write to it too, and the main process completes it."""
         job.sink.flush()
         job.abandon()
         with self.lock:
@@ -136,6 +136,6 @@ class _PartRun(Run):
         self._unfinished.discard(job)
 
     def outcome(self) -> Outcome:
-        """What the part has shown."""
+        """What the part has found."""
         passed = self.ledger.passed if self.ledger else {}
         return Outcome(files=self._done, passed=passed, names=self.names)

@@ -1,8 +1,8 @@
 """The plan: every byte of the output traced to a byte of the input, before any is read.
 
-A plan is a list of output files. A file is made of literal bytes (headers, pickles, configs) and of blocks:
-boxes of planned tensors, contiguous in the file. What a block's elements are made of is compiled when the
-block is executed, so the plan of a model with half a million shards fits in memory.
+A plan is a list of output files. A file consists of literal bytes (headers, pickles, configs) and of blocks:
+boxes of planned tensors, contiguous in the file. The view of a block's elements is compiled when the block is
+executed, so the plan of a model with half a million shards fits in memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ZERO = Storage("", 0, 0)
 
 
 class Planned(NamedTuple):
-    """A whole tensor of the output. `source` compiles its view over `Cells` (or `ZERO` cells)."""
+    """A complete tensor of the output. `source` compiles its view over `Cells` (or `ZERO` cells)."""
 
     name: str
     dtype: DType
@@ -41,9 +41,9 @@ class Planned(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A view of planned elements that lies contiguous at byte `offset` of a file.
+    """A view of planned elements, contiguous from byte `offset` of a file.
 
-    `crc_at` lists where the file keeps the CRC32 of the block (little-endian, four bytes).
+    `crc_at` lists where the file stores the CRC32 of the block (little-endian, four bytes).
     """
 
     name: str
@@ -59,15 +59,15 @@ class Block(NamedTuple):
 
     @staticmethod
     def whole(tensor: Planned, offset: int, crc_at: tuple[int, ...] = ()) -> Block:
-        """A whole tensor in one piece."""
+        """A complete tensor as one block."""
         return Block(tensor.name, tensor.dtype, tensor.shape, tensor.source, offset, crc_at)
 
 
 @dataclass
 class OutputFile:
-    """A file to write, relative to the destination. `literals` gives (offset, bytes) when asked.
+    """A file to write, relative to the destination. `literals` yields (offset, bytes) when called.
 
-    `blocks` may be iterated over more than once, and may make them anew each time.
+    `blocks` may be iterated over more than once, and may be created anew each time.
     """
 
     path: str
@@ -82,7 +82,7 @@ class OutputFile:
 
     @staticmethod
     def copy_of(path: str, source: Path) -> OutputFile:
-        """A file with the bytes of `source`, which are read when they are written."""
+        """A file with the bytes of `source`, which are read when the file is written."""
         size = source.stat().st_size
         cells = Cells(Storage(str(source), 0, size), BY_NAME["uint8"])
         return OutputFile(path, size, [Block(path, cells.dtype, (size,), lambda: View.of(cells, size), 0)])
@@ -90,12 +90,12 @@ class OutputFile:
 
 @dataclass(repr=False)
 class Plan:
-    """All that a conversion will do.
+    """Everything that a conversion will do.
 
-    `dropped` maps the name of a rule to what it leaves behind, in bytes; `warnings` tell what a user has to know though
-    nothing stands in the way; `facts` become `reshard.json`; `load_with` are flags with which Megatron-LM loads the
-    result; `need` is what computing its tensors takes at least; `sources` are all files that were read for the plan,
-    those of the tensors among them; `outputs` are all tensors that the files hold.
+    `dropped` maps the name of a rule to the bytes that it drops; `warnings` are what users should know although the
+    conversion can run; `facts` become `reshard.json`; `load_with` are flags with which Megatron-LM loads the output;
+    `need` is the least memory for computing its tensors; `sources` are all files that were read for the plan, including
+    those of the tensors; `outputs` are all tensors that the files contain.
     """
 
     source: str
@@ -119,15 +119,15 @@ class Plan:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the whole output."""
+        """Bytes of the complete output."""
         return sum(file.size for file in self.files)
 
     def audit(self, tensors: Iterable[Planned]) -> None:
-        """Check that blocks fit their files without overlap, and that together they hold every tensor.
+        """Check that blocks fit their files without overlap, and that together they contain every tensor.
 
-        With the rules a bijection (`families.binding`), the names complete (`logical`) and the chunks of the
-        source tiling it (its reader), this proves that every element is carried exactly once. Raises
-        ReshardError listing every offender: a mistake in a format, found before a byte is read.
+        Given that the rules are a bijection (`families.binding`), the names are complete (`logical`) and the chunks of
+        the source tile it (its reader), this proves that every element is copied exactly once. Raises ReshardError
+        listing every offender: a bug in a format, found before a byte is read.
         """
         problems = []
         written: Counter[str] = Counter()
@@ -140,7 +140,7 @@ class Plan:
                 end = block.offset + block.nbytes
                 written[block.name] += block.nbytes
         for tensor in tensors:
-            # A rank's own file repeats what ranks share; a chunk of a shared checkpoint never does.
+            # A rank's own file repeats the tensors that ranks share; chunks of a shared checkpoint are never repeated.
             copies, rest = divmod(written[tensor.name], tensor.nbytes) if tensor.nbytes else (1, 0)
             if rest or not copies:
                 found = f"{written[tensor.name]} bytes"

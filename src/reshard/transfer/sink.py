@@ -1,4 +1,4 @@
-"""Files as they are written: whole pages past the page cache, edges through it, and durable at the end."""
+"""Files being written: full pages bypass the page cache, edges go through it, and the file is durable at the end."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ from typing import Any
 import numpy as np
 
 PAGE = 4096
-"""What direct writes are aligned to: in the file, in memory and in length."""
+"""Alignment of direct writes: in the file, in memory and in length."""
 
 DIRECT = 64 << 10
-"""Bytes from which a direct write pays."""
+"""Bytes from which a direct write pays off."""
 
 CACHED = 16
-"""An output goes through the page cache if it takes at most one part in this many of the available memory: then it is
-written as fast, and the next program to load it does not read the disk. Linux starts to write dirty pages back at
-a tenth of that memory (vm.dirty_background_ratio), and the two get in each other's way (docs/performance.md)."""
+"""An output goes through the page cache if it takes at most 1/CACHED of the available memory: it is then written
+as fast, and the next program that loads it does not read the disk. Linux starts to write dirty pages back at
+a tenth of that memory (vm.dirty_background_ratio), and the two slow each other down (docs/performance.md)."""
 
 SLICE = 128 << 10
-"""Bytes of one write through the page cache. The kernel sizes the memory that it takes for a file by it: larger
+"""Bytes per write through the page cache. The kernel sizes the memory that it takes for a file by it: larger
 writes ask for large contiguous pieces, which took three times as long to find as small ones (docs/performance.md)."""
 
 WRITEBACK = 16 << 20
-"""Bytes after which a file's dirty pages start on their way to the disk, so that fsync finds little left to do."""
+"""Dirty bytes of a file after which their writeback starts, so that fsync has little left to do."""
 
 
 class Sink:
-    """A file of a known size, open for writing, in a folder that is there. Threads may write different parts of it.
+    """A file of known size, open for writing, in an existing folder. Threads may write different parts of it.
 
-    A file that an earlier run has begun is opened with what it holds.
+    A file that an earlier run has begun keeps its content.
 
-    What is written has to be on the disk before the file is published, so for an output that the page cache cannot
-    keep it would only be a detour: twice the memory traffic, and pages that displace the source's. The whole pages of
-    such an output go to the disk as `direct` writes where the file system has them (tmpfs, for one, does not), the rest
-    through the cache. A file that need not be `durable` is left to the cache, and to the system to write when it likes.
+    The bytes must be on disk before the file is published, so for an output that the page cache cannot keep, the cache
+    would only be a detour: twice the memory traffic, and pages that displace the source's. The full pages of such an
+    output are written to disk directly (`direct`) if the file system supports it (tmpfs, for example, does not), the
+    rest through the cache. A file that need not be `durable` is left to the cache, and the system writes it back when
+    it likes.
     """
 
     def __init__(self, path: Path, size: int, *, durable: bool = True, direct: bool = True) -> None:
@@ -55,7 +56,7 @@ class Sink:
         self._writing = Lock()
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write `data` at byte `offset`, fastest from a `Buffer` that was laid out for that offset."""
+        """Write `data` at byte `offset`; fastest from a `Buffer` that was aligned for that offset."""
         head = -offset % PAGE
         body = (len(data) - head) // PAGE * PAGE
         if self._direct is None or body < DIRECT or (_address(data) + head) % PAGE:
@@ -64,7 +65,7 @@ class Sink:
         try:
             _write(self._direct, data[head : head + body], offset + head, body)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # EINVAL: this disk wants a larger alignment, or none will do
+            if error.errno != errno.EINVAL:  # EINVAL: larger alignment needed, or direct writes unsupported
                 raise
             self._write_cached(data, offset)
             return
@@ -72,7 +73,7 @@ class Sink:
         self._write_cached(data[head + body :], offset + head + body)
 
     def _write_cached(self, data: memoryview, offset: int) -> None:
-        with self._writing:  # the kernel lets one write a file at a time, and the others spin
+        with self._writing:  # the kernel lets one thread write a file at a time, and the others spin
             _write(self._cached, data, offset, SLICE)
             self._dirty += len(data)
             if self._durable and self._dirty >= WRITEBACK:
@@ -80,13 +81,13 @@ class Sink:
                 start_writeback(self._cached)
 
     def flush(self) -> None:
-        """Wait until what was written is on the disk."""
-        self._wait(getattr(os, "fdatasync", os.fsync))  # macOS has none
+        """Wait until the bytes written so far are on disk."""
+        self._wait(getattr(os, "fdatasync", os.fsync))  # macOS has no fdatasync
 
     def close(self) -> int:
-        """Make the file durable, as the rename that publishes it must not overtake its bytes.
+        """Make the file durable: the rename that publishes it must not reach the disk before its bytes.
 
-        Returns the time of its last change, in nanoseconds.
+        Returns the modification time, in nanoseconds.
         """
         self._wait(os.fsync)
         modified = os.fstat(self._cached).st_mtime_ns
@@ -94,7 +95,7 @@ class Sink:
         return modified
 
     def _wait(self, sync: Callable[[int], None]) -> None:
-        """Wait for the disk. What it refused once is lost, though the kernel says so one time only."""
+        """Wait for the disk. Bytes that it refused once are lost, although the kernel reports it only once."""
         if self._is_lost:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         if not self._durable or self._cached < 0:
@@ -106,7 +107,7 @@ class Sink:
             raise
 
     def abandon(self) -> None:
-        """Close the file without waiting for the disk, if it is not closed."""
+        """Close the file without waiting for the disk, if it is open."""
         for descriptor in (self._cached, self._direct):
             if descriptor is not None and descriptor >= 0:
                 os.close(descriptor)
@@ -114,13 +115,13 @@ class Sink:
 
 
 class Buffer:
-    """Reusable memory of one thread, lying in its page as the file does, so that whole pages can go directly."""
+    """Reusable memory of one thread, aligned to pages as the file is, so that full pages can be written directly."""
 
     def __init__(self, nbytes: int) -> None:
         self._memory = _pages(nbytes + PAGE)
 
     def room(self, nbytes: int, offset: int) -> np.ndarray[Any, Any]:
-        """`nbytes` bytes for what will be written at byte `offset`; what they held before is lost."""
+        """`nbytes` bytes for data to be written at byte `offset`; their previous content is lost."""
         skew = offset % PAGE
         if skew + nbytes > self._memory.nbytes:
             self._memory = _pages(nbytes + PAGE)
@@ -128,7 +129,7 @@ class Buffer:
 
 
 def stays_cached(nbytes: int) -> bool:
-    """Whether the page cache can keep an output of `nbytes` until something loads it."""
+    """Whether the page cache can keep an output of `nbytes` until a program loads it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         kilobytes = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
@@ -139,7 +140,7 @@ def stays_cached(nbytes: int) -> bool:
 
 def _pages(nbytes: int) -> np.ndarray[Any, Any]:
     try:
-        return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)  # a mapping begins at a page
+        return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)  # a mapping begins at a page boundary
     except OSError as error:
         raise MemoryError(f"{nbytes:,} bytes") from error
 
@@ -151,7 +152,7 @@ def _address(data: memoryview) -> int:
 def _open_direct(path: Path) -> int | None:
     try:
         return os.open(path, os.O_WRONLY | os.O_DIRECT)
-    except (OSError, AttributeError):  # a file system, or an operating system, without
+    except (OSError, AttributeError):  # the file system or the operating system has no direct writes
         return None
 
 
@@ -162,7 +163,7 @@ def _write(descriptor: int, data: memoryview, offset: int, step: int) -> None:
 
 
 def _libc(name: str, *arguments: Any) -> Callable[..., object]:
-    """A function of Linux that Python does not wrap; elsewhere one that does nothing."""
+    """A Linux function that Python does not wrap; on other systems, a function that does nothing."""
     try:
         call = getattr(ctypes.CDLL(None), name)
     except (OSError, AttributeError):
@@ -176,14 +177,14 @@ _sync_file_range = _libc("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes
 
 
 def allocate(descriptor: int, offset: int, nbytes: int) -> None:
-    """Find the blocks of a part of a file before it is written: threads need not wait for each other there, and a disk
-    that fills up meanwhile has them. The file keeps its size.
+    """Allocate the disk blocks of a part of a file before it is written: threads then do not wait for each other, and
+    the space is safe if the disk fills up meanwhile. The file keeps its size.
 
-    Where the file system cannot, nothing happens: `posix_fallocate` would write zeros instead.
+    Does nothing if the file system does not support it: `posix_fallocate` would write zeros instead.
     """
     _fallocate(descriptor, 1, offset, nbytes)  # FALLOC_FL_KEEP_SIZE
 
 
 def start_writeback(descriptor: int) -> None:
-    """Start what is dirty on its way to the disk, and do not wait."""
+    """Start writing dirty pages to disk, without waiting."""
     _sync_file_range(descriptor, 0, 0, 2)  # SYNC_FILE_RANGE_WRITE

@@ -1,8 +1,8 @@
-"""What is read: regular files alone, noted when they are opened, so that a change before the end is seen.
+"""Sources: only regular files, recorded when they are opened, so that a change during the run is detected.
 
-Headers are read long before the tensors that they describe. A file that is written again meanwhile, cut short or zeroed
-may still be read to its end, into a model that never was. A FIFO or a device, which a link may lead to, is not opened:
-reading one can wait for ever, have no end, or do something.
+Headers are read long before the tensors that they describe. A file that is rewritten, truncated or zeroed meanwhile
+may still be read to its end, into a model that never existed. A FIFO or a device, which a link may point to, is not
+opened: reading one can block forever, never end, or have side effects.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from reshard.transfer.ledger import Passed, Ranges
 from reshard.transfer.memory import expect
 
 MOST = 2 << 30
-"""Bytes of a file that is read whole, at most: ten times the metadata of the largest models."""
+"""Most bytes of a file that is read completely: ten times the metadata of the largest models."""
 
 WINDOW = 1 << 20
-"""Bytes of a file that are looked at in passing."""
+"""Bytes that `windows` reads at a time."""
 
 OnStep = Callable[[str], None]
-"""Hears in words what is done next, where that may take long."""
+"""Callback that receives a description of the next step, if that may take long."""
 
 READING = "reading headers"
 
 
 class _Note(NamedTuple):
-    """A file as it was when it was first opened; of one that was read whole, digest and CRC32 of what it said."""
+    """A file as it was when first opened; for one that was read completely, the digest and CRC32 of its content."""
 
     stamp: Stamp
     digest: bytes | None
@@ -43,7 +43,7 @@ class _Note(NamedTuple):
 
 
 class Sources:
-    """The files that something is made of. `named` are the paths that led to them."""
+    """The files that something is made from. `named` are the paths that led to them."""
 
     def __init__(self, *named: Path) -> None:
         self.named = named
@@ -52,7 +52,7 @@ class Sources:
 
     @property
     def paths(self) -> list[Path]:
-        """All that is read, `named` first and then each file, as it was opened."""
+        """All paths that are read: `named` first, then each file with the path that opened it."""
         return [*self.named, *map(as_path, self._notes)]
 
     def __or__(self, other: Sources) -> Sources:
@@ -61,7 +61,7 @@ class Sources:
         return both
 
     def note(self, path: str, stamp: Stamp, content: bytes | None = None) -> None:
-        """Keep the first stamp of a file. What counts of one that is only ever read whole is its `content`."""
+        """Record the first stamp of a file. If a file is only ever read completely, only its `content` counts."""
         first = self._notes.get(path)
         if first is None and self._on_step:
             self._on_step(f"{READING}: {len(self._notes) + 1} files")
@@ -72,19 +72,20 @@ class Sources:
             self._notes[path] = _Note(stamp, _digest([content]), crc32(content))
 
     def only(self, paths: Collection[str]) -> Sources:
-        """Those of the files that are among `paths`."""
+        """The same sources, restricted to the files in `paths`."""
         some = Sources(*self.named)
         some._notes = {path: self._notes[path] for path in paths if path in self._notes}
         return some
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each file that was not read whole when it was opened, by its path."""
+        """Bytes of each file that was not read completely when it was opened, by path."""
         return {path: note.stamp.size for path, note in self._notes.items() if note.digest is None}
 
     def as_list(self, passed: Passed | None = None) -> list[dict[str, Any]]:
-        """What was read, for a record: paths below the first of `named`, or else names, with sizes and times.
+        """What was read, for a record: paths relative to the first of `named`, or else names, with sizes and times.
 
-        With `passed`, how many bytes of each were read, and their CRC32; `ranges` (begin and end) if these are not all.
+        With `passed`, also how many bytes of each were read, and their CRC32; `ranges` (begin and end) if not all were
+        read.
         """
         first = self.named[0].absolute() if self.named else None
         found = []
@@ -96,7 +97,7 @@ class Sources:
         return sorted(found, key=lambda each: str(each["path"]))
 
     def digest(self, *, inodes: bool = True) -> str:
-        """A digest of the state in which all files were opened, with their `inodes` or without."""
+        """A digest of the state in which all files were opened, with or without their `inodes`."""
         digest = sha256()
         for path, note in sorted(self._notes.items()):
             stamp = note.stamp if inodes or isinstance(note.stamp.identity, str) else note.stamp[:2]
@@ -106,7 +107,7 @@ class Sources:
 
     @contextmanager
     def counted(self, on_step: OnStep) -> Iterator[None]:
-        """Let `on_step` hear, while the block opens a checkpoint, how many files it has opened."""
+        """Report to `on_step`, while the block opens a checkpoint, how many files it has opened."""
         on_step(READING)
         self._on_step = on_step
         try:
@@ -115,7 +116,7 @@ class Sources:
             self._on_step = None
 
     def changed(self) -> list[Problem]:
-        """A problem for each file that is not what it was."""
+        """A problem for each file that has changed since it was opened."""
         refresh(filter(is_remote, self._notes))
         return [
             Problem(
@@ -133,12 +134,12 @@ class Sources:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Raise ReshardError with every file that changed until the block ends, whatever else it led to."""
+        """Raise ReshardError with every file that changed before the end of the block, even if the block fails."""
         try:
             yield
         except (ReshardError, OSError) as error:
             problems = []
-            with suppress(ReshardError):  # a store that does not answer is what `error` tells
+            with suppress(ReshardError):  # if a store does not answer, `error` reports it
                 problems = self.changed()
             if problems:
                 raise ReshardError(problems) from error
@@ -148,7 +149,7 @@ class Sources:
 
 
 def _as_read(note: _Note, ranges: Ranges) -> dict[str, Any]:
-    """What was read of a file; nothing where it was in too many ranges to keep them."""
+    """What was read of a file; empty if there were too many ranges to keep them."""
     size = note.stamp.size
     if note.digest is not None:
         ranges = Ranges([(0, size, note.crc32)])
@@ -159,7 +160,7 @@ def _as_read(note: _Note, ranges: Ranges) -> dict[str, Any]:
 
 
 def _otherwise(path: str, note: _Note) -> str | None:
-    """What a file is now, if it is not what it was."""
+    """The state of a file now, if it has changed."""
     try:
         file = open_file(path)
     except OSError as error:
@@ -171,7 +172,7 @@ def _otherwise(path: str, note: _Note) -> str | None:
     with file:
         stamp = file.stamp()
         if stamp == note.stamp or (note.digest and note.digest == _digest(windows(file))):
-            return None  # a run that goes on may write its config again with every step
+            return None  # a training run may write the same config again at every step
         return str(stamp)
 
 
@@ -195,7 +196,7 @@ _noting: ContextVar[Sources | None] = ContextVar("noting", default=None)
 
 @contextmanager
 def noted(*named: Path) -> Iterator[Sources]:
-    """Note all sources that are opened in the block, which begins with the paths `named`."""
+    """Record all sources that are opened in the block, beginning with the paths `named`."""
     sources = Sources(*named)
     token = _noting.set(sources)
     try:
@@ -205,9 +206,9 @@ def noted(*named: Path) -> Iterator[Sources]:
 
 
 def open_source(path: str | Path) -> File:
-    """A source of which more will be read later, open for reading.
+    """A source, open for reading, of which more will be read later.
 
-    Raises OSError, and ReshardError for what is not a regular file.
+    Raises OSError, and ReshardError for anything but a regular file.
     """
     file = open_file(path)
     if sources := _noting.get():
@@ -216,10 +217,11 @@ def open_source(path: str | Path) -> File:
 
 
 def read_source(path: str | Path, most: int = MOST, weight: int = 1) -> bytes:
-    """All bytes of a source, which is not read again. Each becomes `weight` bytes of memory, with what is made of it.
+    """All bytes of a source that is not read again. Each takes `weight` bytes of memory, including what is made from
+    it.
 
-    Raises OSError, and ReshardError for what is not a regular file, has more than `most` bytes, or does not fit in
-    the memory that is allowed.
+    Raises OSError, and ReshardError for anything but a regular file, if it has more than `most` bytes, or if it does
+    not fit in the memory limit.
     """
     with open_file(path) as file:
         stamp = file.stamp()

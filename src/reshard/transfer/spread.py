@@ -1,7 +1,7 @@
-"""Run a plan on many machines: parts are handed out, and what they show is put together here.
+"""Execute a plan on many machines: hand out parts to workers, and merge their results here.
 
-Whoever starts the run keeps the journal, closes the files, and writes itself what has no tensors in it (indexes,
-trackers, configs), last.
+The process that starts the run keeps the journal and completes the files. Last, it writes the files without tensors
+(indexes, trackers, configs) itself.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from reshard.transfer.plan import OutputFile, Plan
 from reshard.transfer.threads import together
 
 TRIES = 3
-"""How often a part is handed out whose worker is lost."""
+"""Most attempts at a part whose worker is lost."""
 
 SHARES = 4
-"""Parts that each worker gets: enough that the last ones end together."""
+"""Parts per worker: enough that all workers finish at about the same time."""
 
 LEAST = 64 << 20
-"""Bytes of a part, at least: a worker is not asked for less than takes longer than asking."""
+"""Least bytes of a part, so that writing it takes longer than handing it out."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a worker needs beside the part. `claim` and `token` are those of the part."""
+    """A part, with what a worker needs to write it. `claim` and `token` are those of the part."""
 
     folder: Path
     claim: Path
@@ -49,7 +49,7 @@ class Order:
 
 
 Perform = Callable[[Order], Outcome]
-"""Does a part, in any process; it can be pickled."""
+"""Executes a part, in any process; picklable."""
 
 
 def spread(
@@ -64,9 +64,9 @@ def spread(
     on_file: OnFile = lambda name, stopped: None,
     journal: Journal | None = None,
 ) -> Report:
-    """Write all files of `plan` below `folder`, which all workers see, as `execute` does on this machine.
+    """Write all files of `plan` to `folder`, which all workers see, as `execute` does on one machine.
 
-    Raises what `execute` raises, wherever it happened, and ReshardError if workers are lost again and again.
+    Raises what `execute` raises, on any machine, and ReshardError if workers are lost repeatedly.
     """
     make_folders(plan, folder)
     journal = journal or Journal()
@@ -82,17 +82,17 @@ def spread(
 
 
 def parts_for(executor: Executor, jobs: Iterable[Job], left: int) -> list[Part]:
-    """Cut `jobs`, of which `left` bytes are to be written, in the parts that are handed out, in their order."""
+    """Cut `jobs`, with `left` bytes to write, into parts, in the order in which they are handed out."""
     most = max(LEAST, left // (SHARES * max(1, executor.slots)))
     parts = cut(jobs, min(most, executor.most))
-    return sorted(parts, key=lambda part: part.nbytes <= 2 * most)  # what takes much longer begins first
+    return sorted(parts, key=lambda part: part.nbytes <= 2 * most)  # much longer parts begin first
 
 
 class _Spread(Run):
-    """The state of a run whose parts are written elsewhere."""
+    """The state of a run whose parts are written by workers."""
 
     def hand_out(self, executor: Executor, perform: Perform) -> None:
-        """Have all that holds tensors written; what is left waits to be written here."""
+        """Have workers write all files with tensors; the others are left to be written here."""
         self._claims = self.folder.with_name(claims.FOLDER)
         self._token = secrets.token_hex(8)
         self._tries: Counter[int] = Counter()
@@ -115,7 +115,7 @@ class _Spread(Run):
                 claims.stop(self._claims)
 
     def _begun(self, file: OutputFile) -> Job:
-        """What is left to do of a file, to be put together here."""
+        """The remaining work on a file, whose results are merged here."""
         self._jobs[file.path] = self.begin(file)
         return self._jobs[file.path]
 
@@ -126,7 +126,7 @@ class _Spread(Run):
         waiting: deque[Part],
         close: Callable[[Job], Future[None]],
     ) -> None:
-        """Keep the workers busy until no part is left, and end each file once all of it is there."""
+        """Keep the workers busy until no part is left, and close each file once all of it is written."""
         running: dict[Future[Outcome], Part] = {}
         closing: set[Future[None]] = set()
         while waiting or running or closing:
@@ -154,7 +154,7 @@ class _Spread(Run):
         return Order(self.folder, claim, self._token, part)
 
     def _outcome(self, part: Part, future: Future[Outcome]) -> Outcome | None:
-        """What came of a part; None if its worker was lost, and it has to be done again."""
+        """The outcome of a part; None if its worker was lost and the part must be repeated."""
         self._tries[part.number] += 1
         try:
             outcome = future.result()
@@ -167,13 +167,13 @@ class _Spread(Run):
         return outcome
 
     def _merge(self, part: Part, outcome: Outcome) -> list[Job]:
-        """Take in what a part has shown, and note it; return the files of which nothing is left to write."""
+        """Merge and record the findings of a part; return the files with nothing left to write."""
         with self.lock:
             self.names.update({each: name for each, name in outcome.names.items() if each not in self.names})
         passed = self._passed(outcome)
         whole = []
         for path, (found, seen) in outcome.files.items():
-            found.passed, passed = passed, {}  # which file it is noted with makes no difference
+            found.passed, passed = passed, {}  # it does not matter with which file they are recorded
             self.touch(found.taken)
             job = self._jobs[path]
             job.digest.merge(seen)
@@ -187,7 +187,7 @@ class _Spread(Run):
         return whole
 
     def _passed(self, outcome: Outcome) -> Passed:
-        """Which bytes of the sources have passed first there."""
+        """The ranges of the sources that this part was the first to read."""
         if self.ledger is None:
             return {}
         files = Files()

@@ -1,6 +1,6 @@
-"""Output appears whole or not at all: written under a name of its own, made durable, renamed last.
+"""Staging: the output appears complete or not at all. It is written under another name, made durable, renamed last.
 
-What lies beside a destination meanwhile, and may stay there, is told in `beside.py`.
+`beside.py` describes what is next to a destination meanwhile, and what may remain there.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from reshard.transfer.leftovers import journal_of
 from reshard.transfer.locks import is_at
 
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
-"""What a rename says where something stands at the destination that it does not replace."""
+"""Errors of a rename to a destination where something exists that it does not replace."""
 
 Prepare = Callable[[Path, bool], Mapping[str, str]]
-"""Gets the folder of a run, and whether a lock is held. Gives what tells the state of each file that is elsewhere."""
+"""Callback that receives the folder of a run, and whether a lock is held; returns the state of each file elsewhere."""
 
 OnResume = Callable[[str, int], None]
-"""Hears in words what becomes of an unfinished conversion, and how many bytes of the output are there already."""
+"""Callback that receives a note on an unfinished conversion, and the bytes of the output that are written already."""
 
 
 @contextmanager
@@ -40,11 +40,11 @@ def staged(
     journal: Journal | None = None,
     on_resume: OnResume = lambda note, nbytes: None,
 ) -> Iterator[Path]:
-    """A folder that becomes `target` when the block ends well.
+    """A folder that becomes `target` if the block succeeds.
 
-    By then it must hold the files `sizes` (bytes by relative path) and nothing else. With `overwrite` the old folder is
-    moved aside, and removed once the new one stands in its place. Ctrl-C leaves the old one or the new one, whole.
-    The folder is as in `worked`, and so is what is raised.
+    At its end it must contain exactly the files `sizes` (bytes by relative path). With `overwrite` the old folder is
+    moved aside, and removed once the new one is in its place. Ctrl-C leaves the old one or the new one, complete.
+    The folder and the exceptions are those of `worked`.
     """
     target = Path(os.path.realpath(target))  # a link to a folder stays a link
     journal = journal or Journal()
@@ -65,11 +65,11 @@ def worked(
 ) -> Iterator[Path]:
     """The folder of the one run that writes to `target`, with `OUTPUT` in it, removed when the block ends.
 
-    It is new and empty, unless a `journal` with an identity is given and an earlier block for the same identity
-    was ended by something that may pass: by the system, or by Ctrl-C. Then the journal, which is open in the block,
-    says what the folder holds. What was written for another identity is removed. `prepare` may say which files are
-    elsewhere, before the journal is opened.
-    Raises ReshardError if another run writes to `target`, and if the system refuses to read or to write.
+    It is new and empty, unless `journal` has an identity and an earlier block with the same identity failed for a
+    reason that may pass: a system error, or Ctrl-C. Then the journal, which is open in the block, records what the
+    folder contains. What was written for another identity is removed. `prepare`, called before the journal is opened,
+    may return which files are elsewhere. Raises ReshardError if another run is writing to `target`, and if the system
+    refuses to read or to write.
     """
     kept: int | None = 0
     made: list[Path] = []
@@ -92,7 +92,7 @@ def worked(
                 if kept == 0:
                     _despite_ctrl_c(lambda: shutil.rmtree(staging, ignore_errors=True))
     except BaseException as error:
-        with suppress(OSError):  # not empty: others use them meanwhile
+        with suppress(OSError):  # not empty: others use it meanwhile
             for path in reversed(made):
                 path.rmdir()
         if isinstance(error, OSError):
@@ -103,14 +103,14 @@ def worked(
 
 
 def _named(target: Path, identity: Identity | None) -> Path:
-    """The folder of a run, which the next run for the same identity finds."""
+    """The folder of a run, named so that the next run with the same identity finds it."""
     return target.with_name(f".{target.name}.partial-{identity.name if identity else secrets.token_hex(4)}")
 
 
 def _cleared(target: Path, staging: Path, identity: Identity | None, on_resume: OnResume) -> Path:
-    """`staging`, after what others have left for the same target is removed; another folder if it is another user's.
+    """`staging`, after removing what others left for the same target; another folder if it belongs to another user.
 
-    Raises OSError where the system does not tell what is there, so that nothing is removed which is of use.
+    Raises OSError if the system does not show what is there, so that nothing useful is removed.
     """
     for folder in partials(target):
         found = journal_of(folder)
@@ -124,7 +124,7 @@ def _cleared(target: Path, staging: Path, identity: Identity | None, on_resume: 
                 f"starting over: {size(found[2].nbytes)} of an unfinished run are removed, because {why}", 0
             )
         shutil.rmtree(folder, ignore_errors=True)
-        if folder == staging and folder.exists():  # of another user
+        if folder == staging and folder.exists():  # it belongs to another user
             staging = _named(target, None)
     return staging
 
@@ -150,7 +150,9 @@ def _open(
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether the folder of a run belongs to who makes a folder there now: in /tmp, for one, anybody may make it."""
+    """Whether the folder of a run belongs to this user, as new folders in it do: in /tmp, for example, anyone may
+    create it.
+    """
     probe = folder / f"probe-{secrets.token_hex(4)}"
     try:
         probe.mkdir()
@@ -164,7 +166,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _kept(folder: Path) -> int | None:
-    """Bytes of an output that a run which continues does not write again; None where the system does not tell."""
+    """Bytes of the output that a continued run does not write again; None if the system does not show them."""
     try:
         found = journal_of(folder)
     except OSError:
@@ -173,25 +175,25 @@ def _kept(folder: Path) -> int | None:
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether the same command may well succeed after this: it was interrupted, or the system refused something."""
+    """Whether the same command may succeed later: it was interrupted, or the system refused something."""
     causes = (error, error.__cause__) if isinstance(error, ReshardError) else (error,)
     return any(isinstance(each, (OSError, MemoryError, KeyboardInterrupt)) for each in causes)
 
 
 def _make(folder: Path, made: list[Path]) -> None:
-    """Make a folder and those above it; `made` gets those that were not there."""
+    """Create a folder and its parents, and append those that did not exist to `made`."""
     if not folder.is_dir():
         _make(folder.parent, made)
         try:
             folder.mkdir()
             made.append(folder)
         except FileExistsError:
-            if not folder.is_dir():  # else somebody was faster
+            if not folder.is_dir():  # otherwise another process was faster
                 raise
 
 
 def _despite_ctrl_c(action: Callable[[], object]) -> None:
-    """Do something to its end, though Ctrl-C interrupts it: begin again, and raise that when it is done."""
+    """Run `action` to its end despite Ctrl-C: repeat it, and raise KeyboardInterrupt when it is done."""
     again: KeyboardInterrupt | None = None
     while True:
         try:
@@ -204,7 +206,7 @@ def _despite_ctrl_c(action: Callable[[], object]) -> None:
 
 
 def _publish(staging: Path, target: Path, overwrite: bool, journal: Journal) -> None:
-    """Make the output of a run durable and put it in the place of `target`."""
+    """Make the output of a run durable and rename it to `target`."""
     folder = staging / OUTPUT
     for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
         journal.sync(path)
@@ -212,7 +214,7 @@ def _publish(staging: Path, target: Path, overwrite: bool, journal: Journal) -> 
     aside = target.with_name(f".{target.name}.replaced-{secrets.token_hex(4)}")
 
     def settle() -> None:
-        """What is aside is of no use any more once the new folder stands there, and goes back where nothing does."""
+        """Move the old folder to the run's if the new one is in its place; put it back if there is none."""
         if is_at(target, new):
             if aside.exists():
                 aside.rename(staging / REPLACED)
@@ -224,7 +226,7 @@ def _publish(staging: Path, target: Path, overwrite: bool, journal: Journal) -> 
         try:
             if overwrite and target.exists():
                 target.rename(aside)
-            folder.rename(target)  # which takes the place of an empty folder, too
+            folder.rename(target)  # this also replaces an empty folder
         finally:
             _despite_ctrl_c(settle)
     except OSError as error:
@@ -233,7 +235,7 @@ def _publish(staging: Path, target: Path, overwrite: bool, journal: Journal) -> 
 
 @contextmanager
 def _there(folder: Path, sizes: Mapping[str, int]) -> Iterator[None]:
-    """Raise ReshardError unless `folder` holds what was planned when the block ends, or if it is gone before."""
+    """Raise ReshardError unless `folder` contains what was planned when the block ends, or if it is removed earlier."""
     try:
         yield
     except (OSError, ReshardError) as error:
@@ -267,9 +269,9 @@ def _spoilt(folder: Path, sizes: Mapping[str, int], found: Mapping[str, int]) ->
 
 
 def _refused(error: OSError, target: Path, kept: int | None) -> ReshardError:
-    """What the system says when a disk is full, a folder read-only, a file gone.
+    """The error for a full disk, a read-only folder, a missing file.
 
-    `kept` bytes are not lost; None where nobody can tell how many.
+    `kept` bytes are not lost; None if their number is unknown.
     """
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     first = "free some space" if is_full else "fix what the system reports"
@@ -292,7 +294,7 @@ def _refused(error: OSError, target: Path, kept: int | None) -> ReshardError:
 
 
 def _unpublished(error: OSError, target: Path, aside: Path, *, is_new: bool) -> ReshardError:
-    """What the system says when the output is complete and only has to be renamed, and where the old folder is."""
+    """The error for an output that is complete but cannot be renamed; says where the old folder is."""
     found = error.strerror or str(error)
     if is_new and aside.exists():
         return ReshardError(

@@ -1,4 +1,4 @@
-"""Threads that begin together and end together, whatever happens."""
+"""Run work on several threads, all of which have ended when it returns or raises."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ T = TypeVar("T")
 
 
 def together(work: Callable[[int, Event], T], threads: int) -> list[T]:
-    """What `work(index, stopped)` returned on each of `threads` threads, or of as many as the system gives.
+    """The results of `work(index, stopped)` on each of `threads` threads, or on as many as the system allows.
 
-    So the threads share what there is to do; where the system gives none, this one does it alone.
+    The threads therefore share one pool of work; if the system allows none, the calling thread does it alone.
 
-    The first exception, and Ctrl-C, set `stopped`: work that looks at it often ends soon, and nothing is still at
-    work when the exception comes out of here.
+    The first exception, or Ctrl-C, sets `stopped`: work that checks it often ends soon, and no thread is still
+    running when the exception is raised here.
     """
     begin, stopped = Event(), Event()
 
     def run(index: int) -> T:
-        # Ctrl-C can come between the start of a thread and the pool's knowing it; the pool then waits for all
+        # Ctrl-C can come between the start of a thread and its registration in the pool; the pool then waits for all
+        # threads but that one, so none may work before all are registered.
         # threads but that one, so none may work before all are known.
         begin.wait()
         if stopped.is_set():
@@ -40,7 +41,7 @@ def together(work: Callable[[int, Event], T], threads: int) -> list[T]:
             return [work(0, stopped)]
         pending = set(futures)
         while pending:
-            # Only a wait that ends by itself lets Ctrl-C through on every system.
+            # Only a wait with a timeout lets Ctrl-C through on every system.
             done, pending = wait(pending, timeout=0.2, return_when=FIRST_EXCEPTION)
             for future in done:
                 future.result()
@@ -50,13 +51,13 @@ def together(work: Callable[[int, Event], T], threads: int) -> list[T]:
 
 
 def _end(pool: ThreadPoolExecutor, futures: list[Future[T]], begin: Event, stopped: Event) -> None:
-    """Wait for all threads, whoever presses Ctrl-C meanwhile: they end soon, and what they write to is cleared next."""
+    """Wait for all threads despite Ctrl-C: they end soon, and the files that they write are removed next."""
     again: KeyboardInterrupt | None = None
     while True:
         try:
             stopped.set()
             begin.set()
-            wait(futures)  # until Python 3.12, a join that Ctrl-C interrupts takes the thread for ended
+            wait(futures)  # until Python 3.12, a join that Ctrl-C interrupts marks the thread as ended
             pool.shutdown()
             break
         except KeyboardInterrupt as error:

@@ -1,8 +1,8 @@
-"""Output of a store, which has no rename: each file is put together here, uploaded, and removed here.
+"""Output to a store, which has no rename: each file is assembled locally, uploaded, and removed locally.
 
-What makes the files a checkpoint (an index, a tracker, a config) goes last, and `marker.py` tells until then that they
-are none. The journal of the run says what has been uploaded, with what the store says of its state. So the same command
-continues, on another machine too if its sources are the same there.
+The files that make the others a checkpoint (an index, a tracker, a config) go last; until then `marker.py` marks the
+output as unfinished. The journal of the run records what was uploaded, with the state that the store reports. So the
+same command continues, also on another machine if the sources are the same there.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from reshard.transfer.staging import OnResume, may_pass, worked
 from reshard.transfer.threads import together
 
 SMALL = 16 << 20
-"""Bytes of an object that is removed before larger ones: what makes old files a checkpoint is small."""
+"""Objects of fewer bytes are removed before larger ones: what makes old files a checkpoint is small."""
 
 
 def staging_folder(bucket: Bucket) -> Path:
-    """Where the files of a destination are put together: TMPDIR chooses another disk."""
+    """The local folder where the files of a destination are assembled: TMPDIR selects another disk."""
     name = f"{bucket.url.rpartition('/')[2][:80]}-{sha256(bucket.url.encode()).hexdigest()[:12]}"
     return Path(tempfile.gettempdir()).resolve() / f"reshard-{os.getuid()}" / name
 
 
 def room(sizes: Mapping[str, int], last: Collection[str], threads: int) -> int:
-    """Bytes that lie here at a time, at most: a file for each thread, and those that wait for the others."""
+    """Most bytes stored locally at a time: a file per thread, and those that wait for the others."""
     largest = sorted((nbytes for name, nbytes in sizes.items() if name not in last), reverse=True)
     return sum(largest[:threads]) + sum(sizes[name] for name in last)
 
 
 class Uploads:
-    """The files of one run: `take` each that is whole, and `finish`."""
+    """The uploads of one run: `take` each complete file, then `finish`."""
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class Uploads:
         self._journal, self._claim, self._on_bytes = journal, claim, on_bytes
         self.folder = Path()
         self.states: dict[str, str] = {}
-        """What the store said of each object when it was uploaded."""
+        """The state of each object that the store reported when it was uploaded."""
         self._lock = Lock()
 
     def resume(self, folder: Path, threads: int) -> None:
-        """Begin with what earlier runs have done: upload what they had finished in `folder`, and no more."""
+        """Continue what earlier runs have done: upload only the files that they finished in `folder`."""
         self.folder = folder
         files = self._journal.progress.files
         self.states = {name: each.elsewhere for name, each in files.items() if each.elsewhere is not None}
@@ -81,12 +81,12 @@ class Uploads:
         together(work, threads)
 
     def take(self, name: str, stopped: Event) -> None:
-        """Upload a file and remove it here, unless it has to wait for the others."""
+        """Upload a file and remove it locally, unless it has to wait for the others."""
         if name not in self._last:
             self._upload(name, stopped)
 
     def finish(self) -> None:
-        """Upload the rest in its order, and see that all objects are what was uploaded."""
+        """Upload the rest in order, and check that all objects are as they were uploaded."""
         for name in self._last:
             if name not in self.states:
                 self._upload(name, Event())
@@ -145,13 +145,13 @@ def uploading(
     on_bytes: Callable[[int], None],
     on_resume: OnResume,
 ) -> Iterator[Uploads]:
-    """Files that become the objects `sizes` of a bucket when the block ends well.
+    """Files that become the objects `sizes` of a bucket if the block succeeds.
 
-    They are written to `folder` and taken one by one; those in `last` go last, in their order. Each of the `threads`
-    may hold `memory` bytes of what it sends. The objects `old` are removed before the first file is uploaded.
-    If the block fails for a reason that may pass, what was done is kept for the next block with the same journal; else
-    all that was uploaded is removed.
-    Raises ReshardError if another run writes to the same place, and what the store or the system refuses.
+    They are written to `folder` and taken one by one; those in `last` go last, in order. Each of the `threads` may hold
+    `memory` bytes of the data that it sends. The objects `old` are removed before the first file is uploaded. If the
+    block fails for a reason that may pass, what was done is kept for the next block with the same journal; otherwise
+    everything uploaded is removed. Raises ReshardError if another run is writing to the same place, and for what the
+    store or the system refuses.
     """
     target = staging_folder(bucket)
     root = _own_folder(target.parent)
@@ -180,7 +180,7 @@ def uploading(
             yield uploads
         except BaseException as error:
             kept = may_pass(error) and journal.progress.nbytes
-            with suppress(ReshardError, OSError):  # what went wrong before tells more
+            with suppress(ReshardError, OSError):  # the original error is more useful
                 claim.leave(None if kept else list(sizes))
             raise
         claim.leave([])
@@ -195,7 +195,7 @@ def _prepared(
     journal: Journal,
     on_resume: OnResume,
 ) -> dict[str, str]:
-    """Take the destination, remove what has to go, and tell what is there of this output."""
+    """Take the destination, remove what must go, and return the state of the objects of this output that are there."""
     before, there = marker_in(bucket), bucket.listing()
     if before and before.run != claim.run and is_live(before, there.get(MARKER)):
         raise busy(bucket, before)
@@ -244,7 +244,7 @@ def unfinished_at(target: Path) -> list[Unfinished]:
 
 
 def finished_at(target: StorePath) -> str | None:
-    """What changes with the last object of an output in a store; None while it is unfinished, or cannot be seen."""
+    """The state of all objects of an output in a store; None while it is unfinished, or if it cannot be read."""
     with suppress(ReshardError):
         bucket = Bucket(target)
         there = bucket.listing()
@@ -253,9 +253,9 @@ def finished_at(target: StorePath) -> str | None:
 
 
 def remove_unfinished_at(target: Path, age: float) -> list[Unfinished]:
-    """Remove, and return, those to which nothing was added for `age` seconds.
+    """Remove and return the unfinished conversions without progress for `age` seconds.
 
-    Raises ReshardError if a run writes to `target`.
+    Raises ReshardError if a run is writing to `target`.
     """
     if not isinstance(target, StorePath):
         return remove_unfinished(target, age)
@@ -275,7 +275,7 @@ def remove_unfinished_at(target: Path, age: float) -> list[Unfinished]:
 
 
 def _bucket(target: StorePath) -> Bucket | None:
-    """What can be written to, at the address of a destination."""
+    """The bucket at the address of a destination; None if it cannot be written to."""
     try:
         return Bucket(target)
     except ReshardError:
@@ -283,7 +283,7 @@ def _bucket(target: StorePath) -> Bucket | None:
 
 
 def _own_folder(path: Path) -> Path:
-    """A folder of this user alone. Raises ReshardError if it is another's."""
+    """A folder that belongs to this user alone. Raises ReshardError if it belongs to another user."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.lstat()
     if status.st_uid != os.getuid() or not path.is_dir() or path.is_symlink():

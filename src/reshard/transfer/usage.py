@@ -1,4 +1,4 @@
-"""What a plan uses of its sources, and whether it writes each element of its outputs once: counted from its views."""
+"""What a plan uses of its sources, and whether it writes each element of its outputs once, computed from its views."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from reshard.algebra.views import Piece, View
 from reshard.transfer.plan import Block, OutputFile, Plan
 
 COMPUTING = "computed values"
-"""Stands for the name of all tensors that are computed from what they read, which may be read more than once."""
+"""Stands for the names of all tensors that are computed from what they read, which may be read more than once."""
 
 OnCount = Callable[[int, int], None]
-"""Hears how many of how many views are done."""
+"""Callback that receives the number of views done, and their total number."""
 
 
 T = TypeVar("T")
@@ -36,7 +36,8 @@ class Fault(NamedTuple):
 class Uses:
     """What one tensor, or a block of it, is made of.
 
-    `stored` are bytes of storages, `computed` items of computed sources by their numbers, `zeros` items of no source.
+    `stored` are bytes of storages, `computed` items of computed sources by their numbers, `zeros` the number of items
+    without a source.
     """
 
     stored: dict[Storage, Multiset] = field(default_factory=dict)
@@ -44,13 +45,13 @@ class Uses:
     zeros: int = 0
 
     def add(self, other: Uses) -> None:
-        """Take in those of another block."""
+        """Add the uses of another block."""
         _add(self.stored, other.stored)
         _add(self.computed, other.computed)
         self.zeros += other.zeros
 
     def times(self, factor: int) -> Uses:
-        """The same so many times."""
+        """The same uses, `factor` times."""
         return Uses(
             {storage: used.times(factor) for storage, used in self.stored.items()},
             {key: used.times(factor) for key, used in self.computed.items()},
@@ -64,19 +65,19 @@ def _add(found: dict[T, Multiset], more: Mapping[T, Multiset]) -> None:
 
 
 def stored_pieces(view: View) -> Iterator[tuple[Cells, Piece]]:
-    """The pieces of a view that lie in storages."""
+    """The pieces of a view that come from storages."""
     for piece in view.pieces:
         if isinstance(piece.source, Cells) and piece.source.storage.path:
             yield piece.source, piece
 
 
 def bytes_of(cells: Cells, piece: Piece) -> Multiset:
-    """The bytes of its storage that a piece stands for."""
+    """The bytes of its storage that a piece uses."""
     return Multiset.of(piece.start, ((n, step) for n, step, _ in piece.axes), cells.dtype.itemsize)
 
 
 def storages_of(view: View) -> dict[Storage, Multiset]:
-    """The bytes of each storage that a view stands for."""
+    """The bytes of each storage that a view uses."""
     found: dict[Storage, Multiset] = {}
     for cells, piece in stored_pieces(view):
         _add(found, {cells.storage: bytes_of(cells, piece)})
@@ -84,7 +85,7 @@ def storages_of(view: View) -> dict[Storage, Multiset]:
 
 
 def key_of(source: Computed) -> Hashable:
-    """What tells a computed source from others: what it is, and all that it reads."""
+    """The identity of a computed source: its type and dtype, and everything that it reads."""
     return type(source).__name__, source.dtype, tuple(map(_key_of_tensor, source.inputs))
 
 
@@ -98,11 +99,11 @@ def _key_of_tensor(tensor: Tensor) -> Hashable:
 
 @dataclass
 class Written:
-    """What the files of a plan are made of.
+    """What the files of a plan consist of.
 
-    `elements` are those of the tensors, of which `computed` are computed and `zeros` are zeros that no source has;
+    `elements` are those of the tensors, of which `computed` are computed and `zeros` are zeros without a source;
     `copies` are further elements, of tensors that several ranks store. The bytes of all files are those of tensors
-    (with copies), headers and configs, files copied as they are, and zeros between them.
+    (with copies), headers and configs, files copied unchanged, and zeros between them.
     """
 
     tensors: int = 0
@@ -120,7 +121,7 @@ class Written:
 
 
 class Usage:
-    """All that a plan uses, by storage and by the name of the tensor that uses it. `faults` do not balance."""
+    """Everything that a plan uses, by storage and by the name of the tensor that uses it. `faults` do not balance."""
 
     def __init__(self, plan: Plan, on_count: OnCount = lambda done, count: None) -> None:
         self.stored: dict[Storage, dict[str, Multiset]] = defaultdict(dict)
@@ -165,7 +166,7 @@ class Usage:
         self._settle()
 
     def _blocks_of(self, file: OutputFile) -> Iterator[Block]:
-        """The blocks of a file, of which none may reach into another; counts what else there is."""
+        """The blocks of a file, none of which may overlap another; counts the other bytes too."""
         end, held = 0, 0
         for block in sorted(file.blocks, key=lambda block: block.offset):
             if block.offset < end or block.offset + block.nbytes > file.size:
@@ -182,7 +183,7 @@ class Usage:
         self.written.bytes_between += file.size - held - literal
 
     def _tiled(self, name: str, path: str, view: View, shape: tuple[int, ...]) -> None:
-        """Each element of a block has exactly one source."""
+        """Check that each element of a block has exactly one source."""
         made = total(Multiset.of(p.at, ((n, target) for n, _, target in p.axes)) for p in view.pieces)
         whole = prod(shape)
         if made != Multiset.of(0, ((whole, 1),) if whole else ((0, 1),)):
@@ -203,7 +204,7 @@ class Usage:
         return found
 
     def _number(self, source: Computed) -> int:
-        """The same for two computed sources that are the same; notes what a new one reads."""
+        """The number of a computed source, the same for equal sources; records what a new one reads."""
         if source not in self._numbers:
             self._numbers[source] = self._keys.setdefault(key_of(source), len(self._keys))
             for tensor in source.inputs:
@@ -217,7 +218,7 @@ class Usage:
     def _compare(
         self, name: str, numel: int, dtype: DType, uses: Uses, blocks: Uses, items: dict[str, int]
     ) -> None:
-        """The blocks of a tensor are all of it, once or in as many copies as there are ranks that have it."""
+        """Check that the blocks of a tensor are all of it, once or as often as there are ranks that store it."""
         copies, rest = divmod(items[name], numel) if numel else (1, 0)
         elements = dtype.elements(numel)
         self.written.tensors += 1
@@ -230,7 +231,7 @@ class Usage:
             self.faults.append(Fault(name, f"its blocks write {found}"))
 
     def _settle(self) -> None:
-        """All elements of each computed source are used once; what they are computed from is used."""
+        """Check that all elements of each computed source are used once; their inputs count as used."""
         for key, users in self._computed.items():
             if total(set(users.values())) != Multiset.of(0, ((self._ends[key], 1),)):
                 names = ", ".join(sorted(users))
@@ -248,10 +249,10 @@ class Usage:
                     yield cells, Piece(cells, start, 0, tuple((n, step, 0) for n, step in axes))
 
     def used(self, storage: Storage) -> Multiset:
-        """The bytes of a storage that are used, each once though several tensors may be made of the same ones."""
+        """The bytes of a storage that are used, each counted once even if several tensors are made from it."""
         return total(set(self.stored.get(storage, {}).values()))
 
     def shared(self, storage: Storage) -> int:
-        """How many bytes of a storage are used by more than one tensor."""
+        """The number of bytes of a storage that more than one tensor uses."""
         users = list(self.stored.get(storage, {}).values())
         return sum(each.numel for each in set(users) if users.count(each) > 1)
