@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint: a folder of `.metadata` and `*.distcp`. Megatron's torch_dist shares its files."""
+"""torch.distributed.checkpoint: a folder of `.metadata` and `*.distcp`. Megatron's torch_dist uses the same files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A `.distcp` file while it is planned: small files of `torch.save`, one for each chunk, one after another."""
+"""A planned `.distcp` file: one small torch.save file per chunk, one after another."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from reshard.transfer.plan import Block, OutputFile, Planned
 class ChunkFile:
     """One file, to which a layout assigns chunks of tensors. `path` is relative to the folder of `.metadata`.
 
-    It iterates over its blocks. Of each chunk it keeps the tensor and the place that `.metadata` names, and makes the
-    rest when asked: Kimi-K2 on 2048 ranks has 556,000 chunks.
+    Iteration yields its blocks. For each chunk it stores only the tensor and the place for `.metadata`, and makes the
+    rest on demand: Kimi-K2 on 2048 ranks has 556,000 chunks.
     """
 
     path: str
@@ -30,9 +30,9 @@ class ChunkFile:
     def add(
         self, tensor: Planned, low: tuple[int, ...], size: tuple[int, ...], at: tuple[int, ...] = ()
     ) -> DcpChunk:
-        """Put the box of `tensor` from `low` of `size` at the end, and return where.
+        """Append the box of `tensor` at `low` with `size`, and return its place.
 
-        A tensor that is one of several which are stacked stands at `at` on the leading axes.
+        If several tensors are stacked, `at` is the index of this one on the leading axes.
         """
         image = _image(tensor.dtype, len(at), size)
         chunk = DcpChunk(at + low, image.slots[0].shape, self.path, self.size, image.size)
@@ -42,14 +42,14 @@ class ChunkFile:
         return chunk
 
     def append(self, content: bytes) -> DcpChunk:
-        """Put a whole file of torch.save at the end, whose content is known, and return where."""
+        """Append a complete torch.save file with known content, and return its place."""
         chunk = DcpChunk((), (), self.path, self.size, len(content))
         self._objects.append((self.size, content))
         self.size += len(content)
         return chunk
 
     def finished(self, folder: str = "") -> OutputFile:
-        """The file, below `folder` of the output."""
+        """The output file, in `folder` of the output."""
         path = f"{folder}/{self.path}" if folder else self.path
         return OutputFile(path, self.size, self, self._literals)
 
@@ -68,7 +68,7 @@ class ChunkFile:
         yield from self._objects
 
     def _laid_out(self) -> Iterator[tuple[Planned, tuple[int, ...], tuple[int, ...], int, Image]]:
-        """Each chunk: its tensor, its box there (low, size), and its image with the place where that begins."""
+        """Each chunk: its tensor, its box in it (low, size), the offset of its image in the file, and the image."""
         for tensor, chunk in zip(self._tensors, self._places, strict=True):
             lead = len(chunk.offsets) - len(tensor.shape)
             low, size = chunk.offsets[lead:], chunk.sizes[lead:]
@@ -77,7 +77,7 @@ class ChunkFile:
 
 @lru_cache(maxsize=4096)
 def _image(dtype: DType, lead: int, size: tuple[int, ...]) -> Image:
-    """The file of a chunk of `size` in a tensor that stacks several on `lead` axes."""
+    """The torch.save file of a chunk of `size`, in a tensor that is stacked along `lead` axes."""
     return layout_torch_file(NewTensor("data", dtype, (1,) * lead + size))
 
 

@@ -1,7 +1,7 @@
 """Folders of torch.distributed.checkpoint: FSDP1 and FSDP2 on any mesh, accelerate, Trainer, torchtitan.
 
-`.metadata` maps every tensor of a flattened state dict to chunks in `__<rank>_<n>.distcp` files, so no trace of ranks
-is left in names. The model may be nested in the user's state dict, and optimizer states may lie beside it:
+`.metadata` maps every tensor of a flattened state dict to chunks in `__<rank>_<n>.distcp` files, so names do not depend
+on ranks. The model may be nested in the user's state dict, and optimizer states may be next to it:
 
     pytorch_model_fsdp_0/, optimizer_0/    accelerate and Trainer, SHARDED_STATE_DICT: `model.<name>`
     checkpoint/step-5/                     torchtitan: `<name>`, `optimizer.state.<name>.exp_avg`, `train_state` …
@@ -64,7 +64,7 @@ NOT_WEIGHTS = tuple(
         (r".*\.rotary_emb\.inv_freq|freqs_cis|.*\brope\.cache", "rotary buffers"),
     )
 )
-"""What lies beside the weights: the rule that leaves it behind, by the key below at most two levels of nesting."""
+"""Entries that are not weights: the pattern of their keys, below at most two levels of nesting, and the rule."""
 
 ACCELERATE = re.compile(r"pytorch_model_fsdp_(\d+)")
 STEP = re.compile(r"(?:(?:global_)?step|checkpoint)[_-]?(\d+)")
@@ -76,7 +76,7 @@ def detect(path: Path) -> bool:
 
 
 def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoint:
-    """Open a folder. Raises ReshardError naming all that is missing, damaged, or not told apart."""
+    """Open a folder. Raises ReshardError naming all that is missing, damaged, or ambiguous."""
     step = _step_of(path)
     if iteration is not None and iteration != step:
         raise ReshardError(
@@ -126,7 +126,7 @@ def _open(path: Path, step: int | None) -> Checkpoint:
 
 
 def _of_torchtitan(checkpoint: Checkpoint) -> Checkpoint:
-    """The same, in torchtitan's dialect. Its optimizer states are left: it fuses projections in them alone."""
+    """The same in torchtitan's dialect, without optimizer states: only there does torchtitan fuse projections."""
     tensors, dropped = torchtitan.respelled(checkpoint.tensors), Counter(checkpoint.dropped)
     if torchtitan.tied_head(tensors):
         dropped["the tied head, stored twice"] += tensors.pop(torchtitan.HEAD).nbytes
@@ -145,7 +145,7 @@ def _notes(path: Path) -> list[str]:
 
 
 class _Parts:
-    """The keys of a flattened state dict, told apart: weights below `prefix`, optimizer states, and the rest."""
+    """The keys of a flattened state dict, sorted into weights below `prefix`, optimizer states, and the rest."""
 
     def __init__(self, metadata: DcpMetadata) -> None:
         self.metadata = metadata
@@ -171,7 +171,7 @@ class _Parts:
             self._candidates[key] = tensor
 
     def weights(self, folder: Path) -> dict[str, DcpTensor]:
-        """The tensors of the one model that there is, by name. Raises ReshardError if that is not clear."""
+        """The tensors of the one model, by name. Raises ReshardError if there is none, or more than one."""
         if not self._candidates:
             raise ReshardError(
                 "dcp-without-weights",
@@ -195,7 +195,7 @@ class _Parts:
         return weights
 
     def _nests(self) -> dict[str, dict[str, DcpTensor]]:
-        """Tensors by the state dict that they lie in, as its path in the saved one ("", "model.", "app.model." …)."""
+        """Tensors by their state dict, given as its path in the saved one ("", "model.", "app.model." …)."""
         paths = self.metadata.planner_data or {}
         outer: dict[str, dict[str, DcpTensor]] = defaultdict(dict)
         for key, tensor in self._candidates.items():
@@ -241,7 +241,7 @@ EMBEDDINGS = ("model.embed_tokens.weight", "model.tok_embeddings.weight", "tok_e
 
 
 def _mixed(folder: Path, names: Iterable[str]) -> Iterator[Problem]:
-    """A problem if names of two engines stand side by side."""
+    """A problem if the names of two engines are mixed."""
     found = sorted(set(EMBEDDINGS) & set(names))
     if len(found) > 1:
         yield Problem(
@@ -258,7 +258,7 @@ def _mixed(folder: Path, names: Iterable[str]) -> Iterator[Problem]:
 
 
 class _Reader:
-    """Puts tensors together from their chunks, and collects what is wrong with them. `coming` are those, in order."""
+    """Assembles tensors from their chunks, and collects problems. `coming` are the tensors to read, in order."""
 
     def __init__(self, coming: Iterable[DcpTensor]) -> None:
         self.copies = CopyFinder()
@@ -266,7 +266,7 @@ class _Reader:
         self._problems: list[Problem] = []
 
     def tensor(self, name: str, stored: DcpTensor) -> Tensor:
-        """A whole tensor as a view over its chunks."""
+        """A complete tensor as a view over its chunks."""
         parts = []
         for chunk in stored.chunks:
             found = self._chunks.read(chunk.file, chunk.offset, chunk.length, stored.dtype, chunk.sizes)
@@ -291,7 +291,7 @@ class _Reader:
         return Tensor(stored.dtype, view)
 
     def finish(self) -> None:
-        """Close all files. Raises ReshardError listing the tensors that are not whole."""
+        """Close all files. Raises ReshardError listing the tensors that are incomplete."""
         self._chunks.close()
         if self._problems:
             raise ReshardError(self._problems)
@@ -303,7 +303,7 @@ _STATE = re.compile(r"(?:.*?\.)?state\.(?P<name>.+)\.(?P<kind>\w+)")
 
 
 def _optimizer_beside(path: Path, parts: _Parts) -> DcpMetadata | None:
-    """The optimizer in `optimizer_0`, which accelerate writes beside `pytorch_model_fsdp_0`; counted as dropped."""
+    """The optimizer in `optimizer_0`, which accelerate writes next to `pytorch_model_fsdp_0`; counted as dropped."""
     match = ACCELERATE.fullmatch(path.name)
     folder = path.parent / f"optimizer_{match[1]}" if match else None
     if folder is None or not (folder / METADATA).is_file():
@@ -315,7 +315,7 @@ def _optimizer_beside(path: Path, parts: _Parts) -> DcpMetadata | None:
 
 
 def _states(optimizer: Mapping[str, DcpTensor], weights: Mapping[str, DcpTensor]) -> States:
-    """Those states that have the shape of a weight, under its name; read when they are asked for."""
+    """The states that have the shape of a weight, under its name; read on first use."""
     kinds: dict[str, dict[str, DcpTensor]] = defaultdict(dict)
     for key, tensor in optimizer.items():
         match = _STATE.fullmatch(key)
@@ -335,10 +335,10 @@ def _read_states(found: Mapping[str, DcpTensor]) -> dict[str, Tensor]:
 # ---------------------------------------------------------------------------------------------- writing
 
 CHUNK = 64 << 20
-"""Bytes of a chunk, at most: a rank that loads its part of a tensor reads whole chunks."""
+"""Maximum size of a chunk in bytes: to load its part of a tensor, a rank reads complete chunks."""
 
 NEST = "model"
-"""Where the model lies in the state dict, as in torch's own examples, accelerate and Trainer."""
+"""The key of the model in the state dict, as in torch's own examples, accelerate and Trainer."""
 
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -353,7 +353,7 @@ def lay_out(request: Request) -> list[OutputFile]:
     stored = writer.metadata.tensors
     head, embedding = request.called(HEAD), f"{NEST}.{request.called(EMBEDDING)}"
     if request.tied and f"{NEST}.{head}" not in stored and embedding in stored:
-        writer.name(NEST, head, stored[embedding])  # the state dict of the live model has it twice
+        writer.name(NEST, head, stored[embedding])  # the live model's state dict has both names
     if request.states and request.optimizer:
         optimizer = NewOptimizer(request.states, request.optimizer)
         writer.add_optimizer(optimizer, {tensor.name for tensor in tensors if len(tensor.shape) < 2})
@@ -361,7 +361,7 @@ def lay_out(request: Request) -> list[OutputFile]:
 
 
 def notes(request: Request) -> list[str]:
-    """How torch loads the folder."""
+    """How to load the folder with torch."""
     model = 'load it with dcp.load({"model": model.state_dict()}, checkpoint_id=FOLDER)'
     return [model, LOADS_STATES, *stateless(request)] if request.states else [model]
 
@@ -373,7 +373,7 @@ LOADS_STATES = (
 
 
 class _Writer:
-    """Files that grow to `max_file_size`, and what `.metadata` says of them."""
+    """Files of up to `max_file_size`, and their `.metadata`."""
 
     def __init__(self, max_file_size: int) -> None:
         self.metadata = DcpMetadata({}, {}, {})
@@ -381,7 +381,7 @@ class _Writer:
         self._max_file_size = max_file_size
 
     def add(self, tensor: Planned) -> DcpTensor:
-        """Put a tensor into chunks, in one file or several."""
+        """Add a tensor as chunks, in one file or several."""
         entry = DcpTensor(tensor.dtype, tensor.shape, [])
         for low, size in _boxes(tensor, min(CHUNK, self._max_file_size)):
             nbytes = prod(size) * tensor.dtype.itemsize
@@ -391,7 +391,7 @@ class _Writer:
         return entry
 
     def name(self, nest: str, name: str, entry: DcpTensor | DcpChunk) -> None:
-        """Call a tensor or an object `name` in the state dict called `nest`."""
+        """Name a tensor or an object `name` in the state dict called `nest`."""
         assert self.metadata.planner_data is not None
         self.metadata.planner_data[f"{nest}.{name}"] = (nest, name)
         if isinstance(entry, DcpTensor):
@@ -400,7 +400,7 @@ class _Writer:
             self.metadata.objects[f"{nest}.{name}"] = entry
 
     def add_optimizer(self, optimizer: NewOptimizer, vectors: Collection[str]) -> None:
-        """Put the states, and the step and the settings that all parameters share; `vectors` do not decay."""
+        """Add the states, and the step and settings that all parameters share; `vectors` have no weight decay."""
         for key, tensor in optimizer.tensors():
             self.name(OPTIMIZER_NEST, key, self.add(tensor))
         append = self._files[-1].append
@@ -419,7 +419,7 @@ class _Writer:
 
 
 def _boxes(tensor: Planned, nbytes: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Boxes (low, size) of at most `nbytes` where rows are no longer than that, cut along the first axis."""
+    """Boxes (low, size) cut along the first axis, of at most `nbytes` each, or of one row if rows are longer."""
     if not tensor.shape:
         yield (), ()
         return

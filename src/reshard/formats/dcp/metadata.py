@@ -1,8 +1,8 @@
-"""The `.metadata` of torch's distributed checkpoints: which chunk of which tensor lies where.
+"""The `.metadata` of torch's distributed checkpoints: the file and offset of each chunk of each tensor.
 
-It is a pickled `torch.distributed.checkpoint.metadata.Metadata`. Megatron-Core's torch_dist format has the
-same file; it keeps its save plans in it too, which nobody needs to read. Sources: `metadata.py` and
-`filesystem.py` in `torch/distributed/checkpoint` of torch 2.4 to 2.13, and files that both wrote.
+It is a pickled `torch.distributed.checkpoint.metadata.Metadata`. Megatron-Core's torch_dist format has the same file,
+and also stores its save plans in it, which are not needed. Sources: `metadata.py` and `filesystem.py` in
+`torch/distributed/checkpoint` of torch 2.4 to 2.13, and files that both wrote.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MODULE = "torch.distributed.checkpoint.metadata"
 STORAGE_MODULE = "torch.distributed.checkpoint.filesystem"
 
 OPEN, CLOSE = b")\x81}(", b"ub"
-"""Opcodes: make an instance of the class on the stack and begin the dict of its attributes; end it."""
+"""Opcodes: instantiate the class on the stack and begin the dict of its attributes; end it."""
 
 _COPY_AGAIN = "copy it again from where it was saved, with its hidden files (cp -r FOLDER, not FOLDER/*)"
 
@@ -32,8 +32,8 @@ _COPY_AGAIN = "copy it again from where it was saved, with its hidden files (cp 
 class DcpChunk(NamedTuple):
     """A box of a tensor, stored by `torch.save` at bytes `offset` to `offset + length` of `file`.
 
-    `file` is a path when read, and relative to the folder of `.metadata` when it is to be written. An object
-    that is no tensor has a chunk too, without `offsets` and `sizes`.
+    `file` is a path when reading, and relative to the folder of `.metadata` when writing. An object that is not a
+    tensor has a chunk too, without `offsets` and `sizes`.
     """
 
     offsets: tuple[int, ...]
@@ -45,7 +45,7 @@ class DcpChunk(NamedTuple):
 
 @dataclass
 class DcpTensor:
-    """A whole tensor and the chunks that it is cut into."""
+    """A complete tensor and its chunks."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ def spans(tensors: Iterable[DcpTensor]) -> Iterator[tuple[str, int, int]]:
 
 @dataclass
 class DcpMetadata:
-    """What `.metadata` says. `planner_data` maps each key to its path in the nested state dict, if known."""
+    """The content of `.metadata`. `planner_data` maps each key to its path in the nested state dict, if known."""
 
     tensors: dict[str, DcpTensor]
     objects: dict[str, DcpChunk]
@@ -68,7 +68,7 @@ class DcpMetadata:
 
 
 def read_metadata(path: Path) -> DcpMetadata:
-    """Read the file `.metadata`, and check that every file it names is there and long enough.
+    """Read the file `.metadata`, and check that every file it names exists and is long enough.
 
     Raises ReshardError for a missing or damaged `.metadata`; for missing or short files, listing all.
     """
@@ -95,7 +95,7 @@ def read_metadata(path: Path) -> DcpMetadata:
 
 
 class _Index:
-    """A `MetadataIndex`, of which there is one for each chunk."""
+    """A `MetadataIndex`; there is one for each chunk."""
 
     __slots__ = ("fqn", "offset")
 
@@ -127,7 +127,7 @@ class _Box:
 
 
 def _record_classes() -> dict[str, type]:
-    """Small classes for what comes in hundreds of thousands; fresh ones, since a pickle can alter them."""
+    """Small classes for records that number hundreds of thousands; new for each load, since a pickle can alter them."""
     records = {
         f"{MODULE}.MetadataIndex": _Index,
         f"{MODULE}.ChunkStorageMetadata": _Box,
@@ -137,7 +137,7 @@ def _record_classes() -> dict[str, type]:
 
 
 class _Reader:
-    """Joins the two tables of a `Metadata`: boxes of tensors, and places in files."""
+    """Joins the two tables of a `Metadata`: boxes of tensors, and their places in files."""
 
     def __init__(self, path: Path, state: dict[str, Any]) -> None:
         self._path = path
@@ -147,7 +147,7 @@ class _Reader:
         self._places = {(index.fqn, index.offset): place for index, place in state["storage_data"].items()}
 
     def read(self) -> tuple[DcpMetadata, list[Problem]]:
-        """The metadata, and what is wrong with it."""
+        """The metadata, and its problems."""
         planner_data = self._state.get("planner_data")
         metadata = DcpMetadata({}, {}, planner_data if isinstance(planner_data, dict) else None)
         for key, entry in self._state["state_dict_metadata"].items():
@@ -228,7 +228,7 @@ def _chunks(metadata: DcpMetadata) -> Iterator[tuple[str, DcpChunk]]:
 
 
 def _file_problems(folder: Path, metadata: DcpMetadata) -> list[Problem]:
-    """Files that are missing or shorter than the chunks in them need."""
+    """Problems of files that are missing, or too short for their chunks."""
     needed: dict[str, tuple[int, str]] = {}
     for key, chunk in _chunks(metadata):
         end = chunk.offset + chunk.length
@@ -268,14 +268,14 @@ def _file_problems(folder: Path, metadata: DcpMetadata) -> list[Problem]:
 def write_metadata(metadata: DcpMetadata) -> bytes:
     """The content of `.metadata`, for torch 2.4 and later and for megatron-core's torch_dist.
 
-    What torch fills with None or does not write by default is None or left out here: older versions lack
-    the classes, and newer ones supply the values.
+    Values that torch fills with None or does not write by default are None or left out here: older versions lack the
+    classes, and newer ones supply the values.
     """
     return _Writer().write(metadata)
 
 
 class _Writer:
-    """Emits the pickle from prepared pieces: a model of 671B parameters has 400,000 chunks."""
+    """Writes the pickle from prebuilt pieces: a model of 671B parameters has 400,000 chunks."""
 
     def __init__(self) -> None:
         self._pickler = Pickler()
@@ -286,7 +286,7 @@ class _Writer:
         self._raw = self._pickler.raw
 
     def write(self, metadata: DcpMetadata) -> bytes:
-        """The whole pickle."""
+        """The complete pickle."""
         pickler = self._pickler
         pickler.write(Global(MODULE, "Metadata"))
         self._raw(OPEN)

@@ -3,8 +3,8 @@
     state.<name>.{exp_avg,exp_avg_sq,step}    tensors; `step` is a scalar
     param_groups.<group>.lr …                 objects; a group is a number, or the name of each of its parameters
 
-The second kind of groups is that of `StateDictOptions(flatten_optimizer_state_dict=True)`, which any optimizer loads,
-whatever groups it has; it is what is written. Source: `distributed/checkpoint/state_dict.py` of torch 2.4 to 2.13.
+Groups named by parameter are those of `StateDictOptions(flatten_optimizer_state_dict=True)`, which any optimizer loads,
+whatever its groups; reshard writes these. Source: `distributed/checkpoint/state_dict.py` of torch 2.4 to 2.13.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _FLAGS = {
     "fused": None,
     "decoupled_weight_decay": True,
 }
-"""What groups of torch's AdamW have beside the settings that other engines know, with its defaults."""
+"""Other settings in the groups of torch's AdamW that other engines do not have, with their defaults."""
 
 
 def read_optimizer(metadata: DcpMetadata) -> Optimizer | None:
-    """The step, and the settings that come first; None if the folder has no optimizer that counts its steps."""
+    """The step, and the first settings found; None if the folder has no optimizer that counts its steps."""
     steps = [tensor for key, tensor in metadata.tensors.items() if _STEP.fullmatch(key) and tensor.chunks]
     if not steps:
         return None
@@ -58,7 +58,7 @@ def _value(tensor: DcpTensor) -> int | None:
     try:
         stored = reader.read(chunk.file, chunk.offset, chunk.length, tensor.dtype, chunk.sizes)
         return int(scalar(stored))
-    except UNUSABLE:  # not one number
+    except UNUSABLE:  # not a single number
         return None
     finally:
         reader.close()
@@ -66,7 +66,7 @@ def _value(tensor: DcpTensor) -> int | None:
 
 @dataclass(frozen=True)
 class NewOptimizer:
-    """An optimizer to be written: Adam's `states` by kind and name, and its settings."""
+    """An optimizer to write: Adam's `states` by kind and name, and its settings."""
 
     states: Mapping[str, Mapping[str, Planned]] = field(default_factory=dict)
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -78,24 +78,24 @@ class NewOptimizer:
                 yield f"state.{name}.{kind}", tensor
 
     def names(self) -> list[str]:
-        """The tensors that have states."""
+        """The names of tensors with states."""
         return list(dict.fromkeys(name for planned in self.states.values() for name in planned))
 
     def step(self) -> bytes:
-        """A file of torch.save with the step, a scalar in float32."""
+        """A torch.save file with the step, a scalar in float32."""
         image = layout_torch_file(NewTensor("step", _FLOAT32, ()))
         return image_bytes(image, {"step": struct.pack("<f", self.optimizer.step or 0)})
 
     def settings(self) -> dict[str, bytes]:
-        """The settings of every parameter, each as a file of torch.save."""
+        """The settings of every parameter, each as a torch.save file."""
         known = {**_DEFAULTS, **self.optimizer.settings, **_FLAGS}
         return {key: image_bytes(layout_torch_file(value)) for key, value in known.items()}
 
     def without_decay(self) -> bytes:
-        """The weight decay of biases and norms, which trainers leave out of it."""
+        """The weight decay of biases and norms, which trainers exempt: zero."""
         return image_bytes(layout_torch_file(0.0))
 
 
 def step_tensor(chunk: DcpChunk) -> DcpTensor:
-    """A scalar that lies in `chunk`."""
+    """A scalar that is stored in `chunk`."""
     return DcpTensor(_FLOAT32, (), [chunk])

@@ -1,6 +1,6 @@
-"""How torchtitan spells the names of its models, from 0.1 to 0.3.0.
+"""Tensor names of torchtitan, from 0.1 to 0.3.0.
 
-Inside reshard a tensor has the name of 0.3.0, and experts have one of their own each
+Inside reshard a tensor has its name in 0.3.0, but each expert has a tensor of its own
 (`layers.7.moe.experts.3.w1.weight`), although torchtitan stacks those of a layer. Source: the state dict adapters of
 torchtitan 0.2.2 and 0.3.0, and checkpoints that both wrote.
 """
@@ -15,7 +15,7 @@ from reshard.algebra.tensors import Cells, Tensor
 EMBEDDING, HEAD = "tok_embeddings.weight", "lm_head.weight"
 QUERY = "layers.0.attention.wq.weight"
 EXPERT_BIAS = re.compile(r"(model\.)?layers\.\d+\.moe\.expert_bias(_E)?")
-"""What load balancing without an auxiliary loss adds to the scores of a router, where the model itself has no bias."""
+"""The bias that loss-free load balancing adds to router scores, if the model itself has none."""
 
 _SPELLINGS = (
     (re.compile(r"(layers\.\d+\.attention\.)(w[qkv]\.\w+)"), r"\1qkv_linear.\2"),
@@ -25,17 +25,17 @@ _EXPERTS = re.compile(r"(layers\.\d+\.moe\.)(?:routed_experts\.inner_)?experts\.
 
 
 def is_torchtitan(names: Iterable[str]) -> bool:
-    """Whether these are names of a torchtitan model, its state dict nested in nothing."""
+    """Whether these are names of a torchtitan model whose state dict is not nested."""
     return EMBEDDING in set(names)
 
 
 def unnested(names: Iterable[str]) -> str:
-    """What stands before the names where the nesting is not recorded: "model.", as until 2024, or ""."""
+    """The prefix of the names if the nesting is not recorded: "model.", as until 2024, or ""."""
     return "model." if f"model.{QUERY}" in set(names) else ""
 
 
 def respelled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`tensors` under the names of 0.3.0, with experts apart."""
+    """`tensors` under the names of 0.3.0, with experts unstacked."""
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         match = _EXPERTS.fullmatch(name)
@@ -55,16 +55,16 @@ def _spelled(name: str) -> str:
 
 
 def tied_head(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether the head is the embedding over again, which torchtitan stores twice: told by the chunks' checksums."""
+    """Whether the head is a copy of the embedding, which torchtitan stores twice: compares the chunks' checksums."""
     return HEAD in tensors and EMBEDDING in tensors and _marks(tensors[HEAD]) == _marks(tensors[EMBEDDING])
 
 
 def _marks(tensor: Tensor) -> list[tuple[object, ...]] | object:
-    """What tells the elements of a tensor from others: chunk by chunk the place, the size and the CRC32."""
+    """What identifies the elements of a tensor: place, size and CRC32 of each chunk."""
     marks: list[tuple[object, ...]] = []
     for piece in tensor.view.pieces:
         if not isinstance(piece.source, Cells) or piece.source.storage.crc32 is None:
-            return object()  # equal to nothing
+            return object()  # unequal to everything
         storage, dtype = piece.source
         marks.append((piece.at, piece.start, piece.axes, dtype, storage.nbytes, storage.crc32))
     return sorted(marks, key=str)
