@@ -1,7 +1,7 @@
-"""The files of one DeepSpeed step: which there are, whose they are, and whether they belong together.
+"""The files of one DeepSpeed step: find them, assign them to ranks, and check that they belong together.
 
-`mp_rank_00_model_states.pt` (ZeRO 0 to 2) or `zero_pp_rank_<r>_mp_rank_00_model_states.pt` (ZeRO 3) hold the module,
-`[bf16_]zero_pp_rank_<r>_mp_rank_00_optim_states.pt` what a rank has of fp32 masters and optimizer states. Sources:
+`mp_rank_00_model_states.pt` (ZeRO 0 to 2) or `zero_pp_rank_<r>_mp_rank_00_model_states.pt` (ZeRO 3) contain the module,
+`[bf16_]zero_pp_rank_<r>_mp_rank_00_optim_states.pt` a rank's part of fp32 masters and optimizer states. Sources:
 `runtime/engine.py`, `runtime/zero/stage_1_and_2.py`, `stage3.py` and `runtime/bf16_optimizer.py` of deepspeed 0.19.8.
 """
 
@@ -35,14 +35,14 @@ UNIVERSAL_FIRST = "convert it to a universal checkpoint with DeepSpeed's ds_to_u
 
 
 class RankFile(NamedTuple):
-    """A file of `torch.save`, and what it holds."""
+    """A `torch.save` file and its content."""
 
     path: Path
     content: Mapping[str, Any]
 
     @property
     def optimizer(self) -> Mapping[str, Any]:
-        """What ZeRO's optimizer saved, in a file of optimizer states."""
+        """The state of ZeRO's optimizer, in a file of optimizer states."""
         found = self.content.get("optimizer_state_dict")
         if not isinstance(found, Mapping):
             raise ReshardError(
@@ -58,7 +58,7 @@ class RankFile(NamedTuple):
 
 @dataclass
 class StepFiles:
-    """The files of a step, by rank. `models` has rank 0 alone where one file is for all."""
+    """The files of a step, by rank. `models` has only rank 0 if all ranks share one file."""
 
     folder: Path
     models: dict[int, RankFile] = field(default_factory=dict)
@@ -73,12 +73,12 @@ class StepFiles:
 
     @property
     def ranks(self) -> int:
-        """How many ranks share the optimizer."""
+        """The number of ranks that share the optimizer."""
         return len(self.optimizers) or len(self.models)
 
 
 def holds_step(folder: Path) -> bool:
-    """Whether `folder` is where DeepSpeed saved a step."""
+    """Whether `folder` is a step that DeepSpeed saved."""
     if any(MODEL.fullmatch(p.name) or OPTIMIZER.fullmatch(p.name) for p in folder.glob("*_states.pt")):
         return True
     return is_universal(folder) or any(PIPELINE.fullmatch(p.name) for p in folder.glob("layer_*states.pt"))
@@ -90,7 +90,7 @@ def is_universal(folder: Path) -> bool:
 
 
 def read_models(folder: Path) -> dict[int, RankFile]:
-    """The model states beside a universal checkpoint, by rank; those of the first tensor-parallel rank."""
+    """The model states of a universal checkpoint, by rank; those of the first tensor-parallel rank."""
     problems: list[Problem] = []
     found = [path for path in sorted(folder.glob("*_model_states.pt")) if _model_rank(path) == 0]
     models = _models(found, {}, problems)
@@ -134,7 +134,7 @@ def read_step(folder: Path) -> StepFiles:
 def _models(
     found: Sequence[Path], optimizers: Mapping[int, RankFile], problems: list[Problem]
 ) -> dict[int, RankFile]:
-    """Model states by rank: ZeRO 3 writes one file for each rank. An earlier save of another stage may be left over."""
+    """Model states by rank: ZeRO 3 writes one file per rank. Files of an earlier save with another stage may remain."""
     matches = [path for path in found if MODEL.fullmatch(path.name)]
     each = [path for path in matches if path.name.startswith("zero_")]
     shared = [path for path in matches if path not in each]
@@ -147,7 +147,7 @@ def _read(path: Path) -> RankFile:
 
 
 def _by_rank(found: Sequence[Path], pattern: re.Pattern[str], problems: list[Problem]) -> dict[int, RankFile]:
-    """The files that match, by ZeRO rank; what is wrong with any of them goes to `problems`."""
+    """The matching files, by ZeRO rank; errors in them are added to `problems`."""
     result: dict[int, RankFile] = {}
     for path in found:
         match = pattern.fullmatch(path.name)
@@ -175,7 +175,7 @@ def _by_rank(found: Sequence[Path], pattern: re.Pattern[str], problems: list[Pro
 
 
 def _refuse_split(folder: Path, found: Sequence[Path]) -> None:
-    """Raise ReshardError for what was split by tensor or pipeline parallelism, whose rule no file tells."""
+    """Raise ReshardError for tensor or pipeline parallelism: no file records how tensors were split."""
     if any(PIPELINE.fullmatch(path.name) for path in found):
         raise ReshardError(
             "deepspeed-pipeline-unsupported",
@@ -204,7 +204,7 @@ def _refuse_split(folder: Path, found: Sequence[Path]) -> None:
 
 
 def _stage_of(file: RankFile) -> int:
-    """ZeRO's stage, an enum in the pickle; the optimizer for bfloat16 saves none, and partitions as stage 1 does."""
+    """ZeRO's stage, an enum in the pickle; the bfloat16 optimizer saves none, and partitions like stage 1."""
     stage = file.optimizer.get("zero_stage", 1)
     stage = stage.args[0] if isinstance(stage, Opaque) and stage.args else stage
     return stage if isinstance(stage, int) else 1
@@ -220,7 +220,7 @@ def _stage(files: StepFiles) -> int:
 
 
 def zero_config(file: RankFile) -> Mapping[str, Any]:
-    """`zero_optimization` of the config of DeepSpeed with which a file was saved."""
+    """`zero_optimization` of the DeepSpeed config that a file was saved with."""
     config = file.content.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
     return zero if isinstance(zero, Mapping) else {}
@@ -238,14 +238,14 @@ def _missing(path: Path, rule: str, found: str | None = None) -> Problem:
 
 
 def partition_count(file: RankFile) -> int:
-    """Over how many ranks the optimizer was partitioned; parameters of experts may be over fewer."""
+    """The number of ranks that the optimizer was partitioned over; expert parameters may be over fewer."""
     count = file.optimizer.get("partition_count")
     counts = count if isinstance(count, list | tuple) else [count]
     return max((each for each in counts if isinstance(each, int)), default=0)
 
 
 def _rank_problems(files: StepFiles) -> Iterator[Problem]:
-    """Ranks without a file, files of ranks that there were not, and files that count ranks differently."""
+    """Problems of ranks without a file, files of nonexistent ranks, and files with another number of ranks."""
     world = files.model.content.get("dp_world_size")
     if files.stage == 3 and not files.optimizers:
         yield from _no_weights(files, world if isinstance(world, int) else len(files.models))
@@ -275,7 +275,7 @@ def _rank_problems(files: StepFiles) -> Iterator[Problem]:
 def _other_steps(
     files: Mapping[int, RankFile], step_of: Callable[[RankFile], int | None]
 ) -> Iterator[Problem]:
-    """Files that have counted other steps than most."""
+    """Problems of files whose step differs from that of most."""
     steps = {rank: step for rank, file in files.items() if (step := step_of(file)) is not None}
     if len(set(steps.values())) < 2:
         return
@@ -300,13 +300,13 @@ def _global_steps(file: RankFile) -> int | None:
 
 
 def _optimizer_steps(file: RankFile) -> int | None:
-    """How often an optimizer has updated the partition of a rank: the most that any of its states counts."""
+    """The number of updates of a rank's partition: the highest step in its states."""
     counts = (_count(step) for step in values_of(file.content, "step"))
     return max((count for count in counts if count is not None), default=None)
 
 
 def _count(step: Any) -> int | None:
-    """A number, or a tensor of one."""
+    """An integer from a number, or from a tensor with one element."""
     try:
         return int(scalar(step) if isinstance(step, StoredTensor) else step)
     except (TypeError, ValueError, OverflowError):
@@ -314,7 +314,7 @@ def _count(step: Any) -> int | None:
 
 
 def _missing_experts(files: StepFiles) -> Iterator[Problem]:
-    """Files of experts that are not here; the model states count those of each layer."""
+    """Problems of missing expert files; the model states record the number of experts of each layer."""
     counts = files.model.content.get("num_experts")
     there = {file.path.name for file in files.experts}
     for layer, count in enumerate(counts if isinstance(counts, list) and files.stage < 3 else ()):
@@ -325,7 +325,7 @@ def _missing_experts(files: StepFiles) -> Iterator[Problem]:
 
 
 def _missing_models(files: StepFiles) -> Iterator[Problem]:
-    """Model states of ZeRO 3 that are not here, where frozen weights are in them."""
+    """Problems of missing model states of ZeRO 3, if these contain frozen weights."""
     world, model = files.model.content.get("dp_world_size"), files.model
     if not model.path.name.startswith("zero_") or not model.content.get("frozen_param_fragments"):
         return
@@ -334,7 +334,7 @@ def _missing_models(files: StepFiles) -> Iterator[Problem]:
 
 
 def _no_weights(files: StepFiles, ranks: int) -> Iterator[Problem]:
-    """What is wrong with model states of ZeRO 3 alone: they hold no weight at all."""
+    """Problems of ZeRO 3 model states without optimizer states: they contain no weights."""
     names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(ranks)]
     for name in names:
         yield _missing(
@@ -349,7 +349,7 @@ def _sibling(path: Path, rank: int) -> Path:
 
 
 def _copies(files: Mapping[int, RankFile], part: Callable[[RankFile], Any]) -> Iterator[Problem]:
-    """Files whose storages have the checksums of another rank's."""
+    """Problems of files whose storages have the checksums of another rank's."""
     seen: dict[tuple[int | None, ...], Path] = {}
     for rank in sorted(files):
         path = files[rank].path
@@ -364,7 +364,7 @@ def _copies(files: Mapping[int, RankFile], part: Callable[[RankFile], Any]) -> I
 
 
 def _frozen_matrices(file: RankFile) -> Any:
-    """The pieces of frozen matrices; those of vectors may well be equal."""
+    """The partitions of frozen matrices; vectors are left out, because theirs may well be equal."""
     shapes, pieces = file.content.get("frozen_param_shapes"), file.content.get("frozen_param_fragments")
     if not isinstance(shapes, Mapping) or not isinstance(pieces, Mapping):
         return ()

@@ -1,9 +1,8 @@
-"""DeepSpeed: ZeRO 0 to 3 and universal checkpoints are read, universal ones written.
+"""DeepSpeed: ZeRO 0 to 3 and universal checkpoints can be read, universal ones also written.
 
-`save_checkpoint` makes a folder for each step, its tag (`global_step<N>` unless the caller says otherwise), and
-`latest` beside it, which names one. Trainer has them in `checkpoint-<N>`, with config and tokenizer.
-`ds_to_universal.py` writes `latest_universal`. Source: `runtime/engine.py` and `checkpoint/ds_to_universal.py` of
-deepspeed 0.19.8.
+`save_checkpoint` makes a folder for each step, its tag (`global_step<N>` unless the caller sets another), and next to
+it `latest`, which names one. Trainer has them in `checkpoint-<N>`, with config and tokenizer. `ds_to_universal.py`
+writes `latest_universal`. Source: `runtime/engine.py` and `checkpoint/ds_to_universal.py` of deepspeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _NUMBER = re.compile(r"(\d+)(?:[-_]?universal)?$")
 
 
 def detect(path: Path) -> bool:
-    """Whether `path` is the folder of a step, or a folder with such folders, or what is left of one."""
+    """Whether `path` is the folder of a step, a folder with such folders, or one with only the tracker file left."""
     return path.is_dir() and (bool(_steps(path)) or _tracked(path) is not None)
 
 
@@ -42,7 +41,7 @@ def _steps(path: Path) -> dict[str, Path]:
 
 
 def _tracked(path: Path) -> str | None:
-    """The tag that a tracker file of DeepSpeed names."""
+    """The tag in a DeepSpeed tracker file."""
     for name in TRACKERS:
         tracker = path / name
         if tracker.is_file() and tracker.stat().st_size < 256:
@@ -50,7 +49,7 @@ def _tracked(path: Path) -> str | None:
                 tag = file.read(0, 256).decode("utf-8", "replace").strip()
             *above, name = re.split(
                 r"[/\\]", tag
-            )  # a tag is a name; what leads elsewhere is named, and not followed
+            )  # a tag is a name; a tag that leads elsewhere is reported, but not followed
             if _TAG.fullmatch(name) or (
                 not above and name not in ("", ".", "..") and is_here(str(path / name), ".")
             ):
@@ -64,7 +63,7 @@ def _number(name: str) -> int | None:
 
 
 def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoint:
-    """Open the tracked (or the given) step. Raises ReshardError naming all that is missing or damaged."""
+    """Open the tracked (or the requested) step. Raises ReshardError naming all that is missing or damaged."""
     folder = _choose(path, iteration)
     files = read_step(folder) if not is_universal(folder) else None
     weights = read_weights(files) if files else read_universal(folder)
@@ -95,7 +94,7 @@ def _state(prefix: str, weights: Weights, kind: str) -> dict[str, Tensor]:
 
 
 def _root(folder: Path) -> Path:
-    """Where config and tokenizer lie: beside the folder of the step, where its tracker is, or in it."""
+    """The folder of config and tokenizer: the parent of the step's folder if it has a tracker, or the step's folder."""
     beside = folder.resolve().parent
     inside = (folder / "config.json").is_file()
     tracked = any((beside / name).is_file() for name in (*TRACKERS, "config.json"))
@@ -103,7 +102,7 @@ def _root(folder: Path) -> Path:
 
 
 def _choose(path: Path, iteration: Iteration | None) -> Path:
-    """The folder of the step. Raises ReshardError if it is not there, or if it is not clear which is meant."""
+    """The folder of the step. Raises ReshardError if it does not exist, or if the step is ambiguous."""
     steps = _steps(path)
     listed = ", ".join(steps) or "no folder of a step"
     if iteration is not None:

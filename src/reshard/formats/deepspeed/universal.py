@@ -1,8 +1,8 @@
 """DeepSpeed's universal checkpoints: a folder for each parameter, which any number of ranks and any stage loads.
 
-`<tag>/zero/<name>/{fp32,exp_avg,exp_avg_sq}.pt` hold whole tensors: `{"cat_dim", "param"}` where the source was ZeRO 1
-or 2 (or Megatron-DeepSpeed), a flat tensor where it was ZeRO 3, whose shape the model states tell. Beside them lie
-`zero/optimizer_state.pt` and the model states; `latest_universal` names the tag. Sources: `ds_to_universal.py`,
+`<tag>/zero/<name>/{fp32,exp_avg,exp_avg_sq}.pt` contain complete tensors: `{"cat_dim", "param"}` if the source was ZeRO
+1 or 2 (or Megatron-DeepSpeed), a flat tensor if it was ZeRO 3, whose shape is in the model states. The model states are
+next to `zero`, and `optimizer_state.pt` is in it; `latest_universal` names the tag. Sources: `ds_to_universal.py`,
 `universal_checkpoint.py` and the loaders of stages 1 to 3 in deepspeed 0.19.8.
 """
 
@@ -78,7 +78,7 @@ def read_universal(folder: Path) -> Weights:
 
 
 def _stateful(folder: Path, kind: str, names: Sequence[str]) -> list[str]:
-    """The parameters that have a state; none if the first is one zero over again, which stands for a fresh state."""
+    """The parameters with a state; none if the first is a single repeated zero, the placeholder of a fresh state."""
     found = [name for name in names if (folder / "zero" / name / f"{kind}.pt").is_file()]
     if found:
         stored, _ = _stored(folder / "zero" / found[0] / f"{kind}.pt")
@@ -88,7 +88,7 @@ def _stateful(folder: Path, kind: str, names: Sequence[str]) -> list[str]:
 
 
 def _beside(folder: Path, models: dict[int, RankFile]) -> dict[str, Tensor]:
-    """What the model states hold of the module: buffers, frozen parameters, copies of the masters."""
+    """The module's tensors in the model states: buffers, frozen parameters, copies of the masters."""
     if not models or models[0].content.get("mp_world_size", 1) != 1:
         return {}
     module = models[0].content.get("module")
@@ -103,7 +103,7 @@ def _beside(folder: Path, models: dict[int, RankFile]) -> dict[str, Tensor]:
 
 
 def _tensors(folder: Path, kind: str, shapes: Shapes, names: Sequence[str]) -> dict[str, Tensor]:
-    """One tensor for each parameter. Raises ReshardError listing all that are missing or of another size."""
+    """One tensor for each parameter. Raises ReshardError listing all that are missing or have the wrong size."""
     tensors, problems = {}, []
     for name in names:
         path = below(folder / "zero", f"{name}/{kind}.pt")
@@ -177,18 +177,18 @@ def _optimizer(folder: Path, models: Mapping[int, RankFile]) -> Optimizer | None
 # ---------------------------------------------------------------------------------------------- writing
 
 VERSION = "0.19.8"
-"""The version of deepspeed whose universal checkpoints these are."""
+"""The deepspeed version whose universal checkpoints are written."""
 
 _FLOAT32 = BY_NAME["float32"]
 _MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-"""What engines of stage 0 to 2, and of stage 3, look for."""
+"""The files that engines of stage 0 to 2, and of stage 3, look for."""
 
 
 def lay_out(request: Request) -> list[OutputFile]:
-    """The files of a universal checkpoint that `load_universal` takes into ZeRO 1, 2 and 3 at any number of ranks.
+    """The files of a universal checkpoint that `load_universal` loads into ZeRO 1, 2 and 3 on any number of ranks.
 
-    Tensors are float32 under the names of the engine's module. Where one has no state, one zero is stored that stands
-    for all, because stage 3 loads nothing without.
+    Tensors are float32 under the names of the engine's module. A missing state is stored as one repeated zero, because
+    stage 3 requires all states.
     """
     tensors, states, optimizer = request.tensors, request.states, request.optimizer
     step = request.iteration if isinstance(request.iteration, int) else 0
@@ -211,7 +211,7 @@ def lay_out(request: Request) -> list[OutputFile]:
 
 
 _STEP = NewTensor("step", _FLOAT32, ())
-"""The step of torch's Adam: a tensor, which DeepSpeed's own optimizers take for a number."""
+"""The step of torch's Adam: a tensor, which DeepSpeed's own optimizers read as a number."""
 
 
 def _parameter(path: str, tensor: Planned) -> OutputFile:
@@ -233,7 +233,7 @@ def _with_step(path: str, content: Any, step: bytes) -> OutputFile:
 
 
 def _optimizer_state(states: PlannedStates, optimizer: Optimizer | None) -> dict[str, Any]:
-    """What all parameters share. Without states, no settings either: those of the new run's config hold."""
+    """The part that all parameters share. Without states it has no settings either: the new run's config applies."""
     settings = dict(optimizer.settings) if optimizer and states else {}
     return {
         "ds_version": VERSION,
@@ -243,7 +243,7 @@ def _optimizer_state(states: PlannedStates, optimizer: Optimizer | None) -> dict
 
 
 def _model_states(tensors: Sequence[Planned], step: int) -> dict[str, Any]:
-    """What an engine reads beside the weights; schedules begin anew, DeepSpeed's own and those of torch."""
+    """What an engine reads in addition to the weights; schedules restart, both DeepSpeed's and torch's."""
     shapes = {tensor.name: Reduce(Global("torch", "Size"), (tensor.shape,)) for tensor in tensors}
     return {
         "module": {},
@@ -268,7 +268,7 @@ def _model_states(tensors: Sequence[Planned], step: int) -> dict[str, Any]:
 
 
 def notes(request: Request) -> list[str]:
-    """How DeepSpeed loads the folder, and what it leaves out."""
+    """How to load the folder with DeepSpeed, and what DeepSpeed does not load."""
     loads = 'load it with {"checkpoint": {"load_universal": true}} in the config of DeepSpeed'
     buffers = [tensor.name for tensor in request.tensors if tensor.name.endswith(KEEPS_ITS_DTYPE)]
     if not buffers:

@@ -1,9 +1,9 @@
-"""The weights of ZeRO 0, 1, 2 and 3: whole tensors as views over the flat partitions of the ranks.
+"""The weights of ZeRO 0, 1, 2 and 3: complete tensors as views over the flat partitions of the ranks.
 
-- ZeRO 1 and 2: each group of parameters is one vector, the parameters one after another in the order of `param_shapes`;
+- ZeRO 1 and 2: each group of parameters is one vector, the parameters concatenated in the order of `param_shapes`;
   every rank has an equal part of it, and the last one may be padded.
 - ZeRO 3: every rank has `ceil(numel / ranks)` elements of each parameter, one parameter after another; frozen
-  parameters likewise, each for itself.
+  parameters likewise, but each in a separate tensor.
 
 Sources: `utils/zero_to_fp32.py`, `runtime/zero/stage_1_and_2.py` and `stage3.py` of deepspeed 0.19.8.
 """
@@ -50,7 +50,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass
 class Weights:
-    """What a step holds: its tensors, and what belongs to them."""
+    """The content of a step: its tensors, and data about them."""
 
     tensors: dict[str, Tensor]
     states: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Weights:
 
 
 class Line:
-    """Vectors one after another, read as one."""
+    """Several vectors, read as one concatenated vector."""
 
     def __init__(self, parts: Sequence[StoredTensor]) -> None:
         self.dtype = parts[0].dtype if parts else BY_NAME["float32"]
@@ -74,7 +74,7 @@ class Line:
         return self._ends[-1] if self._ends else 0
 
     def cut(self, begin: int, end: int, to: int = 0) -> Iterator[Piece]:
-        """Elements `begin` to `end`, as the pieces of a view in which they lie from `to` on."""
+        """Elements `begin` to `end`, as pieces of a view, placed from `to` on."""
         index = bisect_right(self._ends, begin)
         while begin < end:
             part, stop = self._parts[index], min(end, self._ends[index])
@@ -108,7 +108,7 @@ def read_weights(files: StepFiles) -> Weights:
 
 
 def _module(files: StepFiles) -> dict[str, Tensor]:
-    """The tensors of the module, those of experts included; parameters of ZeRO 3 have no elements in it."""
+    """The tensors of the module, including experts; under ZeRO 3 its parameters are empty."""
     module = files.model.content.get("module")
     if not isinstance(module, Mapping):
         raise ReshardError(
@@ -135,7 +135,7 @@ def _module(files: StepFiles) -> dict[str, Tensor]:
 
 
 def _from_module(files: StepFiles, module: dict[str, Tensor]) -> Weights:
-    """Without files of optimizer states, the weights as the module held them."""
+    """The weights in the module, for a step without files of optimizer states."""
     share(module, files.model)
     _refuse_empty(files, module)
     optimizer = sum(stored.nbytes for stored in stored_in(files.model.content.get("optimizer")))
@@ -162,10 +162,10 @@ def roundings(
     code: str = "zero-masters-differ",
     remedy: str = OUT_OF_STEP,
 ) -> list[Replica]:
-    """What the module holds of the masters: they are rounded into it by every step, and by none that is skipped.
+    """The module's copies of the masters, to compare: every step rounds the masters into it, except skipped steps.
 
-    So the partitions of ranks that changed places are noticed, and those of another step. ZenFlow updates masters
-    while the model goes on, and its module lags behind.
+    This detects swapped partitions of ranks, and those of another step. ZenFlow updates masters while the model
+    continues, so its module lags behind, and is not compared.
     """
     if zero_config(model).get("zenflow"):
         return []
@@ -188,7 +188,7 @@ def main_dtype(tensors: Mapping[str, Tensor]) -> str:
 
 
 def master_notes(module: Mapping[str, Tensor], masters: Mapping[str, Tensor]) -> list[str]:
-    """Which of the two kinds of weights are taken, where they differ."""
+    """A note on which weights are read, if module and masters differ."""
     trained = main_dtype({name: tensor for name, tensor in module.items() if name in masters} or module)
     if trained == "float32":
         return []
@@ -199,7 +199,7 @@ def master_notes(module: Mapping[str, Tensor], masters: Mapping[str, Tensor]) ->
 
 
 def optimizer_of(file: RankFile, model: RankFile) -> Optimizer:
-    """Steps and settings of Adam, as the first group of parameters has them."""
+    """Adam's step count, and the settings of the first parameter group."""
     groups = next(values_of(file.content, "param_groups"), None)
     first = groups[0] if isinstance(groups, list) and groups else {}
     steps, skipped = (model.content.get(key) for key in ("global_steps", "skipped_steps"))
@@ -210,7 +210,7 @@ def optimizer_of(file: RankFile, model: RankFile) -> Optimizer:
 def _left_behind(
     files: StepFiles, module: Mapping[str, Tensor], masters: Mapping[str, Tensor]
 ) -> Counter[str]:
-    """Bytes of optimizer states, and of the module's copies of what the masters hold exactly."""
+    """Bytes of optimizer states, and of the module's copies of weights that the masters store exactly."""
     stored = sum(each.nbytes for file in files.optimizers.values() for each in stored_in(file.content))
     states = stored - sum(tensor.nbytes for tensor in masters.values())
     copies = sum(tensor.nbytes for name, tensor in module.items() if name in masters)
@@ -218,7 +218,7 @@ def _left_behind(
 
 
 def share(tensors: dict[str, Tensor], model: RankFile) -> None:
-    """Give parameters that the model has under a second name, such as a tied head, the values of the first."""
+    """Add parameters that the model has under a second name, such as a tied head."""
     shared = model.content.get("shared_params")
     for alias, owner in shared.items() if isinstance(shared, Mapping) else ():
         if owner in tensors:
@@ -250,7 +250,7 @@ def _refuse_empty(files: StepFiles, tensors: Mapping[str, Tensor]) -> None:
 
 
 def groups_of(model: RankFile) -> list[Shapes]:
-    """The parameters that were trained and their shapes, by group, in the order in which they are flattened."""
+    """The trained parameters and their shapes, by group, in the order in which they are flattened."""
     groups = model.content.get("param_shapes")
     groups = groups if isinstance(groups, list) else [groups]
     return [
@@ -261,12 +261,12 @@ def groups_of(model: RankFile) -> list[Shapes]:
 
 
 def shapes_of(model: RankFile) -> Shapes:
-    """The shape of each parameter that was trained."""
+    """The shape of each trained parameter."""
     return {name: shape for group in groups_of(model) for name, shape in group.items()}
 
 
 def frozen_shapes(model: RankFile) -> Shapes:
-    """The shape of each parameter that no optimizer owns."""
+    """The shape of each parameter that is not in the optimizer."""
     shapes = model.content.get("frozen_param_shapes")
     return {str(name): tuple(shape) for name, shape in shapes.items()} if isinstance(shapes, Mapping) else {}
 
@@ -276,7 +276,7 @@ def _is_vector(found: Any) -> TypeGuard[StoredTensor]:
 
 
 def _partitions(file: RankFile, kind: str) -> list[StoredTensor]:
-    """What a rank has of the masters (`FP32`) or of a state, group by group; nothing if a group has none of it."""
+    """A rank's partitions of the masters (`FP32`) or of a state, by group; empty if a group has none."""
     held = file.optimizer
     found: Any
     if kind == FP32:
@@ -308,7 +308,7 @@ _LOCAL_EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
 
 
 def _gather_groups(files: StepFiles, kind: str) -> dict[str, Tensor]:
-    """The parameters of all groups, cut out of what the ranks hold together."""
+    """The parameters of all groups, cut out of the ranks' concatenated partitions."""
     groups = groups_of(files.model)
     ranks = [files.optimizers[rank] for rank in sorted(files.optimizers)]
     _same_groups(groups, ranks)
@@ -352,9 +352,9 @@ def _same_groups(groups: Sequence[Shapes], ranks: Sequence[RankFile]) -> None:
 
 
 def _starts(shapes: Shapes, file: RankFile, group: int) -> tuple[dict[str, int], int]:
-    """Where each parameter begins in the vector of its group, and where the last one ends.
+    """The offset of each parameter in the vector of its group, and the end of the last one.
 
-    `parameter_alignment` of DeepSpeed 0.19 puts padding behind each parameter.
+    `parameter_alignment` of DeepSpeed 0.19 adds padding after each parameter.
     """
     paddings = file.optimizer.get("param_alignment_paddings")
     padding = paddings[group] if isinstance(paddings, list) and len(paddings) > group else [0] * len(shapes)
@@ -371,7 +371,7 @@ def _aligned(numel: int, ranks: int) -> int:
 
 
 def _owners(ranks: list[RankFile], group: int) -> list[list[RankFile]]:
-    """The ranks that share a group, for each part of expert parallelism; all ranks, where there is none."""
+    """The ranks that share a group, for each part of expert parallelism; all ranks if there is none."""
     count = ranks[0].optimizer.get("partition_count")
     size = count[group] if isinstance(count, list | tuple) and len(count) > group else len(ranks)
     if not isinstance(size, int) or size < 1 or len(ranks) % size:
@@ -381,7 +381,7 @@ def _owners(ranks: list[RankFile], group: int) -> list[list[RankFile]]:
 
 
 def _global_name(name: str, shapes: Shapes, place: int) -> str:
-    """The name of an expert's parameter with the expert's number in the whole layer, not among those of its rank."""
+    """The name of an expert's parameter, with the expert's number in the complete layer instead of that on its rank."""
     match = _LOCAL_EXPERT.fullmatch(name)
     if not match:
         return name
@@ -392,9 +392,9 @@ def _global_name(name: str, shapes: Shapes, place: int) -> str:
 def _misplaced(
     members: Sequence[RankFile], starts: Mapping[str, int], shapes: Shapes, group: int
 ) -> Iterator[Problem]:
-    """Files whose own list of parameters does not begin with the one that their place in the vector tells.
+    """Problems of files whose list of parameters does not begin with the one at their place in the vector.
 
-    With `round_robin_gradients` the list is of another order than the vector, and says nothing.
+    With `round_robin_gradients` the list has another order than the vector, so it is not compared.
     """
     if zero_config(members[0]).get("round_robin_gradients"):
         return
@@ -434,7 +434,7 @@ def _wrong_size(file: RankFile, what: str, wanted: int, found: int, ranks: int) 
 
 
 def _gather_zero3(files: StepFiles, kind: str) -> dict[str, Tensor]:
-    """Every parameter, put together from the piece that each rank has of it."""
+    """Every parameter, assembled from the piece on each rank."""
     ranks = [files.optimizers[rank] for rank in sorted(files.optimizers)]
     lines = [Line(_partitions(file, kind)) for file in ranks]
     shapes = shapes_of(files.model)
@@ -458,7 +458,7 @@ def _piece(shape: tuple[int, ...], ranks: int) -> int:
 
 
 def _joined(shape: tuple[int, ...], lines: Sequence[Line], begin: int) -> Tensor:
-    """A tensor from the piece that each line has of it from `begin`. The last ranks may hold padding only."""
+    """A tensor from the pieces that the lines have of it, from `begin`. The last ranks may have only padding."""
     numel, piece = prod(shape), _piece(shape, len(lines))
     pieces: list[Piece] = []
     for rank, line in enumerate(lines):
@@ -468,7 +468,7 @@ def _joined(shape: tuple[int, ...], lines: Sequence[Line], begin: int) -> Tensor
 
 
 def frozen_weights(files: StepFiles) -> dict[str, Tensor]:
-    """The parameters that no optimizer owns: of each, every rank's model states hold a piece."""
+    """The parameters that are not in the optimizer: every rank's model states have a piece of each."""
     ranks = [files.models[rank] for rank in sorted(files.models)]
     tensors, problems = {}, []
     for name, shape in frozen_shapes(files.model).items():
