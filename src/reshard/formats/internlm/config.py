@@ -1,4 +1,4 @@
-"""InternEvo's `model_config.pt` and what it means: a config.json, the order of rotary rows, and what no hub model has.
+"""InternEvo's `model_config.pt`: the config.json it implies, the order of rotary rows, and settings no Hub model has.
 
 Source: `build_model_with_cfg` in `model/modeling_*.py` of InternEvo 0.4.9 (defaults and meaning of each key), and
 `initialize/launch.py` of 0.5.2 (`qk_interleaved`, which replaced `adapt_hf`).
@@ -35,19 +35,19 @@ MODEL_TYPES = {
     "INTERNLM2": "internlm2",
     "LLAMA2": "llama",
 }
-"""The hub's `model_type` for InternEvo's."""
+"""The Hub's `model_type` for each of InternEvo's."""
 
 INTERLEAVED = "-interleaved"
-"""What the name of a dialect ends in whose query and key rows go in pairs; see `families.internevo`."""
+"""Suffix of dialects with interleaved query and key rows; see `families.internevo`."""
 
 QK_INTERLEAVED = "qk_interleaved"
-"""What InternEvo 0.5 and later write into every config: whether query and key rows go in pairs."""
+"""A key that InternEvo 0.5 and later write into every config: whether query and key rows are interleaved."""
 
 SINCE_0_4 = "mlp_layer_fusion"
-"""What InternEvo 0.4 and later write into every config."""
+"""A key that InternEvo 0.4 and later write into every config."""
 
 EXPERTS_PER_TOKEN = 2
-"""What is assumed of a mixture of experts: InternEvo keeps `top_k` in another section of its training config."""
+"""Assumed for a mixture of experts: InternEvo stores `top_k` in another section of its training config."""
 
 UNLIKE = {
     "norm_head": "normalizes the head in every forward pass",
@@ -55,16 +55,16 @@ UNLIKE = {
     "is_reward": "has a reward head instead of a vocabulary",
     "moe_use_residual": "has an MLP next to its experts",
 }
-"""Switches that change what is computed, and leave names as they are."""
+"""Switches that change what is computed, but not the names."""
 
 
 def read_model_config(folder: Path) -> dict[str, Any] | None:
-    """The `model` section of the training config, or None if it was not saved. Raises ReshardError if it is none."""
+    """The `model` section of the training config, or None if it was not saved. Raises ReshardError if it is invalid."""
     path = folder / CONFIG
     if not path.is_file():
         return None
     content = read_torch_file(path)
-    if isinstance(content, Opaque):  # InternEvo's own class of dict
+    if isinstance(content, Opaque):  # InternEvo's own dict class
         content = dict(item for item in content.items if isinstance(item, tuple) and len(item) == 2)
     heads = content.get("num_attention_heads") if isinstance(content, Mapping) else None
     if not isinstance(heads, int):
@@ -80,7 +80,7 @@ def read_model_config(folder: Path) -> dict[str, Any] | None:
 
 
 def stated_type(folder: Path) -> str | None:
-    """The hub's name for the `model_type` in the training config that InternEvo saves as text, if it is known."""
+    """The Hub's name for the `model_type` in the training config, which InternEvo saves as text; None if unknown."""
     path = folder / TRAINING_CONFIG
     text = read_torch_file(path) if path.is_file() else ""
     match = re.search(
@@ -90,7 +90,7 @@ def stated_type(folder: Path) -> str | None:
 
 
 def unlike_the_hub(config: Mapping[str, Any], folder: Path) -> Iterator[Problem]:
-    """One problem for each switch that makes the model another than any of the hub."""
+    """One problem for each switch that makes the model differ from all models on the Hub."""
     for switch, effect in UNLIKE.items():
         if config.get(switch):
             yield Problem(
@@ -105,11 +105,11 @@ def unlike_the_hub(config: Mapping[str, Any], folder: Path) -> Iterator[Problem]
 
 
 def rows_are_interleaved(kind: str, config: Mapping[str, Any]) -> tuple[bool, str | None]:
-    """Whether query and key rows go in pairs that are rotated together, and a note where that is not said.
+    """Whether query and key rows are interleaved (rotated in pairs), and a note if the config does not record it.
 
-    InternEvo's forward moves the even rows of each head before the odd ones where `adapt_hf` is off, and then rotates
-    halves. Without the key, the default of the versions that have it counts: on for InternLM2, off for Llama. InternLM
-    has no such switch there.
+    If `adapt_hf` is off, InternEvo's forward moves the even rows of each head before the odd ones, and then rotates
+    halves. Without the key, the default of the versions that have it applies: on for InternLM2, off for Llama. InternLM
+    has no such switch in those versions.
     """
     if QK_INTERLEAVED in config:
         return bool(config[QK_INTERLEAVED]), None
@@ -130,7 +130,7 @@ def hub_config(
 ) -> dict[str, Any]:
     """The config.json of a model that InternEvo built from `config`; widths are those of the tensors.
 
-    `tensors` are whole, under the names of `internlm_names`.
+    `tensors` are complete, under the names of `internlm_names`.
     """
     heads = config["num_attention_heads"]
     table = next(tensor for name, tensor in tensors.items() if name in EMBEDDINGS)
@@ -168,7 +168,7 @@ def hub_config(
 
 
 def engine_config(kind: str, config: Mapping[str, Any], chunks: int, dtype: Any) -> dict[str, Any]:
-    """The `model_config.pt` with which InternEvo builds the model of a config.json; rotary rows lie in halves.
+    """The `model_config.pt` from which InternEvo builds the model of a config.json; rotary rows are in halves.
 
     InternEvo makes the MLP `mlp_ratio` times as wide as the model, rounded up to `multiple_of`.
     """
@@ -207,6 +207,6 @@ def engine_config(kind: str, config: Mapping[str, Any], chunks: int, dtype: Any)
 
 
 def is_dynamic(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json asks for the dynamic scaling of rotary embeddings, which InternEvo knows for InternLM."""
+    """Whether a config.json has dynamic rope scaling, which InternEvo supports for InternLM."""
     kind = (config.get("rotary") or {}).get("type") or rope_parameters(config).get("rope_type")
     return kind == "dynamic"

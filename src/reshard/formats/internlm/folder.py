@@ -1,8 +1,8 @@
 """InternEvo's checkpoints: one `model_tp{T}_pp{P}.pt` for each rank.
 
-Under weight parallelism (ISP) it is `model_tp{T}_wp{W}_pp{P}.pt`, later `model_wp{W}_pp{P}.pt`. Experts lie in files of
-their own. Tensors are joined over ranks here; how their names relate to the hub's is in `families/internevo.py`.
-Source: `checkpoint/components.py` of InternEvo 0.4.9, and files that it wrote.
+Under weight parallelism (ISP) it is `model_tp{T}_wp{W}_pp{P}.pt`, later `model_wp{W}_pp{P}.pt`. Experts are in separate
+files. This module joins tensors over ranks; `families/internevo.py` maps their names to the Hub's. Source:
+`checkpoint/components.py` of InternEvo 0.4.9, and files that it wrote.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoin
 
 
 def _step(path: Path, iteration: Iteration | None) -> Path:
-    """The folder of the step that was asked for: InternEvo names folders by their steps."""
+    """The folder of the requested step: InternEvo names folders by their steps."""
     if iteration is None or path.resolve().name == str(iteration):
         return path
     asked = path.resolve().parent / str(iteration)
@@ -117,7 +117,7 @@ def _step(path: Path, iteration: Iteration | None) -> Path:
 
 
 def _ranks(folder: Path) -> dict[Rank, Path]:
-    """The file of each rank. Raises ReshardError for those that must be there by the others, and are not."""
+    """The file of each rank. Raises ReshardError for missing ones, as far as the names of the others imply them."""
     found = {}
     for path in folder.glob("model_*.pt"):
         if match := _RANK.fullmatch(path.name):
@@ -146,7 +146,7 @@ def _order_of(rank: Rank) -> tuple[int, int, int]:
 
 
 def _missing(found: Mapping[Rank, Path]) -> list[Problem]:
-    """Under weight parallelism a rank has both coordinates at once, so only some pairs of them have a file."""
+    """Problems of missing files. Under weight parallelism a rank has both coordinates: only some pairs have a file."""
     tp, wp, pp = (1 + max(number or 0 for number in numbers) for numbers in zip(*found, strict=True))
     example, path = next(iter(found.items()))
     pairs = {(r % tp, r % wp) for r in range(max(tp, wp))}
@@ -169,13 +169,13 @@ def _missing(found: Mapping[Rank, Path]) -> list[Problem]:
 
 
 def _name(rank: Rank, like: str) -> str:
-    """The name of a rank's file, in the pattern of another's."""
+    """The name of a rank's file, in the pattern of another name."""
     values = {"tp": rank.tp, "wp": rank.wp, "pp": rank.pp}
     return re.sub(r"(tp|wp|pp)\d+", lambda match: f"{match[1]}{values[match[1]]}", like)
 
 
 def _read(files: Mapping[Rank, Path]) -> tuple[dict[Rank, dict[str, Tensor]], Counter[str]]:
-    """The tensors of each rank's file, and what is left out of them."""
+    """The tensors of each rank's file, and the bytes that are dropped."""
     dropped: Counter[str] = Counter()
     contents = {}
     for rank, path in files.items():
@@ -199,7 +199,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _kind(folder: Path, contents: Mapping[Rank, Mapping[str, Tensor]]) -> str:
-    """The hub's model type. Llama, and InternLM2 as newer versions save it, have the same names (see `_unsettled`)."""
+    """The Hub's model type. Llama, and InternLM2 of newer versions, have the same names (see `_unsettled`)."""
     names = [name for content in contents.values() for name in content]
     if any(".blocks." in f".{name}" for name in names):
         return "internlm_moe" if any(".moe_layer." in name for name in names) else "internlm"
@@ -209,7 +209,7 @@ def _kind(folder: Path, contents: Mapping[Rank, Mapping[str, Tensor]]) -> str:
 
 
 def _stated(folder: Path) -> str | None:
-    """Which of the two it is, by the training config or a config.json beside the files."""
+    """Llama or InternLM2, according to the training config or a config.json in the folder; None if neither says."""
     stated = stated_type(folder)
     if stated is None and (folder / HUB_CONFIG).is_file():
         stated = read_object(folder / HUB_CONFIG).get("model_type")
@@ -217,7 +217,7 @@ def _stated(folder: Path) -> str | None:
 
 
 def _is_old(contents: Mapping[Rank, Mapping[str, Tensor]]) -> bool | None:
-    """Whether w2 and w3 are swapped, as before InternEvo 0.3.0; None if shapes do not tell."""
+    """Whether w2 and w3 are swapped, as before InternEvo 0.3.0; None if the shapes are ambiguous."""
     orders = {is_old_order(shapes) for content in contents.values() for shapes in mlp_shapes(content)}
     return None if orders == {None} else True in orders
 
@@ -225,7 +225,7 @@ def _is_old(contents: Mapping[Rank, Mapping[str, Tensor]]) -> bool | None:
 def _unsettled(
     folder: Path, config: Mapping[str, Any] | None, contents: Mapping[Rank, Mapping[str, Tensor]]
 ) -> Iterator[Problem]:
-    """What nothing tells, although the weights depend on it. Keys that newer versions always save tell their age."""
+    """Problems of settings that no file records, but the weights depend on. Some keys imply a newer version."""
     if config is None:
         yield Problem(
             "internlm-model-config-missing",
@@ -260,7 +260,7 @@ def _unsettled(
 
 
 def _collected(folder: Path, contents: Mapping[Rank, Mapping[str, Tensor]], old: bool | None) -> Shards:
-    """The tensors of all ranks and experts, under the names of the whole model."""
+    """The tensors of all ranks and experts, under the names of the complete model."""
     shards = Shards()
     for rank, content in contents.items():
         shards.count(rank, content)
@@ -271,7 +271,7 @@ def _collected(folder: Path, contents: Mapping[Rank, Mapping[str, Tensor]], old:
 
 
 def _add_experts(folder: Path, shards: Shards, old: bool | None) -> None:
-    """Add the files of experts, each of which is one shard of one expert of one layer."""
+    """Add the files of experts; each contains one shard of one expert of one layer."""
     for path in sorted(folder.glob("model_moe_layer*.pt")):
         match = _EXPERT.fullmatch(path.name)
         if match is None:

@@ -1,8 +1,8 @@
-"""InternEvo's names: which tensor a key means, and how ranks share it.
+"""InternEvo's names: the tensor that a key refers to, and how ranks share it.
 
-A rank numbers its layers from zero, in each of its chunks; `model.` stands before every name, and the number of the
-chunk before that if there are several. Inside reshard a tensor has a global layer index, and the order of weights
-that InternEvo has since 0.3.0. Sources: `model/modeling_*.py`, `model/modules/mlp.py`, `model/ops/linear.py` and
+A rank numbers its layers from zero, in each of its chunks; `model.` precedes every name, and the number of the chunk
+precedes that if there are several. Inside reshard a tensor has a global layer index, and the weight names that
+InternEvo has used since 0.3.0. Sources: `model/modeling_*.py`, `model/modules/mlp.py`, `model/ops/linear.py` and
 `checkpoint/components.py` of InternEvo 0.4.9, `model/modules/mha.py` of 0.5.2.
 """
 
@@ -19,14 +19,14 @@ from reshard.formats.sharding import Split
 EMBEDDINGS = ("embedding.weight", "tok_embeddings.weight")
 HEADS = ("head.weight", "output.weight")
 PROJECTIONS = ("mixer.out_proj.weight", "attention.wo.weight")
-"""The projections that close attention: as many rows and columns as the model is wide."""
+"""The output projections of attention: as many rows and columns as the model is wide."""
 
 COLUMN = ("wqkv", "wq", "wk", "wv", "w1", "w3")
 ROW = ("out_proj", "wo", "w2")
 
 
 class Place(NamedTuple):
-    """What a key says about where its tensor belongs; `layer` counts within the chunk of a stage."""
+    """The position of a tensor according to its key; `layer` counts within the chunk of a stage."""
 
     module: str
     chunk: int = 0
@@ -34,7 +34,7 @@ class Place(NamedTuple):
     layer: int | None = None
 
     def name(self, layer: int | None) -> str:
-        """The tensor's name in the whole model, whose layers are numbered through."""
+        """The tensor's name in the complete model, with the global index `layer`."""
         return self.module if layer is None else f"{self.stack}.{layer}.{self.module}"
 
 
@@ -43,7 +43,7 @@ _EXPERT = re.compile(r"(.*\.experts)\.(?:wrapped_experts|experts)\.(\d+\..*)")
 
 
 def place_of(key: str) -> Place:
-    """Take a key apart. Flash attention's embedding and InternEvo's experts lose the wrapper in their names."""
+    """Parse a key. The wrappers around Flash attention's embedding and InternEvo's experts are removed from names."""
     match = _KEY.fullmatch(key)
     assert match
     chunk, stack, layer, module = match.groups()
@@ -54,11 +54,11 @@ def place_of(key: str) -> Place:
 
 
 def split_of(module: str, weight_parallel: bool) -> Split | None:
-    """How ranks share a module of a layer; None if all of them hold it whole.
+    """How ranks share a module of a layer; None if every rank has it complete.
 
-    Tensor parallelism cuts the rows of what opens a block and the columns of what closes it, whose bias only the
-    first rank has; weight parallelism (ISP) cuts the rows of every linear layer. InternLM's Wqkv is three
-    projections one above the other, of which a tensor-parallel rank has a share each.
+    Tensor parallelism cuts the rows of a block's first linear and the columns of its last one, whose bias only the
+    first rank has; weight parallelism (ISP) cuts the rows of every linear layer. InternLM's Wqkv is three stacked
+    projections, and a tensor-parallel rank has a share of each.
     """
     linear = module.split(".")[-2] if "." in module else module
     if linear == "Wqkv":
@@ -71,9 +71,10 @@ def split_of(module: str, weight_parallel: bool) -> Split | None:
 
 
 def is_old_order(shapes: Mapping[str, tuple[int, ...]]) -> bool | None:
-    """Whether w2 is the up and w3 the down projection, as before InternEvo 0.3.0; None if shapes do not tell.
+    """Whether w2 is the up and w3 the down projection, as before InternEvo 0.3.0; None if the shapes are ambiguous.
 
-    `shapes` are those of `w1`, `w2` and `w3` in the file of one rank. The gate w1 and the up projection are alike.
+    `shapes` are those of `w1`, `w2` and `w3` in the file of one rank. The gate w1 and the up projection have equal
+    shapes.
     """
     if shapes["w2"] == shapes["w3"]:
         return None
@@ -94,15 +95,15 @@ def mlp_shapes(names: Mapping[str, Tensor]) -> Iterable[dict[str, tuple[int, ...
 
 
 def in_new_order(key: str) -> str:
-    """The key that a weight of an old checkpoint has since 0.3.0."""
+    """The key since 0.3.0 of a weight in an older checkpoint."""
     match = _MLP.fullmatch(key)
     return f"{match[1]}{SWAPPED.get(match[2], match[2])}.weight" if match else key
 
 
 def with_fused_attention(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`tensors` of one rank's file with `wqkv` where it was saved as slices `wq`, `wk`, `wv` (InternLM2 since 0.5.3).
+    """`tensors` of one rank's file, with the slices `wq`, `wk`, `wv` (InternLM2 since 0.5.3) joined to `wqkv`.
 
-    They are slices of rows that go group by group, and not projections: only one below the other do they make sense.
+    They are not projections but slices of rows that are ordered by group: they are only meaningful when concatenated.
     """
     fused = {}
     for key, tensor in tensors.items():

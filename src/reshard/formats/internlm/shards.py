@@ -1,4 +1,4 @@
-"""Join the tensors of InternEvo's ranks: stages and chunks to one count of layers, shards to whole tensors."""
+"""Join the tensors of InternEvo's ranks: global layer numbers from stages and chunks, complete tensors from shards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COPY = "copy the files of all ranks from where they were saved"
 
 
 class Rank(NamedTuple):
-    """The coordinates in the name of a file; `tp` or `wp` is None where the name has none."""
+    """The coordinates in the name of a file; `tp` or `wp` is None if the name has none."""
 
     tp: int | None
     wp: int | None
@@ -28,7 +28,7 @@ class Rank(NamedTuple):
 
 @dataclass
 class _Parts:
-    """The shards of one tensor, by their place in it, and into how many it was cut."""
+    """The shards of one tensor by index, how it was cut, and over how many ranks."""
 
     split: Split | None
     ranks: int
@@ -36,7 +36,7 @@ class _Parts:
 
 
 class Shards:
-    """Collects the tensors of all ranks under their names in the whole model."""
+    """Collects the tensors of all ranks under their names in the complete model."""
 
     def __init__(self) -> None:
         self.copies = CopyFinder()
@@ -49,11 +49,11 @@ class Shards:
 
     @property
     def layers(self) -> int:
-        """Layers of the whole model."""
+        """The number of layers of the complete model."""
         return sum(self._counts.values())
 
     def count(self, rank: Rank, content: Mapping[str, Tensor]) -> None:
-        """Learn how many ranks there are, what each chunk of a stage holds, and the sizes that are whole everywhere."""
+        """Record the number of ranks, the layers of each chunk of a stage, and the sizes that no rank cuts."""
         self.stages = max(self.stages, rank.pp + 1)
         self.tensor_ranks = max(self.tensor_ranks, (rank.tp or 0) + 1)
         self.weight_ranks = max(self.weight_ranks, (rank.wp or 0) + 1)
@@ -69,9 +69,9 @@ class Shards:
                 self._vocab = tensor.shape[0] if tensor.shape else 0
 
     def stage_of_experts(self, layer: int, path: Path) -> int:
-        """The stage that wrote a file of layer `layer`, which counts on from the stage's rank times layers per stage.
+        """The stage that wrote an expert file of `layer`: its first layer there is its rank times the layers per stage.
 
-        Where an inner stage has a layer more than that, it and the next stage wrote the same file, one over the other.
+        If an inner stage has one layer more than that, it and the next stage wrote the same file, one over the other.
         """
         size = max(1, self.layers // self.stages)
         for stage in range(self.stages - 1):
@@ -87,7 +87,7 @@ class Shards:
         return min(layer // size, self.stages - 1)
 
     def add(self, rank: Rank, content: Mapping[str, Tensor]) -> None:
-        """Add all tensors of one file. Every rank has been counted by then."""
+        """Add all tensors of one file. `count` must have been called for every rank before."""
         for key, part in content.items():
             place = place_of(key)
             self._check(rank, key, part)
@@ -105,7 +105,7 @@ class Shards:
                     self.copies.add(cells.storage.path, key, (name, index), stored)
 
     def _check(self, rank: Rank, key: str, part: Tensor) -> None:
-        """Note a file that holds what only another rank saves: no more tells whose it is."""
+        """Note a file with a tensor that only another rank saves: nothing else reveals such a swap."""
         module = place_of(key).module
         linear, _, kind = module.rpartition(".")
         expected = None
@@ -119,11 +119,11 @@ class Shards:
             self.misplaced.append(another_rank(key, part.file, expected))
 
     def _first(self, at: tuple[int, int]) -> int:
-        """The first layer of a chunk of a stage: the chunks of all stages take turns."""
+        """The first layer of a chunk of a stage: the chunks of all stages alternate."""
         return sum(count for other, count in self._counts.items() if other < at)
 
     def _share(self, key: str, module: str, part: Tensor, rank: Rank) -> tuple[Split | None, int, int]:
-        """How a tensor was cut, which part a rank has, and of how many. TP cuts embedding and head, if there is TP."""
+        """How a tensor was cut, a rank's index, and the number of parts. Under TP, TP cuts embedding and head."""
         outer = module in EMBEDDINGS or module in HEADS
         by_weight = rank.wp is not None and not (outer and rank.tp is not None)
         index = (rank.wp if by_weight else rank.tp) or 0
@@ -149,7 +149,7 @@ class Shards:
     def _torsos(
         self, tensors: Mapping[str, Tensor], folder: Path, config: Mapping[str, Any] | None
     ) -> Iterator[Problem]:
-        """What shows that the last files are missing, which the names of the others do not tell."""
+        """Problems that reveal that the last files are missing, which the names of the others do not show."""
         wanted = (config or {}).get("num_layers")
         ends = all(any(name in tensors for name in names) for names in (EMBEDDINGS, HEADS))
         if not ends or (wanted is not None and wanted != self.layers):
@@ -194,7 +194,7 @@ def another_rank(tensor: str, file: str, expected: str) -> Problem:
 
 
 def _misfits(name: str, parts: _Parts) -> Iterator[Problem]:
-    """Shards that are missing, or not as large as an equal share: the first ones take what does not divide."""
+    """Problems of shards that are missing or of unequal size: only a remainder may make the first ones larger."""
     if parts.split is None:
         return
     shards = parts.by_rank
@@ -222,7 +222,7 @@ def _misfits(name: str, parts: _Parts) -> Iterator[Problem]:
 
 
 def _fit(split: Split, shapes: list[tuple[int, ...]]) -> bool:
-    """Whether shards make a tensor: they differ along one axis only, and there as little as can be."""
+    """Whether shards form a tensor: they differ along one axis only, and there by at most one."""
     axis, count = split.axis, len(shapes)
     if any(len(shape) <= axis or shape[axis] % split.parts for shape in shapes):
         return False

@@ -1,6 +1,7 @@
 """Write InternEvo's files: the shards of each tensor-parallel rank of each stage, and the config that builds the model.
 
-Source: what `load_model_checkpoint` of InternEvo 0.4.9 asks for, and `partition_uniform` in `solver/pipeline_utils.py`.
+Source: the requirements of `load_model_checkpoint` of InternEvo 0.4.9, and `partition_uniform` in
+`solver/pipeline_utils.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ HEAD = "output.weight"
 
 
 def fit(request: Request) -> Request:
-    """Refuse what InternEvo has no model for, and a layout that its sizes do not divide into; all of it at once."""
+    """Refuse models that InternEvo does not have, and layouts that do not divide its sizes; all problems at once."""
     d, layout = request.declared.dims, request.layout
     problems = [*_layout_problems(d, layout)]
     if d.experts:
@@ -69,7 +70,7 @@ def _unknown(code: str, message: str, found: str | None = None) -> Problem:
 
 
 def complete(request: Request) -> Request:
-    """InternEvo ties no weights: a tied head becomes a tensor of its own, with the embedding's values."""
+    """Add a tied head as a separate tensor with the embedding's values: InternEvo does not tie weights."""
     model = request.declared
     if not request.tied:
         return request
@@ -82,7 +83,7 @@ def complete(request: Request) -> Request:
 
 
 def notes(request: Request) -> list[str]:
-    """Where the model that InternEvo builds computes something else than the config says."""
+    """Notes on where InternEvo's model computes something else than the config says."""
     name, config = request.declared.family.name, request.config
     kind = rope_parameters(config).get("rope_type", "default")
     if kind == "default" or (kind == "dynamic" and is_dynamic(config) and name != "llama"):
@@ -108,9 +109,10 @@ def lay_out(request: Request) -> list[OutputFile]:
 
 
 def stages(layout: Layout, layers: int) -> list[tuple[int, int, range]]:
-    """Which layers lie where: (stage, chunk, layers). What does not divide over the stages goes to the last ones.
+    """The distribution of layers: (stage, chunk, layers). The last stages get the remainder.
 
-    Raises ReshardError if the chunks are not equal, or another distribution was asked for: InternEvo knows only this.
+    Raises ReshardError if the chunks are not equal, or if another distribution is requested: InternEvo only has this
+    one.
     """
     each = layers // layout.vpp
     if layers % layout.vpp or each < layout.pp:
@@ -142,7 +144,7 @@ def stages(layout: Layout, layers: int) -> list[tuple[int, int, range]]:
 
 
 def _place(name: str, places: list[tuple[int, int, range]], layout: Layout) -> tuple[int, str]:
-    """The stage that holds a tensor, and its key there."""
+    """The stage of a tensor, and its key in that stage's files."""
     place = place_of(name)
     stage, chunk, key = layout.pp - 1, layout.vpp - 1, name
     if place.layer is not None:
@@ -169,7 +171,7 @@ def _rank_file(path: str, held: list[tuple[str, Planned]], tp: int, ranks: int) 
 
 
 def _shards(held: list[tuple[str, Planned]], tp: int, ranks: int) -> Iterator[tuple[str, NewTensor]]:
-    """What one rank has of the tensors of its stage; the bias behind a sum over ranks only the first one has."""
+    """One rank's shards of the tensors of its stage; the bias of a row-parallel linear is on the first rank only."""
     for key, tensor in held:
         split = split_of_new(tensor.name)
         if split or tp == 0 or not tensor.name.endswith("bias"):
