@@ -1,1 +1,1 @@
-"""Which model a checkpoint holds, and its tensors under their Hugging Face names."""
+"""Identify the model in a checkpoint, and its tensors under their Hugging Face names."""

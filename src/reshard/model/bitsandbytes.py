@@ -1,4 +1,4 @@
-"""Weights that bitsandbytes quantized: four bits that are indices into a table, and eight bits with a scale for a row.
+"""Weights that bitsandbytes quantized: 4 bits that index a table, or 8 bits with a scale per row.
 
 The arithmetic is that of bitsandbytes 0.50 on a CPU (`dequantize_4bit`, `int8_vectorwise_dequant`), in float32, and
 rounded once.
@@ -30,10 +30,10 @@ STATES = ("nf4", "fp4")
 
 
 class LookedUp(Computed):
-    """A flat weight of four bits, the upper half of a byte first: an entry of a table, times what its block scales by.
+    """A flat weight of 4 bits, the high half of a byte first: a table entry times the scale of its block.
 
-    `inputs` are values, `absmax` of each block of `size` values, and the table; if the `absmax` are quantized, too,
-    theirs follow, with blocks of `nested` and an offset.
+    `inputs` are the values, `absmax` of each block of `size` values, and the table; if `absmax` is quantized as well,
+    its own absmax and table follow, with blocks of `nested` and an offset.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class LookedUp(Computed):
 
 
 class Rowwise(Computed):
-    """A weight [rows, columns] of int8, each over 127 times the largest magnitude of its row."""
+    """A weight [rows, columns] of int8: each value times the largest magnitude of its row, divided by 127."""
 
     def __init__(self, packed: Tensor, largest: Tensor, wanted: DType) -> None:
         self.dtype, self.inputs = wanted, (packed, largest)
@@ -92,7 +92,7 @@ class Rowwise(Computed):
 
 
 def plain(name: str, weight: Weight, tensors: Mapping[str, Tensor], wanted: DType) -> Tensor | None:
-    """The weight `name`; None if its parts do not fit each other. Raises ReshardError if a part cannot be read."""
+    """The weight `name`; None if its parts do not match each other. Raises ReshardError if a part cannot be read."""
     packed = tensors[weight.values]
     if weight.scheme.beside == ("SCB",):
         largest = tensors[part_of(name, "SCB")]
@@ -123,7 +123,7 @@ def _are_sizes(numbers: Any) -> TypeGuard[list[int]]:
 
 
 def _fit(inputs: tuple[Tensor, ...], shape: list[int], sizes: list[int]) -> bool:
-    """Whether there are as many values, scales and entries of tables as a weight of this shape takes, in float32."""
+    """Whether the numbers of values, scales and table entries match a weight of this shape, in float32."""
     values, scales = prod(shape), -(-prod(shape) // sizes[0])
     counts = [scales, 16, *[-(-scales // size) for size in sizes[1:]], *[256] * (len(sizes) - 1)]
     kinds = ["uint8" if len(sizes) > 1 else "float32", *["float32"] * (len(counts) - 1)]
@@ -133,7 +133,7 @@ def _fit(inputs: tuple[Tensor, ...], shape: list[int], sizes: list[int]) -> bool
 
 
 def _state(tensor: Tensor) -> Mapping[str, Any]:
-    """The settings that are stored as JSON in a tensor of bytes."""
+    """The settings stored as JSON in a tensor of bytes."""
     try:
         content = json_of(_read(tensor).tobytes())
     except ValueError as error:

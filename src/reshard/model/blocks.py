@@ -1,4 +1,4 @@
-"""Blocks of a weight that share a scale, and how numbers of eight and of four bits stand for others."""
+"""Blocks of a weight that share a scale, and conversion to and from 8-bit and 4-bit codes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import numpy as np
 Floats = np.ndarray[Any, Any]
 
 STEP = 1 << 15
-"""Elements rounded at a time: their float32 values stay in the cache of a core."""
+"""Elements rounded at a time: their float32 values fit in the cache of a core."""
 
 
 class Blocks(NamedTuple):
-    """Matrices [rows, columns], one below the other, in blocks of `tall` × `wide`; those at the edges are smaller.
+    """Stacked matrices [rows, columns] in blocks of `tall` × `wide`; those at the edges are smaller.
 
-    Rows are counted over all matrices. Scales are [⌈rows / tall⌉, ⌈columns / wide⌉] for each matrix, counted alike.
+    Rows are counted over all matrices. Each matrix has [⌈rows / tall⌉, ⌈columns / wide⌉] scales, their rows
+    counted likewise.
     """
 
     rows: int
@@ -26,32 +27,32 @@ class Blocks(NamedTuple):
 
     @property
     def high(self) -> int:
-        """Rows of scales that a matrix has."""
+        """Rows of scales per matrix."""
         return -(-self.rows // self.tall)
 
     @property
     def across(self) -> int:
-        """Scales in a row."""
+        """Scales per row."""
         return -(-self.columns // self.wide)
 
     def of_rows(self, first: int, last: int) -> Floats:
-        """The row of scales that each of the rows `first` to `last` has."""
+        """For each of the rows `first` to `last`, the index of its row of scales."""
         rows = np.arange(first, last)
         scales: Floats = rows // self.rows * self.high + rows % self.rows // self.tall
         return scales
 
     def scales_of(self, rows: int) -> int:
-        """How many rows of scales `rows` rows have, at most, wherever they begin."""
+        """The largest number of rows of scales that `rows` rows can touch, at any offset."""
         return rows if self.tall == 1 else 2 * (rows // min(self.tall, self.rows) + 1)
 
     def rows_of(self, scales: int) -> tuple[int, int]:
-        """The first and the last row of a row of scales."""
+        """The first and the last row that a row of scales covers."""
         matrix, block = divmod(scales, self.high)
         start = matrix * self.rows
         return start + block * self.tall, start + min((block + 1) * self.tall, self.rows)
 
     def multiply(self, values: Floats, scales: Floats) -> None:
-        """Multiply rows of values, or some whole blocks of their columns, by their rows of scales, in place."""
+        """Multiply rows of values, or complete blocks of their columns, by their rows of scales, in place."""
         if values.shape[1] % self.wide:
             values *= np.repeat(scales, self.wide, axis=1)[:, : values.shape[1]]
         else:
@@ -59,9 +60,9 @@ class Blocks(NamedTuple):
             blocks *= scales[:, :, None]
 
     def largest(self, raw: Floats, first: int, last: int) -> Floats:
-        """The largest magnitude of each block in the rows of scales `first` to `last`, of which `raw` has the floats.
+        """The largest magnitude of each block in the rows of scales `first` to `last`, whose floats are in `raw`.
 
-        Both are bits: without the sign, those of floats are in order, and NaN is above all.
+        Both are raw bits: without the sign bit, the bits of floats are ordered like the floats, and NaN is above all.
         """
         magnitude = raw.dtype.type((1 << (8 * raw.itemsize - 1)) - 1)
         out = np.empty((last - first, self.across), raw.dtype)
@@ -72,7 +73,7 @@ class Blocks(NamedTuple):
             rows = raw[self.rows_of(low)[0] - begin : self.rows_of(high - 1)[1] - begin]
             if self.tall == 1:
                 rows = rows & magnitude
-            else:  # there is one row of scales in a step
+            else:  # a step has one row of scales
                 parts = (rows[at : at + several] & magnitude for at in range(0, len(rows), several))
                 rows = reduce(np.maximum, (part.max(0, keepdims=True) for part in parts))
             if self.columns % self.wide:
@@ -82,7 +83,7 @@ class Blocks(NamedTuple):
 
 
 def small_floats(exponent_bits: int, mantissa_bits: int, bias: int, special: str = "") -> Floats:
-    """The float32 values of all codes of a float with a sign; `special` says which codes are no numbers."""
+    """The float32 values of all codes of a signed float format; `special` tells which codes are NaN or Inf."""
     codes = np.arange(2 << (exponent_bits + mantissa_bits))
     exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
     mantissa = codes & ((1 << mantissa_bits) - 1)
@@ -101,11 +102,11 @@ def small_floats(exponent_bits: int, mantissa_bits: int, bias: int, special: str
 
 
 def nearest_codes(values: Floats) -> Floats:
-    """The code of the value that is nearest to a float32, for each upper half of its bits.
+    """A table with the nearest code for each upper half of a float32's bits.
 
-    The last bit of an upper half is set where the lower half has any, so that nothing is rounded twice. Between two
-    values the even code counts; what is too large becomes the largest, and what is no number the last code of its sign.
-    `values` are those of all codes, as `small_floats` gives them.
+    The last bit of an upper half must be set if the lower half is not zero, which avoids double rounding. Ties go to
+    the even code; values that are too large become the largest, and NaN becomes the last code of its sign.
+    `values` are those of all codes, from `small_floats`.
     """
     half = len(values) // 2
     positive = values[:half][np.isfinite(values[:half])]
@@ -119,10 +120,10 @@ def nearest_codes(values: Floats) -> Floats:
 
 
 def codes_of(values: Floats, table: Floats) -> Floats:
-    """The code of each float32 value by a table of `nearest_codes`."""
+    """The code of each float32 value, by a table from `nearest_codes`."""
     bits = values.view(np.uint32)
     keys = bits & 0xFFFF
-    keys += 0xFFFF  # carries into the upper half where the lower one is not zero
+    keys += 0xFFFF  # carries into the upper half if the lower one is not zero
     keys |= bits
     keys >>= 16
     return table.take(keys.astype(np.intp))

@@ -1,9 +1,9 @@
-"""Quantized weights as plain ones: sources whose elements are computed from the packed values and their scales.
+"""Plain weights from quantized ones: sources whose elements are computed from packed values and their scales.
 
 An element is `dtype(float32(value) · float32(scale of its block))`, rounded once. That is what transformers 5.23 does
 (`Fp8Dequantize` in integrations/finegrained_fp8.py, `convert_moe_packed_tensors` in integrations/mxfp4.py) and what
-DeepSeek publishes (inference/kernel.py of DeepSeek-V3), and `dequantize` of compressed-tensors 0.20 where scales have
-the dtype that is wanted.
+DeepSeek publishes (inference/kernel.py of DeepSeek-V3), and `dequantize` of compressed-tensors 0.20 if scales have
+the requested dtype.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ FLOAT32 = dtype("float32")
 BFLOAT16, FLOAT16 = dtype("bfloat16"), dtype("float16")
 
 BLOCK = 1 << 17
-"""Elements computed at a time: their float32 values stay in the cache of a core."""
+"""Elements computed at a time: their float32 values fit in the cache of a core."""
 
 UNUSED = "quantization data"
-"""The rule by which scales of activations and the like stay behind."""
+"""The rule for dropping scales of activations and similar tensors."""
 
 
 _FP8 = {
@@ -54,7 +54,7 @@ _FP8 = {
 
 
 def _halves(values: Floats) -> Floats:
-    """The two values [256, 2] in a byte, of the 16 that four bits can have; the low half of a byte comes first."""
+    """The two values [256, 2] in each byte, out of the 16 possible 4-bit values; the low half of a byte comes first."""
     return np.stack([np.tile(values, 16), np.repeat(values, 16)], 1)
 
 
@@ -64,7 +64,7 @@ _VALUES: dict[str, Mapping[str, Floats]] = {
     "packed int": {"int32": _halves(np.arange(-8, 8, dtype=np.float32))},
     "int8": {"int8": np.arange(256).astype(np.int8).astype(np.float32).reshape(256, 1)},
 }
-"""What a byte of packed values means, [256, values in a byte], by the name of a scheme and the dtype of its items."""
+"""The values of each byte, [256, values in a byte], by the name of a scheme and the dtype of its items."""
 
 _SCALES: dict[str | None, tuple[str, ...]] = {
     "fp8": ("{}_scale_inv", "scale", "{}_scale"),
@@ -72,22 +72,22 @@ _SCALES: dict[str | None, tuple[str, ...]] = {
     "compressed-tensors": ("{}_scale",),
     None: ("{}_scale_inv", "{}_scales"),
 }
-"""What the scales are called of each `quant_method` whose arithmetic is known; None: where no config names one."""
+"""The names of scales for each `quant_method` with known arithmetic; None: no config names a method."""
 
 _FORMATS = ("float-quantized", "naive-quantized", "int-quantized", "pack-quantized")
-"""Of compressed-tensors, those whose weights are values times scales."""
+"""The formats of compressed-tensors whose weights are values times scales."""
 
-_POWERS = (np.arange(256, dtype=np.uint32) << 23).view(np.float32)  # of two, from 2^-126 to infinity
+_POWERS = (np.arange(256, dtype=np.uint32) << 23).view(np.float32)  # powers of two, from 2^-126 to infinity
 _POWERS[0] = 2.0**-127
-"""Scales that are exponents alone: 2^(s - 127)."""
+"""Scales stored as exponents: 2^(s - 127)."""
 
 
 @dataclass(frozen=True)
 class _Arithmetic:
     """What weights of one shape have in common.
 
-    `shape` is [..., rows, columns], with a scale for each of its `blocks`. A row has `items` items of packed values, of
-    which `table` says what a byte means. `packed`, `scales` and `dtype` are the dtypes of both and of the weights.
+    `shape` is [..., rows, columns], with a scale for each of its `blocks`. A row has `items` items of packed values;
+    `table` maps each byte to its values. `packed`, `scales` and `dtype` are the dtypes of values, scales and weights.
     """
 
     shape: Shape
@@ -99,12 +99,12 @@ class _Arithmetic:
     dtype: DType
 
     def room(self, count: int) -> int:
-        """Bytes that computing `count` elements takes."""
+        """Bytes needed to compute `count` elements."""
         columns = self.blocks.columns
         return self.room_of_rows(count // columns + 2, columns) + count * self.dtype.itemsize
 
     def room_of_rows(self, rows: int, columns: int) -> int:
-        """The same of a part of some rows, without the result."""
+        """Bytes needed to compute parts of some rows, without the result."""
         blocks = self.blocks
         read = rows * (columns * self.items // blocks.columns + 1) * self.packed.itemsize
         read += blocks.scales_of(rows) * blocks.across * (self.scales.itemsize + 12)
@@ -113,7 +113,7 @@ class _Arithmetic:
 
     @cached_property
     def least(self) -> int:
-        """What `Dequantized.least` is of each."""
+        """The value of `Dequantized.least` for each weight."""
         return self.room(FEW)
 
 
@@ -136,7 +136,7 @@ class Dequantized(Computed):
         return self._arithmetic.room(count)
 
     @property
-    def least(self) -> int:  # what is read is stored, and takes no room to be computed
+    def least(self) -> int:  # the inputs are stored and need no memory to compute
         return self._arithmetic.least
 
     def room_of_runs(self, count: int, step: int, length: int) -> int:
@@ -155,11 +155,11 @@ class Dequantized(Computed):
 
     @property
     def _unit(self) -> int:
-        """Columns that can be computed without others: whole blocks of whole items."""
+        """The smallest number of columns that can be computed separately: complete blocks of complete items."""
         return lcm(self._blocks.wide, self._blocks.columns // self._items)
 
     def runs(self, begin: int, count: int, step: int, length: int, read: Read) -> Floats:
-        """Some columns, as a row-parallel rank has them: whole blocks of those alone are computed."""
+        """Some columns, as a row-parallel rank needs them: only the blocks that contain them are computed."""
         first, low = divmod(begin, self._blocks.columns)
         packed, each, unit = self.inputs[0], self._blocks.columns // self._items, self._unit
         start, stop = low // unit * unit, min(-(-(low + length) // unit) * unit, self._blocks.columns)
@@ -176,7 +176,7 @@ class Dequantized(Computed):
         return out[:, low - start : low - start + length].flatten()
 
     def _computed(self, packed: Floats, first: int, last: int, columns: slice, read: Read) -> Floats:
-        """Raw elements of rows `first` to `last` in whole blocks of columns, of which `packed` has the values."""
+        """Raw elements of rows `first` to `last` in complete blocks of columns; `packed` has their values."""
         packed = packed.view(np.uint8).reshape(last - first, -1)
         index = self._blocks.of_rows(first, last)
         scales = self._scales(int(index[0]), int(index[-1]) + 1, read)
@@ -210,10 +210,10 @@ def _floats(raw: Floats, stored: DType) -> Floats:
 def dequantized(
     checkpoint: Checkpoint, wanted: DType | None = None, purpose: str | None = None
 ) -> Checkpoint:
-    """`checkpoint` with plain weights of dtype `wanted` in place of quantized ones; other tensors are as they are.
+    """`checkpoint` with plain weights of dtype `wanted` instead of quantized ones; other tensors are unchanged.
 
-    By default they have bfloat16, or float16 where the scales do. Raises ReshardError naming the method, or the
-    weights, whose arithmetic is not known here; `purpose` says what plain weights are for.
+    The default dtype is bfloat16, or float16 if the scales have it. Raises ReshardError naming the method, or the
+    weights, with unknown arithmetic; `purpose` says why plain weights are needed.
     """
     found = checkpoint.quantization
     if found is None:
@@ -253,7 +253,7 @@ def _dtype_of_scales(checkpoint: Checkpoint) -> DType:
 
 
 def _used(weight: Weight) -> tuple[str, ...]:
-    """Which parts beside its values make up a weight, the scales last."""
+    """The parts that make up a weight in addition to its values, the scales last."""
     roles = weight.scheme.beside
     if roles[0] in ("SCB", "{}.absmax"):
         return (*weight.scheme.more, *roles[::-1])
@@ -261,7 +261,7 @@ def _used(weight: Weight) -> tuple[str, ...]:
 
 
 def _is_known(weight: Weight, found: Quantization, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether it is known here how to compute a weight."""
+    """Whether the arithmetic of a weight is known."""
     if found.settings.get("quant_method") == "bitsandbytes":
         return True
     if "qzeros" in weight.scheme.beside:
@@ -270,14 +270,14 @@ def _is_known(weight: Weight, found: Quantization, tensors: Mapping[str, Tensor]
 
 
 def _is_int4(settings: Mapping[str, Any]) -> bool:
-    """Whether settings of compressed-tensors describe whole numbers of four bits, from -8 on, for all weights."""
+    """Whether settings of compressed-tensors describe 4-bit integers from -8 on, for all weights."""
     groups = settings.get("config_groups")
     told = [of_first_group(settings, key) for key in ("num_bits", "type", "symmetric")]
     return isinstance(groups, dict) and len(groups) == 1 and told == [4, "int", True]
 
 
 def _table(weight: Weight, found: Quantization, tensors: Mapping[str, Tensor]) -> Floats | None:
-    """What a byte of a weight means; None where it is not known."""
+    """The table from bytes to values; None if it is not known."""
     told = found.settings.get("quant_method")
     method = str(told) if told else None
     known = weight.scheme.beside[0] in _SCALES.get(method, ())
@@ -289,7 +289,7 @@ def _table(weight: Weight, found: Quantization, tensors: Mapping[str, Tensor]) -
 
 
 class _Plainly:
-    """Makes plain weights of dtype `wanted`. What layers have in common is found out once."""
+    """Makes plain weights of dtype `wanted`. The arithmetic that layers share is determined once."""
 
     def __init__(self, found: Quantization, tensors: Mapping[str, Tensor], wanted: DType) -> None:
         self._found, self._tensors, self._wanted = found, tensors, wanted
@@ -298,7 +298,7 @@ class _Plainly:
         self._known: dict[Any, _Arithmetic | None] = {}
 
     def plain(self, name: str, weight: Weight) -> Tensor | Problem:
-        """One weight, or why its scales do not tell its values."""
+        """One plain weight, or a problem if its scales do not match it."""
         found, tensors, wanted = self._found, self._tensors, self._wanted
         packed, scales = tensors[weight.values], tensors[part_of(name, _used(weight)[-1])]
         if self._is_bitsandbytes:
@@ -318,17 +318,17 @@ class _Plainly:
         return Tensor(wanted, view.permute(0, 2, 1) if weight.scheme.name == "MXFP4" else view)
 
     def _arithmetic(self, weight: Weight, packed: Tensor, scales: Tensor) -> _Arithmetic | None:
-        """How values and scales make a weight; None if it is not told."""
+        """How to compute a weight from values and scales; None if it cannot be determined."""
         found, settings = self._found, self._found.settings
         table = _table(weight, found, self._tensors)
-        assert table is not None  # or the scheme was refused
-        # Experts of MXFP4 are stored [expert, out, block, items of a block], and called [expert, in, out].
+        assert table is not None  # other schemes were refused before
+        # Experts of MXFP4 are stored as [expert, out, block, items of a block]; the weight is [expert, in, out].
         axes = 2 if weight.scheme.name == "MXFP4" else len(packed.shape) - 1
         each = packed.dtype.itemsize * table.shape[1]
         shape = (*packed.shape[:axes], prod(packed.shape[axes:]) * each)
         blocks = _blocks(shape, scales.shape, found) if len(shape) > 1 and all(shape) else None
         if weight.scheme.name == "packed int" and blocks != (1, of_first_group(settings, "group_size")):
-            blocks = None  # a row may end in an item that is not full
+            blocks = None  # a row may end in a partly filled item
         if blocks is None or not _is_scale(scales.dtype):
             return None
         rows = prod(shape[:-1])
@@ -350,9 +350,9 @@ def _is_scale(stored: DType) -> bool:
 
 
 def _blocks(shape: Shape, scales: Shape, found: Quantization) -> tuple[int, int] | None:
-    """How many rows and columns share a scale: as the settings say, else as many as divide the weight evenly.
+    """How many rows and columns share a scale: from the settings, else as many as divide the weight evenly.
 
-    None if neither fits, since blocks at the edges may be smaller than the others.
+    None if neither fits; without settings, smaller blocks at the edges would be ambiguous.
     """
     if prod(scales) == 1:
         return prod(shape[:-1]), shape[-1]

@@ -1,4 +1,4 @@
-"""Weights of four bits in groups, each with a scale and a zero point, as AutoAWQ and AutoGPTQ pack them.
+"""4-bit weights in groups, each with a scale and a zero point, as AutoAWQ and AutoGPTQ pack them.
 
 An element is `dtype(float32(value - zero) · float32(scale))`, which in float16 is what `dequantize_gemm` of AutoAWQ
 0.2.9 and the layers of auto-round 0.16 compute.
@@ -20,18 +20,18 @@ from reshard.transfer.elements import CAST, RAW, as_float, cast, castable
 
 FLOAT32 = dtype("float32")
 EACH = 8
-"""Values in an item of 32 bits."""
+"""Values in a 32-bit item."""
 
 _IN_ORDER = np.arange(0, 32, 4, dtype=np.uint32)
 _INTERLEAVED = _IN_ORDER[[0, 4, 1, 5, 2, 6, 3, 7]]
-"""By how many bits each of eight neighbours is shifted: as it comes, and as AutoAWQ's kernels want it."""
+"""The shift in bits of each of eight neighbours: in order, and interleaved as AutoAWQ's kernels need it."""
 
 
 class Packing(NamedTuple):
-    """How `qweight` [in, out] holds its values.
+    """How `qweight` [in, out] packs its values.
 
-    `by_rows`: an item has eight values of a column, otherwise eight of a row, shifted by `shifts`. Zero points are
-    packed along rows, with `less` taken off.
+    With `by_rows`, an item has eight values of a column, otherwise eight of a row, shifted by `shifts`. Zero points are
+    packed along rows, and stored minus `less`.
     """
 
     by_rows: bool
@@ -44,11 +44,11 @@ _PACKINGS = {
     ("gptq", "gptq"): Packing(True, _IN_ORDER, 1),
     ("gptq", "gptq_v2"): Packing(True, _IN_ORDER, 0),
 }
-"""By `quant_method` and the version of the layout that `quantization_config` names."""
+"""Packings by `quant_method` and the layout version in `quantization_config`."""
 
 
 def packing_of(settings: Mapping[str, Any]) -> Packing | None:
-    """How weights of these settings are packed; None if not by eight values of four bits in a way that is known."""
+    """How weights with these settings are packed; None unless it is a known packing of eight 4-bit values."""
     method = settings.get("quant_method")
     version = (
         settings.get("version", "gemm") if method == "awq" else settings.get("checkpoint_format", "gptq")
@@ -58,7 +58,7 @@ def packing_of(settings: Mapping[str, Any]) -> Packing | None:
 
 
 class Grouped(Computed):
-    """A weight [in, out] of four bits. `inputs` are values, zero points, scales and, if told, the group of each row."""
+    """A 4-bit weight [in, out]. `inputs` are values, zero points, scales and, optionally, the group of each row."""
 
     def __init__(self, packing: Packing, size: int, inputs: tuple[Tensor, ...], wanted: DType) -> None:
         self.dtype, self.inputs = wanted, inputs
@@ -96,7 +96,7 @@ class Grouped(Computed):
         return out[:, low - start : low - start + length].flatten()
 
     def _computed(self, first: int, last: int, start: int, stop: int, read: Read) -> Floats:
-        """Raw elements of rows `first` to `last`, in columns `start` to `stop`, which begin and end an item."""
+        """Raw elements of rows `first` to `last`, in columns `start` to `stop`, which are multiples of an item."""
         qweight, qzeros, scales = self.inputs[:3]
         items = slice(start // EACH, stop // EACH)
         if self._packing.by_rows:
@@ -152,7 +152,7 @@ def grouped(
     g_idx: Tensor | None,
     wanted: DType,
 ) -> Tensor | None:
-    """The weight [out, in] of a linear layer; None if its parts do not fit each other."""
+    """The weight [out, in] of a linear layer; None if its parts do not match each other."""
     if not len(qweight.shape) == len(qzeros.shape) == len(scales.shape) == 2 or not castable(scales.dtype):
         return None
     groups, columns = scales.shape

@@ -1,4 +1,4 @@
-"""Logical tensors: the tensors of any checkpoint under their Hugging Face names, where all formats meet."""
+"""Logical tensors: the tensors of any checkpoint under their Hugging Face names, common to all formats."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reshard.transfer.plan import ZERO
 
 
 class Logical(NamedTuple):
-    """One logical tensor. `bound` leads to the native tensors that hold it; None if it is stored as it is."""
+    """One logical tensor. `bound` refers to the native tensors that contain it; None if it is stored unchanged."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -31,9 +31,9 @@ class Logical(NamedTuple):
 
 
 class LogicalTensors:
-    """All logical tensors of a checkpoint. Views are compiled when asked for.
+    """All logical tensors of a checkpoint. Views are compiled on demand.
 
-    `are_weights` is false for states of an optimizer that are no weights, to which nothing is added.
+    `are_weights` is false for optimizer states that are not weights, to which nothing is added.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class LogicalTensors:
         self.are_weights = are_weights
 
     def view(self, name: Hashable) -> View:
-        """Where the elements of a logical tensor lie, as a view over `Cells`."""
+        """The elements of a logical tensor, as a view over `Cells`."""
         if isinstance(name, Dropped):
             return View((1 << 62,), View.of(Cells(ZERO, _ANY), 1 << 62).pieces)
         logical = self.tensors[str(name)]
@@ -58,7 +58,7 @@ class LogicalTensors:
         return self._made(str(name), logical.bound, logical.dtype, self._native)
 
     def plus(self, name: str) -> float:
-        """What `view` adds to each element that is stored, before it is rounded to the tensor's dtype."""
+        """The number that `view` adds to each stored element, before it is rounded to the tensor's dtype."""
         bound = self.tensors[name].bound
         return bound.plus if bound and self.are_weights else 0.0
 
@@ -68,13 +68,13 @@ class LogicalTensors:
         return bound.view.through(self._native) if bound else self.view(name)
 
     def native_view(self, name: str, bound: Bound, dtype: DType) -> View:
-        """The same for the tensor `name` of an engine, made of logical tensors of `dtype`."""
+        """The view of an engine's tensor `name`, made of logical tensors of `dtype`."""
         return self._made(name, bound, dtype, self.view)
 
     def keep_exact(self, name: str, bound: Bound | None, dtype: DType) -> None:
-        """Have a tensor compared before anything is written that is stored plus or less a number, and may lose by it.
+        """Check before anything is written that adding `bound.plus` to a tensor loses nothing.
 
-        `name` is that of a logical tensor, or of one of an engine that is made of such.
+        `name` is a logical tensor, or an engine's tensor made of logical tensors.
         """
         if bound is None or not bound.plus or not self.are_weights:
             return
@@ -94,10 +94,10 @@ _ANY = dtype("uint8")
 
 
 def logical_tensors(source: Resolved) -> LogicalTensors:
-    """The logical tensors of a checkpoint, each there, whole and of the right shape.
+    """The logical tensors of a checkpoint, after checking that each exists, is complete and has the right shape.
 
-    Without a model, the names of a Hugging Face checkpoint are taken as they are, and its config says whether its head
-    and its embedding are one. Raises ReshardError listing every tensor that is missing, left over, or of another shape.
+    Without a model, the names of a Hugging Face checkpoint are used unchanged, and its config tells whether its head
+    is tied to its embedding. Raises ReshardError listing every tensor that is missing, unknown, or of another shape.
     """
     checkpoint, model = source.checkpoint, source.model
     if model is None:
@@ -107,12 +107,12 @@ def logical_tensors(source: Resolved) -> LogicalTensors:
     )
     if checkpoint.dialect == "hf":
         _check(checkpoint, binding.hf, binding.copies)
-        if checkpoint.quantization:  # its parts are carried under the names that they have
+        if checkpoint.quantization:  # its parts keep their names
             return LogicalTensors(checkpoint, _as_stored(checkpoint), _copies(checkpoint, binding))
         found = {
             name: Logical(checkpoint.tensors[name].dtype, bound.shape, None)
             for name, bound in binding.written()
-            if name in checkpoint.tensors  # copies may be left out
+            if name in checkpoint.tensors  # copies are optional
         }
         return LogicalTensors(
             checkpoint, found, [*_copies(checkpoint, binding), *_spare(checkpoint, binding)]
@@ -130,7 +130,7 @@ def _as_stored(checkpoint: Checkpoint) -> dict[str, Logical]:
 
 
 def _zeros(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
-    """The tensors of an engine that have no place on the hub at all, and so must be zeros."""
+    """An engine's tensors without an equivalent on the hub, which must therefore be zeros."""
     result = []
     for name, bound in binding.native.items():
         reason = next(bound.sources)
@@ -141,7 +141,7 @@ def _zeros(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
 
 
 def _spare(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
-    """The tensors that a tool added and the family does not have."""
+    """Tensors that a tool added and the family does not have."""
     rule = "the family has no such tensor: it can be left out if it is zeros"
     names = checkpoint.spare & checkpoint.tensors.keys() - binding.hf.keys() - binding.copies.keys()
     return [_must_be_zeros(name, checkpoint.tensors[name], rule) for name in sorted(names)]
@@ -154,7 +154,7 @@ def _must_be_zeros(name: str, tensor: Tensor, rule: str) -> Replica:
 
 
 def _tied(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[Replica]:
-    """The head of a family that nobody declared, where its config says that it is the embedding."""
+    """The head of an undeclared family, if its config says that it is tied to the embedding."""
     head, names = checkpoint.tensors.get("lm_head.weight"), checkpoint.tensors.keys() & EMBEDDINGS["hf"]
     if not head or not names or config.get("tie_word_embeddings") is not True:
         return []
@@ -169,14 +169,14 @@ def _tied_head(name: str, embedding: Tensor, head: Tensor) -> Replica:
 
 
 def _copies(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
-    """The tensors of a Hugging Face checkpoint that store again what another one holds."""
+    """Tensors of a Hugging Face checkpoint that duplicate others."""
     result = []
     quantized = checkpoint.quantization.weights.keys() if checkpoint.quantization else set()
     for name in sorted(checkpoint.tensors.keys() & binding.copies.keys()):
         native = next(binding.copies[name].sources)
         original = next(binding.native[str(native)].sources)
         if not quantized.isdisjoint((name, str(original))):
-            continue  # rounded, each in its own way
+            continue  # each was rounded on its own
         first, second = checkpoint.tensors[str(original)], checkpoint.tensors[name]
         if name == "lm_head.weight":
             result.append(_tied_head(str(original), first, second))
@@ -188,7 +188,7 @@ def _copies(checkpoint: Checkpoint, binding: Binding) -> list[Replica]:
 def _check(checkpoint: Checkpoint, wanted: Mapping[str, Bound], optional: Mapping[str, Bound]) -> None:
     quantization = checkpoint.quantization
     if quantization and not quantization.weights:
-        return  # nobody here knows which of its tensors are which weight
+        return  # the mapping from its tensors to weights is unknown
     have = quantization.whole(checkpoint.tensors) if quantization else checkpoint.tensors
     problems = []
     told = quantization.incomplete if quantization else frozenset()
@@ -206,7 +206,7 @@ def _check(checkpoint: Checkpoint, wanted: Mapping[str, Bound], optional: Mappin
         )
     added = (
         () if quantization else have.keys() - wanted.keys() - optional.keys() - checkpoint.spare
-    )  # tools add biases, for one
+    )  # for example, some tools add biases
     for name in sorted(added):
         problems.append(
             Problem(

@@ -1,4 +1,4 @@
-"""Plain weights as quantized ones: the values and the scales of a weight, computed from its elements block by block.
+"""Quantize plain weights: values and scales, computed from the elements block by block.
 
 FP8 as `Fp8Quantize` of transformers 5.23 makes it (integrations/finegrained_fp8.py), in the blocks of 128 × 128 that
 DeepSeek publishes; MXFP4 as `downcast_to_mxfp_torch` of triton_kernels 3.5, with which transformers quantizes gpt-oss.
@@ -26,22 +26,22 @@ from reshard.transfer.plan import Planned
 FLOAT32, BFLOAT16, UINT8 = dtype("float32"), dtype("bfloat16"), dtype("uint8")
 
 READ = 1 << 22
-"""Elements read at a time to find their scales: where a source is transposed, one read serves many rows."""
+"""Elements read at a time to compute scales: if a source is transposed, one read serves many rows."""
 
 
 class Scales(NamedTuple):
-    """The scales of some blocks: as they are stored, and the factors that bring the weight to its range."""
+    """The scales of some blocks: as stored, and the factors that scale the weight to the range of the format."""
 
     stored: Floats
     factors: Floats
 
 
 class Method(NamedTuple):
-    """How values and scales come from a weight, and how they are stored.
+    """How values and scales are computed from a weight, and how they are stored.
 
-    `table` rounds (`nearest_codes`), `packed` values make an item of `values`. `scales` makes scales of the largest
-    magnitude of each block. A weight is read as `reads`, if that is given, and has to be `finite` where no code stands
-    for NaN or Inf.
+    `table` rounds (`nearest_codes`), and `packed` values make an item of dtype `values`. `scales` computes scales from
+    the largest magnitude of each block. A weight is read as `reads`, if that is given, and must be `finite` if the
+    format has no code for NaN or Inf.
     """
 
     table: Floats
@@ -55,13 +55,13 @@ class Method(NamedTuple):
 
 def _fp8_scales(largest: Floats) -> Scales:
     with np.errstate(divide="ignore", invalid="ignore"):
-        reciprocals = np.float32(1) / largest  # torch divides a number by a tensor so
+        reciprocals = np.float32(1) / largest  # torch also divides a number by a tensor this way
         factors = np.where(largest > 0, reciprocals * np.float32(448), np.float32(1))
         return Scales(np.float32(1) / factors, factors)
 
 
 def _ue8m0_scales(largest: Floats) -> Scales:
-    """Powers of two, not below the scale that FP8 has otherwise. No power stands for infinity."""
+    """Powers of two, not below the usual FP8 scale. Infinity is stored as NaN."""
     stored = _fp8_scales(largest).stored
     tiny = np.finfo(np.float32).tiny
     exponents = np.ceil(np.log2(np.maximum(stored, tiny).astype(np.float64)).astype(np.float32))
@@ -70,7 +70,7 @@ def _ue8m0_scales(largest: Floats) -> Scales:
 
 
 def _mx_scales(largest: Floats) -> Scales:
-    """Powers of two, not below the largest magnitude over 6: their exponents. One below 2^-126 is 0, as its values."""
+    """The exponents of powers of two, not below the largest magnitude over 6. Below 2^-126, scale and values are 0."""
     bits = (largest / np.float32(6)).view(np.uint32)
     exponents = (bits + np.uint32(0x7FFFFF)) >> 23
     powers = (exponents << 23).view(np.float32)
@@ -87,7 +87,7 @@ MXFP4 = Method(_E2M1, UINT8, 2, UINT8, _mx_scales, reads=BFLOAT16, finite=True)
 
 
 class _Quantized(Computed):
-    """What both parts of a quantized weight [..., rows, columns] have in common."""
+    """The common base of the two parts of a quantized weight [..., rows, columns]."""
 
     def __init__(self, name: str, weight: Tensor, method: Method, tall: int, wide: int) -> None:
         kind = method.reads or (weight.dtype if weight.dtype.itemsize <= 4 else FLOAT32)
@@ -96,7 +96,7 @@ class _Quantized(Computed):
         self._blocks = Blocks(weight.shape[-2], weight.shape[-1], tall, wide)
 
     def _read(self, first: int, last: int, read: Read) -> tuple[Floats, int, Floats]:
-        """All rows of the rows `first` to `last` of scales, the number of the first one, and the largest magnitudes."""
+        """All rows under the rows of scales `first` to `last`, the index of the first, and the largest magnitudes."""
         blocks, weight = self._blocks, self.inputs[0]
         begin, end = blocks.rows_of(first)[0], blocks.rows_of(last - 1)[1]
         raw = read(weight, begin * blocks.columns, end * blocks.columns).reshape(end - begin, blocks.columns)
@@ -107,7 +107,7 @@ class _Quantized(Computed):
         return raw, begin, floats
 
     def _room(self, scales: int, rows: int) -> int:
-        """What it takes to read so many rows at a time, and to make so many rows of scales."""
+        """Bytes needed to read `rows` rows at a time, and to compute `scales` rows of scales."""
         blocks = self._blocks
         read = rows * blocks.columns * self.inputs[0].dtype.itemsize
         return read + scales * blocks.across * 32 + max(STEP, blocks.columns) * 48
@@ -154,7 +154,7 @@ class QuantizedScales(_Quantized):
 
 
 class QuantizedValues(_Quantized):
-    """The values of a weight, each the nearest to its element times the factor of its block."""
+    """The values of a weight, each the nearest code to its element times the factor of its block."""
 
     def __init__(self, name: str, weight: Tensor, method: Method, tall: int, wide: int) -> None:
         super().__init__(name, weight, method, tall, wide)
@@ -173,7 +173,7 @@ class QuantizedValues(_Quantized):
 
     def values(self, begin: int, end: int, read: Read) -> Floats:
         blocks, packed = self._blocks, self._method.packed
-        items = blocks.columns // packed  # of a row
+        items = blocks.columns // packed  # per row
         first, last = begin // items, -(-end // items)
         index = blocks.of_rows(first, last)
         raw, start, largest = self._read(int(index[0]), int(index[-1]) + 1, read)
@@ -199,9 +199,9 @@ class QuantizedValues(_Quantized):
 
 
 class Storage(NamedTuple):
-    """How weights are stored under a name of `--quantize`.
+    """The storage of weights for one value of `--quantize`.
 
-    A weight becomes two tensors, called as it is with each of `names` added. `blocks` share a scale.
+    A weight becomes two tensors, named by appending each of `names`. The elements of each of `blocks` share a scale.
     """
 
     method: Method
@@ -224,7 +224,7 @@ class Storage(NamedTuple):
         )
 
     def need(self, names: Mapping[tuple[DType, tuple[int, ...]], str]) -> Need:
-        """What quantizing takes at least, of weights whose `names` stand by their dtypes and shapes."""
+        """The least memory for quantizing weights; `names` has an example name for each dtype and shape."""
         return most(
             Need(least_room(part.view), name)
             for (dtype, shape), name in names.items()
@@ -232,7 +232,7 @@ class Storage(NamedTuple):
         )
 
     def planned(self, tensor: Planned) -> Iterator[Planned]:
-        """What is stored in place of a weight; its view is compiled when one of the two is written."""
+        """The tensors stored instead of a weight; its view is compiled when one of the two is written."""
         nothing = Tensor(tensor.dtype, View.of(None, *tensor.shape))
         for index, part in enumerate(self.parts(tensor.name, nothing)):
             yield Planned(
@@ -248,11 +248,11 @@ STORAGES = {
     "fp8-ue8m0": Storage(UE8M0, ("", "_scale_inv"), (128, 128)),
     "mxfp4": Storage(MXFP4, ("_blocks", "_scales"), (1, 32)),
 }
-"""What `--quantize` can name."""
+"""The values of `--quantize`."""
 
 
 class Stored(NamedTuple):
-    """A quantized weight of a checkpoint as it is stored, and how it is."""
+    """A quantized weight of a checkpoint, and how it is stored."""
 
     storage: Storage
     values: Tensor
@@ -260,7 +260,7 @@ class Stored(NamedTuple):
 
 
 def stored_weights(checkpoint: Checkpoint) -> dict[str, Stored]:
-    """The weights that are stored as `--quantize` stores them, in blocks of any size, by their names."""
+    """The weights that are stored as `--quantize` does, with blocks of any size, by name."""
     found = checkpoint.quantization
     result = {}
     for name, weight in found.weights.items() if found else ():
@@ -272,7 +272,7 @@ def stored_weights(checkpoint: Checkpoint) -> dict[str, Stored]:
 
 
 def _storage(settings: Mapping[str, Any], scheme: str) -> Storage | None:
-    """How `settings` store a weight, if it is as `--quantize` does."""
+    """The storage that `settings` describe, if `--quantize` has it."""
     if scheme == "MXFP4":
         return STORAGES["mxfp4"]
     blocks = blocks_told(settings)
@@ -282,19 +282,19 @@ def _storage(settings: Mapping[str, Any], scheme: str) -> Storage | None:
 
 
 _LAYER = re.compile(r"(?:(?:model|language_model|text_model|llm|thinker|mtp)\.)*layers\.\d+\.(.+)")
-"""Names of a decoder layer; those of towers and of talkers are others."""
+"""Names of decoder layers, excluding those of towers and talkers."""
 
 _KEPT = {
     *("gate", "router", "shared_expert_gate", "eh_proj", "embed_tokens", "shared_head", "conv1d"),
     *("in_proj_a", "in_proj_b", "in_proj_ba", "weights_proj"),
 }
-"""Modules of a layer that publishers leave as they are: DeepSeek, Qwen, MiniMax and Zhipu in their FP8 folders."""
+"""Modules of a layer that DeepSeek, Qwen, MiniMax and Zhipu leave unquantized in their FP8 folders."""
 
 _STACKED = ("experts.gate_up_proj", "experts.down_proj")
 
 
 def _is_linear(tensor: Planned) -> bool:
-    """Whether a tensor is the weight of a linear layer of a decoder layer, which publishers quantize."""
+    """Whether a tensor is the weight of a linear layer in a decoder layer, which publishers quantize."""
     match = _LAYER.fullmatch(tensor.name)
     if not match or not castable(tensor.dtype) or len(tensor.shape) != 2:
         return False
@@ -303,13 +303,13 @@ def _is_linear(tensor: Planned) -> bool:
 
 
 def _is_stacked(tensor: Planned) -> bool:
-    """Whether a tensor holds all experts of a decoder layer."""
+    """Whether a tensor stacks all experts of a decoder layer."""
     match = _LAYER.fullmatch(tensor.name)
     return bool(match) and len(tensor.shape) == 3 and tensor.name.endswith(_STACKED)
 
 
 class Quantized(NamedTuple):
-    """The tensors of a Hugging Face folder, its `quantization_config`, what users have to know of it, what it takes."""
+    """The tensors of a Hugging Face folder, its `quantization_config`, notes for users, and the memory needed."""
 
     tensors: list[Planned]
     settings: dict[str, Any]
@@ -320,7 +320,7 @@ class Quantized(NamedTuple):
 def quantized(tensors: Iterable[Planned], how: str, config: Mapping[str, Any]) -> Quantized:
     """A Hugging Face folder with its linear layers quantized.
 
-    `config` is that of the model. Raises ReshardError if nothing loads such weights of such a model.
+    `config` is the model's config. Raises ReshardError if nothing loads such weights for this model.
     """
     storage, tensors = STORAGES[how], list(tensors)
     if (how == "mxfp4") != (config.get("model_type") == "gpt_oss"):
@@ -338,7 +338,7 @@ def quantized(tensors: Iterable[Planned], how: str, config: Mapping[str, Any]) -
 
 
 def _is_cut(size: int, block: int) -> bool:
-    """Whether blocks differ in size: a reader that divides a weight by its scales misses where they are."""
+    """Whether the last block is smaller: a reader that divides the weight by its scales misplaces the block borders."""
     return size > block and size % block > 0
 
 
@@ -354,8 +354,8 @@ def _notes(how: str, storage: Storage, chosen: list[Planned]) -> list[str]:
 
 
 def _settings(how: str, storage: Storage, others: Iterable[Planned]) -> dict[str, Any]:
-    """What config.json says of the quantization; `others` are the tensors that stay as they are."""
-    if how == "mxfp4":  # as OpenAI says it
+    """`quantization_config` for config.json; `others` are the tensors that stay unquantized."""
+    if how == "mxfp4":  # in OpenAI's words
         kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
         return {"modules_to_not_convert": kept, "quant_method": "mxfp4"}
     matrices = (

@@ -1,4 +1,4 @@
-"""Which family a checkpoint is of: the one that its config names, else the one whose tensors it has."""
+"""The family of a checkpoint: named by its config, else recognised by its tensors."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def by_config(
 ) -> tuple[Family, list[str]]:
     """The family that `forced` or the config names, with notes.
 
-    Names and shapes of tensors do not show all that a model computes. So where an engine `computes` with the result,
-    a `model_type` that nobody declared is refused, though the tensors may be those of a family; where only bytes are
-    compared, that family will do. Raises ReshardError with what does not fit the closest family.
+    Names and shapes of tensors do not show everything that a model computes. So if an engine `computes` with the
+    output, an undeclared `model_type` is refused even if its tensors match a family; if only bytes are compared, that
+    family is used. Raises ReshardError with the differences from the closest family.
     """
     if forced:
         return named(forced).speaking(config), []
@@ -61,7 +61,7 @@ def by_config(
 
 
 def _by_architecture(config: Mapping[str, Any]) -> Family | None:
-    """The family of the class that a config without a `model_type` names."""
+    """The family of the class in `architectures`, for a config without a `model_type`."""
     if config.get("model_type") is not None:
         return None
     named = config.get("architectures")
@@ -69,7 +69,7 @@ def _by_architecture(config: Mapping[str, Any]) -> Family | None:
 
 
 def not_known(model_type: Any) -> str:
-    """What to say of a config that names no declared family."""
+    """The message about a config that names no declared family."""
     return f'model_type "{model_type}" is not known' if model_type else "config.json has no model_type"
 
 
@@ -91,7 +91,7 @@ def _beyond(model_type: str) -> Problem:
 
 
 def _alike(model_type: Any, family: Family, checkpoint: Checkpoint) -> Problem:
-    """What to say of a model whose tensors are those of `family`, and whose config does not say that it is one."""
+    """The problem of a model with the tensors of `family` whose config does not name that family."""
     insist = f"if it computes the same as {family.name}: --family {family.name}"
     return Problem(
         "model-type-unknown" if checkpoint.dialect == "hf" else "model-type-unknown-here",
@@ -120,7 +120,7 @@ def _unsupported(model_type: Any) -> Problem:
 
 
 class _Fit(NamedTuple):
-    """The shapes of the tensors that a family wants for a config, and those that are there."""
+    """The tensor shapes that a family expects for a config, and those in the checkpoint."""
 
     family: Family
     want: Mapping[str, tuple[int, ...]]
@@ -128,7 +128,7 @@ class _Fit(NamedTuple):
 
     @property
     def differing(self) -> set[str]:
-        """The names that only one side has, or that have two shapes."""
+        """Names that only one side has, or whose shapes differ."""
         return {name for name, _ in self.want.items() ^ self.have.items()}
 
     def problems(self, file: str) -> list[Problem]:
@@ -147,7 +147,7 @@ class _Fit(NamedTuple):
 
 
 def _fit(family: Family, config: Mapping[str, Any], checkpoint: Checkpoint) -> _Fit | None:
-    """How a checkpoint fits a family; None if even the config cannot be read as one of its own."""
+    """How a checkpoint fits a family; None if its config cannot be read as one of that family."""
     try:
         text = family.config.text(config)
         args = family.config.to_args(text)
@@ -168,9 +168,9 @@ def _fit(family: Family, config: Mapping[str, Any], checkpoint: Checkpoint) -> _
 
 
 def by_args(checkpoint: Checkpoint, forced: str | None) -> tuple[Family, list[str]]:
-    """The family that the arguments name, else the likeliest whose tensors, at the sizes that they tell, are there.
+    """The family that the arguments name, else the most likely one whose tensors match at the stated sizes.
 
-    Those that compute something else than the arguments say come in question only if no other does.
+    Families that compute something else than the arguments state are considered only if no other matches.
     """
     if not describes_model(checkpoint.args):
         raise ReshardError(
@@ -215,7 +215,7 @@ def by_args(checkpoint: Checkpoint, forced: str | None) -> tuple[Family, list[st
 
 
 def _of_one_part(family: Family, checkpoint: Checkpoint) -> Family:
-    """`family`. Raises ReshardError for one of several parts: arguments describe its language model alone."""
+    """`family`. Raises ReshardError if it has several parts: arguments describe only its language model."""
     if family.within and family.within.carried:
         raise ReshardError(
             "arguments-lack-parts",
@@ -228,5 +228,5 @@ def _of_one_part(family: Family, checkpoint: Checkpoint) -> Family:
 
 
 def describes_model(args: Mapping[str, Any] | None) -> bool:
-    """Whether arguments give the sizes of a model, and not only the layout that it was saved at."""
+    """Whether arguments contain the sizes of a model, and not only the layout that it was saved at."""
     return bool(args and args.get("num_layers"))

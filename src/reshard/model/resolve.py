@@ -1,4 +1,4 @@
-"""Which model a checkpoint holds: its family, its config, its sizes."""
+"""Determine the model of a checkpoint: its family, its config, its sizes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from reshard.model import recognition, vocabulary
 
 @dataclass(frozen=True)
 class Resolved:
-    """A checkpoint whose model is known, or whose names are taken for the hub's: what logical tensors are made of.
+    """A checkpoint whose model is known, or whose names are used as hub names: the basis of logical tensors.
 
-    The tensors of `checkpoint` have the names that its dialect declares, and their shapes. `model` is None for a family
-    that nobody declared. `config` is the Hugging Face config, empty if there is none.
+    The tensors of `checkpoint` have the names of its dialect, and their shapes. `model` is None for an
+    undeclared family. `config` is the Hugging Face config, empty if there is none.
     """
 
     checkpoint: Checkpoint
@@ -40,13 +40,13 @@ class Resolved:
 
     @property
     def declared(self) -> Model:
-        """The model, where a family had to be found."""
+        """The model, if a family is required."""
         assert self.model is not None
         return self.model
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
-    """The config.json in a folder, or None. Raises ReshardError if it is no JSON object with text as `model_type`."""
+    """The config.json in a folder, or None. Raises ReshardError unless it is an object whose `model_type` is text."""
     path = folder / "config.json"
     if not (path.is_file() and belongs(path, folder)):
         return None
@@ -78,7 +78,7 @@ def read_base(base: Path) -> dict[str, Any]:
 
 
 def config_of(checkpoint: Checkpoint, base: Path | None = None) -> dict[str, Any] | None:
-    """The config of a checkpoint: that of `base`, else the one beside it, else what its reader derived; or None."""
+    """The config of a checkpoint: that of `base`, else the one next to it, else the one its reader derived; or None."""
     config = read_base(base) if base else read_config(checkpoint.root) or checkpoint.config
     if not config:
         return None
@@ -98,11 +98,11 @@ def resolve(
 ) -> Resolved:
     """Find the family and the sizes of `checkpoint`, and check that config and checkpoint agree.
 
-    The config comes from `base`, else from beside the weights, else (Megatron) from the checkpoint's own
-    arguments. Where these arguments and the config disagree on what changes no weight, `trust` ("config" or
-    "checkpoint") decides. Where an engine `computes` with the weights, they cannot be quantized, and the config has to
-    describe what that engine computes, unless `family` says that this is meant. Raises ReshardError naming what does
-    not hold, and all else on which they disagree.
+    The config comes from `base`, else from the checkpoint's folder, else (Megatron) from the checkpoint's own
+    arguments. If arguments and config disagree on something that changes no weight, `trust` ("config" or
+    "checkpoint") decides. If an engine `computes` with the weights, they must not be quantized, and the config must
+    describe what that engine computes, unless `family` overrides this. Raises ReshardError listing every
+    failed check and disagreement.
     """
     with understood((base or checkpoint.root) / "config.json"):
         return _resolved(checkpoint, base, family, trust, computes=computes)
@@ -154,7 +154,7 @@ def _resolved(
         problems += [each for each in warnings if each.severity == "error"]
     if problems:
         raise ReshardError(problems)
-    # The weights are the same, or it is meant, or trained already.
+    # The weights are the same, or the user chose --family, or it was trained this way.
     warnings = [replace(each, severity="warning", remedy=None) for each in warnings]
     if computes and not found.judged:
         warnings.append(_not_judged(found, file))
@@ -170,7 +170,7 @@ def _resolved(
 def _agreed(
     family: Family, config: Mapping[str, Any], checkpoint: Checkpoint, trust: str, file: Path
 ) -> tuple[Mapping[str, Any], Mapping[str, Any], list[Problem]]:
-    """The same as `agreed`. Raises ReshardError where an argument is of another type than Megatron-LM gives it."""
+    """`disagreements.agreed`. Raises ReshardError if an argument has another type than in Megatron-LM."""
     try:
         return agreed(family.config, config, checkpoint.args or {}, trust, str(file))
     except UNUSABLE as error:
@@ -188,9 +188,9 @@ def _agreed(
 def resolve_if_declared(
     checkpoint: Checkpoint, base: Path | None = None, trust: str = "checkpoint"
 ) -> Resolved:
-    """The same for weights that are only copied, which may be quantized.
+    """The same as `resolve` for weights that are only copied, which may be quantized.
 
-    A family that nobody declared has no model, and a note: its names are the hub's already.
+    An undeclared family has no model, only a note: its names are already the hub's.
     """
     config = config_of(checkpoint, base) or {}
     if checkpoint.dialect != "hf":
@@ -203,13 +203,13 @@ def resolve_if_declared(
 
 
 def has_other_head(config: Mapping[str, Any]) -> bool:
-    """Whether a config is that of a model that classifies: a reward model's head is `score`, and no family's."""
+    """Whether a config describes a classifier: a reward model's head is `score`, which no family has."""
     named = config.get("architectures")
     return isinstance(named, list) and any(str(each).endswith("ForSequenceClassification") for each in named)
 
 
 def as_named(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Resolved:
-    """The tensors of a Hugging Face checkpoint under the names that they have, whatever the family."""
+    """The tensors of a Hugging Face checkpoint under their own names, for any family."""
     model_type = config.get("model_type")
     why = "it classifies" if has_other_head(config) else recognition.not_known(model_type)
     note = f"{why}; names are taken as they are"
@@ -230,14 +230,14 @@ def _not_judged(family: Family, file: Path) -> Problem:
 
 
 def contradictions(config: Mapping[str, Any]) -> list[str]:
-    """Where a config says one thing twice, and not the same; of a family that nobody declared, its rotary embedding."""
+    """Where a config states one fact twice, differently; for undeclared families, only the rotary embedding."""
     family = declared(config.get("model_type"))
     try:
         if family is None:
             return list(rope_contradictions(config))
         return family.config.contradictions(family.config.text(config))
     except UNUSABLE:
-        return []  # `resolve` says what is wrong with such values
+        return []  # `resolve` reports such values
 
 
 def _refuse_contradictions(config: Mapping[str, Any], file: Path) -> None:
@@ -257,9 +257,9 @@ def _refuse_contradictions(config: Mapping[str, Any], file: Path) -> None:
 
 
 def _misdescribed(family: Family, config: Mapping[str, Any], file: Path) -> list[Problem]:
-    """Where an engine would build another model than the config describes, and no tensor shows it.
+    """Where an engine would build a different model than the config describes, without a trace in the tensors.
 
-    What weights do not depend on, and a run may choose, is a warning.
+    Differences that do not affect the weights, and that a run may choose, are warnings.
     """
     try:
         found = family.differs(config)
@@ -283,12 +283,12 @@ def _misdescribed(family: Family, config: Mapping[str, Any], file: Path) -> list
 def _shaped(
     checkpoint: Checkpoint, config: Mapping[str, Any], forced: str | None, folder: Path
 ) -> Checkpoint:
-    """A flat checkpoint with the shapes of its tensors. Raises ReshardError if no declared family tells them."""
+    """A flat checkpoint with the shapes of its tensors. Raises ReshardError if no declared family provides them."""
     model_type = forced or config.get("model_type")
     if not config or declared(model_type) is None:
         raise flat.shapes_needed(checkpoint, model_type if config else None, list(FAMILIES))
     family = recognition.named(str(model_type))
-    if family.within:  # no config tells the shapes of what is carried
+    if family.within:  # no config tells the shapes of tensors that are copied unchanged
         known = [each.name for each in FAMILIES.values() if not each.within]
         raise flat.shapes_needed(checkpoint, family.name, known)
     there = _mtp_layers(list(checkpoint.tensors), checkpoint.dialect, config)
@@ -310,7 +310,7 @@ def _sizes(
     checkpoint: Checkpoint,
     folder: Path,
 ) -> tuple[Mapping[str, Any], Dims]:
-    """Megatron-LM's arguments (`args`, or what the config says) and sizes. Raises ReshardError naming unusable keys."""
+    """Megatron-LM's arguments (`args`, or from the config) and sizes. Raises ReshardError naming unusable keys."""
     needed = [key for key in SIZES if key != "intermediate_size" or "moe_intermediate_size" not in config]
     missing = [key for key in needed if not isinstance(config.get(key), int) or config[key] < 1]
     try:
@@ -336,12 +336,12 @@ def _sizes(
 
 
 def _plain(checkpoint: Checkpoint, family: Family) -> list[str]:
-    """The names of its tensors, as they would be in the language model by itself."""
+    """The names of its tensors in the language model on its own."""
     return family.plain_names(checkpoint.tensors, native=checkpoint.dialect == "mcore")
 
 
 def _carried(checkpoint: Checkpoint, family: Family) -> dict[str, tuple[int, ...]]:
-    """The shapes on the hub of the tensors that are carried, by their names there."""
+    """The hub shapes of the tensors that are copied unchanged, by hub name."""
     if family.within is None:
         return {}
     native = checkpoint.dialect == "mcore"
@@ -353,7 +353,7 @@ def _carried(checkpoint: Checkpoint, family: Family) -> dict[str, tuple[int, ...
 
 
 def _completed(checkpoint: Checkpoint, family: Family, folder: Path) -> tuple[Checkpoint, list[str]]:
-    """A checkpoint with the parts that its engine does not keep, from the Hugging Face folder; and notes on them."""
+    """A checkpoint plus the parts that its engine does not save, from the Hugging Face folder; and notes on them."""
     if family.within is None or checkpoint.dialect != "mcore":
         return checkpoint, []
     absent = family.within.missing(_carried(checkpoint, family), optional=True)
@@ -372,7 +372,7 @@ def _completed(checkpoint: Checkpoint, family: Family, folder: Path) -> tuple[Ch
 
 
 def _without_parts(checkpoint: Checkpoint, family: Family, carried: Collection[str]) -> list[Problem]:
-    """Parts of a larger model of which nothing is there. How many layers they have, nobody here knows."""
+    """A problem for each required part of a larger model that has no tensors. Its number of layers is not checked."""
     return [
         Problem(
             "model-part-missing",
@@ -389,10 +389,10 @@ def _without_parts(checkpoint: Checkpoint, family: Family, carried: Collection[s
 
 
 def _mtp_layers(names: list[str], dialect: str, config: Mapping[str, Any]) -> int:
-    """How many multi-token prediction layers there are: configs often name layers that were left out.
+    """The number of multi-token prediction layers in the checkpoint: configs often count layers that were left out.
 
-    The hub numbers them on from the last layer, so only the config can tell them from layers too many; MiMo has a
-    name of its own for them.
+    The hub numbers them after the last layer, so only the config tells them from excess layers; MiMo has a
+    separate name for them.
     """
     if (apart := _count(names, _MTP_LAYER)) or dialect == "mcore":
         return apart
@@ -405,9 +405,9 @@ def _mtp_layers(names: list[str], dialect: str, config: Mapping[str, Any]) -> in
 
 
 def _disagreements(checkpoint: Checkpoint, family: Family, dims: Dims) -> list[Problem]:
-    """Sizes on which the config and the tensors differ: one problem each, not one for every tensor.
+    """Sizes on which config and tensors differ: one problem per size, not per tensor.
 
-    What names mean in a dialect that another package brought is known to its rules alone, which find all that differs.
+    Names in a dialect from another package are known only to its rules, which find all differences.
     """
     if checkpoint.dialect not in vocabulary.EMBEDDINGS:
         return []
@@ -445,7 +445,7 @@ def _disagreements(checkpoint: Checkpoint, family: Family, dims: Dims) -> list[P
 
 
 def _heads(checkpoint: Checkpoint, family: Family, dims: Dims) -> Iterator[tuple[str, str, int, int]]:
-    """What the rows of the first query and key projection say about heads; latent attention has others."""
+    """The numbers of heads implied by the rows of the first query and key projection, except for latent attention."""
     for what, key, wanted, projection in (
         ("attention heads", "num_attention_heads", dims.heads, "q_proj"),
         ("key-value heads", "num_key_value_heads", dims.groups, "k_proj"),
@@ -462,7 +462,7 @@ _EXPERT = re.compile(r".*\.experts\.(\d+)\.")
 
 
 def _experts(checkpoint: Checkpoint, family: Family, names: list[str]) -> int:
-    """How many experts a layer has, by the names of tensors, or where the hub itself stacks them (gpt-oss)."""
+    """The number of experts per layer, from tensor names, or from the shape of stacked experts (gpt-oss)."""
     quantized = checkpoint.quantization.weights if checkpoint.quantization else {}
     stacked = (name for name in (*names, *quantized) if name.endswith(".experts.down_proj"))
     name = next(stacked, "")
@@ -471,6 +471,6 @@ def _experts(checkpoint: Checkpoint, family: Family, names: list[str]) -> int:
 
 
 def _count(names: list[str], pattern: re.Pattern[str]) -> int:
-    """One more than the highest index that the names of tensors have."""
+    """The highest index in the tensor names, plus one."""
     found = (match for name in names if (match := pattern.match(name)))
     return max((int(match[1]) for match in found), default=-1) + 1

@@ -1,7 +1,7 @@
-"""Norms that an engine stores less one: sources whose elements are those of a tensor plus a number.
+"""Norms that an engine stores minus one: sources whose elements are those of a tensor plus a number.
 
-Megatron-Core computes with `1 + weight` where `apply_layernorm_1p` is set, and where the hub computes with the weight
-itself the two differ by one. Sums are float64, which is exact for what training leaves; only what is stored is rounded.
+Megatron-Core computes with `1 + weight` if `apply_layernorm_1p` is set; if the hub's model computes with the weight
+itself, the two differ by one. Sums are float64, which is exact for trained weights; only the stored result is rounded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Shifted(Computed):
         self.by = by
 
     def room(self, count: int) -> int:
-        return 40 * count  # three arrays of float64, what is read, and what is on its way to float64
+        return 40 * count  # three arrays of float64, the input, and its conversion to float64
 
     def values(self, begin: int, end: int, read: Read) -> np.ndarray[Any, Any]:
         (tensor,) = self.inputs
@@ -39,9 +39,9 @@ class Shifted(Computed):
 
 
 def shifted(name: str, tensor: Tensor, by: float) -> View:
-    """A tensor plus `by`; what was shifted the other way before is taken as it was.
+    """A tensor plus `by`; if the opposite was already added, the original is returned.
 
-    Raises ReshardError for numbers that nothing can be added to.
+    Raises ReshardError for a dtype that does not support addition.
     """
     sources = [piece.source for piece in tensor.view.pieces]
     if any(isinstance(source, Shifted) and source.by == -by for source in sources):
@@ -60,9 +60,9 @@ def shifted(name: str, tensor: Tensor, by: float) -> View:
 
 
 def rounding(name: str, tensor: Tensor, by: float) -> Replica | None:
-    """What has to be equal for a tensor plus `by` to be stored in its own dtype without loss.
+    """The comparison that fails if a tensor plus `by` cannot be stored in its own dtype without loss.
 
-    None if nothing is added in the end, since it was taken away before.
+    None if nothing is added, because it was subtracted before.
     """
     view = shifted(name, tensor, by)
     if not any(isinstance(piece.source, Shifted) and piece.source.by == by for piece in view.pieces):

@@ -1,4 +1,4 @@
-"""How many tokens a checkpoint has rows for, where the config, the tokenizer and a padded embedding differ."""
+"""The number of tokens of a checkpoint, if the config, the tokenizer and a padded embedding differ."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ EMBEDDINGS = {
     "internlm2-interleaved": ("tok_embeddings.weight",),
     "torchtitan": ("tok_embeddings.weight",),
 }
-"""What each dialect of reshard's own calls the embedding, whatever the family."""
+"""The names of the embedding in each of reshard's own dialects, for any family."""
 
 SPARE_ROWS = 1024
-"""How many rows beyond the tokens, at most, are padding and not another model's vocabulary."""
+"""The most rows beyond the tokens that count as padding and not as another model's vocabulary."""
 
 
 PADDING = "vocabulary padding"
-"""The rule by which rows beyond the vocabulary stay behind."""
+"""The rule for dropping rows beyond the vocabulary."""
 
 
 def lost_padding(
     checkpoint: Checkpoint, model: Model, rows: int, *, with_states: bool = False
 ) -> Counter[str]:
-    """The bytes of the last `rows` of Megatron's embedding and head, which an output has not, and of their states."""
+    """Bytes of the last `rows` of Megatron's embedding and head, which the output lacks, and of their states."""
     if checkpoint.dialect != "mcore" or rows <= 0:
         return Counter()
     tables = EMBEDDINGS["mcore"] if model.dims.tied else (*EMBEDDINGS["mcore"], "output_layer.weight")
@@ -74,14 +74,14 @@ def embedding(checkpoint: Checkpoint, family: Family | None = None) -> tuple[str
 
 
 def padded_rows(checkpoint: Checkpoint) -> int | None:
-    """Rows of an embedding that Megatron pads; None for a checkpoint in another dialect."""
+    """Rows of Megatron's padded embedding; None for a checkpoint in another dialect."""
     return embedding_rows(checkpoint) if checkpoint.dialect == "mcore" else None
 
 
 def counted(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int:
-    """Tokens, not rows: what the arguments or the tokenizer beside the checkpoint count, else all rows.
+    """The number of tokens, not rows: from the arguments or the tokenizer next to the checkpoint, else all rows.
 
-    The greater of the two: Megatron-LM's `--vocab-size` may leave out tokens that were added later.
+    The larger of the two: Megatron-LM's `--vocab-size` may leave out tokens that were added later.
     """
     rows = embedding_rows(checkpoint)
     counts = args.get("vocab_size"), find_companions(*checkpoint.folders).vocab_size
@@ -89,23 +89,23 @@ def counted(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int:
 
 
 def corrected(checkpoint: Checkpoint, config: Mapping[str, Any], base: Path) -> tuple[int, str] | None:
-    """The true `vocab_size` and why, where the rows of Megatron's embedding show that it is not the config's."""
+    """The true `vocab_size` and the reason, if the rows of Megatron's embedding contradict the config."""
     declared = config.get("vocab_size")
     if checkpoint.dialect != "mcore" or not isinstance(declared, int) or declared < 1:
         return None
     rows = embedding_rows(checkpoint)
     if rows == declared:
-        return None  # whatever the tokenizer has, which may take long to read
+        return None  # skip the tokenizer, which may take long to read
     folders = find_companions(base, *checkpoint.folders), find_companions(*checkpoint.folders)
     tokens = folders[0].vocab_size
-    # Qwen2.5's config, for one, has 151,936 rows for 151,665 tokens.
+    # For example, Qwen2.5's config has 151,936 rows for 151,665 tokens.
     if tokens is not None and tokens <= rows < declared <= rows + SPARE_ROWS:
         return tokens, (
             f"vocab_size: {tokens} as the tokenizer has, not {declared}: Megatron-LM pads what the tokenizer "
             "has, and config.json counts spare rows that it never made"
         )
-    # A tokenizer may have ids that no row was made for: more than there are rows, or rows of zeros, which are padding
-    # that nothing was trained on.
+    # A tokenizer may have IDs without a trained row: more than there are rows, or rows of zeros, which are untrained
+    # padding.
     named = max(folder.named_ids for folder in folders)
     if declared < named <= rows and any(_has_values(table, declared, named) for table in _tables(checkpoint)):
         return named, (
@@ -116,14 +116,14 @@ def corrected(checkpoint: Checkpoint, config: Mapping[str, Any], base: Path) -> 
 
 
 def _tables(checkpoint: Checkpoint) -> Iterator[Tensor]:
-    """Megatron's tensors with a row for each token."""
+    """Megatron's tensors with one row per token."""
     for name in (*EMBEDDINGS["mcore"], "output_layer.weight"):
         if name in checkpoint.tensors:
             yield checkpoint.tensors[name]
 
 
 def _has_values(table: Tensor, begin: int, end: int) -> bool:
-    """Whether rows `begin` to `end` hold anything but zeros. They are read, for no header tells it."""
+    """Whether rows `begin` to `end` contain anything but zeros. They are read, because no header tells."""
     rows = max(table.shape[0], 1)
     width = table.view.numel // rows
     with closing(Files()) as files:
@@ -132,7 +132,7 @@ def _has_values(table: Tensor, begin: int, end: int) -> bool:
 
 
 def disagreement(checkpoint: Checkpoint, vocab: int) -> Problem | None:
-    """The problem with an embedding of Megatron that is too small for `vocab` tokens, or much too large."""
+    """The problem with Megatron's embedding if it is too small for `vocab` tokens, or much too large."""
     name, table = embedding(checkpoint)
     rows = table.shape[0]
     args = checkpoint.args or {}
