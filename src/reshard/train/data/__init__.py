@@ -1,7 +1,7 @@
-"""Data to train on: JSONL, JSON and Parquet, read record by record, with every wrong record named by file and line.
+"""Training data: JSONL, JSON and Parquet, read record by record. Faulty records are reported by file and line.
 
-`read_records` needs neither torch nor datasets, and holds one record at a time. `load_dataset` makes of it what TRL
-takes, as Arrow tables in memory: a cache on disk could be one of yesterday's file.
+`read_records` needs neither torch nor datasets, and keeps one record in memory. `load_dataset` converts the records to
+what TRL takes, as Arrow tables in memory: a cache on disk could be stale.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from reshard.train.data.records import Row, kind_of, shapes_of, standard
 
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 SPLITS = {"test", "valid", "validation", "val", "eval", "dev"}
-"""Names of data that people keep out of training."""
+"""Names of splits that are usually kept out of training."""
 NAMED = 12
-"""So many wrong records are named; the others are counted."""
+"""Maximum number of faulty records that are reported; the others are only counted."""
 BATCH = 4096
 """Rows of an Arrow batch."""
 ANY_TEMPLATE = Template()
 
 
 def files_of(path: Path) -> list[Path]:
-    """The data files at a path, in the order of their names. Raises ReshardError if there are none."""
+    """The data files at a path, sorted by name. Raises ReshardError if there are none."""
     if not path.exists():
         raise ReshardError(
             "data-missing", "there is no data", file=str(path), remedy="give a file or a folder with --data"
@@ -62,7 +62,7 @@ def _inside(folder: Path) -> list[Path]:
 
 
 def held_out(path: Path) -> list[Path]:
-    """Files that are named after a split for evaluation, and would be trained on beside the others."""
+    """Files named after an evaluation split that would be used for training with the others."""
     files = files_of(path)
     named = [file for file in files if SPLITS & set(_words(file, path))]
     return named if len(named) < len(files) else []
@@ -84,9 +84,9 @@ def read_records(
 ) -> Iterator[Row]:
     """The records of a file or folder, in TRL's standard shape.
 
-    `chosen` is the shape to take of records that fit several, `system` the system message of chats without one; how
-    many records have each shape is counted in `shapes`. Wrong records are passed over; at the end they are raised
-    together as a ReshardError, by file and line.
+    `chosen` is the shape for records that fit several, `system` the system message for chats without one; `shapes`
+    counts the records of each shape. Faulty records are skipped, and at the end raised together as a ReshardError, by
+    file and line.
     """
     faulty, first = _Faulty(), None
     more = {"chosen": chosen, "system": system}
@@ -114,7 +114,7 @@ def read_records(
 
 @dataclass
 class _Faulty:
-    """The problems of wrong records. Those that differ only in their place are one; beyond some they are counted."""
+    """The problems of faulty records. Those that differ only in place are merged; beyond a limit they are only counted."""
 
     places: dict[Problem, list[str]] = field(default_factory=dict)
     count: int = 0
@@ -148,7 +148,7 @@ def _mixed(kind: str, where: str, first: tuple[str, str]) -> Problem:
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Each record and where it stands; a Problem where nothing can be read."""
+    """Each record and its place; a Problem if it cannot be read."""
     for file in files_of(path):
         yield from _READERS[file.suffix.lower()](file) if file.suffix.lower() != ".gz" else _lines(file)
 
@@ -158,7 +158,7 @@ def _open(file: Path) -> IO[bytes]:
 
 
 def _lines(file: Path) -> Iterator[tuple[str, Any]]:
-    """JSON Lines; or one JSON array, which some tools write under the same name."""
+    """JSON Lines, or one JSON array, which some tools write with the same suffix."""
     try:
         with _open(file) as lines:
             for number, line in enumerate(lines, 1):
@@ -244,7 +244,7 @@ def _array(file: Path, text: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def _json(file: Path) -> Iterator[tuple[str, Any]]:
-    """A `.json` file: an array, an object on each line, or one object over several lines, which is no data."""
+    """A `.json` file: an array, an object on each line, or a single object over several lines, which is rejected."""
     with _open(file) as lines:
         first = lines.readline().removeprefix(b"\xef\xbb\xbf").strip()
     if first not in (b"", b"{"):
@@ -300,7 +300,7 @@ _READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
 
 
 def load_dataset(mix: Mix, method: str, **more: Any) -> Any:
-    """The data as a `datasets.Dataset` in TRL's standard shape, an epoch of a mix. Raises ReshardError."""
+    """The data as a `datasets.Dataset` in TRL's standard shape; for a mix, one epoch of it. Raises ReshardError."""
     import pyarrow as arrow
     from datasets import Dataset
 
@@ -340,7 +340,7 @@ def _of_several_types(what: str, path: Path | Mix, error: Exception) -> ReshardE
 
 
 def digest_of(mix: Mix) -> str:
-    """What tells a mix from another: its data's digest, and of several those of all with their weights."""
+    """The digest of a mix: that of its data, or for several sources that of all their digests and weights."""
     if len(mix.sources) == 1:
         return digest(mix.sources[0].path)
     facts = [f"{digest(source.path)}  {source.weight}\n" for source in mix.sources]
@@ -348,7 +348,7 @@ def digest_of(mix: Mix) -> str:
 
 
 def digest(path: Path) -> str:
-    """The SHA-256 of a file; of a folder that of the list which `sha256sum` would print of its data files."""
+    """The SHA-256 of a file; for a folder, that of the list that `sha256sum` prints for its data files."""
     files = digests(path)
     if path.is_file():
         return str(files[path.name]["sha256"])
@@ -357,7 +357,7 @@ def digest(path: Path) -> str:
 
 
 def digests(path: Path) -> dict[str, dict[str, str | int]]:
-    """The SHA-256 and the bytes of each data file, by its name."""
+    """SHA-256 and size in bytes of each data file, by name."""
     result: dict[str, dict[str, str | int]] = {}
     for file in files_of(path):
         whole = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""The sources of a mix as they are before a run starts: read once, counted, and some records of each kept."""
+"""The sources of a mix before a run starts: read once and counted, with some records of each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from reshard.train.data.tokens import Learning, Lengths, draw, lengths
 
 @dataclass
 class Drawn:
-    """One source of data: how many records it has, of which shapes, how many an epoch sees, and some of them."""
+    """A source of data: its number of records, their shapes, how many an epoch uses, and some of them."""
 
     source: Source
     records: int = 0
@@ -30,7 +30,7 @@ class Drawn:
 
     @property
     def first(self) -> Row:
-        """A record; an empty one of an empty source."""
+        """The first record; an empty one if the source is empty."""
         return self.rows[0] if self.rows else {}
 
     def as_dict(self) -> dict[str, Any]:
@@ -40,7 +40,7 @@ class Drawn:
         return {"path": path, "weight": weight, **counts}
 
     def in_words(self) -> str:
-        """As `a.jsonl: 64 records (chat)`, and how many an epoch sees of them if that is another number."""
+        """For example `a.jsonl: 64 records (chat)`, and how many of them an epoch uses if that differs."""
         shapes = ", ".join(self.shapes)
         told = f"{self.source}: {self.records:,} records" + (f" ({shapes})" if shapes else "")
         if self.seen == self.records:
@@ -49,7 +49,7 @@ class Drawn:
 
 
 def drawn_of(mix: Mix, method: str, template: Template, **more: Any) -> tuple[list[Drawn], list[Problem]]:
-    """Each source, and what is wrong with any; `more` as for `read_records`."""
+    """Each source, and the problems of all; `more` as for `read_records`."""
     problems: list[Problem] = []
     sources = [Drawn(source) for source in mix.sources]
     for each in sources:
@@ -69,12 +69,12 @@ def _right(rows: Iterator[Row], problems: list[Problem]) -> Iterator[Row]:
 
 
 def first_of(sources: list[Drawn]) -> Row:
-    """A record of the first source that has any."""
+    """A record of the first source that is not empty."""
     return next(source.first for source in sources if source.rows)
 
 
 def unlike(mix: Mix, sources: list[Drawn], *, mixed: bool) -> Iterator[Problem]:
-    """Sources whose records are of another kind than those of the first, unless they may be `mixed`."""
+    """A problem if the sources differ in the kind of their records, unless they may be `mixed`."""
     kinds = {str(source.source): kind_of(source.first) for source in sources if source.rows}
     if not mixed and len(set(kinds.values())) > 1:
         yield Problem(
@@ -88,7 +88,7 @@ def unlike(mix: Mix, sources: list[Drawn], *, mixed: bool) -> Iterator[Problem]:
 
 
 def unheard(system: str | None, sources: list[Drawn]) -> Iterator[Problem]:
-    """A system message that no record has a place for."""
+    """A problem if there is a system message but no record that can take one."""
     kinds = {kind_of(source.first) for source in sources if source.rows}
     if system and kinds and not any(kind.endswith("messages") for kind in kinds):
         yield Problem(
@@ -103,7 +103,7 @@ def unheard(system: str | None, sources: list[Drawn]) -> Iterator[Problem]:
 def lengths_of(
     sources: list[Drawn], method: str, tokenizer: Any, length: int | None, learning: Learning
 ) -> Lengths:
-    """How long the records of an epoch are. Raises ReshardError if the template refuses one."""
+    """The lengths of an epoch's records. Raises ReshardError if the template refuses one."""
     return reduce(
         add,
         (

@@ -1,6 +1,6 @@
-"""Megatron's own indexed datasets, by their names: tokens in PREFIX.bin, and where sequences begin in PREFIX.idx.
+"""Names of Megatron's indexed datasets: tokens are in PREFIX.bin, the starts of sequences in PREFIX.idx.
 
-Here the path of a dataset is that of its index. What is in it, the engine reads.
+The path of a dataset is here that of its index. The engine reads the contents.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ INDEX, TOKENS = ".idx", ".bin"
 
 
 def index_of(path: Path) -> Path | None:
-    """The index of a dataset that is named by its prefix, as Megatron does, or by a file of it; None without one."""
+    """The index of a dataset given by its prefix, as in Megatron, or by one of its files; None if it does not exist."""
     prefix = prefix_of(path) if path.suffix in (INDEX, TOKENS) else path
     index = prefix.with_name(prefix.name + INDEX)
     return index if index.is_file() else None
@@ -24,5 +24,5 @@ def prefix_of(index: Path) -> Path:
 
 
 def are_indexed(paths: Iterable[Path]) -> bool:
-    """Whether there is an indexed dataset among paths."""
+    """Whether any of the paths is an indexed dataset."""
     return any(path.suffix == INDEX for path in paths)

@@ -1,4 +1,4 @@
-"""What a run learns from: files and folders of data, each with its share, and how often an epoch sees each record."""
+"""The data of a run: files and folders, each with its share, and how often an epoch uses each record."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Source:
-    """A file or folder of data. `weight` is its share of an epoch beside the other sources; None if none was given."""
+    """A file or folder of data. `weight` is its share of an epoch relative to the other sources; None if not given."""
 
     path: Path
     weight: float | None = None
 
     def __str__(self) -> str:
-        """As it is typed behind --data. The name of a file may end as a weight does."""
+        """As on the command line after --data. A file's name may end like a weight."""
         if self.weight is not None:
             return f"{self.path}:{self.weight:g}"
         return str(self.path)
@@ -33,10 +33,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Mix:
-    """The sources of a run, of which all have a weight or none has.
+    """The sources of a run. Either all have a weight or none has.
 
-    Without weights an epoch sees each record once. With weights it is as long as it must be for every record to be
-    seen: records of the sources that are too small for their share are seen several times.
+    Without weights, an epoch uses each record once. With weights, it is just long enough to use every record: records
+    of sources that are too small for their share are used several times.
     """
 
     sources: tuple[Source, ...]
@@ -46,20 +46,20 @@ class Mix:
 
     @property
     def paths(self) -> list[Path]:
-        """Where the data lie."""
+        """The paths of the data."""
         return [source.path for source in self.sources]
 
     @property
     def words(self) -> list[str]:
-        """What is typed behind each --data."""
+        """The arguments of each --data."""
         return [str(source) for source in self.sources]
 
     def exists(self) -> bool:
-        """Whether all sources are there."""
+        """Whether all sources exist."""
         return all(path.exists() for path in self.paths)
 
     def seen(self, sizes: Sequence[int]) -> list[int]:
-        """Records of each source that an epoch sees, given how many each has; none of an empty source."""
+        """Records of each source that an epoch uses, given the size of each source; none of an empty source."""
         if not self._weighted:
             return list(sizes)
         weights = [source.weight or 0.0 for source in self.sources]
@@ -71,10 +71,10 @@ class Mix:
         ]
 
     def picks(self, sizes: Sequence[int]) -> npt.NDArray[np.int64] | None:
-        """The records of an epoch, numbered through all sources in their order; None if it is each record once.
+        """The indices of an epoch's records, counted through all sources in order; None if it uses each record once.
 
-        A source is repeated whole as often as it fits into its share. Which of its records fill up the rest is drawn,
-        and is the same in every epoch and every run.
+        A source is repeated completely as often as it fits into its share. The records that fill the rest are drawn at
+        random, with the same seed in every epoch and every run.
         """
         import numpy as np
 
@@ -101,7 +101,7 @@ class Mix:
 
 
 def mix_of(given: Any) -> Mix:
-    """A mix of what was `recorded`, is a path, or is one already."""
+    """A mix from its `recorded` form, from a path, or from a mix."""
     if isinstance(given, Mix):
         return given
     if isinstance(given, (str, Path)):
@@ -110,16 +110,16 @@ def mix_of(given: Any) -> Mix:
 
 
 def absolute(word: str) -> Path:
-    """The path that somebody typed; that of the index, for the prefix of one of Megatron's datasets."""
+    """The absolute path of an argument; for the prefix of a Megatron dataset, the path of its index."""
     path = Path(word).expanduser().absolute()
     return path if path.is_dir() else index_of(path) or path
 
 
 def read_mix(option: str, words: Any, local: Callable[[str], Path] = absolute) -> Mix:
-    """The mix that `PATH` or `PATH:WEIGHT`, or a list of those, asks for. Raises ReshardError.
+    """The mix given as `PATH` or `PATH:WEIGHT`, or as a list of those. Raises ReshardError.
 
-    A colon belongs to the path if there is such a path, or if what follows it is no number. `local` gives the path of
-    what was typed without its weight, which may be a name.
+    A colon belongs to the path if that path exists, or if no number follows it. `local` returns the path of an argument
+    without its weight, which may be a name.
     """
     if isinstance(words, Mix):
         return words

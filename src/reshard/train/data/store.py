@@ -1,8 +1,8 @@
-"""Tokens of data on disk: made record by record, mapped by all who read them, and kept for the next run.
+"""Tokenized data on disk: written record by record, mapped by all ranks, and kept for the next run.
 
-A file of tokens is an Arrow stream, one record in a row: `input_ids`, and `labels`, which are -100 where nothing is
-learned. It is named by a digest of all that decides its bytes. It appears whole, by a rename: of two runs that make it
-at the same time, the last one's stays, which is the same.
+A token file is an Arrow stream with one record per row: `input_ids`, and `labels`, which are -100 for tokens without
+loss. Its name is a digest of everything that determines its bytes. It is renamed into place when complete: if two runs
+write it at the same time, the last one's stays, which is the same.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from reshard.version import __version__
 
 IGNORED = -100
 ROWS = 256
-"""Records of a batch: as many are in memory at a time."""
+"""Records per batch, which is also how many are in memory at once."""
 SUFFIX = ".tokens"
 
 
 @dataclass(frozen=True)
 class Tokenized:
-    """The files of tokens of a run's sources, in their order, and how many of them were there already."""
+    """The token files of a run's sources, in order, and how many of them existed already."""
 
     files: tuple[Path, ...]
     found: int
 
     def in_words(self, folder: Path) -> str:
-        """What the user is told."""
+        """The message for the user."""
         if self.found == len(self.files):
             return f"tokenized data: found in {folder}"
         return f"tokenized data: cached in {folder} for the next run (--no-token-cache turns this off)"
 
 
 def folder_of(run: Run, own: Path) -> Path:
-    """Where a run's tokens lie: in the user's cache, or in its `own` folder without one."""
+    """The folder for a run's tokens: in the user's cache, or without a cache its `own` folder."""
     if not run.token_cache:
         return own
     home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
@@ -60,7 +60,7 @@ def folder_of(run: Run, own: Path) -> Path:
 
 
 def tokenize(run: Run, tokenizer: Any, learning: Learning, folder: Path) -> Tokenized:
-    """Make the tokens of each source of a run, unless they are there. Raises ReshardError for wrong records."""
+    """Tokenize each source of a run, unless it is cached. Raises ReshardError for faulty records."""
     folder.mkdir(parents=True, exist_ok=True)
     state = _state_of(run, tokenizer, learning)
     files, found = [], 0
@@ -80,7 +80,7 @@ def tokenize(run: Run, tokenizer: Any, learning: Learning, folder: Path) -> Toke
 
 
 def _versions(path: Path) -> list[tuple[Path, int, int, int]]:
-    """What tells whether data changed while they were read."""
+    """Facts that show whether data changed while it was read."""
     stats = [(file, file.stat()) for file in files_of(path)]
     return [(file, stat.st_size, stat.st_mtime_ns, stat.st_ino) for file, stat in stats]
 
@@ -96,7 +96,7 @@ def _changed(path: Path) -> ReshardError:
 
 
 def _state_of(run: Run, tokenizer: Any, learning: Learning) -> str:
-    """All that decides tokens beside the data: tokenizer, template, options, and whose code it is."""
+    """Everything besides the data that determines the tokens: tokenizer, template, options, and software versions."""
     import tokenizers
     import transformers
 
@@ -117,7 +117,7 @@ def _samples(run: Run, path: Path, tokenizer: Any, learning: Learning) -> Iterat
 
 
 def _is_whole(file: Path) -> bool:
-    """Whether a file of tokens is there and can be read to its end."""
+    """Whether a token file exists and can be read to its end."""
     try:
         open_tokens(file)
     except (OSError, ValueError):  # Arrow's errors are ValueErrors
@@ -150,7 +150,7 @@ def _labels(sample: Sample) -> list[int]:
 
 
 class Tokens(Sequence[Sample]):
-    """The samples of files of tokens, mapped: reading one touches its own pages."""
+    """The samples in token files, memory-mapped: reading a sample touches only its pages."""
 
     def __init__(self, table: Any) -> None:
         self._chunks = [
@@ -174,7 +174,7 @@ class Tokens(Sequence[Sample]):
 
 
 def open_tokens(*files: Path) -> Tokens:
-    """The samples of several files, one behind the other. Raises OSError, ValueError."""
+    """The samples of several files, concatenated. Raises OSError, ValueError."""
     import pyarrow as arrow
 
     return Tokens(

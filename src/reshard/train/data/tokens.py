@@ -1,12 +1,12 @@
-"""Records as tokens: what the model sees, what it learns from, and how long that is. Both engines train on these.
+"""Records as tokens: what the model sees, which tokens have a loss, and how long records are. Used by both engines.
 
-A tokenizer is one of transformers'. Tokens are those of TRL 1.16 (`SFTTrainer._prepare_dataset`), and so is what is
-learned: all of a text, the completion behind a prompt, all of a chat or the turns of the assistant alone.
+A tokenizer is one of transformers'. Tokens are those of TRL 1.16 (`SFTTrainer._prepare_dataset`), and so is the loss:
+on all of a text, on the completion after a prompt, and on all of a chat or on the assistant's turns only.
 
-A turn begins where the template asks for an answer (`add_generation_prompt`), and ends with what closes it. Where they
-are is found by rendering: the chat up to a turn, and up to and including it. A template that marks its answers
-(`{% generation %}`) is taken at its word. One that renders a turn otherwise when others follow (thinking that is left
-out of the past) does not show where it begins; there the words of the turn are learned, and the token that ends them.
+A turn begins where the template asks for an answer (`add_generation_prompt`), and ends with its closing tokens. It is
+located by rendering the chat up to the turn, and up to and including it. If a template marks its answers (`{%
+generation %}`), these marks are used. If it renders a turn differently when others follow (thinking that is removed
+from earlier turns), the turn's beginning is not visible; then the loss covers the words of the turn and its end token.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from reshard.train.data.faults import Template
 from reshard.train.data.records import Row, tools_of
 
 LOOKED_AT = 2000
-"""So many records, drawn evenly from all, are tokenized to tell how long they are."""
+"""Maximum number of records that are tokenized to estimate lengths, drawn evenly from all."""
 _MARK = "\ue000"
-"""A character of the private use area: no text begins or ends with it."""
+"""A private-use character with which no text begins or ends."""
 
 
 class Sample(NamedTuple):
-    """The tokens of a sequence, and for each whether it is learned."""
+    """The tokens of a sequence, and for each whether the loss covers it."""
 
     ids: list[int]
     learned: list[bool]
@@ -38,20 +38,20 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long records are, in tokens. Counts are of all `records`, estimated if fewer were `looked_at`."""
+    """Lengths of records, in tokens. Counts are for all `records`, estimated if fewer were `looked_at`."""
 
     records: int
     looked_at: int
     tokens: int
-    """Of all records, each cut at the greatest length."""
+    """In all records, each cut at the maximum length."""
     longest: int
     cut: int
-    """Records longer than the greatest length."""
+    """Records longer than the maximum length."""
     empty: int
-    """Records of which nothing is learned, because all of it was cut or masked."""
+    """Records without any loss, because all of it was cut or masked."""
 
     def __add__(self, other: Lengths) -> Lengths:
-        """Of the records of both."""
+        """The lengths of the records of both."""
         sums = {name: count + getattr(other, name) for name, count in vars(self).items()}
         return Lengths(**sums | {"longest": max(self.longest, other.longest)})
 
@@ -62,7 +62,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Learning:
-    """What is learned: of chats the turns of the assistant alone, behind a prompt its completion alone."""
+    """What the loss covers: in chats only the assistant's turns, after a prompt only its completion."""
 
     assistant_only: bool = False
     completion_only: bool = True
@@ -72,14 +72,14 @@ EVERYTHING = Learning()
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a Hugging Face folder; code that the folder brings is not run."""
+    """The tokenizer of a Hugging Face folder, without executing code from the folder."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
 
 
 def samples(row: Row, tokenizer: Any, learning: Learning = EVERYTHING) -> list[Sample]:
-    """The sequences of a record in standard shape: one, or two of a preference pair. Raises ReshardError."""
+    """The sequences of a record in standard shape: one, or two for a preference pair. Raises ReshardError."""
     extra = options_of(row)
     if "messages" in row:
         return [_chat(row["messages"], tokenizer, extra, learning)]
@@ -125,7 +125,7 @@ def _template(tokenizer: Any) -> str:
 
 
 def _within(spans: list[tuple[int, int]], text: str, tokenizer: Any) -> Sample:
-    """The tokens of a text; those that begin within one of `spans` are learned."""
+    """The tokens of a text; the loss covers those that begin within one of `spans`."""
     if tokenizer.is_fast:
         found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         starts = [begin for begin, _ in found["offset_mapping"]]
@@ -143,7 +143,7 @@ def _ids(text: str, tokenizer: Any) -> list[int]:
 def _turns(
     messages: list[Row], text: str, tokenizer: Any, extra: Mapping[str, Any]
 ) -> Iterator[tuple[int, int]]:
-    """Where each turn of the assistant begins and ends in the text of a chat."""
+    """Start and end of each assistant turn in the text of a chat."""
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -151,9 +151,9 @@ def _turns(
         try:
             before = render(messages[:number], tokenizer, opened) if number else ""
             through = render(messages[: number + 1], tokenizer, extra)
-        except ReshardError:  # a part of a chat that the template refuses
+        except ReshardError:  # the template refuses part of a chat
             before = through = _MARK
-        if not text.startswith(through):  # some templates end every chat with the end of a text
+        if not text.startswith(through):  # some templates end every chat with an end-of-text token
             through = through.removesuffix(tokenizer.eos_token or "")
         if text.startswith(through) and through.startswith(before):
             yield len(before), len(through)
@@ -164,7 +164,7 @@ def _turns(
 def _words(
     messages: list[Row], number: int, text: str, tokenizer: Any, extra: Mapping[str, Any]
 ) -> tuple[int, int]:
-    """Where the words of a turn stand in the text, and the token that ends them: what changes if they are others."""
+    """Start and end, in the text, of a turn's words and end token: the part that changes if the words change."""
     other = {key: value for key, value in messages[number].items() if key != "tool_calls"} | {
         "content": _MARK
     }
@@ -176,7 +176,7 @@ def _words(
 
 
 def _common(a: Any, b: Any) -> int:
-    """How long the beginning is that two sequences share."""
+    """The length of the common beginning of two sequences."""
     return next(
         (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y),
         min(len(a), len(b)),
@@ -186,7 +186,7 @@ def _common(a: Any, b: Any) -> int:
 def _answered(
     prompt: Any, answer: Any, tokenizer: Any, extra: Mapping[str, Any], learning: Learning
 ) -> Sample:
-    """A prompt and what follows it. A tokenizer may join the end of a prompt with that, which is learned then."""
+    """A prompt and its answer. A token that spans the end of the prompt and the answer counts as part of the answer."""
     if isinstance(answer, str):
         ids = _encode(prompt + answer + _eos(tokenizer, answer), tokenizer, extra)
         learned = [True] * len(ids)
@@ -200,7 +200,7 @@ def _answered(
 
 
 def _eos(tokenizer: Any, text: str) -> str:
-    """The end of a text, unless it stands there already."""
+    """The end-of-text token, or nothing if the text already ends with it."""
     end = tokenizer.eos_token or ""
     return "" if text.endswith(end) else str(end)
 
@@ -212,12 +212,12 @@ def _encode(content: Any, tokenizer: Any, extra: Mapping[str, Any]) -> list[int]
 
 
 def options_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a record tells the chat template beside its messages."""
+    """Arguments of a record for the chat template, in addition to its messages."""
     return {"tools": tools_of(row) or None, **(row.get("chat_template_kwargs") or {})}
 
 
 def render(messages: list[Row], tokenizer: Any, extra: Mapping[str, Any]) -> str:
-    """The words of the chat template. Raises ReshardError if it refuses, or if there is none."""
+    """The text from the chat template. Raises ReshardError if it refuses, or if there is none."""
     _template(tokenizer)
     with asking_template(messages):
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **extra))
@@ -225,7 +225,7 @@ def render(messages: list[Row], tokenizer: Any, extra: Mapping[str, Any]) -> str
 
 @contextmanager
 def asking_template(messages: list[Row]) -> Iterator[None]:
-    """Raise ReshardError for what a chat template raises in the block, which may be anything."""
+    """Raise ReshardError for any exception that a chat template raises in the block."""
     try:
         yield
     except Exception as error:
@@ -239,7 +239,7 @@ def asking_template(messages: list[Row]) -> Iterator[None]:
 
 
 def probe(tokenizer: Any) -> Template:
-    """What the chat template of a tokenizer refuses. Without a template nothing is refused, for there is none."""
+    """What the chat template of a tokenizer refuses; nothing if it has no template."""
     if not getattr(tokenizer, "chat_template", None):
         return Template()
     user, system = {"role": "user", "content": "a"}, {"role": "system", "content": "b"}
@@ -258,7 +258,7 @@ def _renders(messages: list[Row], tokenizer: Any) -> bool:
 
 
 def draw(rows: Iterable[Row], limit: int = LOOKED_AT) -> tuple[int, list[Row]]:
-    """How many rows there are, and up to `limit` of them, each as likely as another; the same in every run."""
+    """The number of rows, and up to `limit` of them, drawn uniformly with a fixed seed."""
     chance, count = random.Random(0), 0
     kept: list[Row] = []
     for row in rows:
@@ -273,7 +273,7 @@ def draw(rows: Iterable[Row], limit: int = LOOKED_AT) -> tuple[int, list[Row]]:
 def lengths(
     records: int, drawn: list[Row], tokenizer: Any, length: int | None, learning: Learning = EVERYTHING
 ) -> Lengths:
-    """How long `records` are, by those that were drawn from them. Raises ReshardError if the template refuses one."""
+    """The lengths of `records`, estimated from those drawn. Raises ReshardError if the template refuses one."""
     tokens = longest = cut = empty = 0
     for row in drawn:
         given = samples(row, tokenizer, learning)

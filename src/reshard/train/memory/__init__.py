@@ -1,4 +1,4 @@
-"""How much memory a run takes on one GPU, whether it fits, and what would."""
+"""Estimates of a run's memory on one GPU, whether it fits, and which plan would fit."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from reshard.train.engines import engine_of
 from reshard.train.run import Run
 
 OVERHEAD = GIB
-"""What CUDA, cuBLAS and NCCL take for themselves, about; nothing on a CPU."""
+"""What CUDA, cuBLAS and NCCL allocate, roughly; nothing on a CPU."""
 USABLE = 0.95
-"""The part of a GPU's memory that can be filled before fragments between tensors do not fit any more."""
+"""The part of a GPU's memory that can be filled before fragmentation makes allocations fail."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the fullest GPU. Generation and training follow each other, so that the larger of the two counts."""
+    """Bytes on the fullest GPU. Generation and training alternate, so only the larger of the two counts."""
 
     always: Mapping[str, int]
     step: Mapping[str, int]
@@ -28,7 +28,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """The most that is there at a time."""
+        """The peak."""
         return sum(self.always.values()) + max(sum(self.step.values()), sum(self.generation.values()))
 
     @property
@@ -44,7 +44,7 @@ class Memory:
 def estimate(
     run: Run, batches: Batches, precision: Precision, world_size: int, *, gpu: bool = True
 ) -> Memory:
-    """What a run takes on the fullest of `world_size` GPUs."""
+    """The memory of a run on the fullest of `world_size` GPUs."""
     parts = engine_of(run).estimates.parts
     always, step, generation = parts(run, batches, precision, world_size, gpu=gpu)
     return Memory({**always, **({"CUDA and NCCL": OVERHEAD} if gpu else {})}, step, generation)
@@ -53,7 +53,7 @@ def estimate(
 def by_length(
     run: Run, batches: Batches, precision: Precision, world_size: int
 ) -> dict[int, tuple[int, int]]:
-    """Bytes of activations at half, once and twice the length: if they are kept, and if layers compute them again."""
+    """Bytes of activations at half, once and twice the length: if kept, and if recomputed."""
     return {
         length: (
             _activations(run, replace(batches, length=length), precision, world_size, again=False),
@@ -69,12 +69,12 @@ def _activations(run: Run, batches: Batches, precision: Precision, world_size: i
 
 
 def fits(memory: Memory, available: int) -> bool:
-    """Whether it fits into so many bytes."""
+    """Whether it fits into `available` bytes."""
     return memory.total <= available * USABLE
 
 
 def available(environment: Environment, processes: int) -> int:
-    """Bytes for each process of this machine: of the smallest GPU, or a share of what is free where there is none."""
+    """Bytes for each process of this machine: of the smallest GPU, or without GPUs a share of the free memory."""
     if environment.gpus:
         return min(gpu.memory for gpu in environment.gpus)
     import psutil
@@ -84,7 +84,7 @@ def available(environment: Environment, processes: int) -> int:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A plan that fits: what to type beside the command as it is, and what it takes."""
+    """A plan that fits: the flags to add to the command, and its memory."""
 
     flags: tuple[str, ...]
     memory: Memory
@@ -96,10 +96,10 @@ class Proposal:
 def plan_that_fits(
     run: Run, world_size: int, samples: int, room: int, *, gpu: bool = True, length: int = 0
 ) -> Proposal | None:
-    """The change of plan that costs least and fits into `room` bytes; None if none of those that are tried does.
+    """The cheapest change of the plan that fits into `room` bytes; None if none of those tried does.
 
-    The method, the data and LoRA stay as they are: those are for the user to change. The samples of a step stay too.
-    `length` is that of the longest sequence, if it is known better than by the options.
+    The method, the data and LoRA do not change: these are up to the user. The samples per step do not change either.
+    `length` is that of the longest sequence, if it is known better than from the options.
     """
     for flags, other in candidates(run, world_size):
         memory = tried(other, world_size, samples, length, gpu=gpu)
@@ -109,7 +109,7 @@ def plan_that_fits(
 
 
 def tried(run: Run, world_size: int, samples: int, length: int, *, gpu: bool) -> Memory | None:
-    """What another plan takes; None where the engine refuses it."""
+    """The memory of another plan; None if the engine refuses it."""
     engine = engine_of(run)
     try:
         batches = engine.batches(run, world_size, samples)
@@ -120,7 +120,7 @@ def tried(run: Run, world_size: int, samples: int, length: int, *, gpu: bool) ->
 
 
 def candidates(run: Run, world_size: int) -> Iterator[tuple[tuple[str, ...], Run]]:
-    """Plans beside the one that was asked for, those that cost least first; smaller batches come last."""
+    """Other plans than the requested one, the cheapest first; smaller batches come last."""
     of_engine = engine_of(run).estimates
     nothing: dict[str, object] = {}
     for batch in (nothing, of_engine.smaller_batch(run)):

@@ -1,8 +1,8 @@
-"""What a forward pass keeps for the backward pass, in bytes for each token: counted from the operations of a layer.
+"""What a forward pass keeps for the backward pass, in bytes per token: counted from the operations of a layer.
 
-The layer is that of transformers 5 (`Qwen3DecoderLayer` and those built alike) and of megatron-core 0.16 with the local
+The layer is that of transformers 5 (`Qwen3DecoderLayer` and similar ones) and of megatron-core 0.16 with the local
 spec. Each operation keeps what its gradient needs: a product both factors, a linear layer its input, a norm the input
-in float32 and the normalized values, attention queries, keys, values and its output.
+in float32 and the normalized values, attention its queries, keys, values and output.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from reshard.families.rules import Dims
 
 @dataclass(frozen=True)
 class Widths:
-    """How wide a layer is where, in elements. `experts` are those that a token is sent to; 0 in a dense layer."""
+    """Widths of a layer, in elements. `experts` are the active experts per token; 0 in a dense layer."""
 
     layers: int
     hidden: int
@@ -34,16 +34,16 @@ class Widths:
     expert_ffn: int = 0
     shared_ffn: int = 0
     sparse: int = 0
-    """How many layers have experts."""
+    """Number of layers with experts."""
 
     @property
     def groups(self) -> int:
-        """Heads of keys and values."""
+        """Number of key-value heads."""
         return self.heads * self.key // self.query
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Widths:
-        """Those of a config.json, of its text model if it has several. Raises ReshardError where it lacks a size."""
+        """The widths in a config.json, of its text model if it has several. Raises ReshardError if a size is missing."""
         config = config.get("text_config") or config
         try:
             return Widths._of(config)
@@ -85,7 +85,7 @@ class Widths:
 
 
 def _plain(config: Mapping[str, Any]) -> Widths:
-    """A dense model, under the names that nearly all configs use."""
+    """The widths of a dense model, under the names that nearly all configs use."""
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     size = int(config.get("head_dim") or hidden // heads)
     groups = int(config.get("num_key_value_heads") or heads)
@@ -103,12 +103,12 @@ def _plain(config: Mapping[str, Any]) -> Widths:
 
 @dataclass(frozen=True)
 class Kept:
-    """How tensors are kept: bytes of an element that is computed with, and of one of the residual stream.
+    """How tensors are kept: bytes per element of computations, and of the residual stream.
 
     They differ under autocast, where weights and residual stream have 32 bits. `frozen` weights need no gradient, so
-    that nothing is kept for it. `repeated` keys and values are as wide as queries: sdpa wants that if there is a mask.
-    `tp` divides what tensor parallelism divides, `sp` what sequence parallelism divides beside it; `scores` are bytes
-    of an attention matrix's element, if it is kept; norms that are `fused` keep their input alone.
+    nothing is kept for it. `repeated` keys and values are as wide as queries: sdpa needs that if there is a mask.
+    Tensor parallelism divides by `tp`, sequence parallelism divides more tensors by `sp`; `scores` is the bytes per
+    element of the attention matrix, if it is kept; `fused` norms keep only their input.
     """
 
     computed: int = 2
@@ -123,7 +123,7 @@ class Kept:
 
 
 def of_layers(widths: Widths, kept: Kept, length: int) -> int:
-    """Bytes for each token that all layers keep together. `length` is that of a sequence, in tokens."""
+    """Bytes per token that all layers keep together. `length` is that of a sequence, in tokens."""
     dense = widths.layers - widths.sparse
     attention = _attention(widths, kept, length)
     return (
@@ -134,7 +134,7 @@ def of_layers(widths: Widths, kept: Kept, length: int) -> int:
 
 
 def of_one_layer(widths: Widths, kept: Kept, length: int) -> int:
-    """Bytes for each token that the layer which keeps most keeps."""
+    """Bytes per token that the largest layer keeps."""
     mlps = [_experts(widths, kept)] if widths.sparse else []
     if widths.sparse < widths.layers:
         mlps.append(_mlp(widths.hidden, widths.ffn, kept))
@@ -142,24 +142,24 @@ def of_one_layer(widths: Widths, kept: Kept, length: int) -> int:
 
 
 def of_ends(widths: Widths, kept: Kept) -> int:
-    """Bytes for each token that the last norm keeps, and the head of its result."""
+    """Bytes per token that the last norm keeps, and the head for its input."""
     return (_norm(widths.hidden, kept) + kept.computed * widths.hidden) // kept.sp
 
 
 def between_layers(widths: Widths, kept: Kept) -> int:
-    """Bytes for each token of what passes from layer to layer: all that is kept if layers are computed again."""
+    """Bytes per token passed from layer to layer: all that is kept if layers are recomputed."""
     return kept.residual * widths.hidden // kept.sp
 
 
 def _norm(width: int, kept: Kept) -> int:
-    """The input in float32, and unless the weight is frozen what it is multiplied with."""
+    """The input in float32, and unless the weight is frozen, the factor that is multiplied with it."""
     if kept.fused:
         return width * kept.computed
     return width * (4 + (0 if kept.frozen else kept.residual))
 
 
 def _linears(width: int, count: int, kept: Kept) -> int:
-    """The input of `count` linear layers that share it; adapters of frozen ones cast it for themselves."""
+    """The input of `count` linear layers that share it; the adapters of frozen layers each cast it separately."""
     copies = count if kept.frozen and kept.computed < 4 else 1
     return copies * width * kept.computed
 
@@ -169,33 +169,31 @@ def _attention(widths: Widths, kept: Kept, length: int) -> int:
     copies = max(kept.tp // w.groups, 1)  # of each key and value: ranks that share a group all have them
     own_key, own_value = w.key * copies, w.value * copies
     key, value = (w.query, w.query) if kept.repeated else (own_key, own_value)
-    inner = c * (w.query + key + value + w.query)  # into attention, and out of it
-    inner += w.heads * (
-        4 + kept.scores * length
-    )  # the sum of each row; the matrix, if it is not computed again
+    inner = c * (w.query + key + value + w.query)  # the input and output of attention
+    inner += w.heads * (4 + kept.scores * length)  # the sum of each row; the matrix, unless it is recomputed
     if w.qk_norm:
         inner += _norm(w.query, kept) + _norm(own_key, kept)
     if kept.joined and (
         w.qk_norm or not kept.repeated
-    ):  # parts keep the whole: the norm's keys, or the values
+    ):  # the full tensor is kept as well: the norm's keys, or the values
         inner += c * (w.query + w.key + w.value) * (kept.tp if copies > 1 else 1)  # sharers gather all of it
         inner -= c * (own_key * w.qk_norm + own_value * (not kept.repeated))
     return (_norm(w.hidden, kept) + _linears(w.hidden, 3, kept)) // kept.sp + inner // kept.tp
 
 
 def _mlp(hidden: int, ffn: int, kept: Kept) -> int:
-    """Gate, its activation and up, and their product before the last linear."""
+    """Gate, activated gate and up, and their product, which is the input of the last linear layer."""
     inner = kept.computed * _between(ffn, kept) + _linears(ffn, 1, kept)
     return (_norm(hidden, kept) + _linears(hidden, 2, kept)) // kept.sp + inner // kept.tp
 
 
 def _between(ffn: int, kept: Kept) -> int:
-    """Gate, activated gate, up; Megatron-Core adds an offset to up, and keeps the sum (`glu` of its `mlp.py`)."""
+    """Gate, activated gate, up; Megatron-Core adds an offset to up and keeps the sum (`glu` in `mlp.py`)."""
     return (4 if kept.joined else 3) * ffn
 
 
 def _experts(widths: Widths, kept: Kept) -> int:
-    """Each expert has tokens of its own: their input and output are kept beside what an MLP keeps."""
+    """Each expert has its own tokens: their input and output are kept in addition to what an MLP keeps."""
     w, c = widths, kept.computed
     routed = w.experts * c * (2 * w.hidden + _between(w.expert_ffn, kept) + w.expert_ffn) // kept.tp
     shared = c * (_between(w.shared_ffn, kept) + w.shared_ffn) // kept.tp

@@ -1,1 +1,1 @@
-"""Plans for machines that are not here: which fit, and which of them is the fastest."""
+"""Plans for machines that are not at hand: which ones fit, and which is fastest."""

@@ -1,7 +1,7 @@
-"""GPUs by name, and machines of them that are not here.
+"""GPUs by name, and machines with them that are not at hand.
 
-Numbers are those of NVIDIA's data sheets: memory, dense products of bfloat16 (float16 before Ampere) with sums in
-float32, and what NVLink or PCIe moves in one direction.
+Numbers are from NVIDIA's data sheets: memory, dense bfloat16 products (float16 before Ampere) accumulated in float32,
+and the bandwidth of NVLink or PCIe in one direction.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from reshard.suggest import did_you_mean
 
 @dataclass(frozen=True)
 class Card:
-    """One kind of GPU: `memory` in GiB, `tflops` of dense 16-bit products, `link` in GB/s to its neighbours.
+    """A GPU model: `memory` in GiB, `tflops` of dense 16-bit products, `link` in GB/s to its neighbours.
 
-    Cards with `ecc` in GDDR memory keep a sixteenth of it for that, and the driver tells of the rest.
+    Cards with `ecc` in GDDR memory use a sixteenth of it for ECC, and the driver reports the rest.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Card:
 
     @property
     def bytes(self) -> int:
-        """What the driver tells of, about."""
+        """Bytes that the driver reports, roughly."""
         return int(self.memory * GIB * (15 / 16 if self.ecc else 1))
 
 
@@ -58,24 +58,24 @@ CARDS = (
     Card("T4", 7.5, 16, 65, 16, ecc=True),
 )
 UNNAMED = Card("", 8.0, 0, 312, 300)
-"""What a GPU computes and moves of which the memory alone is known: as an A100."""
+"""Speeds that are assumed if only a GPU's memory is known: those of an A100."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Nodes with equal GPUs that a run is planned for."""
+    """Nodes with equal GPUs for which a run is planned."""
 
     card: Card
     count: int
     nodes: int = 1
 
     def __str__(self) -> str:
-        """As `2 nodes with 8 × H100`, or `8 × GPU of 80 GiB`."""
+        """For example `2 nodes with 8 × H100`, or `8 × GPU of 80 GiB`."""
         what = self.card.name or f"GPU of {self.card.memory:g} GiB"
         return f"{self.nodes} nodes with " * (self.nodes > 1) + f"{self.count} × {what}"
 
     def environment(self) -> Environment:
-        """A node, as if we were on it: with the packages of this machine, and nobody's launcher."""
+        """A node of the machine: with this machine's package versions, and no launcher."""
         versions = {name: version.partition("+")[0] for name, version in look_around().versions.items()}
         gpu = Gpu(self.card.name or "GPU", self.card.capability, self.card.bytes)
         return Environment(versions, [gpu] * self.count, None, {})
@@ -84,7 +84,7 @@ class Machine:
 def machine_of(gpus: str, memory: str | None, nodes: int) -> Machine:
     """The machine of `--gpus 8` with `--gpu-memory 80GB`, or of `--gpus H100:8`. Raises ReshardError."""
     name, colon, number = gpus.rpartition(":")
-    if not colon and (not number.isdecimal() or _plain(number) in _known()):  # a name by itself is one GPU
+    if not colon and (not number.isdecimal() or _plain(number) in _known()):  # a name alone is one GPU
         name, number = number, "1"
     if not number.isdecimal() or not int(number):
         raise ReshardError(
@@ -109,7 +109,7 @@ def machine_of(gpus: str, memory: str | None, nodes: int) -> Machine:
 
 
 def machine_asked(gpus: str | None, memory: str | None, nodes: int, *, dry_run: bool) -> Machine | None:
-    """The machine that a dry run is for, if it is one that is not here. Raises ReshardError for half a question."""
+    """The machine that a dry run is planned for, if it is another one. Raises ReshardError for an incomplete request."""
     if gpus is None and memory is None:
         return None
     if not dry_run or gpus is None:
@@ -125,7 +125,7 @@ def machine_asked(gpus: str | None, memory: str | None, nodes: int, *, dry_run: 
 
 
 def card_of(name: str) -> Card:
-    """The card of a name, which may be written as `nvidia-smi` does. Raises ReshardError for one that is not known."""
+    """The card with a name, which may be written as in `nvidia-smi`. Raises ReshardError if it is unknown."""
     given, known = _plain(name), _known()
     if given in known:
         return known[given]
@@ -141,7 +141,7 @@ def card_of(name: str) -> Card:
 
 
 def _known() -> dict[str, Card]:
-    """Cards by plain names; of those that come with two sizes the usual one."""
+    """Cards by plain names; the usual memory size of those that come with two."""
     found = {_plain(card.name): card for card in CARDS}
     return {**found, "A100": found["A10080"], "V100": found["V10032"]}
 
@@ -151,7 +151,7 @@ _SUFFIXES = ("GB", "GENERATION", "HBM3", "HBM3E", "SXM", "SXM2", "SXM4", "SXM5")
 
 
 def _plain(name: str) -> str:
-    """As A10080 for `NVIDIA A100-SXM4-80GB`: without the maker, the socket and what stands between."""
+    """A plain name, A10080 for `NVIDIA A100-SXM4-80GB`: without maker, socket and separators."""
     words = [word for word in re.split(r"[\s_-]+", name.upper()) if word not in (*_PREFIXES, *_SUFFIXES)]
     plain = "".join(re.sub(r"^RTX|GB$", "", word) for word in words)
     return re.sub(r"^(H100|H200|B200)(80|141|180)$", r"\1", plain)
@@ -165,7 +165,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:GI?B?)?", re.IGNORECASE)
 
 
 def _gib(text: str) -> float:
-    """A size as makers and drivers write it: 80GB, 80GiB and 80 are all 80 GiB."""
+    """A size as makers and drivers write it: 80GB, 80GiB and 80 all mean 80 GiB."""
     found = _SIZE.fullmatch(text.strip())
     if found is None or float(found[1]) <= 0:
         raise ReshardError(
@@ -183,7 +183,7 @@ _PLANNED: ContextVar[Environment | None] = ContextVar("planned", default=None)
 
 @contextmanager
 def planned_for(environment: Environment) -> Iterator[None]:
-    """A context in which runs are asked about as if they were on a node like this one."""
+    """A context in which plans are made as if on a node like this one."""
     token = _PLANNED.set(environment)
     try:
         yield
@@ -192,14 +192,14 @@ def planned_for(environment: Environment) -> Iterator[None]:
 
 
 def is_planned() -> bool:
-    """Whether a run is asked about for a machine that is not here."""
+    """Whether plans are being made for another machine."""
     return _PLANNED.get() is not None
 
 
 def has_gpu() -> bool:
-    """Whether a run has a GPU: on the machine that it is planned for, or by torch on this one.
+    """Whether a run has a GPU: on the machine that it is planned for, or on this one according to torch.
 
-    The driver is asked and no context made, so that this process takes no memory there.
+    torch asks the driver and makes no CUDA context, so this process uses no memory there.
     """
     planned = _PLANNED.get()
     if planned is not None:
@@ -210,5 +210,5 @@ def has_gpu() -> bool:
 
 
 def capability() -> float | None:
-    """The least compute capability of a run's GPUs; None without any."""
+    """The lowest compute capability of a run's GPUs; None without GPUs."""
     return (_PLANNED.get() or look_around()).capability

@@ -1,4 +1,4 @@
-"""The plans of a run that fit a machine, best first; and the smallest change that fits where none does."""
+"""The plans of a run that fit a machine, best first; if none fits, the smallest change that does."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from reshard.train.planning.speed import MADE_OF
 from reshard.train.run import Run
 
 MOST = 1024
-"""GPUs that are tried where a run does not fit on those that are asked about."""
+"""Up to this number of GPUs is tried if a run does not fit on the requested ones."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to run that fits: what to type beside the command as it is, what it takes, and how fast it is."""
+    """A plan that fits: the flags to add to the command, its memory and its estimated speed."""
 
     run: Run
     flags: tuple[str, ...]
@@ -31,9 +31,9 @@ class Plan:
     batches: Batches
     words: str
     tokens: float
-    """Tokens of a second on all GPUs, estimated."""
+    """Estimated tokens per second on all GPUs."""
     command: tuple[str, ...]
-    """What to type, on the first node."""
+    """The command on the first node."""
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
@@ -49,7 +49,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Plans:
-    """What was found for a machine. `problem` says what would fit where nothing does."""
+    """The plans for a machine. If none fits, `problem` says what would."""
 
     machine: Machine
     fitting: tuple[Plan, ...]
@@ -57,7 +57,7 @@ class Plans:
 
     @property
     def made_of(self) -> str:
-        """What the estimated speed is made of, in words."""
+        """What the estimated speed is based on, in words."""
         return MADE_OF + ("" if self.machine.card.name else "; the speed of an A100, as no GPU is named")
 
     def as_dict(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class Plans:
 
 @dataclass(frozen=True)
 class Asked:
-    """A run with what its data are: records, the longest of them and a usual one, in tokens."""
+    """A run, and the size of its data: the number of records, and the longest and the usual length in tokens."""
 
     run: Run
     samples: int
@@ -80,7 +80,7 @@ class Asked:
 
 
 def plans_of(asked: Asked, machine: Machine) -> Plans:
-    """All plans of a run that fit a machine, the fastest first."""
+    """All plans of a run that fit a machine, fastest first."""
     found = _fitting(asked, machine)
     if found:
         return Plans(machine, tuple(found))
@@ -110,13 +110,13 @@ def _fitting(asked: Asked, machine: Machine) -> list[Plan]:
 
 
 def _ways(run: Run, world_size: int) -> Iterator[tuple[tuple[str, ...], Run]]:
-    """The run as it was asked for, and what else could be tried."""
+    """The run as requested, and alternatives to it."""
     yield (), run
     yield from memory.candidates(run, world_size)
 
 
 def _on(run: Run, machine: Machine) -> Run:
-    """A run with the ranks of a machine."""
+    """The run with the ranks of a machine."""
     meeting = (run.ranks.rendezvous or "NODE0:29500") if machine.nodes > 1 else None
     return replace(
         run, ranks=replace(run.ranks, nproc=machine.count, nnodes=machine.nodes, rendezvous=meeting)
@@ -124,7 +124,7 @@ def _on(run: Run, machine: Machine) -> Run:
 
 
 def _options(flags: tuple[str, ...]) -> list[str]:
-    """Those of the flags that say nothing of how the model is spread, which the plan's words do."""
+    """The flags without those for parallelism, which the plan's words mention."""
     spread = ("--parallel ", "--tp ", "--pp ", "--ep ")
     return [flag for flag in flags if not flag.startswith(spread)]
 
@@ -169,7 +169,7 @@ def _with_lora(asked: Asked, machine: Machine) -> bool:
 
 
 def _larger(asked: Asked, machine: Machine) -> Iterator[Machine]:
-    """The fewest of the same GPUs that will do, by doubling; the smallest GPU of which as many will do."""
+    """The least number of the same GPUs that fits, by doubling; and the smallest GPU of which as many fit."""
     more = machine
     while (count := more.count * more.nodes) < MOST:
         more = _doubled(more)
@@ -186,13 +186,13 @@ def _larger(asked: Asked, machine: Machine) -> Iterator[Machine]:
 
 
 def _doubled(machine: Machine) -> Machine:
-    """Twice as many GPUs: in the same node up to eight, in more nodes beyond."""
+    """The machine with twice as many GPUs: in the same node up to eight, then with more nodes."""
     if machine.nodes == 1 and machine.count * 2 <= 8:
         return replace(machine, count=machine.count * 2)
     return replace(machine, nodes=machine.nodes * 2)
 
 
 def _shrinks(asked: Asked, machine: Machine) -> bool:
-    """Whether twice as many GPUs take a part of the load off each."""
+    """Whether twice as many GPUs reduce the memory on each."""
     now, then = _least(asked, machine), _least(asked, _doubled(machine))
     return now is None or then is None or then.total < 0.99 * now.total

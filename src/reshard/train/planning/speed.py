@@ -1,9 +1,9 @@
-"""How long a step takes, estimated from what a GPU computes and what it sends: good enough to compare plans.
+"""The time of a step, estimated from the speed of GPUs and links: good enough to compare plans.
 
-A GPU reaches `EFFICIENCY` of its data sheet in products of matrices. What is sent inside a node goes over its links,
-between nodes over one network adapter for each GPU, and a collective of n ranks moves (n - 1) / n of its bytes. What an
-engine sends while it computes costs nothing until it takes longer than computing. Nothing else is counted: no reading
-of data, no kernels that wait for memory, no checkpoints, and of GRPO no generation.
+A GPU reaches `EFFICIENCY` of its data sheet in matrix products. Traffic inside a node uses its links, traffic between
+nodes one network adapter per GPU, and a collective of n ranks moves (n - 1) / n of its bytes. Communication that
+overlaps with computation costs nothing until it takes longer. Nothing else is counted: no data loading, no memory-bound
+kernels, no checkpoints, and for GRPO no generation.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from reshard.train.planning.gpus import Machine
 
 EFFICIENCY = 0.5
 NETWORK = 25.0
-"""GB/s of one GPU's adapter: 200 Gbit/s."""
+"""GB/s of each GPU's network adapter: 200 Gbit/s."""
 MADE_OF = (
     f"products of matrices at {EFFICIENCY:.0%} of the data sheet, collectives at the speed of NVLink or PCIe "
     f"inside a node and of {NETWORK * 8:.0f} Gbit/s for each GPU between nodes"
 )
-"""What the estimate is made of, in words."""
+"""What the estimate is based on, in words."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a collective of `ranks` moves in a step, each `stride` ranks from the next. An all-reduce is two."""
+    """Bytes that a collective of `ranks` moves in a step, `stride` ranks apart. An all-reduce counts twice."""
 
     bytes: float
     ranks: int
     stride: int = 1
 
     def seconds(self, machine: Machine) -> float:
-        """How long it takes; ring after ring, each over its own adapter where it leaves the node."""
+        """Seconds of the transfer. Rings that leave the node run one after another, each over its own adapter."""
         if self.ranks < 2:
             return 0.0
         speed = machine.card.link
@@ -44,17 +44,17 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Work:
-    """What a GPU does in a step. `idle` is the part of the time in which a stage waits for another."""
+    """What a GPU does in a step. `idle` is the share of time that a pipeline stage waits for others."""
 
     flops: float
     hidden: tuple[Traffic, ...] = ()
-    """What is sent while it computes."""
+    """Communication that overlaps with computation."""
     waited: tuple[Traffic, ...] = ()
-    """What it waits for."""
+    """Communication for which the GPU waits."""
     idle: float = 0.0
 
     def seconds(self, machine: Machine) -> float:
-        """How long a step takes on a machine, estimated."""
+        """Estimated seconds of a step on a machine."""
         computing = self.flops / (machine.card.tflops * 1e12 * EFFICIENCY)
         overlapped = max(computing, _sum(self.hidden, machine))
         return (overlapped + _sum(self.waited, machine)) / (1 - self.idle)
@@ -65,9 +65,9 @@ def _sum(traffic: Iterable[Traffic], machine: Machine) -> float:
 
 
 def flops_of_token(widths: Widths, length: int) -> float:
-    """Operations of one forward pass for a token of a sequence of `length`: two for each weight that it meets.
+    """Operations of one forward pass for a token in a sequence of `length`: two for each weight that is used.
 
-    Attention is causal, so that a token meets half of the others.
+    Attention is causal, so a token attends to half of the others on average.
     """
     w = widths
     attention = w.hidden * (w.query + w.key + w.value) + w.query * w.hidden
@@ -78,5 +78,5 @@ def flops_of_token(widths: Widths, length: int) -> float:
 
 
 def passes(*, recomputed: bool, frozen: bool) -> int:
-    """Forward passes that a step is worth: backward is two, one for inputs and one for weights that are trained."""
+    """Forward passes to which a step is equivalent: backward counts two, one for inputs and one for trained weights."""
     return 1 + recomputed + (1 if frozen else 2)
