@@ -114,7 +114,7 @@ def read_records(
 
 @dataclass
 class _Faulty:
-    """The problems of faulty records. Those that differ only in place are merged; beyond a limit they are only counted."""
+    """The problems of faulty records. Those that differ only in place are merged; beyond a limit they are counted."""
 
     places: dict[Problem, list[str]] = field(default_factory=dict)
     count: int = 0

@@ -43,7 +43,7 @@ class Widths:
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Widths:
-        """The widths in a config.json, of its text model if it has several. Raises ReshardError if a size is missing."""
+        """The widths in a config.json, or in its text model's config. Raises ReshardError if a size is missing."""
         config = config.get("text_config") or config
         try:
             return Widths._of(config)

@@ -109,7 +109,7 @@ def machine_of(gpus: str, memory: str | None, nodes: int) -> Machine:
 
 
 def machine_asked(gpus: str | None, memory: str | None, nodes: int, *, dry_run: bool) -> Machine | None:
-    """The machine that a dry run is planned for, if it is another one. Raises ReshardError for an incomplete request."""
+    """The machine that a dry run is planned for, if not this one. Raises ReshardError for an incomplete request."""
     if gpus is None and memory is None:
         return None
     if not dry_run or gpus is None:

@@ -1,7 +1,7 @@
 """The TRL engine: the methods of `methods.py` on transformers, TRL, accelerate and PEFT.
 
-`config_fields.py`, `arithmetic.py`, `looks.py` and `memory.py` are asked before launch, `training.py` is what each rank
-runs. Importing this package imports none of the frameworks.
+`config_fields.py`, `arithmetic.py`, `looks.py` and `memory.py` are used before launch, `training.py` runs on each rank.
+Importing this package imports none of the frameworks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _requires(run: Run) -> Mapping[str, str]:
 
 
 def _plan(run: Run, world_size: int) -> list[str]:
-    """As FSDP2; or TP2, FSDP2 over 4; or a base in 4 bits, DDP. One process is DDP of nothing."""
+    """The parallelism in words: FSDP2; or TP2, FSDP2 over 4; or base in 4 bits, DDP. One process has none."""
     bits = quantized.bits(run.options)
     base = [f"base in {bits} bits"] if bits else []
     if run.parallel == "ddp":
@@ -59,7 +59,7 @@ def _plan(run: Run, world_size: int) -> list[str]:
 
 
 def _reading(run: Run, options: Mapping[str, Any], record: Mapping[str, Any]) -> Reading:
-    """GRPO bounds completions alone. TRL looks at the shape of the first record of DPO, and treats others as such."""
+    """GRPO limits only completions. TRL infers the shape of DPO data from the first record, so it must not be mixed."""
     packed = bool(options.get("packing"))
     limit = None if is_rewarded(run.method) else int(options.get("max_length") or 0) or None
     learning, mixed = learning_of(options), run.method == "sft"
@@ -67,7 +67,7 @@ def _reading(run: Run, options: Mapping[str, Any], record: Mapping[str, Any]) ->
 
 
 def _batches(run: Run, world_size: int, samples: int, tokens: int | None = None) -> Batches:
-    """Packed samples fill sequences of the greatest length."""
+    """Packed samples fill sequences of the maximum length."""
     options = options_of(run)
     found = batches_of(run, options, world_size, samples)
     if options.get("packing") and found.length and tokens is not None:

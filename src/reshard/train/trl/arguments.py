@@ -1,4 +1,4 @@
-"""TRL's arguments of a run: its options, and what the plan adds to them."""
+"""TRL's arguments for a run: its options, and those that the plan adds."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from reshard.train.trl import parallelism, quantized, reward
 from reshard.train.trl.config_fields import ADDED, LORA, MODEL, config_class
 
 BESIDE = (*LORA, *MODEL, *ADDED)
-"""Options that no config of a trainer has."""
+"""Options that are not fields of a trainer's config."""
 
 
 def arguments_of(run: Run, options: Mapping[str, Any]) -> Any:
-    """SFTConfig, DPOConfig or GRPOConfig. What says what TRL takes anyway is left out, so that nothing warns of it."""
+    """SFTConfig, DPOConfig or GRPOConfig. Options equal to TRL's defaults are left out, to avoid warnings."""
     own = {name: value for name, value in options.items() if name not in BESIDE}
     stated = _stated(run, own)
     stated.pop("assistant_only_loss", None)  # TRL gets labels
@@ -32,7 +32,8 @@ def arguments_of(run: Run, options: Mapping[str, Any]) -> Any:
     if policy := parallelism.precision(run, options):
         arguments.fsdp_plugin_args["mixed_precision_policy"] = policy
     if is_rewarded(run.method):
-        # TRL counts tensor parallel ranks as if each saw other prompts, and would skip some and repeat others.
+        # TRL counts tensor-parallel ranks as if each had its own prompts, and would skip some prompts and repeat
+        # others.
         arguments.generation_batch_size //= run.layout.tp
     return arguments
 
@@ -54,12 +55,12 @@ def _stated(run: Run, own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_reference(run: Run, options: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What TRL loads a reference model with; nothing where there is none, for the model is loaded already."""
+    """Arguments with which TRL loads a reference model; None if there is none, since the model is loaded already."""
     return model_arguments(run, options) if parallelism.has_reference(run, options) else None
 
 
 def model_arguments(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What from_pretrained is given: never a device map, always a dtype."""
+    """Arguments of from_pretrained: never a device map, always a dtype."""
     return {
         **(options.get("model_init_kwargs") or {}),
         "device_map": None,

@@ -1,4 +1,4 @@
-"""How many samples a step has, how many steps there are, and what a parameter weighs."""
+"""Samples per step, steps per run, and bytes per parameter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def batches_of(run: Run, options: Mapping[str, Any], world_size: int, samples: int) -> Batches:
-    """The arithmetic of a run. With `packing` the steps are the most there can be. Raises ReshardError."""
+    """The batches of a run. With `packing`, the number of steps is an upper bound. Raises ReshardError."""
     problems = [*_ranks(run, world_size)]
     if problems:
         raise ReshardError(problems)
@@ -59,9 +59,9 @@ def _ranks(run: Run, world_size: int) -> Iterator[Problem]:
 
 
 def _beside_tensor_parallelism(run: Run, world_size: int) -> Iterator[Problem]:
-    """What transformers' FSDP2, by which groups of tensor parallel ranks share the model, is not known to do right."""
+    """Features not known to work with transformers' FSDP2 over groups of tensor-parallel ranks."""
     wrong = {
-        "--lora": run.lora,  # adapters are made when the model is sharded: nobody averages their gradients
+        "--lora": run.lora,  # adapters are made after sharding: their gradients are not averaged
         run.method.upper(): is_rewarded(run.method),
         f"--ep {run.layout.ep}": run.layout.ep > 1,
         "--eval-data": run.eval_data is not None,  # accelerate counts some of the records twice
@@ -77,7 +77,7 @@ def _beside_tensor_parallelism(run: Run, world_size: int) -> Iterator[Problem]:
 
 
 def _is_tied(run: Run) -> bool:
-    """Whether the head is the embedding, as transformers reads the config: some families say so by saying nothing."""
+    """Whether the head is tied, as transformers reads the config: some families are tied if the config does not say."""
     if not (run.model / CONFIG).is_file():
         return False
     from transformers import AutoConfig
@@ -88,7 +88,7 @@ def _is_tied(run: Run) -> bool:
 
 
 def _generated(options: Mapping[str, Any], step: int) -> int:
-    """Completions of one generation over all replicas; `step` is how many samples an optimizer step has."""
+    """Completions per generation over all replicas; `step` is the number of samples per optimizer step."""
     if options["generation_batch_size"]:
         return int(options["generation_batch_size"])
     accumulation = int(options["gradient_accumulation_steps"])
@@ -96,7 +96,7 @@ def _generated(options: Mapping[str, Any], step: int) -> int:
 
 
 def _groups(options: Mapping[str, Any], step: int, replicas: int) -> Iterator[Problem]:
-    """Whether a generation holds whole groups of completions, in the doctor's words."""
+    """A problem if a generation does not consist of complete groups of completions, in the doctor's words."""
     group, total = int(options["num_generations"]), _generated(options, step)
     found = f"{total} completions on {replicas} ranks with different data, groups of {group}"
     if group < 2:
@@ -114,7 +114,7 @@ def _groups(options: Mapping[str, Any], step: int, replicas: int) -> Iterator[Pr
 
 
 def _evaluated_groups(run: Run, options: Mapping[str, Any], replicas: int) -> Iterator[Problem]:
-    """Whether a step of an evaluation holds whole groups of completions."""
+    """A problem if an evaluation step does not consist of complete groups of completions."""
     if run.eval_data is None or str(options["eval_strategy"]) == "no":
         return
     group = int(options["num_generations_eval"] or options["num_generations"])
@@ -131,7 +131,7 @@ def _evaluated_groups(run: Run, options: Mapping[str, Any], replicas: int) -> It
 
 
 def evaluation_of(options: Mapping[str, Any]) -> str:
-    """When there is an evaluation, in words: `once an epoch, 8 at a time`."""
+    """When evaluations run, in words: `once an epoch, 8 at a time`."""
     strategy, steps = str(options["eval_strategy"]), float(options["eval_steps"] or options["logging_steps"])
     often = f"every {steps:g} steps" if steps >= 1 else f"every {steps:.0%} of the steps"
     when = {"no": [], "epoch": ["once an epoch"], "steps": [often]}[strategy]
@@ -142,7 +142,7 @@ def evaluation_of(options: Mapping[str, Any]) -> str:
 
 
 def _rows(run: Run, options: Mapping[str, Any], step: int, samples: int) -> int:
-    """Rows that pass in an epoch. GRPO draws whole generations, and repeats each prompt for its group."""
+    """Rows per epoch. GRPO draws complete generations, and repeats each prompt for its group."""
     if not is_rewarded(run.method):
         return samples
     group = int(options["num_generations"])
@@ -151,15 +151,15 @@ def _rows(run: Run, options: Mapping[str, Any], step: int, samples: int) -> int:
 
 
 def _length(run: Run, options: Mapping[str, Any]) -> int:
-    """Tokens of a sequence, at most; of GRPO those of a completion, since TRL bounds no prompt."""
+    """Maximum tokens per sequence; for GRPO those of a completion, since TRL does not limit prompts."""
     return int(options["max_completion_length" if is_rewarded(run.method) else "max_length"] or 0)
 
 
 def precision_of(run: Run, options: Mapping[str, Any]) -> Precision:
     """Bytes of a trained parameter: weight, gradient, and AdamW's two moments.
 
-    DeepSpeed keeps float32 copies of 16-bit weights beside the moments. Adapters of LoRA are float32 in any case, as is
-    what FSDP2 trains in mixed precision.
+    DeepSpeed also keeps float32 copies of 16-bit weights. LoRA adapters are always float32, as is what FSDP2 trains in
+    mixed precision.
     """
     mixed = bool(options["bf16"] or options["fp16"])
     raised = run.lora or (run.parallel == "fsdp2" and mixed)

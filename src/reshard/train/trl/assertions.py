@@ -1,7 +1,7 @@
-"""What was asked for is what there is: asserted when everything is prepared, and after the first step.
+"""Assert that the run is as requested, when everything is prepared and after the first step.
 
-A plan that did not hold is the costliest failure there is, since it trains: DDP in place of FSDP, one process in place
-of eight, an optimizer that holds other tensors than the model.
+A plan that is silently ignored is the costliest failure, because training continues: DDP instead of FSDP, one process
+instead of eight, an optimizer with other tensors than the model's.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ WRAPPERS = {
     "zero3": "DeepSpeedEngine",
 }
 PARTS = ("lora_", "modules_to_save", "trainable_tokens")
-"""What the names of an adapter's parameters hold."""
+"""Parts of the names of an adapter's parameters."""
 MOVED = "moved"
 SAMPLE = 256
-"""Elements of each trained tensor that are looked at to see whether it moved."""
+"""Elements of each trained tensor that are compared to see whether it changed."""
 
 
 def assert_plan(run: Run, trainer: Any) -> None:
-    """Compare what was prepared with what was asked for. Raises one ReshardError, the same on each rank."""
+    """Compare the prepared trainer with the request. Raises one ReshardError, the same on every rank."""
     problems = [
         *_world(trainer),
         *_wrapper(run, trainer),
@@ -58,7 +58,7 @@ def _world(trainer: Any) -> Iterator[Problem]:
 
 
 def _is_shared(run: Run) -> bool:
-    """Whether groups of tensor parallel ranks share the model by FSDP2."""
+    """Whether groups of tensor-parallel ranks shard the model by FSDP2."""
     return run.parallel == "tp" and world_size() > run.layout.tp
 
 
@@ -66,7 +66,7 @@ def _wrapper(run: Run, trainer: Any) -> Iterator[Problem]:
     kind = run.parallel
     asked = "FSDPModule" if _is_shared(run) else WRAPPERS.get(kind)
     if kind == "ddp" and world_size() == 1:
-        asked = None  # one process has nobody to share with
+        asked = None  # one process has no others to share with
     found = [name for name in dict.fromkeys(WRAPPERS.values()) if _is(trainer.model_wrapped, name)]
     if found == ([asked] if asked else []):
         return
@@ -99,7 +99,7 @@ def _parameters(run: Run, trainer: Any) -> Iterator[Problem]:
 
 
 def _spread(run: Run, model: Any, whose: str) -> Iterator[Problem]:
-    """Whether parameters are sharded where the plan shards them, and whole where it does not."""
+    """A problem if parameters are not sharded where the plan shards them, or sharded where it does not."""
     sharded, plain = _split(model)
     kind = run.parallel
     if kind in ("ddp", "zero2"):
@@ -143,9 +143,9 @@ def _of_adapter(name: str) -> bool:
 
 
 def _head(run: Run, trainer: Any) -> Iterator[Problem]:
-    """A head that is trained beside an adapter under FSDP2: TRL 1.16 gathers it apart from its FSDP group.
+    """A problem if a head is trained with an adapter under FSDP2: TRL 1.16 gathers it outside of its FSDP group.
 
-    `full_tensor()` there gives each rank the gradient of its own samples only, which nobody sums.
+    `full_tensor()` then gives each rank the gradient of its own samples only, and they are never summed.
     """
     if not (run.lora and run.parallel == "fsdp2"):
         return
@@ -178,7 +178,7 @@ def _device_map(model: Any, whose: str) -> Iterator[Problem]:
 
 
 def _reference(run: Run, trainer: Any) -> Iterator[Problem]:
-    """The reference model of DPO and GRPO: spread like the model, frozen, and somewhere else than it."""
+    """Check that the reference model of DPO and GRPO is sharded like the model, frozen, and separate from it."""
     reference = getattr(trainer, "ref_model", None)
     if reference is None:
         return
@@ -195,7 +195,7 @@ def _reference(run: Run, trainer: Any) -> Iterator[Problem]:
 
 
 def _guarded(run: Run, trainer: Any) -> list[Problem]:
-    """What `reshard.guard` finds. Plain norms and adapters beside DTensors are how transformers shards tensors."""
+    """Problems found by `reshard.guard`, except plain norms and adapters next to DTensors, as in transformers."""
     try:
         guard.check(trainer.model_wrapped, trainer.optimizer)
     except ReshardError as error:
@@ -208,7 +208,7 @@ def _guarded(run: Run, trainer: Any) -> list[Problem]:
 
 
 class Motion:
-    """Whether the weights change: some elements of each trained tensor, from before the first step."""
+    """Detects whether weights change, by elements of each trained tensor copied before the first step."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -218,7 +218,7 @@ class Motion:
         return [_elements(parameter) for parameter in self._model.parameters() if parameter.requires_grad]
 
     def assert_moved(self) -> None:
-        """Raises ReshardError on each rank if no weight of any rank changed."""
+        """Raise ReshardError on each rank if no weight of any rank changed."""
         import torch
 
         after = self._sample()
@@ -236,7 +236,7 @@ class Motion:
 
 
 def _elements(parameter: Any) -> Any:
-    """Up to `SAMPLE` elements of this rank's part of a parameter, spread evenly, as a copy in the host's memory."""
+    """Up to `SAMPLE` elements of this rank's shard of a parameter, evenly spaced, copied to host memory."""
     local = getattr(parameter, "ds_tensor", None)
     local = getattr(parameter, "_local_tensor", parameter) if local is None else local
     flat = local.detach().reshape(-1)

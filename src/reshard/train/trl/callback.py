@@ -1,4 +1,4 @@
-"""What transformers' Trainer tells while it trains, carried to the monitor; and the assertions on the way."""
+"""A callback of transformers' Trainer that reports to the monitor and asserts the plan."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from reshard.train.run import Run
 from reshard.train.trl.assertions import Motion, assert_plan
 
 COUNTED = ("epoch", "num_tokens", "total_flos")
-"""What trainers log that is no measurement."""
+"""Values in trainers' logs that are not measurements."""
 TIMED = ("runtime", "samples_per_second", "steps_per_second")
-"""The same of an evaluation, whose seconds are told by themselves."""
+"""The same in logs of evaluations, whose seconds are reported separately."""
 OFTEN = 1.1
-"""By which part more steps lie behind than when answers were last kept: so a long run does not keep too many."""
+"""Growth of the step number after which answers are kept again, so that long runs do not keep too many."""
 
 
 def callback_of(run: Run, monitor: Monitor) -> Any:
-    """A TrainerCallback for a run; give it the trainer with `watch`."""
+    """A TrainerCallback for a run; pass it the trainer with `watch`."""
     from transformers import TrainerCallback
 
     class Watch(TrainerCallback):  # type: ignore[misc]
-        """Asserts the plan before the first step, motion after it, and reports every step."""
+        """Asserts the plan before the first step and motion after it, and reports every step."""
 
         trainer: Any = None
         _motion: Motion | None = None
@@ -34,7 +34,7 @@ def callback_of(run: Run, monitor: Monitor) -> Any:
         _sampled = 0
 
         def watch(self, trainer: Any) -> None:
-            """Look at this trainer from now on."""
+            """Set the trainer."""
             self.trainer = trainer
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -55,7 +55,7 @@ def callback_of(run: Run, monitor: Monitor) -> Any:
                 return
             tokens, self._tokens = logs.get("num_tokens", 0) - self._tokens, logs.get("num_tokens", 0)
             if is_rewarded(run.method):
-                tokens /= run.layout.tp  # which TRL counts on each rank; SFT and DPO divide by themselves
+                tokens /= run.layout.tp  # TRL counts on each rank; SFT and DPO divide already
             monitor.step(
                 state.global_step, **_measured(logs, COUNTED), tokens=float(tokens), memory=float(_memory())
             )
@@ -75,14 +75,14 @@ def callback_of(run: Run, monitor: Monitor) -> Any:
 
 
 def _measured(logs: Mapping[str, Any], left_out: Collection[str]) -> dict[str, float]:
-    """All numbers of a log: each method measures others."""
+    """All numbers in a log; they depend on the method."""
     return {
         name: float(value) for name, value in logs.items() if name not in left_out and isinstance(value, Real)
     }
 
 
 def _answers(trainer: Any) -> list[dict[str, Any]]:
-    """What the model answered last, where the method lets it answer: TRL keeps the last batch (`_logs`)."""
+    """The last answers of the model, if the method generates any: TRL keeps the last batch (`_logs`)."""
     kept = getattr(trainer, "_logs", None) or {}
     columns = {**{name: kept.get(name, ()) for name in ("prompt", "completion")}, **kept.get("rewards", {})}
     return [
@@ -92,7 +92,7 @@ def _answers(trainer: Any) -> list[dict[str, Any]]:
 
 
 def _text(value: Any) -> Any:
-    """Messages as text, with who speaks where it is more than one."""
+    """Messages as text, with the roles if there are several."""
     if not isinstance(value, list):
         return value
     turns = [each for each in value if isinstance(each, Mapping)]
@@ -102,13 +102,13 @@ def _text(value: Any) -> Any:
 
 
 def _stepped(trainer: Any) -> bool:
-    """Whether this step can have moved a weight: not in a warm-up that begins at zero, nor where fp16 overflowed."""
+    """Whether this step can have changed a weight: not in a warm-up from zero, nor if fp16 overflowed."""
     rates = [group["lr"] for group in trainer.optimizer.param_groups]
     return any(rates) and not trainer.accelerator.optimizer_step_was_skipped
 
 
 def _memory() -> int:
-    """The most bytes that this rank has used: of its GPU, or of the host where there is none."""
+    """Peak memory of this rank in bytes: on its GPU, or on the host if it has none."""
     import torch
 
     if torch.cuda.is_available() and torch.cuda.is_initialized():

@@ -1,4 +1,4 @@
-"""Whether a folder holds what was trained: the CRC32 of each tensor in it against those taken from memory."""
+"""Check that a folder stores what was trained, by comparing the CRC32 of each tensor with that taken from memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REMEDY = "convert the checkpoint again (reshard export), and look at the disk i
 
 
 def differences(run: Run, trained: Trained, final: Path) -> list[Problem]:
-    """A problem for each tensor that is missing, left over, or of other bytes. torch is not needed."""
+    """A problem for each tensor that is missing, unexpected, or has other bytes. Does not need torch."""
     files = sorted(final.glob("*.safetensors"))
     tensors = {name: tensor for file in files for name, tensor in read_weights(file).items()}
     return [*_names(trained, tensors, final), *_bytes(trained, tensors)]
@@ -56,7 +56,7 @@ def _bytes(trained: Trained, tensors: dict[str, Tensor]) -> Iterator[Problem]:
 
 
 def _crc32(files: Files, tensor: Tensor, buffer: bytearray) -> int:
-    """The CRC32 of a tensor of a safetensors file, whose bytes lie side by side."""
+    """The CRC32 of a tensor in a safetensors file, where its bytes are contiguous."""
     storage = next(cells.storage for cells in cells_of(tensor.view))
     value = 0
     for begin in range(0, tensor.nbytes, WINDOW):

@@ -1,4 +1,4 @@
-"""Options by their own names: the fields of the config of a method, and those of ModelConfig for LoRA."""
+"""Options by their own names: the fields of a method's config, and ModelConfig's fields for LoRA."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ LORA = (
     *("lora_modules_to_save", "use_rslora", "use_dora"),
 )
 MODEL = ("dtype", "attn_implementation", *quantized.OPTIONS)
-"""Fields of TRL's ModelConfig that are taken."""
+"""Supported fields of TRL's ModelConfig."""
 
 
 @dataclass
 class Added:
-    """Options of our own, for what a package has and no config of TRL asks for."""
+    """Our own options, for features of a package that no config of TRL offers."""
 
     loraplus_lr_ratio: float | None = field(
         default=None,
@@ -47,7 +47,7 @@ def config_class(method: str) -> Any:
 
 
 def _fields(method: str) -> dict[str, Field[Any]]:
-    """Every field by name: the method's config, then what is taken of ModelConfig, then ours."""
+    """Every field by name: the method's config, then supported fields of ModelConfig, then our own."""
     from trl import ModelConfig
 
     own = {each.name: each for each in fields(config_class(method)) if each.init and each.name not in ALIASES}
@@ -57,7 +57,7 @@ def _fields(method: str) -> dict[str, Field[Any]]:
 
 
 def known(method: str) -> list[Option]:
-    """Every option of a method, with its type, its default and TRL's words on it."""
+    """Every option of a method, with its type, its default and TRL's help text."""
     hints = _hints(method)
     found = {name: field for name, field in _fields(method).items() if name not in refusals.REFUSED}
     taken = {name: _default(field) for name, field in found.items()} | defaults.ALWAYS
@@ -91,7 +91,7 @@ def _kind(hint: Any) -> str:
 
 
 def options_of(run: Run) -> dict[str, Any]:
-    """All options of a run, typed: what was said, then our defaults, then TRL's.
+    """All options of a run, typed: the given ones, then our defaults, then TRL's.
 
     Raises ReshardError naming every option that is unknown, mistyped, or would break what reshard promises.
     """
@@ -118,7 +118,7 @@ def options_of(run: Run) -> dict[str, Any]:
 
 
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:
-    """Options that transformers has given a new name, under both: the new one goes before, and the old one warns."""
+    """Options that transformers has renamed, under both names: the new one takes precedence, the old one warns."""
     for suffix in ("", "_kwargs"):
         old, new = f"gradient_checkpointing{suffix}", f"activation_checkpointing{suffix}"
         if new in options:
@@ -143,7 +143,7 @@ def _unknown(run: Run, there: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _of_other_release(config: str, name: str) -> str:
-    """What to do about an option that other releases have; "" if none has."""
+    """What to do about an option that other releases have; "" if none has it."""
     found = table("trl")
     why = refused(found, f"{config}.__init__", name, Versions()) if found else None
     if why is None or why.bounds is None:
@@ -170,7 +170,7 @@ _ELSEWHERE = {
     "recompute_granularity": "gradient_checkpointing",
     "epochs": "num_train_epochs",
 }
-"""What Megatron-LM, or everybody, calls the same."""
+"""Names of the same options in Megatron-LM or in common use."""
 
 
 def _mistyped(name: str, value: Any, why: str) -> Problem:
@@ -201,7 +201,7 @@ def _parser(method: str) -> Any:
 
 
 def _typed(parser: Any, name: str, value: Any, hint: Any) -> Any:
-    """A value of the command line or of YAML, as the field's type. Raises ValueError."""
+    """A value from the command line or from YAML, converted to the field's type. Raises ValueError."""
     optional, listed = type(None) in get_args(hint), "list[" in str(hint)
     if isinstance(value, str) and value.lower() == "none" and optional and name != "report_to":
         return None
@@ -221,4 +221,4 @@ def _typed(parser: Any, name: str, value: Any, hint: Any) -> Any:
 
 
 _WORDS = re.compile(r"[\w.-]+(,[\w.-]+)+")
-"""Words with commas between them, and no regular expression."""
+"""Words separated by commas, as opposed to a regular expression."""

@@ -1,8 +1,7 @@
 """FSDP2 and tensor parallelism of accelerate on a CPU, with gloo.
 
-accelerate 1.15 knows ranks without a GPU as MULTI_CPU: there it passes over an FSDP plugin without a word and trains
-with DDP, and it refuses a ParallelismConfig. Both work on a CPU once they are let through. Nothing here is called where
-torch sees a GPU.
+accelerate 1.15 treats ranks without a GPU as MULTI_CPU: it then silently ignores an FSDP plugin and trains with DDP,
+and refuses a ParallelismConfig. Both work on a CPU once they are allowed. Nothing here is called if torch sees a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 
 def prepare() -> None:
-    """Let accelerate's FSDP2 and tensor parallelism run in this process. Calling it again changes nothing."""
+    """Enable accelerate's FSDP2 and tensor parallelism in this process. Calling it again changes nothing."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 

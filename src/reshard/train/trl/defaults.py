@@ -1,4 +1,4 @@
-"""What is taken where nothing is said, so that a run falls into none of the known traps."""
+"""Defaults that avoid known failures."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ ALWAYS: dict[str, Any] = {
     "gradient_checkpointing_kwargs": {
         "use_reentrant": False
     },  # reentrant + DDP + LoRA marks variables ready twice
-    "logging_nan_inf_filter": False,  # else a loss that is NaN is logged as the average of those before
+    "logging_nan_inf_filter": False,  # else a NaN loss is logged as the average of those before
     "disable_tqdm": True,
     "attn_implementation": "sdpa",
     "lora_dropout": 0.0,
     "lora_target_modules": ["all-linear"],
 }
 OF_SFT: dict[str, Any] = {"assistant_only_loss": True}
-"""The same for SFT alone."""
+"""More defaults, for SFT only."""
 EVAL_STEPS = 500
-"""Steps between evaluations where `eval_strategy steps` says no number: what lies between logs in transformers."""
+"""Steps between evaluations for `eval_strategy steps` without a number: the default of `logging_steps`."""
 BF16_CAPABILITY = 8.0
-"""The compute capability from which a GPU computes in bfloat16: Ampere."""
+"""The lowest compute capability of GPUs with bfloat16: Ampere."""
 
 
 def defaults_of(run: Run, typed: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults of a run, given what was said already."""
+    """The defaults of a run, given the options that were set."""
     gpu = has_gpu() and not typed.get("use_cpu")
     half = _half(typed, gpu)
     return {
@@ -46,9 +46,10 @@ def defaults_of(run: Run, typed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_evaluation(run: Run, told: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[str, Any]:
-    """When a run is evaluated, and how much at a time; `told` are all options so far, `typed` those that were said.
+    """When and in what batches a run is evaluated; `told` are all options so far, `typed` those that were set.
 
-    TRL evaluates eight samples at a time whatever fits, and with `steps` alone as often as it logs: here each step.
+    TRL always evaluates eight samples at a time, whether or not they fit, and with `steps` alone as often as it logs,
+    which here is every step.
     """
     if run.eval_data is None:
         return {}
@@ -62,7 +63,7 @@ def of_evaluation(run: Run, told: Mapping[str, Any], typed: Mapping[str, Any]) -
 
 
 def _half(typed: Mapping[str, Any], gpu: bool) -> str | None:
-    """The 16-bit type that is computed in; None on a CPU, and where both were switched off."""
+    """The 16-bit dtype of computations; None on a CPU, and if both were switched off."""
     for name, half in (("bf16", "bfloat16"), ("fp16", "float16")):
         if typed.get(name):
             return half
@@ -75,6 +76,5 @@ def _half(typed: Mapping[str, Any], gpu: bool) -> str | None:
 
 
 def _dtype(run: Run, half: str | None) -> str:
-    """Weights lie in memory as float32, except where nobody updates them in it: bases of LoRA, and ZeRO, which
-    keeps its own float32 copy."""
+    """Weights are in float32, except bases of LoRA, which are not updated, and ZeRO, which keeps a float32 copy."""
     return half if half and (run.lora or run.parallel in ("zero2", "zero3")) else "float32"

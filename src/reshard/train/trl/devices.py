@@ -1,4 +1,4 @@
-"""A rank's place: its device is set before anything else, then it joins the others."""
+"""The device of a rank, which is set before anything else, and its process group."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from reshard.train.collective import join
 
 
 def start(options: dict[str, Any], *, deepspeed: bool = False) -> None:
-    """Set this rank's device and join the process group, where there is one to join.
+    """Set this rank's device and join the process group, if there is one.
 
-    Nothing that allocates on a GPU may come before: else every rank has a context on the first one.
+    Nothing may allocate on a GPU before this call, or every rank would make a context on the first GPU.
     """
     import torch
     import torch.distributed as dist
@@ -31,17 +31,17 @@ def start(options: dict[str, Any], *, deepspeed: bool = False) -> None:
 
 
 def _tell_deepspeed(backend: str) -> None:
-    """Let DeepSpeed take this process group: ZeRO-3 otherwise loads the model as if it were alone."""
+    """Make DeepSpeed use this process group; otherwise ZeRO-3 loads the model as if there were one rank."""
     from deepspeed.comm import init_distributed  # type: ignore[import-not-found]
 
     init_distributed(dist_backend=backend, auto_mpi_discovery=False)
 
 
 def be_alone() -> None:
-    """Let accelerate train one rank as one process, which needs no DDP and no buckets of gradients beside its own.
+    """Make accelerate train a single rank without DDP, which would keep a second copy of the gradients in its buckets.
 
-    It wraps a model wherever a launcher has set LOCAL_RANK. Without that variable transformers would spread the model
-    over all visible GPUs by DataParallel.
+    accelerate wraps a model whenever a launcher has set LOCAL_RANK. Without that variable, transformers would replicate
+    the model on all visible GPUs by DataParallel.
     """
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
@@ -51,21 +51,21 @@ def be_alone() -> None:
 
 
 def world_size() -> int:
-    """How many ranks there are."""
+    """The number of ranks."""
     import torch.distributed as dist
 
     return int(dist.get_world_size()) if dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """Which of them this is."""
+    """The index of this rank."""
     import torch.distributed as dist
 
     return int(dist.get_rank()) if dist.is_initialized() else 0
 
 
 def agreed(problems: list[Any]) -> list[Any]:
-    """The problems of all ranks, each once, so that every rank stops with the same words."""
+    """The problems of all ranks without duplicates, so that every rank stops with the same message."""
     import torch.distributed as dist
 
     if world_size() == 1:

@@ -1,4 +1,4 @@
-"""What accelerate's own variables say of the plan: `accelerate launch` and shells set them, and they win silently."""
+"""accelerate's environment variables about the plan: `accelerate launch` and shells set them, and they silently win."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluations between steps: the same loss however the model is spread, and training that does not notice them."""
+"""Evaluations between steps: their loss does not depend on the parallelism, and they do not affect training."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ else:
 
 
 class Evaluating(Base):  # type: ignore[misc]
-    """What is put before a trainer of TRL for its evaluations."""
+    """A mixin for TRL's trainers, for their evaluations."""
 
     asked: Run
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """As TRL does, with the random numbers of training left as they are."""
+        """TRL's evaluation, with the random state of training restored afterwards."""
         if self.asked.layout.tp > 1:
             self.gather_function = self._of_one_rank
         with undisturbed():
@@ -30,15 +30,15 @@ class Evaluating(Base):  # type: ignore[misc]
         if self.asked.parallel == "fsdp2":
             reshard(self.model)
         elif self.asked.parallel == "zero3":
-            # An evaluation ends with weights fetched ahead for a next one, which cannot be gathered to be saved.
+            # After an evaluation, ZeRO-3 has prefetched weights, which cannot be gathered for saving.
             self.model_wrapped.empty_partition_cache()
         return measured
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Transformers', of which each rank takes whole batches.
+        """transformers' loader, from which each rank takes complete batches.
 
-        accelerate fills up the last ones with samples from the beginning, which the loss of these batches then holds.
-        DPO and GRPO gather what they measure of each sample, for which batches of all ranks have to be of one size.
+        accelerate fills up the last batches with samples from the beginning, which would then count in the loss. DPO
+        and GRPO gather measurements of each sample, for which the batches of all ranks must have equal sizes.
         """
         loader = super().get_eval_dataloader(eval_dataset)
         if self.asked.method == "sft":
@@ -46,13 +46,13 @@ class Evaluating(Base):  # type: ignore[misc]
         return loader
 
     def _of_one_rank(self, losses: Any, **given: Any) -> Any:
-        """The losses of a batch, which tensor parallel ranks compute together; of the last one those that it has."""
+        """The losses of a batch, computed by tensor-parallel ranks together; those of padding samples are removed."""
         state = self.accelerator.gradient_state
         return losses[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else losses
 
 
 def take_whole_batches(sampler: Any) -> None:
-    """Let a sampler of accelerate give each rank batches as one process would see them; behind the last, the first."""
+    """Make a sampler of accelerate give each rank the batches of a single process; after the last, it starts over."""
     from accelerate.data_loader import BatchSamplerShard
 
     class Whole(BatchSamplerShard):  # type: ignore[misc]
@@ -67,9 +67,9 @@ def take_whole_batches(sampler: Any) -> None:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """A context after which random numbers are those that would have come without it.
+    """A context that restores the random state at its end.
 
-    Even a DataLoader that shuffles nothing draws one.
+    Even a DataLoader that does not shuffle draws a random number.
     """
     import numpy as np
     import torch

@@ -1,4 +1,4 @@
-"""Values that have the type of their option, and that TRL, transformers or PEFT refuse when ranks have started."""
+"""Values of the right type that TRL, transformers or PEFT would only refuse after the ranks have started."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ POSITIVE = (
     *("num_iterations", "lora_r", "lora_alpha", "loraplus_lr_ratio"),
     *("eval_steps", "per_device_eval_batch_size", "eval_accumulation_steps", "num_generations_eval"),
 )
-"""Numbers that have to be greater than 0 where they are not None."""
+"""Numbers that must be greater than 0 unless they are None."""
 NOT_NEGATIVE = (
     *("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "lora_dropout", "seed", "beta"),
     *("temperature", "dataloader_num_workers", "save_steps", "save_total_limit"),
@@ -26,7 +26,7 @@ ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_a
 
 
 def wrong_values(typed: Mapping[str, Any], said: Mapping[str, Any]) -> Iterator[Problem]:
-    """Problems of typed options; `said` are the same as they were given."""
+    """Problems of typed options; `said` are the same options as given."""
     for name, value in typed.items():
         if why := _wrong_number(name, value, typed):
             yield Problem(
@@ -42,7 +42,7 @@ def wrong_values(typed: Mapping[str, Any], said: Mapping[str, Any]) -> Iterator[
 
 
 def _wrong_number(name: str, value: Any, typed: Mapping[str, Any]) -> str | None:
-    """What a number should be, or None if it is right."""
+    """What a number should be, or None if it is valid."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     if math.isnan(value) or (math.isinf(value) and name != "max_grad_norm"):
@@ -57,7 +57,7 @@ def _wrong_number(name: str, value: Any, typed: Mapping[str, Any]) -> str | None
 
 
 def _workers(context: Any) -> Iterator[Problem]:
-    """How the workers that read data are started: so that they outlive a signal to all processes."""
+    """A problem if data workers are started in a way in which a signal to all processes ends them."""
     if context is not None and context not in signals.WAYS:
         yield Problem(
             "data-workers-unsteady",
@@ -70,7 +70,7 @@ def _workers(context: Any) -> Iterator[Problem]:
 
 
 def _attention(chosen: Any) -> Iterator[Problem]:
-    """Names that transformers does not know. Those with a slash are kernels of the hub."""
+    """A problem for a name unknown to transformers. Names with a slash are kernels of the Hub."""
     if not isinstance(chosen, str) or "/" in chosen:
         return
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -87,7 +87,7 @@ def _attention(chosen: Any) -> Iterator[Problem]:
 
 
 def _trackers(named: Any) -> Iterator[Problem]:
-    """Trackers that transformers does not know; whether those that it knows are installed is asked for elsewhere."""
+    """Problems for trackers unknown to transformers; whether known ones are installed is checked elsewhere."""
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     names = [named] if isinstance(named, str) else list(named or [])

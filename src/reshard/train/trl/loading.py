@@ -1,4 +1,4 @@
-"""Tokenizer, model and adapter of a run: from folders, with no device map and an explicit dtype."""
+"""Tokenizer, model and adapter of a run: loaded from folders, without a device map and with an explicit dtype."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reshard.train.trl.weights import adapter_parameters
 
 
 def tokenizer_of(run: Run, options: Mapping[str, Any]) -> Any:
-    """The tokenizer of a model, able to pad, with the template and the end that options name. Raises ReshardError."""
+    """The tokenizer of a model, with a padding token and the options' template and EOS token. Raises ReshardError."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(run.model, trust_remote_code=bool(options["trust_remote_code"]))
@@ -32,7 +32,7 @@ def tokenizer_of(run: Run, options: Mapping[str, Any]) -> Any:
 
 
 def _take_template(tokenizer: Any, path: Path) -> None:
-    """What TRL's `clone_chat_template` does to a tokenizer; the model follows when TRL has it."""
+    """Do what TRL's `clone_chat_template` does to a tokenizer; TRL later adapts the model."""
     from transformers import AutoTokenizer
 
     if path.is_file():
@@ -46,7 +46,7 @@ def _take_template(tokenizer: Any, path: Path) -> None:
 
 
 def check_template(run: Run, tokenizer: Any) -> None:
-    """Raise ReshardError for chats without a template."""
+    """Raise ReshardError if the tokenizer has no chat template."""
     if not tokenizer.chat_template:
         raise ReshardError(
             "chats-without-template",
@@ -57,7 +57,7 @@ def check_template(run: Run, tokenizer: Any) -> None:
 
 
 def _unfit(run: Run, tokenizer: Any) -> Iterator[Problem]:
-    """What is wrong with a tokenizer for training this model."""
+    """Problems of a tokenizer for training this model."""
     file = str(run.model)
     if len(tokenizer) <= 1:
         yield Problem(
@@ -88,23 +88,23 @@ def _unfit(run: Run, tokenizer: Any) -> Iterator[Problem]:
 
 
 def model_of(run: Run, options: Mapping[str, Any], checkpoint: Path | None) -> Any:
-    """The model to train: that of the run, or of the checkpoint that it goes on from.
+    """The model to train: that of the run, or of the checkpoint from which it continues.
 
-    An adapter's weights are loaded later, when TRL has made the adapter. Whatever the weights came from, the model
-    says that it is the base: TRL makes the reference model of what it says.
+    An adapter's weights are loaded later, when TRL has made the adapter. Wherever the weights come from, the model
+    names the base as its path: TRL loads the reference model from there.
     """
     from transformers import set_seed
 
     way = WAYS[run.method]
     if run.parallel == "fsdp2":
-        # transformers looks for this variable of `accelerate launch`, together with what TrainingArguments has set.
+        # transformers checks this variable of `accelerate launch` as well as those that TrainingArguments has set.
         os.environ["ACCELERATE_USE_FSDP"] = "true"
     own = checkpoint is not None and not run.lora and not run.parallel.startswith("zero")
     folder = checkpoint if own else run.model
     given = model_arguments(run, options)
     if own:
-        given["dtype"] = "auto"  # as they were saved: FSDP2 trains in float32 what was loaded in 16 bits
-    set_seed(int(options["seed"]))  # as TRL does: what the folder has not is drawn, alike on all ranks
+        given["dtype"] = "auto"  # as saved: FSDP2 trains in float32 what was loaded in 16 bits
+    set_seed(int(options["seed"]))  # as TRL does: missing weights are drawn, equally on all ranks
     model = way.model_class().from_pretrained(
         folder, trust_remote_code=bool(options["trust_remote_code"]), **way.model_arguments, **given
     )
@@ -116,7 +116,7 @@ def model_of(run: Run, options: Mapping[str, Any], checkpoint: Path | None) -> A
 def reference_of(run: Run, options: Mapping[str, Any]) -> Any:
     """The reference model of DPO under FSDP2, sharded layer by layer.
 
-    TRL 1.16 shards it as one group (`prepare_fsdp`), so that each forward pass would hold all of it on each rank.
+    TRL 1.16 shards it as one group (`prepare_fsdp`), so that each forward pass would gather all of it on each rank.
     """
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -135,7 +135,7 @@ def reference_of(run: Run, options: Mapping[str, Any]) -> Any:
 
 
 def adapter_config(options: Mapping[str, Any]) -> Any:
-    """PEFT's config of the adapter that the options ask for."""
+    """PEFT's config for the adapter that the options describe."""
     from peft import LoraConfig
 
     targets = options["lora_target_modules"]
@@ -154,10 +154,10 @@ def adapter_config(options: Mapping[str, Any]) -> Any:
 
 
 def mend_adapter(model: Any) -> None:
-    """Make an adapter of tensor parallel layers whole: PEFT 0.21 makes what is row-parallel at the size of a rank.
+    """Give the adapter weights of tensor-parallel layers their full size: PEFT 0.21 makes row-parallel ones too small.
 
-    `lora_A` of a row-parallel layer then has too few `in_features` for the forward pass of transformers, and, as ranks
-    are seeded alike, the same numbers on each, drawn for a layer of that size.
+    `lora_A` of a row-parallel layer has the `in_features` of one rank's shard, too few for the forward pass of
+    transformers; as ranks are seeded alike, each draws the same numbers, scaled for a layer of that size.
     """
     import torch
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -180,7 +180,7 @@ def _put(target: Any, value: Any) -> None:
 
 
 def load_adapter(model: Any, checkpoint: Path) -> None:
-    """Put the adapter of a checkpoint in place of the new one. Raises ReshardError if they are not alike."""
+    """Replace the new adapter by that of a checkpoint. Raises ReshardError if they differ in structure."""
     from safetensors.torch import load_file
     from torch.distributed.tensor import DTensor, distribute_tensor
 

@@ -1,4 +1,4 @@
-"""What keeps TRL from a run, seen before it starts: the plan, the machine, packed samples, the template."""
+"""Checks before the start for reasons why TRL cannot run: plan, machine, packed samples, template."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from reshard.train.trl.config_fields import options_of
 from reshard.train.trl.methods import WAYS
 
 RULES = ("env-device-map-tp", "env-accelerate-fsdp2-lora", "env-trl-transformers")
-"""Rules of the environment that can break a run. Those about launches do not: reshard sets these itself."""
+"""Rules of the environment that can break a run. Rules about launches cannot: reshard sets these variables itself."""
 
 
 def asked(run: Run) -> Iterator[Problem]:
-    """Sizes of a layout that TRL does not have here, or that contradict each other; plans that a method has not."""
+    """Problems of layouts that are contradictory or unsupported by TRL, and of plans unsupported by a method."""
     way = WAYS[run.method]
     if run.parallel not in way.plans:
         yield Problem(
@@ -51,7 +51,7 @@ def asked(run: Run) -> Iterator[Problem]:
 
 
 def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> Iterator[Problem]:
-    """Rules of the environment that matter to this run; attention that is not there, or sees other samples."""
+    """Problems of the environment that affect this run, including attention that is missing or mixes samples."""
     found = diagnose_environment(environment)
     yield from (in_short(finding) for finding in found if finding.code in RULES)
     yield from _packed(options)
@@ -71,7 +71,7 @@ def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> I
 
 
 def model(run: Run) -> Iterator[Problem]:
-    """Code that the model brings, and that fails at the first step. Untrusted code is not run: transformers' own is."""
+    """Problems of the model's own code that would fail at the first step. Untrusted code is not run."""
     options = options_of(run)
     if options["trust_remote_code"] and options["gradient_checkpointing"]:
         for finding in remote_code(run.model):
@@ -82,7 +82,7 @@ def model(run: Run) -> Iterator[Problem]:
 
 
 def _packed(options: Mapping[str, Any]) -> Iterator[Problem]:
-    """Packed samples that would see each other. Other strategies keep them apart by their positions."""
+    """A problem for packed samples that would attend to each other. Other strategies separate them by positions."""
     if options.get("packing") and options.get("packing_strategy") == "wrapped":
         yield Problem(
             "packed-samples-see-each-other",

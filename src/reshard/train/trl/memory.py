@@ -1,4 +1,4 @@
-"""What a GPU holds while TRL trains: sizes from the model on the meta device, spread as DDP, FSDP2, ZeRO or TP do."""
+"""GPU memory while TRL trains: sizes from the model on the meta device, sharded as by DDP, FSDP2, ZeRO or TP."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from reshard.train.trl.config_fields import LORA, options_of
 from reshard.train.trl.methods import WAYS
 
 HEAD_TOKENS, HEAD_COLUMNS = 4096, 32768
-"""The tile of logits that TRL 1.16 computes at a time: `trl.kernels.chunked_logprob`, `trl.trainer.utils`."""
+"""The tile of logits that TRL 1.16 computes at once: `trl.kernels.chunked_logprob`, `trl.trainer.utils`."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 BUCKET = 500_000_000
-"""Elements of DeepSpeed's reduce bucket, at most."""
+"""Maximum elements of DeepSpeed's reduce bucket."""
 
 
 @dataclass(frozen=True)
@@ -37,27 +37,27 @@ class Sizes:
     frozen: int
     trained: int
     layer: int
-    """Of the largest decoder layer."""
+    """In the largest decoder layer."""
     layer_trained: int
     ends: int
     """Outside of the layers: embedding, last norm, head."""
     ends_trained: int
     split: int
-    """Those that tensor parallelism spreads."""
+    """Those that tensor parallelism shards."""
     split_trained: int
     experts: int
-    """Of a layer's experts, if adapters are merged into them in each forward pass."""
+    """In a layer's experts, if adapters are merged into them in each forward pass."""
     linear: int = 0
-    """Weights of linear layers but the head: what is quantized."""
+    """Weights of linear layers except the head: those that are quantized."""
 
     @property
     def all(self) -> int:
-        """Of the model, adapters included."""
+        """In the model, adapters included."""
         return self.frozen + self.trained
 
 
 def sizes_of(run: Run, options: Mapping[str, Any]) -> Sizes:
-    """The parameters of a run's model, adapters included. Takes seconds: torch and transformers are imported.
+    """The parameters of a run's model, adapters included. Takes seconds, as torch and transformers are imported.
 
     Raises ReshardError if transformers does not know the model.
     """
@@ -102,7 +102,7 @@ def _sizes(
 
 
 def on_meta(folder: Path, *, trusted: bool, classifies: bool = False) -> Any:
-    """The model of a folder without its weights. Code that the folder brings is run only if it is trusted."""
+    """The model of a folder without its weights. Code from the folder is run only if it is trusted."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -113,7 +113,7 @@ def on_meta(folder: Path, *, trusted: bool, classifies: bool = False) -> Any:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trusted, **labels)
         with torch.device("meta"):
             return kind.from_config(config, trust_remote_code=trusted)
-    except Exception as error:  # whatever a config makes transformers raise
+    except Exception as error:  # whatever transformers raises for a config
         raise ReshardError(
             "transformers-cannot-build",
             "transformers cannot build the model",
@@ -132,7 +132,7 @@ def _adapted(model: Any, options: Mapping[str, Any]) -> Any:
     listed = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
     try:
         with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PEFT's reading of names that transformers has changed
+            warnings.simplefilter("ignore")  # PEFT looks up names that transformers has changed
             return get_peft_model(model, adapter_config(listed))
     except (ValueError, RuntimeError, AttributeError, KeyError, NotImplementedError) as error:
         raise ReshardError(
@@ -161,7 +161,7 @@ def _linears(model: Any) -> list[str]:
 
 
 def _stacks(model: Any) -> Iterator[list[Any]]:
-    """Lists of modules; the longest is that of the decoder's layers."""
+    """Lists of modules; the longest contains the decoder layers."""
     from torch.nn import ModuleList
 
     for name, module in model.named_modules():
@@ -176,7 +176,7 @@ def _numel(module: Any, *, trained_only: bool = False) -> int:
 
 
 def _is_split(name: str, plan: Mapping[str, str]) -> bool:
-    """Whether a style of transformers' plan cuts a parameter; patterns have a star for the layer's number."""
+    """Whether transformers' plan shards a parameter; its patterns have a star for the layer's number."""
     plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
     module = plain.rsplit(".", 1)[0]
     styles = (style for key, style in plan.items() if fnmatch(module, key) or fnmatch(plain, key))
@@ -184,7 +184,7 @@ def _is_split(name: str, plan: Mapping[str, str]) -> bool:
 
 
 def _merged_experts(layer: Any) -> int:
-    """Stacked experts that have adapters: peft adds these to the weights before each use, in a tensor as large."""
+    """Elements of stacked experts with adapters: PEFT merges them before each use, in a tensor of equal size."""
     names = {name for name, p in layer.named_parameters() if p.requires_grad and ".experts." in f".{name}"}
     stacked = (p.numel() for name, p in layer.named_parameters() if ".experts." in f".{name}" and p.ndim == 3)
     return sum(stacked) if names else 0
@@ -192,7 +192,7 @@ def _merged_experts(layer: Any) -> int:
 
 @dataclass(frozen=True)
 class _Case:
-    """A run with all that its memory depends on. `base` are the bytes of a weight that is not trained."""
+    """A run with everything on which its memory depends. `base` is the bytes per untrained weight."""
 
     run: Run
     options: Mapping[str, Any]
@@ -214,14 +214,14 @@ class _Case:
 
     @property
     def shared(self) -> int:
-        """How many ranks share each parameter by FSDP2 or ZeRO-3; beside tensor parallelism FSDP2 does."""
+        """The number of ranks over which FSDP2 or ZeRO-3 shards each parameter; with tensor parallelism, FSDP2 does."""
         return self.world_size // self.tp if self.kind in ("fsdp2", "zero3", "tp") else 1
 
 
 def parts(
     run: Run, batches: Batches, precision: Precision, world_size: int, *, gpu: bool
 ) -> tuple[Parts, Parts, Parts]:
-    """Bytes of what lies there all the time, of what a training step adds, and of what generation adds instead."""
+    """Bytes that are always allocated, that a training step adds, and that generation adds instead."""
     options = options_of(run)
     case = _Case(
         run=run,
@@ -262,7 +262,7 @@ def _states(case: _Case) -> dict[str, int]:
 
 
 def _reference(case: _Case) -> int:
-    """The model that DPO, and GRPO with a beta, compare with; with LoRA it is the base without its adapters."""
+    """The reference model of DPO, and of GRPO with a beta; with LoRA it is the base without its adapters."""
     compared = WAYS[case.run.method].reference(case.options)
     before = case.options.get("precompute_ref_log_probs") and case.kind != "fsdp2"
     if case.run.lora or not compared or before:
@@ -272,7 +272,7 @@ def _reference(case: _Case) -> int:
 
 
 def _teacher(case: _Case) -> int:
-    """The model that is learned from, whole on each rank, in the dtype that its folder has."""
+    """The teacher, complete on each rank, in the dtype of its folder."""
     way = WAYS[case.run.method]
     if not way.teacher:
         return 0
@@ -283,14 +283,14 @@ def _teacher(case: _Case) -> int:
 
 
 def _gathered(case: _Case) -> int:
-    """The layer that computes and the next one, fetched meanwhile; the ends; gradients of one layer and of the ends."""
+    """The current layer and the prefetched next one; the ends; gradients of one layer and of the ends."""
     sizes = case.sizes
     weights = sizes.ends + 2 * sizes.layer
     return (weights + sizes.ends_trained + sizes.layer_trained) * case.precision.activations
 
 
 def _buckets(kind: str, trained: int, precision: Precision) -> int:
-    """Gradients are reduced in buckets: with DDP copies of them all, with ZeRO-2 one that fills and one on its way."""
+    """Gradients are reduced in buckets: DDP copies all of them, ZeRO-2 has one bucket to fill and one in flight."""
     if kind == "zero2":
         return 2 * min(trained, BUCKET) * precision.activations
     return trained * precision.gradients if kind == "ddp" else 0
@@ -324,15 +324,15 @@ def _step(case: _Case) -> dict[str, int]:
 
 
 def sequences_of(run: Run) -> int:
-    """Sequences of a sample that pass through the model at a time."""
+    """Sequences of a sample that pass through the model at once."""
     return WAYS[run.method].sequences
 
 
 def _casts(case: _Case) -> int:
-    """Autocast keeps a copy of each weight that has 32 bits until the backward pass has used it.
+    """Autocast keeps a 16-bit copy of each 32-bit weight until the backward pass has used it.
 
-    FSDP2 and ZeRO cast what they gather instead. Copies of frozen weights are not shared between uses, so that with
-    layers computed again only one layer's are there.
+    FSDP2 and ZeRO cast what they gather instead. Copies of frozen weights are not shared between uses, so with
+    recomputation only one layer's copies exist at once.
     """
     sizes, precision = case.sizes, case.precision
     if case.base <= precision.activations or case.kind not in ("ddp", "tp"):
@@ -342,9 +342,10 @@ def _casts(case: _Case) -> int:
 
 
 def _logits(case: _Case, tokens: int) -> int:
-    """A tile of logits at a time, and the columns of the head for it; gradients of the hidden states and of the head.
+    """One tile of logits and the columns of the head for it; gradients of the hidden states and of the head.
 
-    Both gradients are summed in float32. On a GPU a kernel works in the tile; on a CPU six more in float32 are made.
+    Both gradients are summed in float32. On a GPU, a kernel works in the tile; on a CPU six more tiles in float32 are
+    made.
     """
     widths, computed, way = case.widths, case.precision.activations, WAYS[case.run.method]
     if way.classifies:
@@ -359,10 +360,10 @@ def _logits(case: _Case, tokens: int) -> int:
 
 
 def _generation(case: _Case) -> dict[str, int]:
-    """Keys and values of all tokens of the completions that a rank samples at a time."""
+    """Keys and values of all completions that a rank samples at once."""
     batches, widths = case.batches, case.widths
     if case.options.get("use_vllm"):
-        return {}  # they lie in its part of the GPU
+        return {}  # they are in vLLM's share of the GPU
     rounds = int(case.options.get("steps_per_generation") or batches.accumulation)
     tokens = batches.per_device * rounds * batches.length
     width = widths.layers * (widths.key + widths.value)
@@ -370,7 +371,7 @@ def _generation(case: _Case) -> dict[str, int]:
 
 
 def parallelisms(run: Run, world_size: int) -> Iterator[tuple[tuple[str, ...], Run]]:
-    """Other ways to spread the model over the same ranks, those that cost least first."""
+    """Other parallelism over the same ranks, cheapest first."""
     later = {
         "ddp": ("fsdp2", "zero2", "zero3"),
         "zero2": ("fsdp2", "zero3"),
@@ -390,14 +391,14 @@ def parallelisms(run: Run, world_size: int) -> Iterator[tuple[tuple[str, ...], R
 
 
 def savings(run: Run) -> Iterator[dict[str, object]]:
-    """Options that take less memory for the same steps, those that cost least first."""
+    """Options that reduce memory for the same steps, cheapest first."""
     yield {}
     if not options_of(run).get("gradient_checkpointing"):
         yield {"gradient_checkpointing": "true"}
 
 
 def smaller_batch(run: Run) -> dict[str, object]:
-    """One sample at a time, and as many in a step as before; the groups of GRPO stay as they are."""
+    """One sample at a time with the same samples per step; the groups of GRPO are not changed."""
     options = options_of(run)
     size, steps = int(options["per_device_train_batch_size"]), int(options["gradient_accumulation_steps"])
     if size == 1 or is_rewarded(run.method):

@@ -1,4 +1,4 @@
-"""How TRL trains with each method: the trainer, its config, and what it holds beside the model."""
+"""How TRL trains with each method: its trainer, its config, and the models that it needs besides the trained one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Way:
-    """One method of TRL. `module` has the trainer and its config, named after `name`.
+    """A method of TRL. `module` has the trainer and its config, whose names begin with `name`.
 
-    `sequences` pass through the model for each sample at a time. `reference` says whether the model is compared with
-    itself as it was, `teacher` is the option that names a model to learn from. The model of one that `classifies` has
-    one number for each sequence as its head. One that makes `whole_logits` has them for all tokens of a batch at once,
-    so often in float32; others make them tile by tile. The loss of one that is `counted` is divided by the tokens of
-    all ranks, and TRL does not multiply it with their number. It trains under `plans`, and not under others, and `why`.
-    Its config has options that its trainer does not read: those are `unread`.
+    `sequences` is the number of sequences per sample that pass through the model at once. `reference` tells whether the
+    model is compared with its initial state, `teacher` is the option that names the teacher model. `classifies` means
+    that the model's head gives one number per sequence. `whole_logits` is the number of float32 copies of the logits of
+    all tokens of a batch; with 0 they are computed tile by tile. `counted` means that the loss is divided by the tokens
+    of all ranks, and that TRL does not multiply it by the number of ranks. `plans` are the supported ones, for the
+    reason `why`. `unread` are options of the config that the trainer ignores.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Way:
 
     @property
     def experimental(self) -> bool:
-        """Whether TRL promises nothing for it."""
+        """Whether TRL declares it experimental."""
         return ".experimental." in self.module
 
     def trainer_class(self) -> Any:
@@ -56,7 +56,7 @@ class Way:
         return getattr(self._imported(), self.config)
 
     def model_class(self) -> Any:
-        """transformers' class of the model that is trained."""
+        """transformers' class of the trained model."""
         import transformers
 
         return (
@@ -67,7 +67,7 @@ class Way:
 
     @property
     def model_arguments(self) -> dict[str, Any]:
-        """What its model is made with beside: a reward is one number."""
+        """Additional arguments of its model: a reward is one number."""
         return {"num_labels": 1} if self.classifies else {}
 
     def _imported(self) -> Any:
@@ -92,7 +92,7 @@ _OF_SFT = (
     *("packing", "packing_strategy", "eval_packing", "padding_free", "pad_to_multiple_of", "shuffle_dataset"),
     *("assistant_only_loss", "completion_only_loss", "loss_type", "use_liger_kernel"),
 )
-"""What GKD's config inherits from that of SFT, and its trainer passes over (TRL 1.16)."""
+"""Options that GKD's config inherits from SFT's, and its trainer ignores (TRL 1.16)."""
 
 WAYS = {
     "sft": Way("SFT"),
@@ -113,4 +113,4 @@ WAYS = {
     ),
     "grpo": Way("GRPO", reference=_with_beta),
 }
-"""By the names that users type."""
+"""Methods by the names that users type."""

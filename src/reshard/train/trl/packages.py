@@ -1,4 +1,4 @@
-"""Options of TRL and transformers that need a package: the framework itself is asked, before anything starts."""
+"""Options of TRL and transformers that need a package: checked before the start by the framework's own functions."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ SWITCHES = {
     "use_vllm": ("trl.import_utils:is_vllm_available", "pip install 'trl[vllm]'"),
     "use_liger_kernel": ("transformers.utils:is_liger_kernel_available", "pip install liger-kernel"),
 }
-"""Options that are on or off, whom the framework asks when it is on, and what brings the package."""
+"""On/off options, the framework's function that checks for the package, and the command that installs it."""
 KERNELS = ("transformers.utils:is_kernels_available", "pip install kernels")
-"""The same for kernels of the hub, whose names have a slash."""
+"""The same for kernels of the Hub, whose names have a slash."""
 OF_TORCH = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
 """Optimizers that come with torch or transformers."""
 
 
 _INSTALL = re.compile(r"`(pip install [^`]*?)[.`]+(?:$|\s)")
-"""How transformers says what to type."""
+"""The install command in an error of transformers."""
 
 
 def lacking(typed: Mapping[str, Any], told: Mapping[str, Any]) -> Iterator[Problem]:
-    """What is not installed. `typed` are the options that were given, `told` are all of them."""
+    """Problems for packages that are not installed. `typed` are the options that were given, `told` are all options."""
     for name, (asked, install) in SWITCHES.items():
         if typed.get(name) and not _is_there(asked):
             yield _problem(f"--{name}", install)
@@ -52,7 +52,7 @@ def _problem(option: str, install: str, rule: str | None = None) -> Problem:
 
 
 def _optimizer(typed: Mapping[str, Any], told: Mapping[str, Any]) -> Iterator[Problem]:
-    """Let transformers make the optimizer, which says what it lacks before it looks at the model."""
+    """Let transformers make the optimizer: it reports a missing package before it uses the model."""
     chosen = typed.get("optim")
     chosen = str(getattr(chosen, "value", chosen))
     if "optim" not in typed or chosen in OF_TORCH:
@@ -70,5 +70,5 @@ def _optimizer(typed: Mapping[str, Any], told: Mapping[str, Any]) -> Iterator[Pr
         told_how = _INSTALL.search(why)
         if isinstance(error, ImportError) or "install" in why:
             yield _problem(option, told_how[1] if told_how else "install what transformers asks for", why)
-    except Exception:  # it is there, and looks at the model
+    except Exception:  # the package is there, and transformers has gone on to the model
         return

@@ -1,4 +1,4 @@
-"""A spread in the words of the frameworks: accelerate's FSDP2, DeepSpeed's config, transformers' DistributedConfig."""
+"""The plan as arguments of the frameworks: accelerate's FSDP2, DeepSpeed's config, transformers' DistributedConfig."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reshard.train.trl.methods import WAYS
 
 
 def arguments(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What TrainingArguments is told of the plan."""
+    """The plan's arguments for TrainingArguments."""
     kind = run.parallel
     if kind == "fsdp2":
         return {"fsdp": True, "fsdp_config": fsdp(run, options)}
@@ -23,10 +23,10 @@ def arguments(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fsdp(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:
-    """accelerate's FSDP2, by the layers that the model names in `_no_split_modules`.
+    """accelerate's FSDP2, which wraps the layers that the model names in `_no_split_modules`.
 
-    The first rank of a node reads the weights and sends them round, so that the host holds the model once. Not where
-    there is a reference model: only the trained one is sent, and TRL's reference would stay empty on other ranks.
+    The first rank of a node reads the weights and broadcasts them, so that the host holds the model once. Not with a
+    reference model: only the trained model is broadcast, and TRL's reference would stay empty on other ranks.
     """
     return {
         "version": 2,
@@ -36,9 +36,9 @@ def fsdp(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def precision(run: Run, options: Mapping[str, Any]) -> Any:
-    """FSDP2's policy for computing in 16 bits; None where nothing does.
+    """FSDP2's policy for 16-bit computation; None if nothing is computed in 16 bits.
 
-    accelerate 1.15 has the model's outputs rounded to 16 bits as well: log-probabilities, of which losses are sums.
+    accelerate 1.15 also rounds the model's outputs to 16 bits: log-probabilities, of which losses are sums.
     """
     half = "bfloat16" if options["bf16"] else "float16" if options["fp16"] else None
     if run.parallel != "fsdp2" or half is None:
@@ -51,12 +51,12 @@ def precision(run: Run, options: Mapping[str, Any]) -> Any:
 
 
 def has_reference(run: Run, options: Mapping[str, Any]) -> bool:
-    """Whether TRL holds a second model: with LoRA the base is the reference."""
+    """Whether TRL keeps a second model: with LoRA, the base is the reference."""
     return not run.lora and WAYS[run.method].reference(options)
 
 
 def zero(stage: int) -> dict[str, Any]:
-    """DeepSpeed's config, of which transformers fills in what is "auto". Raises ReshardError without DeepSpeed."""
+    """DeepSpeed's config, in which transformers fills in the "auto" values. Raises ReshardError without DeepSpeed."""
     if find_spec("deepspeed") is None:
         raise ReshardError(
             "deepspeed-not-installed",
@@ -83,7 +83,7 @@ def zero(stage: int) -> dict[str, Any]:
 
 
 def loading(run: Run) -> Mapping[str, Any]:
-    """What from_pretrained is told of the plan."""
+    """The plan's arguments for from_pretrained."""
     if run.parallel != "tp":
         return {}
     try:

@@ -1,6 +1,6 @@
-"""QLoRA: adapters over a base that bitsandbytes keeps in 4 or 8 bits (TRL's `get_quantization_config`).
+"""QLoRA: adapters on a base that bitsandbytes keeps in 4 or 8 bits (TRL's `get_quantization_config`).
 
-The base is quantized while it is loaded, and frozen. What is saved and compared is the adapter.
+The base is quantized when it is loaded, and frozen. Only the adapter is saved and compared.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ LOADED_IN = {"load_in_4bit": 4, "load_in_8bit": 8}
 OPTIONS = (*LOADED_IN, "bnb_4bit_quant_type", "use_bnb_nested_quant")
 """Fields of TRL's ModelConfig."""
 NESTED, BLOCKS = 8.127 / 64, 32 / 64
-"""Bits of the scales of a weight in 4 bits: float32 for each block of 64; 8 bits and a float32 for 256 blocks."""
+"""Bits of scales per 4-bit weight: float32 per block of 64; nested, 8 bits per block and a float32 per 256 blocks."""
 
 
 def bits(options: Mapping[str, Any]) -> int | None:
-    """How many bits a weight of the base has, by options as they are typed or parsed; None if it is not quantized."""
+    """The bits of a base weight, from options as typed or parsed; None if the base is not quantized."""
     return next(
         (
             found
@@ -31,7 +31,7 @@ def bits(options: Mapping[str, Any]) -> int | None:
 
 
 def loading(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What from_pretrained is given so that it quantizes; nothing where it should not."""
+    """Arguments with which from_pretrained quantizes; none if it should not."""
     found = bits(options)
     if found is None:
         return {}
@@ -50,7 +50,7 @@ def loading(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def saved(options: Mapping[str, Any], base: int) -> float:
-    """Bytes that quantization takes from a weight of `base` bytes."""
+    """Bytes that quantization saves per weight of `base` bytes."""
     found = bits(options)
     if found is None:
         return 0.0
@@ -59,12 +59,12 @@ def saved(options: Mapping[str, Any], base: int) -> float:
 
 
 def is_on_one_device(module: Any) -> bool:
-    """Whether a device map is that of transformers for a quantized model: all of it on the device of this process."""
+    """Whether a device map is transformers' own for a quantized model: all of it on the device of this process."""
     return bool(getattr(module, "is_quantized", False)) and len(set(module.hf_device_map.values())) == 1
 
 
 def problems(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
-    """What does not go with a quantized base."""
+    """Problems of options that do not work with a quantized base."""
     found = bits(typed)
     if found is None:
         return

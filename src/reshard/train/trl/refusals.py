@@ -1,4 +1,4 @@
-"""Options of TRL that would break what reshard promises, and those that contradict each other."""
+"""Options of TRL that would break what reshard promises, or that contradict each other."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ REFUSED: dict[str, tuple[str, str]] = {
         "leave it out: a signal lets all ranks finish and save their step (--save-on-signal)",
     ),
 }
-"""Options that are refused, with the reason and what to use instead."""
+"""Refused options, with the reason and what to use instead."""
 
 _LEFT_OUT = ("none", "false", "")
-"""Values by which configs say that an option is not used."""
+"""Values by which configs mark an option as unused."""
 _INIT = {"device_map", "tp_plan", "tp_size", "device_mesh", "distributed_config", "quantization_config"}
-"""Keys of model_init_kwargs that spread or quantize a model while it is loaded."""
+"""Keys of model_init_kwargs that shard or quantize a model while it is loaded."""
 _EITHER = {"dtype", "torch_dtype", "attn_implementation", "trust_remote_code"}
-"""Keys of model_init_kwargs that are options of their own."""
+"""Keys of model_init_kwargs that have options of their own."""
 
 
 def refused(run: Run) -> Iterator[Problem]:
-    """A problem for each option of `REFUSED`, and for what of model_init_kwargs is."""
+    """A problem for each option of `REFUSED`, and for refused keys of model_init_kwargs."""
     for name in run.options.keys() & REFUSED.keys():
         if str(run.options[name]).lower() in _LEFT_OUT:
             continue
@@ -78,11 +78,11 @@ def refused(run: Run) -> Iterator[Problem]:
 
 
 PLATEAUS = ("reduce_lr_on_plateau", "greedy")
-"""Schedules that follow the loss of evaluations."""
+"""Schedules that depend on the evaluation loss."""
 
 
 def _without_evaluation(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
-    """Options that ask for evaluations, or need them, where there are none."""
+    """Options that request or need evaluations although there are none."""
     said = {name: str(typed[name]) for name in typed}
     asked = [name for name in ("eval_strategy", "eval_steps", "eval_on_start") if typed.get(name)]
     asked = [name for name in asked if said[name] != "no"]
@@ -115,12 +115,12 @@ def _without_evaluation(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]
 
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Keys of config.json that say how many experts a layer has."""
+"""Keys of config.json for the number of experts per layer."""
 HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 def _adapted_experts(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
-    """PEFT 0.21 wraps stacked experts in a module that transformers cannot split."""
+    """A problem because PEFT 0.21 wraps stacked experts in a module that transformers cannot shard."""
     file = run.model / CONFIG
     if not (run.lora and run.parallel == "tp" and file.is_file()):
         return
@@ -140,11 +140,11 @@ _NOT_SPLIT = {
     "use_dora": "PEFT adds the adapter to sharded weights, which torch refuses",
     "loraplus_lr_ratio": "its optimizer updates parameters that are split and others together, which torch refuses",
 }
-"""Relatives of LoRA that fail with tensor parallel ranks (PEFT 0.21), and why."""
+"""Variants of LoRA that fail on tensor-parallel ranks (PEFT 0.21), and why."""
 
 
 def _adapted_in_parts(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
-    """Relatives of LoRA where each rank holds a part of a weight."""
+    """Problems of LoRA variants if each rank has only a shard of a weight."""
     for name, why in _NOT_SPLIT.items():
         if run.parallel == "tp" and typed.get(name):
             yield Problem(
@@ -157,14 +157,14 @@ def _adapted_in_parts(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _divided(run: Run) -> Iterator[Problem]:
-    """Sizes of the model that tensor parallel ranks share evenly: each computes whole heads, and whole experts."""
+    """Problems of sizes that tensor-parallel ranks cannot divide: each computes complete heads and complete experts."""
     file = run.model / CONFIG
     if run.parallel != "tp" or not file.is_file():
         return
     try:
         config = read_object(file)
     except ReshardError:
-        return  # said of the model's folder
+        return  # reported for the model's folder
     config = {**config, **(config.get("text_config") or {})}
     shared = [("tp", name) for name in HEADS] + [("ep", name) for name in EXPERTS]
     for flag, name in shared:
@@ -182,7 +182,7 @@ def _divided(run: Run) -> Iterator[Problem]:
 
 
 def _of_method(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
-    """What a method has no use for, though its config takes it."""
+    """Options that a method does not use, although its config accepts them."""
     way = WAYS[run.method]
     if way.classifies and run.lora:
         yield Problem(
@@ -206,7 +206,7 @@ def _of_method(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _teacher(run: Run, name: str, given: Any) -> Iterator[Problem]:
-    """The folder of the model to learn from: it is there, and has the vocabulary of the model."""
+    """Problems of the teacher's folder: it must exist, and have the vocabulary of the model."""
     if not given:
         yield Problem(
             "teacher-missing",
@@ -226,7 +226,7 @@ def _teacher(run: Run, name: str, given: Any) -> Iterator[Problem]:
         )
         return
     if not (run.model / CONFIG).is_file():
-        return  # said of the model's folder
+        return  # reported for the model's folder
     ours, theirs = _vocabulary(run.model), _vocabulary(folder)
     if ours != theirs:
         yield Problem(
@@ -246,7 +246,7 @@ def _vocabulary(folder: Path) -> Any:
 
 
 def contradictions(run: Run, typed: Mapping[str, Any]) -> Iterator[Problem]:
-    """What cannot be together with the rest of the run."""
+    """Options that contradict the rest of the run."""
     yield from _adapted_experts(run, typed)
     yield from _adapted_in_parts(run, typed)
     yield from _divided(run)

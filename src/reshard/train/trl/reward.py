@@ -1,4 +1,4 @@
-"""The rewards of GRPO, imported from where reshard was started, or from the files that name them."""
+"""The reward functions of GRPO, imported from the folder in which reshard was started, or from the files they name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reshard.train.rewards import Named, named
 
 
 def problems(names: Sequence[str], given: Any = None) -> list[Problem]:
-    """What is wrong with rewards; `given` are the weights of `--reward_weights`, if there are some."""
+    """Problems of rewards; `given` are the weights of `--reward_weights`, if any."""
     found = [problem for name in names for problem in _of_one(name)]
     if found:
         return found
@@ -53,13 +53,13 @@ def _of_one(name: str) -> list[Problem]:
 
 
 def weights(names: Sequence[str]) -> list[float] | None:
-    """The weight of each reward, 1 where none is said; None if none is said at all."""
+    """The weight of each reward, 1 by default; None if no reward has one."""
     found = [named(name).weight for name in names]
     return None if all(each is None for each in found) else [1.0 if each is None else each for each in found]
 
 
 def load(name: str) -> Callable[..., Any]:
-    """The function. Raises ReshardError saying which of module and function is missing."""
+    """The function. Raises ReshardError saying whether the module or the function is missing."""
     reward = named(name)
     module, function = reward.source, reward.function
     folder = str(reward.file.expanduser().absolute().parent if reward.in_file else Path.cwd())
@@ -88,11 +88,11 @@ def load(name: str) -> Callable[..., Any]:
 
 
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-"""What TRL gives a reward besides the columns of the data (`GRPOTrainer._calculate_rewards`)."""
+"""What TRL passes to a reward besides the columns of the data (`GRPOTrainer._calculate_rewards`)."""
 
 
 def _takes_all(function: Callable[..., Any]) -> bool:
-    """Whether a function can be called with `GIVEN`; those whose arguments nobody knows are believed."""
+    """Whether a function can be called with `GIVEN`; assumed if its signature is unknown."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -126,7 +126,7 @@ def _import(reward: Named, folder: str) -> Any:
 
 
 def _of_file(file: Path) -> Any:
-    """The module in a file, once for each process, under a name that no installed module has."""
+    """The module in a file, imported once per process under a name that no installed module has."""
     path = file.expanduser().absolute()
     name = f"reshard_reward_{path.stem}_{abs(hash(str(path))):x}"
     if name not in sys.modules:

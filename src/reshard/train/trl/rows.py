@@ -1,7 +1,7 @@
 """The data of a run, read once on each node: other ranks map what the first one wrote, and what TRL makes of it.
 
-A `Data` is what the run is trained on, and what it is evaluated on. SFT gets tokens (`data/store.py`), whose length and
-packing are TRL's; DPO and GRPO get records, which TRL tokenizes.
+A `Data` has the training and the evaluation data. SFT gets tokens (`data/store.py`), which TRL truncates and packs; DPO
+and GRPO get records, which TRL tokenizes.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from reshard.train.run import Run
 from reshard.train.trl import devices
 
 FOLDER = ".data"
-"""Where in the output the data lie as Arrow files while ranks train, one folder for each node."""
+"""Prefix of the folders in the output with Arrow files while ranks train, one folder for each node."""
 
 
 class Data(NamedTuple):
-    """Each a `datasets.Dataset`; None where the run is not evaluated."""
+    """Each a `datasets.Dataset`; `evaluation` is None if the run is not evaluated."""
 
     train: Any
     evaluation: Any
 
 
 def learning_of(options: Mapping[str, Any]) -> Learning:
-    """What TRL's options say of what is learned."""
+    """What the loss covers according to TRL's options."""
     return Learning(
         bool(options.get("assistant_only_loss")), options.get("completion_only_loss") is not False
     )
@@ -43,9 +43,9 @@ def learning_of(options: Mapping[str, Any]) -> Learning:
 
 @contextmanager
 def rows_of(run: Run, options: Mapping[str, Any], tokenizer: Any, monitor: Monitor) -> Iterator[Data]:
-    """The data of a run, mapped from files, beside which TRL caches what it makes of them.
+    """The data of a run, mapped from files, next to which TRL caches its own.
 
-    Otherwise each rank would hold all of them, and make all of them again. Raises ReshardError for wrong records.
+    Otherwise each rank would keep and process all of it. Raises ReshardError for faulty records.
     """
     folder = run.output / f"{FOLDER}-{platform.node()}"
     first = os.environ.get("LOCAL_RANK", "0") == "0"
@@ -72,7 +72,7 @@ def _write(run: Run, options: Mapping[str, Any], tokenizer: Any, folder: Path, m
     kept = folder_of(run, folder / "tokens")
     found = tokenize(run, tokenizer, learning_of(options), kept)
     for number, file in enumerate(found.files):
-        (folder / f"{number:04}{SUFFIX}").symlink_to(file)  # what TRL makes of it is cached beside the link
+        (folder / f"{number:04}{SUFFIX}").symlink_to(file)  # TRL caches its results next to the link
     if run.token_cache:
         monitor.note(found.in_words(kept))
 

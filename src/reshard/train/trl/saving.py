@@ -1,6 +1,6 @@
-"""Checkpoints that need nothing else: weights, config, tokenizer, template, adapter config, and the record of the run.
+"""Self-contained checkpoints: weights, config, tokenizer, template, adapter config, and the record of the run.
 
-The record is written last, when all ranks are done: a folder without it is not complete.
+The record is written last, when all ranks are done: a folder without it is incomplete.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from reshard.train.trl.devices import rank
 from reshard.train.trl.methods import WAYS
 
 SHARD = 5 << 30
-"""Bytes of a file of weights, at most, and so of what is held before it is written."""
+"""Maximum bytes of a weight file, and therefore of what is buffered before writing."""
 OPTIMIZER = "optimizer_0"
 STATE = "trainer_state.json"
 ADAPTER = "adapter_model.safetensors"
 
 
 def write(run: Run, model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write the weights of a model, and everything beside them but the record. All ranks must call it."""
+    """Write the weights of a model, and all other files except the record. All ranks must call it."""
     if rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         for stale in folder.glob("*.safetensors*"):
@@ -52,7 +52,7 @@ def _save(tensors: dict[str, Any], file: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
     mask = os.umask(0)
     os.umask(mask)
-    file.chmod(0o666 & ~mask)  # safetensors makes files for their owner alone
+    file.chmod(0o666 & ~mask)  # safetensors makes files readable by their owner only
 
 
 def _save_shards(tensors: Iterable[tuple[str, Any]], folder: Path) -> None:
@@ -89,7 +89,7 @@ def _shards(tensors: Iterable[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _adapter_config(run: Run, model: Any, folder: Path) -> None:
-    """adapter_config.json, as it is for use: PEFT writes the mode in which the adapter is trained."""
+    """Write adapter_config.json for inference: PEFT would write the mode in which the adapter is trained."""
     config = model.peft_config[model.active_adapter]
     before = config.inference_mode, config.base_model_name_or_path
     config.inference_mode, config.base_model_name_or_path = True, name_of(run.model)
@@ -98,7 +98,7 @@ def _adapter_config(run: Run, model: Any, folder: Path) -> None:
 
 
 def _beside(run: Run, model: Any, tokenizer: Any, folder: Path) -> None:
-    """The files of the base, so that whoever read the base reads the checkpoint; the tokenizer anew if it changed."""
+    """Copy the files of the base, so that its readers read the checkpoint too; save a changed tokenizer."""
     companions = find_companions(run.model)
     for name, path in companions.files.items():
         if name != CONFIG:
@@ -118,7 +118,7 @@ def _beside(run: Run, model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def _of_classifier(model: Any) -> dict[str, Any]:
-    """What the config of a model that classifies says beside that of its base, whose head was another."""
+    """Config keys of a classifier that differ from its base, which had another head."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSES
 
     config = model.config
@@ -132,7 +132,7 @@ def _of_classifier(model: Any) -> dict[str, Any]:
 
 
 def _changed(run: Run, tokenizer: Any) -> bool:
-    """Whether TRL was told to give the tokenizer another template or another end."""
+    """Whether TRL was told to change the tokenizer's template or EOS token."""
     from transformers import AutoTokenizer
 
     base = AutoTokenizer.from_pretrained(
@@ -144,14 +144,14 @@ def _changed(run: Run, tokenizer: Any) -> bool:
 
 
 def complete(run: Run, folder: Path) -> None:
-    """Lay the record of the run into a checkpoint: from now on it counts."""
+    """Write the record of the run into a checkpoint, which makes it complete."""
     record = run.output / RECORD
     content = record.read_text(encoding="utf-8") if record.is_file() else json.dumps(run.as_dict(), indent=2)
     (folder / RECORD).write_text(content, encoding="utf-8")
 
 
 def last_complete(output: Path) -> Path | None:
-    """The latest checkpoint of an output that was written to its end."""
+    """The latest complete checkpoint of an output."""
     complete = [
         each for each in _checkpoints(output) if (each / RECORD).is_file() and (each / STATE).is_file()
     ]
@@ -159,20 +159,20 @@ def last_complete(output: Path) -> Path | None:
 
 
 def rotate(output: Path, limit: int | None, best: int | None = None) -> None:
-    """Remove all checkpoints but the latest `limit`, and that of step `best`."""
+    """Remove all checkpoints except the latest `limit`, and that of step `best`."""
     for old in _checkpoints(output)[:-limit] if limit else []:
         if old.name != f"checkpoint-{best}":
             shutil.rmtree(old)
 
 
 def _checkpoints(output: Path) -> list[Path]:
-    """The folders of checkpoints, the latest last."""
+    """The checkpoint folders, the latest last."""
     found = [each for each in output.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", each.name)]
     return sorted(found, key=lambda folder: int(folder.name.split("-")[1]))
 
 
 def resumable(run: Run, checkpoint: Path) -> None:
-    """Refuse to go on from a checkpoint of another kind of run. Raises ReshardError."""
+    """Raise ReshardError if the checkpoint is from a different kind of run."""
     before = Run.read(checkpoint)
     pairs = {
         "method": (before.method, run.method),
@@ -198,7 +198,7 @@ def resumable(run: Run, checkpoint: Path) -> None:
 
 
 def save_optimizer(model: Any, optimizer: Any, folder: Path) -> None:
-    """Write the state of an optimizer over sharded parameters, each rank its part. All ranks must call it."""
+    """Write the state of an optimizer over sharded parameters, each rank its shard. All ranks must call it."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -207,7 +207,7 @@ def save_optimizer(model: Any, optimizer: Any, folder: Path) -> None:
 
 
 def load_optimizer(model: Any, optimizer: Any, folder: Path) -> None:
-    """Read what `save_optimizer` wrote, on as many ranks as there are now. All ranks must call it."""
+    """Read what `save_optimizer` wrote, on any number of ranks. All ranks must call it."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -218,9 +218,10 @@ def load_optimizer(model: Any, optimizer: Any, folder: Path) -> None:
 
 
 def _straight(state: Any) -> Any:
-    """A state with one piece of each tensor on each rank.
+    """A state in which each rank has one contiguous shard of each tensor.
 
-    Packed layers (gate and up in one tensor) lie in two pieces, which torch 2.13 writes as if they were one.
+    Shards of packed layers (gate and up in one tensor) consist of two parts, which torch 2.13 writes as if they were
+    one.
     """
     from torch.distributed.tensor import DTensor, Shard
     from torch.utils._pytree import tree_map

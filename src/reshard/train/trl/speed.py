@@ -1,4 +1,4 @@
-"""What a step of TRL computes and sends, for estimates of its speed."""
+"""Computation and communication of a TRL step, for estimates of its speed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def work_of(run: Run, batches: Batches, precision: Precision, world_size: int) -
 def _spread(
     run: Run, sizes: Sizes, batches: Batches, precision: Precision, world_size: int
 ) -> tuple[Traffic, ...]:
-    """Weights gathered for each pass of each batch, where they are shared; gradients once a step."""
+    """Weights gathered for each pass of each batch, if they are sharded; gradients once per step."""
     tp, kind = run.layout.tp, run.parallel
     ranks = world_size // tp
     gradients = sizes.trained / tp * (precision.gradients if kind == "ddp" else precision.activations)

@@ -1,4 +1,4 @@
-"""A run of TRL that stops before its last step: a signal asks for it, or its loss or gradient is NaN or infinite."""
+"""Stop a TRL run early: on a signal, or if its loss or gradient is NaN or infinite."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ else:
 
 
 class Stopping(Base):  # type: ignore[misc]
-    """What is put before a trainer of TRL to look at each step, however seldom it logs."""
+    """A mixin for TRL's trainers that checks each step, however seldom it logs."""
 
     asked: Run
     monitor: Monitor
     _losses: Any = 0.0
     """The sum of this rank's losses since the last optimizer step."""
     _last: Any = ()
-    """What this rank computed last."""
+    """The last inputs of this rank."""
     _looked: int | None = None
-    """The last step that was looked at."""
+    """The last step that was checked."""
     _signal: int = 0
-    """What any rank has heard."""
+    """The highest number of a signal that any rank received."""
     stopped: signals.Stopped | None = None
-    """What to raise once transformers' loop has ended."""
+    """What to raise after transformers' loop has ended."""
 
     @cached_property
     def divergence(self) -> Divergence:
-        """The steps that were not finite."""
+        """Counts the steps that were not finite."""
         return Divergence(self.asked.nan_steps)
 
     def training_step(self, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
-        """TRL's, whose inputs and loss are kept until the optimizer has stepped."""
+        """TRL's step; its inputs and loss are kept until the optimizer step."""
         loss = super().training_step(model, inputs, *given, **named)
         self._losses, self._last = self._losses + loss.detach(), inputs
         return loss
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *given: Any, **named: Any) -> None:
-        """transformers', which logs the step in any case, but neither evaluates nor saves what has diverged."""
+        """transformers' method; always logs a stopping step, but neither evaluates nor saves after divergence."""
         if self.state.global_step == self._looked:  # the end of an epoch
             if self.stopped:
                 self.control.should_evaluate = self.control.should_save = False
@@ -59,7 +59,7 @@ class Stopping(Base):  # type: ignore[misc]
         bad, self._signal = highest(int(not self._is_finite(loss, norm)), signals.heard())
         self.divergence.add(finite=not bad)
         stops = bool(self._signal) and self._between_samples()
-        if stops:  # an evaluation could take longer than there is time
+        if stops:  # an evaluation could take longer than the time that is left
             self.control.should_log = self.control.should_save = self.control.should_training_stop = True
             if self.control.should_evaluate:
                 self.monitor.note(signals.unevaluated(self._looked))
@@ -76,15 +76,15 @@ class Stopping(Base):  # type: ignore[misc]
             raise diverged(self._looked, norm, rate, loss, self._records())
 
     def get_train_dataloader(self) -> Any:
-        """TRL's, whose workers outlive a signal to all processes: their batches finish the step."""
+        """TRL's loader with workers that survive a signal to all processes: the step needs their batches."""
         return signals.with_steady_workers(super().get_train_dataloader())
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """The same for an evaluation that goes on when the signal comes."""
+        """The same for an evaluation during which the signal comes."""
         return signals.with_steady_workers(super().get_eval_dataloader(eval_dataset))
 
     def _between_samples(self) -> bool:
-        """Whether a run could go on from here as if it had not stopped: GRPO answers anew when it is resumed."""
+        """Whether a resumed run would continue unchanged from here: a resumed GRPO run generates anew."""
         if not is_rewarded(self.asked.method):
             return True
         every = self.args.steps_per_generation * self.args.num_iterations
@@ -95,12 +95,12 @@ class Stopping(Base):  # type: ignore[misc]
         return signals.Stopped(self._signal, self._looked, saved, "its loss or its gradient is not finite")
 
     def _is_finite(self, loss: float, norm: float | None) -> bool:
-        """In float16 gradients overflow until the scale of the loss has come down; such steps are left out."""
+        """Whether loss and norm are finite. fp16 steps skipped because gradients overflowed do not count."""
         skipped = self.accelerator.optimizer_step_was_skipped
         return math.isfinite(loss) and (norm is None or skipped or math.isfinite(norm))
 
     def _records(self) -> list[str]:
-        """How the records begin that this rank took last: GRPO has prompts, all else has tokens."""
+        """The beginnings of this rank's last records: prompts for GRPO, otherwise tokens."""
         if isinstance(self._last, list):
             return few(str(row.get("prompt")) for row in self._last)
         ids = next(
@@ -114,7 +114,7 @@ class Stopping(Base):  # type: ignore[misc]
         return beginnings(self.processing_class, ids)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """A checkpoint holds finite weights only, so that older ones are removed for one that can be used."""
+        """Save finite weights only, so that no usable checkpoint is removed for an unusable one."""
         if self.divergence.going:  # as at the end of an epoch
             return
         trained = ((name, each) for name, each in self.model.named_parameters() if each.requires_grad)

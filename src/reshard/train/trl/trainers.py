@@ -16,7 +16,7 @@ from reshard.train.trl.rows import Data
 from reshard.train.trl.stopping import Stopping
 
 SHARDED = ("fsdp2", "tp")
-"""Plans whose parameters are DTensors, and so are the states of their optimizers."""
+"""Plans under which parameters and optimizer states are DTensors."""
 
 
 if TYPE_CHECKING:
@@ -26,20 +26,20 @@ else:
 
 
 class Saving(Base):  # type: ignore[misc]
-    """What is put before a trainer of TRL: whole weights under every plan, and checkpoints that need nothing else.
+    """A mixin for TRL's trainers: complete weights under every plan, and self-contained checkpoints.
 
-    Optimizers whose states are DTensors are saved by torch's distributed checkpoint, so that they are there to resume.
+    Optimizers whose states are DTensors are saved by torch's distributed checkpoint, so that runs can resume from them.
     """
 
     asked: Run
     monitor: Monitor
     loraplus: float | None = None
-    """How many times the learning rate of lora_A that of lora_B is."""
+    """The factor between the learning rates of lora_B and lora_A."""
     last_saved: Path | None = None
     optimizer: Any
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Transformers', or PEFT's with two learning rates."""
+        """transformers' optimizer, or PEFT's with two learning rates."""
         if self.loraplus is None or self.optimizer is not None:
             return super().create_optimizer(model)
         from peft.optimizers import create_loraplus_optimizer
@@ -50,17 +50,17 @@ class Saving(Base):  # type: ignore[misc]
         self.optimizer = create_loraplus_optimizer(
             model, kind, loraplus_lr_ratio=self.loraplus, loraplus_weight_decay=decay, **given
         )
-        # PEFT makes groups of nothing, whose states torch's distributed checkpoint does not load.
+        # PEFT makes empty groups, whose states torch's distributed checkpoint cannot load.
         groups = self.optimizer.param_groups
         groups[:] = [group for group in groups if group["params"]]
         return self.optimizer
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Weights, config and tokenizer. All ranks must call it."""
+        """Save weights, config and tokenizer. All ranks must call it."""
         saving.write(self.asked, self.model, self.processing_class, Path(output_dir or self.args.output_dir))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """A checkpoint counts when the record of the run lies in it; older ones go only then."""
+        """Save a checkpoint. It is complete once it has the record of the run; only then are older ones removed."""
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         super()._save_checkpoint(model, trial)
         self.args.save_total_limit = limit
@@ -92,29 +92,29 @@ class Saving(Base):  # type: ignore[misc]
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
 
     def _run_epoch(self, *given: Any, **named: Any) -> None:
-        """No step behind the last one: transformers would take one more where the checkpoint is of `max_steps`."""
+        """transformers' epoch, but no step after the last: it would take one more from a checkpoint at `max_steps`."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
         super()._run_epoch(*given, **named)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """No card: nothing is published."""
+        """Nothing: no model card is needed."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Nothing: the weights were loaded from there to begin with."""
+        """Nothing: the weights were already loaded from there."""
 
 
 class Counted(Base):  # type: ignore[misc]
-    """What is put before a trainer that divides its loss by the tokens of all ranks.
+    """A mixin for trainers that divide their loss by the tokens of all ranks.
 
-    The gradients of ranks are averaged, so that their number is missing: transformers' own loss has it.
+    The gradients of ranks are averaged, so the loss must be multiplied by their number, as transformers' own loss is.
     """
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """TRL's, times the ranks."""
+        """TRL's loss, times the number of ranks."""
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes
@@ -122,7 +122,7 @@ class Counted(Base):  # type: ignore[misc]
 
 
 def trainer_class(run: Run, monitor: Monitor, loraplus: float | None = None) -> Any:
-    """TRL's trainer of a method, whose checkpoints are complete by themselves."""
+    """TRL's trainer of a method, extended by our mixins."""
     base = WAYS[run.method].trainer_class()
     own = {"asked": run, "monitor": monitor, "loraplus": loraplus}
     own_bases = (Stopping, Saving, Evaluating, *((Counted,) if WAYS[run.method].counted else ()))
@@ -168,23 +168,21 @@ def trainer_of(
     )
     if run.parallel == "ddp" and devices.world_size() == 1:
         devices.be_alone()
-    # Trainer refuses optimizers of models that were sharded when they were loaded; `_save_optimizer…` writes them.
+    # Trainer refuses optimizers of models that were sharded on loading; `_save_optimizer…` saves them.
     arguments.save_only_model = save_only
     if run.lora and run.layout.tp > 1:
         loading.mend_adapter(trainer.model)
     if rewarded and run.layout.tp > 1:
         _seed_alike(run, arguments)
-    trainer.remove_callback(
-        PrinterCallback
-    )  # the monitor has the numbers; the log keeps what went wrong in sight
+    trainer.remove_callback(PrinterCallback)  # the monitor has the numbers; so errors stay visible in the log
     callback.watch(trainer)
     return trainer
 
 
 def check_packing(run: Run, model: Any) -> None:
-    """Raise ReshardError if samples that share a sequence would see each other in a model.
+    """Raise ReshardError if samples that share a sequence would attend to each other in a model.
 
-    TRL numbers the positions of each sample from 0, which the masks and kernels of transformers' own attention read.
+    TRL numbers the positions of each sample from 0, which the masks and kernels of transformers' own attention use.
     """
     if getattr(model, "_supports_attention_backend", False) and not getattr(model, "_is_stateful", False):
         return
@@ -200,9 +198,9 @@ def check_packing(run: Run, model: Any) -> None:
 
 
 def _seed_alike(run: Run, arguments: Any) -> None:
-    """Seed the tensor parallel ranks of one replica alike: they compute one model, which must draw one completion.
+    """Seed the tensor-parallel ranks of one replica equally: they compute one model, and must draw the same completion.
 
-    TRL seeds each process differently, which is right for ranks that see different data only.
+    TRL seeds each process differently, which is right only for ranks with different data.
     """
     from transformers import set_seed
 

@@ -1,4 +1,4 @@
-"""What each rank does, from the launcher's environment to the last checkpoint."""
+"""What each rank runs, from the launcher's environment to the last checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reshard.train.trl.trainers import trainer_of
 
 
 def train_here(run: Run, monitor: Monitor) -> Trained:
-    """This rank's part of a run. Raises ReshardError for what does not hold, and what the frameworks raise."""
+    """Train on this rank. Raises ReshardError if a check fails, and whatever the frameworks raise."""
     options = options_of(run)
     environment.check(run, options)
     devices.start(options, deepspeed=run.parallel.startswith("zero"))
@@ -36,7 +36,7 @@ def train_here(run: Run, monitor: Monitor) -> Trained:
 
 
 def _checkpoint(run: Run, monitor: Monitor) -> Path | None:
-    """Where to go on from, with `--resume`."""
+    """The checkpoint from which to continue, with `--resume`."""
     if not run.resume:
         return None
     checkpoint = saving.last_complete(run.output)
@@ -70,7 +70,7 @@ def _trainer(
 
 
 def _finish(run: Run, trainer: Any, checkpoint: Path | None) -> Trained:
-    """Save the last step if no checkpoint has it, and take the digests of what was trained."""
+    """Save the last step if no checkpoint has it, and take the digests of the trained weights."""
     step = int(trainer.state.global_step)
     last = run.output / f"checkpoint-{step}"
     if last not in (trainer.last_saved, checkpoint):

@@ -1,4 +1,4 @@
-"""What keeps vLLM from answering for GRPO, seen before the launch: versions, the server, GPUs, the ranks.
+"""Checks before launch for reasons why vLLM cannot generate for GRPO: versions, server, GPUs, ranks.
 
 Sources: `is_vllm_available` of trl/import_utils.py, trl/generation/vllm_client.py and vllm_generation.py of TRL 1.16.
 """
@@ -20,7 +20,7 @@ from reshard.train.planning.gpus import is_planned
 from reshard.train.run import Run
 
 SECONDS = 5
-"""So long a server is waited for."""
+"""Timeout in seconds for a server."""
 LOCAL = ("0.0.0.0", "127.0.0.1", "localhost", "::1")
 _SERVE = 'VLLM_SERVER_DEV_MODE=1 vllm serve {model} --weight-transfer-config \'{{"backend": "nccl"}}\' ' + (
     "--logprobs-mode processed_logprobs"
@@ -28,7 +28,7 @@ _SERVE = 'VLLM_SERVER_DEV_MODE=1 vllm serve {model} --weight-transfer-config \'{
 
 
 def problems(run: Run, options: Mapping[str, Any], environment: Environment) -> Iterator[Problem]:
-    """What is wrong with `--use_vllm`; nothing without it. That it is not installed is said elsewhere."""
+    """Problems of `--use_vllm`; none without it. A missing package is reported elsewhere."""
     if not options.get("use_vllm"):
         return
     yield from _version()
@@ -42,7 +42,7 @@ def problems(run: Run, options: Mapping[str, Any], environment: Environment) -> 
 
 
 def share(options: Mapping[str, Any]) -> float:
-    """The part of a GPU that vLLM keeps while the model is trained: none in sleep mode, and none of a server's."""
+    """The share of a GPU that vLLM keeps during training: none in sleep mode, and none with a server."""
     colocated = options.get("use_vllm") and options.get("vllm_mode") == "colocate"
     if not colocated or options.get("vllm_enable_sleep_mode"):
         return 0.0
@@ -50,7 +50,7 @@ def share(options: Mapping[str, Any]) -> float:
 
 
 def _version() -> Iterator[Problem]:
-    """TRL itself says which releases it has been tried with."""
+    """A problem if TRL itself warns about the installed release."""
     from trl.import_utils import is_vllm_available
 
     with warnings.catch_warnings(record=True) as told:
@@ -90,7 +90,7 @@ def _plan(run: Run, options: Mapping[str, Any]) -> Iterator[Problem]:
 def _beside(
     run: Run, options: Mapping[str, Any], environment: Environment, processes: int
 ) -> Iterator[Problem]:
-    """On the GPUs of the run: groups of ranks share an engine, whose part of the GPU holds the model."""
+    """Problems of vLLM on the run's GPUs: groups of ranks share an engine, whose GPU share has to hold the model."""
     ranks, size = processes * run.ranks.nnodes, int(options["vllm_tensor_parallel_size"])
     if size < 1 or ranks % size:
         yield Problem(
@@ -129,7 +129,7 @@ def _beside(
 def _server(
     run: Run, options: Mapping[str, Any], environment: Environment, processes: int
 ) -> Iterator[Problem]:
-    """Somewhere else: it answers, lets weights be sent, and has GPUs of its own."""
+    """Problems of a separate server: it must answer, accept weights, and have other GPUs than the run."""
     given = options.get("vllm_server_base_url")
     url = str(given or f"http://{options['vllm_server_host']}:{options['vllm_server_port']}").rstrip("/")
     serve = _SERVE.format(model=run.model)

@@ -1,7 +1,7 @@
-"""The weights of a model in training, whole and one by one, under the names of the hub.
+"""The weights of a model in training, complete and one by one, under the Hub's names.
 
-However they are spread, each tensor is gathered by all ranks and kept by the first one: so its memory holds one
-tensor beside the model.
+Under any plan, each tensor is gathered by all ranks and kept by the first one, whose memory holds only one tensor in
+addition to the model.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.
 
 
 def tensors_of(model: Any) -> Iterator[tuple[str, Any]]:
-    """Every tensor that a folder of the model holds, on the first rank; nothing on others. All ranks must iterate.
+    """Every tensor of the model's folder on the first rank; nothing on others. All ranks must iterate.
 
-    An adapter's tensors have the names that PEFT saves them under.
+    An adapter's tensors have the names under which PEFT saves them.
     """
     yield from _adapter(model) if is_adapter(model) else _full(model)
 
@@ -58,7 +58,7 @@ def _full(model: Any, only: set[str] | None = None) -> Iterator[tuple[str, Any]]
 
 
 def _live(model: Any) -> Iterator[tuple[str, Any]]:
-    """Parameters, each once where they are tied, and the buffers that are saved."""
+    """Parameters, tied ones only once, and the buffers that are saved."""
     reshard(model)
     yield from model.named_parameters()
     saved = model.state_dict().keys()
@@ -66,10 +66,10 @@ def _live(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def reshard(model: Any) -> None:
-    """Give each rank its part of the weights again: FSDP2 leaves the outermost group gathered until a backward pass.
+    """Shard the weights again: FSDP2 leaves the outermost group gathered until a backward pass.
 
-    What is saved right after an evaluation would be whole tensors, in memory that is used again, and no longer those of
-    the optimizer.
+    What is saved right after an evaluation would be full tensors, in memory that is reused, and not those of the
+    optimizer.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -86,9 +86,9 @@ def _adapter(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def adapter_parameters(model: Any) -> dict[str, Any]:
-    """The trained parameters of an adapter as they lie, by the names that PEFT saves them under.
+    """The trained parameters of an adapter, as sharded, by the names under which PEFT saves them.
 
-    PEFT renames numbers here: given the parameters, it would gather some of them.
+    PEFT renames numbers here: it would gather some of the parameters themselves.
     """
     import torch
     from peft import get_peft_model_state_dict
@@ -100,7 +100,7 @@ def adapter_parameters(model: Any) -> dict[str, Any]:
 
 
 def gathered(tensor: Any) -> Any:
-    """A whole tensor in the memory of the host on the first rank, None on others. All ranks must call it."""
+    """A complete tensor in host memory on the first rank, None on others. All ranks must call it."""
     from torch.distributed.tensor import DTensor
 
     if isinstance(tensor, DTensor):
@@ -115,7 +115,7 @@ def gathered(tensor: Any) -> Any:
 
 
 def _hub(model: Any, name: str, tensor: Any) -> dict[str, Any]:
-    """A tensor as the hub has it: transformers stacks what is apart there, such as experts."""
+    """A tensor in the Hub's form: transformers stacks some tensors that are separate there, such as experts."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return {key: value.contiguous() for key, value in revert_weight_conversion(model, {name: tensor}).items()}
