@@ -1,1 +1,1 @@
-"""Frameworks that reshard runs: to judge what was converted, and to train."""
+"""Frameworks that reshard runs: to verify conversions, and to train."""

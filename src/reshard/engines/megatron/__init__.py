@@ -1,7 +1,7 @@
 """The real megatron-core as judge, on a plain CPU.
 
-`megatron_logits` loads a checkpoint strictly into megatron-core's own GPTModel and runs its forward pass, in one
-process for each rank (`session.run_ranks`) that speaks gloo, so any layout runs on one machine.
+`megatron_logits` loads a checkpoint strictly into megatron-core's own GPTModel and runs its forward pass, with one
+gloo process per rank (`session.run_ranks`), so any layout runs on one machine.
 
 Importing this package imports neither torch nor megatron-core; calling its functions does.
 """

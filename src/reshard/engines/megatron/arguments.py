@@ -1,4 +1,4 @@
-"""Megatron-LM's arguments: what a checkpoint stores, what is missing from it, and what follows from it."""
+"""Megatron-LM's arguments: those that a checkpoint stores, missing ones, and values derived from them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from reshard.algebra.layout import Layout
 
 # The defaults of Megatron-LM's own parser (core_v0.16.1 megatron/training/arguments.py) for what shapes a model.
-# Names that are absent here and from the arguments take the default of megatron-core's TransformerConfig.
+# Names missing both here and in the arguments take the default of megatron-core's TransformerConfig.
 DEFAULTS: dict[str, Any] = {
     "add_bias_linear": True,
     "decoder_first_pipeline_num_layers": None,
@@ -62,9 +62,9 @@ DELTA_FIELDS = (
     "linear_num_value_heads",
     "linear_value_head_dim",
 )
-"""What describes gated delta nets and gated attention, from 0.16 on."""
+"""Arguments of gated delta nets and gated attention, from 0.16 on."""
 
-# Arguments that mean the same under the same name in TransformerConfig or MLATransformerConfig. All others concern
+# Arguments with the same name and meaning in TransformerConfig or MLATransformerConfig. All others concern
 # speed, precision or training and do not change which function the weights compute.
 _SAME_NAME = (
     *DELTA_FIELDS,
@@ -121,14 +121,14 @@ _SAME_NAME = (
     "window_size",
 )
 
-# Where None is a value and not the lack of one.
+# None is a value here, and does not mean that the argument is missing.
 _NONE_IS_A_VALUE = frozenset({"q_lora_rank"})
 
 
 def complete(args: argparse.Namespace | Mapping[str, Any]) -> SimpleNamespace:
     """The arguments with Megatron-LM's defaults and with what its `validate_args` derives from them.
 
-    Raises KeyError for a name without which there is no model: num_layers, hidden_size, num_attention_heads,
+    Raises KeyError if a name is missing that every model needs: num_layers, hidden_size, num_attention_heads,
     padded_vocab_size.
     """
     given = dict(args) if isinstance(args, Mapping) else dict(vars(args))
@@ -153,15 +153,15 @@ def complete(args: argparse.Namespace | Mapping[str, Any]) -> SimpleNamespace:
 
 
 def one_expert_at_a_time(args: argparse.Namespace | Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments without grouped experts: their kernels need a GPU, and compute the same from the same weights."""
+    """The arguments without grouped experts, whose kernels need a GPU. The same weights compute the same."""
     given = dict(args) if isinstance(args, Mapping) else dict(vars(args))
     return {**given, "moe_grouped_gemm": False}
 
 
 def stage_sizes(args: SimpleNamespace, layout: Layout) -> dict[str, Any]:
-    """Uneven pipeline stages, as TransformerConfig takes them.
+    """Uneven pipeline stages, as arguments of TransformerConfig.
 
-    Those of the arguments hold only for the number of stages that the arguments were written for.
+    Those in `args` apply only to the number of stages that `args` were written for.
     """
     if layout.stages:
         return {"pipeline_model_parallel_layout": pipeline_layout(args, layout)}
@@ -176,7 +176,7 @@ def stage_sizes(args: SimpleNamespace, layout: Layout) -> dict[str, Any]:
 
 
 def pipeline_layout(args: SimpleNamespace, layout: Layout) -> str:
-    """`layout.stages` in the language of `--pipeline-model-parallel-layout`, e.g. `Et*3|tmL`."""
+    """`layout.stages` in the syntax of `--pipeline-model-parallel-layout`, e.g. `Et*3|tmL`."""
     stages = [f"t*{layers}" if layers else "" for layers in layout.stages]
     stages[0] = "E" + stages[0]
     stages[-1] += "m" * (args.mtp_num_layers or 0) + "L"
@@ -184,7 +184,7 @@ def pipeline_layout(args: SimpleNamespace, layout: Layout) -> str:
 
 
 def config_fields(args: SimpleNamespace, config_class: type) -> dict[str, Any]:
-    """The architecture in terms of `config_class`, as Megatron-LM's `core_transformer_config_from_args` gives it."""
+    """The architecture as fields of `config_class`, like Megatron-LM's `core_transformer_config_from_args`."""
     import torch.nn.functional as functional
 
     known = {field.name for field in dataclasses.fields(config_class)}
@@ -215,9 +215,9 @@ def config_fields(args: SimpleNamespace, config_class: type) -> dict[str, Any]:
 
 
 def yarn_attributes(args: SimpleNamespace) -> dict[str, Any]:
-    """What GPTModel looks for on its config under `--position-embedding-type yarn`, without declaring it there.
+    """Undeclared attributes that GPTModel reads from its config under `--position-embedding-type yarn`.
 
-    Under the names of Megatron-LM core_v0.19.0, `_apply_yarn_config_from_args`; three arguments lack the prefix.
+    Names are those of Megatron-LM core_v0.19.0, `_apply_yarn_config_from_args`; three arguments lack the prefix.
     """
     if args.position_embedding_type != "yarn":
         return {}

@@ -24,16 +24,16 @@ _SHARDING_BEFORE_0_15 = {
     "fully_reshardable": "fully_sharded_model_space",
 }
 
-# Entries that are no weights: fp8 state of TransformerEngine, optimizer, random states, data iterators.
+# Entries other than weights: fp8 state of TransformerEngine, optimizer, random states, data iterators.
 _NOT_WEIGHTS = re.compile(r"(_extra_state(/.*)?$)|^(optimizer\.|rng_state|rerun_state_machine|chained_)")
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """What a strict load found.
+    """The differences that a strict load found.
 
-    `missing`: weights that the model has and the checkpoint lacks; `unexpected`: the other way round;
-    `other`: keys on either side that are no weights (`_extra_state`, optimizer, random states).
+    `missing`: weights that the model has and the checkpoint lacks; `unexpected`: the reverse;
+    `other`: keys on either side that are not weights (`_extra_state`, optimizer, random states).
     """
 
     missing: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class Mismatch:
 
     @classmethod
     def of(cls, missing: Any, unexpected: Any) -> Mismatch:
-        """Sort keys by whether they are weights."""
+        """Sort keys into weights and others."""
         other = {key for key in {*missing, *unexpected} if _NOT_WEIGHTS.search(key)}
         return cls(
             tuple(sorted(set(missing) - other)), tuple(sorted(set(unexpected) - other)), tuple(sorted(other))
@@ -50,7 +50,7 @@ class Mismatch:
 
     @classmethod
     def union(cls, mismatches: list[Mismatch]) -> Mismatch:
-        """What all ranks found together."""
+        """The combined results of all ranks."""
         return cls(
             *(
                 tuple(sorted({key for one in mismatches for key in getattr(one, kind)}))
@@ -60,12 +60,12 @@ class Mismatch:
 
 
 def is_torch_dist(folder: Path) -> bool:
-    """Whether an iteration folder holds the distributed format and not `mp_rank_*`."""
+    """Whether an iteration folder is in torch_dist format, rather than `mp_rank_*`."""
     return (folder / ".metadata").is_file()
 
 
 def rank_folder(folder: Path) -> Path:
-    """This rank's `mp_rank_*` folder: the pipeline and the expert part appear only where there are several."""
+    """This rank's `mp_rank_*` folder: its pipeline and expert numbers appear only if those sizes exceed 1."""
     from megatron.core import parallel_state as ps
 
     name = f"mp_rank_{ps.get_tensor_model_parallel_rank():02d}"
@@ -77,7 +77,7 @@ def rank_folder(folder: Path) -> Path:
 
 
 def model_key(chunks: list[Any], index: int) -> str:
-    """`model`, or `model0`, `model1` … where a rank holds several chunks."""
+    """`model`, or `model0`, `model1` … if a rank has several chunks."""
     return "model" if len(chunks) == 1 else f"model{index}"
 
 
@@ -94,7 +94,7 @@ def _load_torch_dist(chunks: list[Any], folder: Path) -> Mismatch:
     wanted = _wanted(chunks, _key_style(keys), every)
     if not te_names.are_asked_for(chunks):
         te_names.follow_checkpoint(wanted, keys)
-    # To dist_checkpointing, "missing" is what the model does not ask for: the reverse of load_state_dict's words.
+    # dist_checkpointing calls keys "missing" that the model does not request: the opposite of load_state_dict.
     loaded, unexpected, missing = dist_checkpointing.load(
         wanted, str(folder), strict=StrictHandling.RETURN_ALL
     )
@@ -103,14 +103,14 @@ def _load_torch_dist(chunks: list[Any], folder: Path) -> Mismatch:
 
 
 def stored_keys(folder: Path) -> frozenset[str]:
-    """Every key of a torch_dist checkpoint, tensors and pickled objects alike."""
+    """All keys of a torch_dist checkpoint, tensors and pickled objects."""
     from torch.distributed.checkpoint import FileSystemReader
 
     return frozenset(FileSystemReader(str(folder)).read_metadata().state_dict_metadata)
 
 
 def _key_style(keys: frozenset[str]) -> dict[str, Any]:
-    """The metadata that makes `sharded_state_dict` name its keys as the checkpoint does."""
+    """The metadata that makes `sharded_state_dict` use the key names of the checkpoint."""
     from megatron.core import parallel_state as ps
 
     return {
@@ -122,22 +122,22 @@ def _key_style(keys: frozenset[str]) -> dict[str, Any]:
 
 
 def _fill(chunk: Any, state: dict[str, Any]) -> Mismatch:
-    """Load what arrived; keys that never did are already in the report of `dist_checkpointing.load`."""
+    """Load the weights that were read; missing keys are already in the report of `dist_checkpointing.load`."""
     result = chunk.load_state_dict(state, strict=False)
     return Mismatch.of((), result.unexpected_keys)
 
 
 Only = Callable[[str], bool]
-"""Whether a key of a model's state is saved, and so is there to be loaded."""
+"""Whether a key of a model's state is stored in the checkpoint."""
 
 
 def every(key: str) -> bool:
-    """All that a model has."""
+    """Select all keys."""
     return True
 
 
 def _wanted(chunks: list[Any], metadata: dict[str, Any], only: Only) -> dict[str, Any]:
-    """What the chunks ask a checkpoint for."""
+    """The sharded state that the chunks request from a checkpoint."""
     return {
         model_key(chunks, index): _chosen(chunk.sharded_state_dict(metadata=metadata), only)
         for index, chunk in enumerate(chunks)
@@ -159,8 +159,8 @@ def load_run(
 ) -> Mismatch:
     """Fill weights, optimizer and scheduler from torch_dist, as `load_checkpoint` of Megatron-LM does; collective.
 
-    What is amiss with the optimizer counts as missing or unexpected too. `only` says which weights are there. Random
-    states come with those sizes by which they were saved.
+    Problems with the optimizer also count as missing or unexpected. `only` selects the stored weights. Random
+    states are loaded if their layout at saving time is passed.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
@@ -189,10 +189,10 @@ def load_run(
 
 
 def _for_links(state: dict[Any, Any], links: int) -> dict[Any, Any]:
-    """The loaded state for a distributed optimizer of so many links, where the one that was saved had another number.
+    """The loaded state for a distributed optimizer of `links` chained optimizers, if another number was saved.
 
-    Experts that are spread have a link of their own. Tensors were found by name wherever they were; groups, which hold
-    settings alone, are told apart by whether they are of experts.
+    Experts under expert parallelism have an optimizer of their own. Tensors were found by name in any case; groups,
+    which contain only settings, are distinguished by whether they contain experts.
     """
     numbered = {key: value for key, value in state.items() if isinstance(key, int)}
     single = {key: value for key, value in state.items() if not isinstance(key, int)}
@@ -207,9 +207,9 @@ def _for_links(state: dict[Any, Any], links: int) -> dict[Any, Any]:
 
 
 def _begin_states(optimizer: Any) -> None:
-    """Make up for what torch's Adam, which counts steps for each tensor, lacks against Transformer Engine's.
+    """Add what torch's Adam, which counts steps per tensor, lacks compared to Transformer Engine's.
 
-    It has no states before its first step, where megatron-core asks for their step, and megatron-core looks for the
+    It has no states before its first step, although megatron-core asks for their step, and megatron-core looks for the
     step among the tensors that it loads.
     """
     import torch
@@ -227,7 +227,7 @@ def _begin_states(optimizer: Any) -> None:
 
 
 def _separate_steps(optimizer: Any) -> None:
-    """A step for each tensor: megatron-core gives all the same one, and torch's Adam counts each up."""
+    """Give each tensor a step of its own: megatron-core shares one between all, and torch's Adam increments each."""
     for link in optimizer.chained_optimizers:
         if _is_torchs(link.optimizer):
             for state in link.optimizer.state.values():
@@ -263,7 +263,7 @@ def _load_legacy(chunks: list[Any], folder: Path) -> Mismatch:
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """How a checkpoint is written. The defaults are those of Megatron-LM, but for `per_layer` and `singleton`,
+    """Options for writing a checkpoint. The defaults are those of Megatron-LM, except for `per_layer` and `singleton`,
     which other frameworks built on megatron-core choose.
     """
 
@@ -323,7 +323,7 @@ def write_torch_dist(
     options: SaveOptions,
     only: Only = every,
 ) -> None:
-    """Write the iteration folder `folder`, which exists: `state`, and what the run has besides; collective."""
+    """Write `state` and the rest of the run to the existing iteration folder `folder`; collective."""
     from megatron.core import dist_checkpointing
     from megatron.core import parallel_state as ps
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
@@ -352,7 +352,7 @@ def write_torch_dist(
 
 
 def _content_metadata(optimizer: Any, options: SaveOptions) -> dict[str, Any]:
-    """What 0.13 and later store as `content_metadata`; older ones only act by it."""
+    """The `content_metadata` that 0.13 and later store; older versions apply it without storing it."""
     content: dict[str, Any] = {
         "singleton_local_shards": options.singleton,
         "chained_optim_avoid_prefix": True,
@@ -367,7 +367,7 @@ def _content_metadata(optimizer: Any, options: SaveOptions) -> dict[str, Any]:
 
 
 def _sharding_type(options: SaveOptions) -> str:
-    """The kind of optimizer sharding under the name that the installed version gives it."""
+    """The kind of optimizer sharding, by its name in the installed version."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     if hasattr(DistributedOptimizer, f"sharded_param_state_{options.optimizer_sharding}"):
@@ -376,7 +376,7 @@ def _sharding_type(options: SaveOptions) -> str:
 
 
 def _sharded_optimizer(optimizer: Any, state: dict[str, Any], metadata: dict[str, Any]) -> Any:
-    """0.14 and later read the kind of sharding from the metadata, older ones from an argument of their own."""
+    """The optimizer's state. From 0.14 on, the metadata has the kind of sharding; before, an argument."""
     try:
         return optimizer.sharded_state_dict(state, metadata=metadata)
     except TypeError:
@@ -386,7 +386,7 @@ def _sharded_optimizer(optimizer: Any, state: dict[str, Any], metadata: dict[str
 
 
 def random_state() -> list[dict[str, Any]]:
-    """The random states as Megatron-LM collects them: one entry per data parallel rank, here one."""
+    """The random states in Megatron-LM's format: one entry per data parallel rank, here one."""
     import numpy as np
     import torch
     from megatron.core import tensor_parallel
@@ -415,7 +415,7 @@ def _set_random_state(state: dict[str, Any]) -> None:
 
 
 def _sharded_random_state(layout: Layout) -> Any:
-    """One object per (pipeline, tensor) rank; with expert parallelism per data parallel rank too."""
+    """One object per (pipeline, tensor) rank; with expert parallelism, one per data parallel rank too."""
     from megatron.core import parallel_state as ps
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 

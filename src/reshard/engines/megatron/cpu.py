@@ -1,8 +1,8 @@
-"""Let the megatron-core of PyPI (0.12.3 to 0.16.1) run on a torch that has no GPU.
+"""Run the megatron-core of PyPI (0.12.3 to 0.16.1) on a torch without a GPU.
 
-Megatron-Core names CUDA in a few dozen places where nothing but a device is meant. `enable` replaces those
-once per process, in the ranks and not in their parent. It changes where tensors live and how processes talk, never
-what is computed. Where torch sees a GPU it only adds what the local layer spec lacks without TransformerEngine.
+Megatron-Core names CUDA in a few dozen places that only need some device. `enable` patches those
+once per process, in the ranks and not in their parent. It changes tensor placement and communication, never
+what is computed. If torch sees a GPU, it only adds what the local layer spec lacks without TransformerEngine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def enable() -> None:
     if torch.cuda.is_available():
         _repair_local_spec()
         return
-    # Megatron-Core compiles small functions, which would cost more here than they run.
+    # Megatron-Core compiles small functions; here compiling costs more than running them.
     torch._dynamo.config.disable = True
     _replace_cuda_runtime()
     _redirect_devices()
@@ -45,7 +45,7 @@ def enable() -> None:
 
 
 class _Stream:
-    """A CUDA stream on a device that runs everything in order."""
+    """A CUDA stream for a device that runs everything in order."""
 
     cuda_stream = 0
 
@@ -64,7 +64,7 @@ class _Stream:
 
 
 def _replace_cuda_runtime() -> None:
-    """Calls of `torch.cuda` that raise without a driver: device, streams, random state."""
+    """Replace calls of `torch.cuda` that raise without a driver: device, streams, random state."""
     import torch
 
     cuda: Any = torch.cuda
@@ -80,7 +80,7 @@ def _replace_cuda_runtime() -> None:
 
 
 def _redirect_devices() -> None:
-    """Send `device="cuda"` and `.cuda()` to the CPU for as long as the process lives."""
+    """Redirect `device="cuda"` and `.cuda()` to the CPU for the rest of the process."""
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -104,7 +104,7 @@ def _redirect_devices() -> None:
 
 
 def _repair_random_states() -> None:
-    """The random-state tracker holds its own references to the CUDA generator."""
+    """Replace the random-state tracker's own references to the CUDA generator."""
     import torch
     from megatron.core.tensor_parallel import random as tracker
 
@@ -113,7 +113,7 @@ def _repair_random_states() -> None:
 
 
 def _repair_uneven_collectives() -> None:
-    """Gloo gathers and scatters equal parts only; experts with tensor parallelism exchange unequal ones."""
+    """Support unequal parts, which Gloo cannot gather or scatter, but experts with tensor parallelism exchange."""
     import torch
     from megatron.core.tensor_parallel import mappings
 
@@ -142,10 +142,10 @@ def _repair_uneven_collectives() -> None:
 
 
 def _repair_local_spec() -> None:
-    """What is only right where TransformerEngine is installed."""
+    """Fix code that only works if TransformerEngine is installed."""
     from megatron.core.transformer.moe import moe_utils
 
-    # 0.16: the name is used unguarded, but imported only where TransformerEngine is installed.
+    # 0.16 uses the name unguarded, but imports it only if TransformerEngine is installed.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     _repair_attention()
@@ -154,28 +154,28 @@ def _repair_local_spec() -> None:
 
 
 def _repair_experts() -> None:
-    """Mixture-of-experts code that is only right with a GPU."""
+    """Fix mixture-of-experts code that only works with a GPU."""
     import torch
     from megatron.core.transformer.moe import grouped_gemm_util, token_dispatcher
 
-    # The all-to-all dispatcher turns split sizes into numpy only if they were on a GPU; it needs numpy anyway.
+    # The all-to-all dispatcher converts split sizes to numpy only if they were on a GPU, but always needs numpy.
     def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
-    # The legacy GroupedMLP asks for a CUDA extension when built. Its forward pass needs it; saving does not.
+    # The legacy GroupedMLP requires a CUDA extension when built. Its forward pass needs it; saving does not.
     grouped_gemm_util.assert_grouped_gemm_is_available = lambda: None
 
 
 def _repair_attention() -> None:
-    """Multi-latent attention asks for keys and values of different sizes, which only TransformerEngine's class takes.
+    """Multi-latent attention needs keys and values of different sizes, which only TransformerEngine's class accepts.
 
-    The plain DotProductAttention computes them as it stands; it only has to be told the width of its output.
+    The plain DotProductAttention computes them unchanged, but must be given the width of its output.
     """
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    # The import of the TransformerEngine wrappers never fails, so the module believes in mock objects.
+    # The import of the TransformerEngine wrappers never fails, so the module takes mock objects for real ones.
     if not isinstance(getattr(multi_latent_attention, "TELinear", None), type):
         multi_latent_attention.HAVE_TE = False
     plain_init = DotProductAttention.__init__
@@ -191,10 +191,10 @@ def _repair_attention() -> None:
 
 
 def _repair_norms() -> None:
-    """The plain torch norm refuses sequence parallelism, which MoE training with TP > 1 requires.
+    """Fix the plain torch norm, which refuses sequence parallelism, although MoE training with TP > 1 requires it.
 
-    All that sequence parallelism asks of a norm is a mark on its parameters, by which their gradients are
-    summed over the tensor parallel ranks. It does not know weights that are stored less one either.
+    For sequence parallelism, a norm's parameters only need a mark, so that their gradients are
+    summed over the tensor parallel ranks. It does not support zero-centred weights either.
     """
     import torch
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -222,9 +222,9 @@ def _repair_norms() -> None:
 
 
 def _repair_delta_net() -> None:
-    """Gated delta net refuses to be built without the kernels of flash-linear-attention, which need a GPU.
+    """Build gated delta nets without the kernels of flash-linear-attention, which need a GPU.
 
-    Megatron-Core (since 0.16) has the delta rule in plain torch beside them.
+    Megatron-Core (since 0.16) also has the delta rule in plain torch.
     """
     import torch
 
@@ -244,14 +244,14 @@ def _repair_delta_net() -> None:
 
 
 def _repair_writers() -> None:
-    """Saving: names that torch and numpy changed under older versions, and a queue that does not import again."""
+    """Fix saving: names that torch and numpy changed for older versions, and a queue that does not import again."""
     import numpy as np
     import torch.distributed.checkpoint.filesystem as torch_filesystem
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     filesystem_async._get_write_results_queue = _results_queue
 
-    # numpy 2 dropped the alias that megatron-core up to 0.15 uses.
+    # numpy 2 removed the alias that megatron-core up to 0.15 uses.
     if not hasattr(np, "product"):
         np.product = np.prod  # type: ignore[attr-defined]
 
@@ -271,10 +271,10 @@ def _repair_writers() -> None:
 
 @functools.lru_cache(maxsize=1)
 def _results_queue() -> Any:
-    """What the writer processes report through, as in megatron-core a queue of another process, but a forked one.
+    """The queue through which writer processes report: in another process, as in megatron-core, but forked.
 
-    Megatron-Core spawns it, which imports __main__ again in every rank: seconds each, and a hang where __main__ has
-    no guard.
+    Megatron-Core spawns it, which imports __main__ again in every rank: this takes seconds each, and hangs if __main__
+    has no guard.
     """
     manager = SyncManager(ctx=multiprocessing.get_context("fork"))
     manager.start(die_with_parent)
@@ -282,7 +282,7 @@ def _results_queue() -> Any:
 
 
 def _repair_distributed_optimizer() -> None:
-    """0.12 quantizes the (empty) list of fp8 parameters after each step, and refuses without TransformerEngine."""
+    """Skip quantizing an empty list: 0.12 quantizes fp8 parameters at each step, which needs TransformerEngine."""
     from megatron.core.optimizer import distrib_optimizer
 
     quantize = getattr(distrib_optimizer, "quantize_param_shard", None)
@@ -297,5 +297,5 @@ def _repair_distributed_optimizer() -> None:
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends, however that ends."""
+    """Have the kernel kill this process when its parent ends for any reason."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

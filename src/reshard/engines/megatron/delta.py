@@ -1,6 +1,6 @@
-"""Gated delta nets: Megatron-Core's module, and a spec of it in local modules, where TransformerEngine does not run.
+"""Gated delta nets: Megatron-Core's module, and a spec of it in local modules if TransformerEngine does not run.
 
-Megatron-Core has a spec of TransformerEngine's modules alone. What the module computes is the same in both.
+Megatron-Core only has a spec of TransformerEngine's modules. The module computes the same in both.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from reshard.engines.megatron.arguments import DELTA_FIELDS
 
 
 def has_delta_nets(args: SimpleNamespace) -> bool:
-    """Whether the arguments are of a model with gated delta nets."""
+    """Whether the arguments describe a model with gated delta nets."""
     return getattr(args, "experimental_attention_variant", None) == "gated_delta_net"
 
 
@@ -22,9 +22,9 @@ def delta_fields(args: SimpleNamespace) -> dict[str, Any]:
 
 
 def delta_block_spec(config: Any, stage: int | None, layer: Any, *, local: bool) -> Any:
-    """The layers of this rank: Megatron-Core's own choice of them, of `local` modules if asked for.
+    """The layers of this rank: Megatron-Core's own spec, with `local` modules if requested.
 
-    `layer` is the spec of a layer with attention, whose modules the others share.
+    `layer` is the spec of a layer with attention, whose modules the other layers use too.
     """
     from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
 
@@ -48,6 +48,6 @@ def delta_block_spec(config: Any, stage: int | None, layer: Any, *, local: bool)
         block = build(config, vp_stage=stage)
     finally:
         specs._get_backend_spec_provider, specs._get_self_attention_module_spec = kept
-    for each in block.layer_specs:  # those of delta nets believe that a linear layer has the norm
+    for each in block.layer_specs:  # the spec of delta nets assumes that a linear layer contains the norm
         each.submodules.input_layernorm = Provider().layer_norm(rms_norm=True)
     return block

@@ -1,4 +1,4 @@
-"""Megatron-Core's own logits for given tokens, from a checkpoint loaded strictly at any layout."""
+"""Megatron-Core's own logits for given tokens, from a checkpoint loaded strictly in any layout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Tokens = npt.NDArray[np.integer[Any]]
 class MegatronLogits:
     """Logits, float32 [batch, sequence, padded vocabulary], and the keys on which model and checkpoint differ.
 
-    `mtp` holds the logits of the multi-token prediction layers, in order. For the other fields see `Mismatch`.
+    `mtp` has the logits of the multi-token prediction layers, in order. For the other fields see `Mismatch`.
     """
 
     logits: npt.NDArray[np.float32]
@@ -49,10 +49,10 @@ def megatron_logits(
 ) -> MegatronLogits:
     """Run `tokens` [batch, sequence] through the checkpoint in the iteration folder `checkpoint`, in float32.
 
-    torch_dist is loaded at `layout` (one rank unless given); `mp_rank_*` at the layout that it was saved in, which
-    `layout` must name. `args` are Megatron-LM's, as the checkpoint stores them. The local modules also read
+    torch_dist is loaded in `layout` (default: one rank); `mp_rank_*` in the layout that it was saved in, which
+    must be passed as `layout`. `args` are Megatron-LM's, as the checkpoint stores them. The local modules also read
     checkpoints that were written with TransformerEngine's names; `spec="te"` runs TransformerEngine itself.
-    Raises ReshardError where weights are missing or left over and `strict` is set, RankError where a rank fails.
+    Raises ReshardError if weights are missing or unexpected and `strict` is set, RankError if a rank fails.
     """
     folder = Path(checkpoint)
     if spec == "local":
@@ -103,7 +103,7 @@ def _rank_logits(
     spec: Spec,
     strict: bool,
 ) -> tuple[Mismatch, list[npt.NDArray[np.float32]]]:
-    """One rank's part: the logits come from the last stage's first tensor and data parallel rank."""
+    """One rank's part: the last stage's first tensor and data parallel rank returns the logits."""
     import torch
     from megatron.core import parallel_state as ps
 
@@ -122,8 +122,8 @@ def _rank_logits(
 def forward_logits(chunks: list[Any], tokens: Any, layout: Layout) -> list[Any]:
     """The logits of each multi-token prediction layer and then of the model itself, each [batch, sequence, V].
 
-    Collective; empty on ranks without the head. Every sequence is a microbatch of its own, since the interleaved
-    pipeline schedule wants a multiple of the stages.
+    Collective; empty on ranks without the head. Every sequence is its own microbatch, because the interleaved
+    pipeline schedule needs a multiple of the stages.
     """
     import torch
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -155,7 +155,7 @@ def _keep_output(collected: list[Any], module: Any, inputs: Any, output: Any) ->
 
 
 def _forward_step(sequences: Any, model: Any) -> tuple[Any, Any]:
-    """One microbatch. Labels matter only to multi-token prediction, which does not run without them."""
+    """One microbatch. Only multi-token prediction uses the labels; it does not run without them."""
     import torch
 
     tokens = next(sequences)

@@ -1,8 +1,8 @@
 """Build megatron-core's GPTModel from Megatron-LM's arguments, as Megatron-LM's own builder does.
 
-Follows `core_transformer_config_from_args` and `gpt_builder` of Megatron-LM core_v0.16.1, with every fused kernel and
-all dropout off: what remains is the plain definition of the model, and it runs anywhere.
-One deviation: `rope_scaling_factor` reaches the model. Megatron-LM parses it and forgets it, so that there a Llama 3.2
+Follows `core_transformer_config_from_args` and `gpt_builder` of Megatron-LM core_v0.16.1, with all fused kernels and
+dropout off: this leaves the plain definition of the model, which runs anywhere.
+One deviation: `rope_scaling_factor` reaches the model. Megatron-LM parses it but ignores it, so there a Llama 3.2
 model (factor 32) is computed with factor 8.
 """
 
@@ -34,8 +34,8 @@ def build_model(
     """The GPTModel chunks of this rank, one per virtual pipeline stage.
 
     `args` uses Megatron-LM's names, as a checkpoint's `args` does; other names are ignored and missing ones have
-    Megatron-LM's defaults. `spec="te"` needs TransformerEngine. `dtype` is a torch dtype, float32 unless given.
-    `settings` are fields of TransformerConfig that concern speed and training, by their own names.
+    Megatron-LM's defaults. `spec="te"` needs TransformerEngine. `dtype` is a torch dtype, default float32.
+    `settings` are fields of TransformerConfig for speed and training, by their own names.
     Megatron's process groups must exist (`parallel.initialize`).
     """
     full = complete(args)
@@ -61,11 +61,11 @@ def build_config(
 
     config_class = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     dtype = dtype or torch.float32
-    # Only training with experts and TP > 1 insists on sequence parallelism; without it any length will do.
+    # Only training with experts and TP > 1 requires sequence parallelism; without it, any length works.
     sequence_parallel = training and layout.tp > 1 and args.num_experts is not None
     decisive = stage_sizes(args, layout)
     if getattr(args, "moe_shared_expert_gate", False):
-        decisive["moe_shared_expert_gate"] = True  # from 0.16 on; before, a spec of one's own had it
+        decisive["moe_shared_expert_gate"] = True  # from 0.16 on; before, a custom spec had it
     if getattr(args, "no_rope_freq", None):
         decisive["no_rope_freq"] = args.no_rope_freq  # from 0.13 on
     if has_delta_nets(args):
@@ -105,14 +105,14 @@ def _parallel_fields(args: SimpleNamespace, layout: Layout) -> dict[str, Any]:
         "expert_tensor_parallel_size": layout.etp,
         "context_parallel_size": layout.cp,
         "moe_token_dispatcher_type": "alltoall",
-        # Between two interleaved stages, a batch of sends and receives would mistake gradients for activations.
+        # With batched sends and receives, interleaved stages would mistake gradients for activations.
         "overlap_p2p_comm": layout.virtual is not None,
         "batch_p2p_comm": layout.virtual is None,
     }
 
 
 def _plain_fields() -> dict[str, Any]:
-    """No dropout, no fused kernels, parameters drawn on the CPU (so that one seed is one model in any layout)."""
+    """No dropout, no fused kernels, parameters drawn on the CPU (so a seed gives the same model in any layout)."""
     off = (
         "apply_rope_fusion",
         "bias_activation_fusion",
@@ -166,7 +166,7 @@ def _build_chunk(args: SimpleNamespace, config: Any, spec: Spec, stage: int | No
 
 
 def _select_stage(gpt_model: type, stage: int | None) -> tuple[bool, bool]:
-    """Whether this chunk holds the embedding and whether it holds the head.
+    """Whether this chunk has the embedding and whether it has the head.
 
     Until 0.12 the virtual stage is global state; from 0.13 on it is an argument.
     """
@@ -184,7 +184,7 @@ def _select_stage(gpt_model: type, stage: int | None) -> tuple[bool, bool]:
 
 
 def _block_spec(args: SimpleNamespace, config: Any, spec: Spec, stage: int | None) -> Any:
-    """Layer by layer for mixtures of experts and delta nets, one spec for all layers otherwise."""
+    """One spec per layer for mixtures of experts and delta nets, otherwise one spec for all layers."""
     if has_delta_nets(args):
         return delta_block_spec(
             config, stage, _layer_spec(args, spec, args.num_experts), local=spec == "local"
@@ -221,7 +221,7 @@ def _layer_spec(args: SimpleNamespace, spec: Spec, num_experts: int | None) -> A
 
 
 def _mtp_spec(args: SimpleNamespace, config: Any, spec: Spec, stage: int | None, block_spec: Any) -> Any:
-    """Multi-token prediction layers repeat the last decoder layer's spec."""
+    """The spec of multi-token prediction layers, which repeats that of the last decoder layer."""
     if not args.mtp_num_layers:
         return None
     from megatron.core.models.gpt import gpt_layer_specs as specs

@@ -10,7 +10,7 @@ from reshard.algebra.layout import Layout
 
 
 def supported(function: Callable[..., Any], **kwargs: Any) -> dict[str, Any]:
-    """Those of `kwargs` that `function` takes: megatron-core's signatures grew from 0.12 to 0.16."""
+    """Those of `kwargs` that `function` accepts: megatron-core's signatures grew from 0.12 to 0.16."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return kwargs
@@ -18,11 +18,11 @@ def supported(function: Callable[..., Any], **kwargs: Any) -> dict[str, Any]:
 
 
 def initialize(layout: Layout, *, seed: int, timeout: int = 30) -> None:
-    """Make Megatron's process groups on an initialized default group, and seed every generator.
+    """Create Megatron's process groups on an initialized default group, and seed all generators.
 
-    Every rank gets the same CPU seed: with `use_cpu_initialization` each draws the whole matrix and keeps its shard,
-    so that one seed gives one model whatever the layout. A rank waits `timeout` minutes for another, where the default
-    group was made with as much.
+    Every rank gets the same CPU seed: with `use_cpu_initialization` each draws the complete matrix and keeps its shard,
+    so one seed gives the same model in any layout. `timeout` is in minutes, for a rank waiting for another; the default
+    group must have been created with the same.
     """
     import random
 

@@ -1,7 +1,7 @@
 """Run one function on N ranks of a gloo process group, one forked process each.
 
-Torch and megatron-core are imported once, in the caller; forking then starts a rank in milliseconds, where
-`torchrun` pays the imports once per rank and job.
+Torch and megatron-core are imported once, in the caller; forking then starts a rank in milliseconds, whereas
+`torchrun` imports them once per rank and job.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _IMPORTS = (
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel",
 )
-# When one rank fails, its neighbours notice only by their own timeouts. This long they may add their tracebacks.
+# When one rank fails, others notice only through their own timeouts. They get this long to add their tracebacks.
 _GRACE_SECONDS = 1.0
 
 
 class RankError(RuntimeError):
-    """A rank raised, died or did not finish in time. The message holds the traceback of each rank that failed."""
+    """A rank raised, died or did not finish in time. The message contains the traceback of each failed rank."""
 
 
 @dataclass
 class _Rank:
-    """One forked process, the pipe by which it answers, and its answer."""
+    """One forked process, the pipe for its answer, and the answer."""
 
     number: int
     pid: int
@@ -62,7 +62,7 @@ class _Session:
     ranks: list[_Rank] = field(default_factory=list)
 
     def collect(self, deadline: float) -> None:
-        """Read answers until all are in, the deadline passes, or the grace after a failure is over."""
+        """Read answers until all are in, the deadline passes, or the grace period after a failure is over."""
         while pending := [rank for rank in self.ranks if not rank.answered]:
             ready = wait([rank.pipe for rank in pending], timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -74,7 +74,7 @@ class _Session:
                         deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
 
     def close(self) -> None:
-        """End every rank and whatever it started, and reap it."""
+        """Kill and reap every rank, with its child processes."""
         for rank in self.ranks:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(rank.pid, signal.SIGKILL)
@@ -86,12 +86,12 @@ class _Session:
 
 
 def run_ranks(world_size: int, function: Callable[..., T], *args: Any, timeout: float = 300.0) -> list[T]:
-    """Call `function(*args)` on each of `world_size` ranks and return what they returned, in rank order.
+    """Call `function(*args)` on each of `world_size` ranks and return their results, in rank order.
 
-    Inside, `torch.distributed` is initialized with gloo. Arguments travel by fork and may be anything; results are
-    pickled. What a rank prints goes to standard error. Nothing outlives the call: on an exception, a timeout
-    (seconds) or an interrupt every rank is killed. Raises RankError with the tracebacks of the ranks that failed, the
-    earliest first, for the others fail in turn when they lose their neighbour.
+    Inside, `torch.distributed` is initialized with gloo. Arguments are passed by fork and may be anything; results are
+    pickled. Output of a rank goes to standard error. Nothing outlives the call: on an exception, a timeout
+    (seconds) or an interrupt every rank is killed. Raises RankError with the tracebacks of the failed ranks, the
+    earliest first, because the others fail as a consequence.
     """
     _import_all()
     sys.stdout.flush()
@@ -114,7 +114,7 @@ def run_ranks(world_size: int, function: Callable[..., T], *args: Any, timeout: 
 
 
 def _import_all() -> None:
-    """Import before forking what every rank needs."""
+    """Import what every rank needs, before forking."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for module in _IMPORTS:
@@ -134,15 +134,15 @@ def _fork(number: int, world_size: int, store: Path, function: Callable[..., Any
         theirs.send_bytes(_answer(number, world_size, store, function, args))
         status = 0
     finally:
-        # Neither the parent's exit handlers nor pytest's frames are this process's to run.
+        # Skip the parent's exit handlers and pytest's frames in this process.
         sys.stderr.flush()
         os._exit(status)
 
 
 def _become_rank(parent: int) -> None:
-    """Detach from the parent's terminal and standard output, but not from its life."""
-    gc.freeze()  # a process group that the parent left is not this process's to collect: its threads are not here
-    os.setpgid(0, 0)  # so that the writers that a rank starts are killed with it
+    """Detach from the parent's terminal and standard output, but still end with the parent."""
+    gc.freeze()  # do not collect the parent's process group: its threads do not exist here
+    os.setpgid(0, 0)  # so that the writers of a rank are killed with it
     cpu.die_with_parent()
     if os.getppid() != parent:
         os._exit(1)
@@ -157,11 +157,9 @@ def _answer(number: int, world_size: int, store: Path, function: Callable[..., A
     import torch
 
     try:
-        tempfile.tempdir = str(
-            store.parent
-        )  # a rank ends without cleaning up; the session removes its folder
+        tempfile.tempdir = str(store.parent)  # ranks do not clean up; the session removes its folder
         torch.set_num_threads(1)  # the parent's OpenMP threads did not survive the fork
-        cpu.enable()  # here and not in the parent, whose torch stays as it is
+        cpu.enable()  # only here: the parent's torch stays unpatched
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{store}", rank=number, world_size=world_size

@@ -1,8 +1,8 @@
 """Names that differ between megatron-core's local modules and its TransformerEngine modules.
 
-TransformerEngine does not run on a CPU, and the same weights under its names must still be judged there. Both
-kinds of modules compute the same function; where their names differ, the local model here asks for the name that the
-checkpoint uses. Names that agree are left to megatron-core, and modules of TransformerEngine are given no other names.
+TransformerEngine does not run on a CPU, but weights with its names must be verified there too. Both
+kinds of modules compute the same function; if their names differ, the local model requests the names that the
+checkpoint uses. Identical names are left to megatron-core, and modules of TransformerEngine are not renamed.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# (name that the local modules give a sharded key, name that the TransformerEngine modules give it)
+# (name of a sharded key in the local modules, name in the TransformerEngine modules)
 _SHARDED = (
-    # Of a delta net nobody but TransformerEngine has a spec.
+    # Only TransformerEngine has a spec of delta nets.
     (r"\.input_layernorm\.(weight|bias)$", r".self_attention.in_proj.layer_norm_\1"),
     (r"\.input_layernorm\.(weight|bias)$", r".self_attention.linear_qkv.layer_norm_\1"),
-    # The local spec stores every MLP norm as if it were fused into fc1, in layers of experts too.
+    # The local spec names every MLP norm as if it were fused into fc1, even in layers with experts.
     (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
-    # Multi-latent attention has no key map in the local spec: norms appear under their module names.
+    # Multi-latent attention has no key map in the local spec, so norms have their module names.
     (r"\.pre_mlp_layernorm\.(weight|bias)$", r".mlp.linear_fc1.layer_norm_\1"),
     (r"\.self_attention\.q_layernorm\.(weight|bias)$", r".self_attention.linear_q_up_proj.layer_norm_\1"),
     (r"\.self_attention\.kv_layernorm\.(weight|bias)$", r".self_attention.linear_kv_up_proj.layer_norm_\1"),
@@ -26,12 +26,12 @@ _SHARDED = (
 
 
 def are_asked_for(chunks: list[Any]) -> bool:
-    """Whether the modules are TransformerEngine's own, which have to find their names as they are."""
+    """Whether the modules are TransformerEngine's own, which need their own names."""
     return any(getattr(chunk.config, "transformer_impl", None) == "transformer_engine" for chunk in chunks)
 
 
 def follow_checkpoint(wanted: Mapping[str, Any], keys: frozenset[str]) -> None:
-    """Rename sharded tensors that the checkpoint lacks but holds under the TransformerEngine name."""
+    """Rename sharded tensors that the checkpoint has only under the TransformerEngine name."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
@@ -58,11 +58,11 @@ _LEGACY = (
 
 
 def legacy_to_local(chunk: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """A rank's stored state under the names of `chunk`, where TransformerEngine's differ; the rest as it is.
+    """A rank's stored state with the names of `chunk` instead of TransformerEngine's; the rest is unchanged.
 
-    The down projections of multi-latent attention are whole on every tensor parallel rank under TransformerEngine
-    and split by the local modules, so this rank's rows are cut out (megatron-core 0.12 and 0.13 saved them split). The
-    older GroupedMLP holds all experts of a rank in two matrices; they are taken apart.
+    TransformerEngine keeps the down projections of multi-latent attention complete on every tensor parallel rank, and
+    the local modules shard them, so this rank's rows are cut out (megatron-core 0.12 and 0.13 saved them sharded). The
+    older GroupedMLP stores all experts of a rank in two matrices, which are split.
     """
     wanted = chunk.state_dict()
     state = _separate_experts(stored, wanted)
@@ -80,10 +80,10 @@ def legacy_to_local(chunk: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _separate_experts(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """GroupedMLP's `weight1` [H, experts·2F] and `weight2` [experts·F, H] as one fc1 and one fc2 per expert.
+    """One fc1 and one fc2 per expert from GroupedMLP's `weight1` [H, experts·2F] and `weight2` [experts·F, H].
 
-    Both are read as [experts, inputs, outputs], though `weight1` is declared with the experts in its columns
-    (`GroupedMLP.forward` views them so); a linear layer has [outputs, inputs].
+    Both are read as [experts, inputs, outputs], although `weight1` is declared with the experts in its columns
+    (`GroupedMLP.forward` views them this way); a linear layer has [outputs, inputs].
     """
     state = dict(stored)
     for first in [name for name in stored if name.endswith(".experts.weight1")]:

@@ -1,8 +1,8 @@
-"""Read a legacy checkpoint's pickles without importing what they name.
+"""Read a legacy checkpoint's pickles without importing the classes that they name.
 
-A legacy file holds Megatron-LM's argument namespace, and with it classes of `megatron.training` and of other versions
-of megatron-core that are not installed here. None of them matters to the weights: each becomes an inert stand-in,
-and so does any class that has no business in a checkpoint.
+A legacy file contains Megatron-LM's argument namespace, and with it classes of `megatron.training` and of other
+versions of megatron-core that are not installed here. None of them matters to the weights: each becomes an inert
+stand-in, and so does any class that does not belong in a checkpoint.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ALLOWED = frozenset(
 
 
 class Inert:
-    """Stands for an object of a class that is not imported: takes any arguments and state, does nothing."""
+    """A stand-in for an object of a class that is not imported: accepts any arguments and state, does nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -52,5 +52,5 @@ def _is_dtype(name: str) -> bool:
     return isinstance(getattr(torch, name, None), torch.dtype)
 
 
-# What torch.load expects as `pickle_module`.
+# The `pickle_module` for torch.load.
 inert_pickle = SimpleNamespace(Unpickler=_Unpickler, load=pickle.load, __name__="reshard.inert_pickle")
