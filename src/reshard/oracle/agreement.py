@@ -1,4 +1,4 @@
-"""`verify --logits`: the same tokens through both models, by the frameworks that the checkpoints are made for."""
+"""`verify --logits`: the same tokens through both models, in the frameworks that the checkpoints are made for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reshard.model.vocabulary import embedding_rows
 from reshard.verification import Side
 
 THRESHOLD = 1e-5
-"""Largest difference relative to the largest logit. Both sides compute in float32, whatever the weights are."""
+"""Largest difference relative to the largest logit. Both sides compute in float32, for weights of any dtype."""
 
 BATCH, LENGTH = 2, 32
 
@@ -23,7 +23,7 @@ BATCH, LENGTH = 2, 32
 def compare_logits(first: Side, second: Side) -> dict[str, Any]:
     """Run random tokens (seeded, [2, 32]) through both and compare the logits of the real vocabulary.
 
-    Raises ReshardError if a framework that is needed is not installed, or does not load a side strictly.
+    Raises ReshardError if a required framework is not installed, or cannot load a side strictly.
     """
     vocab = min(_vocabulary(side) for side in (first, second))
     tokens = np.random.default_rng(0).integers(0, vocab, (BATCH, LENGTH))
@@ -68,7 +68,7 @@ def _logits(side: Side, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32
     from reshard.engines.megatron import megatron_logits
 
     args = side.model.args if side.model else checkpoint.args or {}
-    # torch_dist loads at one rank whatever it was saved at; legacy files only at their own layout.
+    # torch_dist loads on one rank whatever its layout was; legacy files only in their own layout.
     layout = checkpoint.layout.complete() if checkpoint.format == "megatron-legacy" else None
     return megatron_logits(checkpoint.path, tokens, args=args, layout=layout).logits
 

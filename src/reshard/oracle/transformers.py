@@ -1,7 +1,7 @@
 """The transformers oracle: what Hugging Face's own code computes from a Hugging Face folder.
 
-Loading is strict: a tensor that is missing, left over or of another shape is an error, although
-`from_pretrained` would only warn and go on with random numbers. Code that a folder carries is never run.
+Loading is strict: a tensor that is missing, unexpected or of another shape is an error, although
+`from_pretrained` would only warn and continue with random numbers. Code in a folder is never run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def transformers_logits(path: str | Path, tokens: npt.NDArray[np.int64], *, dtyp
     """Logits [batch, seq, vocab] of the model in `path` for `tokens` [batch, seq]: CPU, eager attention.
 
     The weights are cast to `dtype` before anything is computed. Raises ReshardError if transformers does not
-    implement the model, or if the folder does not hold exactly its tensors.
+    implement the model, or if the folder does not contain exactly its tensors.
     """
     import torch
 
@@ -39,7 +39,7 @@ def transformers_logits(path: str | Path, tokens: npt.NDArray[np.int64], *, dtyp
 
 
 def generate(path: str | Path, prompt: str, max_new_tokens: int = 32) -> str:
-    """What the model and the tokenizer in `path` say after `prompt`, greedily decoded, without the prompt."""
+    """The greedy continuation of `prompt` by the model and the tokenizer in `path`, without the prompt."""
     import torch
     from transformers import AutoTokenizer
 
@@ -67,7 +67,7 @@ def load_model(path: str | Path, *, dtype: str = "float32") -> Any:
 
 
 def assert_loads(path: str | Path) -> None:
-    """Load a folder strictly on the meta device: names and shapes are looked at, and no weight takes memory.
+    """Load a folder strictly on the meta device: only names and shapes are checked, and weights take no memory.
 
     Raises ReshardError unless the tensors in the folder are exactly those that the model needs.
     """
@@ -75,7 +75,7 @@ def assert_loads(path: str | Path) -> None:
 
 
 def _loaded(path: str | Path, **how: Any) -> tuple[Any, set[str]]:
-    """The model of a folder, and which of its parameters the folder rightly lacks."""
+    """The model of a folder, and those of its parameters that may be missing from the folder."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     settings = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
@@ -86,13 +86,13 @@ def _loaded(path: str | Path, **how: Any) -> tuple[Any, set[str]]:
             model, info = kind.from_pretrained(
                 path,
                 config=config,
-                ignore_mismatched_sizes=True,  # so that _refuse reports them all
+                ignore_mismatched_sizes=True,  # so that _refuse reports all of them
                 output_loading_info=True,
                 local_files_only=True,
                 trust_remote_code=False,
                 **how,
             )
-    except RuntimeError as error:  # transformers 5 could not merge experts of which a part is missing
+    except RuntimeError as error:  # transformers 5 cannot merge experts if a part is missing
         message = "transformers cannot put the weights together"
         raise ReshardError(
             "logits-weights-not-merged", message, file=str(path), rule=RULE, found=str(error)
@@ -122,7 +122,7 @@ def _config(path: str | Path, settings: Mapping[str, Any]) -> Any:
 
 
 def _mimo_as_qwen2(settings: Mapping[str, Any]) -> Any:
-    """MiMo lives in remote code, which is Qwen2's beside the multi-token-prediction layers.
+    """The Qwen2 config of a MiMo, whose remote code is Qwen2's plus the multi-token-prediction layers.
 
     Source: modeling_mimo.py of XiaomiMiMo/MiMo-7B-Base.
     """
@@ -133,11 +133,11 @@ def _mimo_as_qwen2(settings: Mapping[str, Any]) -> Any:
 
 
 def _internlm3_as_llama(settings: Mapping[str, Any]) -> Any:
-    """InternLM3 lives in remote code, and computes what Llama computes.
+    """The Llama config of an InternLM3, whose remote code computes the same as Llama.
 
-    Its `qkv_bias` and `bias` (o_proj and MLP) are Llama's `attention_bias` (q, k, v and o) and `mlp_bias`, as which
-    transformers saves them.
-    Source: configuration_internlm3.py and modeling_internlm3.py of internlm/internlm3-8b-instruct.
+    Its `qkv_bias` and `bias` (o_proj and MLP) are Llama's `attention_bias` (q, k, v and o) and `mlp_bias`, the names
+    under which transformers saves them. Source: configuration_internlm3.py and modeling_internlm3.py of
+    internlm/internlm3-8b-instruct.
     """
     from transformers import LlamaConfig
 
@@ -151,7 +151,7 @@ def _internlm3_as_llama(settings: Mapping[str, Any]) -> Any:
 
 
 def _biases_that_only_llama_has(settings: Mapping[str, Any], missing: set[str]) -> set[str]:
-    """Biases that InternLM3 does not declare but the Llama model in its stead has; they count as zero."""
+    """Biases of the Llama model that InternLM3 does not declare; they count as zero."""
     if settings.get("model_type") != "internlm3":
         return set()
     declared = {"q_proj": "qkv_bias", "k_proj": "qkv_bias", "v_proj": "qkv_bias", "o_proj": "bias"}
@@ -163,7 +163,7 @@ def _biases_that_only_llama_has(settings: Mapping[str, Any], missing: set[str]) 
 
 
 def _refuse(path: str | Path, settings: Mapping[str, Any], info: Mapping[str, Any]) -> None:
-    """Raise one ReshardError for all that `output_loading_info` reports."""
+    """Raise one ReshardError for everything that `output_loading_info` reports."""
     file = str(path)
     problems = [
         Problem(
@@ -207,9 +207,9 @@ def _refuse(path: str | Path, settings: Mapping[str, Any], info: Mapping[str, An
 
 
 def _is_mtp(name: str, settings: Mapping[str, Any]) -> bool:
-    """Whether `name` is of a multi-token-prediction layer: most are numbered on from the last decoder layer.
+    """Whether `name` belongs to a multi-token-prediction layer: most are numbered after the last decoder layer.
 
-    transformers leaves these layers out of the causal model, so they have no part in its logits.
+    transformers leaves these layers out of the causal model, so they do not affect its logits.
     """
     match = re.match(r"model\.(mtp_)?layers\.(\d+)\.", name)
     first = 0 if match and match[1] else settings["num_hidden_layers"]
@@ -220,7 +220,7 @@ def _is_mtp(name: str, settings: Mapping[str, Any]) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars and no warnings: what they would say is raised as an error."""
+    """Disable progress bars and warnings: what they would report is raised as an error."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -1,7 +1,7 @@
-"""Pages that a browser opens without a network: what a checkpoint is made of, and where two of them differ.
+"""Pages that a browser opens without a network: the contents of a checkpoint, and the differences between two.
 
-A page is one file: a template of jinja2, its data as JSON, and a build of Apache ECharts (`tools/charts`). What is
-drawn is aggregated here, so that the page of the largest model stays small.
+A page is one file: a jinja2 template, its data as JSON, and a build of Apache ECharts (`tools/charts`). The data
+is aggregated here, so that even the page of the largest model stays small.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def inspection_page(found: Inspection) -> str:
-    """What `inspect --html` writes."""
+    """The page that `inspect --html` writes."""
     from reshard.pages.board import board_of
     from reshard.pages.tree import tree_of
 
@@ -39,7 +39,7 @@ def inspection_page(found: Inspection) -> str:
 
 
 def comparison_page(found: Comparison, a: str, b: str) -> str:
-    """What `verify --html` writes of two checkpoints, whose tensors were measured."""
+    """The page that `verify --html` writes for two checkpoints whose tensors were compared."""
     from reshard.pages.changes import heat_of, table_of
 
     return _page(

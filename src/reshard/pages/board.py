@@ -1,4 +1,4 @@
-"""Which rank holds what: a board of ranks where the layout is known, else of files."""
+"""The contents of each rank: a board of ranks if the layout is known, else of files."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from reshard.inspection import Inspection
 from reshard.shown import shown
 
 MOST = 1_024
-"""Cells of a board; of more, only the first are drawn."""
+"""The most cells on a board; only the first are drawn."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
 _EXPERT = re.compile(r"experts\.(\d+)\.")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A rank or a file: what it is called, what it holds in a line or two, and all of it for who points at it."""
+    """A rank or a file: its name, its contents in a line or two, and all details for a tooltip."""
 
     name: str
     lines: tuple[str, ...]
     told: str
     weight: float = 0.0
-    """Its bytes, relative to the largest; 0 where nobody knows."""
+    """Its bytes, relative to the largest; 0 if unknown."""
 
 
 @dataclass(frozen=True)
 class Board:
-    """Rows of cells, each under a title. `left` cells are not drawn."""
+    """Rows of cells, each with a title. `left` cells are not drawn."""
 
     title: str
     note: str
@@ -43,13 +43,13 @@ class Board:
 
 
 def board_of(found: Inspection) -> Board:
-    """The ranks of a checkpoint of Megatron's; the files of any other one."""
+    """The ranks of a Megatron checkpoint; the files of any other one."""
     layout, model = found.checkpoint.layout.complete(), found.model
     if found.checkpoint.dialect == "mcore" and model and layout.world_size > 1:
         try:
             return _of_ranks(layout.over(model.dims.layers), model)
         except ReshardError:
-            pass  # stages that nothing records: the files still tell
+            pass  # unknown stages: show the files instead
     return _of_files(found.checkpoint)
 
 
@@ -80,7 +80,7 @@ def _of_ranks(layout: Layout, model: Model) -> Board:
 
 
 def _of_rank(layout: Layout, model: Model, tp: int, ep: int) -> list[str]:
-    """What a rank holds of each of its layers."""
+    """The part of each of its layers that a rank stores."""
     dims = model.dims
     held = [_part("heads", dims.heads, tp, layout.tp)]
     if dims.groups != dims.heads:
@@ -140,7 +140,7 @@ def _cell(path: str, file: _File, largest: int) -> Cell:
 
 
 def _runs(numbers: set[int], most: int = 4) -> str:
-    """0–3, 8, 10–12."""
+    """Numbers as ranges: 0–3, 8, 10–12."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:

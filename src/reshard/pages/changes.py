@@ -1,4 +1,4 @@
-"""Where two checkpoints differ, and by how much: a heat map of layers and modules, and a table."""
+"""The differences between two checkpoints: a heat map of layers and modules, and a table."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from reshard.verification import Change, Comparison
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 MOST = 1_000
-"""Rows of the table: the largest changes."""
+"""The most rows in the table, with the largest changes."""
 CELLS = 20_000
-"""Cells of the heat map that a browser draws without effort."""
+"""The most cells of a heat map that a browser draws smoothly."""
 
 
 def heat_of(changes: Sequence[Change]) -> dict[str, Any]:
-    """Cells of the heat map: [column, row, relative change, what to tell]. Experts of a layer are one cell.
+    """Cells of the heat map: [column, row, relative change, tooltip]. The experts of a layer are one cell.
 
     The relative change of a cell is that of all its tensors together: √(Σ(a-b)² / Σa²).
     """
@@ -49,18 +49,18 @@ def _sum(values: Any) -> float:
 
 
 def _order(module: str) -> tuple[bool, str]:
-    """Modules without a layer come last, which is the top of the chart."""
+    """A sort key: modules without a layer come last, at the top of the chart."""
     return "*" not in module, module
 
 
 def _place(name: str) -> tuple[int, str]:
-    """The layer of a tensor (-1: none) and its module, with stars for numbers."""
+    """The layer of a tensor (-1: none) and its module, with numbers replaced by stars."""
     number = _NUMBER.search(name)
     return int(number[0]) if number else -1, _NUMBER.sub("*", name)
 
 
 def table_of(found: Comparison) -> list[dict[str, Any]]:
-    """The tensors that differ, the largest relative change first; those that cannot be compared before them."""
+    """The tensors that differ: first those that cannot be compared, then by decreasing relative change."""
     measured = {each.tensor: each for each in found.changes}
     rows: list[dict[str, Any]] = []
     for row in [*found.rows, *found.rounded]:

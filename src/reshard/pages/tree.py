@@ -14,9 +14,9 @@ from reshard.shown import shown
 
 EXPERTS = ("experts", "local_experts")
 MOST = 6_000
-"""Nodes that a browser draws without effort."""
+"""The most nodes that a browser draws smoothly."""
 FILES = 3
-"""Files that are named; the others are counted."""
+"""Files listed by name; the others are counted."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class _Node:
     children: dict[str, _Node] = field(default_factory=dict)
 
     def add(self, path: list[str], name: str, tensor: Tensor, files: Iterable[str]) -> None:
-        """A tensor below this node."""
+        """Add a tensor below this node."""
         self.elements += tensor.elements
         self.nbytes += tensor.nbytes
         self.tensors += 1
@@ -41,8 +41,8 @@ class _Node:
             self.what = f"{tensor.dtype} {list(tensor.shape)}"
 
     def drawn(self, depth: int, prefix: str = "") -> dict[str, Any]:
-        """What the chart is given; below `depth` nothing is drawn apart."""
-        if len(self.children) == 1:  # a module with nothing but a weight is that weight
+        """The chart's data; nodes below `depth` are merged."""
+        if len(self.children) == 1:  # show a module with only a weight as that weight
             (only,) = self.children.values()
             return replace(only, name=f"{self.name}.{only.name}").drawn(depth, prefix)
         name = f"{prefix}.{self.name}" if prefix else self.name
@@ -64,12 +64,12 @@ class _Node:
         return node
 
     def nodes(self, depth: int) -> int:
-        """How many nodes that are."""
+        """The number of nodes down to `depth`."""
         return 1 + (sum(child.nodes(depth - 1) for child in self.children.values()) if depth else 0)
 
 
 def tree_of(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """The modules of a checkpoint under the names that it stores. Experts of a layer are one module."""
+    """The modules of a checkpoint under their stored names. The experts of a layer are one module."""
     root = _Node("")
     for name, tensor in checkpoint.tensors.items():
         found = {cells.storage.path for cells in cells_of(tensor.view)} - {""}
@@ -81,7 +81,7 @@ def tree_of(checkpoint: Checkpoint) -> list[dict[str, Any]]:
 
 
 def _modules(name: str) -> Iterator[str]:
-    """The parts of a name: a layer is a module, and all experts of one are a module."""
+    """The parts of a name: a layer is one part, and so are all experts of a layer."""
     parts = name.split(".")
     index = 0
     while index < len(parts):

@@ -1,4 +1,4 @@
-"""Pages as files: written complete or not at all, and never in the place of somebody else's file."""
+"""Pages as files: written complete or not at all, and never over a file that reshard did not write."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 from reshard.errors import Problem, ReshardError
 
 GENERATOR = "reshard"
-"""How the `generator` of each page begins, by which it is known again."""
+"""The beginning of the `generator` of each page, which identifies it."""
 _MARK = f'name="generator" content="{GENERATOR}'.encode()
 _HEAD = 4096
-"""Bytes in which a page says what made it."""
+"""The first bytes of a page, which contain its generator."""
 
 
 def check_page(path: Path, option: str) -> None:
@@ -22,7 +22,7 @@ def check_page(path: Path, option: str) -> None:
 
 
 def in_the_way(path: Path, option: str) -> Iterator[Problem]:
-    """Why no page can go to `path`, which `option` named: asked before the work that the page shows."""
+    """Why no page can be written to `path`, which `option` named: checked before the page's content is computed."""
     found = None
     if path.is_dir():
         found = "a folder"
@@ -42,7 +42,7 @@ def in_the_way(path: Path, option: str) -> Iterator[Problem]:
 
 
 def replace_page(path: Path, text: str) -> Path:
-    """Write a page, in the place of an older one if there is one; where it is. Raises OSError."""
+    """Write a page, replacing an older one if there is one, and return its path. Raises OSError."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         partial.write_text(text, encoding="utf-8")
@@ -53,7 +53,7 @@ def replace_page(path: Path, text: str) -> Path:
 
 
 def write_page(path: Path, text: str, option: str) -> Path:
-    """Write the page that `option` names; where it is. Raises ReshardError if it cannot be written."""
+    """Write the page that `option` names, and return its path. Raises ReshardError if it cannot be written."""
     try:
         return replace_page(path, text)
     except OSError as error:
