@@ -1,4 +1,4 @@
-"""The command line. One thin file for each command; each is loaded when it is called."""
+"""The command line: one small module per command, imported when the command is called."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from reshard.errors import Problem, ReshardError, can_reserve, is_no_memory, no_
 from reshard.version import __version__
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-"""Read by numpy when it is imported. reshard has threads of its own, and those of OpenBLAS would spin against them: the
-merge of an adapter took four times the processor time."""
+"""Read by numpy on import. OpenBLAS threads would spin against the threads of reshard: the merge of an adapter took
+four times the processor time."""
 
 atexit.register(gc.freeze)
-"""Python looks for garbage once more when it ends, which took a tenth of the time of a large plan."""
+"""Skip the garbage collection at exit, which took a tenth of the time of a large plan."""
 
 NUMPY = 96 << 20
-"""Bytes of address space with which numpy can be loaded. With less, its OpenBLAS ends the process itself."""
+"""Bytes of address space needed to load numpy. With less, its OpenBLAS ends the process."""
 
 COMMANDS = {
     "inspect": "Show what a checkpoint is, whether it is complete, and what to type next.",
@@ -48,12 +48,12 @@ COMMANDS = {
 
 
 READER_GONE = 128 + signal.SIGPIPE
-"""The status of a program whose reader went away, as `| head` does: the same as of those that the system ends."""
+"""The exit status after a broken pipe, as with `| head`: the same as if SIGPIPE had ended the program."""
 
 
 @contextmanager
 def _past_click() -> Iterator[None]:
-    """Let no broken pipe reach click, which would end with the status of a check that failed."""
+    """Exit on a broken pipe before click sees it, which would return the status of a failed check."""
     try:
         yield
     except BrokenPipeError:
@@ -61,7 +61,7 @@ def _past_click() -> Iterator[None]:
 
 
 class LazyGroup(Group):
-    """Knows its commands by name; imports one when it is needed, so that `--help` stays fast."""
+    """Lists its commands by name and imports each on demand, so that `--help` stays fast."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         with _past_click():
@@ -83,7 +83,7 @@ class LazyGroup(Group):
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
-        """The names of the commands, of which none is imported for that."""
+        """The names of the commands, without importing any."""
         names = [
             CompletionItem(name, help=text) for name, text in COMMANDS.items() if name.startswith(incomplete)
         ]
@@ -134,10 +134,10 @@ def _run(words: list[str]) -> Any:
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(2)
-    except (click.ClickException, ReshardError) as error:  # no command began
+    except (click.ClickException, ReshardError) as error:  # before any command started
         _refuse(error, as_json="--json" in words)
         sys.exit(2)
-    except click.Abort:  # Ctrl-C before a command began
+    except click.Abort:  # Ctrl-C before any command started
         sys.exit(130)
     except BrokenPipeError:
         raise
@@ -150,7 +150,7 @@ def _run(words: list[str]) -> Any:
 
 
 def _refuse(error: click.ClickException | ReshardError, *, as_json: bool) -> None:
-    """Say what is wrong with the command line, and where to read what is right."""
+    """Print what is wrong with the command line, and where to read the correct usage."""
     from reshard.cli.console import print_json, print_problems, stderr
 
     problems = problems_of_usage(error)
@@ -163,7 +163,7 @@ def _refuse(error: click.ClickException | ReshardError, *, as_json: bool) -> Non
 
 
 def _last_words(error: Exception) -> Problem:
-    """What is left to say when a command cannot say it: all other errors it has told. It takes little memory."""
+    """The problem for an error that no command could report. It needs little memory."""
     if is_no_memory(error):
         return no_memory(error)
     if not isinstance(error, OSError):
@@ -173,7 +173,7 @@ def _last_words(error: Exception) -> Problem:
 
 
 def _show(otherwise: Callable[..., None], message: Warning | str, *where: Any) -> None:
-    """Print a warning about another package as all problems are printed."""
+    """Print a warning about another package in the format of all problems."""
     if problem := getattr(message, "problem", None):
         from reshard.cli.console import print_problems
 
@@ -183,7 +183,7 @@ def _show(otherwise: Callable[..., None], message: Warning | str, *where: Any) -
 
 
 def _open_streams() -> None:
-    """Let anything be printed: on streams that whoever started us closed (`>&-`), and in an encoding that lacks it."""
+    """Make streams printable: reopen those that are closed (`>&-`), and escape characters that an encoding lacks."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -193,6 +193,6 @@ def _open_streams() -> None:
 
 
 def _silence(stream: Any) -> None:
-    """Let what is left in the buffer of `stream` go nowhere, or Python complains about it when it ends."""
+    """Discard the buffer of `stream`, because Python would fail to flush it at exit."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

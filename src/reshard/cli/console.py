@@ -1,4 +1,4 @@
-"""What commands print: results on stdout, everything else on stderr, with or without a terminal."""
+"""Output of commands: results on stdout, everything else on stderr, with or without a terminal."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ SHOWN = 12
 
 
 PIPE_WIDTH = 200
-"""Columns of a table that no terminal bounds: no name of a tensor is broken in a log."""
+"""Table width in columns without a terminal: tensor names in logs are not broken."""
 
 
 def stdout() -> Console:
-    """Where results go. Rich follows NO_COLOR, and drops colour and wrapping for pipes."""
-    from rich.console import Console  # needed only where something is printed
+    """The console for results. Rich follows NO_COLOR, and drops colour and wrapping for pipes."""
+    from rich.console import Console  # imported only when something is printed
 
     width = None if sys.stdout.isatty() else PIPE_WIDTH
     return Console(soft_wrap=True, highlight=False, width=width)
 
 
 def stderr() -> Console:
-    """Where progress, notes and errors go."""
+    """The console for progress, notes and errors."""
     from rich.console import Console
 
     return Console(stderr=True, soft_wrap=True, highlight=False)
 
 
 def print_json(content: Any) -> None:
-    """The one thing that `--json` prints."""
+    """Print the single JSON value of `--json`."""
     plain = codecs.lookup(sys.stdout.encoding or "ascii").name != "utf-8"
     text = json.dumps(_strict(content), indent=2, ensure_ascii=plain, default=str, allow_nan=False)
     click.echo(shown_json(text))
@@ -71,7 +71,7 @@ def _strict(content: Any) -> Any:
 
 
 def print_problems(problems: Sequence[Problem], console: Console | None = None) -> None:
-    """Every offender with what was found and what to do, on stderr by default; many alike are counted."""
+    """Print each offender with what was found and what to do, by default on stderr; beyond `SHOWN`, only count them."""
     if not problems:
         return
     console = console or stderr()
@@ -93,7 +93,7 @@ def handles_errors(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*args, **kwargs)
         except (BrokenPipeError, click.ClickException):
-            raise  # the reader of our output went away; click shows how the command is used
+            raise  # broken pipes are handled by `main`, and click shows the usage
         except KeyboardInterrupt as error:
             stopped = error if isinstance(error, Interrupted) else Interrupted()
             with suppress(OSError):  # the terminal may be gone
@@ -114,7 +114,7 @@ def handles_errors(function: Callable[..., Any]) -> Callable[..., Any]:
 class Interrupted(KeyboardInterrupt):
     """The user or the system asked the program to end.
 
-    `complete` names the output if it is in its place, `kept` is what the next run continues.
+    `complete` names the output if it is already in place; `kept` is what the next run continues.
     """
 
     def __init__(
@@ -137,20 +137,20 @@ class Interrupted(KeyboardInterrupt):
 
 
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""What ends a program: schedulers send the first, or, if they are asked to warn before that, the last of these."""
+"""Signals that end a program: schedulers send the first, or the last if configured to warn before it."""
 
 
 @contextmanager
 def clean_end(target: Path) -> Iterator[None]:
-    """Let `ENDING` signals end what writes to `target` as Ctrl-C does, and raise Interrupted for all of them."""
-    from reshard.transfer.uploading import unfinished_at  # it loads numpy, which no help needs
+    """Let `ENDING` signals stop writing to `target` as Ctrl-C does, and raise Interrupted for all of them."""
+    from reshard.transfer.uploading import unfinished_at  # imports numpy, which help texts do not need
 
     def end(number: int, frame: Any) -> None:
         for each in before:
-            signal.signal(each, signal.SIG_IGN)  # it is ending
+            signal.signal(each, signal.SIG_IGN)  # already ending
         raise Interrupted(number)
 
-    # What is ignored stays so: nohup does that to SIGHUP. Only the main thread may have handlers.
+    # Ignored signals stay ignored: nohup does that to SIGHUP. Only the main thread may have handlers.
     is_main = threading.current_thread() is threading.main_thread()
     asked = [each for each in ENDING if signal.getsignal(each) is signal.SIG_DFL]
     asked = asked if is_main else []
@@ -162,7 +162,7 @@ def clean_end(target: Path) -> Iterator[None]:
         number = error.signal if isinstance(error, Interrupted) else signal.SIGINT
         complete = None if _identity(target) in (None, found) else target
         kept = []
-        with suppress(ReshardError):  # what keeps a store from answering is told when the run is continued
+        with suppress(ReshardError):  # if a store does not answer, continuing the run reports it
             kept = [each for each in unfinished_at(target) if each.nbytes and not each.live]
         raise Interrupted(number, complete, kept[0] if kept else None) from error
     finally:
@@ -171,7 +171,7 @@ def clean_end(target: Path) -> Iterator[None]:
 
 
 def _identity(path: Path) -> tuple[int, int] | str | None:
-    """What changes when a whole output takes its place at a destination."""
+    """A value that changes when a complete output is moved to its destination."""
     if isinstance(path, StorePath):
         from reshard.transfer.uploading import finished_at
 
@@ -184,7 +184,7 @@ def _identity(path: Path) -> tuple[int, int] | str | None:
 
 
 def problems_of(error: Exception) -> list[Problem]:
-    """What to tell the user about an exception. One that nobody foresaw is a mistake of ours, and says so."""
+    """The problems to report for an exception. An unforeseen one is reported as a bug in reshard."""
     if isinstance(error, ReshardError):
         return error.problems
     if is_no_memory(error):
@@ -231,19 +231,19 @@ _PRINTING = ("--json", "--debug", "--quiet", "-q")
 
 
 def typed() -> str:
-    """The command line that is being run, for a shell, without what changes the printing alone."""
+    """The command line of this run, quoted for a shell, without options that only change the printing."""
     words = click.get_current_context().find_root().obj or ()
     return shown(without_secrets(shlex.join(["reshard", *(word for word in words if word not in _PRINTING)])))
 
 
 def common_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`--json` and `--debug`, which every command has."""
+    """Add `--json` and `--debug`, which every command has."""
     function = click.option("--debug", is_flag=True, help="Show the traceback of errors.")(function)
     return click.option("--json", "json_output", is_flag=True, help="Print JSON.")(function)
 
 
 PLAIN_EVERY = 5.0
-"""Seconds between the lines of progress that a log gets."""
+"""Seconds between progress lines in a log."""
 
 
 @contextmanager
@@ -274,11 +274,11 @@ def _bar(console: Console) -> Any:
 
 
 PATIENCE = 2.0
-"""Seconds after which a log hears what takes so long."""
+"""Seconds before a log shows the current step."""
 
 
 class Watch:
-    """What a command shows while it works: first its steps, then a bar of bytes; nothing if `quiet`."""
+    """What a command shows while it works: first its steps, then a progress bar; nothing if `quiet`."""
 
     def __init__(self, what: str, *, quiet: bool) -> None:
         self._what, self._quiet = what, quiet
@@ -294,7 +294,7 @@ class Watch:
         self.end()
 
     def begin(self, total: int, done: int = 0) -> None:
-        """The steps are over, and so many bytes are worked on from now on, of which some are done already."""
+        """End the steps and show progress over `total` bytes, with `done` of them already complete."""
         self.end()
         self.advance = self._shown.enter_context(progress(self._what, total, done, quiet=self._quiet))
 
@@ -308,13 +308,13 @@ class Watch:
             self._shown.enter_context(_steps(quiet=self._quiet))(what)
 
     def end(self) -> None:
-        """Take away what is shown, so that something else can be printed."""
+        """Remove the current display, so that something else can be printed."""
         self._shown.close()
 
 
 @contextmanager
 def _steps(*, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Show what is being done, and for how long: a spinner on a terminal, plain lines elsewhere."""
+    """Show the current step and the time it takes: a spinner on a terminal, plain lines elsewhere."""
     if quiet:
         yield lambda step: None
     elif (console := stderr()).is_terminal and not console.is_dumb_terminal:
@@ -339,7 +339,7 @@ def _spinner(console: Console) -> Any:
 
 
 class _PlainSteps:
-    """A line after `PATIENCE` and then now and then, for logs, even while a step itself says nothing."""
+    """Prints a line after `PATIENCE` and then regularly, for logs, even if a step itself reports nothing."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._step = console, "starting"
@@ -366,7 +366,7 @@ class _PlainSteps:
 
 
 class _PlainProgress:
-    """A line now and then, for logs; runs of a few seconds print none."""
+    """Prints a line regularly, for logs; runs of a few seconds print none."""
 
     def __init__(self, what: str, total: int, done: int, console: Console) -> None:
         self._what, self._total, self._console = what, total, console

@@ -197,9 +197,9 @@ def shown(
     json_output: bool,
     print_plan: Callable[[Conversion], None] | None = None,
 ) -> None:
-    """Run a conversion that takes `on_step`, `on_plan` and `on_bytes`, and show its notes, its progress and its result.
+    """Run a conversion that takes `on_step`, `on_plan` and `on_bytes`, and show its notes, progress and result.
 
-    `print_plan` shows what a dry run found, which has no result.
+    `print_plan` shows the plan of a dry run, which has no result.
     """
     silent, total = quiet or json_output, 0
     begin = time.monotonic()

@@ -129,7 +129,7 @@ def command(
 
 
 LONG = 32 << 20
-"""Bytes of logs from which on progress is shown: two seconds."""
+"""Bytes of logs above which progress is shown: about two seconds of reading."""
 
 
 def _diagnosed(targets: tuple[str, ...], silent: bool, on_read: Callable[[Text], None]) -> list[Finding]:
@@ -139,7 +139,7 @@ def _diagnosed(targets: tuple[str, ...], silent: bool, on_read: Callable[[Text],
 
 
 def _print_environment(environment: Environment, language: str) -> None:
-    """What there is, one line each."""
+    """Print the environment, one line per entry."""
     console, words = stdout(), LABELS[language]
     for name, value in environment.as_dict().items():
         if isinstance(value, dict):
@@ -152,7 +152,7 @@ def _print_environment(environment: Environment, language: str) -> None:
 
 
 def _print_lines(findings: list[Finding], language: str) -> None:
-    """One line for each finding, as compilers print them."""
+    """Print one line for each finding, in the style of compilers."""
     words = LABELS[language]
     for finding in findings:
         where = f"{finding.places[0]}: " if finding.places else ""
@@ -161,7 +161,7 @@ def _print_lines(findings: list[Finding], language: str) -> None:
 
 
 def _print(findings: list[Finding], read: list[Text], language: str) -> None:
-    """Findings, or what was read without one."""
+    """Print the findings, or what was read without any."""
     console, words = stdout(), LABELS[language]
     for each in read:
         console.print(escape(each.of(language)))
@@ -203,7 +203,7 @@ def _print_finding(finding: Finding, language: str) -> None:
 
 
 def _print_cure(cure: str) -> None:
-    """As it stands, so that it can be pasted; on a terminal code is coloured, and no line of it is cut or broken."""
+    """Print a remedy unchanged, so that it can be pasted; on a terminal, code is coloured and its lines stay whole."""
     console, is_code = stdout(), False
     if not console.is_terminal:
         console.print(escape_lines(cure.rstrip()))
@@ -216,7 +216,7 @@ def _print_cure(cure: str) -> None:
 
 
 def link(source: str) -> str:
-    """The address of a thread that is written owner/repo#number."""
+    """The URL of a thread written as owner/repo#number."""
     if source.startswith("http") or "#" not in source:
         return source
     repository, number = source.split("#", 1)
@@ -237,14 +237,14 @@ def _list(language: str, json_output: bool) -> None:
 
 
 class _Names(dict[str, str]):
-    """Fills each brace of a text with its own name; what a log would tell before a sentence is left out."""
+    """Replaces each brace of a text by its name in angle brackets, and `told`, which a log would supply, by nothing."""
 
     def __missing__(self, key: str) -> str:
         return "" if key == "told" else f"<{key}>"
 
 
 def _explain_rule(identifier: str, language: str, json_output: bool) -> None:
-    """What a rule says, with names in place of what a target shows."""
+    """Print a rule, with names instead of values from a target."""
     rule = rules()[identifier]
     content = {
         "id": identifier,

@@ -1,4 +1,4 @@
-"""Help that fits the terminal: on a narrow one, each text has lines of its own below what it explains."""
+"""Help that fits the terminal: if it is narrow, each text is below the name that it explains."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Iterable
 import click
 
 NARROW = 60
-"""Columns below which two columns of text no longer fit beside each other."""
+"""Columns below which two columns of text no longer fit next to each other."""
 
 EXAMPLE = re.compile(r"(?m)^(?P<indent> *)(?P<command>\S.*\S) {2,}(?P<text>\S+(?: \S+)*)$")
 
 
 class Formatter(click.HelpFormatter):
-    """Click's help, which click itself does not make narrower than 50 columns."""
+    """Click's help, also for fewer than 50 columns, click's minimum."""
 
     def __init__(
         self, indent_increment: int = 2, width: int | None = None, max_width: int | None = None
@@ -27,7 +27,7 @@ class Formatter(click.HelpFormatter):
         super().__init__(indent_increment, width, max_width)
 
     def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
-        """Write names and what they mean, side by side or below each other."""
+        """Write names and their texts, side by side or below each other."""
         if self.width >= NARROW:
             return super().write_dl([*rows], col_max, col_spacing)
         for name, text in rows:
@@ -37,7 +37,7 @@ class Formatter(click.HelpFormatter):
         return None
 
     def write_text(self, text: str) -> None:
-        """Write paragraphs; examples with what they do beside them are broken between the two."""
+        """Write paragraphs; on a narrow terminal, the text of an example goes below its command."""
         if self.width < NARROW:
             text = EXAMPLE.sub(self._below, text)
         super().write_text(text)

@@ -32,7 +32,7 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def _age(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
-    """Seconds of 90s, 30m, 12h or 7d."""
+    """The number of seconds in an age such as 90s, 30m, 12h or 7d."""
     if value is None:
         return None
     match = re.fullmatch(r"(\d{1,9})([smhd])", value)
@@ -104,10 +104,10 @@ def _report(
     quiet: bool,
     json_output: bool,
 ) -> tuple[dict[str, Any], int]:
-    """What `--json` prints about one path, and the exit status; printed for people unless `json_output`."""
+    """The JSON for one path, and the exit status; also prints it as text unless `json_output`."""
     removed = remove_unfinished_at(path, age) if age is not None else []
     left = unfinished_at(path)
-    is_inside = isinstance(path, StorePath)  # what a run left is where the checkpoint will be
+    is_inside = isinstance(path, StorePath)  # a store keeps unfinished runs inside the destination
     old = [] if is_inside else set_aside(path)
     beside = {
         "unfinished": [each.as_dict() for each in left],
@@ -151,7 +151,7 @@ def _print_set_aside(old: list[SetAside]) -> None:
 
 
 def _duration(seconds: float) -> str:
-    """A time for people, in the largest unit that it fills."""
+    """A duration as text, in the largest unit of which it has at least one."""
     unit = next((unit for unit in reversed(UNITS) if seconds >= UNITS[unit]), "s")
     return f"{max(seconds, 0) / UNITS[unit]:.0f} {unit}"
 

@@ -14,17 +14,17 @@ from reshard.cli.usage import Command
 from reshard.errors import ReshardError
 
 VARIABLE = "_RESHARD_COMPLETE"
-"""Set by the scripts when a shell asks for completions; click reads it."""
+"""The variable that the scripts set when a shell asks for completions; click reads it."""
 
 
 class Place(NamedTuple):
-    """Where a shell looks for completions, and the line that its startup file needs if it does not look there."""
+    """The file that a shell reads completions from, and the line that its startup file may need to find it."""
 
     file: Path
     startup: Path
     line: str
     enough: str
-    """What the startup file contains where no line is needed."""
+    """Text in the startup file that makes the line unnecessary."""
 
 
 def _place(shell: str) -> Place:
@@ -45,7 +45,7 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def script(shell: str) -> str:
-    """What defines the completion of `reshard` in a shell."""
+    """The script that defines the completion of `reshard` in a shell."""
     from reshard.cli import cli
 
     kind = get_completion_class(shell)

@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reshard.stores import source_path, typed_path
 
 
 class PathType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes no arguments
-    """A path or an address, which shells complete as a path; `read` makes it of what was typed."""
+    """A path or a URL, which shells complete as a path; `read` converts the text."""
 
     name = "path"
 
@@ -30,7 +30,7 @@ class PathType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes no
 
 
 SOURCE, OUTPUT = PathType(source_path), PathType(typed_path)
-"""What is read, on this machine, in a store or on the hub; and what is written."""
+"""Source: on this machine, in a store or on the hub. Output: on this machine or in a store."""
 
 
 def _iteration(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
@@ -63,5 +63,5 @@ def iteration_option(help: str) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 def html_option(help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """`--html`, a file for a page."""
+    """`--html`, the file of a page."""
     return click.option("--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help=help)

@@ -1,4 +1,4 @@
-"""Rows of facts: a table on a terminal, records where it is narrow, plain columns in a pipe."""
+"""Rows of facts: a table on a terminal, records if it is narrow, plain columns in a pipe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NARROW = 60
 
 
 def print_table(console: Console, titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print rows of foreign text under their titles."""
+    """Print rows of untrusted text under their titles."""
     texts = [[shown(cell) for cell in row] for row in rows]
     if not console.is_terminal:
         _print_columns(console, titles, texts)
@@ -25,14 +25,14 @@ def print_table(console: Console, titles: Sequence[str], rows: Iterable[Sequence
     else:
         table = Table()
         for title in titles:
-            table.add_column(title, overflow="fold")  # a name that is cut off names nothing
+            table.add_column(title, overflow="fold")  # a truncated name identifies nothing
         for row in texts:
             table.add_row(*map(escape, row))
         console.print(table)
 
 
 def _print_columns(console: Console, titles: Sequence[str], rows: list[list[str]]) -> None:
-    """Aligned columns that `awk`, `grep` and people read: two spaces or more between them, one line a row."""
+    """Print aligned columns for `awk`, `grep` and people: at least two spaces between them, one line per row."""
     lines = [[title.upper() for title in titles], *rows]
     widths = [max(map(cell_len, column)) for column in zip_longest(*lines, fillvalue="")]
     for line in lines:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 POSITIVE, COUNT = click.IntRange(min=1), click.IntRange(min=0)
 PATH = click.Path(path_type=Path)
 SETTINGS = {"ignore_unknown_options": True, "token_normalize_func": lambda token: token.replace("_", "-")}
-"""Flags may have underscores, as those of engines have."""
+"""Flags may have underscores, as engines' flags do."""
 
 
 @click.group("train", cls=Group)
@@ -237,11 +237,11 @@ for _name, _one in METHODS.items():
 
 
 OF_ALL_PLANS = ("model", "data", "evaluate", "lengths")
-"""Rows of a dry run that are the same for each plan."""
+"""Rows of a dry run that are the same for all plans."""
 
 
 def _print_plans(plans: Plans) -> None:
-    """The plans that fit, the best first, and the command for each."""
+    """Print the plans that fit, the best first, and the command for each."""
     if not plans.fitting:
         return
     rows = [
@@ -267,13 +267,13 @@ def _print_plans(plans: Plans) -> None:
 
 
 def _print_preflight(found: Preflight, *, quiet: bool, starts: bool) -> None:
-    """The plan, and what to think about; what forbids it is raised after."""
+    """Print the plan and its warnings; its errors are raised afterwards."""
     print_problems(found.warnings)
     if not quiet:
         console = stderr()
         for row, value in found.rows():
             if row == "command" and starts:
-                continue  # it is printed when it is started
+                continue  # printed at the start of the run
             if not found.plans or row in OF_ALL_PLANS:
                 console.print(f"[bold]{row:<8}[/] {escape(value)}")
     if found.plans:
@@ -281,7 +281,7 @@ def _print_preflight(found: Preflight, *, quiet: bool, starts: bool) -> None:
 
 
 def _print_finished(run: Run, finished: Finished) -> None:
-    """The checks of the final folder, and what to type next."""
+    """Print the checks of the final folder, and what to type next."""
     console = stdout()
     for check in finished.checks:
         mark = "[green]✓[/]" if check.right else "[bold red]✗[/]"
@@ -293,7 +293,7 @@ def _print_finished(run: Run, finished: Finished) -> None:
 
 
 def _print_submitted(run: Run, submitted: Submitted) -> None:
-    """Which job it is, and where to see what becomes of it."""
+    """Print the job number, and where to follow the job."""
     console = stdout()
     console.print(f"submitted job [bold]{escape(submitted.number)}[/]")
     console.print(f"log: {escape(str(submitted.log))}")
@@ -301,7 +301,7 @@ def _print_submitted(run: Run, submitted: Submitted) -> None:
 
 
 def _print_options(method: str, engine: str) -> None:
-    """The options of an engine, which pass through under these names."""
+    """Print the options of an engine, which are passed to it under these names."""
     rows = [
         (f"--{each.name}", each.kind, each.default, each.help)
         for each in engine_named(engine).known_options(method)

@@ -1,4 +1,4 @@
-"""How a command line is read: everything wrong with it at once, and what was probably meant."""
+"""Parsing of command lines: report all errors at once, with suggestions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ OPTIONS = {
     "--silent": "--quiet",
     "--language": "--lang",
 }
-"""Options of other programs (Megatron-LM's `tools/checkpoint`, vLLM, torch, transformers) that ours stand for."""
+"""Options of other programs (Megatron-LM's `tools/checkpoint`, vLLM, torch, transformers) and their equivalents."""
 
 COMMANDS = {
     "info": "inspect",
@@ -61,11 +61,11 @@ COMMANDS = {
     "finetune": "train",
     "completion": "install-completion",
 }
-"""What people call the commands."""
+"""Other names that people use for the commands."""
 
 
 class WrongUsageError(ReshardError):
-    """The command line cannot be understood; `context` is the command that it was for."""
+    """The command line cannot be understood; `context` belongs to the command that it was for."""
 
     def __init__(self, problems: list[Problem], context: click.Context | None) -> None:
         super().__init__(problems)
@@ -73,7 +73,7 @@ class WrongUsageError(ReshardError):
 
 
 class Command(click.Command):
-    """A command that reports everything that is wrong with its arguments at once."""
+    """A command that reports all errors in its arguments at once."""
 
     context_class = Context
 
@@ -115,7 +115,7 @@ class Group(click.Group):
 
 
 def problems_of_usage(error: click.ClickException | ReshardError) -> list[Problem]:
-    """What click says is wrong, as problems with codes. It quotes what was typed, which may be anything."""
+    """Click's errors as problems with codes. They quote what was typed, which may be any text."""
     if isinstance(error, ReshardError):
         return error.problems
     if isinstance(error, click.MissingParameter):
@@ -134,7 +134,7 @@ def problems_of_usage(error: click.ClickException | ReshardError) -> list[Proble
 
 
 def _hint(error: click.BadParameter) -> str:
-    """The option or the argument that an error is about, as it is typed."""
+    """The option or argument that an error is about, as it is typed."""
     hint = error.param.get_error_hint(error.ctx) if error.param and error.ctx else error.param_hint or ""
     return (hint if isinstance(hint, str) else " / ".join(hint)).replace("'", "")
 
@@ -147,7 +147,7 @@ def _near_choice(error: click.BadParameter) -> str | None:
 
 
 def _all_wrong(command: click.Command, ctx: click.Context, args: list[str]) -> Iterator[Problem]:
-    """Unknown options, then values that are wrong, then arguments that are missing or too many."""
+    """Unknown options, then invalid values, then missing or unexpected arguments."""
     unknown, args = False, [*args]
     while True:
         parser = command.make_parser(ctx)
@@ -165,7 +165,7 @@ def _all_wrong(command: click.Command, ctx: click.Context, args: list[str]) -> I
             return
     for param in command.get_params(ctx):
         if unknown and isinstance(param, click.Argument):
-            continue  # a value of the unknown option may have been taken for it
+            continue  # it may be a value of the unknown option
         try:
             _, rest = param.handle_parse_result(ctx, options, rest)
         except (click.UsageError, ReshardError) as error:
@@ -175,7 +175,7 @@ def _all_wrong(command: click.Command, ctx: click.Context, args: list[str]) -> I
 
 
 def _without(command: click.Command, args: list[str], name: str) -> list[str]:
-    """The words without an unknown option, and without its value where the option that it resembles takes one."""
+    """The words without an unknown option, and without its value if the most similar option takes one."""
     at = next((i for i, word in enumerate(args) if word == name or word.startswith(f"{name}=")), None)
     if at is None:
         return args

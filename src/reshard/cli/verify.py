@@ -121,7 +121,7 @@ def _check(folder: Path, is_compared: bool, memory: str, json_output: bool, sile
 def _prove(
     a: Path, b: Path | None, base: Path | None, logits: bool, json_output: bool, silent: bool
 ) -> NoReturn:
-    """Count what the plan did by which `b` was made of `a`."""
+    """Prove the plan that made `b` from `a`, by counting."""
     if b is None or logits:
         raise click.UsageError("--proof needs SRC and DST, and counts elements alone")
     with Watch("verify", quiet=silent) as watch:
@@ -181,12 +181,12 @@ def _print_counts(title: str, rows: list[tuple[int, str]]) -> None:
 
 
 def _count_of(number: int, what: str) -> str:
-    """A number of things."""
+    """A number with its noun."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _print_different(found: Comparison) -> None:
-    """The verdict, then the tensors that differ."""
+    """Print the verdict, then the tensors that differ."""
     console = stdout()
     more = f"; {len(found.rounded)} more differ by rounding only" if found.rounded else ""
     console.print(
@@ -202,7 +202,7 @@ def _print_different(found: Comparison) -> None:
 
 
 def _print_rounded(found: Comparison) -> None:
-    """What is equal but for rounding: quantized weights as a whole, and norms that are stored less one by name."""
+    """Print what is equal but for rounding: quantized weights as one count, zero-centred norms by name."""
     console = stdout()
     sums = [row for row in found.rounded if row.kind == ROUNDED_SUM]
     for row in sums[:SHOWN]:
