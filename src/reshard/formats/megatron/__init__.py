@@ -12,7 +12,7 @@ from reshard.formats.target import MASTERS, MOMENTS, Format, Kind, Target
 
 
 def _open(path: Path, iteration: Iteration | None = None) -> Checkpoint:
-    """Open an iteration of a run, which may have changed its format on the way."""
+    """Open an iteration of a run, in whichever of the two formats it is: a run may have changed formats."""
     step, _ = iterations.choose(path, iteration)
     changed = legacy.detect(step) and not torch_dist.detect(step)
     opened = legacy.open_checkpoint if changed else torch_dist.open_checkpoint

@@ -1,4 +1,4 @@
-"""Which layouts Megatron-Core has for the sizes of a model."""
+"""The layouts that Megatron-Core supports for the sizes of a model."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from reshard.families.rules import Dims
 from reshard.formats.sharding import Share, divided, misfits
 
 SHARED_GROUPS = ">=0.16"
-"""Versions of megatron-core that take more tensor parallel ranks than query groups; 0.15.3 refuses them."""
+"""Versions of megatron-core that support more tensor-parallel ranks than query groups; 0.15.3 refuses them."""
 
 SHARED_GATES = ">0.16.1"
 """The same for gated attention: 0.16.1 gives each rank the gates of all ranks that share a group, and fails."""
 
 
 def check_layout(model: Model, layout: Layout) -> None:
-    """Refuse a layout that the model cannot have; all that does not fit at once. Raises ReshardError."""
+    """Refuse a layout that the model cannot have. Raises ReshardError with all problems at once."""
     d = model.dims
     problems = list(_undivided(d, layout))
     if layout.vpp > 1 and layout.pp == 1:
@@ -58,7 +58,7 @@ def check_layout(model: Model, layout: Layout) -> None:
 
 
 def _undivided(d: Dims, layout: Layout) -> Iterator[Problem]:
-    """The sizes of a model of which not every rank would hold an equal share."""
+    """Problems of sizes that cannot be divided equally among the ranks."""
     tensor_parallel = [
         divided("attention heads", d.heads),
         *([] if d.kv_lora else [_query_groups(d)]),
@@ -67,7 +67,7 @@ def _undivided(d: Dims, layout: Layout) -> Iterator[Problem]:
         divided("key heads of linear attention", d.key_heads),
     ]
     of_experts = divided("an expert's width", d.expert_ffn if d.experts else 0)
-    if layout.etp == layout.tp:  # as --tp says, unless it was typed
+    if layout.etp == layout.tp:  # as --tp sets it, unless users set --etp
         yield from misfits("--tp", layout.tp, [*tensor_parallel, of_experts])
     else:
         yield from misfits("--tp", layout.tp, tensor_parallel)
@@ -76,9 +76,9 @@ def _undivided(d: Dims, layout: Layout) -> Iterator[Problem]:
 
 
 def _query_groups(d: Dims) -> Share:
-    """Ranks hold whole groups, or several ranks share one.
+    """Ranks have complete groups, or several ranks share one.
 
-    Each rank then holds an equal share of the rows of `linear_qkv`, wherever the cuts fall, and the ranks gather their
+    Each rank then has an equal share of the rows of `linear_qkv`, wherever the cuts are, and the ranks gather their
     outputs. Source: `TransformerConfig.__post_init__` and `SelfAttention` of megatron-core 0.16.1.
     """
     rows = d.qkv_rows
@@ -90,12 +90,12 @@ def _query_groups(d: Dims) -> Share:
 
 
 def shares_groups(model: Model, layout: Layout) -> bool:
-    """Whether several tensor parallel ranks share a query group, which needs a megatron-core of `SHARED_GROUPS`."""
+    """Whether several tensor-parallel ranks share a query group, which needs a megatron-core of `SHARED_GROUPS`."""
     return not model.dims.kv_lora and layout.tp > model.dims.groups
 
 
 def layout_notes(model: Model, layout: Layout) -> list[str]:
-    """What else a layout asks of Megatron-Core."""
+    """Notes on the megatron-core version that a layout needs."""
     if not shares_groups(model, layout):
         return []
     groups = f"--tp {layout.tp} is larger than the {model.dims.groups} query groups"

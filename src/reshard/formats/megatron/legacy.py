@@ -1,6 +1,6 @@
 """Megatron's legacy checkpoints: one `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt` for each model-parallel rank.
 
-A rank numbers its layers and experts from zero, and holds its own shards of them. Source: Megatron-LM's
+A rank numbers its layers and experts from zero, and stores its own shards of them. Source: Megatron-LM's
 `checkpointing.py` (`get_checkpoint_name`, `save_checkpoint` with `--ckpt-format torch`).
 """
 
@@ -64,7 +64,7 @@ def detect(path: Path) -> bool:
 
 
 def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoint:
-    """Open the latest (or the given) iteration. Raises ReshardError naming every rank that is missing."""
+    """Open the tracked (or the requested) iteration. Raises ReshardError naming every rank that is missing."""
     folder, step = iterations.choose(path, iteration)
     read = cache(partial(_read, folder))
     names = sorted(path.parent.name for path in folder.glob(f"mp_rank_*/{FILE}"))
@@ -155,7 +155,7 @@ class _Shards:
 
 
 class _Reader:
-    """Puts the shards of all ranks together under global names."""
+    """Joins the shards of all ranks under global names."""
 
     def __init__(self, facts: Facts, shards: Mapping[tuple[int, int], int]) -> None:
         self.copies = CopyFinder()
@@ -170,7 +170,7 @@ class _Reader:
         self._found: dict[str, _Shards] = {}
 
     def learn(self, rank: Rank, content: Mapping[str, Any]) -> None:
-        """Learn how many layers each (chunk, stage) holds, how wide latents are, and whether MLPs have a gate."""
+        """Record how many layers each (chunk, stage) has, how wide latents are, and whether MLPs have a gate."""
         for chunk, state in enumerate(chunks_of(content)):
             layers = [
                 int(match[2]) for key in state if (match := _LAYER.match(key)) and match[1] == "decoder"
@@ -206,12 +206,12 @@ class _Reader:
                 self.copies.add(stored.storage.path, key, (name, index), stored)
 
     def _split(self, name: str, part: Tensor) -> Split | None:
-        """How a tensor was cut. Until 0.13, Transformer Engine cut the down projections of latent attention too."""
+        """How a tensor was cut. Until 0.13, Transformer Engine also cut the down projections of latent attention."""
         latent = self._latent.get(name.rpartition(".linear_")[2], 0)
         return Split(0) if part.shape[0] < latent else split_of(name, self._gated)
 
     def _is_tied_copy(self, rank: Rank) -> bool:
-        """With tied embeddings, the last of several stages holds a copy of the embedding as its head."""
+        """Whether a rank's head is a copy of the embedding, as on the last of several stages if they are tied."""
         return self._layout.pp > 1 and rank.pp == self._layout.pp - 1 and self._tied
 
     def _named(self, rank: Rank, first: int, key: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -246,11 +246,11 @@ class _Reader:
             yield None, module, tensor
 
     def misfits(self) -> list[Problem]:
-        """Shards that are missing, or not as large as the others of their tensor."""
+        """Problems of shards that are missing, or that differ in size from the others of their tensor."""
         return [problem for name in self._found for problem in self._misfits(name)]
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors, joined over the ranks that share them. There are no `misfits`."""
+        """All tensors, joined over the ranks that share them. Requires that there are no `misfits`."""
         result = {}
         for name, shards in self._found.items():
             split = shards.split
@@ -329,26 +329,26 @@ def lay_out(request: Request) -> list[OutputFile]:
 
 
 class _RankFile:
-    """The file of one rank. Its content is made anew whenever it is asked for: thousands would not fit in memory.
+    """The file of one rank. Its content is rebuilt on every access: thousands would not fit in memory.
 
-    Files that are alike but for the values of tensors have one outline: the image of the first of them.
+    Files that differ only in the values of tensors share one outline: the image of the first of them.
     """
 
     def __init__(self, content: Callable[[], dict[str, Any]], outlines: dict[tuple[Any, ...], Image]) -> None:
         self._content, first = content, content()
         tensors = [(key, held and (held.dtype, held.shape)) for key, held in _entries(first)]
-        rank = (first["args"].rank.bit_length() + 7) // 8  # the bytes that its number takes
+        rank = (first["args"].rank.bit_length() + 7) // 8  # the number of bytes that it takes
         alike = (rank, len(first), len(self._shards(first)), *tensors)
         self.outline = outlines.get(alike) or outlines.setdefault(alike, layout_torch_file(first))
 
     @staticmethod
     def _shards(content: Mapping[str, Any]) -> list[Shard]:
-        """What the rank holds, in the order of its slots: a shard under two names is stored once."""
+        """The rank's shards in the order of their slots: a shard with two names is stored once."""
         held = (entry.key for _, entry in _entries(content) if entry)
         return list(dict.fromkeys(key for key in held if isinstance(key, Shard)))
 
     def literals(self) -> Iterator[tuple[int, bytes]]:
-        """What is around the tensors."""
+        """The bytes around the tensors."""
         return iter(layout_torch_file(self._content()).literals)
 
     def __iter__(self) -> Iterator[Block]:
@@ -364,7 +364,7 @@ def _entries(content: Mapping[str, Any]) -> Iterator[tuple[str, NewTensor | None
 
 
 class _Writer:
-    """Puts the state dicts of ranks together."""
+    """Builds the state dicts of ranks."""
 
     def __init__(
         self,
@@ -389,12 +389,12 @@ class _Writer:
             for name in self._extra_states(key):
                 state[name] = None
         if (rank.pp, chunk) == self._states.stages.last:
-            # The head has one even where it shares its weight with the embedding of the same rank.
+            # The head has one even if it is tied to the embedding of the same rank.
             state[f"{self._states.below}output_layer._extra_state"] = None
         return state
 
     def _extra_states(self, key: str) -> Iterator[str]:
-        """The extra states that strict loading asks for together with the weight `key`."""
+        """The extra states that strict loading requires for the weight `key`."""
         if is_carried(key.removeprefix(BELOW)):
             return
         match = re.fullmatch(r"(.*\.(\w+))\.weight\d*", key)

@@ -1,9 +1,9 @@
-"""Megatron-Core's names: how a tensor is spelled in each kind of checkpoint, and how ranks share it.
+"""Megatron-Core's names: how a tensor is named in each kind of checkpoint, and how ranks share it.
 
-Inside reshard a Megatron tensor has one name: that of the local layer spec, with global layer and expert
-indices (`decoder.layers.7.mlp.experts.3.linear_fc1.weight`). On disk, Transformer Engine fuses a norm into
-the linear layer behind it, torch_dist stacks layers and experts, legacy files restart both at zero. All of
-that is spelling, and stands here. Source: the `sharded_state_dict` methods of megatron-core 0.12 to 0.16.
+Inside reshard a Megatron tensor has one name: that of the local layer spec, with global layer and expert indices
+(`decoder.layers.7.mlp.experts.3.linear_fc1.weight`). On disk, Transformer Engine fuses a norm into the linear layer
+after it, torch_dist stacks layers and experts, and legacy files number both from zero on each rank. This module maps
+between them. Source: the `sharded_state_dict` methods of megatron-core 0.12 to 0.16.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FUSED_NORMS = {
     )
     for kind in ("weight", "bias")
 }
-"""What a Transformer Engine layer spells differently, below a layer."""
+"""Names below a layer that differ under Transformer Engine."""
 
 
 SPLITS = {
@@ -64,7 +64,7 @@ ADAPTER_SPLITS = {
     "linear_fc2.adapter.linear_in.weight": Split(1),
     "linear_fc2.adapter.linear_out.weight": Split(0),
 }
-"""The same by the last four, of adapters of Megatron-Bridge 0.3.1: `ParallelLinearAdapter` in its `peft/utils.py`."""
+"""The same by the last four, for adapters of Megatron-Bridge 0.3.1: `ParallelLinearAdapter` in its `peft/utils.py`."""
 
 
 PARALLEL_LINEARS = (
@@ -87,27 +87,27 @@ PARALLEL_LINEARS = (
     "linear_in",
     "linear_out",
 )
-"""Modules that save an `_extra_state` beside their weight."""
+"""Modules that save an `_extra_state` with their weight."""
 
 LINEARS_BESIDE = ("multi_modal_projector.proj",)
-"""Such modules beside a language model, by their whole names: Megatron-Bridge's projector of Gemma 3."""
+"""Such modules outside the language model, by their full names: Megatron-Bridge's projector of Gemma 3."""
 
 
 BELOW = "language_model."
-"""What a model of several parts puts before the names of its language model, in mcore-bridge and Megatron-Bridge."""
+"""Prefix of a multimodal model's language model, in mcore-bridge and Megatron-Bridge."""
 
 _LANGUAGE_MODEL = ("embedding.", "decoder.", "mtp.", "output_layer.")
 
 
 def is_carried(name: str) -> bool:
-    """Whether a tensor lies beside the language model, as those of a vision tower: whole, in the first stage."""
+    """Whether a tensor is outside the language model, such as a vision tower: unsharded, in the first stage."""
     return not name.startswith(_LANGUAGE_MODEL)
 
 
 def split_of(name: str, gated: bool = True) -> Split | None:
-    """How tensor parallelism cuts the tensor called `name`; None if all ranks hold it whole.
+    """How tensor parallelism cuts the tensor called `name`; None if every rank has it complete.
 
-    Where the MLP is not `gated`, linear_fc1 is the up projection alone.
+    If the MLP is not `gated`, linear_fc1 is the up projection alone.
     """
     if is_carried(name):
         return None
@@ -117,21 +117,21 @@ def split_of(name: str, gated: bool = True) -> Split | None:
 
 
 def is_gated(args: Mapping[str, Any]) -> bool:
-    """Whether the MLP of a model with these arguments of Megatron-LM has a gate; it has if they do not say."""
+    """Whether the MLP of a model with these Megatron-LM arguments has a gate; true if none of them is there."""
     said = [args[name] for name in ("swiglu", "quick_geglu", "gated_linear_unit") if name in args]
     return any(said) or not said
 
 
 def is_hybrid(args: Mapping[str, Any]) -> bool:
-    """Whether the model is a MambaModel, each of whose layers is of a kind of its own."""
+    """Whether the model is a MambaModel, whose layers are of several kinds."""
     return bool(args.get("hybrid_override_pattern"))
 
 
 class Place(NamedTuple):
-    """What a name says about where its tensor lives."""
+    """The position of a tensor according to its name."""
 
     module: str
-    """Below the layer, or the whole name outside of layers."""
+    """The name below the layer, or the full name outside of layers."""
     stack: str = ""
     """"decoder" or "mtp"; empty outside of layers."""
     layer: int | None = None
@@ -143,7 +143,7 @@ _EXPERT = re.compile(r"(.*mlp\.experts)\.(\d+)\.(.*)")
 
 
 def place_of(name: str) -> Place:
-    """Take apart a name of reshard's own spelling."""
+    """Parse one of reshard's own names."""
     match = _LAYER.fullmatch(name)
     if not match:
         return Place(name)
@@ -155,7 +155,7 @@ def place_of(name: str) -> Place:
 
 
 def name_of(place: Place) -> str:
-    """Put a name together again: the inverse of `place_of`."""
+    """Build a name: the inverse of `place_of`."""
     module = place.module
     if place.expert is not None:
         module = module.replace("mlp.experts.", f"mlp.experts.{place.expert}.", 1)
@@ -163,7 +163,7 @@ def name_of(place: Place) -> str:
 
 
 def unfused(module: str) -> str:
-    """The local spelling of a module below a layer, which Transformer Engine may have fused."""
+    """The local name of a module below a layer, whose norm Transformer Engine may have fused."""
     for fused, plain in FUSED_NORMS.items():
         if module.endswith(fused):
             return module[: -len(fused)] + plain
@@ -171,11 +171,11 @@ def unfused(module: str) -> str:
 
 
 class Spelling:
-    """How layers are spelled: by Transformer Engine or by the local spec, in torch_dist or legacy files.
+    """How layers are named: by Transformer Engine or by the local spec, in torch_dist or legacy files.
 
     `places` are those of all tensors. torch_dist writes fused names under both specs, but only Transformer Engine keeps
-    the norm before a mixture of experts by itself, and only it fuses the norms of latent attention, unless an indexer
-    reads what they return.
+    the norm before a mixture of experts separate, and only it fuses the norms of latent attention, unless an indexer
+    reads their outputs.
     """
 
     def __init__(self, places: Iterable[Place], *, transformer_engine: bool, torch_dist: bool) -> None:
@@ -187,11 +187,11 @@ class Spelling:
         self._delta = {place[1:3] for place in places if "self_attention.in_proj." in place.module}
 
     def module(self, module: str, layer: tuple[str, int | None]) -> str:
-        """The spelling of a module below a `layer`, which is one of the stack "decoder" or "mtp"."""
+        """The name of a module below a `layer`, which is in the stack "decoder" or "mtp"."""
         prefix, inner = "", module
         if module.startswith("transformer_layer."):
             prefix, inner = "transformer_layer.", module.removeprefix("transformer_layer.")
-        other = "linear_qkv" if layer in self._delta else "in_proj"  # which a layer has one of
+        other = "linear_qkv" if layer in self._delta else "in_proj"  # a layer has only one of them
         for fused, plain in FUSED_NORMS.items():
             if inner == plain and self._fuses(plain, layer) and other not in fused:
                 return prefix + fused
@@ -208,13 +208,13 @@ class Spelling:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Which pipeline stage, and which virtual chunk of it, holds a tensor."""
+    """Finds the pipeline stage, and its virtual chunk, that has a tensor."""
 
     layout: Layout
     layers: int
 
     def table(self) -> Mapping[int, tuple[int, int, int]]:
-        """For every decoder layer: (stage, chunk, index in the chunk)."""
+        """(stage, chunk, index in the chunk) of every decoder layer."""
         return {
             layer: (stage, chunk, index)
             for stage, chunk, layers in self.layout.chunks(self.layers)
@@ -227,9 +227,9 @@ class Stages:
 
 
 def layout_of(args: Mapping[str, Any]) -> SavedLayout:
-    """The layout that Megatron-LM's arguments describe, as far as they do: what is not there says nothing.
+    """The layout in Megatron-LM's arguments; missing arguments leave sizes unknown.
 
-    Without an expert-tensor size of its own, that of all tensors counts for experts too. A dense model has none.
+    Without a separate expert-tensor size, the tensor-parallel size applies to experts too. For a dense model it is 1.
     """
 
     def size(name: str) -> int | None:
@@ -248,16 +248,16 @@ def layout_of(args: Mapping[str, Any]) -> SavedLayout:
 
 
 def padded_vocabulary(vocab: int, divisible_by: int, tp: int) -> int:
-    """Rows of the embedding: Megatron-LM pads them to a multiple of `divisible_by` times TP."""
+    """The number of embedding rows: Megatron-LM pads them to a multiple of `divisible_by` times TP."""
     unit = divisible_by * tp
     return -(-vocab // unit) * unit
 
 
 def stored_args(args: Mapping[str, Any], layout: Layout, ckpt_format: str) -> dict[str, Any]:
-    """`args` as Megatron-LM stores them with a checkpoint of weights alone, at this layout.
+    """`args` as Megatron-LM stores them with a weights-only checkpoint in this layout.
 
-    Whatever they said about pipeline stages before is replaced. Without `no_save_optim` and `no_save_rng`,
-    `load_checkpoint` of Megatron-LM would ask for states that are not there.
+    Previous arguments on pipeline stages are replaced. Without `no_save_optim` and `no_save_rng`, Megatron-LM's
+    `load_checkpoint` would require states that are not there.
     """
     uneven = stage_arguments(layout, int(args.get("mtp_num_layers") or 0))
     chunks = layout.pp * layout.vpp if layout.vpp > 1 and not uneven else None
@@ -278,7 +278,7 @@ def stored_args(args: Mapping[str, Any], layout: Layout, ckpt_format: str) -> di
 
 
 def stage_arguments(layout: Layout, mtp: int = 0) -> dict[str, Any]:
-    """The arguments that describe uneven pipeline stages to Megatron-LM; MTP layers stand in the last one."""
+    """The arguments that describe uneven pipeline stages to Megatron-LM; MTP layers are in the last one."""
     stages = layout.stages
     if not stages or len(set(stages)) == 1:
         return {}

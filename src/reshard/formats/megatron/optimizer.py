@@ -1,9 +1,9 @@
-"""The optimizer in Megatron-Core's torch_dist: for each weight one tensor of each state, cut like the weight.
+"""The optimizer in Megatron-Core's torch_dist: one tensor of each state for each weight, cut like the weight.
 
-`optimizer.state.exp_avg.<key of the weight>` and so on, in float32; what belongs to no tensor stands in `common.pt`.
-The distributed optimizer saves so with `--dist-ckpt-optim-fully-reshardable`. Its default, `dp_reshardable`, is flat
-buffers of ranks, in an order that only a run of the same layout knows. Source: megatron-core 0.16.1,
-`optimizer/optimizer.py`, `optimizer/distrib_optimizer.py` and `dist_checkpointing/optimizer.py`.
+`optimizer.state.exp_avg.<key of the weight>` and so on, in float32; all other data are in `common.pt`. The distributed
+optimizer saves them with `--dist-ckpt-optim-fully-reshardable`. Its default, `dp_reshardable`, is flat buffers of
+ranks, in an order that only a run with the same layout knows. Source: megatron-core 0.16.1, `optimizer/optimizer.py`,
+`optimizer/distrib_optimizer.py` and `dist_checkpointing/optimizer.py`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ NOT_PORTABLE = (
 
 
 def portable_states(tensors: Mapping[str, DcpTensor]) -> dict[str, dict[str, DcpTensor]]:
-    """The states that have the shapes of their weights: for each of "exp_avg" …, by the key of the weight.
+    """The states that have the shapes of their weights, by state ("exp_avg" …) and key of the weight.
 
-    Older versions of the distributed optimizer flatten theirs, which then have other shapes and are left out.
+    Older versions of the distributed optimizer flatten their states, which are therefore left out.
     """
     found: dict[str, dict[str, DcpTensor]] = {}
     for key, tensor in tensors.items():
@@ -50,7 +50,7 @@ def portable_states(tensors: Mapping[str, DcpTensor]) -> dict[str, dict[str, Dcp
 
 
 def read_optimizer(common: Mapping[str, Any]) -> Optimizer | None:
-    """What `common.pt` says of the optimizer; None if it says nothing that another layout could use."""
+    """The optimizer data in `common.pt`; None if no other layout could use them."""
     try:
         chain = _chain(common["optimizer"])
         first = _inner(chain[0])
@@ -71,13 +71,13 @@ def read_optimizer(common: Mapping[str, Any]) -> Optimizer | None:
 
 
 MOST = 1 << 20
-"""Values in an optimizer's part of `common.pt`, which is written again as it is."""
+"""Maximum number of values in the optimizer's part of `common.pt`, which is written again unchanged."""
 _BESIDE = ("opt_param_scheduler", "num_floating_point_operations_so_far")
 _WRAPPED = ("grad_scaler", "param_state_sharding_type")
 
 
 def _chain(entry: Any) -> list[dict[str, Any]]:
-    """The optimizers of a run: one, or with expert parallelism one for experts too, by number."""
+    """The optimizers of a run, by number: one, or two with expert parallelism, the second for experts."""
     if entry and all(type(key) is int for key in entry):
         return [entry[index] for index in sorted(entry)]
     return [entry]
@@ -89,20 +89,20 @@ def _inner(link: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_megatrons(optimizer: Optimizer) -> bool:
-    """Whether Megatron kept it. What another engine kept becomes a distributed optimizer; see `_adopted`."""
+    """Whether Megatron saved it. Another engine's becomes a distributed optimizer; see `_adopted`."""
     return "chain" in optimizer.native
 
 
 def is_distributed(optimizer: Optimizer) -> bool:
-    """Whether Megatron's distributed optimizer is meant, which needs `--use-distributed-optimizer`."""
+    """Whether it is Megatron's distributed optimizer, which needs `--use-distributed-optimizer`."""
     return not is_megatrons(optimizer) or bool(optimizer.native["content"].get(_SHARDING))
 
 
 def _adopted(optimizer: Optimizer) -> Optimizer:
-    """The optimizer of another engine as Megatron's distributed one, with a schedule that has yet to begin.
+    """Another engine's optimizer as Megatron's distributed one, with a new schedule.
 
-    The distributed one, because it keeps the step in its groups, whichever Adam is below it. Groups have what torch's
-    Adam needs and what Transformer Engine's needs; Megatron itself adds the rest.
+    The distributed one stores the step in its groups, whichever Adam it wraps. Groups have the settings of torch's Adam
+    and of Transformer Engine's; Megatron adds the rest.
     """
     lr, decay = optimizer.settings.get("lr", 0.0), optimizer.settings.get("weight_decay", 0.0)
     group = {
@@ -127,9 +127,9 @@ def _adopted(optimizer: Optimizer) -> Optimizer:
 
 @dataclass(frozen=True)
 class NewOptimizer:
-    """An optimizer to be written: `states` by state and name of the weight, `common` and `content_metadata` to add.
+    """An optimizer to write: `states` by state and name of the weight, and values for `common` and `content_metadata`.
 
-    `load_with` are flags with which Megatron-LM loads it.
+    `load_with` are the flags to load it with Megatron-LM.
     """
 
     states: Mapping[str, Mapping[str, Planned]]
@@ -143,7 +143,7 @@ class NewOptimizer:
         return bool(self.content_metadata.get(_SHARDING))
 
     def keyed(self) -> dict[str, Mapping[str, Planned]]:
-        """The states under the prefixes of their keys."""
+        """The states by the prefix of their keys."""
         masters = "param" if self.is_distributed else "fp32_param"
         spelled = {state: masters if state == "fp32" else state for state in self.states}
         return {f"optimizer.state.{spelled[state]}.": planned for state, planned in self.states.items()}
@@ -156,7 +156,7 @@ def new_optimizer(
     mixed_precision: bool,
     expert_parallel: bool,
 ) -> NewOptimizer:
-    """The optimizer as a run would save it that trains weights of 16 bits (or not) and shares out experts (or not)."""
+    """The optimizer as a run would save it, with or without 16-bit weights, and with or without expert parallelism."""
     distributed = is_distributed(optimizer)
     flags = ["--no-load-rng", *(["--use-distributed-optimizer"] if distributed else [])]
     if not is_megatrons(optimizer):
@@ -167,7 +167,7 @@ def new_optimizer(
         biased = any(".experts." in name and name.endswith(".bias") for name in states["exp_avg"])
         chain.append({**chain[0], "param_groups": _of_experts(chain[0]["param_groups"], biased)})
     elif not expert_parallel:
-        chain = chain[:1]  # experts then are weights like all others
+        chain = chain[:1]  # without expert parallelism, experts are ordinary weights
     if distributed or mixed_precision:
         beside = {key: value for key, value in optimizer.native["chain"][0].items() if key in _WRAPPED}
         chain = [{"optimizer": inner, **beside} for inner in chain]
@@ -180,7 +180,7 @@ def new_optimizer(
 
 
 def _of_experts(groups: list[dict[str, Any]], biased: bool) -> list[dict[str, Any]]:
-    """The groups of parameters that experts have: neither embedding nor head; biases, which do not decay, if any."""
+    """The parameter groups of experts: without embedding and head; the group without weight decay only if `biased`."""
     return [
         {**group, "is_expert_parallel": True}
         for group in groups
@@ -189,7 +189,7 @@ def _of_experts(groups: list[dict[str, Any]], biased: bool) -> list[dict[str, An
 
 
 def torch_file(path: str, content: dict[str, Any]) -> OutputFile:
-    """The file of `torch.save(content)`; each StoredTensor in it is copied from where it lies."""
+    """The file of `torch.save(content)`; each StoredTensor in it is copied from its file."""
     image = layout_torch_file(_renewed(content))
     blocks = [
         Block(

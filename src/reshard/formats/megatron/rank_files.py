@@ -1,9 +1,9 @@
-"""The files of a legacy checkpoint: which ranks have one, and what they tell that their names leave open or belie.
+"""The files of a legacy checkpoint: which ranks have one, and how they must be joined.
 
-Megatron-LM stores its arguments in each file. Training loops that are built on megatron-core alone may not, and then
-the names of folders and the names and shapes of tensors say the same. Source: megatron-core's `parallel_state.py`
-(`RankGenerator` and the orders that it is given) from 0.6 to 0.19; Megatron-LM's `training/initialize.py`, where
-`args.rank` is set.
+Megatron-LM stores its arguments in each file. Training loops built on megatron-core alone may not; then the same facts
+follow from the names of folders and the names and shapes of tensors. Source: megatron-core's `parallel_state.py`
+(`RankGenerator` and the orders that it is given) from 0.6 to 0.19; Megatron-LM's `training/initialize.py`, which sets
+`args.rank`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FILE = "model_optim_rng.pt"
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 COMPARED = 1 << 16
-"""Bytes by which two tables are told apart: some rows of each."""
+"""Bytes compared to tell whether two tables are equal: some rows of each."""
 
 RUN = (
     "iteration",
@@ -40,7 +40,7 @@ RUN = (
     "num_experts",
     "hidden_size",
 )
-"""What all files of one iteration say alike."""
+"""Arguments that are the same in all files of one iteration."""
 
 TELLING = (
     "tensor_model_parallel_size",
@@ -48,13 +48,13 @@ TELLING = (
     "num_experts",
     "untie_embeddings_and_output_weights",
 )
-"""Arguments that tell how files are put together."""
+"""Arguments that determine how files are joined."""
 
 Content = Mapping[str, Any]
 
 
 def folder_name(rank: Rank, layout: Layout) -> str:
-    """The folder of a rank: the stage is named if there are several, the expert rank likewise."""
+    """The folder of a rank: with the stage if there are several, likewise the expert rank."""
     stage = f"_{rank.pp:03d}" if layout.pp > 1 else ""
     expert = f"_{rank.ep:03d}" if layout.ep > 1 else ""
     return f"mp_rank_{rank.tp:02d}{stage}{expert}"
@@ -80,14 +80,14 @@ def stage_ranks(layout: Layout) -> dict[tuple[int, int], int]:
 
 
 def args_of(content: Content) -> dict[str, Any]:
-    """Megatron-LM's arguments, as far as the file has them."""
+    """Megatron-LM's arguments in the file; empty if it has none."""
     args = content.get("args")
     return vars(args) if isinstance(args, Namespace) else {}
 
 
 def other_runs(files: Mapping[str, Content]) -> Iterator[Problem]:
-    """The files, by path, that say they are of another run or iteration than most of the others."""
-    # `args` have an iteration too, which is the one that the run began with.
+    """Problems of the files, by path, whose run or iteration differs from that of most."""
+    # The iteration in `args` is the one that the run began with, so it is not compared.
     said = {
         path: {**args_of(content), "iteration": content.get("iteration")} for path, content in files.items()
     }
@@ -109,9 +109,9 @@ def other_runs(files: Mapping[str, Content]) -> Iterator[Problem]:
 
 
 def misplaced(files: Mapping[str, Content], layout: Layout) -> Iterator[Problem]:
-    """The files, by path, whose folders have the names of other ranks than those that saved them.
+    """Problems of the files, by path, whose folder is named for another rank than the one that saved them.
 
-    A converter is one process and leaves its own rank in every file, which then says nothing.
+    A converter is one process and writes its own rank into every file; such ranks are ignored.
     """
     args = {path: args_of(content) for path, content in files.items()}
     numbers = [each.get("rank") for each in args.values()]
@@ -138,10 +138,10 @@ def misplaced(files: Mapping[str, Content], layout: Layout) -> Iterator[Problem]
 
 
 def coordinates(args: Mapping[str, Any], layout: Layout) -> Rank | None:
-    """Where `args.rank` stands in a layout; None where the arguments do not say.
+    """The coordinates of `args.rank` in a layout; None if the arguments are not there.
 
-    Which replica of data or context parallelism saves a file differs between versions, and does not matter: ranks
-    count tp first, inside of experts etp and ep, and stages last, or before data parallelism if that is asked for.
+    Which replica of data or context parallelism saves a file differs between versions, and does not matter: ranks count
+    tp first, within experts etp and ep, and stages last, or before data parallelism with `use_tp_pp_dp_mapping`.
     """
     rank, world = args.get("rank"), args.get("world_size")
     if not isinstance(rank, int) or not isinstance(world, int) or not 0 <= rank < world or world % layout.pp:
@@ -150,13 +150,13 @@ def coordinates(args: Mapping[str, Any], layout: Layout) -> Rank | None:
     replicas = args.get("context_parallel_size") or 1
     if args.get("use_tp_pp_dp_mapping"):
         stage_size = layout.tp * replicas
-    # Until 0.9, which had no expert tensor parallelism, context parallelism cut the ranks of experts too.
+    # Until 0.9, which had no expert tensor parallelism, context parallelism divided the ranks of experts too.
     inside = layout.etp if args.get("expert_tensor_parallel_size") else layout.tp * replicas
     return Rank(rank % layout.tp, rank // stage_size % layout.pp, rank // inside % layout.ep)
 
 
 def chunks_of(content: Content) -> list[Mapping[str, Any]]:
-    """The model of a rank, or of each of its virtual stages, without what wrappers put before its names."""
+    """The model of a rank, or of each of its virtual stages, without the prefixes of wrappers."""
     names = sorted(
         (key for key in content if re.fullmatch(r"model\d*", key)), key=lambda key: int(key[5:] or 0)
     )
@@ -169,7 +169,7 @@ def chunks_of(content: Content) -> list[Mapping[str, Any]]:
 
 @dataclass(frozen=True)
 class Facts:
-    """What has to be known to put the files together: layout, experts of a layer, and whether the head is tied."""
+    """The facts needed to join files: layout, experts per layer, and whether the head is tied."""
 
     layout: Layout
     experts: int
@@ -177,18 +177,18 @@ class Facts:
 
     @classmethod
     def of_args(cls, args: Mapping[str, Any]) -> Facts:
-        """What Megatron-LM's arguments say, if they say all of it (`TELLING`)."""
+        """The facts in Megatron-LM's arguments; requires all of `TELLING`."""
         tied = not args.get("untie_embeddings_and_output_weights", False)
         return cls(layout_of(args).complete(), int(args.get("num_experts") or 0), tied)
 
     @classmethod
     def of_files(cls, files: Mapping[str, Content]) -> Facts:
-        """What the files, by the names of their folders, say themselves."""
+        """The facts that follow from the files themselves and the names of their folders."""
         numbers = {name: _numbers(name) for name in files}
         tensors = {name: dict(_tensors(content)) for name, content in files.items()}
         experts = {key: tensor.shape[0] for key, tensor in _all(tensors) if key.endswith("mlp.router.weight")}
         first, last = min(files, key=numbers.__getitem__), max(files, key=lambda name: numbers[name][1])
-        # A second number is an expert rank where one rank holds all that comes before and after the layers.
+        # If one rank has both ends of the model, there is one stage: a second number is an expert rank.
         is_expert = {EMBEDDING, "decoder.final_layernorm.weight"} <= tensors[first].keys()
         if is_expert:
             numbers = {name: (tp, 0, second) for name, (tp, second, _) in numbers.items()}
@@ -217,14 +217,14 @@ def _all(files: Mapping[str, Mapping[str, StoredTensor]]) -> Iterator[tuple[str,
 
 
 def _expert_tensor_size(tp: int, ep: int, found: set[tuple[int, int]]) -> int:
-    """The expert-tensor size of a layout in which `found` (tp, ep) pairs have files, and as few others as can be."""
+    """The expert-tensor size with which the `found` (tp, ep) pairs have files, and the fewest others."""
     sizes = [size for size in range(tp, 0, -1) if tp % size == 0]
     pairs = {size: stage_ranks(Layout(tp, 1, 1, ep, size)).keys() for size in sizes}
     return min((size for size in sizes if found <= pairs[size]), key=lambda size: len(pairs[size]))
 
 
 def _begin_alike(first: StoredTensor, second: StoredTensor) -> bool:
-    """Whether two tensors begin with the same bytes. Checksums may be of storages that hold other tensors too."""
+    """Whether two tensors begin with the same bytes. Checksums may be of storages that contain other tensors too."""
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
     return first_bytes(first, COMPARED) == first_bytes(second, COMPARED)

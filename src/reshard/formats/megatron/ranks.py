@@ -1,6 +1,6 @@
-"""What each rank of Megatron-Core holds of a model: the keys of its state dict, and the shard behind each.
+"""The shards of each Megatron-Core rank: the keys of its state dict, and the shard of each.
 
-A legacy file is exactly that, and so is the model of a running rank: both are laid out here.
+Both a legacy file and the model of a running rank have exactly these.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from reshard.transfer.plan import Planned
 
 
 class Rank(NamedTuple):
-    """The coordinates of a rank that a folder name spells."""
+    """The coordinates of a rank in a folder name."""
 
     tp: int
     pp: int = 0
@@ -33,7 +33,7 @@ class Rank(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """A tensor that ranks of one virtual chunk hold, or a part of: its key in their state dicts, and how it is cut."""
+    """A tensor that ranks of one virtual chunk store (or parts of it): its key in their state dicts, and its split."""
 
     key: str
     expert: int | None
@@ -42,10 +42,10 @@ class _Held(NamedTuple):
 
 
 class RankStates:
-    """Finds what each rank holds, and how its spec spells it.
+    """Computes the shards of each rank, and their keys under its layer spec.
 
-    `tensors` have reshard's own names, `args` are Megatron-LM's. `split` tells how tensor parallelism cuts a tensor,
-    given its name and whether the MLP is gated; `below` stands before the names of a language model.
+    `tensors` have reshard's own names, `args` are Megatron-LM's. `split` returns how tensor parallelism cuts a tensor,
+    from its name and whether the MLP is gated; `below` is the prefix of a language model's names.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class RankStates:
                 self._held.setdefault(at, []).append(held)
 
     def _holders(self, place: Place) -> Iterator[tuple[tuple[int, int], Place]]:
-        """The (stage, chunk)s that hold a tensor, and its place there."""
+        """The (stage, chunk)s that store a tensor, and its place there."""
         last = self.stages.last
         if place.stack == "decoder" and place.layer is not None:
             stage, chunk, index = self._table[place.layer]
@@ -104,9 +104,9 @@ class RankStates:
             yield last, place
 
     def state(self, rank: Rank, chunk: int, etp: int) -> dict[str, Shard]:
-        """The shards of one virtual chunk of a rank, by the keys of its state dict; extra states are left out.
+        """The shards of one virtual chunk of a rank, by the keys of its state dict, without extra states.
 
-        `etp` is the place of the rank among those that share each expert's tensors.
+        `etp` is the index of the rank among those that share each expert's tensors.
         """
         local = self._experts // self.layout.ep
         state: dict[str, Shard] = {}

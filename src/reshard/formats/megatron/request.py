@@ -1,4 +1,4 @@
-"""What Megatron-Core adds to a request: sizes that its layout pads, arguments, the optimizer that wraps another."""
+"""What Megatron-Core adds to a request: sizes padded for the layout, arguments, the converted optimizer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LORA = "megatron.bridge.peft.lora.LoRA"
 
 
 def fit(request: Request) -> Request:
-    """The request with its layers spread and its vocabulary padded. Raises ReshardError for what cannot be shared."""
+    """The request with layers placed on stages and a padded vocabulary. Raises ReshardError if sizes do not divide."""
     model, dialect = request.declared, _engine(request)
     layout = request.layout if model.dims.experts else replace(request.layout, etp=1)
     layout = layout.over(model.dims.layers)
@@ -35,7 +35,7 @@ def fit(request: Request) -> Request:
 
 
 def _engine(request: Request) -> str:
-    """The engine whose names are written. Raises ReshardError if it is not known to have the family."""
+    """The engine whose names are written. Raises ReshardError if it does not support the family."""
     family, wanted = request.declared.family, request.options.engine
     if wanted and wanted not in family.engines:
         known = [f"--engine {engine}" for engine in family.engines]
@@ -59,7 +59,7 @@ def _vocabulary_unit(request: Request) -> int:
 
 
 def complete(request: Request) -> Request:
-    """Without the masters of weights in float32, where the optimizer is a plain one, which has none."""
+    """The request without the masters of float32 weights, if the optimizer is not distributed: it has none."""
     states = dict(request.states)
     if request.optimizer and states and not is_distributed(request.optimizer):
         halves = {tensor.name for tensor in request.tensors if tensor.dtype != FLOAT32}
@@ -68,7 +68,7 @@ def complete(request: Request) -> Request:
 
 
 def optimizer_of(request: Request) -> NewOptimizer | None:
-    """The optimizer of the source for this layout, if its states are wanted."""
+    """The source's optimizer for this layout, if its states are converted."""
     if not request.states or not request.optimizer:
         return None
     return new_optimizer(
@@ -80,9 +80,9 @@ def optimizer_of(request: Request) -> NewOptimizer | None:
 
 
 def iteration_of(request: Request) -> Iteration:
-    """That of the source, or the step of its optimizer; what no run of several iterations wrote becomes a release.
+    """The iteration of the source, or the step of its optimizer; otherwise a release.
 
-    ms-swift looks for numbered iterations alone.
+    ms-swift only looks for numbered iterations, so for it a release becomes iteration 0.
     """
     if isinstance(request.iteration, int):
         return request.iteration
@@ -92,18 +92,18 @@ def iteration_of(request: Request) -> Iteration:
 
 
 def _is_for_swift(request: Request) -> bool:
-    """Whether ms-swift will load it, in names of its own or in those that all engines have."""
+    """Whether ms-swift will load it, with its own names or with those common to all engines."""
     return MCORE_BRIDGE in (request.dialect, request.options.engine)
 
 
 def below(request: Request) -> str:
-    """What stands before the names of the language model: nothing, unless other parts lie beside it."""
+    """The prefix of the language model's names: empty, unless the model has other parts."""
     within = request.model.family.within if request.model else None
     return BELOW if within and within.carried else ""
 
 
 def arguments(request: Request) -> dict[str, Any]:
-    """The `args` of a Megatron checkpoint: the model's, those that its own run was given, and the layout's."""
+    """The `args` of a Megatron checkpoint: those of the model, those of the source's run, and those of the layout."""
     model, layout, main = request.declared, request.layout, request.main_dtype
     given = request.options.transformer_impl or model.args.get("transformer_impl")
     args = {
@@ -118,7 +118,7 @@ def arguments(request: Request) -> dict[str, Any]:
         "use_tp_pp_dp_mapping": False,
         "world_size": layout.world_size,
         "rank": 0,
-        "sequence_parallel": layout.tp > 1 and model.dims.experts > 0,  # experts need it
+        "sequence_parallel": layout.tp > 1 and model.dims.experts > 0,  # experts require it
         "transformer_impl": given or "transformer_engine",
         MODEL_TYPE: model.family.name,
         "params_dtype": dtype(main),
@@ -128,7 +128,7 @@ def arguments(request: Request) -> dict[str, Any]:
     args.pop(COMPUTED_BY, None)
     if request.dialect != MCORE:
         args[COMPUTED_BY] = request.dialect
-    if _is_for_swift(request) and not request.states:  # or it looks for them
+    if _is_for_swift(request) and not request.states:  # otherwise it looks for them
         args |= {"no_save_optim": True, "no_save_rng": True}
     if request.adapter is None:
         args["padded_vocab_size"] = model.dims.padded_vocab
@@ -139,7 +139,7 @@ def arguments(request: Request) -> dict[str, Any]:
 
 
 def load_with(request: Request) -> list[str]:
-    """What Megatron-LM has to be told to load the checkpoint, beside `--load`."""
+    """The flags to load the checkpoint with Megatron-LM, in addition to `--load`."""
     if request.adapter is not None or request.dialect != MCORE:
         return []
     optimizer = optimizer_of(request)
@@ -150,7 +150,7 @@ def load_with(request: Request) -> list[str]:
 
 
 def notes(request: Request) -> list[str]:
-    """What the engine computes otherwise, and what the layout asks of it."""
+    """Notes on what the engine computes differently, and what the layout requires."""
     model, layout = request.declared, request.layout
     found = layout_notes(model, layout)
     if request.adapter is not None:
@@ -166,8 +166,8 @@ def notes(request: Request) -> list[str]:
 
 
 def run_config(request: Request, settings: Mapping[str, Any]) -> OutputFile:
-    """What Megatron-Bridge reads when it resumes: the layout, what was saved, and the adapter's settings."""
-    from reshard.plain_yaml import to_yaml  # nothing else has it written
+    """The file that Megatron-Bridge reads to resume: the layout, what was saved, and the adapter's settings."""
+    from reshard.plain_yaml import to_yaml  # only needed here
 
     layout = request.layout
     content = {

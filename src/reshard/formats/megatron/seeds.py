@@ -1,7 +1,7 @@
-"""Which rank saved a chunk file of torch_dist: chunks do not say, and the seeds of random number states do.
+"""Which rank saved a chunk file of torch_dist: chunks do not record it, but seeds of random number states show it.
 
-Megatron-Core seeds the generator of tensor parallelism with a number that counts tensor-parallel ranks up, to which
-Megatron-LM adds 100 for each stage. A generator's state begins with its seed, on a GPU (16 bytes) and on a CPU.
+Megatron-Core seeds the generator of tensor parallelism with a number that increases with the tensor-parallel rank, to
+which Megatron-LM adds 100 for each stage. A generator's state begins with its seed, on a GPU (16 bytes) and on a CPU.
 Sources: `model_parallel_cuda_manual_seed` in megatron-core's `tensor_parallel/random.py`, `_set_random_seed` in
 Megatron-LM's `training/initialize.py`; torch's `CUDAGeneratorImpl.cpp` and `CPUGeneratorImpl.cpp`.
 """
@@ -23,10 +23,9 @@ _STAGE = 100
 
 
 def exchanged(objects: Mapping[str, DcpChunk]) -> Iterator[Problem]:
-    """The files whose random number states are those of other ranks than `.metadata` says.
+    """Problems of the files whose random number states belong to other ranks than `.metadata` says.
 
-    Frameworks may seed as they please: only seeds that are the right ones, in another order, tell that files changed
-    places.
+    Frameworks may seed in any way: only the expected set of seeds in another order shows that files were swapped.
     """
     found: dict[int, dict[tuple[int, int], int]] = defaultdict(dict)
     chunks = {}
@@ -52,7 +51,7 @@ def exchanged(objects: Mapping[str, DcpChunk]) -> Iterator[Problem]:
 
 
 def _owners(seeds: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], tuple[int, int]]:
-    """The (stage, tensor rank) that each seed belongs to; nothing if they are not counted up, by either way."""
+    """The (stage, tensor rank) that each seed belongs to; empty if the seeds are not consecutive in either scheme."""
     for step in (_STAGE, 0):
         right = {place: place[0] * step + place[1] for place in seeds}
         low = min(seeds.values())
@@ -65,7 +64,7 @@ def _owners(seeds: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], tuple
 
 
 def _seed(chunk: DcpChunk) -> int | None:
-    """The seed of tensor parallelism in a random number state. One that cannot be read does not matter to weights."""
+    """The seed of tensor parallelism in a random number state; None if unreadable, which does not affect weights."""
     try:
         states: Any = read_torch_file(chunk.file, chunk.offset, chunk.length)
         state = states[0][0]["rng_tracker_states"]["model-parallel-rng"]

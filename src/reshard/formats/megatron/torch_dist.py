@@ -1,6 +1,6 @@
-"""Megatron-Core's torch_dist checkpoints: chunks of whole tensors, in files that torch's DCP metadata maps.
+"""Megatron-Core's torch_dist checkpoints: chunks of complete tensors, in files that torch's DCP metadata maps.
 
-`<root>/latest_checkpointed_iteration.txt` names `iter_0000002` or `release`; that folder holds `.metadata`,
+`<root>/latest_checkpointed_iteration.txt` names `iter_0000002` or `release`; that folder has `.metadata`,
 `metadata.json`, `common.pt` and `__<rank>_<n>.distcp`. Source: megatron-core's dist_checkpointing 0.12 to 0.16.
 """
 
@@ -78,13 +78,13 @@ def detect(path: Path) -> bool:
 
 
 def _is_megatrons(folder: Path) -> bool:
-    """Whether Megatron-Core wrote the folder, and not torch's DCP alone: by what lies beside, or by its name."""
+    """Whether Megatron-Core wrote the folder, and not torch's DCP alone: by its other files, or by its name."""
     beside = any((folder / name).is_file() for name in ("metadata.json", "common.pt"))
     return beside or iterations.is_iteration(folder)
 
 
 def open_checkpoint(path: Path, iteration: Iteration | None = None) -> Checkpoint:
-    """Open the latest (or the given) iteration. Raises ReshardError naming all that is missing or damaged."""
+    """Open the tracked (or the requested) iteration. Raises ReshardError naming all that is missing or damaged."""
     folder, step = iterations.choose(path, iteration)
     try:
         return _open(folder, step)
@@ -134,7 +134,7 @@ def _open(folder: Path, step: Iteration | None) -> Checkpoint:
 
 
 def _read_state(found: Mapping[str, DcpTensor]) -> dict[str, Tensor]:
-    """One optimizer state under the names of the weights, from what the keys of weights hold of it."""
+    """One optimizer state under the names of the weights; `found` has the keys of weights."""
     return _Reader(found).tensors()
 
 
@@ -158,11 +158,11 @@ def _common(folder: Path) -> dict[str, Any]:
 _KEY = re.compile(r"(decoder|mtp)\.layers\.(?:(\d+)\.)?(.*)")
 _EXPERT_KEY = re.compile(r"(.*mlp\.experts)\.experts\.(?:(\d+)\.)?(.*)")
 _HALVES = {"_w": 0, "_v": 1}
-"""Suffixes of the gate and the up half, where a checkpoint stores them as tensors of their own."""
+"""Suffixes of the gate and the up half, if a checkpoint stores them as separate tensors."""
 
 
 class _Key(NamedTuple):
-    """A key of the checkpoint: the tensor it stands for, which leading axes it stacks, which half it is."""
+    """A key of the checkpoint: its tensor, the leading axes that it stacks, and which half it is."""
 
     place: Place
     stacks_layers: bool
@@ -187,7 +187,7 @@ def _parse(key: str) -> _Key:
 
 
 class _Reader:
-    """Collects the chunks of all keys under the names of whole tensors."""
+    """Collects the chunks of all keys under the names of complete tensors."""
 
     def __init__(self, stored: Mapping[str, DcpTensor]) -> None:
         self.copies = CopyFinder()
@@ -200,7 +200,7 @@ class _Reader:
         self._chunks.close()
 
     def _add(self, key: str, tensor: DcpTensor) -> None:
-        """Add all chunks of one key, cut into the layers and experts that it stacks."""
+        """Add all chunks of one key, split into the layers and experts that it stacks."""
         parsed = _parse(key)
         lead = parsed.stacks_layers + parsed.stacks_experts
         self.per_layer |= parsed.place.stack == "decoder" and not parsed.stacks_layers
@@ -228,7 +228,7 @@ class _Reader:
                 )
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors, each whole. Raises ReshardError listing those with chunks missing."""
+        """All tensors, complete. Raises ReshardError listing those with missing chunks."""
         problems, result = [], {}
         for name, (dtype, shape) in self._shapes.items():
             parts = self._parts[name]
@@ -266,11 +266,11 @@ def _indices(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 EXTRA_STATE = image_bytes(layout_torch_file([None]))
-"""What a parallel linear without fp8 state saves; loading it is a no-op."""
+"""The extra state of a parallel linear without fp8 state; loading it is a no-op."""
 
 
 class _Writer:
-    """Assigns the chunks of every tensor to ranks, as megatron-core would."""
+    """Assigns the chunks of every tensor to ranks, like megatron-core."""
 
     def __init__(
         self,
@@ -294,7 +294,7 @@ class _Writer:
         self.problems: list[Problem] = []
 
     def add(self, tensor: Planned, name: str, prefix: str = "") -> None:
-        """Cut one tensor, a weight or a state of the weight `name`, into the chunks of all ranks that hold it."""
+        """Cut one tensor, a weight or a state of the weight `name`, into the chunks of all ranks that store it."""
         place = self.places.get(name) or place_of(name)
         split = split_of(name, self.gated)
         ranks = self.layout.tp if place.expert is None else self.layout.etp
@@ -319,7 +319,7 @@ class _Writer:
                 entry.chunks.append(file.add(tensor, low, size, at))
 
     def add_extra_state(self, place: Place) -> None:
-        """The object that the module at `place` saves beside its weight."""
+        """Add the object that the module at `place` saves with its weight."""
         key, lead, at = self._key(place._replace(module=f"{place.module}._extra_state"))
         if lead:
             shard = f"/shard_{'.'.join(map(str, at))}_{'.'.join(map(str, lead))}"
@@ -329,7 +329,7 @@ class _Writer:
         self.metadata.objects[key + shard] = file.append(EXTRA_STATE)
 
     def refuse_gaps(self) -> None:
-        """Note the keys that stack the layers or experts of a tensor, where some of these have no state."""
+        """Record a problem for each key that stacks layers or experts of which some have no state."""
         for key, tensor in self.metadata.tensors.items():
             there = sum(prod(chunk.sizes) for chunk in tensor.chunks)
             if there < prod(tensor.shape):
@@ -346,7 +346,7 @@ class _Writer:
                 )
 
     def _key(self, place: Place) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-        """The key of a tensor, the leading axes that it stacks, and the place in them."""
+        """The key of a tensor, the leading axes that it stacks, and its index on them."""
         module = place.module if place.layer is None else self.spelling.module(place.module, place[1:3])
         lead: tuple[int, ...] = ()
         at: tuple[int, ...] = ()
@@ -385,7 +385,7 @@ def lay_out(request: Request) -> list[OutputFile]:
     transformer_engine, optimizer = args["transformer_impl"] != "local", optimizer_of(request)
     places = {tensor.name: place_of(tensor.name) for tensor in tensors}
     hybrid = is_hybrid(args)
-    # Megatron-Core stacks the layers of a model that has one kind of them alone.
+    # Megatron-Core stacks layers only if they are all of one kind.
     kinds = ("moe_layer_freq", "linear_attention_freq")
     stacked = not hybrid and all(args.get(kind) in (None, 1) for kind in kinds)
     writer = _Writer(
@@ -431,7 +431,7 @@ def lay_out(request: Request) -> list[OutputFile]:
 def _common_content(
     args: Mapping[str, Any], layout: Layout, iteration: Iteration, optimizer: NewOptimizer | None
 ) -> dict[str, Any]:
-    """What `common.pt` holds: all that belongs to no tensor."""
+    """The content of `common.pt`: all data that do not belong to a tensor."""
     stored = stored_args(args, layout, "torch_dist")
     content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if optimizer:
@@ -450,10 +450,10 @@ def _common_content(
 def _with_extra_state(place: Place, spelling: Spelling, hybrid: bool) -> Iterator[str]:
     """The modules whose extra state is saved with the tensor at `place`: parallel linears of layers.
 
-    A `hybrid` model keeps that of its head, too.
+    A `hybrid` model also saves that of its head.
 
-    Transformer Engine's attention has one too. The decoder leaves it out since 0.13 unless its softmax has a learnable
-    offset, the MTP layers do not. Sparse attention with an indexer is Megatron-Core's own, and has none.
+    Transformer Engine's attention has one too. Since 0.13 the decoder does not save it unless its softmax has a
+    learnable offset; MTP layers do. Sparse attention with an indexer is Megatron-Core's own, and has none.
     """
     module, _, kind = place.module.removesuffix(".query").rpartition(".")
     if is_carried(name_of(place)):

@@ -1,7 +1,7 @@
-"""Who wrote a Megatron-Core checkpoint, and what it records of its model and its run in Megatron-LM's words.
+"""Which tool wrote a Megatron-Core checkpoint, and what it records of model and run as Megatron-LM arguments.
 
 - Megatron-LM keeps all its arguments in `common.pt['args']`.
-- ms-swift 4 keeps its own there: the fields of its `MegatronArguments`, which describe the run, the layout included,
+- ms-swift 4 keeps its own there: the fields of its `MegatronArguments`, which describe the run, including the layout,
   and leave the model to config.json. Source: `save_mcore_checkpoint` in ms-swift 4.6, `megatron/utils`.
 - Megatron-Bridge, and NeMo on top of it, keep none: `run_config.yaml` has the fields of the model provider.
 """
@@ -25,19 +25,20 @@ LAYOUT = (
     ),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
 )
-"""What ms-swift's arguments and Megatron-LM's say in the same words."""
+"""Arguments that have the same names in ms-swift and Megatron-LM."""
 
 MODEL_TYPE = "hf_model_type"
-"""Among the arguments that reshard writes: the family, which the others do not always tell."""
+"""An argument that reshard adds: the family, which the others do not always determine."""
 
 COMPUTED_BY = "computed_by"
-"""Among the arguments that reshard writes: whose names they are, if not those of megatron-core's GPTModel."""
+"""An argument that reshard adds: the engine of the names, if they are not those of megatron-core's GPTModel."""
 
 
 def engine_of(folder: Path, common: Mapping[str, Any], names: Iterable[str]) -> str:
-    """The engine whose names an iteration folder has: whose run wrote it, or whose names reshard gave it.
+    """The engine whose names an iteration folder has: the one that wrote it, or the one that reshard wrote it for.
 
-    Gated delta nets tell it by their `names`: mcore-bridge saves a projection whole, Megatron-Core its parts.
+    The `names` of gated delta nets determine it: mcore-bridge saves a projection in one tensor, Megatron-Core its
+    parts.
     """
     kinds = {name.partition(".in_proj.weight")[2] for name in names if ".in_proj.weight" in name}
     if kinds:
@@ -49,7 +50,7 @@ def engine_of(folder: Path, common: Mapping[str, Any], names: Iterable[str]) -> 
 
 
 def recorded_args(folder: Path, common: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Megatron-LM's arguments as far as an iteration folder and its `common.pt` record them; None if not at all."""
+    """The Megatron-LM arguments that an iteration folder and its `common.pt` record; None if there are none."""
     if isinstance(common.get("args"), Namespace):
         args: dict[str, Any] = vars(common["args"])
         if "num_layers" in args:
@@ -58,17 +59,17 @@ def recorded_args(folder: Path, common: Mapping[str, Any]) -> dict[str, Any] | N
     try:
         run_config = read_run_config(folder)
     except ValueError:
-        return None  # `inspect` says that the file cannot be read
+        return None  # `inspect` reports that the file cannot be read
     return args_of_run_config(run_config) if run_config else None
 
 
 def args_of_run_config(run_config: Mapping[str, Any]) -> dict[str, Any]:
     """Megatron-LM arguments from the `model` section of a `run_config.yaml`.
 
-    The section holds Megatron-Core's config classes and the arguments of GPTModel, whose names are Megatron-LM's
-    but for these few. Values that are no plain data (functions, dtypes) are left out, and so is what is no field of the
-    provider's class: of YaRN, nothing is saved. Source: `gpt_oss_bridge.py`, `mistral_bridge.py` and
-    `gpt_provider.py` of Megatron-Bridge 0.3.1.
+    The section contains Megatron-Core's config classes and the arguments of GPTModel, whose names are Megatron-LM's
+    except for these few. Values that are not plain data (functions, dtypes) are left out, and so are attributes that
+    are not fields of the provider's class: of YaRN, nothing is saved. Source: `gpt_oss_bridge.py`, `mistral_bridge.py`
+    and `gpt_provider.py` of Megatron-Bridge 0.3.1.
     """
     model = _mapping(run_config.get("model"))
     fields = {**model, **_mapping(model.get("transformer"))}
@@ -86,18 +87,18 @@ def args_of_run_config(run_config: Mapping[str, Any]) -> dict[str, Any]:
     if "num_query_groups" in args:
         args["group_query_attention"] = args["num_query_groups"] is not None
     match args.get("window_size"):
-        case [int(left), 0] | int(left) if left > 0:  # the hub's number, which counts the token itself
+        case [int(left), 0] | int(left) if left > 0:  # the Hub's window size, which includes the token itself
             args["window_size"] = (left - 1, 0)
     if (
         args.get("position_embedding_type") == "yarn"
-    ):  # gpt-oss: what is not saved is as Megatron-Bridge sets it
+    ):  # gpt-oss: values that are not saved are as Megatron-Bridge sets them
         args = {name: value for name, value in args.items() if name != "rotary_scaling_factor" or value}
         args.setdefault("yarn_correction_range_round_to_int", False)
     return args
 
 
 def _activation(gated: Any, function: str | None) -> dict[str, Any]:
-    """Megatron-LM's arguments for the activation of an MLP. It has none for gates of other functions than these."""
+    """Megatron-LM's arguments for an MLP's activation. Other gate functions have no arguments of their own."""
     if gated is None:
         return {}
     if not gated:
@@ -107,11 +108,11 @@ def _activation(gated: Any, function: str | None) -> dict[str, Any]:
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
-    """A section of the file; what is no section says nothing."""
+    """A section of the file; empty if it is not a section."""
     return value if isinstance(value, Mapping) else {}
 
 
 def _called(function: Any) -> str | None:
-    """The name of a function, which stands as `{_target_: package.module.name, _call_: false}`."""
+    """The name of a function, from `{_target_: package.module.name, _call_: false}`."""
     target = function.get("_target_") if isinstance(function, Mapping) else None
     return str(target).rpartition(".")[2] if target else None
