@@ -1,1 +1,1 @@
-"""Files of `torch.save`, read and written without torch."""
+"""torch.save files, read and written without torch."""

@@ -1,6 +1,6 @@
-"""The zip archives that `torch.save` writes: where the bytes of each member lie, alone or in a larger file.
+"""The zip archives that `torch.save` writes: the position of each member, alone in a file or within a larger one.
 
-Members are stored, not compressed, so a tensor can be read from its place. Source: PKWARE's APPNOTE.
+Members are stored, not compressed, so a tensor can be read in place. Source: PKWARE's APPNOTE.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from reshard.stores import File, fetch_ahead, is_remote
 from reshard.transfer.sources import MOST
 
 EDGE = 2048
-"""Bytes read at once from either end of an archive: enough for all of a single tensor's but its data."""
+"""Bytes read at once from either end of an archive: for a single tensor, enough for everything but its data."""
 
 _END = struct.Struct("<4sHHHHIIH")
 _END64_LOCATOR = struct.Struct("<4sIQI")
@@ -38,12 +38,12 @@ def damaged_file(
     found: str | None = None,
     remedy: str = _DAMAGED,
 ) -> ReshardError:
-    """The error for one file that is not what torch wrote."""
+    """The error for one file that torch did not write like this."""
     return ReshardError(code, message, file=file, expected=expected, found=found, remedy=remedy)
 
 
 def edges(path: str, offset: int, length: int) -> Iterator[tuple[str, int, int]]:
-    """What a `Window` reads first: both ends, or all of what is short."""
+    """The ranges that a `Window` reads first: both ends, or the complete window if it is short."""
     end, is_short = offset + length, length <= 2 * EDGE
     yield path, offset if is_short else end - EDGE, end
     if not is_short:
@@ -61,11 +61,11 @@ class Window:
 
     @property
     def name(self) -> str:
-        """The file, and where in it unless the archive begins with it, for messages."""
+        """The file name for messages, with the offset of the archive if it is not 0."""
         return self.path if not self.offset else f"{self.path} (archive at byte {self.offset})"
 
     def fetch_ahead(self, parts: Iterable[tuple[int, int]]) -> None:
-        """Be told of parts (begin and size) that will be read: of a file in a store, they come together."""
+        """Prefetch parts (begin and size) that will be read, if the file is in a store: they are fetched together."""
         if is_remote(self.path):
             far = (
                 (at, at + size) for at, size in parts if at < self._tail_at and at + size > len(self._head)
@@ -150,7 +150,7 @@ class Archive:
         return content
 
     def storage(self, key: str, nbytes: int) -> Storage:
-        """Where the storage `key` lies, which must have `nbytes` bytes at least."""
+        """The place of the storage `key`. Raises ReshardError if it is shorter than `nbytes` bytes."""
         if key not in self._storages:
             member = self._member(f"data/{key}")
             at = self.window.offset + self._data_at(member)
@@ -175,7 +175,7 @@ class Archive:
         return member
 
     def _data_at(self, member: _Member) -> int:
-        """Where the content begins: behind a local header whose padding only the header itself tells."""
+        """The offset of a member's content, after its local header: only that header records its own padding."""
         raw = self.window.read(*_local_header(member))
         signature, *_, name_size, extra_size = _LOCAL.unpack_from(raw)
         if signature != b"PK\x03\x04" or raw[_LOCAL.size :] != member.name or name_size != len(member.name):
@@ -198,7 +198,7 @@ class Archive:
 
 
 def _local_header(member: _Member) -> tuple[int, int]:
-    """Where the header of a member begins, and its size without padding."""
+    """The offset of a member's header, and its size without padding."""
     return member.header, _LOCAL.size + len(member.name)
 
 
@@ -220,7 +220,7 @@ def _central_directory(window: Window) -> dict[bytes, _Member]:
 
 
 def _entry(window: Window, raw: bytes, at: int) -> tuple[_Member, int]:
-    """One entry of the central directory, and where the next begins."""
+    """One entry of the central directory, and the offset of the next."""
     (
         signature,
         _,
@@ -261,7 +261,7 @@ def _entry(window: Window, raw: bytes, at: int) -> tuple[_Member, int]:
 
 
 def _zip64_fields(extra: bytes, *fields: int) -> list[int]:
-    """`fields` with those that do not fit in 32 bits taken from the zip64 part of `extra`, in order."""
+    """`fields` with values that do not fit in 32 bits taken from the zip64 part of `extra`, in order."""
     at = 0
     while at + 4 <= len(extra):
         kind, size = struct.unpack_from("<HH", extra, at)
@@ -273,7 +273,7 @@ def _zip64_fields(extra: bytes, *fields: int) -> list[int]:
 
 
 def _end_of_directory(window: Window) -> tuple[int, int, int]:
-    """How many entries the central directory has, its size, and where it begins."""
+    """The number of entries in the central directory, its size, and its offset."""
     tail_size = min(window.length, EDGE)
     tail = window.read(window.length - tail_size, tail_size)
     found = tail.rfind(b"PK\x05\x06")
@@ -295,7 +295,7 @@ def _end_of_directory(window: Window) -> tuple[int, int, int]:
 
 
 def _no_zip(window: Window) -> ReshardError:
-    """Why a file has no central directory at its end."""
+    """The error for a file without a central directory at its end."""
     head = window.read(0, min(window.length, 512))
     if head.startswith(b"PK\x03\x04"):
         return damaged_file(

@@ -1,9 +1,9 @@
-"""Sharded tensors of torch: what the file of one rank holds of a `DTensor` or a `ShardedTensor`, and where it belongs.
+"""Sharded tensors of torch: one rank's part of a `DTensor` or a `ShardedTensor`, and its position.
 
-A `DTensor` is a local tensor, a mesh of ranks with this rank's coordinate in it, and one placement for each axis of
-the mesh. Placements apply from left to right; each cuts what the ones before it left to this rank, as `torch.chunk`
-cuts: all pieces are as long as the first but for the last ones, which may be shorter or empty. A `ShardedTensor`,
-which FSDP1 makes without a mesh, says at which offsets its shards lie.
+A `DTensor` is a local tensor, a mesh of ranks with this rank's coordinate in it, and one placement for each axis of the
+mesh. Placements apply from left to right; each cuts what the previous ones left to this rank, like `torch.chunk`: all
+pieces have the same length except the last ones, which may be shorter or empty. A `ShardedTensor`, which FSDP1 makes
+without a mesh, records the offsets of its shards.
 
 Sources: `torch/distributed/tensor/{_api,_dtensor_spec,_utils,placement_types}.py`, `device_mesh.py`, `_mesh_layout.py`
 and `_shard/sharded_tensor/api.py` below `torch/distributed` of torch 2.4 to 2.13; files that torch 2.6, 2.10 and 2.13
@@ -27,26 +27,26 @@ from reshard.formats.torchfiles.pickles import Opaque
 from reshard.formats.torchfiles.untrusted import element_type, shape_of, sizes
 
 MAX_RANKS = 1 << 16
-"""More than any run has; a pickle could claim any number."""
+"""More ranks than any run has; a pickle could contain any number."""
 
 _SAVE_AGAIN = "save the checkpoint again, with torch.distributed.checkpoint or as a full state dict"
 
 Intervals = list[tuple[int, int]]
-"""Elements of one axis, as pairs of begin and end."""
+"""Ranges of one axis, as pairs of begin and end."""
 
 
 class Box(NamedTuple):
-    """Elements that lie side by side in the whole tensor, from `offsets` on."""
+    """A contiguous block of the complete tensor, at `offsets`."""
 
     offsets: tuple[int, ...]
     view: View
 
 
 class Part(NamedTuple):
-    """What one rank's file holds of a tensor of `shape`.
+    """One rank's part of a tensor of `shape`.
 
-    `spread` says in words how ranks share the tensor; all of them say the same. `rank` is the one that wrote the file,
-    if the tensor tells, and `ranks` are those that have files of the same checkpoint.
+    `spread` describes how ranks share the tensor, and is equal on all of them. `rank` is the one that wrote the file,
+    if the tensor records it, and `ranks` are those with files of the same checkpoint.
     """
 
     kind: str
@@ -59,7 +59,7 @@ class Part(NamedTuple):
 
 
 class Mesh(NamedTuple):
-    """A mesh as one rank knows it."""
+    """A mesh as one rank sees it."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -72,7 +72,7 @@ class Mesh(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """`Shard`, `Replicate` or `_StridedShard`; `factor` pieces exist before a `_StridedShard` cuts each of them."""
+    """`Shard`, `Replicate` or `_StridedShard`; a `_StridedShard` cuts each of `factor` existing pieces."""
 
     kind: str
     axis: int = 0
@@ -84,7 +84,7 @@ class Placement(NamedTuple):
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether a value of a state dict is a tensor of one of the two classes."""
+    """Whether a value of a state dict is a `DTensor` or a `ShardedTensor`."""
     return _class_of(value) in ("DTensor", "ShardedTensor")
 
 
@@ -93,10 +93,10 @@ class PartReader:
 
     def __init__(self, file: str) -> None:
         self._file = file
-        self._meshes: dict[int, Mesh] = {}  # by the identity of their objects, which tensors share
+        self._meshes: dict[int, Mesh] = {}  # by the id() of the pickled mesh, which tensors share
 
     def read(self, name: str, value: Any) -> Part:
-        """What the file holds of the tensor `name`. Raises ReshardError if it is damaged or of no use."""
+        """The file's part of the tensor `name`. Raises ReshardError if it is damaged or unusable."""
         kind = _class_of(value)
         try:
             return self._dtensor(name, value) if kind == "DTensor" else _sharded_tensor(value)
@@ -134,7 +134,7 @@ class PartReader:
 
 
 def plain_part(stored: StoredTensor) -> Part:
-    """An ordinary tensor, which each rank has for itself."""
+    """A plain tensor, of which each rank has its own."""
     boxes = (Box((0,) * len(stored.shape), Tensor.stored(stored).view),) if stored.numel else ()
     return Part("plain", stored.dtype, stored.shape, "a plain tensor", boxes)
 
@@ -184,7 +184,7 @@ def _number(coordinate: Sequence[int], shape: Sequence[int]) -> int:
 
 
 def _shape_of_layout(layout: dict[str, Any]) -> tuple[int, ...]:
-    """The sizes of a `_MeshLayout`; an axis that other axes were flattened into is a tuple of theirs."""
+    """The sizes of a `_MeshLayout`; for an axis that was flattened from others, it is a tuple of their sizes."""
     if "axes" in layout:
         return tuple(prod(sizes(_attributes(axis)["shape"])) for axis in layout["axes"])
     shape = layout["shape"] if isinstance(layout["shape"], tuple) else (layout["shape"],)
@@ -220,9 +220,9 @@ def _check_placements(name: str, placements: Sequence[Placement], file: str) -> 
 
 
 def _order(spec: dict[str, Any], placements: Sequence[Placement]) -> list[int]:
-    """The axes of the mesh in the order in which they cut: from left to right, unless `shard_order` says otherwise.
+    """The mesh axes in the order in which they cut: from left to right, unless `shard_order` says otherwise.
 
-    `_StridedShard` is another way to say in what order axes cut. torch 2.10 records both, 2.13 the one that counts.
+    `_StridedShard` is another way to express that order. torch 2.10 records both, 2.13 the one that applies.
     """
     count = len(placements)
     if any(placement.kind == "_StridedShard" for placement in placements):
@@ -234,7 +234,7 @@ def _order(spec: dict[str, Any], placements: Sequence[Placement]) -> list[int]:
 def _check_local(
     name: str, local: Any, dtype: DType, axes: Sequence[Intervals], spread: str, file: str
 ) -> None:
-    """The local tensor is as large as its placement says; an empty one may have lost its shape."""
+    """Raise ReshardError if the local tensor does not match its placement; an empty one may have lost its shape."""
     expected = tuple(sum(end - begin for begin, end in axis) for axis in axes)
     found = f"{local.dtype} {list(local.shape)}" if isinstance(local, StoredTensor) else type(local).__name__
     if isinstance(local, StoredTensor):
@@ -258,7 +258,7 @@ def _check_local(
 def _owned(
     shape: Sequence[int], placements: Sequence[Placement], mesh: Mesh, order: Sequence[int]
 ) -> list[Intervals]:
-    """Which elements of each axis of a tensor of `shape` are this rank's."""
+    """This rank's ranges of each axis of a tensor of `shape`."""
     axes: list[Intervals] = [[(0, size)] for size in shape]
     for at in order:
         placement = placements[at]
@@ -269,7 +269,7 @@ def _owned(
 
 
 def _cut(axis: Intervals, factor: int, parts: int, index: int) -> Intervals:
-    """What is left of an axis once each of `factor` pieces of it is cut into `parts`, of which this rank has one."""
+    """This rank's ranges of an axis, after each of `factor` pieces of it is cut into `parts`."""
     pieces = (_chunk(_chunk(axis, factor, piece), parts, index) for piece in range(factor))
     merged: Intervals = []
     for begin, end in (interval for piece in pieces for interval in piece):
@@ -280,7 +280,7 @@ def _cut(axis: Intervals, factor: int, parts: int, index: int) -> Intervals:
 
 
 def _chunk(axis: Intervals, parts: int, index: int) -> Intervals:
-    """Piece `index` of those that `torch.chunk` cuts an axis into."""
+    """Piece `index` of an axis, cut like `torch.chunk`."""
     step = -(-sum(end - begin for begin, end in axis) // parts)
     low, high = step * index, step * (index + 1)
     found, at = [], 0
@@ -293,7 +293,7 @@ def _chunk(axis: Intervals, parts: int, index: int) -> Intervals:
 
 
 def _boxes(local: View, axes: Sequence[Intervals]) -> Iterator[Box]:
-    """The boxes that a local tensor consists of: one for each choice of intervals."""
+    """The boxes that make up a local tensor: one for each combination of ranges."""
     if all(len(axis) == 1 for axis in axes):
         yield Box(tuple(axis[0][0] for axis in axes), local)
         return
@@ -340,7 +340,7 @@ def _ranks(world: int) -> frozenset[int]:
 
 
 def disagreement(name: str, parts: Sequence[tuple[str, Part]]) -> Problem | None:
-    """What files that share a tensor say differently about it, if anything; `parts` are pairs of file and part."""
+    """The problem if files disagree about a tensor that they share; `parts` are pairs of file and part."""
     first_file, first = parts[0]
     for file, part in parts[1:]:
         ours, theirs = (f"{p.dtype} {list(p.shape)}, {p.spread}" for p in (first, part))

@@ -1,8 +1,8 @@
-"""Flat parameters of FSDP1: what LOCAL_STATE_DICT keeps of each tensor is where it lies, and not its shape.
+"""Flat parameters of FSDP1: LOCAL_STATE_DICT records the position of each tensor, but not its shape.
 
-FSDP1 concatenates the parameters of a module, pads the sum and cuts it evenly; each rank's state dict has its shard as
-the ShardedTensor `_flat_param`. With `use_orig_params=True` it also has, under the name of every parameter, a view of
-the elements that the rank holds of it: of one axis, in the storage of that shard, or empty. Sources: torch 2.13
+FSDP1 concatenates the parameters of a module, pads the result and cuts it evenly; each rank's state dict has its shard
+as the ShardedTensor `_flat_param`. With `use_orig_params=True` it also has, under the name of every parameter, a view
+of the rank's elements of it: one-dimensional, in the storage of that shard, or empty. Sources: torch 2.13
 `distributed/fsdp/_flat_param.py` and `_state_dict_utils.py` (`_local_post_state_dict_hook`), and files that it wrote.
 """
 
@@ -38,14 +38,14 @@ class FlatShards:
         self._any = bool(shards)
         self._at: dict[
             Storage, tuple[str, int]
-        ] = {}  # the flat parameter, and where in it the storage begins
+        ] = {}  # the flat parameter, and the offset of the storage in it
         for name, part in shards.items():
             for box in part.boxes:
                 (piece,) = box.view.pieces
                 self._at[piece.source.storage] = (name, box.offsets[0] - piece.start)  # type: ignore[attr-defined]
 
     def part(self, stored: StoredTensor) -> Part | None:
-        """What a plain tensor of the file holds of a flattened one, at its place in there; None if it is whole."""
+        """The part of a flattened tensor that a plain tensor is a view of, with its position; None if it is no view."""
         if not self._any or len(stored.shape) != 1:
             return None
         if not stored.numel:
@@ -58,12 +58,12 @@ class FlatShards:
 
 
 def spread_of(flat: str) -> str:
-    """How ranks share the tensors that lie in a flat parameter, in words."""
+    """A description of how ranks share the tensors in a flat parameter."""
     return f"views of {flat}"
 
 
 def joined(pairs: Sequence[tuple[str, Part]]) -> list[tuple[str, Part]]:
-    """The parts of one flattened tensor, placed in the tensor instead of in the flat parameter."""
+    """The parts of one flattened tensor, with positions relative to the tensor instead of the flat parameter."""
     parts = [part for _, part in pairs if part.kind == KIND]
     boxes = [box for part in parts for box in part.boxes]
     begin = min((box.offsets[0] for box in boxes), default=0)
@@ -81,7 +81,7 @@ def joined(pairs: Sequence[tuple[str, Part]]) -> list[tuple[str, Part]]:
 
 
 def declared_shapes(binding: Binding, live: Live | None) -> dict[str, tuple[int, ...]]:
-    """The shapes of a family's tensors by their names on the hub, and by those that the live model has."""
+    """The shapes of a family's tensors, by their names on the Hub and in the live model."""
     hub = {name: bound.shape for name, bound in {**binding.copies, **binding.hf}.items()}
     any_type = dtype("float32")
     planned = [Planned(name, any_type, bound.shape, _nothing) for name, bound in binding.hf.items()]
@@ -93,7 +93,7 @@ def _nothing() -> View:
 
 
 def shaped(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> Checkpoint:
-    """The checkpoint with its flattened tensors reshaped. Raises ReshardError naming all whose counts do not fit."""
+    """The checkpoint with its flattened tensors reshaped. Raises ReshardError naming all whose sizes do not match."""
     problems = []
     tensors = dict(checkpoint.tensors)
     for name, tensor in checkpoint.tensors.items():
@@ -123,7 +123,7 @@ def _misfit(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Problem:
 
 
 def shapes_needed(checkpoint: Checkpoint, model_type: str | None, families: Sequence[str]) -> ReshardError:
-    """The error of a checkpoint whose shapes nothing tells."""
+    """The error for a checkpoint whose shapes are unknown."""
     no_config = "pass the Hugging Face folder that training started from (--base DIR)"
     undeclared = "if the model has the same architecture, pass --family NAME"
     return ReshardError(

@@ -1,13 +1,13 @@
-"""What a pickle asks for, looked at before it is loaded: more memory than it holds, or more time, is refused.
+"""Check a pickle before it is loaded: refuse one that would take more memory than its size allows, or too much time.
 
-The unpickler of the standard library believes the numbers in a pickle. A place in its memo (LONG_BINPUT, PUT) makes the
-memo that long, and a count of bytes (BYTEARRAY8) makes a buffer of that size, before anything of it was read. Ten bytes
-could ask for gigabytes.
+The unpickler of the standard library trusts the numbers in a pickle. An index into its memo (LONG_BINPUT, PUT) makes
+the memo that long, and a byte count (BYTEARRAY8) allocates a buffer of that size, before anything of it is read. Ten
+bytes could request gigabytes.
 
-It also hashes whatever is set as a key. A tuple is hashed element by element, so that a pair of a pair of a pair … of
-which each holds the same one twice takes years, and a tuple nested a hundred thousand times overflows the stack of the
-interpreter. So the stack of the unpickler is followed here, with nothing on it but the weight of each object: the
-values that a tuple holds on all its levels, one for anything else.
+It also hashes every key. A tuple is hashed element by element, so that a pair of a pair of a pair … each containing the
+same one twice takes years, and a tuple nested a hundred thousand times overflows the interpreter's stack. So this
+module simulates the unpickler's stack, with only the weight of each object on it: for a tuple the number of values on
+all its levels, one for anything else.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from __future__ import annotations
 import pickletools
 
 HEAVIEST = 255
-"""Weights are counted to here. A key that heavy is refused: honest ones are names, numbers and pairs of them."""
+"""The maximum weight. A key with this weight is refused: honest ones are names, numbers and pairs of them."""
 
 _COUNTS = {-2: 1, -3: 4, -4: 4, -5: 8}
-"""Bytes of a count, by how `pickletools` says that an argument begins with one."""
+"""The size in bytes of a count at the beginning of an argument, by `pickletools` argument size."""
 _LINE, _PAIR = -1, "stringnl_noescape_pair"
 _TAKES = {ord("a"): 1, ord("s"): 2}
-"""How many objects an opcode takes off the stack for the one below them."""
+"""The number of objects that an opcode takes off the stack, to put them into the one below."""
 _MAKES = {ord("Q"): 1, 0x92: 3, 0x93: 2}
-"""How many objects an opcode makes a new one of."""
+"""The number of objects that an opcode replaces by a new one."""
 _TO_MARK = b"dleuot1i\x90\x91"
 _KEYS = {ord("u"): 2, ord("d"): 2, 0x90: 1, 0x91: 1}
-"""Opcodes that hash what lies above the mark: every second of it, or all."""
+"""Opcodes that hash the objects above the mark: every second one, or all."""
 
 
 def _widths() -> tuple[list[int], dict[int, int], dict[int, int]]:
-    """Sizes of opcodes that push one plain object; widths of counts of bytes; numbers of lines; by opcode."""
+    """By opcode: sizes of those that push one plain object; sizes of byte counts; numbers of argument lines."""
     pushes, counts, lines = [0] * 256, {}, {}
     for opcode in pickletools.opcodes:
         code, size = ord(opcode.code), opcode.arg.n if opcode.arg else 0
@@ -47,9 +47,9 @@ _PUSHES, _COUNTED, _LINES = _widths()
 
 
 def check(data: bytes) -> None:
-    """Raise ValueError if the pickle `data` asks for more memory than it can fill, or sets a key that is too heavy.
+    """Raise ValueError if the pickle `data` requests more memory than it can fill, or sets a key that is too heavy.
 
-    Where it ends early or has an unknown opcode, the unpickler says so.
+    If it ends early or has an unknown opcode, the unpickler reports that.
     """
     _Machine(data).run()
 
@@ -61,11 +61,11 @@ class _Machine:
         self._data = data
         self._stack: list[int] = []
         self._marks: list[int] = []
-        self._memo = bytearray()  # weights by place; 0 where nothing was put
-        self._put = 0  # places that something was put in
+        self._memo = bytearray()  # weights by index; 0 for unused indices
+        self._put = 0  # number of used indices
 
     def run(self) -> None:
-        """Follow the pickle to its end. The opcodes that large ones are made of come first: there are millions."""
+        """Follow the pickle to its end. The most frequent opcodes come first: large pickles have millions of them."""
         data, stack, memo, pushes, end = self._data, self._stack, self._memo, _PUSHES, len(self._data)
         at = 0
         while at < end:
@@ -107,7 +107,7 @@ class _Machine:
             raise ValueError(f"a key of {HEAVIEST} values or more, which honest pickles do not have")
 
     def _to_mark(self, code: int, at: int) -> int:
-        """Take all that lies above the last mark; returns where the next opcode is."""
+        """Remove all objects above the last mark; returns the position of the next opcode."""
         begin = self._marks.pop()
         if step := _KEYS.get(code):
             self._hash(max(self._stack[begin::step], default=1))
@@ -118,13 +118,13 @@ class _Machine:
         return self._lines(code, at) if code in _LINES else at + 1
 
     def _rare(self, code: int, at: int) -> int:
-        """An opcode of few, or with an argument that has to be looked at; returns where the next one is."""
+        """Handle a rare opcode, or one whose argument must be checked; returns the position of the next one."""
         stack = self._stack
         if width := _COUNTED.get(code):
             count = int.from_bytes(self._data[at + 1 : at + 1 + width], "little")
             if at + 1 + width + count > len(self._data):
                 raise ValueError(f"it counts {count} bytes where there are fewer")
-            is_number = code == 0x8B  # LONG4: hashed by its length, each time
+            is_number = code == 0x8B  # LONG4: hashing takes time in proportion to its length, each time
             stack.append(min(HEAVIEST, 1 + count // 256) if is_number else 1)
             return at + 1 + width + count
         if code in _LINES:
@@ -150,18 +150,18 @@ class _Machine:
         if code == 0x72:  # LONG_BINPUT
             self._memoize(int.from_bytes(self._data[at + 1 : at + 5], "little"))
             return at + 5
-        if code == 0x94:  # MEMOIZE, after a PUT that left places out
+        if code == 0x94:  # MEMOIZE, after a PUT that skipped indices
             self._memoize(self._put)
         elif code == 0x32:  # DUP
             stack.append(stack[-1])
-        elif code == 0x30:  # POP, which takes the mark where that is on top
+        elif code == 0x30:  # POP, which removes the mark if that is on top
             (self._marks if self._marks and self._marks[-1] == len(stack) else stack).pop()
         elif code not in (0x80, 0x95, 0x98):  # PROTO, FRAME, READONLY_BUFFER
             return len(self._data)
         return at + {0x80: 2, 0x95: 9}.get(code, 1)
 
     def _lines(self, code: int, at: int) -> int:
-        """The end of the lines that an opcode has for an argument; that of the pickle, if they do not end."""
+        """The end of an opcode's argument lines; the end of the pickle, if they are incomplete."""
         for _ in range(_LINES[code]):
             at = self._data.find(b"\n", at) + 1
             if not at:

@@ -1,8 +1,8 @@
-"""Pickles without their classes: read one as data that runs no code, write one for classes we do not import.
+"""Pickles without their classes: read them as data without running code, and write them for classes not imported here.
 
-A pickle is a program: it names functions, and loading it calls them. `loads` never imports what a file
-names. A few names are rebuilt as plain Python values, other names of known frameworks become inert `Opaque`
-objects, and every other name is refused. Opcodes: the `pickletools` module of the standard library.
+A pickle is a program: it names functions, and loading it calls them. `loads` never imports what a file names. A few
+names are rebuilt as plain Python values, other names of known frameworks become inert `Opaque` objects, and every other
+name is refused. Opcodes: the `pickletools` module of the standard library.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ FRAMEWORKS = frozenset((
     "argparse", "dataclasses", "datetime", "decimal", "enum", "fractions", "functools", "signal", "types",
     "typing", "uuid",
 ))
-"""Top-level modules whose classes and functions may stand in a checkpoint; each becomes an `Opaque`."""
+"""Top-level modules whose classes and functions are allowed in a checkpoint; each becomes an `Opaque`."""
 
 INERT = frozenset((
     "copyreg._reconstructor", "copyreg.__newobj__", "collections.deque", "collections.Counter",
     "builtins.getattr", "builtins.object", "builtins.type", "builtins.int", "builtins.float",
     "builtins.bool", "builtins.str", "builtins.bytes", "builtins.list", "builtins.tuple", "builtins.dict",
 ))
-"""Names outside of `FRAMEWORKS` that honest checkpoints hold; they become an `Opaque` too."""
+"""Names outside of `FRAMEWORKS` that honest checkpoints contain; they become an `Opaque` too."""
 # fmt: on
 
 
 class Opaque:
     """An object whose class (or function) a pickle named: its parts are kept, its code is never imported.
 
-    `args` are those of the call, `state` is what BUILD would have restored (usually a dict of attributes),
-    `items` what was appended to it as a list or set in it as a dict (then pairs). A class that is only
-    named, not called, stands as a subclass of `Opaque`; `module` and `name` say which.
+    `args` are those of the call, `state` is what BUILD would have restored (usually a dict of attributes), `items` what
+    was appended to it as a list or set in it as a dict (then pairs). A class that is only named, not called, becomes a
+    subclass of `Opaque`; `module` and `name` identify it.
     """
 
     module = ""
@@ -60,7 +60,7 @@ class Opaque:
     state: Any = None
     items: list[Any]
     called: bool = False
-    """Whether the class was called, rather than made by its `__new__` alone."""
+    """Whether the class was called, rather than created by `__new__` alone."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Opaque:
         self: Opaque = super().__new__(cls)
@@ -73,7 +73,7 @@ class Opaque:
 
     @property
     def qualname(self) -> str:
-        """Where the class or function would be imported from, as in "signal.Signals"."""
+        """The full import name of the class or function, as in "signal.Signals"."""
         return f"{self.module}.{self.name}"
 
     def __setstate__(self, state: Any) -> None:
@@ -83,54 +83,54 @@ class Opaque:
         self.items.append((key, value))
 
     def append(self, item: Any) -> None:
-        """Take an item of a list subclass."""
+        """Append an item, for list subclasses."""
         self.items.append(item)
 
     def extend(self, items: Any) -> None:
-        """Take items of a list subclass."""
+        """Append items, for list subclasses."""
         self.items.extend(items)
 
     def __repr__(self) -> str:
-        return f"<{self.qualname} of {len(self.args)}>"  # whose parts may hold others, many times over
+        return f"<{self.qualname} of {len(self.args)}>"  # args may contain the same objects many times over
 
 
 def opaque_class(module: str, name: str) -> type[Opaque]:
-    """What stands for a class or function that a pickle names."""
+    """The stand-in for a class or function that a pickle names."""
     return type("Opaque", (Opaque,), {"module": module, "name": name})
 
 
 def _made_by(build: Callable[..., Any]) -> type:
-    """A class that, when called or instantiated, gives what `build` returns.
+    """A class that returns `build(...)` when called or instantiated.
 
-    NEWOBJ wants a class where REDUCE wants a callable. The class is new for each load, so that a pickle that
-    sets attributes on it changes nothing for the next.
+    NEWOBJ requires a class where REDUCE requires a callable. The class is new for each load, so that a pickle that sets
+    attributes on it does not affect the next.
     """
     return type("Built", (), {"__new__": lambda cls, *args, **kwargs: build(*args, **kwargs)})
 
 
 def _encode(text: str, encoding: str = "latin1") -> bytes:
-    """Bytes as protocol 2 spells them. Other codecs of `_codecs.encode` would import modules."""
+    """Bytes from the text that protocol 2 stores for them. Other codecs of `_codecs.encode` would import modules."""
     if encoding not in ("latin1", "latin-1"):
         raise pickle.UnpicklingError(f"codec {reprlib.repr(encoding)}")
     return text.encode("latin1")
 
 
 class Namespace(argparse.Namespace):
-    """A namespace whose attributes are what a pickle has for its state, and whose class stays what it is."""
+    """A namespace with the attributes in a pickle's state, which cannot change its class."""
 
     def __setstate__(self, state: Any) -> None:
         vars(self).update({key: value for key, value in state.items() if isinstance(key, str)})
 
 
 class Ordered(OrderedDict[Any, Any]):
-    """A dict without the attributes that a pickle would restore: they could stand in the way of its methods."""
+    """A dict without the attributes in a pickle's state, which could shadow its methods."""
 
     def __setstate__(self, state: Any) -> None:
         pass
 
 
 def _collection(kind: type, weigh: Callable[[Any], Any]) -> Callable[..., Any]:
-    """`kind` of a list of items only: a range of a billion would fill the memory. `weigh` looks at each first."""
+    """A constructor of `kind` from a list only: a range of a billion would fill memory. `weigh` checks each item."""
 
     def build(items: list[Any] | tuple[Any, ...] = ()) -> Any:
         if not isinstance(items, list | tuple):
@@ -143,7 +143,7 @@ def _collection(kind: type, weigh: Callable[[Any], Any]) -> Callable[..., Any]:
 
 
 def _light(item: Any) -> None:
-    """Raise ValueError for what would take long to hash; see `opcodes`."""
+    """Raise ValueError for an item that would take long to hash; see `opcodes`."""
     waiting, seen = [item], 0
     while waiting:
         each, seen = waiting.pop(), seen + 1
@@ -167,7 +167,7 @@ def _bytearray(content: bytes | str = b"", encoding: str = "latin1") -> bytearra
 
 
 LONG = 1 << 16
-"""Elements of a range that a checkpoint may well hold; another stays a name with its bounds, and fills no memory."""
+"""Maximum length of a range that becomes a `range`; a longer one becomes an `Opaque` with its bounds."""
 
 
 def _range(*bounds: int) -> Any:
@@ -195,17 +195,17 @@ _REBUILT: dict[str, Callable[..., Any]] = {
 
 
 class Sealed:
-    """Values that were handed to a pickle while it loads, and must come back as they were.
+    """Values that are passed to a pickle while it loads, and must not change.
 
-    BUILD sets the fields even of a frozen dataclass. A tensor whose path or offset a pickle has rewritten
-    would make reshard copy bytes of another file.
+    BUILD sets the fields even of a frozen dataclass. A tensor whose path or offset a pickle rewrites would make reshard
+    copy bytes of another file.
     """
 
     def __init__(self) -> None:
         self._copies: list[tuple[Any, Any]] = []
 
     def add(self, value: Any) -> Any:
-        """Hand out `value`, a dataclass, and remember what its fields were."""
+        """Return `value`, a dataclass, and remember its fields."""
         self._copies.append((value, replace(value)))
         return value
 
@@ -235,7 +235,7 @@ class _Unpickler(pickle.Unpickler):
         return self._look_up(key)
 
     def find_class(self, module: str, name: str) -> Any:
-        # Protocol 2, which torch writes, has the names that things had in Python 2.
+        # Protocol 2, which torch writes, uses the names of Python 2.
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         qualname = f"{module}.{name}"
         made = self._rebuild.get(qualname, _REBUILT.get(qualname))
@@ -267,11 +267,11 @@ def loads(
     persistent_load: Callable[[Any], Any] | None = None,
     sealed: Sealed | None = None,
 ) -> Any:
-    """The objects that the pickle `data` of `file` describes; torch dtypes are `DType`s, paths strings.
+    """The objects in the pickle `data` of `file`; torch dtypes become `DType`s, paths strings.
 
-    `rebuild` maps qualified names to the function, class or value that stands for them: give classes that
-    are made for this one load, or a pickle could alter them for the next. `sealed` remembers what `rebuild`
-    and `persistent_load` hand out. Raises ReshardError for a name that is refused and for a damaged pickle.
+    `rebuild` maps qualified names to the function, class or value to use for them: pass classes that are made for this
+    load only, or a pickle could alter them for the next. `sealed` checks the values from `rebuild` and
+    `persistent_load`. Raises ReshardError for a refused name and for a damaged pickle.
     """
     sealed = sealed or Sealed()
     try:
@@ -280,7 +280,7 @@ def loads(
         intact = sealed.intact()
     except ReshardError:
         raise
-    except Exception as error:  # whatever a hostile or damaged program can provoke
+    except Exception as error:  # a hostile or damaged pickle can raise anything
         raise damaged(file, said(error)) from None
     if not intact:
         raise damaged(file, "it rewrites the tensors that it describes")
@@ -288,7 +288,7 @@ def loads(
 
 
 class Global(NamedTuple):
-    """A class or function by name, imported by whoever loads the pickle."""
+    """A class or function by name, imported when the pickle is loaded."""
 
     module: str
     name: str
@@ -296,13 +296,13 @@ class Global(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """What `function(*args)` returns when the pickle is loaded, with `state` restored into it."""
+    """The result of `function(*args)` when the pickle is loaded, with `state` restored into it."""
 
     function: Global
     args: tuple[Any, ...] = ()
     state: Any = None
     new: bool = False
-    """Make it by `function.__new__(function, *args)`, which does not run `__init__`."""
+    """Create it by `function.__new__(function, *args)`, which does not run `__init__`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,14 +313,14 @@ class Persistent:
 
 
 class Pickler:
-    """Writes protocol 2, what `torch.load(weights_only=True)` reads.
+    """Writes protocol 2, which `torch.load(weights_only=True)` reads.
 
-    Plain values, `DType`, `argparse.Namespace`, `Opaque` and the nodes above. Strings and globals are written
-    once and referred to; a list or dict that occurs twice is written twice.
+    It supports plain values, `DType`, `argparse.Namespace`, `Opaque` and the nodes above. Strings and globals are
+    written once and referenced; a list or dict that occurs twice is written twice.
     """
 
     def __init__(self) -> None:
-        self._out = io.BytesIO()  # gives what was written without a copy of it
+        self._out = io.BytesIO()  # getvalue() returns its content without a copy
         self.raw(b"\x80\x02")
         self._memo: dict[Any, bytes] = {}
         self._writers: dict[type, Callable[[Any], None]] = {
@@ -345,16 +345,16 @@ class Pickler:
         }
 
     def finish(self) -> bytes:
-        """The pickle of what was written: one object."""
+        """The finished pickle of one object."""
         self.raw(b".")
         return self._out.getvalue()
 
     def raw(self, opcodes: bytes) -> None:
-        """Append opcodes as they are."""
+        """Append opcodes unchanged."""
         self._out.write(opcodes)
 
     def memoize(self, key: Any) -> bytes:
-        """Remember the object on top of the stack under `key`; returns the opcode that fetches it again."""
+        """Memoize the object on top of the stack under `key`; returns the opcode that fetches it."""
         index = len(self._memo)
         if index < 256:
             self.raw(b"q%c" % index)
@@ -366,7 +366,7 @@ class Pickler:
         return self._memo[key]
 
     def recall(self, key: Any) -> bool:
-        """Fetch the object that was memoized under `key`, if there is one."""
+        """Fetch the object that was memoized under `key`; returns whether there is one."""
         opcode = self._memo.get(key)
         if opcode is None:
             return False
@@ -374,7 +374,7 @@ class Pickler:
         return True
 
     def prepare(self, value: Any) -> bytes:
-        """Write a hashable `value` now, put it aside, and return the opcode that fetches it."""
+        """Write and memoize a hashable `value` now, pop it, and return the opcode that fetches it."""
         if value not in self._memo:
             self.write(value)
             if value not in self._memo:
@@ -383,7 +383,7 @@ class Pickler:
         return self._memo[value]
 
     def write(self, value: Any) -> None:
-        """Append one object. Raises TypeError if a pickle of ours cannot hold it."""
+        """Append one object. Raises TypeError if its type is not supported."""
         writer = self._writers.get(type(value))
         if writer is not None:
             writer(value)
@@ -477,7 +477,7 @@ def encode_int(value: int) -> bytes:
 
 
 def dumps(value: Any) -> bytes:
-    """The pickle of `value`; see `Pickler` for what it may be."""
+    """The pickle of `value`; see `Pickler` for supported types."""
     pickler = Pickler()
     pickler.write(value)
     return pickler.finish()

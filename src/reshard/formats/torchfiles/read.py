@@ -1,7 +1,7 @@
-"""Files of `torch.save`, read without torch: tensors become places in the file, and no code is run.
+"""Read torch.save files without torch: tensors become places in the file, and no code is run.
 
-Such a file is a zip of stored members, `<root>/data.pkl` and `<root>/data/<key>`, alone in a file or nested
-in a `.distcp` file. Sources: `torch/serialization.py`, PKWARE's APPNOTE, and files that torch wrote.
+Such a file is a zip of stored members, `<root>/data.pkl` and `<root>/data/<key>`, alone in a file or nested in a
+`.distcp` file. Sources: `torch/serialization.py`, PKWARE's APPNOTE, and files that torch wrote.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from reshard.stores import HEADS, File, fetch_ahead, is_remote, open_file
 from reshard.transfer.sources import open_source
 
 MAX_OPEN = 64
-"""Files that a `ChunkReader` keeps open."""
+"""Maximum number of files that a `ChunkReader` keeps open."""
 
 AHEAD = HEADS // (2 * EDGE)
-"""Chunks in a store of which a `ChunkReader` gets the ends at once."""
+"""Number of chunks in a store whose ends a `ChunkReader` fetches at once."""
 
 NESTED = ("ProcessGroupState",)
-"""Classes inside of classes whose instances stand in checkpoints: this one, in `ShardedTensor`."""
+"""Nested classes whose instances occur in checkpoints: this one, in `ShardedTensor`."""
 
 
 def read_torch_file(
     path: str | Path, offset: int = 0, length: int | None = None, file: File | None = None
 ) -> Any:
-    """What `torch.save` put into `path`, with a `StoredTensor` for each tensor.
+    """The content that `torch.save` wrote to `path`, with a `StoredTensor` for each tensor.
 
-    The archive lies at bytes `offset` to `offset + length` of the file (to its end, by default); `file` is
-    that file, if the caller has it open. Tensors that share a storage share a `Storage`, whose
-    offset counts from the start of the file. Objects of the frameworks' classes are `pickles.Opaque`.
-    Raises ReshardError for a damaged or foreign file, and for a pickle that names what it should not.
+    The archive is at bytes `offset` to `offset + length` of the file (to its end, by default); `file` is that file, if
+    the caller has it open. Tensors that share a storage share a `Storage`, whose offset counts from the start of the
+    file. Objects of the frameworks' classes are `pickles.Opaque`. Raises ReshardError for a damaged or foreign file,
+    and for a pickle with names that are not allowed.
     """
     if file is None:
         with _open(path) as own:
@@ -57,7 +57,7 @@ def read_torch_file(
 def read_dict(
     path: Path, code: str, message: str, remedy: str, expected: str = "a dict of tensors"
 ) -> dict[Any, Any]:
-    """The dict that a file of `torch.save` holds. Raises ReshardError with `message` if it holds something else."""
+    """The dict in a torch.save file. Raises ReshardError with `message` if it contains something else."""
     content = read_torch_file(path)
     if not isinstance(content, dict):
         found = type(content).__name__
@@ -66,24 +66,24 @@ def read_dict(
 
 
 def scalar(tensor: StoredTensor) -> float:
-    """The value of a tensor of one element, such as the step of an optimizer. Raises ValueError for any other."""
+    """The value of a one-element tensor, such as the step of an optimizer. Raises ValueError for any other."""
     if tensor.numel != 1:
         raise ValueError(f"{list(tensor.shape)} where one number is expected")
     return float(np.frombuffer(first_bytes(tensor, tensor.dtype.itemsize), tensor.dtype.name)[0])
 
 
 def first_bytes(tensor: StoredTensor, most: int) -> bytes:
-    """The first bytes of a tensor, at most so many of them."""
+    """The first bytes of a tensor, at most `most` of them."""
     with open_file(tensor.storage.path) as file:
         at = tensor.storage.offset + tensor.start * tensor.dtype.itemsize
         return file.read(at, min(most, tensor.nbytes))
 
 
 class ChunkReader:
-    """Finds single tensors in `.distcp` files; keeps the files that it used last open. Close it when done.
+    """Reads single tensors in `.distcp` files, and keeps recently used files open. Close it when done.
 
-    `coming` are the chunks that will be read, as (file, offset, length) and in that order: of files in a store, what is
-    read of many comes at once.
+    `coming` are the chunks that will be read, as (file, offset, length) and in that order: for files in a store, the
+    headers of many are fetched at once.
     """
 
     def __init__(self, coming: Iterable[tuple[str, int, int]] = ()) -> None:
@@ -94,10 +94,10 @@ class ChunkReader:
     def read(
         self, path: str | Path, offset: int, length: int, dtype: DType, shape: tuple[int, ...]
     ) -> StoredTensor:
-        """The one tensor that lies at bytes `offset` to `offset + length` of `path`.
+        """The only tensor at bytes `offset` to `offset + length` of `path`.
 
-        Two short reads, and no unpickling once a chunk with the same pickle has been seen. Raises
-        ReshardError as `read_torch_file` does, and if the tensor is not of the `dtype` and `shape` stated.
+        Makes two short reads, and unpickles only if no chunk with the same pickle has been read before. Raises
+        ReshardError like `read_torch_file`, and if the tensor does not have the given `dtype` and `shape`.
         """
         self._look_ahead()
         archive = Archive(Window(self._file(str(path)), str(path), offset, length))
@@ -140,7 +140,7 @@ class ChunkReader:
 
 @lru_cache(maxsize=4096)
 def _single_tensor(pickled: bytes, name: str = "") -> tuple[str, StoredTensor]:
-    """The key and description of the tensor that a pickle is all about; its storage is a stand-in."""
+    """The key and description of the only tensor in a pickle; its storage is a placeholder."""
     keys = []
 
     def storage(key: str, nbytes: int) -> Storage:
@@ -169,13 +169,13 @@ def _open(path: str | Path) -> File:
 
 
 class _StorageClass(NamedTuple):
-    """What `torch.FloatStorage` and its like stand for; `dtype` is None for `UntypedStorage`."""
+    """A class such as `torch.FloatStorage`; `dtype` is None for `UntypedStorage`."""
 
     dtype: DType | None
 
 
 class _Typed(NamedTuple):
-    """A storage as a pickle refers to it, with the element type of its class."""
+    """A storage that a pickle refers to, with the element type of its class."""
 
     storage: Storage
     dtype: DType | None
@@ -193,7 +193,7 @@ def _load(pickled: bytes, file: str, storage: Callable[[str, int], Storage]) -> 
 
 
 class _Rebuilder:
-    """The functions of `torch._utils` that rebuild tensors, for tensors that stay on disk."""
+    """Replacements for the functions of `torch._utils` that rebuild tensors; these leave tensors on disk."""
 
     def __init__(self, file: str, storage: Callable[[str, int], Storage]) -> None:
         self._file = file
@@ -221,7 +221,7 @@ class _Rebuilder:
         )
 
     def _persistent(self, reference: Any) -> _Typed:
-        """("storage", storage class, key, device, elements), as `torch.save` refers to a storage."""
+        """The storage for ("storage", storage class, key, device, elements), as `torch.save` refers to one."""
         kind, storage_class, key, _, count = reference
         if isinstance(storage_class, type) and issubclass(storage_class, Opaque):
             raise self._unsupported(storage_class.name)
@@ -275,7 +275,7 @@ class _Rebuilder:
         return tensor
 
     def _from_type(self, function: Any, kind: Any, args: Any, state: Any) -> Any:
-        """A tensor of a subclass, or with attributes: the tensor, or its parts if it is no plain one."""
+        """A tensor of a subclass, or with attributes: the tensor if its data are plain, or else its parts."""
         if type(args) is not tuple:
             raise ValueError(f"arguments in a {type(args).__name__}")
         tensor = function(*args)
@@ -285,7 +285,7 @@ class _Rebuilder:
 
     @staticmethod
     def _attribute(owner: Any, name: str) -> Any:
-        """`getattr(owner, name)`, which is how protocol 2 names a class inside a class, or a member of an enum."""
+        """`getattr(owner, name)`, which protocol 2 uses for a nested class, or a member of an enum."""
         if isinstance(owner, type) and issubclass(owner, Opaque) and name in NESTED:
             return opaque_class(owner.module, f"{owner.name}.{name}")
         return opaque_class("builtins", "getattr")(owner, name)

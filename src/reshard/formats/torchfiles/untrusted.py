@@ -1,4 +1,4 @@
-"""Values that a pickle could have made anything: looked at before they are counted with, and shown in short."""
+"""Validate values from a pickle, which could be anything, before computing with them; show them shortened."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from reshard.algebra.storage import StoredTensor
 from reshard.errors import ReshardError
 
 MOST = 1 << 62
-"""No count of elements or bytes comes near."""
+"""More elements or bytes than any tensor has."""
 
 
 def sizes(values: Any) -> tuple[int, ...]:
-    """`values` as counts or strides. Raises TypeError if they are something else."""
+    """`values` as sizes or strides. Raises TypeError for anything else."""
     if not isinstance(values, tuple | list):
         raise TypeError(f"{reprlib.repr(values)} where sizes are expected")
     for value in values:
@@ -25,27 +25,27 @@ def sizes(values: Any) -> tuple[int, ...]:
 
 
 DIMENSIONS = 64
-"""More axes than any tensor of torch has."""
+"""More axes than any torch tensor has."""
 
 
 def shape_of(values: Any) -> tuple[int, ...]:
-    """`values` as the sizes or strides of a tensor. Raises TypeError if they are something else."""
+    """`values` as the sizes or strides of a tensor. Raises TypeError for anything else."""
     if isinstance(values, tuple | list) and len(values) > DIMENSIONS:
         raise TypeError(f"{len(values)} axes where a tensor has at most {DIMENSIONS}")
     return sizes(values)
 
 
 def element_type(value: Any) -> DType:
-    """`value` as an element type. Raises TypeError if it is something else."""
+    """`value` as an element type. Raises TypeError for anything else."""
     if not isinstance(value, DType):
         raise TypeError(f"{reprlib.repr(value)} is not an element type")
     return value
 
 
 def nested(content: Any, kinds: Any = (Mapping, list, tuple)) -> Iterator[Any]:
-    """`content`, and all that lies in it and in what lies in it; no container of these kinds is entered twice.
+    """`content`, and everything nested in it; no container of these kinds is entered twice.
 
-    One that holds another twice, and that one the next, would have no end, and one that contains itself has none.
+    Otherwise a chain of containers that each contain the next one twice would take forever, and so would a cycle.
     """
     waiting, entered = [content], set()
     while waiting:
@@ -64,12 +64,12 @@ def stored_in(content: Any) -> Iterator[StoredTensor]:
 
 
 def values_of(content: Any, key: str) -> Iterator[Any]:
-    """All that stands under a key in nested dicts."""
+    """All values of a key in nested dicts."""
     return (each[key] for each in nested(content, Mapping) if isinstance(each, Mapping) and key in each)
 
 
 def number_of(content: Any, most: int) -> int:
-    """How many values there are in nested dicts and lists, each as often as it is there; more than `most` if more."""
+    """The number of values in nested dicts and lists, with repetitions; more than `most` if it exceeds `most`."""
     waiting, count = [content], 0
     while waiting and count <= most:
         each, count = waiting.pop(), count + 1
@@ -80,7 +80,7 @@ def number_of(content: Any, most: int) -> int:
 
 
 def damaged(file: str, found: str) -> ReshardError:
-    """The error for a pickle that is not what a framework wrote."""
+    """The error for a pickle that no framework wrote like this."""
     return ReshardError(
         "pickle-unreadable",
         "a pickle cannot be read",

@@ -1,9 +1,9 @@
-"""Files of `torch.save`, laid out before any tensor's bytes are known.
+"""Lay out torch.save files before the bytes of any tensor are known.
 
-The layout is that of torch 2.13: the same members in the same order, each with its padding and its data
-descriptor, so that whatever reads torch's files reads these. Where torch puts the CRC32 of a storage, an
-image has a hole, to be filled when the bytes have passed. Sources: `torch/serialization.py`, PKWARE's
-APPNOTE for zip64, and files that torch wrote.
+The layout is that of torch 2.13: the same members in the same order, each with its padding and its data descriptor, so
+that any reader of torch's files can read these. Where torch writes the CRC32 of a storage, an image has a hole, which
+is filled after the bytes have been copied. Sources: `torch/serialization.py`, PKWARE's APPNOTE for zip64, and files
+that torch wrote.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from reshard.algebra.dtypes import DType
 from reshard.formats.torchfiles.pickles import Global, Persistent, Pickler, Reduce
 
 ROOT = "archive"
-"""The folder that all members are in; torch takes this name whenever it writes to a stream."""
+"""The folder of all members; torch uses this name whenever it writes to a stream."""
 
 ALIGNMENT = 64
 _U32 = 0xFFFF_FFFF
@@ -32,9 +32,9 @@ _CRC_IN_ENTRY = 16
 
 @dataclass(frozen=True, slots=True)
 class NewTensor:
-    """A contiguous tensor to be written; tensors with an equal `key` share one storage.
+    """A contiguous tensor to write; tensors with an equal `key` share one storage.
 
-    A `repeated` one stores a single element that stands at every place, as `Tensor.expand` of torch makes it.
+    A `repeated` one stores a single element for all places, like torch's `Tensor.expand`.
     """
 
     key: Hashable
@@ -44,27 +44,27 @@ class NewTensor:
 
     @property
     def stored(self) -> int:
-        """How many elements its storage has."""
+        """The number of elements in its storage."""
         return 1 if self.repeated else prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its storage."""
+        """The size of its storage in bytes."""
         return self.stored * self.dtype.itemsize
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """In elements of its storage."""
+        """Strides in elements of its storage."""
         step = 0 if self.repeated else 1
         return tuple(step * prod(max(n, 1) for n in self.shape[i + 1 :]) for i in range(len(self.shape)))
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where the bytes of the tensor `key` go: `nbytes` from `offset`.
+    """The place of the tensor `key`: `nbytes` bytes at `offset`.
 
-    `crc_at` are the places of its CRC32, each four bytes, little-endian. All offsets count from the
-    beginning of the image.
+    `crc_at` are the places of its CRC32, each four bytes, little-endian. All offsets count from the beginning of the
+    image.
     """
 
     key: Any
@@ -85,9 +85,9 @@ class Image:
 
 
 def layout_torch_file(content: Any) -> Image:
-    """The image of `torch.save(content)`, where `content` has `NewTensor`s for tensors.
+    """The image of `torch.save(content)`; tensors in `content` are `NewTensor`s.
 
-    It may hold what `pickles.Pickler` can write. Raises TypeError for anything else.
+    It supports the types of `pickles.Pickler`. Raises TypeError for anything else.
     """
     pickler = _TorchPickler()
     pickler.write(content)
@@ -105,7 +105,7 @@ def layout_torch_file(content: Any) -> Image:
 
 
 def image_bytes(image: Image, contents: Mapping[Hashable, bytes] = MappingProxyType({})) -> bytes:
-    """The whole file of an image. `contents` has the bytes of each of its tensors, by key; ValueError if not."""
+    """The complete file. `contents` has the bytes of each tensor, by key. Raises ValueError if any are missing."""
     whole = bytearray(image.size)
     for offset, content in image.literals:
         whole[offset : offset + len(content)] = content
@@ -122,12 +122,12 @@ def image_bytes(image: Image, contents: Mapping[Hashable, bytes] = MappingProxyT
 
 
 def _serialization_id(pickled: bytes) -> bytes:
-    """Forty digits. torch makes them of all CRC32s, to tell files apart in its log, and never checks them."""
+    """Forty digits. torch computes them from all CRC32s, to identify files in its log, and never checks them."""
     return str(int.from_bytes(sha256(pickled).digest()[:16], "little")).zfill(40).encode()
 
 
 class _TorchPickler(Pickler):
-    """Writes a `NewTensor` as torch writes a tensor; `storages` has the tensors by key, in order."""
+    """Writes a `NewTensor` like torch writes a tensor; `storages` has the tensors by key, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class _TorchPickler(Pickler):
 
 
 class _Entry(NamedTuple):
-    """A member that has been placed."""
+    """A member with its position."""
 
     name: bytes
     header: int
@@ -164,7 +164,7 @@ class _Entry(NamedTuple):
 
 
 class _Layout:
-    """A zip that grows member by member; `_text` is what is known of it since the last slot."""
+    """A zip that is built member by member; `_text` are the bytes since the last slot."""
 
     def __init__(self) -> None:
         self._size = 0
@@ -174,7 +174,7 @@ class _Layout:
         self._tensors: list[tuple[NewTensor, int, list[int]]] = []
 
     def add(self, name: str, content: bytes) -> None:
-        """Append a member whose content is known."""
+        """Append a member with known content."""
         entry = self._begin(name, len(content), zlib.crc32(content), slot=False)
         self._put(content)
         self._put(_descriptor(entry))
@@ -192,7 +192,7 @@ class _Layout:
         self._tensors.append((tensor, offset, crc_at))
 
     def finish(self) -> Image:
-        """Append the central directory; the image is whole."""
+        """Append the central directory, and return the finished image."""
         begin = self._size
         holes = iter(crc_at for tensor, _, crc_at in self._tensors if tensor.nbytes)
         for entry in self._entries:
@@ -228,7 +228,7 @@ def _flags(entry: _Entry) -> int:
 
 
 def _zip64(entry: _Entry) -> bytes:
-    """The extra field with what does not fit in 32 bits: both sizes, the offset of the header."""
+    """The extra field with values that do not fit in 32 bits: both sizes, the offset of the header."""
     fields = [entry.size, entry.size] if entry.size >= _U32 else []
     if entry.header >= _U32:
         fields.append(entry.header)
@@ -236,7 +236,7 @@ def _zip64(entry: _Entry) -> bytes:
 
 
 def _local_header(entry: _Entry) -> bytes:
-    """The header, with the padding in an extra field "FB" that aligns what follows it."""
+    """The header; padding in an extra field "FB" aligns the content after it."""
     extra = _zip64(entry)
     end = entry.header + 30 + len(entry.name) + len(extra) + 4
     padding = -end % ALIGNMENT
@@ -246,7 +246,7 @@ def _local_header(entry: _Entry) -> bytes:
 
 
 def _descriptor(entry: _Entry) -> bytes:
-    """What follows the content of a member; an empty one has none."""
+    """The data descriptor after the content of a member; an empty member has none."""
     if not entry.size:
         return b""
     sizes = "QQ" if _zip64(entry) else "II"
@@ -262,7 +262,7 @@ def _central_entry(entry: _Entry) -> bytes:
 
 
 def _end_of_archive(count: int, begin: int, end: int) -> bytes:
-    """The end of the archive in 64 bits, its locator, and the end in 32 bits, as torch always writes them."""
+    """The 64-bit end of the archive, its locator, and the 32-bit end, as torch always writes them."""
     size = end - begin
     wide = struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 0x031E, 45, 0, 0, count, count, size, begin)
     locator = struct.pack("<4sIQI", b"PK\x06\x07", 0, end, 1)
