@@ -1,1 +1,1 @@
-"""Measurements beside `cp` and beside other tools, in alternation, as ratios. Run by `make bench`."""
+"""Measurements against `cp` and other tools, in alternating runs, as ratios. Run by `make bench`."""

@@ -17,16 +17,16 @@ from bench.race import HEADER, Contender, race
 RESHARD = [str(Path(sys.executable).with_name("reshard")), "convert"]
 QUIET = ["--no-tokenizer", "--quiet"]
 LAYOUTS = {"dense": ["--tp", "2", "--pp", "2"], "moe": ["--tp", "4", "--ep", "4"]}
-SMALL = {**QWEN2_5_3B, "num_hidden_layers": 4, "vocab_size": 65536}  # about 1 GB of the same shape
+SMALL = {**QWEN2_5_3B, "num_hidden_layers": 4, "vocab_size": 65536}  # about 1 GB with the same tensor shapes
 
 
 BASE = {**QWEN2_5_3B, "num_hidden_layers": 6, "vocab_size": 65536, "max_position_embeddings": 4096}  # 1.3 GB
 
 
 class Peer(NamedTuple):
-    """What people use to read one engine's checkpoints. `package` is what both sides of it need.
+    """A tool that people use to read one engine's checkpoints. Both it and reshard's reader need `package`.
 
-    The interpreter that has it can be told by an environment variable such as RESHARD_BENCH_DEEPSPEED.
+    An environment variable such as RESHARD_BENCH_DEEPSPEED can set the interpreter that has the package.
     """
 
     road: str
@@ -37,12 +37,12 @@ class Peer(NamedTuple):
 
     @property
     def python(self) -> str:
-        """The interpreter for the engine."""
+        """The Python interpreter for the engine."""
         return os.environ.get(f"RESHARD_BENCH_{self.package.upper()}", sys.executable)
 
     @property
     def is_installed(self) -> bool:
-        """Whether the engine can be imported there."""
+        """Whether that interpreter can import the engine."""
         return not subprocess.run(
             [self.python, "-c", f"import {self.package}"], capture_output=True
         ).returncode
@@ -63,7 +63,7 @@ PEERS = (
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--only", default="", help="Run the races whose name has this word.")
 def main(data: Path, rounds: int, only: str) -> None:
-    """Measure reshard beside cp and beside torch, in alternation, on a warm page cache."""
+    """Compare reshard with cp and torch, in alternating runs, with a warm page cache."""
     print("\n".join(HEADER), flush=True)
     for name, config in (("small", SMALL), ("dense", QWEN2_5_3B), ("moe", QWEN3_MOE)):
         if only in f"{name} cp":
@@ -97,11 +97,11 @@ def main(data: Path, rounds: int, only: str) -> None:
 
 
 def _plans(name: str, model: Path, data: Path, rounds: int) -> None:
-    """What it takes to plan a model of real size: nothing is written."""
+    """The cost of planning a model of real size: nothing is written."""
     out, has_delta_nets = data / "out", name.startswith("Qwen3.5")
     layout = ["--tp", "2" if has_delta_nets else "8", "--pp", "8", "--ep", "32", "--etp", "1"]
     flags = {"megatron": layout, "megatron-legacy": layout, "huggingface": ["--dtype", "bfloat16"]}
-    if has_delta_nets:  # which have no files of ranks
+    if has_delta_nets:  # which have no rank files
         del flags["megatron-legacy"]
     for target, given in flags.items():
         command = [*RESHARD, str(model), str(out), "--to", target, *given, "--dry-run", *QUIET]
@@ -133,7 +133,7 @@ def _against_cp(name: str, model: Path, data: Path, rounds: int) -> None:
 
 
 def _copies(source: Path, copy: Path) -> list[Contender]:
-    """`cp -r`, and the same until the copy is on the disk, which is when reshard ends."""
+    """`cp -r`, and the same until the copy is on the disk, as with reshard."""
     durable = 'cp -r "$0" "$1" && find "$1" -type f -exec sync {} +'
     return [
         Contender("cp -r", ["cp", "-r", str(source), str(copy)], copy),
@@ -187,7 +187,7 @@ def _against_engine(peer: Peer, model: Path, data: Path, rounds: int) -> None:
 
 
 def _quantized(plain: Path, data: Path, rounds: int) -> None:
-    """Block FP8 made plain and back, beside a copy of the plain model and the publisher's formula in torch."""
+    """Block FP8 dequantized and back, against a copy of the plain model and the publisher's formula in torch."""
     fp8, out = data / "fp8", data / "out"
     peer = [sys.executable, "-m", "bench.peers"]
     subprocess.run([*RESHARD, str(plain), str(fp8), "--quantize", "fp8", *QUIET, "--overwrite"], check=True)

@@ -1,7 +1,7 @@
-"""What a conversion costs here, in processor time: for a byte, a file, a block and a part. For `bench/scale.py`.
+"""Processor time of a conversion here, per byte, file, block and part. For `bench/scale.py`.
 
-Each is the difference of two conversions that differ in that alone, less what their plans differ by (`--dry-run`).
-Files are written past the page cache, as those of models that fill it are.
+Each cost is the difference between two conversions that differ only in that, minus the difference of their plans
+(`--dry-run`). Files bypass the page cache, as in conversions of models that would fill it.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ TINY = {
     "num_hidden_layers": 2,
     "vocab_size": 1024,
 }
-"""Experts of 4 KiB a matrix."""
+"""Experts with 4 KiB per matrix."""
 
 TP8 = ["--to", "megatron", "--tp", "8"]
 
 
 def rows(data: Path, rounds: int) -> Iterator[str]:
-    """The constants, as they stand in bench/scale.py, and what each road took by the clock."""
+    """The constants in the form of bench/scale.py, and the wall time of each kind of conversion."""
     folder = data / "costs"
     roads = _Roads(folder, rounds)
     block = roads.block()
@@ -69,14 +69,14 @@ def rows(data: Path, rounds: int) -> Iterator[str]:
 
 
 class _Roads:
-    """Conversions by the command line, and what they took."""
+    """Command-line conversions, and their times."""
 
     def __init__(self, folder: Path, rounds: int) -> None:
         self._folder, self._rounds = folder, rounds
         self.said: list[str] = []
 
     def gigabyte(self, road: str, config: dict[str, Any], flags: list[str]) -> float:
-        """Seconds for a GB that is written."""
+        """Seconds per GB written."""
         sizes, cpu, wall = [], [], []
         for layers in LAYERS:
             model = make(self._folder / "model", {**config, "num_hidden_layers": layers})
@@ -90,7 +90,7 @@ class _Roads:
         return (cpu[1] - cpu[0]) / each
 
     def block(self) -> float:
-        """Seconds for a block of a few kilobytes."""
+        """Seconds per block of a few kilobytes."""
         counts, cpu = [], []
         for experts in EXPERTS:
             model = make(self._folder / "model", {**TINY, "num_experts": experts})
@@ -101,7 +101,7 @@ class _Roads:
         return (cpu[1] - cpu[0]) / (counts[1] - counts[0])
 
     def file(self) -> float:
-        """Seconds for a file, of 200 kB."""
+        """Seconds per file of 200 kB."""
         model = make(self._folder / "model", {**TINY, "num_experts": EXPERTS[1]})
         counts, cpu = [], []
         for most in ("1GB", "200kB"):
@@ -114,7 +114,7 @@ class _Roads:
         return (cpu[1] - cpu[0]) / (counts[1] - counts[0])
 
     def _took(self, model: Path, flags: list[str]) -> tuple[float, float]:
-        """Processor and wall seconds of a conversion without its start and its plan: medians."""
+        """Processor and wall seconds of a conversion without startup and plan: medians."""
         out = self._folder / "out"
         runs = [
             Contender("reshard", [*_command(model, out, flags), *more], out) for more in ([], ["--dry-run"])
@@ -163,7 +163,7 @@ def _plan(model: Path, flags: list[str]) -> Any:
 
 
 class _Here:
-    """Does each part in this process, as if it had come from another, and counts what that takes."""
+    """Runs each part in this process, as if another had sent it, and measures the time."""
 
     package, form = "numpy", ""
     slots, threads, queue = 1, 2, 1
@@ -176,7 +176,7 @@ class _Here:
     def submit(
         self, function: Callable[[Any], Any], arguments: Sequence[Any], folder: Path
     ) -> list[Future[Any]]:
-        """Do the parts now."""
+        """Run the parts at once."""
         futures = []
         for argument in arguments:
             sent = pickle.dumps((function, argument))
@@ -191,11 +191,11 @@ class _Here:
         return futures
 
     def close(self) -> None:
-        """Nothing is left."""
+        """Nothing to close."""
 
 
 def _parts(folder: Path, rounds: int) -> tuple[float, float]:
-    """Seconds for a part: of the worker, and of whoever hands it out."""
+    """Seconds per part: of the worker, and of the coordinator."""
     executors.EXECUTORS["here"], sink.CACHED = _Here, 1 << 62
     model, out = make(folder / "model", {**DENSE, "num_hidden_layers": LAYERS[1]}), folder / "out"
     there: dict[int, list[float]] = {most: [] for most in PARTS}
@@ -217,7 +217,7 @@ def _parts(folder: Path, rounds: int) -> tuple[float, float]:
 
 
 def _planning(name: str, data: Path, rounds: int) -> Planning:
-    """What it takes to plan a published model, and to cut the plan."""
+    """The cost of planning a published model, and of splitting the plan."""
     plans, cuts = [], []
     start = Contender("start", [sys.executable, "-c", "import reshard.conversion"], data / "none")
     for _ in range(rounds):

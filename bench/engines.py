@@ -1,6 +1,6 @@
 """The 1.3 GB model as other engines save it: `torchrun --nproc-per-node 2 -m bench.engines NAME MODEL DST`.
 
-Each is the engine's own writer, run on a CPU under gloo, without a training step: what is measured is reading it.
+Each is the engine's own writer, run on a CPU under gloo, without a training step: only reading is measured.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def _sharded(source: Path) -> Any:
 
 
 def dcp(source: Path, target: Path) -> None:
-    """What accelerate and Trainer save under FSDP2 with SHARDED_STATE_DICT."""
+    """The checkpoint that accelerate and Trainer save under FSDP2 with SHARDED_STATE_DICT."""
     import torch.distributed.checkpoint as checkpoint
 
     checkpoint.save({"model": _sharded(source).state_dict()}, checkpoint_id=target / "pytorch_model_fsdp_0")
 
 
 def verl(source: Path, target: Path) -> None:
-    """What verl's FSDPCheckpointManager saves: each rank its state dict of DTensors."""
+    """The checkpoint that verl's FSDPCheckpointManager saves: one state dict of DTensors per rank."""
     import shutil
 
     import torch
@@ -84,7 +84,7 @@ def zero3(source: Path, target: Path) -> None:
 
 
 def peft(source: Path, target: Path) -> None:
-    """A LoRA adapter of rank 16 on all linear layers, by one process."""
+    """A LoRA adapter of rank 16 on all linear layers, from one process."""
     import torch
     from peft import LoraConfig, get_peft_model
 

@@ -1,4 +1,4 @@
-"""Synthetic Hugging Face folders of real shape: random bf16 weights, real configs, no tokenizer."""
+"""Synthetic Hugging Face folders with real shapes: random bf16 weights, real configs, no tokenizer."""
 
 from __future__ import annotations
 
@@ -221,13 +221,13 @@ REAL_SIZES: dict[str, dict[str, Any]] = {
     "GLM-4.5 in FP8": {**GLM_4_5, **FP8_CHANNELS},
     "Qwen3.5-397B": QWEN3_5_397B,
 }
-"""Headers of what is published, on sparse files: for plans. Of a vision tower there is one tensor."""
+"""Headers of published models, on sparse files: for plans. A vision tower is represented by one tensor."""
 
 Stored = tuple[str, DType, tuple[int, ...]]
 
 
 def make(folder: Path, config: Mapping[str, Any], *, sparse: bool = False) -> Path:
-    """Write a folder unless it is there. `sparse` files have all their size and none of their bytes."""
+    """Write a folder unless it exists. `sparse` files have their full size, but store no data."""
     if (folder / "config.json").is_file():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -290,7 +290,7 @@ def _nbytes(stored: Stored) -> int:
 
 
 def _write_random(file: Any, size: int) -> None:
-    """Random bits that are finite numbers; a block is drawn once and rolled, which is enough for copying."""
+    """Random bits that are finite numbers; one block is generated and rolled, which is enough for copying."""
     block = np.random.default_rng(0).integers(0, 1 << 16, 8 << 20, dtype=np.uint16) & 0xBFFF
     while size > 0:
         data = block.tobytes()[: min(size, block.nbytes)]

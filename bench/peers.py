@@ -1,4 +1,4 @@
-"""What people use for the same roads on a CPU, each as a command: `python -m bench.peers NAME SRC DST`."""
+"""Tools that people use for the same conversions on a CPU, as commands: `python -m bench.peers NAME SRC DST`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def dcp_to_torch_save(src: Path, dst: Path) -> None:
 
 
 def fp8_cast_bf16(src: Path, dst: Path) -> None:
-    """What DeepSeek's script of this name computes with a kernel for GPUs, in torch: file by file, block by block."""
+    """DeepSeek's script of this name, computed in torch instead of a GPU kernel: file by file, block by block."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -49,7 +49,7 @@ def fp8_cast_bf16(src: Path, dst: Path) -> None:
 
 
 def bf16_cast_fp8(src: Path, dst: Path) -> None:
-    """The other way round, by the formula of its `weight_quant`."""
+    """The inverse, by the formula of its `weight_quant`."""
     import torch
     from safetensors.torch import load_file, save_file
     from torch.nn.functional import pad
@@ -91,14 +91,14 @@ def verl_merger(src: Path, dst: Path) -> None:
 
 
 def zero_to_fp32(src: Path, dst: Path) -> None:
-    """DeepSpeed's script, which it leaves beside each checkpoint."""
+    """DeepSpeed's script, which it saves next to each checkpoint."""
     from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as convert
 
-    convert(str(src), str(dst))  # to pytorch_model.bin: as safetensors it refuses tied weights
+    convert(str(src), str(dst))  # to pytorch_model.bin: with safetensors it refuses tied weights
 
 
 def merge_and_unload(src: Path, dst: Path) -> None:
-    """peft's merge, into the model that the adapter names."""
+    """peft's merge into the model that the adapter names."""
     from peft import AutoPeftModelForCausalLM
 
     AutoPeftModelForCausalLM.from_pretrained(src, dtype="bfloat16").merge_and_unload().save_pretrained(dst)

@@ -1,4 +1,4 @@
-"""Trainers as people write them, for `bench.training`: `python -m bench.plain trl|megatron MODEL DATA OUT OPTIONS`."""
+"""Typical hand-written trainers, for `bench.training`: `python -m bench.plain trl|megatron MODEL DATA OUT OPTIONS`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _trl(model: str, data: str, output: Path, options: dict[str, Any]) -> None:
 
 
 def _megatron(model: str, data: str, output: Path, options: dict[str, Any]) -> None:
-    """Forward, backward and a step of megatron-core, on one rank, over tokens that are ready."""
+    """Forward, backward and a step of megatron-core, on one rank, over prepared tokens."""
     import torch
     from megatron.core.distributed import (
         DistributedDataParallel,

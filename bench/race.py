@@ -1,4 +1,4 @@
-"""Run commands in alternation and compare them: wall time and peak memory as the operating system counts them."""
+"""Run commands in alternation and compare wall time and peak memory, as measured by the operating system."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Contender:
     peak: list[int] = field(default_factory=list)
 
     def run(self) -> None:
-        """One run: wall and processor seconds, and the largest resident size of the process in bytes."""
+        """Run once and record wall and processor seconds, and the peak resident size of the process in bytes."""
         self.clear()
-        os.sync()  # what the run before left dirty is not this one's to pay for
+        os.sync()  # so that this run does not pay for writing back the previous run's dirty pages
         launched = subprocess.run(
             [sys.executable, "-I", "-S", "-c", LAUNCHER, *self.command],
             stdout=subprocess.PIPE,
@@ -41,7 +41,7 @@ class Contender:
         self.peak.append(int(peak))
 
     def clear(self) -> None:
-        """Remove what it has written."""
+        """Remove the output."""
         if self.output.is_dir():
             shutil.rmtree(self.output)
         else:
@@ -56,11 +56,11 @@ _, status, usage = os.wait4(child, 0)
 print(time.perf_counter() - begin, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
 sys.exit(os.waitstatus_to_exitcode(status))
 """
-"""Starts the command from a small process: a child's peak is never below the size of the one that made it."""
+"""Starts the command from a small process: a child's peak is never below the size of the process that spawned it."""
 
 
 def race(title: str, contenders: list[Contender], rounds: int = 5) -> list[str]:
-    """Run all contenders in turn, one warm-up each and then `rounds` times; rows of a Markdown table."""
+    """Run all contenders in turn, once to warm up and then `rounds` times; returns rows of a Markdown table."""
     for turn in range(rounds + 1):
         for contender in contenders:
             contender.run()

@@ -1,7 +1,7 @@
-"""How a rank reads its columns of a row-parallel weight: a short run of each row, the next one a whole row further.
+"""How a rank reads its columns of a row-parallel weight: a short run of each row, at a stride of one row.
 
-Four ways without checksums, and reshard's own with them, which either reads a row at a time or across the gaps. All
-read the same file, which is taken for weights of rows of different length. One thread; nothing is written.
+Four ways without checksums, and reshard's own with them, which reads either row by row or across the gaps. All
+read the same file, interpreted as weights with rows of different lengths. One thread; nothing is written.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from reshard.transfer.ledger import Ledger
 
 TP = 8
 RUNS = (2, 4, 7, 13, 32)
-"""KiB that a rank takes of each row: o_proj of Llama-3.1-70B and 405B, their down_proj, and beyond."""
+"""KiB that a rank reads of each row: o_proj of Llama-3.1-70B and 405B, their down_proj, and longer."""
 
 SIZE = 64 << 20
 SPAN = 2 << 20
@@ -41,7 +41,7 @@ HEADER = [
 
 
 class Weight(NamedTuple):
-    """A file of rows, of which a rank takes `run` bytes each."""
+    """A file of rows; a rank reads `run` bytes of each."""
 
     path: Path
     run: int
@@ -56,7 +56,7 @@ class Weight(NamedTuple):
 
     @property
     def begin(self) -> int:
-        """Where the part of rank 3 begins in a row."""
+        """The offset within a row of rank 3's part."""
         return 3 * self.run
 
 
@@ -70,9 +70,9 @@ def a_read_a_row(weight: Weight, out: np.ndarray[Any, Any]) -> None:
 
 
 def scattered(weight: Weight, out: np.ndarray[Any, Any]) -> None:
-    """One call for many rows: each goes to its place, and what lies between them to one that is written over."""
+    """One call for many rows: each is read into its place, and the gaps into one scratch buffer."""
     gap = bytearray(weight.row - weight.run)
-    many = min(512, max(1, SPAN // weight.row))  # the system takes 1,024 places
+    many = min(512, max(1, SPAN // weight.row))  # the system allows 1,024 buffers
     with _opened(weight) as file:
         for i in range(0, weight.count, many):
             places = [place for row in out[i : i + many] for place in (row, gap)]
@@ -80,7 +80,7 @@ def scattered(weight: Weight, out: np.ndarray[Any, Any]) -> None:
 
 
 def picked(weight: Weight, out: np.ndarray[Any, Any]) -> None:
-    """One read of many rows to memory that is used again, from which numpy takes the columns."""
+    """One read of many rows into a reused buffer, from which numpy copies the columns."""
     many = max(1, SPAN // weight.row)
     room = np.empty((many, weight.row), np.uint8)
     with _opened(weight) as file:
@@ -98,7 +98,7 @@ def mapped(weight: Weight, out: np.ndarray[Any, Any]) -> None:
 
 
 def reshard(gap: int) -> Way:
-    """reshard's gatherer with its checksums, which reads across gaps of up to so many bytes."""
+    """reshard's gatherer with its checksums, which reads across gaps of up to `gap` bytes."""
 
     def read(weight: Weight, out: np.ndarray[Any, Any]) -> None:
         files, size = Files(), weight.run // 2
@@ -136,7 +136,7 @@ def _opened(weight: Weight) -> Iterator[int]:
 
 
 def rows(data: Path, rounds: int) -> Iterator[str]:
-    """Rows of a Markdown table: medians of some rounds, in which each way has its turn."""
+    """Rows of a Markdown table: medians over rounds in which the ways alternate."""
     data.mkdir(parents=True, exist_ok=True)
     content = np.random.default_rng(0).integers(0, 256, SIZE, np.uint8)
     places = [folder / f"reshard-rows-{os.getpid()}" for folder in (MEMORY, data) if folder.is_dir()]
@@ -172,7 +172,7 @@ def _race(weights: list[Weight], content: np.ndarray[Any, Any], rounds: int) -> 
 
 
 def _timed(way: Way, weight: Weight, wanted: np.ndarray[Any, Any], is_cold: bool) -> tuple[float, float]:
-    """Seconds on the clock, and of the processor. Raises AssertionError if other bytes were read."""
+    """Wall seconds and processor seconds. Raises AssertionError if wrong bytes were read."""
     with _opened(weight) as file:
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED if is_cold else os.POSIX_FADV_WILLNEED)
         if not is_cold:

@@ -1,7 +1,7 @@
-"""Conversions of published models on many nodes, simulated: real plans, cut by the real code, and measured costs.
+"""Simulated conversions of published models on many nodes: real plans, split by the real code, with measured costs.
 
-The plan is made from headers on sparse files. Its parts are those that `--on` hands out; each worker takes the next
-one when it is free. What a part costs is counted from its blocks and `COSTS`, which `python -m bench --only costs`
+The plan is made from headers on sparse files. Its parts are those that `--on` distributes; each worker takes the next
+part when it is free. The cost of a part is computed from its blocks and `COSTS`, which `python -m bench --only costs`
 measures.
 """
 
@@ -30,19 +30,19 @@ from reshard.transfer.spread import parts_for
 
 NODES = (1, 4, 16, 64)
 STORAGE = (2, 10, 100)
-"""GB/s of the storage that all nodes share: what is read and what is written count."""
+"""GB/s of the storage that all nodes share: reads and writes both count."""
 
 CORES = 16
-"""Cores of a node; each has a worker process, as ranks of MPI or workers of Dask have."""
+"""Cores per node; each runs one worker process, like MPI ranks or Dask workers."""
 
 NETWORK = 25
 """GB/s between a node and the storage."""
 
 
 class Costs(NamedTuple):
-    """Seconds of processor time: for a GB that is written, a file that a part writes to, a block, a part.
+    """Seconds of processor time: per GB written, per file that a part writes to, per block, per part.
 
-    `handed` is what the coordinator takes for a part, and `begun` what a worker does.
+    Per part, `handed` is the coordinator's time and `begun` the worker's.
     """
 
     copied: float
@@ -55,7 +55,7 @@ class Costs(NamedTuple):
 
 
 class Planning(NamedTuple):
-    """Seconds of processor time: to start and make a plan, and to cut it in parts."""
+    """Seconds of processor time: to start and make a plan, and to split it into parts."""
 
     plan: float
     cut: float
@@ -74,23 +74,23 @@ MODELS: dict[str, tuple[Mapping[str, Any], Layout]] = {
     "DeepSeek-V3": ({**DEEPSEEK_V3, **FP8_BLOCKS}, Layout(tp=8, pp=8, ep=32, etp=1)),
     "Kimi-K2": ({**KIMI_K2, **FP8_BLOCKS}, Layout(tp=8, pp=8, ep=32, etp=1)),
 }
-"""What is converted to Megatron, as it is published, and to which layout."""
+"""The published models to convert to Megatron, and their layouts."""
 
 
 class Work(NamedTuple):
-    """Bytes that are read and written, and seconds of one core."""
+    """Bytes read and written, and seconds of one core."""
 
     read: float = 0.0
     written: float = 0.0
     seconds: float = 0.0
 
     def plus(self, other: Work) -> Work:
-        """Both."""
+        """The sum of both."""
         return Work(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 class Cell(NamedTuple):
-    """How long a conversion takes, in seconds, and what takes most of it."""
+    """The seconds that a conversion takes, and its bottleneck."""
 
     seconds: float
     bound: str
@@ -101,14 +101,14 @@ class Cell(NamedTuple):
 
 
 class Cluster(NamedTuple):
-    """As many worker processes; what `parts_for` asks an executor."""
+    """A number of worker processes; the attributes of an executor that `parts_for` reads."""
 
     slots: int
     most: int = GIB
 
 
 def work_of(block: Block, costs: Costs) -> Work:
-    """What it takes to put a block together, and to write it."""
+    """The work of computing and writing a block."""
     read, seconds = 0.0, costs.block
     for piece in block.source().pieces:
         size = piece.numel * block.dtype.itemsize / 1e9
@@ -125,7 +125,7 @@ def work_of(block: Block, costs: Costs) -> Work:
 
 
 def _read(piece: Piece, itemsize: int) -> int:
-    """Bytes that are read for a piece: with small gaps between its runs, as `gather` does it."""
+    """Bytes read for a piece, including small gaps between its runs, as `gather` does."""
     if _run(piece) * itemsize >= RUN:
         return piece.numel * itemsize
     _, length, repeats = _packed(piece, GAP // itemsize)
@@ -133,7 +133,7 @@ def _read(piece: Piece, itemsize: int) -> int:
 
 
 class Simulation:
-    """One conversion, on as many nodes and with as fast a storage as is asked for."""
+    """One conversion, for a given number of nodes and storage speed."""
 
     def __init__(self, plan: Plan, costs: Costs, planning: Planning) -> None:
         self._plan, self._costs, self._planning = plan, costs, planning
@@ -145,7 +145,7 @@ class Simulation:
                 found[batch.number] = _total(work_of(block, costs) for block in batch.blocks)
 
     def parts(self, nodes: int) -> list[Work]:
-        """The work of each part, in the order in which they are handed out."""
+        """The work of each part, in the order of distribution."""
         run = Run(self._plan, Path(), shared(2, GIB), None, lambda count: None, Journal())
         left = sum(file.size for file in self._files)
         cluster: Any = Cluster(nodes * CORES)
@@ -157,7 +157,7 @@ class Simulation:
         return Work(seconds=fixed).plus(_total(wanted))
 
     def cells(self, nodes: int) -> Iterator[Cell]:
-        """How long it takes for each speed of the storage."""
+        """The duration for each storage speed."""
         parts = self.parts(nodes)
         for speed in STORAGE:
             yield self._cell(nodes, speed, parts)
@@ -167,10 +167,10 @@ class Simulation:
         moved = (total.read + total.written) / 1e9
         longest = max(part.seconds for part in parts)
         busy = "cores" if total.seconds / slots > longest else "one part"
-        reading = min(speed, NETWORK)  # of the coordinator
+        reading = min(speed, NETWORK)  # by the coordinator
         twice = sum(each.first.nbytes + each.second.nbytes for each in self._plan.replicas) / 1e9
         steps = {
-            # The coordinator, and then every worker at the same time.
+            # The coordinator, and then all workers at once.
             "planning": 2 * self._planning.plan + self._planning.cut,
             "replicas": max(twice / reading, twice * self._costs.copied / min(CORES, 8)),
         }
@@ -193,7 +193,7 @@ def _total(works: Iterator[Work] | list[Work]) -> Work:
 
 
 def makespan(seconds: list[float], slots: int) -> float:
-    """When the last part ends, if each worker takes the next one in order as soon as it is free."""
+    """The end of the last part, if each worker takes the next one in order as soon as it is free."""
     free = [0.0] * slots
     for each in seconds:
         heapq.heapreplace(free, free[0] + each)
@@ -201,7 +201,7 @@ def makespan(seconds: list[float], slots: int) -> float:
 
 
 def planned(name: str, data: Path) -> Plan:
-    """The plan of a published model, from headers on sparse files below `data`."""
+    """The plan of a published model, from headers on sparse files in `data`."""
     config, layout = MODELS[name]
     model = make(data / f"scale-{name}", config, sparse=True)
     return plan_conversion(model, Options(to="megatron", layout=layout, tokenizer=False))
@@ -215,7 +215,7 @@ def table(name: str, data: Path) -> Iterator[str]:
 
 
 def constants() -> Iterator[str]:
-    """What was measured, as rows of Markdown tables."""
+    """The measurements, as rows of Markdown tables."""
     yield "| seconds of processor time for | |"
     yield "|---|---|"
     for (unit, what), value in zip(WORDS, COSTS, strict=True):

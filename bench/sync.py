@@ -1,7 +1,7 @@
-"""How files are written: past the page cache, through it, or without waiting; and what a load takes after each.
+"""Ways to write files: past the page cache, through it, or without waiting; and the time to load them after each.
 
-The load is `safetensors` reading every tensor, in a process of its own whose imports are not counted. What was written
-directly has to come from the disk then, and what went through the page cache is still in it.
+The load is `safetensors` reading every tensor, in a separate process whose imports are not counted. Files written
+directly must come from the disk then; files written through the page cache are still in it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ print(time.perf_counter() - begin)
 
 
 def rows(data: Path, rounds: int) -> Iterator[str]:
-    """Rows of a Markdown table, size by size."""
+    """Rows of a Markdown table, by size."""
     for size, layers in SIZES.items():
         model = make(data / f"sync-{layers}", {**QWEN2_5_3B, "num_hidden_layers": layers, "vocab_size": 8192})
         yield from _race(size, _contenders(model, data / "out"), rounds)
@@ -69,7 +69,7 @@ def _race(size: str, contenders: list[Contender], rounds: int) -> Iterator[str]:
                 [sys.executable, "-c", LOAD, str(each.output)], capture_output=True, check=True
             )
             loads[each.name].append(float(load.stdout))
-            if turn == 0:  # it warms up
+            if turn == 0:  # warm-up
                 each.seconds.clear()
                 loads[each.name].clear()
     for each in contenders:

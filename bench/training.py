@@ -1,7 +1,7 @@
-"""`reshard train` beside what it drives: plain TRL, and a plain loop over megatron-core.
+"""`reshard train` against what it runs: plain TRL, and a plain loop over megatron-core.
 
 Every contender trains the same model on the same records, on one process, and writes a row of metrics after each step.
-It is ended when it has written enough of them, so that no checkpoint counts.
+It is stopped after enough steps, so that no checkpoint is counted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import IO, Any
 VOCABULARY = 4096
 LENGTH, BATCH = 128, 1
 SKIPPED = 2
-"""Steps at the beginning that are not timed: memory is taken, and kernels are chosen."""
+"""Steps at the beginning that are not timed: memory is allocated, and kernels are chosen."""
 HEADER = [
     "| training | who | ms per step, median (min–max) | × | start to first step in s | peak MiB |",
     "|---|---|---|---|---|---|",
@@ -36,7 +36,7 @@ _PATHS = os.pathsep.join([str(Path.cwd()), *filter(None, [os.environ.get("PYTHON
 
 @dataclass(frozen=True)
 class Size:
-    """A model, and how many steps are timed."""
+    """A model, and the number of timed steps."""
 
     steps: int
     layers: int
@@ -50,7 +50,7 @@ SIZES = {"tiny": Size(20, 2, 64, 4, VOCABULARY), "109M": Size(6, 8, 768, 12, 573
 
 @dataclass
 class Trainer:
-    """A command that trains into `output`, and what its runs have shown."""
+    """A command that trains into `output`, and the measurements of its runs."""
 
     name: str
     command: list[str]
@@ -61,7 +61,7 @@ class Trainer:
     peaks: list[float] = field(default_factory=list)
 
     def run(self, count: int) -> None:
-        """Train `count` steps behind those that are skipped, and end."""
+        """Train `count` steps after the skipped ones, and stop."""
         shutil.rmtree(self.output, ignore_errors=True)
         environment = {**os.environ, "PYTHONPATH": _PATHS, "HF_HUB_OFFLINE": "1"}
         with tempfile.TemporaryFile("w+") as log:
@@ -93,7 +93,7 @@ class Trainer:
 
 
 def rows(data: Path, rounds: int) -> Iterator[str]:
-    """Rows of a Markdown table, size by size and engine by engine, in alternated rounds."""
+    """Rows of a Markdown table, by size and engine, in alternating rounds."""
     for name, size in SIZES.items():
         model = _model(data / f"train-{name}", size)
         records = _records(data / "train.jsonl")
@@ -106,7 +106,7 @@ def rows(data: Path, rounds: int) -> Iterator[str]:
 
 
 def _pair(engine: str, model: Path, records: Path, data: Path, steps: int) -> list[Trainer]:
-    """The plain trainer, and reshard's."""
+    """The plain trainer and reshard's."""
     plain, ours = data / "plain", data / "ours"
     trl = {"per_device_train_batch_size": BATCH, "max_length": LENGTH, "max_steps": steps + 100}
     trl |= {"gradient_checkpointing": False, "save_strategy": "no", "use_cpu": True}
@@ -155,7 +155,7 @@ def _model(folder: Path, size: Size) -> Path:
 
 
 def _tokenizer(folder: Path) -> None:
-    """A tokenizer of bytes, whose ids are those of the first rows of the model."""
+    """A byte tokenizer, whose IDs are the first rows of the model's embedding."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -169,7 +169,7 @@ def _tokenizer(folder: Path) -> None:
 
 
 def _records(path: Path) -> Path:
-    """Texts that fill a sequence each."""
+    """Texts that fill one sequence each."""
     texts = (f"{number} " * LENGTH for number in range(512))
     path.write_text("".join(json.dumps({"text": text[: LENGTH - 1]}) + "\n" for text in texts))
     return path
