@@ -1,7 +1,7 @@
 """Man pages of all commands, made from their help: `python -m tools.man_pages` writes docs/man.
 
-A test holds that they are what the help says. The wheel installs them below `share/man`, where `man reshard-convert`
-finds them. (click-man does not know groups that load their commands late, nor lines of examples.)
+A test checks that they match the help. The wheel installs them in `share/man`, where `man reshard-convert`
+finds them. (click-man does not support groups that load their commands late, nor lines of examples.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parents[1] / "docs/man"
 
 
 def pages() -> dict[str, str]:
-    """The text of each page by the name of its file."""
+    """The text of each page, by file name."""
     return dict(_pages(click.Context(cli, info_name="reshard", **cli.context_settings)))
 
 
@@ -61,7 +61,7 @@ def _page(ctx: click.Context, name: str) -> Iterator[str]:
 
 
 def _paragraphs(text: str) -> Iterator[str]:
-    """Paragraphs that man fills, and those after a \\b, which stay as they are: examples, with what they do."""
+    """Paragraphs that man fills, and those after a \\b, which stay unchanged: examples with their explanations."""
     for number, paragraph in enumerate(re.split(r"\n\s*\n", text)):
         kept = paragraph.startswith("\b")
         lines = paragraph.strip("\b\n").splitlines()
@@ -80,13 +80,13 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 
 def _escaped(text: str) -> str:
-    """A text without anything that roff takes for a request; dashes can be copied into a shell."""
+    """Text in which roff finds no requests; dashes can be copied into a shell."""
     plain = text.replace("\\", "\\e").replace("-", "\\-").replace("…", "\\[u2026]").replace("·", "\\[pc]")
     return f"\\&{plain}" if plain[:1] in (".", "'") else plain
 
 
 def main() -> None:
-    """Write all pages, and remove those of commands that are gone."""
+    """Write all pages, and remove those of commands that no longer exist."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     made = pages()
     for path in FOLDER.glob("*.1"):

@@ -1,7 +1,7 @@
-"""`python -m tools.pictures`: the pictures of the README, drawn anew.
+"""`python -m tools.pictures`: redraw the pictures of the README.
 
 The overview is drawn for light and dark pages. Terminals are recorded: the commands run, on a small model that
-`demo.make_model` makes or a genuine log, and what they print is what the picture shows.
+`demo.make_model` makes or a genuine log, and the picture shows their output.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ RECORDINGS: dict[str, tuple[list[str], list[str]]] = {
         [f"reshard train sft --model base --data text.jsonl -o out --parallel fsdp2 --nproc 2 {BATCH}"],
     ),
 }
-"""What runs unseen, and what is typed, by the name of the picture."""
+"""The hidden setup command and the visible command, by the name of the picture."""
 FAILED = REPOSITORY / "tests" / "doctor" / "head" / "cat_mixed"
-"""A genuine script and its log, which a doctor is shown."""
+"""A genuine script and its log, for the doctor."""
 
 
 def overview(mode: str) -> str:
-    """The formats around, the Hugging Face folder in the middle, and what goes between them."""
+    """The formats in a circle, the Hugging Face folder in the middle, and the conversions between them."""
     colors = COLORS[mode]
     middle = (WIDTH - CORE[0]) / 2, (HEIGHT - CORE[1]) / 2
     parts = [
@@ -112,7 +112,7 @@ def _text(x: float, y: float, words: str, size: float, color: str, weight: str) 
 
 
 def printed(command: str, folder: Path) -> str:
-    """What a command prints on a terminal of `COLUMNS` columns."""
+    """The output of a command on a terminal of `COLUMNS` columns."""
     ours, theirs = pty.openpty()
     words = [sys.executable, "-m", *command.split()]
     path = os.pathsep.join(map(str, (REPOSITORY / "src", REPOSITORY)))
@@ -126,13 +126,13 @@ def printed(command: str, folder: Path) -> str:
         while True:
             try:
                 chunk = os.read(ours, 1 << 16)
-            except OSError:  # how Linux says that the other end is closed
+            except OSError:  # on Linux, the other end is closed
                 break
             if not chunk:
                 break
             chunks.append(chunk)
     os.close(ours)
-    if run.returncode and "doctor" not in words:  # whose findings are exit status 1
+    if run.returncode and "doctor" not in words:  # its findings cause exit status 1
         raise SystemExit(f"{command}: exit status {run.returncode}\n{b''.join(chunks).decode()}")
     return b"".join(chunks).decode().replace("\r\n", "\n")
 
@@ -155,7 +155,7 @@ def recorded(name: str) -> str:
 
 
 def _settled(text: str) -> str:
-    """The text without what a progress bar has overwritten, or erased when it was done."""
+    """The text without anything that a progress bar overwrote or erased."""
     lines = [""]
     for part in re.split(r"(\n|\r|\x1b\[1A|\x1b\[2K)", text):
         if part == "\n":
@@ -170,7 +170,7 @@ def _settled(text: str) -> str:
 
 
 def _without_web_fonts(svg: str) -> str:
-    """Nothing is loaded from elsewhere when the picture is looked at."""
+    """The picture loads nothing from elsewhere."""
     before, _, rest = svg.partition("@font-face")
     while rest:
         rest = rest.partition("}")[2]

@@ -1,1 +1,1 @@
-"""What each release of the field's packages offers, read from its archive: `python -m tools.api_history`."""
+"""The API of each release of common packages, read from its archive: `python -m tools.api_history`."""

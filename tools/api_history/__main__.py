@@ -1,7 +1,7 @@
-"""Rebuild the history of the field's APIs: `python -m tools.api_history [PACKAGE …]`.
+"""Rebuild the API history: `python -m tools.api_history [PACKAGE …]`.
 
-Reads the releases that the package index has and the cache has not, and writes the data that `reshard doctor` looks
-names up in. Sources are parsed, never imported. Needs pip, whose configuration names the index.
+Reads the releases that the package index has and the cache lacks, and writes the data in which `reshard doctor` looks
+up names. Sources are parsed, never imported. Needs pip, whose configuration names the index.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def packed(content: dict[str, Any]) -> bytes:
-    """The bytes of a table: the same for the same content."""
+    """The bytes of a table, identical for identical content."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME)
 

@@ -1,4 +1,4 @@
-"""The Python sources in a release's archive. Of a wheel only these are read: its directory, then ranges of bytes."""
+"""The Python sources in a release's archive. For a wheel, only its directory and the ranges of sources are read."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from zlib import crc32
 from tools.api_history.index import Release
 
 BLOCK = 2 << 20
-"""Bytes of a request. Sources lie together in a wheel; libraries between them are skipped."""
+"""Bytes per request. Sources are contiguous in a wheel; libraries between them are skipped."""
 
 
 class RangedFile(io.RawIOBase):
-    """A file on a server, read by ranges. The last blocks are kept."""
+    """A file on a server, read by byte ranges. The last blocks are cached."""
 
     def __init__(self, session: Any, url: str, size: int) -> None:
         self._session, self._url, self._size, self._at = session, url, size, 0
@@ -61,7 +61,7 @@ class RangedFile(io.RawIOBase):
 def sources(
     session: Any, release: Release, wanted: Callable[[str, str], bool]
 ) -> Iterator[tuple[str, str, bytes | None]]:
-    """Path, digest and content of each .py and .pyi of a release, as installed; no content where it is not wanted."""
+    """Path, digest and content of each .py and .pyi of a release, as installed; no content if it is not requested."""
     if release.filename.endswith((".whl", ".zip")):
         with zipfile.ZipFile(
             io.BufferedReader(RangedFile(session, release.url, release.size), 1 << 16)

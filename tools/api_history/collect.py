@@ -1,4 +1,4 @@
-"""The surfaces of all releases of a package, each file parsed once, each release kept when it was read."""
+"""The surfaces of all releases of a package; each file is parsed once, and each release is cached after reading."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tools.api_history.packages import module_of
 from tools.api_history.surface import Surface, surface_of
 
 FORMAT = 2
-"""Of what is kept: another one reads all releases anew."""
+"""The version of the cache; changing it makes all releases be read again."""
 
 
 @dataclass
 class Collected:
-    """One release: the surfaces of its modules, and which of these are packages."""
+    """One release: the surfaces of its modules, and which of them are packages."""
 
     version: str
     date: str
@@ -35,7 +35,7 @@ def collect(
     pool: Executor,
     say: Callable[[str], None],
 ) -> list[Collected]:
-    """Read the releases of one package that the cache does not have; all of them, the oldest first."""
+    """Read the releases of one package that are not cached; return all of them, the oldest first."""
     known: dict[str, Surface | None] = {}
     found = []
     for release in releases:
@@ -54,7 +54,7 @@ def collect(
 
 
 def kept_at(cache: Path, release: Release) -> Path:
-    """Where the surfaces of a release are kept."""
+    """The cache file with the surfaces of a release."""
     return cache / f"v{FORMAT}" / release.package / f"{release.version}.json.gz"
 
 
@@ -74,7 +74,7 @@ def _of(release: Release, files: list[str], known: dict[str, Surface | None]) ->
 
 
 def _joined(one: Surface, other: Surface) -> Surface:
-    """What a module and its stub have between them."""
+    """The union of a module and its stub."""
     both = {**one, **other}
     for key in ("names", "stars", "renames", "constants"):
         if key in one and key in other:

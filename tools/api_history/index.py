@@ -1,4 +1,4 @@
-"""Releases of a package in the index that pip is configured for, and the archive of each that is read."""
+"""Releases of a package in the index that pip is configured for, and the archive to read for each."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from packaging.utils import (
 from packaging.version import InvalidVersion, Version
 
 JSON = "application/vnd.pypi.simple.v1+json"
-"""PEP 691: with sizes and times of upload (PEP 700)."""
+"""PEP 691, with sizes and upload times (PEP 700)."""
 
 
 @dataclass(frozen=True)
 class Release:
-    """One release: where its archive is, how large it is in bytes, and its date (`2024-05-31`)."""
+    """One release: the URL of its archive, its size in bytes, and its date (`2024-05-31`)."""
 
     package: str
     version: Version
@@ -35,7 +35,7 @@ class Release:
 
 
 class Index:
-    """The index of pip's own configuration, with its credentials, certificates and proxy."""
+    """The index in pip's own configuration, with its credentials, certificates and proxy."""
 
     def __init__(self) -> None:
         from pip._internal.commands import create_command
@@ -52,10 +52,10 @@ class Index:
         self._stack.close()
 
     def releases(self, package: str, since: str) -> list[Release]:
-        """The first and the last release of each minor version from a date on, in the order of versions.
+        """The first and the last release of each minor version since a date, in version order.
 
-        With the last one before that date, so that what is new can be told from what is old. Raises LookupError if no
-        index has the package.
+        Includes the last release before that date, so that new names can be told from old ones. Raises LookupError if
+        no index has the package.
         """
         found: dict[Version, list[tuple[int, dict[str, Any]]]] = {}
         for base in self._urls:
@@ -78,7 +78,7 @@ class Index:
 
 
 def _ranked(file: dict[str, Any]) -> Iterator[tuple[Version, int]]:
-    """The version of a file, and how well it suits: a wheel for all, for Linux, an sdist, any other wheel."""
+    """The version of a file, and its rank: a universal wheel, one for Linux, an sdist, any other wheel."""
     name = file["filename"]
     try:
         if name.endswith(".whl"):
@@ -105,5 +105,5 @@ def _chosen(every: list[Release], since: str) -> Iterator[Release]:
 
 
 def _digits(release: Release) -> int:
-    """How many numbers make a minor version: of 0.0.35 they are three."""
+    """The number of components in a minor version: three for 0.0.35."""
     return 3 if release.version.release[:2] == (0, 0) else 2

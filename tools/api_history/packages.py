@@ -1,4 +1,4 @@
-"""Which files of a package are read."""
+"""Selects the files of a package to read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SKIPPED = re.compile(
 
 
 def module_of(package: str, path: str) -> str | None:
-    """The dotted name of a file of a package; None if it is not one that others import."""
+    """The dotted name of a file of a package; None if it is not a module that others import."""
     path = re.sub(r"^(?:py_src|python|bindings/python/py_src|[\w.-]+\.data/purelib)/", "", path)
     if not path.startswith(f"{ROOTS[package]}/") or _SKIPPED.search(path):
         return None

@@ -1,4 +1,4 @@
-"""One release as others see it: each module's names with star imports followed, and how each class is constructed."""
+"""The public API of one release: each module's names with star imports resolved, and each class's constructor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODELS = ("pydantic:BaseModel", "pydantic.dataclasses:dataclass")
 
 @dataclass
 class Release:
-    """A release, with what was asked about it before."""
+    """A release, with a cache of names."""
 
     content: Collected
     root: str
@@ -25,7 +25,7 @@ class Release:
 
     @cached_property
     def modules(self) -> set[str]:
-        """All modules, and the packages that they lie in."""
+        """All modules, and the packages that contain them."""
         found = set(self.content.surfaces)
         for module in self.content.surfaces:
             while "." in module:
@@ -34,7 +34,7 @@ class Release:
         return found
 
     def names(self, module: str, within: tuple[str, ...] = ()) -> dict[str, bool]:
-        """Names in a module, without its submodules; false for what it only has from another package."""
+        """Names in a module, without its submodules; false if the module only imports it from another package."""
         if module in self._names:
             return self._names[module]
         surface = self.content.surfaces.get(module)
@@ -49,13 +49,13 @@ class Release:
         return found
 
     def starred(self, module: str, within: tuple[str, ...]) -> dict[str, bool]:
-        """What `from module import *` brings."""
+        """The names that `from module import *` imports."""
         if module in within:
             return {}
         names = self.names(module, within)
         exported = self.content.surfaces.get(module, {}).get("all")
         if exported is not None:
-            # `__all__ += other.__all__` goes with `from other import *`: those names are exported, too
+            # `__all__ += other.__all__` comes with `from other import *`: those names are exported, too
             more = [self.starred(each, (*within, module)) for each in self.surface(module).get("stars", ())]
             return {
                 name: names.get(name, True) for name in {*exported, *(name for each in more for name in each)}
@@ -63,10 +63,10 @@ class Release:
         return {name: is_own for name, is_own in names.items() if not name.startswith("_")}
 
     def is_open(self, module: str, within: tuple[str, ...] = ()) -> bool:
-        """Whether a module may have names that its text does not show."""
+        """Whether a module may have names that its source does not show."""
         surface = self.content.surfaces.get(module)
         if surface is None or module in within:
-            return not self._is_own(module)  # a module of the package's own that is not there brings nothing
+            return not self._is_own(module)  # a missing module of this package adds no names
         stars = surface.get("stars", ())
         return bool(surface.get("open")) or any(self.is_open(star, (*within, module)) for star in stars)
 
@@ -76,7 +76,7 @@ class Release:
     # ---------------------------------------------------------------------------------------------- classes
 
     def resolved(self, module: str, name: str, depth: int = 0) -> str | Key:
-        """Where a name comes from: a class or function of this release, or `module:name` of another package."""
+        """The origin of a name: a class or function of this release, or `module:name` of another package."""
         surface = self.content.surfaces.get(module, {})
         if name in surface.get("classes", {}) or name in surface.get("functions", {}):
             return module, name
@@ -100,14 +100,15 @@ class Release:
         return self.resolved(origin, whole, depth + 1) if whole else f"?:{name}"
 
     def bases(self, key: Key) -> list[str | Key]:
-        """The bases of a class, as `resolved` has them."""
+        """The bases of a class, in the form that `resolved` returns."""
         kind = self.content.surfaces[key[0]]["classes"].get(key[1], {})
         plain = (base.split("[")[0] for base in kind.get("bases", ()))
         return [self.resolved(key[0], base) for base in plain if base not in ("object", "Generic", "ABC")]
 
     def constructor(self, key: Key, depth: int = 0) -> list[str] | None:
-        """The parameters of a class, without self; None if they cannot be told. `@module:name` are those of a class
-        of another package, which come first."""
+        """The parameters of a class, without self; None if they are unknown. `@module:name` are those of a class
+        of another package, which come first.
+        """
         surface = self.content.surfaces[key[0]]
         kind, functions = surface["classes"].get(key[1]), surface.get("functions", {})
         if kind is None or kind.get("open") or f"{key[1]}.__new__" in functions or depth > 12:
@@ -134,7 +135,7 @@ class Release:
         return inherited if bases else []
 
     def _is_model(self, key: Key, depth: int = 0) -> bool:
-        """Whether fields are parameters by inheritance: a model of pydantic."""
+        """Whether inherited fields are parameters, as in pydantic models."""
         bases = self.bases(key) if depth < 12 else []
         return any(
             base in MODELS if isinstance(base, str) else self._is_model(base, depth + 1) for base in bases
@@ -146,10 +147,10 @@ class Release:
         return bool(kind.get("dataclass")) or self._is_model(key)
 
     def functions(self) -> Iterator[tuple[Key, list[str]]]:
-        """All functions and methods with their parameters, without self; classes by what constructs them."""
+        """All functions and methods with their parameters, without self; for classes, their constructors."""
         for module, surface in self.content.surfaces.items():
             if module.rpartition(".")[2].startswith("dummy_"):
-                continue  # stands for what another package is missing for
+                continue  # placeholders for modules that need a missing package
             for name, parameters in surface.get("functions", {}).items():
                 is_method = "." in name and parameters[:1] and parameters[0] in ("self", "cls")
                 yield (module, name), parameters[1:] if is_method else parameters
@@ -158,12 +159,12 @@ class Release:
                     parameters = self.constructor((module, name))
                     inherited = parameters == [] and name.endswith(
                         "Mixin"
-                    )  # classes of other packages have it as base
+                    )  # base of classes in other packages
                     if parameters is not None and (inherited or self.has_fields((module, name))):
                         yield (module, f"{name}.__init__"), parameters
 
     def uses(self) -> set[str]:
-        """Names of other packages that are read here, that this release imports: `module:name`."""
+        """Names imported from other packages of the history: `module:name`."""
         roots = set(ROOTS.values()) - {self.root}
         return {
             target
@@ -173,5 +174,5 @@ class Release:
         }
 
     def surface(self, module: str) -> Surface:
-        """What a module was read as."""
+        """The surface of a module."""
         return self.content.surfaces.get(module, {})

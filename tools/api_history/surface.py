@@ -1,6 +1,6 @@
-"""What one file of Python offers to others, by its syntax tree: names, classes, parameters. Nothing is run.
+"""The names, classes and parameters that one Python file offers, from its syntax tree. Nothing is run.
 
-Where it cannot be told what a file does at import time, its surface is `open`: it may have more than is listed.
+If the effects of a file at import time cannot be determined, its surface is `open`: it may have more names than listed.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from typing import Any
 
 Surface = dict[str, Any]
-"""Of a file, all lists sorted or in order, all keys absent if empty:
+"""The surface of a file; all lists are sorted or in order, and empty keys are absent:
 
 names: names defined here; imports: {name: "module:name" or "module"}; stars: modules; all: `__all__`; open: true;
 functions: {qualified name: parameters}; classes: {qualified name: {bases, fields, attributes, open}};
 renames: [[old, new]]; keys: {variable: keys of a dictionary literal}; constants: words of a config's own keys;
-aliases: true where modules may have further names.
+aliases: true if modules may have further names.
 
-A parameter is `name` if it must be given, `name=` if not, with `*` and `**` in front where Python has them.
+A parameter is `name` if it is required, `name=` if not, with `*` and `**` in front as in Python.
 """
 
 _TRANSPARENT = re.compile(
@@ -28,7 +28,7 @@ _TRANSPARENT = re.compile(
     r"|(?:typing\.)?(?:final|override|overload)|add_.*doc.*|replace_return_docstrings.*|auto_docstring.*"
     r"|(?:dataclasses\.)?dataclass.*|is_flaky.*|requires.*|export.*|set_module.*|experimental.*|compatibility.*"
 )
-"""Decorators that leave the parameters as they are written."""
+"""Decorators that do not change the parameters."""
 _LAZY = (
     "import_structure",
     "_LazyModule",
@@ -36,7 +36,7 @@ _LAZY = (
     "\ndef __getattr__(",
     "\n    def __getattr__(name",
 )
-"""Of a module that imports names when they are asked for, what stands under TYPE_CHECKING is what it has."""
+"""Signs of a module that imports names lazily: its names are those under TYPE_CHECKING."""
 _RENAMED = re.compile(
     r"[`'\"](?P<old>[a-z_]\w+)[`'\"][^.]{0,60}(?:deprecated|renamed|removed|replaced)"
     r"(?:.{0,140}?\b(?:use|to|by|favou?r of|with)\b (?:the )?(?:parameter |argument )?"
@@ -44,15 +44,15 @@ _RENAMED = re.compile(
     re.DOTALL | re.IGNORECASE,
 )
 _KEYED = re.compile(r"[A-Z_]*(?:MAPPING_NAMES|_MODELS|_REGISTRY)$")
-"""Variables whose keys are a registry: types of models in transformers, architectures in vLLM."""
+"""Variables whose keys are a registry: model types in transformers, architectures in vLLM."""
 _CONFIGURING = re.compile(
     r"constants$|accelerate\.commands\.(?:config\.|launch)|deepspeed\.(?:.*\.)?config\w*$"
 )
-"""Modules that spell the keys of a config as string constants."""
+"""Modules with the keys of a config as string constants."""
 
 
 def surface_of(content: bytes, module: str, is_package: bool) -> Surface | None:
-    """The surface of one file; None if it is no Python of this version."""
+    """The surface of one file; None if it is not valid Python for this version."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -68,7 +68,7 @@ def surface_of(content: bytes, module: str, is_package: bool) -> Surface | None:
 
 
 class _Reader:
-    """Walks what runs when a module is imported, both branches of each condition."""
+    """Walks the statements that run when a module is imported, both branches of each condition."""
 
     def __init__(self, module: str, is_package: bool, is_lazy: bool) -> None:
         self.module = module
@@ -184,7 +184,7 @@ class _Reader:
             self.keys[name] = sorted({*self.keys.get(name, ()), *_keys(value)})
 
     def _lazy(self, text: str, value: ast.expr | None) -> None:
-        """`_import_structure`: names by the submodule that has them."""
+        """Read `_import_structure`: names by the submodule that has them."""
         if isinstance(value, ast.Dict):
             for key, each in zip(value.keys, value.values, strict=True):
                 if isinstance(key, ast.Constant):
@@ -214,7 +214,7 @@ class _Reader:
             self._value(text.removesuffix(".update"), node.args[0])
 
     def _loop(self, node: ast.For) -> None:
-        """Loops at import: those over `dir(X)` that set globals are star imports of X."""
+        """Read loops at import time: those over `dir(X)` that set globals are star imports of X."""
         text = ast.unparse(node)
         if "globals()" in text or "setattr(" in text or "exec(" in text:
             self.open = True
@@ -233,7 +233,7 @@ class _Reader:
             self.names |= {each for each in _strings(node) if each.isidentifier()}
 
     def _takes(self, qualified: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        """The parameters of a function; where it is written more than once, of all, needed where all need them."""
+        """Record a function's parameters; for several definitions, their union, required if all require it."""
         found, before = _parameters(node), self.functions.get(qualified)
         if before is not None:
             names = list(dict.fromkeys(each.rstrip("=") for each in (*before, *found)))
@@ -287,7 +287,7 @@ class _Reader:
                 self._members(node.body, qualified, fields, attributes)
 
     def _renames(self, node: ast.AST) -> None:
-        """Which parameter took another one's place, by what the code says of it, and by its decorators."""
+        """Record renamed parameters, from messages in the code and from decorators."""
         for each in ast.walk(node) if self.is_deprecating else ():
             if (
                 isinstance(each, ast.Call)
@@ -316,12 +316,12 @@ def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
     if given.kwarg:
         found.append(f"**{given.kwarg.arg}")
     elif any(not _TRANSPARENT.fullmatch(ast.unparse(each).split("(")[0]) for each in node.decorator_list):
-        found.append("**")  # whoever decorates may take more
+        found.append("**")  # a decorator may accept more
     return found
 
 
 def _fields(node: ast.AnnAssign) -> Iterator[str]:
-    """The field that an annotation declares, with the other name that pydantic takes it by."""
+    """The field that an annotation declares, and its pydantic alias."""
     optional = "" if node.value is None else "="
     yield ast.unparse(node.target) + optional
     for each in node.value.keywords if isinstance(node.value, ast.Call) else ():
@@ -357,7 +357,7 @@ def _strings(node: ast.AST | None) -> Iterator[str]:
 
 
 def _keys(value: ast.expr) -> Iterator[str]:
-    """Keys of a dictionary literal, or of pairs in a list, also as an argument; what it includes is left out."""
+    """Keys of a dictionary literal, or of pairs in a list, also as an argument; included dictionaries are left out."""
     if isinstance(value, ast.Call):
         for each in (*value.args, *(keyword.value for keyword in value.keywords)):
             yield from _keys(each)

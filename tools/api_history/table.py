@@ -1,6 +1,6 @@
-"""The table of one package: everything that is there in some of its releases, with the releases that have it.
+"""The table of one package: everything in some of its releases, and which releases have it.
 
-Things are grouped by their span: `"0-"` is all releases, `"3-7,9-"` those at these places in `versions`.
+Things are grouped by their span: `"0-"` is all releases, `"3-7,9-"` those at these indices in `versions`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _KEYS = {
     "transformers": r"CONFIG_MAPPING_NAMES",
     "vllm": r"[A-Z_]*_MODELS",
 }
-"""Registries, whose keys messages name."""
+"""Registries whose keys appear in messages."""
 _DEEP = re.compile(r"^(?:transformers\.models\.|vllm\.model_executor\.models\.)")
-"""Modules with as many models as there are: what a model's own functions take is left out."""
+"""Modules that exist once per model: the parameters of a model's own functions are left out."""
 
 
 def table(package: str, every: list[Collected]) -> dict[str, Any]:
-    """The table of a package, in words that JSON has."""
+    """The table of a package, as JSON values."""
     root = ROOTS[package]
     modules: Spans = defaultdict(set)
     names: dict[str, Spans] = defaultdict(lambda: defaultdict(set))
@@ -106,7 +106,7 @@ def table(package: str, every: list[Collected]) -> dict[str, Any]:
 def _names(
     names: Mapping[str, Spans], own: Mapping[str, set[str]], modules: Spans, inits: set[str], last: int
 ) -> dict[str, Any]:
-    """Names by module: of packages all, of other modules what is public, or came or went while the module was there."""
+    """Names by module: all for packages; for others, public names, or those added or removed while it existed."""
     found = {}
     for module, spans in sorted(names.items()):
         kept = {
@@ -127,8 +127,9 @@ def _functions(
     public: Iterable[str],
     last: int,
 ) -> dict[str, Any]:
-    """Parameters by qualified name: all of dataclasses and of what the package's root exports, of the rest those that
-    came or went."""
+    """Parameters by qualified name: all of dataclasses and of the exports of the package's root; of the rest, those
+    that were added or removed.
+    """
     exported = set(public)
     found: dict[str, dict[str, Any]] = defaultdict(dict)
     for (module, name), spans in sorted(functions.items()):
@@ -158,11 +159,11 @@ def _attributes(attributes: Mapping[str, Spans], last: int) -> dict[str, Any]:
 def _renames(
     renames: set[tuple[str, str]], functions: Mapping[tuple[str, str], Spans], last: int
 ) -> dict[str, str]:
-    """Old parameters and what took their place: where a function has lost the old one, and has the new one after."""
+    """Old parameters and their replacements: where a function has lost the old one, and has the new one afterwards."""
     true: dict[str, set[str]] = defaultdict(set)
     for old, new in renames:
         if not {*old.split("_")} & {*new.split("_")}:
-            continue  # what takes an argument's place is not always its new name
+            continue  # a replacement is not always a new name
         for spans in functions.values():
             if spans.get(old) and spans.get(new) and max(spans[old]) < max(spans[new]):
                 true[old].add(new)
@@ -170,7 +171,7 @@ def _renames(
 
 
 def _grouped(spans: Spans, last: int) -> dict[str, str]:
-    """Things by the text of their span."""
+    """Things grouped by the text of their span."""
     found: dict[str, list[str]] = defaultdict(list)
     for name, span in spans.items():
         found[text_of(span, last)].append(name)
@@ -178,7 +179,7 @@ def _grouped(spans: Spans, last: int) -> dict[str, str]:
 
 
 def text_of(span: set[int], last: int) -> str:
-    """A set of places as ranges; one that goes on to the last place has no end."""
+    """A set of indices as ranges; a range that includes the last index has no end."""
     runs: list[list[int]] = []
     for at in sorted(span):
         if runs and runs[-1][1] == at - 1:

@@ -1,7 +1,7 @@
-"""What MkDocs does not know of this repository: pages that lie outside of `docs/`, and pages that are made.
+"""MkDocs hooks for pages outside of `docs/`, and for generated pages.
 
 Links from a page to a file of the repository lead to the page of the site if there is one, and to GitHub otherwise. A
-link to a file that does not exist stays as it is, so that the strict build fails on it.
+link to a file that does not exist is unchanged, so that the strict build fails on it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROOT = {
         )
     },
 }
-"""Files beside `docs/`, and where they are in the site."""
+"""Files outside `docs/`, and their place in the site."""
 
 _LINK = re.compile(r'(\]\(|\b(?:src|srcset|href)=")([^)"\s]+)')
 _FENCED = re.compile(r"^```.*?^```$", re.M | re.S)
@@ -44,7 +44,7 @@ _FAILURE = re.compile(r"^### ([\w-]+)\n\n(\*\*.*)$", re.M)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Show the version on every page, and list pages that the navigation does not name among the guides."""
+    """Show the version on every page, and add pages that the navigation does not name to the guides."""
     config.site_name = f"reshard {reshard.__version__}"
     config.copyright = f"reshard {reshard.__version__}, Apache License 2.0"
     named = set(re.findall(r"[\w./-]+\.md", str(config.nav)))
@@ -56,7 +56,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are made, and those of the root of the repository with their pictures."""
+    """Add generated pages, and those in the root of the repository with their pictures."""
     made = {
         "reference/commands.md": _commands(),
         "reference/python.md": _python(),
@@ -71,7 +71,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 @mkdocs.plugins.event_priority(50)
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead links out of `docs/` somewhere, and put the message of each failure where the search finds it."""
+    """Fix links out of `docs/`, and add the message of each failure for the search."""
     if page.file.src_uri == "failures.md":
         markdown = _FAILURE.sub(_with_message, markdown)
     start = 0
@@ -88,7 +88,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _place(link: str, uri: str) -> str:
-    """Where a link of a page leads in the site."""
+    """The target of a page's link in the site."""
     if "://" in link or link.startswith(("#", "mailto:")):
         return link
     path, mark, anchor = link.partition("#")
@@ -141,7 +141,7 @@ def _python() -> str:
 
 
 def _families() -> str:
-    """What `reshard support` says."""
+    """The output of `reshard support`."""
     return "\n".join(_rows()) + "\n"
 
 
