@@ -1,1 +1,1 @@
-"""A model's way from Hugging Face through Megatron-Core and back, with every step checked: `make demo`."""
+"""A round trip of a model from Hugging Face through Megatron-Core and back, with every step checked: `make demo`."""

@@ -1,6 +1,6 @@
-"""The whole road on a small model: `make demo`, or `python -m demo` where everything is installed.
+"""The complete round trip on a small model: `make demo`, or `python -m demo` if everything is installed.
 
-Each station runs one command, which is printed first and can be pasted. The first station that fails ends the demo
+Each step prints one command, which can be pasted, and runs it. The first step that fails ends the demo
 with exit status 1.
 """
 
@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROMPT = "A checkpoint is a promise: whoever stops the machine tonight"
-"""How the bundled text begins; a model that was trained on it knows how it goes on."""
+"""The beginning of the bundled text; a model that was trained on it can continue it."""
 
 
 @dataclass(frozen=True)
 class Station:
-    """A command with the exit status that it should have; `first_line` shows only the beginning of what it prints."""
+    """A command with its expected exit status; `first_line` shows only the beginning of its output."""
 
     title: str
     command: tuple[str, ...]
@@ -33,12 +33,12 @@ class Station:
 
     @property
     def shown(self) -> str:
-        """The command as one types it."""
+        """The command as text, as one would type it."""
         return shlex.join(self.command) + (" | head -n 1" if self.first_line else "")
 
 
 def stations(output: Path, steps: int) -> Iterator[Station]:
-    """All commands, in order. What they write lies in `output`."""
+    """All commands, in order. They write to `output`."""
     model, text, run, final = (str(output / name) for name in ("model", "text.jsonl", "run", "run/final"))
     other = str(output / "other-layout")
     yield Station(
@@ -77,7 +77,7 @@ def stations(output: Path, steps: int) -> Iterator[Station]:
 
 
 def run(station: Station) -> None:
-    """Print and run the command of a station. Exits with status 1 if its exit status is not the expected one."""
+    """Print and run the command of a step. Exits with status 1 if its exit status is not the expected one."""
     print(f"$ {station.shown}", flush=True)
     begin = time.monotonic()
     done = subprocess.run(
@@ -93,7 +93,7 @@ def run(station: Station) -> None:
 
 
 def _executable(command: tuple[str, ...]) -> list[str]:
-    """The same command from the environment that the demo runs in, activated or not."""
+    """The same command in the environment that the demo runs in, activated or not."""
     return [str(Path(sys.executable).with_name(command[0])), *command[1:]]
 
 
@@ -102,14 +102,14 @@ def _megabytes(folder: Path) -> float:
 
 
 def _clear(output: Path) -> None:
-    """Remove what an earlier run wrote, and nothing else."""
+    """Remove the output of an earlier run, and nothing else."""
     for station in stations(output, steps=0):
         if station.result is not None:
             shutil.rmtree(station.result, ignore_errors=True)
 
 
 def main() -> None:
-    """Run all stations, over what an earlier run left."""
+    """Run all steps, replacing the output of an earlier run."""
     parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("demo-output"), help="Where the models go.")
     parser.add_argument("--steps", type=int, default=60, help="Training steps.")

@@ -2,8 +2,8 @@
 
     python -m demo.make_model FOLDER TEXT.jsonl
 
-The model comes from transformers' own `save_pretrained`; the tokenizer is trained on the bundled text, of which each
-paragraph becomes a record.
+The model comes from transformers' own `save_pretrained`; the tokenizer is trained on the bundled text, and each
+paragraph of that text becomes a record.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SIZES = {
 
 
 def main(folder: Path, data: Path) -> None:
-    """Write the model to `folder`, the text to `data`, and say what was written."""
+    """Write the model to `folder`, the text to `data`, and print what was written."""
     make_model("qwen3_moe", folder, dtype="bfloat16", **SIZES)
     print("wrote", ", ".join(sorted(path.name for path in folder.iterdir())))
     paragraphs = CORPUS.read_text(encoding="utf-8").strip().split("\n\n")
