@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -19,15 +20,19 @@ from rich.console import Console
 from reshard.errors import Problem, ReshardError, RunFailedError
 from reshard.train.launching import launch, meeting
 from reshard.train.launching.places import first_host, place_of
+from reshard.train.lifetime import children
 from reshard.train.run import Ranks, Run
 from reshard.train.show.monitor import history_of
-from tests.train.launches import LAUNCHER, REPOSITORY
+from tests.train.launches import LAUNCHER, REPOSITORY, until
 
 
 def test_ranks_train_and_the_run_is_recorded(make_run: Callable[..., Run], tmp_path: Path) -> None:
     run = make_run()
     console = Console(file=StringIO(), width=200)
-    assert launch.launch(run, {"plan": {"world size": 2}}, console=console) == 0
+    with launch.ahead(run) or nullcontext() as started:
+        until(lambda: started is not None and len([*children(started.process.pid)]) == 2)
+        assert not run.output.exists()
+        assert launch.launch(run, {"plan": {"world size": 2}}, started=started, console=console) == 0
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "-m torch.distributed.run --nproc-per-node=2" in shown
     assert "step 3/3  loss 0.6667  lr 1.0e-05" in shown
@@ -43,7 +48,7 @@ def test_ranks_train_and_the_run_is_recorded(make_run: Callable[..., Run], tmp_p
     assert json.loads((run.output / "trained.json").read_text())["step"] == 3
     assert history_of(run.output).outcome == "trained"
     assert '<meta http-equiv="refresh"' in (run.output / "report.html").read_text()
-    assert not (run.output / "logs").exists()
+    assert not list(tmp_path.rglob(".reshard-train-*"))
 
 
 @pytest.mark.parametrize(("at", "failed", "outcome"), [(1, False, "refused"), (2, True, "failed")])
@@ -220,7 +225,7 @@ def test_ranks_believe_nothing_of_earlier_launches(make_run: Callable[..., Run])
 def test_nodes_meet_at_the_first_one(make_run: Callable[..., Run]) -> None:
     words = launch.command(make_run(ranks=Ranks(8, 2, 1, "gpu07:29500")))
     assert {"--nnodes=2", "--node-rank=1", "--master-addr=gpu07", "--master-port=29500"} <= set(words)
-    assert any(word.endswith("/out/logs-node1") for word in words)
+    assert words[-1].endswith("/out/run-node1.json")
 
 
 @pytest.mark.parametrize("ranks", [Ranks(8, 2), Ranks(8, 2, 0, "gpu07"), Ranks(8, 2, 2, "gpu07:29500")])

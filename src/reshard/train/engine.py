@@ -187,6 +187,8 @@ class Engine:
     `indexed` looks at Megatron's indexed datasets, if the engine reads such: how long the sequences of an epoch are. It
     raises ReshardError for what is wrong with them.
 
+    `warm` imports what `train` needs, and touches no device: it is called on each rank while the run is looked at.
+
     `train` loads, asserts the plan, trains and saves; it is called on each rank, with the launcher's environment set.
     `check(run, trained, final)` is what differs between the weights in the folder `final` and those that were trained.
     """
@@ -209,6 +211,7 @@ class Engine:
     checkpoints: Checkpoints
     train: Callable[[Run, Monitor], Trained]
     check: Callable[[Run, Trained, Path], list[Problem]]
+    warm: Callable[[Run], None] = lambda run: None
     indexed: Callable[[Run], Lengths] | None = None
     leaves: tuple[str, ...] = ()
     tracks: bool = False

@@ -16,6 +16,7 @@ from reshard.train.run import Run
 if TYPE_CHECKING:
     from reshard.train.final.finish import Finished
     from reshard.train.launching.slurm import Submitted
+    from reshard.train.launching.torchrun import Torchrun
     from reshard.train.outlook import Preflight
     from reshard.train.planning.gpus import Machine
 
@@ -73,8 +74,8 @@ def start(
     if restarted() and place_of(run):
         going_on = engine_of(run).checkpoints.last(run.output) is not None
         run, overwrite = replace(run, resume=going_on), overwrite or not going_on
-    found = None
-    if launch.leads(run) or (dry_run and not place_of(run)):  # another node can look at its own machine, too
+
+    def look() -> Preflight:
         found = preflight(run, overwrite=overwrite, machine=machine)
         on_preflight(found)
         problems = [*(config_problems(config) if config else []), *found.problems]
@@ -82,14 +83,18 @@ def start(
             launch.refuse(run, problems)
         if problems:
             raise ReshardError(problems)
-    if dry_run:
-        return Outcome(0, found)
-    if not found:
-        launch.wait_for_first(run)
-    with held(run) if found else nullcontext():
-        if found and overwrite and not run.resume:
-            clear(run)
-        return _through(run, found, quiet=quiet, language=language)
+        return found
+
+    if dry_run:  # another node can look at its own machine, too
+        return Outcome(0, look() if launch.leads(run) or not place_of(run) else None)
+    with launch.ahead(run) or nullcontext() as started:
+        found = look() if launch.leads(run) else None
+        if not found:
+            launch.wait_for_first(run)
+        with held(run) if found else nullcontext():
+            if found and overwrite and not run.resume:
+                clear(run)
+            return _through(run, found, started, quiet=quiet, language=language)
 
 
 OF_THIS_MACHINE = (
@@ -135,13 +140,16 @@ def submit(
     return Outcome(0, found, submitted=slurm.submit(run, submission, overwrite=overwrite))
 
 
-def _through(run: Run, found: Preflight | None, *, quiet: bool, language: str) -> Outcome:
+def _through(
+    run: Run, found: Preflight | None, started: Torchrun | None, *, quiet: bool, language: str
+) -> Outcome:
     """Launch and finish; or be a rank that neither looked before nor finishes."""
     from reshard.train.final.finish import finish
     from reshard.train.launching import launch
 
     try:
-        status = launch.launch(run, found.as_dict() if found else {}, quiet=quiet, language=language)
+        record = found.as_dict() if found else {}
+        status = launch.launch(run, record, started=started, quiet=quiet, language=language)
         if status or not found:
             return Outcome(status, found)
         with signals.raised():

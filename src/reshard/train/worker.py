@@ -15,6 +15,7 @@ from reshard.errors import Problem, ReshardError
 from reshard.train import signals
 from reshard.train.collective import meet
 from reshard.train.engines import engine_of
+from reshard.train.launching import torchrun
 from reshard.train.lifetime import end_with_parent
 from reshard.train.run import Run, put
 from reshard.train.show import trackers
@@ -82,6 +83,7 @@ def main(record: Path) -> None:
     A rank that a signal has stopped ends with status 0, so that torchrun does not start it again.
     """
     end_with_parent()
+    torchrun.wait()
     run = Run.read(record)
     if restarted():
         if claimed(run.output):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -30,7 +29,8 @@ from reshard.train import signals
 from reshard.train.launching import failure, meeting
 from reshard.train.launching.places import Place, forget, place_of
 from reshard.train.launching.provenance import record_of
-from reshard.train.lifetime import children, end_with_parent
+from reshard.train.launching.torchrun import Torchrun
+from reshard.train.lifetime import children
 from reshard.train.run import RECORD, Run, conclude, put
 from reshard.train.show import report, trackers
 from reshard.train.show.monitor import METRICS, Row, Tail, append, begun, last_checkpoint, monitor_of
@@ -79,8 +79,7 @@ def command(run: Run) -> list[str]:
         words += [f"--nnodes={ranks.nnodes}", f"--node-rank={ranks.node_rank}"]
         words += [f"--master-addr={host}", f"--master-port={port}"]
     words += [f"--max-restarts={ranks.max_restarts}"] if ranks.max_restarts else []
-    words += ["--tee=3", f"--log-dir={run.output / of_node(run, 'logs')}"]
-    return [*words, "-m", WORKER, str(run.output / of_node(run, RECORD))]
+    return [*words, "--tee=3", "-m", WORKER, str(run.output / of_node(run, RECORD))]
 
 
 def _rendezvous(run: Run) -> tuple[str, int]:
@@ -95,6 +94,18 @@ def _rendezvous(run: Run) -> tuple[str, int]:
         found=f"--nnodes {ranks.nnodes} --node-rank {ranks.node_rank} --rendezvous {ranks.rendezvous}",
         remedy="give each node its own --node-rank, and all the same --rendezvous",
     )
+
+
+def ahead(run: Run) -> Torchrun | None:
+    """torchrun beside the preflight, with ranks that import what they need, and wait for `launch` to let them go.
+
+    None where another launcher starts the ranks, where several nodes have to meet first, or it cannot be started.
+    """
+    with suppress(ReshardError, ImportError, OSError):  # the preflight says it
+        if run.ranks.nnodes == 1 and place_of(run) is None:
+            near = next(each for each in run.output.absolute().parents if each.exists())
+            return Torchrun.start(command(run), environment(run), near, run)
+    return None
 
 
 def wait_for_first(run: Run) -> None:
@@ -152,6 +163,7 @@ def launch(
     run: Run,
     record: Mapping[str, Any] | None = None,
     *,
+    started: Torchrun | None = None,
     quiet: bool = False,
     language: str = "en",
     console: Console | None = None,
@@ -159,7 +171,7 @@ def launch(
     """Train, on all ranks; the exit status.
 
     0: trained, `finish` can begin. 1: a rank failed, and why was printed. 128 and more: a signal ended it. `record` is
-    what run.json says beside the run. Raises ReshardError where ranks refused to go on.
+    what run.json says beside the run, and `started` what is `ahead`. Raises ReshardError where ranks refused to go on.
     """
     screen = Screen(console or Console(stderr=True, soft_wrap=True, highlight=False), quiet, language)
     trackers.check(run)
@@ -170,7 +182,9 @@ def launch(
     _prepare(run, record or {})
     if not quiet:
         screen.console.print(f"[dim]$ {escape(shlex.join(words))}[/]")
-    return _told(run, *_ranks(words, run, screen), screen)
+    if started is None or started.process.poll() is not None:
+        started = Torchrun.start(words, environment(run), run.output)
+    return _told(run, *_ranks(started, run, screen), screen)
 
 
 def _prepare(run: Run, record: Mapping[str, Any]) -> None:
@@ -240,39 +254,24 @@ def _caught() -> Iterator[_Caught]:
             signal.signal(number, handler)
 
 
-def _ranks(words: list[str], run: Run, screen: Screen) -> tuple[int, _Caught]:
+def _ranks(torchrun: Torchrun, run: Run, screen: Screen) -> tuple[int, _Caught]:
     """Run the ranks to their end: torchrun's exit status, and what was caught meanwhile."""
-    logs = run.output / of_node(run, "logs")
     watch = Watch(run, screen.console, quiet=screen.quiet)
     tail = Tail(run.output / METRICS)
     for row in tail.rows():  # what attempts before this one have told
         watch.history.add(row)
-    with _caught() as caught, (run.output / of_node(run, LOG)).open("wb") as log:
-        process = subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment(run),
-            start_new_session=True,
-            preexec_fn=partial(_be_torchrun, os.getpid()),
-        )
+    log = run.output / of_node(run, LOG)
+    log.touch()
+    with _caught() as caught:
         try:
-            with watch:
-                _follow(process, run, watch, tail, caught)
+            with torchrun, watch:
+                torchrun.go(log)
+                _follow(torchrun.process, run, watch, tail, caught)
         finally:
-            _kill(process)
             for rank in caught.ranks:  # and what they have started
                 with suppress(ProcessLookupError):
                     os.killpg(rank, signal.SIGKILL)
-            shutil.rmtree(logs, ignore_errors=True)  # train.log has all of it
-    return process.returncode, caught
-
-
-def _be_torchrun(parent: int) -> None:
-    """End with the launcher; and leave SIGUSR1, which Slurm may send to all processes of a step, to the ranks."""
-    end_with_parent(signal.SIGTERM, parent)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    return torchrun.process.returncode, caught
 
 
 def _follow(process: subprocess.Popen[bytes], run: Run, watch: Watch, tail: Tail, caught: _Caught) -> None:
@@ -309,14 +308,6 @@ def _ask_to_end(process: subprocess.Popen[bytes], run: Run, caught: _Caught) -> 
         with suppress(ProcessLookupError):
             os.kill(rank, caught.first)
     return run.save_on_signal
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End torchrun if it is still there. Its ranks end with it, by `end_with_parent`."""
-    if process.poll() is None:
-        with suppress(ProcessLookupError):
-            process.kill()
-        process.wait()
 
 
 def _told(run: Run, status: int, caught: _Caught, screen: Screen) -> int:

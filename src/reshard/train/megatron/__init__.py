@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,16 @@ def _last(output: Path) -> Path | None:
     return None if step is None else output / iterations.name_of(step)
 
 
+def _warm(run: Run) -> None:
+    """What megatron-core imports: it itself is imported on a CPU after torch has been adapted to it."""
+    for name in (
+        "torch._dynamo",
+        "torch.distributed.checkpoint",
+        "transformers.tokenization_utils_tokenizers",
+    ):
+        import_module(name)
+
+
 def _train(run: Run, monitor: Monitor) -> Trained:
     for chatter in _CHATTER:
         warnings.filterwarnings("ignore", **chatter)
@@ -120,6 +131,7 @@ ENGINE = Engine(
         shares=lambda run, world_size: (run.layout.tp * run.layout.pp, world_size),
         fewer="save less often with --save_interval",
     ),
+    warm=_warm,
     train=_train,
     check=_check,
     indexed=_indexed,

@@ -85,6 +85,12 @@ def _shares(run: Run, world_size: int) -> tuple[int, int]:
     return (world_size if weights else 1), (world_size if weights or run.parallel == "zero2" else 1)
 
 
+def _warm(run: Run) -> None:
+    """What a script for TRL imports first. DeepSpeed looks for devices then, before the rank has chosen its own."""
+    if not run.parallel.startswith("zero"):
+        WAYS[run.method].trainer_class()
+
+
 def _train(run: Run, monitor: Monitor) -> Trained:
     from reshard.train.trl.training import train_here
 
@@ -133,6 +139,7 @@ ENGINE = Engine(
         fewer="keep fewer with --save_total_limit 1, or no optimizer with --save_only_model",
         bound=lambda run: {"parallel": run.parallel, "tp": run.layout.tp},
     ),
+    warm=_warm,
     train=_train,
     check=_check,
     leaves=(".data-*",),
