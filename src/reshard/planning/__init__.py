@@ -1,4 +1,4 @@
-"""Plan a conversion: the tensors of the target, each made of the source's logical tensors, and its files."""
+"""Plan a conversion: the output's tensors, each made of the source's logical tensors, and its files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = ["Options", "plan_conversion", "planned_tensors"]
 
 @uncollected()
 def plan_conversion(source: Path, options: Options, on_step: OnStep = lambda step: None) -> Plan:
-    """Plan the conversion of `source`; raises ReshardError. `on_step` hears what is done next.
+    """Plan the conversion of `source`. Raises ReshardError. `on_step` receives the name of each step as it begins.
 
     Reads headers and metadata only, and the lora_A of projections that may share one.
     """
@@ -51,9 +51,9 @@ def plan_conversion(source: Path, options: Options, on_step: OnStep = lambda ste
 
 @uncollected()
 def planned_tensors(source: Path, checkpoint: Checkpoint, options: Options) -> Sequence[Planned]:
-    """The tensors that a conversion to a Hugging Face folder would write, or that of an adapter to PEFT's.
+    """The tensors that a conversion to a Hugging Face folder (for an adapter, to PEFT's) would write.
 
-    Nothing is planned of its files, and no tokenizer is needed. Raises ReshardError.
+    No files are planned, and no tokenizer is needed. Raises ReshardError.
     """
     is_model = options.merge or kind_of(checkpoint) is Kind.MODEL
     to = huggingface.NAME if is_model else peft.NAME
@@ -70,7 +70,7 @@ def _planned(source: Path, checkpoint: Checkpoint, options: Options) -> Plan:
 def _merged(
     source: Path, checkpoint: Checkpoint, options: Options
 ) -> tuple[Checkpoint, Kind, Format, Options]:
-    """The source as it will be, an adapter merged and its base found; its kind, and the format that it becomes."""
+    """The source with its adapter merged and its base found; its kind, its output format, and the remaining options."""
     if checkpoint.problems:
         raise ReshardError(checkpoint.problems)
     kind = kind_of(checkpoint)
@@ -86,7 +86,7 @@ def _merged(
 
 
 class _Prepared(NamedTuple):
-    """A source as its target needs it: dequantized where the target has no scales, with its model."""
+    """A source prepared for its target, with its model: dequantized if the target cannot store scales."""
 
     source: Resolved
     kind: Kind
@@ -122,7 +122,7 @@ def _refuse_nothing_to_merge(checkpoint: Checkpoint, kind: Kind) -> None:
 
 
 def _format(source: Path, checkpoint: Checkpoint, kind: Kind, options: Options) -> Format:
-    """The format that is asked for. An adapter stays one by default, all else becomes a Hugging Face folder."""
+    """The requested format. By default, an adapter stays an adapter, and a model becomes a Hugging Face folder."""
     if options.to:
         return writable(options.to)
     if kind is Kind.ADAPTER:
@@ -138,7 +138,7 @@ def _format(source: Path, checkpoint: Checkpoint, kind: Kind, options: Options) 
 
 
 def _target(format: Format, checkpoint: Checkpoint, kind: Kind, options: Options) -> Target:
-    """What the format can be written as. Raises ReshardError with all that it cannot hold of what was typed."""
+    """The target of the format. Raises ReshardError with all options that it does not support."""
     target = written()[format.name]
     if kind not in target.holds:
         raise _not_held(checkpoint, kind, format)
@@ -148,7 +148,7 @@ def _target(format: Format, checkpoint: Checkpoint, kind: Kind, options: Options
 
 
 def _flags(layout: Layout) -> str:
-    """A layout as it was typed."""
+    """The flags of a layout."""
     sizes = layout.as_dict() | {"etp": layout.etp if layout.etp != layout.tp else 1}
     words = [f"--{axis} {size}" for axis, size in sizes.items() if size != 1]
     return " ".join([*words, *([f"--stages {','.join(map(str, layout.stages))}"] if layout.stages else [])])
@@ -211,7 +211,7 @@ def _able(kind: Kind) -> list[str]:
 
 
 def _with_hinted_base(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint, Options]:
-    """Where config or tokenizer is missing, take the base that another tool noted, if it is there.
+    """If config or tokenizer is missing, use the base that another tool recorded, if it exists.
 
     `resolve` then checks that its config belongs to these weights.
     """
@@ -227,7 +227,7 @@ def _with_hinted_base(checkpoint: Checkpoint, options: Options) -> tuple[Checkpo
 
 
 def _resolved(checkpoint: Checkpoint, target: Target, options: Options) -> Resolved:
-    """The model of a checkpoint. Where names stay as they are, it may be of a family that nobody declared."""
+    """The model of a checkpoint. If names are not converted, its family need not be declared."""
     if not target.keeps_names or options.family:
         computes = checkpoint.dialect != HUB or not target.keeps_names
         return resolve(checkpoint, options.base, options.family, options.trust, computes=computes)
@@ -259,7 +259,7 @@ def _content(source: Resolved, kind: Kind, format: Format, target: Target, optio
 
 
 def _plan(source: Resolved, kind: Kind, format: Format, target: Target, options: Options) -> Plan:
-    """The one way to a plan: tensors under the target's names, laid out in files, with what lies beside; audited."""
+    """The plan, audited: tensors under the target's names, laid out in files, with companions and other files."""
     checkpoint, model = source.checkpoint, source.model
     content = _content(source, kind, format, target, options)
     request = target.complete(content.request)
@@ -292,8 +292,7 @@ def _plan(source: Resolved, kind: Kind, format: Format, target: Target, options:
 
 
 class _Content(NamedTuple):
-    """A request with its tensors and their parameters; the bytes left by rule; what has to be equal; what to tell; the
-    memory to compute its tensors."""
+    """A request with its tensors, their parameters, dropped bytes by rule, replicas, notes, and the memory needed."""
 
     request: Request
     parameters: int
@@ -310,7 +309,7 @@ def _adapter(source: Resolved, request: Request) -> _Content:
 
 
 def _model(source: Resolved, format: str, target: Target, request: Request) -> _Content:
-    """The weights of a model, and the states of its optimizer if they are asked for."""
+    """The weights of a model, and its optimizer states if requested."""
     options, checkpoint = request.options, source.checkpoint
     dtype = target.dtype or options.dtype
     if options.with_optimizer or target.dtype:
@@ -318,7 +317,7 @@ def _model(source: Resolved, format: str, target: Target, request: Request) -> _
     dropped = Counter(checkpoint.dropped)
     model, sized = source.model, request.model
     if model and sized:
-        # Padding rows took part in the softmax while the model trained: carry those that both sides have.
+        # Padding rows took part in the softmax during training: convert those that source and output both have.
         rows = min(sized.dims.padded_vocab, model.dims.padded_vocab)
         model, sized = model.with_vocabulary(rows), sized.with_vocabulary(rows)
         lost = model.dims.padded_vocab - sized.dims.padded_vocab

@@ -1,4 +1,4 @@
-"""The tensors of an adapter as a target has them: PEFT's pairs, or those of Megatron-Core's fused linears."""
+"""The tensors of an adapter under a target's names: PEFT's pairs, or those of Megatron-Core's fused linears."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ from reshard.transfer.plan import Planned
 
 BASE_WEIGHTS, OTHER_ADAPTERS = "base weights", "other adapters"
 SHARED = "lora_A that projections share"
-"""Rules by which tensors beside an adapter, and copies of its own, stay behind."""
+"""Rules by which base weights, other adapters, and copies of lora_A are left out."""
 
 
 def resolved(checkpoint: Checkpoint, target: Target, options: Options) -> Resolved:
-    """An adapter, with the model that it adapts where its sizes say how projections lie in the linears of an engine.
+    """An adapter, with its base model if the target needs its sizes to place projections in fused linears.
 
-    `--base` has to name it, though the adapter may know it: who forgets `--merge` is not given an adapter.
+    `--base` is then required, even if the adapter records its base: users who forget `--merge` should not get an
+    adapter.
     """
     if target.keeps_names:
         return Resolved(checkpoint, None, {})
@@ -64,7 +65,7 @@ def resolved(checkpoint: Checkpoint, target: Target, options: Options) -> Resolv
 
 
 def named(checkpoint: Checkpoint, request: Request) -> tuple[Request, dict[str, int], list[str]]:
-    """The request with tensors and settings, what stays behind of the base, in bytes by rule, and notes."""
+    """The request with tensors and settings, the bytes left out by rule, and notes."""
     options, types = request.options, Types(request.options.dtype)
     adapter = adapters.find(checkpoint, options.adapter, options.lora_alpha)
     base = {
@@ -104,12 +105,12 @@ def _as_peft(adapter: adapters.Adapter, *, with_base: bool) -> Iterator[tuple[st
     for name, tensor in adapter.whole.items():
         yield f"{PREFIX}{name}", tensor
     for name, tensor in adapter.base.items() if with_base else ():
-        module, _, leaf = name.rpartition(".")  # PEFT keeps embeddings that it adapts, in case they grew
+        module, _, leaf = name.rpartition(".")  # PEFT saves adapted embeddings, in case they were resized
         yield f"{PREFIX}{module}.base_layer.{leaf}", tensor
 
 
 def same_bytes(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors hold the same bytes. They are read, for nothing else tells it."""
+    """Whether two tensors have the same bytes. Reads them, as there is no other way to know."""
     if first == second:
         return True
     if (first.dtype, first.shape) != (second.dtype, second.shape):
@@ -121,7 +122,7 @@ def same_bytes(first: Tensor, second: Tensor) -> bool:
 
 
 def _rank(found: Mapping[str, Linear], layout: Layout) -> int:
-    """One rank for all linears, which tensor parallelism divides: it cuts `linear_in` by it."""
+    """The rank for all linears, a multiple of TP, which cuts `linear_in` along the rank."""
     highest = max(linear.rank for linear in found.values())
     return -(-highest // layout.tp) * layout.tp
 
@@ -153,7 +154,7 @@ def _as_linears(found: Mapping[str, Linear], rank: int, types: Types) -> list[Pl
 
 
 def _settings(adapter: adapters.Adapter, found: Mapping[str, Linear], rank: int) -> dict[str, Any]:
-    """The arguments of Megatron-Bridge's LoRA. alpha grows with the rank, so that alpha/r stays what it was."""
+    """The arguments of Megatron-Bridge's LoRA. alpha is scaled with the rank, so that alpha/r does not change."""
     module, pair = next(iter(adapter.pairs.items()))
     alpha = adapter.settings.scale(module, pair.rank) * rank
     whole = round(alpha)

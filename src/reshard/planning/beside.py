@@ -1,4 +1,4 @@
-"""What lies beside the weights in the output: config, tokenizer, and the facts that reshard.json records."""
+"""The files next to the weights in the output: config, tokenizer, and the facts that reshard.json records."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from reshard.version import __version__
 
 
 def find_companions(checkpoint: Checkpoint, request: Request) -> companions.Companions:
-    """What lies beside the source. Raises ReshardError naming files that nothing could load."""
+    """The source's companions. Raises ReshardError naming files that cannot be loaded."""
     return companions.check(_companions(checkpoint, request.options, is_adapter=request.adapter is not None))
 
 
@@ -35,7 +35,7 @@ def _companions(checkpoint: Checkpoint, options: Options, *, is_adapter: bool) -
 
 
 def lacking(checkpoint: Checkpoint, kind: Kind, options: Options) -> list[Problem]:
-    """What the output needs and is not there: a tokenizer, unless nobody wants one. An adapter needs none."""
+    """A problem if the output needs a tokenizer and none is found, unless users opt out. An adapter needs none."""
     if kind is not Kind.MODEL or not options.tokenizer:
         return []
     found = _companions(checkpoint, options, is_adapter=False)
@@ -57,9 +57,9 @@ def lacking(checkpoint: Checkpoint, kind: Kind, options: Options) -> list[Proble
 def companion_files(
     checkpoint: Checkpoint, request: Request, found: companions.Companions
 ) -> Iterator[OutputFile]:
-    """config.json, true to the weights; tokenizer, chat template, generation config as they are.
+    """config.json, adapted to the weights; tokenizer, chat template and generation config unchanged.
 
-    An adapter takes what is there of tokenizer and template; it needs none.
+    An adapter gets the tokenizer and template if they are there; it needs none.
     """
     of_base = () if checkpoint.quantization else companions.QUANTIZATION
     left = {companions.CONFIG, *of_base}
@@ -73,7 +73,7 @@ def companion_files(
 
 
 def _config(checkpoint: Checkpoint, request: Request) -> bytes:
-    """The config.json, which says that the weights are quantized where they are, whatever the base folder says."""
+    """The config.json, with quantization settings if and only if the weights are quantized, whatever the base has."""
     config, quantization = request.config, checkpoint.quantization
     if not config:
         raise ReshardError(
@@ -97,7 +97,7 @@ def _config(checkpoint: Checkpoint, request: Request) -> bytes:
 
 
 def _computing_dtype(checkpoint: Checkpoint, request: Request) -> str:
-    """What config.json calls the model's dtype: of a quantized one that of its other weights, in which it computes."""
+    """The model's dtype in config.json: for a quantized model the dtype of its other weights, in which it computes."""
     if checkpoint.quantization is None and request.quantization is None:
         return request.main_dtype
     told = request.config.get("dtype") or request.config.get("torch_dtype")
@@ -109,7 +109,7 @@ def _computing_dtype(checkpoint: Checkpoint, request: Request) -> str:
 def facts(
     checkpoint: Checkpoint, format: Format, request: Request, dropped: Mapping[str, int]
 ) -> dict[str, Any]:
-    """What `reshard.json` records: what the output was made of, and what it is."""
+    """The facts that `reshard.json` records: what the output was made from, and what it contains."""
     model, sharded = request.model, format.target and format.target.sharded
     found: dict[str, Any] = {
         "reshard": __version__,
@@ -133,10 +133,10 @@ def facts(
 
 
 def _origin(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the output was made of.
+    """What the output was made from.
 
-    `fingerprint` is a SHA-256 over what the headers of the source say: names, dtypes, shapes, places, and checksums if
-    recorded. `files` has each file that holds weights, with its size.
+    `fingerprint` is a SHA-256 over what the headers of the source record: names, dtypes, shapes, places, and checksums
+    if there are any. `files` has each file with weights, and its size.
     """
     digest = sha256()
     names: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Merge the adapter that a source holds into its base, before anything else is planned."""
+"""Merge the source's adapter into its base, before anything else is planned."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from reshard.planning.adapters import OTHER_ADAPTERS
 from reshard.planning.naming import Types
 
 REPLACED = "weights that the adapter replaces"
-"""The rule by which weights stay behind that an adapter has trained in whole."""
+"""The rule for base weights that are left out because the adapter contains trained copies."""
 
 
 def merged_source(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint, Options]:
-    """The merged model as a checkpoint of hub names, and the options that are left for planning it.
+    """The merged model as a checkpoint with Hub names, and the remaining options for planning it.
 
-    The base comes from `--base`, else from where the adapter's config says it was, else from beside the adapter.
-    Raises ReshardError if there is none, or if the adapter does not fit it.
+    The base comes from `--base`, or else from the folder that the adapter's config records, or else from the adapter's
+    checkpoint itself. Raises ReshardError if there is none, or if the adapter does not fit it.
     """
     adapter = adapters.find(checkpoint, options.adapter, options.lora_alpha)
     folder = _base_folder(checkpoint, adapter, options)
@@ -44,7 +44,7 @@ def merged_source(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint,
     weights, replicas, config, dropped = _hub_weights(base, options) if base else ({}, [], None, Counter())
     origin = base or checkpoint
     family = declared((config_of(origin) or {}).get("model_type"))
-    if family:  # by which end of the model a tensor is, its name tells in a language model by itself
+    if family:  # whether a tensor is embedding or head is recognized by its name in a plain language model
         adapter = adapter.called(family.plain_name)
         weights = {family.plain_name(name): tensor for name, tensor in weights.items()}
     dropped[OTHER_ADAPTERS] += adapter.others
@@ -74,7 +74,7 @@ def merged_source(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint,
 
 
 def hub_adapter(checkpoint: Checkpoint, options: Options) -> Checkpoint:
-    """An adapter of Megatron-Core under hub names, by the config of its base, which may be a Megatron checkpoint."""
+    """An adapter of Megatron-Core under Hub names, by the config of its base, which may be a Megatron checkpoint."""
     config: Mapping[str, Any] | None = config_of(checkpoint)
     if options.base:
         config = (
@@ -84,7 +84,7 @@ def hub_adapter(checkpoint: Checkpoint, options: Options) -> Checkpoint:
 
 
 def _base_folder(checkpoint: Checkpoint, adapter: adapters.Adapter, options: Options) -> Path | None:
-    """Where the base's weights are; None if they lie beside the adapter."""
+    """The folder with the base's weights; None if they are in the adapter's checkpoint."""
     if adapter.has_base:
         return None
     if options.base:
@@ -107,7 +107,7 @@ def _base_folder(checkpoint: Checkpoint, adapter: adapters.Adapter, options: Opt
 def _hub_weights(
     base: Checkpoint, options: Options
 ) -> tuple[Mapping[str, Tensor], list[Replica], Mapping[str, Any] | None, Counter[str]]:
-    """The base's weights under hub names, what must be equal among them, the config if no file has it, what is left."""
+    """The base's weights under Hub names, their replicas, the config if it is in no file, and the dropped bytes."""
     if base.dialect == "hf":
         return base.tensors, base.replicas, base.config, Counter()
     resolved = resolve(base, family=options.family)
@@ -119,7 +119,7 @@ def _hub_weights(
 
 
 def _replaced(adapter: adapters.Adapter, weights: Mapping[str, Tensor], result: Mapping[str, Tensor]) -> int:
-    """Bytes of weights in the place of which the adapter has its own, and that are not the head of the result."""
+    """Bytes of base weights that the adapter replaces, except those that become the head of the result."""
     own = {**adapter.base, **adapter.whole} if weights else adapter.whole
     head = set(cells_of(result[HEAD].view)) if HEAD in result else set()
     return sum(
@@ -130,7 +130,7 @@ def _replaced(adapter: adapters.Adapter, weights: Mapping[str, Tensor], result: 
 
 
 def _stored_bytes(tensor: Tensor) -> int:
-    """Bytes that lie on the disk of a tensor, and of all that it is computed from."""
+    """Bytes on disk of a tensor, including everything that it is computed from."""
     found = 0
     for piece in tensor.view.pieces:
         if isinstance(piece.source, Computed):
@@ -141,7 +141,7 @@ def _stored_bytes(tensor: Tensor) -> int:
 
 
 def _changes(adapter: adapters.Adapter, weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What the merged model's config says otherwise than the base's."""
+    """The values in the merged model's config that differ from the base's."""
     changes: dict[str, Any] = {"tie_word_embeddings": False} if unties(adapter) else {}
     for name, tensor in adapter.whole.items():
         if name in weights and len(tensor.shape) == 2 and tensor.shape[0] != weights[name].shape[0]:

@@ -1,4 +1,4 @@
-"""The tensors of a target: how it calls them, of which dtype they are, and which logical tensors they are made of."""
+"""The tensors of a target: their names, their dtypes, and the logical tensors that they are made of."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _no_such_dtype(wanted: str | None) -> ReshardError:
 
 
 class Types:
-    """The dtype of each tensor of the output: the one that is `wanted`, or its own."""
+    """The dtype of each tensor of the output: the `wanted` one, or the stored one."""
 
     def __init__(self, wanted: str | None) -> None:
         try:
@@ -42,7 +42,7 @@ class Types:
             raise _no_such_dtype(wanted)
 
     def of(self, name: str, stored: DType) -> DType:
-        """The dtype that tensor `name` will have."""
+        """The output dtype of tensor `name`."""
         if self.wanted is None or not castable(stored) or name.endswith(KEEPS_ITS_DTYPE):
             return stored
         return self.wanted
@@ -50,19 +50,19 @@ class Types:
 
 @dataclass(frozen=True)
 class Names:
-    """How a target calls tensors: by `natives` where an engine has its own, else as on the hub, or `live` in memory."""
+    """How a target names tensors: by `natives` if an engine has its own names, else as on the Hub, or by `live`."""
 
     natives: Mapping[str, Bound] | None = None
     live: Live | None = None
 
     def tensors(self, logical: LogicalTensors, types: Types) -> list[Planned]:
-        """All tensors of the target. Raises ReshardError where it fuses tensors of different dtypes."""
+        """All tensors of the target. Raises ReshardError if it fuses tensors of different dtypes."""
         if self.natives is not None:
             return list(native_tensors(logical, self.natives, types))
         return fused.live_tensors(_hub_tensors(logical, types), self.live)
 
     def states(self, states: Mapping[str, LogicalTensors]) -> PlannedStates:
-        """The states of its tensors. Raises ReshardError where only a part of a fused tensor has one."""
+        """The states of its tensors. Raises ReshardError if only a part of a fused tensor has one."""
         held = {state: self._held(logical) for state, logical in states.items()}
         problems = [
             _partly_frozen(state, name, sources_of(bound) - logical.tensors.keys())
@@ -78,7 +78,7 @@ class Names:
         }
 
     def _held(self, logical: LogicalTensors) -> Mapping[str, Bound] | None:
-        """The tensors of an engine of which every part is there."""
+        """The tensors of an engine whose parts are all there."""
         if self.natives is None:
             return None
         return {name: b for name, b in self.natives.items() if sources_of(b) <= logical.tensors.keys()}
@@ -89,7 +89,7 @@ def _types(state: str) -> Types:
 
 
 def names_of(format: str, request: Request, logical: LogicalTensors) -> Names:
-    """How a format calls the tensors of a model. Raises ReshardError for those that it has no place for."""
+    """How a format names the tensors of a model. Raises ReshardError for tensors that it cannot store."""
     model = request.model
     if request.dialect in (HUB, LIVE):
         model_type = model.family.name if model else request.config.get("model_type")
@@ -121,14 +121,14 @@ def _hub_tensors(logical: LogicalTensors, types: Types) -> Iterator[Planned]:
 
 
 def native_tensors(logical: LogicalTensors, natives: Mapping[str, Bound], types: Types) -> Iterator[Planned]:
-    """All tensors of an engine. Raises ReshardError where it fuses tensors of different dtypes."""
+    """All tensors of an engine. Raises ReshardError if it fuses tensors of different dtypes."""
     problems = []
     usual = Counter(item.dtype for item in logical.tensors.values()).most_common(1)[0][0]
     for name, bound in natives.items():
         sources = sources_of(bound)
         found = {logical.tensors[source].dtype for source in sources}
         wanted = {types.of(source, logical.tensors[source].dtype) for source in sources}
-        wanted = wanted or {types.of(name, usual)}  # it is zeros alone
+        wanted = wanted or {types.of(name, usual)}  # it is all zeros
         if len(wanted) > 1:
             problems.append(
                 Problem(
@@ -150,7 +150,7 @@ def native_tensors(logical: LogicalTensors, natives: Mapping[str, Bound], types:
 
 
 def sources_of(bound: Bound) -> set[str]:
-    """The tensors that one is made of."""
+    """The names of the logical tensors that one is made of."""
     return {str(source) for source in bound.sources if not isinstance(source, Dropped)}
 
 
@@ -170,5 +170,5 @@ def _partly_frozen(state: str, name: str, missing: set[str]) -> Problem:
 
 
 def elements(tensors: Iterable[Planned]) -> int:
-    """How many numbers tensors hold."""
+    """The number of elements of tensors."""
     return sum(tensor.dtype.elements(prod(tensor.shape)) for tensor in tensors)

@@ -1,4 +1,4 @@
-"""Optimizer states: each has the shape and the place of its tensor, so a family's rules hold for it as they stand."""
+"""Optimizer states: each has the shape and position of its tensor, so a family's rules apply to it unchanged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REPLACED = "weights replaced by their masters"
 
 
 def refuse_unable(checkpoint: Checkpoint, format: Format) -> None:
-    """Raise ReshardError if a format holds no optimizer states, or if the source has none that can be carried."""
+    """Raise ReshardError if a format cannot store optimizer states, or if the source has none that can be converted."""
     leave_out = "leave out --with-optimizer to convert the weights alone"
     able = sorted(name for name, target in written().items() if target.states)
     if format.name not in able:
@@ -46,7 +46,7 @@ def refuse_unable(checkpoint: Checkpoint, format: Format) -> None:
 
 
 def with_masters(checkpoint: Checkpoint, dtype: str | None) -> Checkpoint:
-    """The checkpoint with its masters for weights, where the output is wanted in float32: it has no others then."""
+    """The checkpoint with its masters as weights, if the output is in float32: it then needs no separate masters."""
     if Types(dtype).wanted != FLOAT32 or MASTERS not in checkpoint.states:
         return checkpoint
     masters = checkpoint.states[MASTERS]
@@ -62,15 +62,15 @@ def with_masters(checkpoint: Checkpoint, dtype: str | None) -> Checkpoint:
 
 
 def _carried(checkpoint: Checkpoint) -> dict[str, Mapping[str, Tensor]]:
-    """The states that reshard knows: those of Adam, and masters. Others (of AMSGrad, say) are dropped."""
+    """The supported states: those of Adam, and masters. Others (of AMSGrad, for example) are dropped."""
     return {state: checkpoint.states[state] for state in (*MOMENTS, MASTERS) if state in checkpoint.states}
 
 
 def logical_states(weights: LogicalTensors) -> dict[str, LogicalTensors]:
-    """The logical tensors of each state, those of `weights` that have it: what is frozen has none.
+    """The logical tensors of each state, for those of `weights` that have it: frozen ones have none.
 
-    Every tensor with a state has a master: where none is stored, it is the weight itself in float32. Raises
-    ReshardError listing every state that has no tensor, or another shape than its tensor.
+    Every tensor with a state has a master: if none is stored, it is the weight itself in float32. Raises ReshardError
+    listing every state without a tensor, or with a shape that differs from its tensor's.
     """
     checkpoint = weights.checkpoint
     states = _carried(checkpoint)
@@ -114,7 +114,7 @@ def _of_state(weights: LogicalTensors, tensors: Mapping[str, Tensor], *, is_mast
 
 
 def carried(checkpoint: Checkpoint, states: Collection[str]) -> Counter[str]:
-    """The bytes that are no longer left behind, because these states are carried."""
+    """The bytes of states that are not dropped, because they are converted."""
     held = _carried(checkpoint)
     found = (held[state] for state in held.keys() & set(states))
     return Counter({DROPPED: sum(tensor.nbytes for tensors in found for tensor in tensors.values())})
