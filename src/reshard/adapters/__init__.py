@@ -1,4 +1,4 @@
-"""LoRA adapters: found among the tensors of any checkpoint, merged into a base, or carried over as they are."""
+"""LoRA adapters: found among the tensors of any checkpoint, merged into a base, or converted as adapters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Adapter", "Pair", "find", "find_settings", "kind_of", "merged"]
 
 
 def kind_of(checkpoint: Checkpoint) -> Kind:
-    """What a checkpoint holds: low-rank pairs among its tensors make it an adapter."""
+    """What a checkpoint contains: with low-rank pairs among its tensors, it is an adapter."""
     if megatron.holds_pairs(checkpoint):
         return Kind.FUSED_ADAPTER
     pairs = checkpoint.dialect == HUB and peft_names.holds_pairs(checkpoint.tensors)

@@ -1,4 +1,4 @@
-"""An adapter: low-rank pairs by module, weights that were trained whole, and how strongly they count."""
+"""An adapter: low-rank pairs by module, fully trained weights, and settings such as alpha."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Pair(NamedTuple):
         return self.a.shape[0]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All its tensors, under the names that PEFT writes below the module's."""
+        """All its tensors, with the names that PEFT appends to the module's."""
         middle, end = ("embedding_", "") if self.embedding else ("", ".weight")
         yield f"lora_{middle}A{end}", self.a
         yield f"lora_{middle}B{end}", self.b
@@ -45,8 +45,8 @@ class Pair(NamedTuple):
 class Adapter:
     """`pairs` by module (`model.layers.0.self_attn.q_proj`), weights by name (`lm_head.weight`).
 
-    `whole` are weights that were trained in whole (`modules_to_save`, biases), `base` those of the base model that lie
-    beside them. `others` are bytes of other adapters that lie there.
+    `whole` are fully trained weights (`modules_to_save`, biases), `base` weights of the base model in the same
+    checkpoint. `others` are the bytes of other adapters in it.
     """
 
     pairs: dict[str, Pair]
@@ -56,7 +56,7 @@ class Adapter:
     others: int = 0
 
     def called(self, name: Callable[[str], str]) -> Adapter:
-        """The same with other names, which begin otherwise."""
+        """The same with each name replaced by `name(...)`, which changes only its beginning."""
 
         def module(path: str) -> str:
             return name(f"{path}.").removesuffix(".")
@@ -71,18 +71,18 @@ class Adapter:
 
     @property
     def ranks(self) -> list[int]:
-        """Every rank that occurs."""
+        """All ranks of its pairs, without repetitions."""
         return sorted({pair.rank for pair in self.pairs.values()})
 
     @property
     def has_base(self) -> bool:
-        """Whether the base's weights lie beside the adapter: those of every module that it changes, and others."""
+        """Whether the checkpoint has the base's weights: those of every changed module, and others."""
         there = self.base.keys() | self.whole.keys()
         return all(f"{module}.weight" in there for module in self.pairs) and len(there) > len(self.pairs)
 
 
 def find(checkpoint: Checkpoint, name: str | None = None, alpha: float | None = None) -> Adapter:
-    """The adapter that a checkpoint holds, called `name` if it holds several; `alpha` overrides what a file says.
+    """The adapter in a checkpoint, called `name` if there are several; `alpha` overrides any file.
 
     Raises ReshardError for a tensor that is empty, that has no partner, or whose shape does not fit its partner's,
     listing all; and for adapters of another kind than LoRA.
@@ -105,7 +105,7 @@ def find(checkpoint: Checkpoint, name: str | None = None, alpha: float | None = 
         names = [str(problem.tensor) for problem in problems]
         raise ReshardError(one_for_all(problems, names, str(checkpoint.path)))
     pairs = {module: _pair(found) for module, found in parts.items()}
-    if not settings.parameters:  # the rank of stacked experts is not in the shape
+    if not settings.parameters:  # for stacked experts, the shape does not give the rank
         problems = list(rank_problems(settings, ((m, pair.rank) for m, pair in pairs.items())))
     if problems:
         raise ReshardError(one_for_all(problems, pairs, settings.source))
@@ -122,13 +122,13 @@ def _is_of_another(part: PairPart | Whole, chosen: str) -> bool:
 def _whole(
     checkpoint: Checkpoint, parsed: Mapping[str, PairPart | Whole], chosen: str, settings: Settings
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The weights that the adapter trained in whole, and those of the base."""
+    """The weights that the adapter trained fully, and those of the base."""
     whole: dict[str, Tensor] = {}
     base: dict[str, Tensor] = {}
     for key, part in parsed.items():
         if isinstance(part, PairPart) or _is_of_another(part, chosen):
             continue
-        # save_pretrained, which names no adapter, writes nothing but what was trained
+        # save_pretrained, which omits the adapter's name, writes only trained weights
         trained = part.trained or not (chosen or ".base_layer." in key or part.replaced)
         (whole if trained else base)[part.name] = checkpoint.tensors[key]
     biases = _trained_biases(settings, base)
@@ -136,20 +136,20 @@ def _whole(
 
 
 def _trained_biases(settings: Settings, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The base's biases, where the config says that they were trained."""
+    """The base's biases, if the config says that they were trained."""
     if settings.config.get("bias", "none") == "none":
         return {}
     return {name: tensor for name, tensor in base.items() if name.endswith(".bias")}
 
 
 def _chosen(parts: Iterable[PairPart | Whole], name: str | None, file: str) -> str:
-    """The name of the adapter to take, as it stands in the names of tensors: "" where none does."""
+    """The name of the adapter to use, as in the names of tensors; "" if they have none."""
     there = sorted({part.adapter for part in parts if isinstance(part, PairPart)})
     if name is None and len(there) == 1:
         return there[0]
     if name in there:
         return str(name)
-    if there == [""]:  # the file names none, so it cannot contradict
+    if there == [""]:  # the file has no name that could differ
         return ""
     raise ReshardError(
         "adapter-name-unknown" if name else "adapter-ambiguous",

@@ -1,6 +1,6 @@
 """Merged weights as sources of elements, computed row by row when they are read.
 
-The arithmetic is that of `merge_and_unload` of PEFT 0.21 on a CPU, to the bit where it can be: PEFT loads an adapter in
+The arithmetic is that of `merge_and_unload` of PEFT 0.21 on a CPU, bit-exact where possible: PEFT loads an adapter in
 float32, whatever the dtype of the model, so the product is float32, and the sum is rounded once to the model's dtype.
 For embeddings and for parameters (experts) PEFT rounds the product to that dtype first.
 """
@@ -21,45 +21,46 @@ from reshard.transfer.elements import CAST, RAW, as_float, cast
 
 FLOAT32 = dtype("float32")
 BLOCK = 1 << 17
-"""Elements computed at a time: a merge needs some arrays of float32 of this size, which stay in the cache."""
+"""Elements computed at a time: a merge needs some float32 arrays of this size, which fit in the cache."""
 
 ROWS = 32
-"""Fewest rows of a product. With very few, BLAS takes another way, which adds up in another order."""
+"""Minimum number of rows of a product. With very few, BLAS sums in another order."""
 
 WHOLE_RANK = 192
-"""Up to this rank MKL, with which torch multiplies, adds up a dot product in one go; above it does so in parts."""
+"""Up to this rank MKL, which torch multiplies with, sums a dot product at once; above it, in parts."""
 
 LANES = 8
-"""Numbers that the norm of torch 2.13 adds up side by side, on x86."""
+"""Number of parallel sums in the norm of torch 2.13, on x86."""
 
 READ = 1 << 20
-"""Numbers that become float32 at a time."""
+"""Elements converted to float32 at a time."""
 
 FLOATS = 16
-"""Bytes that a number takes while it is read and becomes float32, at most."""
+"""Maximum bytes per element while it is read and converted to float32."""
 
 EACH = 44
-"""Bytes that each element of a block takes at most, from what is read of the base to what is rounded."""
+"""Maximum bytes per element of a block, from the base as read to the rounded result."""
 
 MULTIPLYING = 8 << 20
-"""Bytes into which BLAS copies parts of what it multiplies, at most."""
+"""Maximum bytes into which BLAS copies parts of its operands."""
 
 BUFFER = 40 << 20
-"""Bytes of address space in which OpenBLAS puts a buffer for each product that is under way: 32 MiB, and some to spare.
-Little of it becomes memory (`MULTIPLYING`)."""
+"""Address space in bytes for OpenBLAS's buffer of each concurrent product: 32 MiB, and a margin.
+Little of it becomes resident memory (`MULTIPLYING`).
+"""
 
 Floats = np.ndarray[Any, Any]
 
 
 class Multiplier:
-    """Products of matrices, so many at a time as OpenBLAS has buffers for: it ends the process for want of one."""
+    """Multiplies matrices, as many at a time as OpenBLAS has buffers for: it ends the process if it cannot get one."""
 
     def __init__(self) -> None:
         self._free = Condition()
         self._buffers = self._used = 0
 
     def __call__(self, left: Floats, right: Floats) -> Floats:
-        """`left` times `right`. Raises MemoryError if there is room for no buffer."""
+        """`left` times `right`. Raises MemoryError if there is no room for a single buffer."""
         with self._free:
             while self._used == self._buffers and not self._has_more():
                 self._free.wait()
@@ -73,7 +74,7 @@ class Multiplier:
         return product
 
     def _has_more(self) -> bool:
-        """Whether there is room for another buffer, which is then kept."""
+        """Whether there is room for another buffer, which is then added."""
         if can_reserve(BUFFER):
             self._buffers += 1
             return True
@@ -87,10 +88,10 @@ multiplied = Multiplier()
 
 @dataclass(frozen=True)
 class Delta:
-    """What is added to a weight: `scale` times `left` [rows, r] times `right` [r, columns].
+    """The change of a weight: `scale` times `left` [rows, r] times `right` [r, columns].
 
-    `magnitude` is DoRA's, one number for each row, or for each column if `by_column`. `rounded` says that the product
-    is rounded to the dtype of the weight before it is added.
+    `magnitude` is DoRA's, one number for each row, or for each column if `by_column`. If `rounded`, the product is
+    rounded to the dtype of the weight before it is added.
     """
 
     left: Tensor
@@ -102,7 +103,7 @@ class Delta:
 
 
 class Merged(Computed):
-    """`base` [rows, columns] with a delta, as `dtype`. Base and delta are read block by block, `right` as a whole."""
+    """`base` [rows, columns] with a delta, as `dtype`. Reads base and `left` block by block, `right` at once."""
 
     def __init__(self, base: Tensor, delta: Delta, dtype: DType) -> None:
         self.dtype = dtype
@@ -140,26 +141,26 @@ class Merged(Computed):
 
     @property
     def _step(self) -> int:
-        """Rows of a block."""
+        """Number of rows of a block."""
         return max(BLOCK // self._base.shape[1] // ROWS, 1) * ROWS
 
     def _blocks(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Ranges of rows that hold rows `first` to `last`, each of `ROWS` or more where there are so many.
+        """Ranges of rows that cover rows `first` to `last`, each of at least `ROWS` if there are that many.
 
-        They do not depend on the range: BLAS may add up the edges of a product in another order than the rest, so an
-        element has to come from the same product each time.
+        Their boundaries do not depend on the requested range: BLAS may sum the edges of a product in another order than
+        the rest, so an element must come from the same product each time.
         """
         rows, step = self._base.shape[0], self._step
         starts = range(first - first % step, last, step)
         return [(start, min(start + step, rows)) for start in starts]
 
     def _within(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """A block in parts of `BLOCK` elements, or of a row: what is computed element by element does not need all."""
+        """Parts of a block, of `BLOCK` elements or one row: elementwise operations do not need the complete block."""
         step = max(BLOCK // self._base.shape[1], 1)
         return ((low, min(low + step, last)) for low in range(first, last, step))
 
     def _rows(self, first: int, last: int, change: Floats, right: Floats, read: Read) -> Floats:
-        """Raw elements of rows `first` to `last`, of which `change` is the product."""
+        """Raw elements of rows `first` to `last`; `change` is the product in these rows."""
         weight, change = self._parts(first, last, change, read)
         total = weight + change
         if self._delta.magnitude is not None:
@@ -167,7 +168,7 @@ class Merged(Computed):
         return cast(np.ascontiguousarray(total, np.float32).reshape(-1).view(np.uint32), FLOAT32, self.dtype)
 
     def _parts(self, first: int, last: int, change: Floats, read: Read) -> tuple[Floats, Floats]:
-        """The base and what is added to it, in rows `first` to `last`."""
+        """The base and the change to add to it, in rows `first` to `last`."""
         columns = self._base.shape[1]
         raw = read(self._base, first * columns, last * columns)
         weight = as_float(_as(raw, self._base.dtype, self.dtype), self.dtype).reshape(-1, columns)
@@ -188,7 +189,7 @@ class Merged(Computed):
         return product[first - low :]
 
     def _factors(self, first: int, last: int, total: Floats, right: Floats, read: Read) -> Floats:
-        """DoRA: the trained magnitude of each row (or column), over the norm that the sum has now."""
+        """DoRA's factors: the trained magnitude of each row (or column), divided by the norm of the sum."""
         assert self._delta.magnitude is not None
         magnitude = _floats(read, self._delta.magnitude)
         if self._delta.by_column:
@@ -197,7 +198,7 @@ class Merged(Computed):
         return factors
 
     def _norms_of_columns(self, right: Floats, read: Read) -> Floats:
-        """Norms over all rows, so the whole weight is read once before the first block is merged."""
+        """Norms over all rows, so the complete weight is read once before the first block is merged."""
         with self._lock:
             if self._column_norms is None:
                 rows, columns = self._base.shape
@@ -215,7 +216,7 @@ class Merged(Computed):
 
 
 class Shifted(Computed):
-    """A bias [n] with `scale` times the bias of lora_B, as `dtype`."""
+    """A bias [n] plus `scale` times the bias of lora_B, as `dtype`."""
 
     def __init__(self, base: Tensor, bias: Tensor, scale: float, dtype: DType) -> None:
         self.dtype = dtype
@@ -233,7 +234,7 @@ class Shifted(Computed):
 
 
 def _part(rank: int) -> int:
-    """How many products of a dot product are added up before the sum is added to that of the part before.
+    """The number of products per partial sum of a dot product.
 
     Measured with torch 2.13 on x86: two halves up to twice `WHOLE_RANK`, parts of `WHOLE_RANK` from there.
     """
@@ -243,7 +244,7 @@ def _part(rank: int) -> int:
 
 
 def _norms_of_rows(values: Floats) -> Floats:
-    """Euclidean norms in float32, added up as torch's kernel does: in eight lanes, then lane by lane, then the rest."""
+    """Euclidean norms in float32, summed like torch's kernel: in eight lanes, then over the lanes, then the rest."""
     rows, columns = values.shape
     squares = np.square(values)
     whole = columns - columns % LANES
@@ -253,7 +254,7 @@ def _norms_of_rows(values: Floats) -> Floats:
 
 
 def _floats(read: Read, tensor: Tensor, begin: int = 0, end: int | None = None) -> Floats:
-    """Elements of a tensor as float32; all of it unless a range is given."""
+    """Elements of a tensor as float32; all of them if no range is given."""
     end = tensor.view.numel if end is None else end
     out = np.empty(end - begin, np.float32)
     for low in range(begin, end, READ):
@@ -267,6 +268,6 @@ def _as(raw: Floats, stored: DType, wanted: DType) -> Floats:
 
 
 def _rounded(values: Floats, target: DType) -> Floats:
-    """float32 values rounded to another dtype, as float32 again."""
+    """float32 values rounded to another dtype, converted back to float32."""
     raw = cast(np.ascontiguousarray(values).view(np.uint32), FLOAT32, target)
     return as_float(raw, target).astype(np.float32, copy=False)

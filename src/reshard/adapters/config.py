@@ -1,4 +1,4 @@
-"""The adapter_config.json of an adapter that PEFT did not save, as far as its tensors and settings tell it."""
+"""Build the adapter_config.json of an adapter that PEFT did not save, from its tensors and settings."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _LAYER = re.compile(r"(.*\blayers\.)(\d+)\.(.+)")
 
 
 def adapter_config(adapter: Adapter, base: str | None = None) -> dict[str, Any]:
-    """What PEFT's `from_pretrained` needs to build the adapter; the file of the source as it is, if there is one.
+    """The config that PEFT's `from_pretrained` needs to build the adapter; the source's own, if it has one.
 
-    `base` is the folder of the base model, if it is known. Raises ReshardError if nothing tells alpha.
+    `base` is the folder of the base model, if it is known. Raises ReshardError if alpha is unknown.
     """
     settings = adapter.settings
     if settings.alpha("") is None:
@@ -50,7 +50,7 @@ def adapter_config(adapter: Adapter, base: str | None = None) -> dict[str, Any]:
 
 
 def target_modules(adapter: Adapter) -> list[str]:
-    """The last parts of the modules' names where every layer has the same ones, else their whole names."""
+    """The last parts of module names if every layer has the same modules, otherwise full names."""
     layers: dict[str, set[str]] = {}
     outside = set()
     for module in adapter.pairs:
@@ -65,5 +65,5 @@ def target_modules(adapter: Adapter) -> list[str]:
 
 
 def _module_of(name: str) -> str:
-    """`lm_head` for `lm_head.weight`, as `modules_to_save` names it."""
+    """`lm_head` for `lm_head.weight`, as in `modules_to_save`."""
     return name.rpartition(".")[0].rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""An adapter in words, for `inspect`."""
+"""Descriptions of an adapter, for `inspect`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LAYER = re.compile(r"^.*\blayers\.\d+\.(self_attn\.)?|\.base_layer$")
 
 
 def notes(adapter: Adapter) -> list[str]:
-    """Rank, alpha, what it changes, and where its base was."""
+    """Notes on rank, alpha, the changed modules, and the base."""
     settings = adapter.settings
     alpha = settings.alpha("")
     known = f"alpha {alpha:g} ({settings.source})" if alpha is not None else "alpha not known"
@@ -38,18 +38,18 @@ def notes(adapter: Adapter) -> list[str]:
 
 
 def warnings(adapter: Adapter) -> list[Problem]:
-    """What stands in the way of a merge, but not of carrying the adapter as it is."""
+    """Problems that prevent a merge, but not a conversion as an adapter."""
     unmergeable = [replace(problem, severity="warning") for problem in merge_problems(adapter.settings)]
     return [*unmergeable, *alpha_warnings(adapter.settings)]
 
 
 def alpha_warnings(settings: Settings) -> list[Problem]:
-    """A warning where no file notes alpha."""
+    """A warning if no file records alpha."""
     return [] if settings.alpha("") is not None else [replace(missing_alpha(), severity="warning")]
 
 
 def fused_notes(checkpoint: Checkpoint, settings: Settings) -> list[str]:
-    """The same of an adapter of Megatron-Core, by its tensors alone."""
+    """The same notes for an adapter of Megatron-Core, from its tensors alone."""
     linears = sorted(
         {name.split(".adapter.")[0].split(".lora_")[0].rpartition(".")[2] for name in checkpoint.tensors}
     )
@@ -61,7 +61,7 @@ def fused_notes(checkpoint: Checkpoint, settings: Settings) -> list[str]:
 
 
 def next_command(settings: Settings, path: Path, *, with_base: bool = True) -> str:
-    """The command that merges the adapter; without `with_base`, into the weights that lie beside it."""
+    """The command that merges the adapter; without `with_base`, into the weights in the same checkpoint."""
     target = path.as_posix().rstrip("/") or "/"
     there = settings.base if settings.base and settings.base_is_here else "BASE_FOLDER"
     words = ["reshard", "convert", target, f"{target}-merged", "--merge"]

@@ -1,9 +1,8 @@
-"""Adapters of stacked experts: transformers 5 holds all experts of a layer as two parameters, the hub one by one.
+"""Adapters of stacked experts: transformers 5 stores all experts of a layer in two parameters, the Hub one by one.
 
 PEFT's `target_parameters` wraps `experts.gate_up_proj` [E, 2F, H] and `experts.down_proj` [E, H, F], one inside the
-other, so the name alone does not tell which is which; the shapes do. Rows of lora_A go expert by expert, each with its
-ranks; columns of lora_B go rank by rank, each with its experts. Source: `ParamWrapper` in `tuners/lora/layer.py` of
-PEFT 0.21.
+other, so the name alone does not distinguish them; the shapes do. Rows of lora_A are ordered by expert, then by rank;
+columns of lora_B by rank, then by expert. Source: `ParamWrapper` in `tuners/lora/layer.py` of PEFT 0.21.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ ROLES = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_p
 
 
 class Part(NamedTuple):
-    """What a stack does to one weight. `parameter` is what PEFT calls the stack, for its patterns."""
+    """A stacked pair's change of one weight. `parameter` is PEFT's name for the stack, for its patterns."""
 
     parameter: str
     weight: str
@@ -28,12 +27,12 @@ class Part(NamedTuple):
 
 
 def is_stacked(module: str, weights: Mapping[str, Tensor]) -> bool:
-    """Whether a module is that of all experts of a layer."""
+    """Whether a module contains all experts of a layer."""
     return bool(_experts(module, weights))
 
 
 def stacked_pairs(module: str, pair: Pair, weights: Mapping[str, Tensor]) -> list[Part]:
-    """The pair of each expert's own weights, as views into those of the stack; none if the shapes fit no stack."""
+    """The pair of each expert's weights, as views into the stacked pair; none if the shapes fit no stack."""
     experts = _experts(module, weights)
     count = len(experts)
     if pair.rank % count or any(roles.keys() != {"gate", "up", "down"} for roles in experts.values()):
@@ -61,7 +60,7 @@ def _like(tensor: Tensor, view: View) -> Tensor:
 
 
 def _experts(module: str, weights: Mapping[str, Tensor]) -> dict[int, dict[str, str]]:
-    """The names of the weights of each expert below a module, by what they do."""
+    """The weight names of each expert below a module, by role."""
     place = module.removesuffix(".base_layer")
     if not place.endswith(".experts"):
         return {}

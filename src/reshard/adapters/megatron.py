@@ -1,7 +1,7 @@
-"""Adapters in the checkpoints of Megatron-Core, brought under the hub's names.
+"""Convert adapters in Megatron-Core checkpoints to Hub names.
 
-Two projects put them there. Both adapt the fused linears, so `lora_B` has the rows of query, key and value (or of gate
-and up) in one tensor, and all of them share `lora_A`:
+Two projects write them. Both adapt the fused linears, so `lora_B` has the rows of query, key and value (or of gate and
+up) in one tensor, and all of them share `lora_A`:
 
     decoder.layers.self_attention.linear_qkv.adapter.linear_in.weight      [L, r, H]         Megatron-Bridge
     decoder.layers.self_attention.linear_qkv.adapter.linear_out.weight     [L, (n+2G)d, r]
@@ -35,7 +35,7 @@ _PAIR = re.compile(
 _SAVED = re.compile(r"modules_to_save\.(?P<name>[^.]+)\.")
 _WRAPPERS = re.compile(r"(?:base_layer|to_wrap)\.")
 _PARTS = {"linear_qkv": ("q", "k", "v"), "linear_fc1": ("gate", "up")}
-"""What lies in a fused linear, in the order in which it begins."""
+"""The projections of a fused linear, in the order in which they begin."""
 
 
 class _Part(NamedTuple):
@@ -54,7 +54,7 @@ def holds_pairs(checkpoint: Checkpoint) -> bool:
 
 
 def under_hub_names(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Checkpoint:
-    """The same adapter as PEFT would name it in a live model of the hub, by the config of its base.
+    """The same adapter with PEFT's names in a live Hugging Face model, by the config of its base.
 
     Raises ReshardError without a config, and for tensors that no module of the family has.
     """
@@ -80,7 +80,7 @@ def under_hub_names(checkpoint: Checkpoint, config: Mapping[str, Any] | None) ->
 def _under_hub_names(
     name: str, tensor: Tensor, owners: Mapping[str, list[tuple[str, Bound]]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """What one tensor is under the hub's names; a fused one is several."""
+    """One tensor under Hub names; a fused one becomes several."""
     part = _parse(name)
     if part is None:
         yield from _whole(name, tensor, owners)
@@ -102,10 +102,10 @@ def _under_hub_names(
 
 
 def _mixed(checkpoint: Checkpoint, dims: Dims) -> Iterator[Problem]:
-    """Canonical pairs of query, key and value that were trained on more tensor parallel ranks than query groups.
+    """Problems of canonical query, key and value pairs trained on more tensor-parallel ranks than query groups.
 
-    There `LoRALinearSplitQKV` of Megatron-Bridge 0.3.1 takes parts of a head for a head, and those of the next tokens
-    for the rest of it, so that what it computed is no change of a weight.
+    In that case `LoRALinearSplitQKV` of Megatron-Bridge 0.3.1 treats parts of a head as a head, and fills the rest with
+    those of the next tokens, so what it computed is not a change of a weight.
     """
     for name, tensor in checkpoint.tensors.items():
         part = _parse(name)
@@ -133,15 +133,15 @@ def _parse(name: str) -> _Part | None:
 
 
 def _shards(tensor: Tensor) -> int:
-    """How many shards make up a tensor. Each has its own storage, whatever the checkpoint records of its layout."""
+    """The number of shards of a tensor. Each has its own storage, whatever layout the checkpoint records."""
     return len({cells.storage for cells in cells_of(tensor.view)})
 
 
 def _in_order(tensor: Tensor, part: _Part, linear: str) -> View:
-    """The rows of lora_B in the order of the linear, where they lie in that of the ranks that saved them.
+    """The rows of lora_B in the order of the linear, instead of the order of the ranks that saved them.
 
-    ms-swift cuts gate and up of `linear_fc1` together, so each rank's gate stands before its up. Megatron-Bridge
-    takes the pair of one projection for that of both, and cuts each rank's rows in two halves, each saved by itself.
+    ms-swift cuts gate and up of `linear_fc1` together, so each rank's gate precedes its up. Megatron-Bridge treats the
+    pair of one projection as that of both, and cuts each rank's rows in two halves, each saved separately.
     """
     view, shards = tensor.view, _shards(tensor)
     rows, rank = view.shape
@@ -154,7 +154,7 @@ def _in_order(tensor: Tensor, part: _Part, linear: str) -> View:
 def _whole(
     name: str, tensor: Tensor, owners: Mapping[str, list[tuple[str, Bound]]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """A weight that was trained whole, or one of the base."""
+    """A fully trained weight, or one of the base."""
     saved = _SAVED.search(name)
     if "original_module." in name:
         return
@@ -166,12 +166,12 @@ def _whole(
 
 
 def _only(view: View) -> Callable[[Hashable], View]:
-    """For looking through a view of one source."""
+    """A function to compose another view with `view`, as the view of its only source."""
     return lambda source: view
 
 
 def rows_like(view: View, columns: int) -> View:
-    """Of a matrix with other `columns`, the rows that `view`, which takes whole rows, takes of its own source."""
+    """The rows of a matrix with `columns` columns that `view`, which takes complete rows, takes of its own source."""
     width = view.shape[1]
     pieces = []
     for piece in view[:, 0].pieces:
@@ -188,7 +188,7 @@ def _first_row(bound: Bound) -> int:
 
 
 def _base(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> tuple[Family, Dims, Binding]:
-    """The family of the adapter's base, its sizes, and how its tensors lie in those of Megatron-Core."""
+    """The family of the adapter's base, its sizes, and the positions of its tensors in those of Megatron-Core."""
     family = declared((config or {}).get("model_type"))
     if config is None or family is None:
         raise ReshardError(

@@ -1,14 +1,14 @@
-"""Adapters of the hub's projections as adapters of Megatron-Core's linears, in the spelling of Megatron-Bridge.
+"""Convert adapters of the Hub's projections to adapters of Megatron-Core's linears, with the names of Megatron-Bridge.
 
-Megatron-Bridge gives every linear that it adapts one pair of the same rank: `linear_in` [r, in] and `linear_out`
-[out, r], with the rows of a fused linear in the order of its weight. Projections that share lora_A become such a pair
-as they are. Others stand block by block in one of the sum of their ranks, with zeros where a projection meets the
+Megatron-Bridge gives every linear that it adapts one pair of the same rank: `linear_in` [r, in] and `linear_out` [out,
+r], with the rows of a fused linear in the order of its weight. Projections that share lora_A become such a pair
+unchanged. Others become blocks of one pair whose rank is the sum of theirs, with zeros between a projection and the
 lora_A of another:
 
     linear_in = [A_q; A_k; A_v]        linear_out = the linear's rows of [B_q 0 0; 0 B_k 0; 0 0 B_v]
 
-Zeros also fill up pairs of a lower rank, and stand for projections that the adapter leaves alone. Source:
-`peft/lora.py` and `peft/utils.py` of Megatron-Bridge 0.3.1.
+Zeros also pad pairs of a lower rank, and represent projections that the adapter does not change. Source: `peft/lora.py`
+and `peft/utils.py` of Megatron-Bridge 0.3.1.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _BLANK = View.of(Cells(ZERO, _ANY), 1 << 62)
 
 
 class Linear(NamedTuple):
-    """What an adapter does to one linear: the pairs of the projections in it, by the names of their weights."""
+    """An adapter's change of one linear: the pairs of the projections in it, by the names of their weights."""
 
     bound: Bound
     pairs: Mapping[str, Pair]
@@ -47,17 +47,17 @@ class Linear(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """The rank that holds all its pairs."""
+        """The rank needed for all its pairs."""
         ranks = [pair.rank for pair in self.pairs.values()]
         return ranks[0] if self.shared else sum(ranks)
 
     def linear_in(self, rank: int) -> View:
-        """[rank, in], filled up with zeros."""
+        """[rank, in], padded with zeros."""
         blocks = [pair.a.view for pair in self.pairs.values()][: 1 if self.shared else None]
         return concat([*blocks, _zeros(rank - self.rank, blocks[0].shape[1])])
 
     def linear_out(self, rank: int) -> View:
-        """[out, rank], filled up with zeros."""
+        """[out, rank], padded with zeros."""
         columns, at = {}, 0
         for hub, pair in self.pairs.items():
             rows = pair.b.shape[0]
@@ -76,10 +76,10 @@ def _zeros(rows: int, columns: int) -> View:
 
 
 def linears(adapter: Adapter, binding: Binding, same: Same) -> dict[str, Linear]:
-    """The adapted linears by Megatron-Core's names of them. `same` tells whether two tensors hold the same numbers.
+    """The adapted linears by Megatron-Core's names. `same` returns whether two tensors have the same values.
 
-    Raises ReshardError listing all that Megatron-Bridge has no place for: modules of other kinds, tensors besides the
-    pairs, strengths that differ, linears that are adapted in some layers alone; and pairs that do not fit the base.
+    Raises ReshardError listing everything that Megatron-Bridge cannot store: modules of other kinds, tensors besides
+    the pairs, strengths that differ, linears that are adapted only in some layers; and pairs that do not fit the base.
     """
     problems = [*merge_problems(adapter.settings), *_pair_problems(adapter, binding), *_uneven(adapter)]
     problems += [_no_place(name, "a weight that was trained without LoRA") for name in adapter.whole]
@@ -138,7 +138,7 @@ def _no_place(tensor: str, found: str) -> Problem:
 
 
 def _uneven(adapter: Adapter) -> Iterator[Problem]:
-    """Modules that are adapted with another strength than most are."""
+    """Problems of modules whose strength (alpha/r) differs from that of most."""
     scales = {module: adapter.settings.scale(module, pair.rank) for module, pair in adapter.pairs.items()}
     usual = Counter(scales.values()).most_common(1)[0][0]
     for module, scale in scales.items():
@@ -155,7 +155,7 @@ def _uneven(adapter: Adapter) -> Iterator[Problem]:
 
 
 def _gaps(found: Mapping[str, Linear], binding: Binding) -> Iterator[Problem]:
-    """Linears without a pair, where others that are called the same have one."""
+    """Problems of linears without a pair, if others with the same name have one."""
     adapted = targets(found)
     for native in binding.native:
         linear, _, kind = native.rpartition(".")
@@ -171,5 +171,5 @@ def _gaps(found: Mapping[str, Linear], binding: Binding) -> Iterator[Problem]:
 
 
 def targets(found: Mapping[str, Linear]) -> list[str]:
-    """What `target_modules` of Megatron-Bridge calls the adapted linears."""
+    """The adapted linears, as in `target_modules` of Megatron-Bridge."""
     return sorted({linear.rpartition(".")[2] for linear in found})

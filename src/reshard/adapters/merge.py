@@ -1,4 +1,4 @@
-"""Merge an adapter into the weights it was trained on: the same names, some of them computed when they are read."""
+"""Merge an adapter into the weights it was trained on: the same names, some weights computed when they are read."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from reshard.transfer.elements import castable
 Types = Callable[[str, DType], DType]
 HEAD = "lm_head.weight"
 ENDS = {*EMBEDDINGS["hf"], HEAD}
-"""Weights of one row for each token, of which a model may have two or one."""
+"""Weights with one row for each token; a model has two, or one if they are tied."""
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 class Target(NamedTuple):
-    """One weight [rows, columns] that a pair changes, and with which alpha over r."""
+    """A weight [rows, columns] that a pair changes; `scale` is alpha over r."""
 
     weight: str
     pair: Pair
@@ -36,10 +36,10 @@ class Target(NamedTuple):
 
 
 def merged(adapter: Adapter, base: Mapping[str, Tensor], types: Types) -> dict[str, Tensor]:
-    """`base`, under hub names, with the adapter merged. `types` gives the dtype of each weight of the result.
+    """`base`, under Hub names, with the adapter merged. `types` returns the dtype of each weight of the result.
 
-    A head that was tied to the embedding becomes a weight of its own where either is trained. Raises ReshardError
-    listing every module that the base does not have, or has in another shape: the adapter is of another model.
+    A head that was tied to the embedding becomes a separate weight if either is trained. Raises ReshardError listing
+    every module that the base does not have, or has in another shape: the adapter belongs to another model.
     """
     _refuse(adapter, base)
     weights = {name: Tensor(types(name, tensor.dtype), tensor.view) for name, tensor in base.items()}
@@ -80,7 +80,7 @@ def _refuse(adapter: Adapter, base: Mapping[str, Tensor]) -> None:
 
 
 def _trained(adapter: Adapter, weights: Mapping[str, Tensor]) -> Iterator[Problem]:
-    """Weights trained in whole that the base does not have, or has in another shape; embeddings may have grown."""
+    """Problems of fully trained weights that the base lacks, or has in another shape; embeddings may have grown."""
     for name, tensor in {**adapter.base, **adapter.whole}.items():
         there = weights.get(name)
         if there is None and weights and name not in ENDS:
@@ -90,12 +90,12 @@ def _trained(adapter: Adapter, weights: Mapping[str, Tensor]) -> Iterator[Proble
 
 
 def unties(adapter: Adapter) -> bool:
-    """Whether the adapter changes the embedding or the head, which thereby stop being one."""
+    """Whether the adapter changes the embedding or the head, so that they are no longer tied."""
     return not ENDS.isdisjoint([*adapter.whole, *(f"{module}.weight" for module in adapter.pairs)])
 
 
 def _untie(adapter: Adapter, weights: dict[str, Tensor]) -> None:
-    """Give a tied head its own weight. PEFT adds both changes to the one weight, and so computes another model."""
+    """Give a tied head its own weight. PEFT would add both changes to the one weight, which is another model."""
     embedding = next((name for name in EMBEDDINGS["hf"] if name in weights), None)
     if embedding and unties(adapter):
         weights.setdefault(HEAD, weights[embedding])
@@ -129,7 +129,7 @@ def _targets(
 
 
 def _spellings(name: str) -> tuple[str, ...]:
-    """transformers 5 calls every mixture `mlp`; the hub's Mixtral has its own word."""
+    """The possible names of a weight: transformers 5 calls every mixture `mlp`, but the Hub's Mixtral does not."""
     return (name, name.replace(".mlp.", ".block_sparse_moe."))
 
 

@@ -1,13 +1,13 @@
-"""How PEFT names the tensors of a wrapped model.
+"""PEFT's names for the tensors of a wrapped model.
 
-In a live model, and so in checkpoints of FSDP, DeepSpeed and DCP, the name of the adapter stands in the name of the
-tensor, and what the adapter wraps is `base_layer`, or `original_module` beside a trained copy:
+In a live model, and so in checkpoints of FSDP, DeepSpeed and DCP, tensor names contain the name of the adapter, and
+what the adapter wraps is `base_layer`, or `original_module` if there is a trained copy:
 
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight
     base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight
     base_model.model.lm_head.modules_to_save.default.weight
 
-`save_pretrained` leaves the name of the adapter out, and writes trained copies under the names of what they replace.
+`save_pretrained` omits the name of the adapter, and gives trained copies the names of the weights that they replace.
 Source: `utils/save_and_load.py`, `utils/other.py` and `tuners/lora/` of PEFT 0.21.
 """
 
@@ -31,7 +31,7 @@ _WRAPPED = ".base_layer"
 class PairPart(NamedTuple):
     """One tensor of a low-rank pair: `kind` is lora_A, lora_B, lora_embedding_A …; `adapter` is "" if it is not named.
 
-    `module` still has `base_layer` where PEFT wrapped a module more than once.
+    `module` still contains `base_layer` if PEFT wrapped a module more than once.
     """
 
     module: str
@@ -41,7 +41,7 @@ class PairPart(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """A weight of the model itself. `trained` by an adapter in whole, `replaced` by such a one, or the base's own."""
+    """A weight of the model: fully `trained` by an adapter, `replaced` by such a weight, or the base's own."""
 
     name: str
     adapter: str = ""
@@ -50,7 +50,7 @@ class Whole(NamedTuple):
 
 
 def parse(name: str) -> PairPart | Whole:
-    """What PEFT says by the name of a tensor, whatever wrappers put before it."""
+    """Parse the name of a tensor in a PEFT model, without any prefix of wrappers."""
     name = name[name.find(PREFIX) + len(PREFIX) :] if PREFIX in name else name
     pair = _PAIR.fullmatch(name)
     if pair:

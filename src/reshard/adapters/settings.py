@@ -1,7 +1,7 @@
-"""What an adapter's tensors do not say: its alpha, and how it is to be applied.
+"""Settings of an adapter that its tensors do not contain: its alpha, and how to apply it.
 
-PEFT writes it to `adapter_config.json`. Where the weights were saved by a training engine instead of PEFT, the number
-has to come from what the engine noted elsewhere, or from the user: nothing in the tensors tells it.
+PEFT writes them to `adapter_config.json`. If a training engine saved the weights instead of PEFT, alpha must come from
+another file of the engine, or from the user: the tensors do not contain it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from reshard.plain import JSON_MOST, json_of
 from reshard.transfer.sources import read_source
 
 ABOVE = 3
-"""How many folders above the weights are looked through: `checkpoint-N/pytorch_model_fsdp_0` is two below its run."""
+"""Number of parent folders to search: `checkpoint-N/pytorch_model_fsdp_0` is two below the folder of its run."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """`config` has the keys of adapter_config.json, as far as the file `source` tells them.
+    """`config` has the keys of adapter_config.json, as far as the file `source` has values for them.
 
-    `written` says that it is that file, complete. Raises ReshardError where its patterns are no regular expressions.
+    `written` says that it is that file, complete. Raises ReshardError if its patterns are not regular expressions.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -41,17 +41,17 @@ class Settings:
 
     @property
     def base(self) -> str | None:
-        """Where the base model was when the adapter was trained: a hint, true on another machine."""
+        """The path of the base model when the adapter was trained: a hint, possibly of another machine."""
         value = self.config.get("base_model_name_or_path")
         return value if isinstance(value, str) and value else None
 
     @property
     def base_is_here(self) -> bool:
-        """Whether that is a folder of this machine."""
+        """Whether that is a folder on this machine."""
         return self.base is not None and is_here(self.base, ".")
 
     def alpha(self, module: str) -> float | None:
-        """`lora_alpha` of one module, or None if nothing tells it. Raises ReshardError if it is not finite."""
+        """`lora_alpha` of one module, or None if it is unknown. Raises ReshardError if it is not finite."""
         value = self._of("alpha_pattern", module, self.config.get("lora_alpha"))
         if not isinstance(value, int | float):
             return None
@@ -66,12 +66,12 @@ class Settings:
         return float(value)
 
     def rank(self, module: str) -> int | None:
-        """The rank that the config says one module has."""
+        """The rank of one module according to the config."""
         value = self._of("rank_pattern", module, self.config.get("r"))
         return int(value) if isinstance(value, int) else None
 
     def scale(self, module: str, rank: int) -> float:
-        """By what the product of a pair is multiplied: alpha/r, or alpha/√r for rank-stabilized LoRA."""
+        """The factor of a pair's product: alpha/r, or alpha/√r for rank-stabilized LoRA."""
         alpha = self.alpha(module)
         if alpha is None:
             raise ReshardError(missing_alpha(module))
@@ -79,12 +79,12 @@ class Settings:
 
     @property
     def parameters(self) -> list[str]:
-        """The parameters that were adapted by name, such as stacked experts, and not as modules."""
+        """Parameters that were adapted by name, such as stacked experts, rather than as modules."""
         value = self.config.get("target_parameters")
         return [str(name) for name in value] if isinstance(value, list) else []
 
     def _of(self, patterns: str, module: str, default: Any) -> Any:
-        """As PEFT's `get_pattern_key`: the first pattern that matches the end of the module's name."""
+        """Like PEFT's `get_pattern_key`: the value of the first pattern that matches the end of the module's name."""
         keys = self.config.get(patterns)
         keys = keys if isinstance(keys, Mapping) else {}
         if endless := [key for key in keys if _is_endless(key)]:
@@ -111,17 +111,17 @@ class Settings:
 
 
 REPEATS, CHOICES = 3, 8
-"""So many repetitions and optional parts, at most, may a regular expression of an adapter have."""
+"""Maximum number of repetitions and of optional parts in a regular expression of an adapter."""
 
 
 def _is_endless(pattern: str) -> bool:
-    """Whether backtracking could take exponential time, or a polynomial of a high degree, in the length of a name."""
+    """Whether backtracking could take exponential or high-degree polynomial time in the length of a name."""
     repeats = len(re.findall(r"[*+{]", pattern))
     return bool(re.search(r"\)[*+{]", pattern)) or repeats > REPEATS or pattern.count("?") > CHOICES
 
 
 def missing_alpha(module: str | None = None, file: str | None = None) -> Problem:
-    """The error for an adapter whose strength nobody noted."""
+    """The error for an adapter whose alpha is not recorded."""
     return Problem(
         "lora-alpha-unknown",
         "lora_alpha is not known",
@@ -134,7 +134,7 @@ def missing_alpha(module: str | None = None, file: str | None = None) -> Problem
 
 
 def find_settings(checkpoint: Checkpoint, alpha: float | None = None) -> Settings:
-    """What lies beside an adapter. `alpha`, if given, stands for every module, whatever a file says."""
+    """The settings in files near an adapter. `alpha`, if given, applies to every module, whatever a file says."""
     found = next((settings for folder in _folders(checkpoint) for settings in _in(folder)), Settings())
     if alpha is None:
         return found
@@ -149,7 +149,7 @@ def _folders(checkpoint: Checkpoint) -> Iterator[Path]:
 
 
 def _in(folder: Path) -> Iterator[Settings]:
-    """The files of one folder that tell about an adapter, the most telling first."""
+    """The settings in one folder, from the most reliable file on."""
     if (folder / CONFIG).is_file() and belongs(folder / CONFIG, folder):
         yield Settings(read_object(folder / CONFIG), str(folder / CONFIG), written=True)
     for name, keys in NOTED.items():
@@ -171,13 +171,14 @@ NOTED = {
         "model_dir": "base_model_name_or_path",
     },
 }
-"""Files of verl and of ms-swift, and what their keys are called in adapter_config.json.
+"""Files of verl and of ms-swift, with the names of their keys in adapter_config.json.
 
-Sources: `utils/checkpoint/fsdp_checkpoint_manager.py` of verl 0.9.1; `swift/megatron/arguments` of ms-swift 4."""
+Sources: `utils/checkpoint/fsdp_checkpoint_manager.py` of verl 0.9.1; `swift/megatron/arguments` of ms-swift 4.
+"""
 
 
 def _known(content: Any, keys: Mapping[str, str]) -> dict[str, Any]:
-    """The content under the names of adapter_config.json; empty if it says no alpha."""
+    """The values under the names of adapter_config.json; empty without an alpha."""
     if not isinstance(content, Mapping):
         return {}
     known = {ours: content[theirs] for theirs, ours in keys.items() if content.get(theirs) is not None}
@@ -188,7 +189,7 @@ def _object(path: Path) -> Any:
     try:
         return json_of(read_source(path, JSON_MOST))
     except ValueError:
-        return None  # a hint that cannot be read is none
+        return None  # an unreadable hint is ignored
 
 
 def _run_config(folder: Path) -> dict[str, Any] | None:
@@ -207,7 +208,7 @@ _OTHER_MECHANISMS = (
 
 
 def type_problems(settings: Settings) -> Iterator[Problem]:
-    """An adapter of another kind than LoRA."""
+    """The problem of an adapter of another kind than LoRA."""
     kind = settings.config.get("peft_type")
     if kind not in TUNERS_ALIKE:
         yield Problem(
@@ -221,7 +222,7 @@ def type_problems(settings: Settings) -> Iterator[Problem]:
 
 
 def merge_problems(settings: Settings) -> Iterator[Problem]:
-    """What says that the adapter is more than a low-rank sum, or that its base is not the base that it names."""
+    """Problems of an adapter that is not just a low-rank sum, or whose base is not the one that it names."""
     for key in _OTHER_MECHANISMS:
         if settings.config.get(key):
             yield _unmergeable(settings, f"{key}={settings.config[key]}", "load and merge it with PEFT")
@@ -243,7 +244,7 @@ def _unmergeable(settings: Settings, found: str, remedy: str) -> Problem:
 
 
 def rank_problems(settings: Settings, ranks: Iterable[tuple[str, int]]) -> Iterator[Problem]:
-    """Where the config is not that of these tensors."""
+    """Problems of modules whose rank differs from that in the config."""
     for module, rank in ranks:
         wanted = settings.rank(module) if settings.written else None
         if wanted is not None and wanted != rank:
