@@ -1,9 +1,9 @@
-"""Fine-tuning and continued pre-training on megatron-core, from a Hugging Face folder and back into one.
+"""Fine-tuning and continued pre-training with megatron-core, from and to Hugging Face folders.
 
-`options.py` lists what can be set, `looks.py`, `batches.py` and `memory.py` are asked before launch; `weights.py` says
-what each rank holds, `load.py` reads it; `rows.py` makes sequences of data; `setup.py`, `step.py`,
-`store.py`, `lora.py` and `proof.py` are the parts of `loop.py`, which trains. Importing this package imports neither
-torch nor megatron-core.
+`options.py` lists the options, `looks.py`, `batches.py` and `memory.py` are used before launch; `weights.py` plans the
+shards of each rank, `load.py` reads them; `rows.py` makes sequences from data; `setup.py`, `step.py`, `store.py`,
+`lora.py` and `proof.py` are the parts of `loop.py`, which trains. Importing this package imports neither torch nor
+megatron-core.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _CHATTER: tuple[dict[str, Any], ...] = (
     {"message": r".*torch\.distributed\.\w+` is deprecated"},
     {"message": r"The \.grad attribute of a Tensor"},
 )
-"""Warnings about megatron-core's own code: each rank would repeat them before every run."""
+"""Warnings about megatron-core's own code, which each rank would repeat before every run."""
 
 
 def _plan(run: Run, world_size: int) -> list[str]:
-    """As TP2, PP2, DP4."""
+    """The parallelism in words: TP2, PP2, DP4."""
     return [*sizes_in_words(run.layout), f"DP{max(run.layout.replicas(world_size), 1)}"]
 
 
 def _reading(run: Run, options: Mapping[str, Any], record: Mapping[str, Any]) -> Reading:
-    """Long text goes on in the next sequence; other sequences are packed, or filled up."""
+    """Long text continues in the next sequence; other samples are packed or padded."""
     limit = None if "text" in record else options["seq_length"] or None
     packed = bool(options["pack"])
     return Reading(

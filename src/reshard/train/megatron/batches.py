@@ -1,4 +1,4 @@
-"""The arithmetic of a run over ranks and samples, and what a parameter weighs."""
+"""Samples per step, steps per run, and bytes per parameter."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from reshard.train.planning.gpus import has_gpu
 from reshard.train.run import Run
 
 USUAL = 16
-"""Sequences of a step where nothing is said."""
+"""Default number of sequences per step."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """How many sequences a step has, and how many steps there are."""
+    """The number of sequences per step, and of steps."""
 
     replicas: int
     micro: int
@@ -28,12 +28,12 @@ class Steps:
 
     @property
     def microbatches(self) -> int:
-        """Of one rank, in one step."""
+        """Microbatches of one rank in one step."""
         return self.sequences // (self.micro * self.replicas)
 
 
 def steps_of(options: Options, layout: Layout, world_size: int, sequences: int) -> Steps:
-    """The steps of a run over `sequences` of data. Raises ReshardError naming all that does not come out."""
+    """The steps of a run over `sequences` of data. Raises ReshardError naming everything that does not divide."""
     check_ranks(options, layout, world_size)
     replicas = layout.replicas(world_size)
     unit = options.micro_batch_size * replicas * (layout.pp if layout.vpp > 1 else 1)
@@ -53,7 +53,7 @@ def steps_of(options: Options, layout: Layout, world_size: int, sequences: int) 
 
 
 def schedule(options: Options, steps: Steps) -> tuple[int, int]:
-    """Steps of the decay and of the warm-up in it. Raises ReshardError if nothing is left behind the warm-up."""
+    """Steps of the decay, and of the warm-up in it. Raises ReshardError if no steps remain after the warm-up."""
     decay = options.lr_decay_iters or steps.total
     warmup = options.lr_warmup_iters
     if warmup is None:
@@ -70,7 +70,7 @@ def schedule(options: Options, steps: Steps) -> tuple[int, int]:
 
 
 def check_ranks(options: Options, layout: Layout, world_size: int) -> None:
-    """Refuse ranks, or a length, that do not divide over the layout. Raises ReshardError."""
+    """Raise ReshardError if ranks or sequence length do not divide over the layout."""
     problems = []
     model_ranks = layout.tp * layout.pp * layout.cp
     if world_size % model_ranks:
@@ -125,7 +125,7 @@ def _length_problems(options: Options, layout: Layout) -> list[Problem]:
 
 
 def batches(run: Run, world_size: int, samples: int, tokens: int | None = None) -> Batches:
-    """The arithmetic of a run. Packed samples share sequences: how many is counted on the first, not by `tokens`."""
+    """The batches of a run. The number of sequences with packed samples is forecast from records, not `tokens`."""
     options = read(run)
     if run.layout.cp > 1 or options.transformer_impl:
         uses_transformer_engine(options, run.layout)
@@ -146,10 +146,10 @@ def batches(run: Run, world_size: int, samples: int, tokens: int | None = None) 
 
 
 def precision(run: Run) -> Precision:
-    """Bytes of a parameter's weight, gradient and optimizer states, as DDP and the optimizer of Megatron hold them.
+    """Bytes of a parameter's weight, gradient and optimizer states, as Megatron's DDP and optimizer keep them.
 
-    Gradients are summed in float32. In 16 bits the optimizer holds main weights in float32 beside both moments; how
-    far the distributed optimizer spreads them over data parallel ranks is not counted here.
+    Gradients are summed in float32. With 16-bit weights the optimizer also keeps float32 main weights. Sharding by the
+    distributed optimizer is not counted here.
     """
     options = read(run)
     halves = is_half(options)
@@ -163,14 +163,14 @@ def precision(run: Run) -> Precision:
 
 
 def is_half(options: Options) -> bool:
-    """Whether weights have 16 bits. bfloat16 is taken where there is a GPU, unless something else is said."""
+    """Whether weights have 16 bits. The default is bfloat16 on a GPU."""
     if options.fp32 or options.bf16 is False:
         return options.fp16
     return options.fp16 or bool(options.bf16) or has_gpu()
 
 
 def uses_transformer_engine(options: Options, layout: Layout) -> bool:
-    """Whose layers are built. Raises ReshardError for what those cannot do."""
+    """Whether TransformerEngine's layers are used. Raises ReshardError for options that the layers do not support."""
     there = _has_transformer_engine()
     wanted = options.transformer_impl or ("transformer_engine" if there and has_gpu() else "local")
     if wanted == "transformer_engine" and not there:

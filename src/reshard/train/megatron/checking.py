@@ -1,4 +1,4 @@
-"""Whether a folder holds what was trained: CRC32s of every rank's shards, read from the folder and as they lay live."""
+"""Check that a folder stores what was trained, by CRC32s of every rank's shards, from the folder and from memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reshard.train.run import Run
 
 
 def check(run: Run, trained: Trained, final: Path) -> list[Problem]:
-    """What differs between a Hugging Face folder (or with LoRA a folder of PEFT) and the weights that were trained."""
+    """Differences between a Hugging Face folder (or a PEFT folder with LoRA) and the weights that were trained."""
     options = read(run)
     transformer_engine = _by_transformer_engine(trained)
     found = checksums(_weights(run, options, final, transformer_engine))
@@ -36,7 +36,7 @@ def check(run: Run, trained: Trained, final: Path) -> list[Problem]:
 
 
 def _by_transformer_engine(trained: Trained) -> bool:
-    """Whose layers were trained, by how they spell the norm before attention."""
+    """Whether TransformerEngine's layers were trained, by the name of the norm before attention."""
     return any("layer_norm_weight" in name for name in trained.digests)
 
 

@@ -1,6 +1,6 @@
-"""The fields of megatron-core's own configs, which pass through under their own names.
+"""The fields of megatron-core's configs, which are options under their own names.
 
-They are read from the source of what is installed: importing it would take seconds, and torch.
+They are read from the installed source: importing it would take seconds, and torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal
 from reshard.train.fields import Field, fields_of
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "uint8"}
-"""Megatron-LM's words for dtypes of the optimizer's states, and what torch calls them."""
+"""Megatron-LM's names of dtypes for optimizer states, and torch's."""
 MODEL, OPTIMIZER, DATA_PARALLEL = "TransformerConfig", "OptimizerConfig", "DistributedDataParallelConfig"
 CONFIGS: dict[str, tuple[tuple[str, str], ...]] = {
     MODEL: (
@@ -26,7 +26,7 @@ CONFIGS: dict[str, tuple[tuple[str, str], ...]] = {
     OPTIMIZER: (("optimizer/optimizer_config.py", "OptimizerConfig"),),
     DATA_PARALLEL: (("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),),
 }
-"""The configs that a run makes, and where megatron-core 0.12 to 0.16 declare their fields, bases first."""
+"""The configs of a run, and where megatron-core 0.12 to 0.16 declare their fields, bases first."""
 
 USUAL = {
     "attention_dropout": "0.0",
@@ -34,12 +34,12 @@ USUAL = {
     "moe_token_dispatcher_type": "alltoall",
     "initial_loss_scale": "65536 / tokens of a microbatch",
 }
-"""What reshard takes where nothing is said, if that is not the default of megatron-core."""
+"""reshard's defaults that differ from megatron-core's."""
 
 
 @lru_cache
 def core_fields() -> dict[str, dict[str, Field]]:
-    """Every field of each config by name; none where megatron-core is not installed."""
+    """Every field of each config by name; none if megatron-core is not installed."""
     spec = find_spec("megatron.core") if find_spec("megatron") else None
     if spec is None or spec.origin is None:
         return {config: {} for config in CONFIGS}
@@ -57,12 +57,12 @@ def core_fields() -> dict[str, dict[str, Field]]:
 
 
 def all_fields() -> dict[str, Field]:
-    """Every field by name. Those that two configs share mean the same in both."""
+    """Every field by name. Fields that two configs share mean the same in both."""
     return {name: field for found in reversed(core_fields().values()) for name, field in found.items()}
 
 
 def given_to(config: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Of options those that are fields of a config, as it takes them."""
+    """The options that are fields of a config, with values as it takes them."""
     import torch
 
     fields = core_fields()[config]

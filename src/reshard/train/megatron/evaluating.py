@@ -1,4 +1,4 @@
-"""Evaluations between steps: the mean loss over all tokens to be learned of data that are not trained on."""
+"""Evaluations between steps: the mean loss over the tokens that the loss covers, on held-out data."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from reshard.train.megatron.step import over_all_ranks, run_schedule
 
 
 class Evaluations:
-    """When there is an evaluation, and of which rows: every `eval_interval` steps, or once an epoch; of the last step.
+    """When evaluations run, and on which rows: every `eval_interval` steps, or once per epoch; and after the last step.
 
-    `epoch` is how many steps an epoch of the data to train on has.
+    `epoch` is the number of steps in an epoch of the training data.
     """
 
     def __init__(self, trainee: Trainee, rows: Rows | IndexedRows, epoch: int) -> None:
@@ -28,11 +28,11 @@ class Evaluations:
         self._count = min(len(rows), (options.eval_iters or len(rows)) * steps.sequences)
 
     def due(self, step: int) -> bool:
-        """Whether there is an evaluation after step `step` (from 1)."""
+        """Whether an evaluation follows step `step` (from 1)."""
         return step == self._trainee.steps.total or step % self._interval == 0
 
     def loss(self) -> float:
-        """The mean loss over the tokens of all rows, however they are spread over ranks; collective."""
+        """The mean loss over the tokens of all rows, independent of the layout; collective."""
         import torch
 
         parts = list(self._parts())
@@ -41,7 +41,7 @@ class Evaluations:
         return over_all_ranks(results, 0)[0]
 
     def _parts(self) -> Iterator[Rows]:
-        """The microbatches of this replica. What lacks in the last ones are rows of which nothing is learned."""
+        """The microbatches of this replica. The last ones are filled up with rows without loss."""
         from megatron.core import parallel_state as ps
 
         steps, layout = self._trainee.steps, self._trainee.run.layout
@@ -59,7 +59,7 @@ class Evaluations:
 
 @contextmanager
 def _in_evaluation(trainee: Trainee) -> Iterator[None]:
-    """Without dropout and losses that balance experts."""
+    """Disable dropout and the losses that balance experts."""
     gather_weights(trainee)
     for module in trainee.wrapped:
         module.eval()

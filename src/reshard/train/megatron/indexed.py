@@ -1,8 +1,8 @@
 """Megatron's indexed datasets, alone and blended, as megatron-core reads, shuffles and blends them.
 
-Samples are those of `GPTDataset`: documents laid end to end and cut every `seq_length` tokens, where attention and
-positions go through from one document to the next, and all tokens are learned. The order depends on the datasets,
-weights, the seed, and how many samples the run takes; a run that goes on takes those that follow.
+Samples are those of `GPTDataset`: documents concatenated and cut every `seq_length` tokens; attention and positions
+continue from one document to the next, and the loss covers all tokens. The order depends on the datasets, the weights,
+the seed, and the number of samples in the run; a resumed run continues with the next samples.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from reshard.train.megatron.rows import FOLDER, Order, Rows
 from reshard.train.run import Run
 
 CACHE = "megatron-core"
-"""Where in the folder of rows megatron-core keeps its indices, which it would write beside the data."""
+"""Folder among the rows for megatron-core's indices, which it would otherwise write next to the data."""
 LOOKED_AT = 1 << 24
-"""Tokens that are looked at before a run: all of small datasets, and of others as many from all over them."""
+"""Tokens that are checked before a run: all of small datasets, an even selection of this size from larger ones."""
 
 
 class IndexedRows:
-    """A dataset of megatron-core in the shape of `rows.Rows`: an epoch has `epoch` rows, and row n is sample n."""
+    """A dataset of megatron-core in the form of `rows.Rows`: an epoch has `epoch` rows, and row n is sample n."""
 
     def __init__(self, dataset: Any, epoch: int, length: int, vocab: int, name: str) -> None:
         self._dataset, self._epoch, self._vocab, self._name = dataset, epoch, vocab, name
@@ -40,7 +40,7 @@ class IndexedRows:
         return self._epoch
 
     def __getitem__(self, key: int | slice | Sequence[int]) -> Rows:
-        """Rows [n, 3, length], or one [3, length]. Raises ReshardError for tokens that the model has no row for."""
+        """Rows [n, 3, length], or one [3, length]. Raises ReshardError for tokens without a row in the embedding."""
         if isinstance(key, (int, np.integer)):
             return self._row(int(key))
         numbers = range(self._epoch)[key] if isinstance(key, slice) else key
@@ -56,7 +56,7 @@ class IndexedRows:
 
 
 class InOrder(Order):
-    """Steps take samples one after the other: megatron-core has shuffled them."""
+    """Steps take samples in order: megatron-core has shuffled them."""
 
     def at(self, position: int) -> int:
         """The row at a position."""
@@ -71,7 +71,7 @@ def _opened(prefix: Path) -> Any:
 
 
 def prefixes_of(mix: Mix) -> list[Path]:
-    """The prefixes of the datasets of a mix that has such. Raises ReshardError if records are among them."""
+    """The prefixes of the indexed datasets of a mix. Raises ReshardError if it also has records."""
     others = [str(path) for path in mix.paths if not are_indexed([path])]
     if others:
         raise ReshardError(
@@ -84,7 +84,7 @@ def prefixes_of(mix: Mix) -> list[Path]:
 
 
 def look(run: Run, options: Options) -> Lengths:
-    """Look at the datasets of a run: the sequences of an epoch. Raises ReshardError for all that is wrong with them."""
+    """Check the datasets of a run and count the sequences of an epoch. Raises ReshardError for all problems."""
     problems = [*unreadable_here(), *problems_of(run.data, _vocabulary(run.model))]
     if problems:
         raise ReshardError(problems)
@@ -94,7 +94,7 @@ def look(run: Run, options: Options) -> Lengths:
 
 
 def _vocabulary(model: Path) -> int | None:
-    """The rows of a model's embedding that tokens may have, by its config."""
+    """The number of token ids that a model's embedding has, by its config."""
     config = read_object(model / CONFIG)
     text = config.get("text_config")
     found = (text if isinstance(text, dict) else config).get("vocab_size")
@@ -102,7 +102,7 @@ def _vocabulary(model: Path) -> int | None:
 
 
 def problems_of(mix: Mix, vocab: int | None) -> list[Problem]:
-    """What is wrong with indexed datasets: files that are not whole, and tokens beyond a vocabulary of `vocab`."""
+    """Problems of indexed datasets: incomplete files, and tokens beyond a vocabulary of `vocab`."""
     found = []
     for prefix in prefixes_of(mix):
         try:
@@ -123,7 +123,7 @@ def problems_of(mix: Mix, vocab: int | None) -> list[Problem]:
 
 
 def _highest(dataset: Any) -> int:
-    """The highest token of a dataset, or of documents from all over a large one; negative ones count as too high."""
+    """The highest token of a dataset, or of some documents of a large one; negative tokens count as too high."""
     lengths = dataset.sequence_lengths
     every = max(1, int(lengths.sum(dtype=np.int64)) // LOOKED_AT)
     highest = 0
@@ -158,7 +158,7 @@ def _foreign(name: str, highest: int, vocab: int) -> Problem:
 
 
 def sequences_of(mix: Mix, length: int) -> int:
-    """Sequences of an epoch. Raises ReshardError if there is none."""
+    """Sequences of an epoch. Raises ReshardError if there are none."""
     found = sum(mix.seen(_sizes(mix, length)))
     if not found:
         raise ReshardError(
@@ -172,13 +172,13 @@ def sequences_of(mix: Mix, length: int) -> int:
 
 
 def _sizes(mix: Mix, length: int) -> list[int]:
-    """Sequences of each dataset: a token more than it has inputs is taken, for what follows the last one."""
+    """Sequences of each dataset. One token more than the inputs is needed, as the label of the last input."""
     totals = [int(_opened(prefix).sequence_lengths.sum(dtype=np.int64)) for prefix in prefixes_of(mix)]
     return [max(total - 1, 0) // length for total in totals]
 
 
 def open_rows(run: Run, options: Options, samples: int, vocab: int) -> IndexedRows:
-    """The datasets of a run as rows, of which it will take `samples`. Called on all ranks."""
+    """The datasets of a run as rows, `samples` of which will be used. Called on all ranks."""
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
@@ -202,7 +202,7 @@ def open_rows(run: Run, options: Options, samples: int, vocab: int) -> IndexedRo
 
 
 class _Tokenizer:
-    """What megatron-core's datasets ask of a tokenizer. It has no padding, so that all tokens are learned."""
+    """What megatron-core's datasets need of a tokenizer. It has no padding, so the loss covers all tokens."""
 
     vocab_size = None
 
@@ -211,12 +211,12 @@ class _Tokenizer:
 
     @property
     def eod(self) -> int:
-        """The end of a document, at which nothing is reset."""
+        """The end-of-document token, at which nothing is reset."""
         return -1
 
 
 def unreadable_here() -> Iterator[Problem]:
-    """That megatron-core's functions in C++, which build indices, are not compiled here."""
+    """A problem if megatron-core's C++ functions, which build indices, are not compiled here."""
     try:
         from megatron.core.datasets import helpers  # noqa: F401
     except ImportError as error:

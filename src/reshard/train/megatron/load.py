@@ -1,4 +1,4 @@
-"""Fill the live model of a rank from a Hugging Face folder: each rank reads its own shards and nothing else."""
+"""Fill the live model of a rank from a Hugging Face folder: each rank reads only its own shards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reshard.transfer.gather import Gatherer
 
 
 def fill(chunks: list[Any], weights: Weights, at: Coordinates) -> None:
-    """Copy every weight of this rank. Raises ReshardError where model and plan differ in a name or a shape."""
+    """Copy every weight of this rank. Raises ReshardError if model and plan differ in a name or a shape."""
     pairs = [(live_tensors(chunk), weights.of(at, index)) for index, chunk in enumerate(chunks)]
     if problems := [problem for live, held in pairs for problem in _differences(live, held)]:
         raise ReshardError(problems)
@@ -28,7 +28,7 @@ def fill(chunks: list[Any], weights: Weights, at: Coordinates) -> None:
         for live, held in pairs:
             for name, tensor in live.items():
                 _copy(held[name], tensor, gatherer)
-                # megatron-core marks what it draws. What has no mark counts once in the norm of the gradient.
+                # megatron-core marks what it initializes. Without the mark, a weight counts once in the gradient norm.
                 whole = held[name].shape == held[name].tensor.shape
                 tensor.tensor_model_parallel = not whole or ".experts." in name
                 if held[name].tensor.name in weights.nowhere:
@@ -36,7 +36,7 @@ def fill(chunks: list[Any], weights: Weights, at: Coordinates) -> None:
 
 
 def live_tensors(chunk: Any) -> dict[str, Any]:
-    """The parameters and buffers that a checkpoint of the model would hold, adapters included."""
+    """The parameters and buffers that a checkpoint of the model would contain, adapters included."""
     import torch
 
     return {
@@ -62,7 +62,7 @@ def _differences(live: dict[str, Any], held: dict[str, Shard]) -> Iterator[Probl
 
 
 def _copy(held: Shard, tensor: Any, gatherer: Gatherer) -> None:
-    """Read a shard, in the dtype of the live tensor, into its memory."""
+    """Read a shard into the memory of the live tensor, in its dtype."""
     import torch
 
     kind = dtype(str(tensor.dtype).removeprefix("torch."))
@@ -75,7 +75,7 @@ def _copy(held: Shard, tensor: Any, gatherer: Gatherer) -> None:
 
 
 def _raw(tensor: Any) -> Any:
-    """The elements of a contiguous tensor on the CPU as integers of their width, which share its memory."""
+    """The elements of a contiguous tensor on the CPU as integers of the same width, sharing its memory."""
     import torch
 
     return tensor.reshape(-1).view(torch.uint8).numpy().view(RAW[tensor.element_size()])

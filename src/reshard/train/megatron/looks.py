@@ -1,4 +1,4 @@
-"""What keeps Megatron-Core from a run, seen before it starts: the plan, the machine, the model over the ranks."""
+"""Checks before the start for reasons why Megatron-Core cannot run: plan, machine, sizes of the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reshard.train.run import Run
 
 
 def asked(run: Run) -> Iterator[Problem]:
-    """A way to spread the model that is TRL's."""
+    """A problem if the requested parallelism is one of TRL's."""
     if run.parallel not in ("ddp", "tp"):
         yield Problem(
             "megatron-parallelism-unsupported",
@@ -31,7 +31,7 @@ def asked(run: Run) -> Iterator[Problem]:
 
 
 def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> Iterator[Problem]:
-    """GPUs that cannot compute as the options ask."""
+    """Problems of GPUs that cannot compute with these options."""
     if not environment.gpus:
         return
     half = options.get("bf16") is not False and not options.get("fp16") and not options.get("fp32")
@@ -40,7 +40,7 @@ def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> I
 
 
 def model(run: Run, installed: Mapping[str, str] | None = None) -> Iterator[Problem]:
-    """Whether the sizes of the model divide over the ranks, and the installed megatron-core can do it."""
+    """Problems if the model's sizes do not divide over the ranks, or the installed megatron-core cannot train it."""
     try:
         model = resolve(open_checkpoint(run.model)).declared
         cure = "correct config.json, or train it with --engine trl"
@@ -60,12 +60,12 @@ def model(run: Run, installed: Mapping[str, str] | None = None) -> Iterator[Prob
 
 
 def _known(folder: Path) -> None:
-    """Raises ReshardError for a model that transformers does not know: in the end it has to load it."""
+    """Raise ReshardError if transformers does not know the model, because the final folder has to load."""
     from transformers import AutoConfig
 
     try:
         AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-    except Exception as error:  # whatever a config makes transformers raise
+    except Exception as error:  # whatever transformers raises for a config
         raise ReshardError(
             "transformers-unknown-model",
             "transformers does not know the model, and would not load what was trained",
@@ -76,7 +76,7 @@ def _known(folder: Path) -> None:
 
 
 def last_iteration(output: Path) -> int | None:
-    """The last step that is saved whole, by the tracker."""
+    """The last completely saved step, according to the tracker file."""
     try:
         return int((output / iterations.TRACKER).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""A run of the Megatron engine from its first collective to its last."""
+"""A run of the Megatron engine, from its first collective to its last."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from reshard.train.megatron.step import Measured, records, run_step
 from reshard.train.run import Run
 
 SHOWN = ("loss", "learning_rate", "grad_norm", "tokens", "memory")
-"""What the monitor is told of a step."""
+"""Values of a step that the monitor receives."""
 
 
 def train(run: Run, monitor: Monitor) -> Trained:
@@ -63,7 +63,7 @@ def train(run: Run, monitor: Monitor) -> Trained:
 
 
 def _data(run: Run, options: Options, vocab: int, monitor: Monitor) -> tuple[rows.Rows | IndexedRows, Steps]:
-    """What a run is trained on, and its steps."""
+    """The training data of a run, and its steps."""
     import torch
 
     world_size = torch.distributed.get_world_size()
@@ -75,7 +75,7 @@ def _data(run: Run, options: Options, vocab: int, monitor: Monitor) -> tuple[row
 
 
 def _held_out(run: Run, options: Options, vocab: int, monitor: Monitor) -> rows.Rows | IndexedRows:
-    """What a run is evaluated on."""
+    """The evaluation data of a run."""
     as_trained = evaluated(run)
     if not are_indexed(as_trained.data.paths):
         return _rows(as_trained, options, vocab, monitor, "to evaluate on: ")
@@ -84,7 +84,7 @@ def _held_out(run: Run, options: Options, vocab: int, monitor: Monitor) -> rows.
 
 
 def _rows(run: Run, options: Options, vocab: int, monitor: Monitor, which: str = "") -> rows.Rows:
-    """The rows of the data: rank 0 makes them, and all others map the file. `which` is said before notes on them."""
+    """The rows of the data: rank 0 writes them, and all others map the file. `which` precedes notes about them."""
     import torch
 
     told: list[Any] = ["", [], []]
@@ -110,7 +110,7 @@ def _train(
     done: int,
     monitor: Monitor,
 ) -> int:
-    """The steps from `done` on; the step of the last checkpoint. Raises Stopped after the step of a signal."""
+    """Train the steps after `done`. Returns the step of the last checkpoint. Raises Stopped after a signal."""
     options, total = trainee.options, trainee.steps.total
     order = (InOrder if isinstance(data, IndexedRows) else rows.Order)(len(data), options.seed)
     change = proof.Change(trainee)
@@ -133,7 +133,7 @@ def _train(
                 took = records(trainee, data, order, step)
                 raise diverged(step + 1, measured.grad_norm, measured.learning_rate, measured.own, took)
             _stop(measured, step + 1, why="its loss or its gradient is not finite")
-            continue  # what has diverged is neither evaluated nor saved
+            continue  # after divergence, neither evaluate nor save
         due = evaluations is not None and evaluations.due(step + 1)
         if due and measured.signal:
             monitor.note(signals.unevaluated(step + 1))
@@ -150,7 +150,7 @@ def _train(
 
 
 def _saved(trainee: Trainee, step: int, applied: int, monitor: Monitor) -> Path:
-    """The checkpoint of a step."""
+    """Save the checkpoint of a step."""
     if not applied:
         raise _nothing_applied(step)
     assert_finite(step, _parameters(trainee))
@@ -160,13 +160,13 @@ def _saved(trainee: Trainee, step: int, applied: int, monitor: Monitor) -> Path:
 
 
 def _stop(measured: Measured, step: int, saved: Path | None = None, why: str = "") -> None:
-    """End here if a rank has heard a signal."""
+    """Raise Stopped if a rank has received a signal."""
     if measured.signal:
         raise signals.Stopped(measured.signal, step, saved, why)
 
 
 def _parameters(trainee: Trainee) -> Iterator[tuple[str, Any]]:
-    """What this rank trains."""
+    """The parameters that this rank trains."""
     for chunk in trainee.chunks:
         yield from ((name, each) for name, each in chunk.named_parameters() if each.requires_grad)
 

@@ -1,8 +1,8 @@
-"""LoRA on the linear layers of Megatron-Core, tensor parallel, in the spelling of Megatron-Bridge.
+"""LoRA on the linear layers of Megatron-Core, tensor parallel, with Megatron-Bridge's names.
 
-An adapter is a pair below its linear: `linear_qkv.adapter.linear_in.weight` [r, in] and `linear_out.weight` [out, r].
-Tensor parallelism cuts them as Megatron-Bridge does (`formats/megatron/mcore.py`, `ADAPTER_SPLITS`), so r divides over
-the ranks. The base keeps its names; it is frozen, and not saved again.
+An adapter is a pair below its linear layer: `linear_qkv.adapter.linear_in.weight` [r, in] and `linear_out.weight` [out,
+r]. Tensor parallelism shards them as in Megatron-Bridge (`formats/megatron/mcore.py`, `ADAPTER_SPLITS`), so r must be
+divisible by the number of ranks. The base keeps its names; it is frozen, and not saved again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from reshard.train.megatron.options import Options
 from reshard.train.megatron.weights import Coordinates, Weights, layer_of
 
 ADAPTED = re.compile(r"decoder\.layers\.\d+\.(?:self_attention|mlp)\.(linear_(?:qkv|proj|fc1|fc2))")
-"""Experts are not adapted: their pairs have no place in an adapter of PEFT that names modules."""
+"""Experts are not adapted: a PEFT adapter that names modules cannot store their pairs."""
 MARK = ".adapter."
 
 
@@ -41,7 +41,7 @@ def is_adapter(key: str) -> bool:
 
 
 def adapt(chunks: list[Any], weights: Weights, at: Coordinates, options: Options) -> None:
-    """Freeze the model and put a pair below each linear that is asked for. Raises ReshardError if there is none."""
+    """Freeze the model and add a pair below each selected linear layer. Raises ReshardError if there is none."""
     tp = weights.layout.tp
     problems = []
     if options.lora_r % tp:
@@ -84,12 +84,12 @@ def adapt(chunks: list[Any], weights: Weights, at: Coordinates, options: Options
 
 
 def _let_gradients_begin(module: Any, inputs: Any, output: Any) -> Any:
-    """Activations that are computed again have a gradient only if what goes into them has one."""
+    """Recomputed activations have a gradient only if their input has one."""
     return output.requires_grad_()
 
 
 class Pair(torch.nn.Module):  # type: ignore[misc]
-    """The two matrices of an adapter, as the linear that it belongs to is spread."""
+    """The two matrices of an adapter, sharded like the linear layer that they belong to."""
 
     def __init__(self, linear: Any, name: str, options: Options) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Pair(torch.nn.Module):  # type: ignore[misc]
         self.dropout = torch.nn.Dropout(options.lora_dropout)
         self._norm = _fused_norm(linear)
         config = copy.copy(linear.config)
-        config.sequence_parallel = False  # a pair gathers what it needs
+        config.sequence_parallel = False  # a pair gathers its own inputs
         common = {"config": config, "init_method": config.init_method, "bias": False}
         rank = options.lora_r
         if self.by_row:
@@ -118,7 +118,7 @@ class Pair(torch.nn.Module):  # type: ignore[misc]
         self._begin(f"{name}.adapter.linear_in.weight", (rank, columns * (tp if self.by_row else 1)), options)
 
     def _begin(self, name: str, shape: tuple[int, int], options: Options) -> None:
-        """Kaiming's start and zeros, as PEFT begins: drawn from the name, so that it is the same at any layout."""
+        """Initialize as PEFT does, Kaiming and zeros, with random numbers seeded by name, independent of the layout."""
         bound = 1 / np.sqrt(shape[1])
         random = np.random.default_rng([options.seed, crc32(name.encode())])
         whole = torch.from_numpy(random.uniform(-bound, bound, shape).astype(np.float32))
@@ -130,7 +130,7 @@ class Pair(torch.nn.Module):  # type: ignore[misc]
             self.linear_out.weight.zero_()
 
     def forward(self, inputs: Any) -> Any:
-        """What the adapter adds to the linear's output."""
+        """What the adapter adds to the linear layer's output."""
         if self._norm is not None:
             inputs = self._norm(inputs)
         if self.sequence_parallel and not self.by_row:
@@ -142,7 +142,7 @@ class Pair(torch.nn.Module):  # type: ignore[misc]
         return output * self.scale
 
     def _dropped(self, inputs: Any) -> Any:
-        """Ranks that hold the same inputs drop the same of them, others draw their own."""
+        """Dropout. Ranks with the same inputs drop the same elements, others draw their own."""
         if not self.by_row or not self.training or not self.dropout.p:
             return self.dropout(inputs)
         with tensor_parallel.get_cuda_rng_tracker().fork():
@@ -150,7 +150,7 @@ class Pair(torch.nn.Module):  # type: ignore[misc]
 
 
 def _fused_norm(linear: Any) -> Callable[[Any], Any] | None:
-    """The norm that TransformerEngine computes inside of a linear, of which it hands out the product alone."""
+    """The norm that TransformerEngine computes inside a linear layer, which returns only the product."""
     if getattr(linear, "layer_norm_weight", None) is None:
         return None
     config = linear.config
@@ -166,7 +166,7 @@ def _fused_norm(linear: Any) -> Callable[[Any], Any] | None:
 
 
 def _attach(linear: Any, pair: Pair, *, gated: bool) -> None:
-    """Add the pair's output to that of the linear, and its weights to what the linear saves."""
+    """Add the pair's output to that of the linear layer, and its weights to what the layer saves."""
     linear.adapter = pair
     linear.register_forward_hook(_add)
     of_base = linear.sharded_state_dict

@@ -1,4 +1,4 @@
-"""What a GPU holds while Megatron-Core trains: shards from reshard's own plan of the ranks, stage by stage."""
+"""GPU memory while Megatron-Core trains: shards from reshard's own plan of the ranks, stage by stage."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from reshard.train.memory.activations import Kept, Widths
 from reshard.train.run import Run
 
 BY_ROW = ("linear_proj", "linear_fc2")
-"""Linears whose input tensor parallelism cuts; of all others it cuts the output."""
+"""Linear layers whose input dimension tensor parallelism shards; of all others it shards the output."""
 
 
 @dataclass(frozen=True)
 class _Held:
-    """Numbers of parameters on a rank of one stage. Experts are spread over other ranks than the rest."""
+    """Numbers of parameters on a rank of one stage. Experts are sharded over other ranks than the rest."""
 
     dense: int
     experts: int
@@ -32,7 +32,7 @@ class _Held:
 def parts(
     run: Run, batches: Batches, precision: Precision, world_size: int, *, gpu: bool
 ) -> tuple[Parts, Parts, Parts]:
-    """Bytes of what lies on the fullest rank all the time, and of what a step adds. Raises ReshardError."""
+    """Bytes that are always allocated on the fullest rank, and that a step adds. Raises ReshardError."""
     options = read(run)
     transformer_engine = _transformer_engine(options)
     weights = weights_of(run.model, run, options, transformer_engine=transformer_engine, dtype=None)
@@ -50,7 +50,7 @@ def parts(
 
 
 def parameters_of(run: Run, options: Options) -> int:
-    """Trained parameters on the rank that holds most of them. Raises ReshardError."""
+    """Trained parameters on the rank with the most. Raises ReshardError."""
     weights = weights_of(run.model, run, options, transformer_engine=_transformer_engine(options), dtype=None)
     stages = (_held(weights, options, stage, lora=run.lora) for stage in range(run.layout.pp))
     return max(each.adapters if run.lora else each.dense + each.experts for each in stages)
@@ -81,7 +81,7 @@ def _held(weights: Weights, options: Options, stage: int, *, lora: bool) -> _Hel
 
 
 def _adapter(name: str, shape: tuple[int, ...], options: Options, tp: int) -> int:
-    """Parameters of the pair below a linear, as `formats.megatron.mcore.ADAPTER_SPLITS` cuts it."""
+    """Parameters of the pair below a linear layer, sharded as in `formats.megatron.mcore.ADAPTER_SPLITS`."""
     module, _, kind = name.rpartition(".")
     linear = module.rpartition(".")[2]
     if kind != "weight" or linear not in options.lora_target_modules or "shared_experts" in name:
@@ -91,7 +91,7 @@ def _adapter(name: str, shape: tuple[int, ...], options: Options, tp: int) -> in
 
 
 def _states(run: Run, options: Options, held: _Held, precision: Precision, world_size: int) -> dict[str, int]:
-    """Gradients lie in a buffer that is not spread; the optimizer's states are, with the distributed optimizer."""
+    """Gradients are in a buffer that is not sharded; the distributed optimizer shards the optimizer's states."""
     layout = run.layout
     etp = options.expert_tensor_parallel_size or layout.tp
     copies = max(world_size // (layout.tp * layout.pp), 1)
@@ -127,7 +127,7 @@ def _kept(run: Run, options: Options, precision: Precision, transformer_engine: 
 def _step(
     run: Run, batches: Batches, again: str | None, widths: Widths, kept: Kept, held: _Held, stage: int
 ) -> dict[str, int]:
-    """What is kept of all micro-batches that a stage has begun, and of what is computed `again`: full, or selective."""
+    """Activations of all microbatches that a stage has in flight, and of recomputation `again`: full, or selective."""
     length = batches.length
     own = replace(widths, layers=held.layers, sparse=held.sparse)
     if again == "full":
@@ -147,10 +147,11 @@ def _step(
 
 
 def _in_flight(run: Run, batches: Batches, stage: int) -> float:
-    """Of how many micro-batches a stage holds activations at a time.
+    """The number of microbatches whose activations a stage keeps at once.
 
-    One forward, one backward (Narayanan et al. 2021, section 2.2): the first stage has begun as many as there are
-    stages before the first comes back. With virtual stages it has begun more chunks, each a part of its layers.
+    In the 1F1B schedule (Narayanan et al. 2021, section 2.2), the first stage has begun as many microbatches as there
+    are stages before the first one comes back. With virtual stages it has begun more chunks, each with part of its
+    layers.
     """
     pp, vpp = run.layout.pp, run.layout.vpp
     if vpp == 1:
@@ -188,7 +189,7 @@ def _has_experts(run: Run) -> bool:
 
 
 def savings(run: Run) -> Iterator[dict[str, object]]:
-    """Options that take less memory for the same steps, those that cost least first."""
+    """Options that reduce memory for the same steps, cheapest first."""
     options = read(run)
     changes: dict[str, object] = {}
     yield {}
@@ -202,5 +203,5 @@ def savings(run: Run) -> Iterator[dict[str, object]]:
 
 
 def smaller_batch(run: Run) -> dict[str, object]:
-    """One sequence at a time; a step has as many as before."""
+    """One sequence at a time, with the same number per step."""
     return {"micro_batch_size": 1} if read(run).micro_batch_size > 1 else {}

@@ -1,8 +1,8 @@
-"""The options of the Megatron engine: reshard's own, under the names of Megatron-LM's arguments, and megatron-core's.
+"""The options of the Megatron engine: reshard's own, named like Megatron-LM's arguments, and megatron-core's.
 
-Its own are declared once: type, what is taken where nothing is said, a line of help. Other fields of megatron-core's
-configs pass through (`core_fields.py`), but for those of `refusals.py`. Values arrive as words of a command line or as
-they stand in a config file; both are brought to the type, or refused.
+Its own are declared once, with type, default and a line of help. Other fields of megatron-core's configs are passed
+through (`core_fields.py`), except those of `refusals.py`. Values come from the command line or from a config file; both
+are converted to the type, or refused.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from reshard.train.names import nearest
 from reshard.train.run import Run
 
 LENGTH = 4096
-"""Tokens of a packed sequence where nothing is said, or as many as the model knows positions for."""
+"""Default length of a packed sequence in tokens, unless the model supports fewer positions."""
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""What LoRA adapts, by the names of Megatron-Bridge's `target_modules`."""
+"""Layers that LoRA adapts by default, named as in Megatron-Bridge's `target_modules`."""
 FULL_LR, LORA_LR = 2e-5, 1e-4
 
 
@@ -35,7 +35,7 @@ def _option(default: Any, text: str, *choices: str) -> Any:
 
 @dataclass(frozen=True)
 class Options:
-    """What Megatron-LM calls these. None stands for "as it follows from the rest", which the help says."""
+    """Options with the names of Megatron-LM. None means that the value is derived from others, as the help says."""
 
     lr: float | None = _option(None, f"the highest learning rate; {FULL_LR:g}, or {LORA_LR:g} with --lora")
     min_lr: float = _option(0.0, "where the decay ends")
@@ -119,7 +119,7 @@ class Options:
     distributed_timeout_minutes: int = _option(30, "how long a rank waits for another")
 
     more: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of megatron-core's configs by name, of those that were given."""
+    """The given fields of megatron-core's configs by name."""
 
     def as_dict(self) -> dict[str, Any]:
         """All options by name."""
@@ -127,7 +127,7 @@ class Options:
 
     @property
     def rate(self) -> float:
-        """The learning rate at its highest."""
+        """The peak learning rate."""
         assert self.lr is not None  # `read`
         return self.lr
 
@@ -157,7 +157,7 @@ def _shown(value: Any) -> str:
 
 
 def read(run: Run) -> Options:
-    """The options of a run, with what is taken where nothing is said. Raises ReshardError naming all that are wrong."""
+    """The options of a run, with defaults filled in. Raises ReshardError naming all wrong ones."""
     problems: list[Problem] = []
     given: dict[str, Any] = {}
     more: dict[str, Any] = {}
@@ -186,7 +186,7 @@ def read(run: Run) -> Options:
 
 
 def _chosen(name: str, value: Any) -> Any:
-    """A value, if it is one of the choices of an option that has some. Raises ValueError."""
+    """The value, if it is among the choices of its option, if any. Raises ValueError."""
     choices = OWN[name].metadata["choices"] if name in OWN else ()
     if choices and value is not None and value not in choices:
         raise ValueError(value)
@@ -198,7 +198,7 @@ def _length(model: Path) -> int:
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
         return min(LENGTH, int(config.get("max_position_embeddings") or LENGTH))
     except (OSError, ValueError, TypeError, AttributeError):
-        return LENGTH  # `Run`'s own check and `resolve` say what is wrong with the folder
+        return LENGTH  # `Run`'s own check and `resolve` report problems of the folder
 
 
 def _without_lora(run: Run) -> Iterator[Problem]:
@@ -241,7 +241,7 @@ _ELSEWHERE = {
     "gradient_checkpointing": "recompute_granularity",
     "adam_epsilon": "adam_eps",
 }
-"""What TRL calls the same."""
+"""TRL's names of the same options."""
 
 
 def _mistyped(name: str, value: Any, expected: str) -> Problem:
@@ -347,7 +347,7 @@ def _contradictions(options: Options) -> Any:
 
 
 def _schedules(options: Options) -> Iterator[Problem]:
-    """Schedules of the learning rate and of the weight decay that lack a part of theirs, or have one of another."""
+    """Schedules of learning rate or weight decay that lack one of their options, or have one of another schedule."""
     ends = (options.start_weight_decay, options.end_weight_decay)
     if options.weight_decay_incr_style != "constant" and None in ends:
         yield Problem(

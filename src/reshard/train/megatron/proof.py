@@ -1,4 +1,4 @@
-"""What is asserted of a run: the plan before the first step, that weights change, and what was trained in the end."""
+"""Assertions about a run: the plan before the first step, changing weights, and digests of the trained weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAMPLE = 4096
 
 
 class _Counts(NamedTuple):
-    """Numbers of parameters on a rank: all, those that are trained, and this rank's share of those in the optimizer."""
+    """Numbers of parameters on a rank: all, trained, this rank's share of the trained ones, and in its optimizer."""
 
     all: int
     trained: int
@@ -26,7 +26,7 @@ class _Counts(NamedTuple):
 
 
 def assert_plan(trainee: Trainee) -> str:
-    """Hold what was built against what was asked for, and say in a line what it is. Raises ReshardError; collective."""
+    """Compare the built model with the request. Returns a line about it. Raises ReshardError; collective."""
     import torch
 
     own = [*_ranks(trainee), *_parameters(trainee)], _counts(trainee)
@@ -87,7 +87,7 @@ def _counts(trainee: Trainee) -> _Counts:
 
 
 def _optimizer(counts: list[_Counts]) -> list[Problem]:
-    """The optimizer was made from the parameters that are trained, and its ranks hold each of them once."""
+    """Problems unless the optimizer was made from the trained parameters, and its ranks hold each of them once."""
     expected, held = round(sum(each.share for each in counts)), sum(each.held for each in counts)
     if expected == held:
         return []
@@ -155,7 +155,7 @@ def _wrong(names: list[str], code: str, message: str, rule: str) -> Iterator[Pro
 
 
 class Change:
-    """Whether the first step that has a learning rate changes the weights of every rank."""
+    """Checks that the first step with a learning rate changes the weights of every rank."""
 
     def __init__(self, trainee: Trainee) -> None:
         self._trainee = trainee
@@ -171,7 +171,7 @@ class Change:
         ]
 
     def check(self, rate: float) -> None:
-        """After a step with learning rate `rate`. Raises ReshardError; collective the first time the rate is not 0."""
+        """Check after a step with learning rate `rate`. Raises ReshardError; collective at the first rate above 0."""
         import torch
 
         if self._done or rate == 0:
@@ -198,7 +198,7 @@ class Change:
 def digests(trainee: Trainee) -> dict[str, int]:
     """CRC32s of all live shards of all ranks, in the dtype of `final`; with LoRA those of the adapters. Collective.
 
-    Raises ReshardError where ranks that should hold the same do not.
+    Raises ReshardError if ranks that should have equal shards do not.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Fields of megatron-core's configs that do not pass through: those reshard sets, and those that break a promise."""
+"""Fields of megatron-core's configs that are not passed through: reshard sets them, or they break a promise."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from reshard.train.megatron.core_fields import all_fields
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why fields are refused, and what to do instead. A name with a star stands for all that begin so."""
+    """Why fields are refused, and what to do instead. A name with a star matches all names that begin with it."""
 
     why: str
     cure: str
     names: tuple[str, ...]
 
     def takes(self, name: str) -> bool:
-        """Whether a field is one of these."""
+        """Whether this refusal covers a field."""
         return any(name == each or (each.endswith("*") and name.startswith(each[:-1])) for each in self.names)
 
 
@@ -35,7 +35,7 @@ SIZES = {
     "grad_reduce_in_fp32": "--grad_reduce_in_bf16",
     "check_for_nan_in_grad": "--nan-steps",
 }
-"""Fields that have a name of their own here."""
+"""Fields for which reshard has flags of its own."""
 
 MODEL = Refusal(
     "it is part of the model, and comes from config.json",
@@ -142,24 +142,24 @@ TRANSFORMER_ENGINE = (
     *("use_precision_aware_optimizer", "store_param_remainders", "main_grads_dtype", "main_params_dtype"),
     *("exp_avg_dtype", "exp_avg_sq_dtype", "disable_parameter_transpose_cache"),
 )
-"""Fields that TransformerEngine's layers and optimizer alone make use of."""
+"""Fields that only TransformerEngine's layers and optimizer use."""
 GPU = (
     *("gradient_accumulation_fusion", "masked_softmax_fusion", "persist_layer_norm", "apply_rope_fusion"),
     *("moe_shared_expert_overlap", "defer_embedding_wgrad_compute", "wgrad_deferral_limit"),
     *("optimizer_cpu_offload", "optimizer_offload_fraction", "use_torch_optimizer_for_cpu_offload"),
     *("overlap_cpu_optimizer_d2h_h2d", "pin_cpu_*"),
 )
-"""Fields whose kernels and copies there are on GPUs alone."""
+"""Fields whose kernels and copies exist only on GPUs."""
 OF_TRANSFORMER_ENGINE = {"moe_token_dispatcher_type": "flex", "cross_entropy_fusion_impl": "te"}
 """Values that need TransformerEngine, of fields that do not."""
 SINKHORN = ("moe_router_load_balancing_type", "sinkhorn")
-"""A value that is another router than the model's."""
+"""A value that selects another router than the model's."""
 NEEDS_ENGINE = Refusal("it needs TransformerEngine", "", TRANSFORMER_ENGINE)
 NEEDS_GPU = Refusal("it needs a GPU", "leave it out", GPU)
 
 
 def refusal_of(name: str) -> Refusal | None:
-    """Why a field of megatron-core never passes through; None if it does, or could."""
+    """Why a field of megatron-core is never passed through; None if it is, or could be."""
     if name in SIZES:
         return Refusal("it has another name here", f"use {SIZES[name]}", (name,))
     found = next((each for each in REFUSED if each.takes(name)), None)
@@ -170,12 +170,12 @@ def refusal_of(name: str) -> Refusal | None:
 
 
 def passes(name: str) -> bool:
-    """Whether a field of megatron-core passes through where TransformerEngine and GPUs are."""
+    """Whether a field of megatron-core is passed through if TransformerEngine and GPUs are available."""
     return name in all_fields() and refusal_of(name) is None
 
 
 def refused(name: str, value: Any) -> Problem | None:
-    """The problem of a field that does not pass through whatever else is said."""
+    """The problem of a field that is refused regardless of other options."""
     found = refusal_of(name)
     if name == SINKHORN[0] and SINKHORN[1] in (value if isinstance(value, list) else [value]):
         found = ROUTING
@@ -183,7 +183,7 @@ def refused(name: str, value: Any) -> Problem | None:
 
 
 def missing(given: Mapping[str, Any], *, local: bool) -> Iterator[Problem]:
-    """Fields that need what is not there. `local` is whether the layers are those of the local spec."""
+    """Problems of fields that need something unavailable. `local` means that the layers are those of the local spec."""
     for name, value in given.items():
         engine = NEEDS_ENGINE.takes(name) or OF_TRANSFORMER_ENGINE.get(name) == value
         if engine and find_spec("transformer_engine") is None:

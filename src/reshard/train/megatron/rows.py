@@ -1,8 +1,8 @@
-"""Samples put into sequences of one length, and the order in which steps take them.
+"""Samples packed into sequences of one length, and the order in which steps use them.
 
-A row is `seq_length` inputs, with for each the token that follows (-100 where nothing is learned) and the number of the
-sample that it belongs to. Rows depend on the data, the tokenizer and a few options, never on the layout; step s takes
-the same rows whatever the ranks are, so that a run goes on at another layout with the data that it would have seen.
+A row has `seq_length` inputs, and for each the next token (-100 without loss) and the number of its sample. Rows depend
+on the data, the tokenizer and a few options, never on the layout; step s uses the same rows on any ranks, so a run that
+continues in another layout sees the same data.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Rows = npt.NDArray[np.int32]
 """[rows, 3, length]: inputs, labels, samples."""
 INPUTS, LABELS, SAMPLES = range(3)
 ENOUGH = 2000
-"""Records from which the number of rows is foretold."""
+"""Number of records from which the number of rows is extrapolated."""
 FOLDER = ".rows"
 
 
@@ -40,7 +40,7 @@ Tokens = npt.NDArray[np.int32]
 
 
 class Piece(NamedTuple):
-    """A sample, or a part of a long text: inputs and what follows each."""
+    """A sample or a part of a long text: inputs, and the token after each."""
 
     inputs: Tokens
     labels: Tokens
@@ -48,15 +48,15 @@ class Piece(NamedTuple):
 
 @dataclass
 class Counts:
-    """What happened to the samples."""
+    """Counts of samples that were cut or skipped."""
 
     samples: int = 0
     cut: int = 0
     without: int = 0
-    """Samples of which nothing is learned."""
+    """Samples without any loss."""
 
     def notes(self, length: int) -> Iterator[str]:
-        """What the user should know."""
+        """Notes for the user."""
         if self.cut:
             yield f"{self.cut} of {self.samples} samples are longer than seq_length {length} and were cut"
         if self.without:
@@ -66,7 +66,7 @@ class Counts:
 def pieces_of(found: Iterable[Sample], length: int, unit: int, counts: Counts) -> Iterator[Piece]:
     """Inputs and labels, at most `length`, padded to a multiple of `unit`.
 
-    Text that is learned as a whole goes on in the next piece; of other samples the end is lost.
+    A text whose loss covers all tokens continues in the next piece; other samples are cut.
     """
     for sample in found:
         counts.samples += 1
@@ -84,9 +84,9 @@ def pieces_of(found: Iterable[Sample], length: int, unit: int, counts: Counts) -
 
 
 def packed(lengths: list[int], length: int) -> list[list[int]]:
-    """Which pieces share a row: the longest first, each into the row with the least room that takes it."""
+    """The pieces of each row: the longest pieces first, each placed into the fullest row with enough room."""
     rows: list[list[int]] = []
-    rooms: list[int] = []  # sorted; the rooms that some row has
+    rooms: list[int] = []  # sorted; the amounts of room that rows have
     with_room: dict[int, list[int]] = {}
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         place = bisect_left(rooms, lengths[index])
@@ -107,7 +107,7 @@ def packed(lengths: list[int], length: int) -> list[list[int]]:
 
 
 class Pieces(Sequence[Piece]):
-    """The pieces of an epoch, made when they are asked for: `picks` of samples, in their order."""
+    """The pieces of an epoch, made on access: `picks` of samples, in order."""
 
     def __init__(
         self, found: Sequence[Sample], picks: Iterable[int], length: int, unit: int, counts: Counts
@@ -121,7 +121,7 @@ class Pieces(Sequence[Piece]):
         self.sizes: list[int] = []
         """Tokens of each piece."""
         self.samples = 0
-        """Of the epoch; a sample that is seen twice counts twice."""
+        """Of the epoch; a sample that is used twice counts twice."""
         for index in picks:
             self.samples += 1
             self._places += ((index, part) for part in range(len(sizes[index])))
@@ -144,9 +144,9 @@ def put_together(
     sizes: Sequence[int] | None = None,
     empty: Callable[[tuple[int, int, int]], Rows] = lambda shape: np.zeros(shape, np.int32),
 ) -> Rows:
-    """The rows of pieces, in the zeros that `empty` makes of a shape; `sizes` are those of the pieces, if known.
+    """The rows of pieces, written into the zeros that `empty` returns for a shape; `sizes` of the pieces if known.
 
-    What is left of a row is filled up with a sample of its own that is not learned.
+    The rest of a row is filled with a separate sample without loss.
     """
     sizes = [len(piece.inputs) for piece in pieces] if sizes is None else sizes
     groups = _groups(sizes, length, pack=pack)
@@ -170,16 +170,16 @@ def _groups(sizes: Sequence[int], length: int, *, pack: bool) -> list[list[int]]
 def _pieces(
     run: Run, options: Options, counts: Counts, found: Sequence[Sample], sizes: Sequence[int]
 ) -> Pieces:
-    """The pieces of the samples that an epoch sees, of sources of these sizes."""
+    """The pieces of the samples that an epoch uses, from sources of these sizes."""
     picks = run.data.picks(sizes)
     unit = 2 * run.layout.cp if run.layout.cp > 1 else 1
     return Pieces(found, range(len(found)) if picks is None else picks, options.seq_length or 0, unit, counts)
 
 
 def make_rows(run: Run, options: Options, **more: Any) -> tuple[Rows, Counts, str]:
-    """The rows of an epoch (`more` as for `put_together`), and what was done with tokens on disk, in words.
+    """The rows of an epoch (`more` as for `put_together`), their counts, and a message about the token cache.
 
-    Raises ReshardError for wrong records, and if nothing is left to learn.
+    Raises ReshardError for faulty records, and if no tokens with loss remain.
     """
     counts, kept = Counts(), folder_of(run, run.output / FOLDER)
     files = tokenize(run, load_tokenizer(run.model), Learning(options.assistant_only_loss), kept)
@@ -198,7 +198,7 @@ def make_rows(run: Run, options: Options, **more: Any) -> tuple[Rows, Counts, st
 
 
 def forecast(run: Run, options: Options, samples: int) -> int:
-    """How many rows `samples` records will give; counted, unless there are many."""
+    """The number of rows that `samples` records give; exact unless there are many records."""
     key = (
         str(run.model),
         run.data,
@@ -228,11 +228,11 @@ def _counted(run: Run, options: Options) -> tuple[int, int]:
 
 
 _FORETOLD: dict[Any, tuple[int, int]] = {}
-"""Rows and samples that were counted, by what they depend on: preflight asks for each plan that it tries."""
+"""Counted rows and samples, by what they depend on: preflight asks for each plan that it tries."""
 
 
 def key_of(run: Run, options: Options) -> str:
-    """What the rows depend on."""
+    """A digest of everything on which the rows depend."""
     tokenizer = hashlib.sha256()
     for name, file in sorted(find_companions(run.model).files.items()):
         if name not in ("config.json", "generation_config.json"):
@@ -250,7 +250,7 @@ def key_of(run: Run, options: Options) -> str:
 
 
 def store_rows(run: Run, options: Options, key: str, vocab: int) -> list[str]:
-    """Make the rows and keep them in the run's output for all ranks; notes for the user.
+    """Write the rows to the run's output for all ranks. Returns notes for the user.
 
     Raises ReshardError for tokens beyond `vocab`.
     """
@@ -277,7 +277,7 @@ def store_rows(run: Run, options: Options, key: str, vocab: int) -> list[str]:
 
 
 def open_rows(run: Run, key: str) -> Rows:
-    """The stored rows, mapped. Raises ReshardError on a node that does not see them."""
+    """The stored rows, memory-mapped. Raises ReshardError on a node that does not see the file."""
     path = run.output / FOLDER / f"{key}.npy"
     try:
         rows: Rows = np.load(path, mmap_mode="r")
@@ -293,12 +293,12 @@ def open_rows(run: Run, key: str) -> Rows:
 
 
 def remove_rows(run: Run) -> None:
-    """Delete what `store_rows` left."""
+    """Delete the files of `store_rows`."""
     shutil.rmtree(run.output / FOLDER, ignore_errors=True)
 
 
 class Order:
-    """Which rows a step takes: epoch after epoch, each shuffled by the seed and its number."""
+    """The order in which steps use rows: epoch after epoch, each shuffled by seed and epoch number."""
 
     def __init__(self, rows: int, seed: int) -> None:
         self._rows, self._seed = rows, seed
@@ -306,7 +306,7 @@ class Order:
         self._order: npt.NDArray[Any] = np.empty(0, np.int64)
 
     def at(self, position: int) -> int:
-        """The row at a position of the endless sequence."""
+        """The row at a position in the endless sequence."""
         epoch, index = divmod(position, self._rows)
         if epoch != self._epoch:
             self._epoch = epoch
@@ -314,18 +314,18 @@ class Order:
         return int(self._order[index])
 
     def of_step(self, step: int, sequences: int, rank: int, replicas: int) -> list[int]:
-        """The rows of step `step` (from 0) that one of `replicas` computes; together they take `sequences`."""
+        """The rows of step `step` (from 0) for one of `replicas`; all replicas together use `sequences`."""
         share = sequences // replicas
         first = step * sequences + rank * share
         return [self.at(first + index) for index in range(share)]
 
 
 def rank_tokens(samples: npt.NDArray[np.int32], rank: int, size: int) -> npt.NDArray[np.int64]:
-    """The places in a row that context parallel rank `rank` of `size` computes.
+    """The positions in a row that context-parallel rank `rank` of `size` computes.
 
-    Of each sample, cut into 2·size parts, it takes part `rank` and the one as far from the end: causal attention then
-    costs all ranks the same. Samples are padded to a multiple of 2·size. So Megatron's `get_batch_on_this_cp_rank` and
-    TransformerEngine's `thd_get_partitioned_indices` cut.
+    Each sample is cut into 2·size parts, and the rank gets part `rank` and its mirror image from the end: so causal
+    attention costs all ranks the same. Samples are padded to a multiple of 2·size. Megatron's
+    `get_batch_on_this_cp_rank` and TransformerEngine's `thd_get_partitioned_indices` cut in the same way.
     """
     bounds = sample_bounds(samples)
     places = []
@@ -337,6 +337,6 @@ def rank_tokens(samples: npt.NDArray[np.int32], rank: int, size: int) -> npt.NDA
 
 
 def sample_bounds(samples: npt.NDArray[np.int32]) -> list[int]:
-    """Where each sample of a row begins, and where the last one ends."""
+    """The start of each sample in a row, and the end of the last one."""
     changes = np.flatnonzero(np.diff(samples)) + 1
     return [0, *map(int, changes), len(samples)]

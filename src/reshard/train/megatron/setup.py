@@ -1,4 +1,4 @@
-"""A rank of a run: its device and process groups, the model filled with its shards, the optimizer, the schedule."""
+"""Setup of a rank: its device and process groups, the model filled with its shards, the optimizer, the schedule."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from reshard.train.run import Run
 
 @dataclass
 class Trainee:
-    """What a rank trains. `chunks` are the bare models of its virtual stages, `wrapped` what the schedule drives."""
+    """What a rank trains. `chunks` are the bare models of its virtual stages, `wrapped` what the schedule runs."""
 
     run: Run
     options: Options
@@ -48,11 +48,11 @@ class Trainee:
 
 
 def start(run: Run, options: Options) -> Layout:
-    """Take this rank's device before anything else, and join the others. Raises ReshardError if they are too few."""
+    """Set this rank's device first, then join the process group. Raises ReshardError if there are too few ranks."""
     import torch
 
     if run.layout.tp * run.layout.cp > 1:
-        # Communication that overlaps with computation relies on the order in which both were started.
+        # Overlapping communication and computation relies on the order in which both were launched.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -67,7 +67,7 @@ def start(run: Run, options: Options) -> Layout:
 
 
 def place(layout: Layout) -> Coordinates:
-    """Where this rank stands. Megatron makes groups of experts where there are none; the layout of those has size 1."""
+    """The coordinates of this rank. Megatron makes expert groups even without experts; the layout then has size 1."""
     from megatron.core import parallel_state as ps
 
     return Coordinates(
@@ -79,13 +79,13 @@ def place(layout: Layout) -> Coordinates:
 
 
 def open_weights(run: Run, options: Options, transformer_engine: bool) -> Weights:
-    """The plan of the base's weights, in the dtype in which they are trained."""
+    """The plan of the base's weights, in the dtype of training."""
     dtype = str(dtype_of(options)).removeprefix("torch.")
     return weights_of(run.model, run, options, transformer_engine=transformer_engine, dtype=dtype)
 
 
 def dtype_of(options: Options) -> Any:
-    """The dtype of the weights while they are trained."""
+    """The dtype of the weights during training."""
     import torch
 
     if not is_half(options):
@@ -96,7 +96,7 @@ def dtype_of(options: Options) -> Any:
 def prepare(
     run: Run, options: Options, steps: Steps, layout: Layout, weights: Weights, transformer_engine: bool
 ) -> Trainee:
-    """Build, fill and wrap the model of this rank, and make its optimizer. Process groups exist."""
+    """Build, fill and wrap the model of this rank, and make its optimizer. Process groups must exist."""
     args = {**weights.model.args, "padded_vocab_size": weights.rows}
     args["moe_grouped_gemm"] = (
         options.moe_grouped_gemm is not False and transformer_engine and bool(args.get("num_experts"))
@@ -130,9 +130,9 @@ def prepare(
 
 
 def gather_weights(trainee: Trainee) -> None:
-    """Let each rank hold all updated weights, which the next forward pass would gather; collective.
+    """Gather all updated weights on each rank, as the next forward pass would; collective.
 
-    With `overlap_param_gather` a rank has updated its own part until then.
+    With `overlap_param_gather`, a rank has updated only its own shard until then.
     """
     if trainee.options.overlap_param_gather:
         for module in trainee.wrapped:
@@ -140,7 +140,7 @@ def gather_weights(trainee: Trainee) -> None:
 
 
 def try_configs(args: Mapping[str, Any], options: Options, layout: Layout) -> None:
-    """Make megatron-core's configs, which look at their fields. Raises ReshardError where they refuse these."""
+    """Make megatron-core's configs, which validate their fields. Raises ReshardError if they refuse them."""
     spec: Spec = "te" if uses_transformer_engine(options, layout) else "local"
     dtype = dtype_of(options)
     settings = _settings(options, layout)
@@ -182,7 +182,7 @@ def _build(args: dict[str, Any], options: Options, layout: Layout, transformer_e
 
 
 def _settings(options: Options, layout: Layout) -> dict[str, Any]:
-    """Fields of TransformerConfig that concern speed, memory and the loss."""
+    """Fields of TransformerConfig for speed, memory and the loss."""
     import torch
     from megatron.core.transformer.enums import AttnBackend
 
@@ -191,7 +191,7 @@ def _settings(options: Options, layout: Layout) -> dict[str, Any]:
         "recompute_method": options.recompute_method,
         "recompute_num_layers": options.recompute_num_layers,
     }
-    # Stages hand on the residual stream, in the dtype in which it is kept.
+    # Stages pass on the residual stream, in the dtype in which it is kept.
     residual = {"pipeline_dtype": torch.float32} if options.more.get("fp32_residual_connection") else {}
     if options.recompute_granularity == "full":
         recompute["recompute_method"] = options.recompute_method or "uniform"
@@ -210,9 +210,9 @@ def _settings(options: Options, layout: Layout) -> dict[str, Any]:
 
 
 def _leave_out_padding(chunk: Any, weights: Weights) -> None:
-    """Keep rows that are no token's out of the softmax, so that what is trained is the model of the hub.
+    """Exclude padding rows of the vocabulary from the softmax, so that the trained model is the same as the Hub's.
 
-    Zeros in the head are logits of 0, which take part in the loss unless they are hidden.
+    Rows of zeros in the head give logits of 0, which would contribute to the loss.
     """
     import torch
     from megatron.core import parallel_state as ps
@@ -233,11 +233,11 @@ def _leave_out_padding(chunk: Any, weights: Weights) -> None:
 
 
 def _let_experts_add_biases(chunk: Any) -> None:
-    """Give each expert an output and a bias of its own.
+    """Give each expert its own output and bias gradient.
 
-    megatron-core 0.16.1 adds the bias in place, to what a collective among one rank hands on as it is, which autograd
-    forbids; and under sequence parallelism it sums the biases' gradients over tensor parallel ranks, which hold other
-    experts.
+    megatron-core 0.16.1 adds the bias in place to a tensor that a collective over a single rank returns unchanged,
+    which autograd forbids; and under sequence parallelism it sums the gradients of biases over tensor-parallel ranks,
+    which have different experts.
     """
     for name, module in chunk.named_modules():
         if ".local_experts." in name and name.endswith("linear_fc2") and module.bias is not None:
@@ -246,7 +246,7 @@ def _let_experts_add_biases(chunk: Any) -> None:
 
 
 def _in_halves(chunk: Any) -> Any:
-    """Mixed precision around a chunk, as Megatron-LM's `get_model` does: routers keep their biases in float32."""
+    """Mixed precision around a chunk, as in Megatron-LM's `get_model`: routers keep their biases in float32."""
     from megatron.core.transformer.module import Float16Module
 
     module = Float16Module(chunk.config, chunk)
@@ -257,7 +257,7 @@ def _in_halves(chunk: Any) -> Any:
 
 
 def _wrap(modules: list[Any], options: Options) -> list[Any]:
-    """Data parallelism around each chunk."""
+    """Wrap each chunk for data parallelism."""
     from megatron.core.distributed import DistributedDataParallel
 
     config = _ddp_config(options)
@@ -277,7 +277,7 @@ def _ddp_config(options: Options) -> Any:
         overlap_grad_reduce=options.overlap_grad_reduce,
         overlap_param_gather=options.overlap_param_gather,
         use_distributed_optimizer=options.use_distributed_optimizer,
-        check_for_nan_in_grad=False,  # `step` looks at the loss and the norm
+        check_for_nan_in_grad=False,  # `step` checks the loss and the norm
         **given_to(DATA_PARALLEL, options.more),
     )
 
@@ -319,15 +319,15 @@ def _optimizer(wrapped: list[Any], options: Options) -> Any:
 
 
 def _loss_scale(options: Options) -> float:
-    """Of the sum over tokens, which is divided only after the gradients are there.
+    """The initial scale of the sum over tokens, which is divided only after the backward pass.
 
-    Megatron-LM begins with 2^32, which costs a short run its first steps.
+    Megatron-LM begins with 2^32, which makes a short run skip its first steps.
     """
     return max(1.0, 2.0**16 / ((options.seq_length or 1) * options.micro_batch_size))
 
 
 def _scheduler(optimizer: Any, options: Options, steps: Steps) -> Any:
-    """The schedule, counted in sequences as Megatron-LM does."""
+    """The schedule, in units of sequences as in Megatron-LM."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     decay, warmup = schedule(options, steps)

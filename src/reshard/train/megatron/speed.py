@@ -1,4 +1,4 @@
-"""What a step of Megatron-Core computes and sends, for estimates of its speed."""
+"""Computation and communication of a Megatron-Core step, for estimates of its speed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reshard.train.run import Run
 
 
 def work_of(run: Run, batches: Batches, precision: Precision, world_size: int) -> Work:
-    """The work of one GPU in a step: its stage's part, on average. Raises ReshardError."""
+    """The work of one GPU in a step: its average share of the stages. Raises ReshardError."""
     options, layout = read(run), run.layout
     widths = Widths.of(read_object(run.model / "config.json"))
     micro = batches.per_device * batches.length // layout.cp

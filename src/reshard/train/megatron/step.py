@@ -1,4 +1,4 @@
-"""One optimizer step: microbatches through Megatron's schedule, the loss a mean over all tokens that are learned."""
+"""One optimizer step: microbatches in Megatron's schedule, and the mean loss over all tokens that it covers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from reshard.train.megatron.setup import Trainee
 
 
 class Measured(NamedTuple):
-    """What a step showed. `tokens` counts all that went through the model but padding.
+    """Measurements of a step. `tokens` counts all tokens except padding.
 
-    `applied` is false where gradients overflowed in float16, and the step was left out.
+    `applied` is false if float16 gradients overflowed and the step was skipped.
     """
 
     loss: float
@@ -41,29 +41,29 @@ class Measured(NamedTuple):
     memory: int
     applied: bool
     own: float | None
-    """The loss of this rank; None where it computes none."""
+    """The loss of this rank; None if it computes none."""
     signal: int
-    """What any rank has heard, 0 if none."""
+    """The highest signal that any rank has received, 0 if none."""
 
     def is_finite(self, *, overflows: bool) -> bool:
-        """Whether loss and gradient norm are; norms of steps that are left out are not asked where fp16 `overflows`."""
+        """Whether loss and gradient norm are finite; with `overflows` (fp16 skips such steps) only the loss counts."""
         return math.isfinite(self.loss) and (overflows or math.isfinite(self.grad_norm))
 
 
 class Microbatch(NamedTuple):
-    """What a rank gives its model: [micro, length], in the parts that context parallelism leaves to it."""
+    """The model's input on a rank: [micro, length], reduced to this rank's part by context parallelism."""
 
     tokens: Any
     labels: Any
     counted: Any
     positions: Any
     mask: Any
-    """[micro, 1, length, length], true where a token is not seen; None where `packed` says it."""
+    """[micro, 1, length, length], true where a token is masked; None if `packed` is used instead."""
     packed: Any
 
 
 def run_step(trainee: Trainee, rows: Rows | IndexedRows, order: Order, step: int) -> Measured:
-    """Train step `step` (from 0), whatever comes of it."""
+    """Train step `step` (from 0), whether or not its result is finite."""
 
     steps = trainee.steps
     for module in trainee.wrapped:
@@ -91,7 +91,7 @@ def _own_rows(trainee: Trainee, order: Order, step: int) -> list[int]:
 
 
 def _own_loss(results: list[dict[str, Any]]) -> float | None:
-    """The mean loss of this rank's microbatches, on the last stage of a pipeline; tensor parallel ranks share one."""
+    """The mean loss of this rank's microbatches, on the last pipeline stage and one of its tensor-parallel ranks."""
     from megatron.core import parallel_state as ps
 
     if not results or ps.get_tensor_model_parallel_rank():
@@ -101,7 +101,7 @@ def _own_loss(results: list[dict[str, Any]]) -> float | None:
 
 
 def records(trainee: Trainee, rows: Rows | IndexedRows, order: Order, step: int) -> list[str]:
-    """How the records begin that this rank took last in step `step` (from 0)."""
+    """The beginnings of the last records that this rank used in step `step` (from 0)."""
     tokenizer = load_tokenizer(trainee.run.model)
     samples = (
         row[INPUTS, begin:end]
@@ -113,7 +113,7 @@ def records(trainee: Trainee, rows: Rows | IndexedRows, order: Order, step: int)
 
 
 def run_schedule(trainee: Trainee, parts: list[Rows], *, forward_only: bool = False) -> list[dict[str, Any]]:
-    """Megatron's schedule over the microbatches of this rank; what `_loss` shows of each, on the last stage."""
+    """Run Megatron's schedule over this rank's microbatches. Returns `_loss`'s values of each on the last stage."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     wrapped = trainee.wrapped
@@ -133,7 +133,7 @@ def run_schedule(trainee: Trainee, parts: list[Rows], *, forward_only: bool = Fa
 
 
 def _shape(trainee: Trainee) -> tuple[int, int]:
-    """Tokens and sequences of what stages pass on. TransformerEngine takes sequences as one long one."""
+    """Tokens and sequences that stages pass on. TransformerEngine takes all sequences as one long one."""
     length = trainee.options.seq_length or 0
     if trainee.transformer_engine:
         return length * trainee.steps.micro, 1
@@ -141,7 +141,7 @@ def _shape(trainee: Trainee) -> tuple[int, int]:
 
 
 def _seen(part: Rows) -> int:
-    """Tokens of a microbatch without padding: each row's last sample is the padding behind the others."""
+    """Tokens of a microbatch without padding, which is the last sample of a row."""
     padding = sum(
         int((row[SAMPLES] == row[SAMPLES, -1]).sum())
         for row in part
@@ -174,14 +174,17 @@ def _microbatch(part: Rows, trainee: Trainee) -> Microbatch:
 
 
 def _positions(samples: Any) -> Any:
-    """Counted from zero in each sample. (Rotary embeddings of the local spec count through the row, which is the same:
-    attention sees differences of positions alone.)"""
+    """Positions, counted from zero in each sample.
+
+    Rotary embeddings of the local spec count through the row, which is equivalent: attention depends only on
+    differences of positions.
+    """
     bounds = np.asarray(sample_bounds(samples))
     return np.arange(len(samples)) - np.repeat(bounds[:-1], np.diff(bounds))
 
 
 def _mask(samples: Any) -> Any:
-    """What a token does not see: what comes after it, and other samples."""
+    """The attention mask: later tokens, and tokens of other samples."""
     import torch
 
     length = samples.shape[1]
@@ -210,7 +213,7 @@ def _packed(part: Rows) -> Any:
 
 
 def _own_places(part: Rows, rank: int, size: int) -> Any:
-    """The places of this context parallel rank in the rows laid end to end."""
+    """The positions of this context-parallel rank in the concatenated rows."""
     length = part.shape[2]
     return np.concatenate(
         [index * length + rank_tokens(row[SAMPLES], rank, size) for index, row in enumerate(part)]
@@ -231,7 +234,7 @@ def _forward(batches: Iterator[Any], model: Any) -> tuple[Any, Any]:
 
 
 def _loss(counted: Any, output: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """The sum over tokens that are learned, and how many there are; Megatron divides by those of the whole step."""
+    """The sum over tokens that the loss covers, and their number; Megatron divides by that of the whole step."""
     import torch
 
     weights = counted.reshape(-1).float()
@@ -241,7 +244,7 @@ def _loss(counted: Any, output: Any) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def over_all_ranks(results: list[dict[str, Any]], seen: int) -> tuple[float, int, tuple[int, ...]]:
-    """The mean loss, the tokens of all data parallel ranks; the most memory of any rank, in bytes, and its signal."""
+    """Mean loss and tokens over all data-parallel ranks; peak memory in bytes and the signal over all ranks."""
     import torch
     from megatron.core import parallel_state as ps
 
@@ -257,7 +260,7 @@ def over_all_ranks(results: list[dict[str, Any]], seen: int) -> tuple[float, int
 
 
 def _memory() -> int:
-    """The peak so far: of the GPU, or of the process where there is none."""
+    """The peak memory so far: of the GPU, or of the process without one."""
     import resource
 
     import torch

@@ -1,11 +1,12 @@
-"""Checkpoints of a run: torch_dist as Megatron-LM writes it, each complete or not there at all.
+"""Checkpoints of a run: torch_dist as Megatron-LM writes it, each complete or absent.
 
     OUT/latest_checkpointed_iteration.txt    names the last one
     OUT/config.json, tokenizer, template     so that each loads with no other folder
     OUT/iter_0000100/                        weights, optimizer, schedule, random states; run.json
 
-The optimizer is saved `fully_reshardable`: a tensor of each state for each weight, so that a run goes on at another
-layout. With LoRA the adapters alone are saved, and `run_config.yaml` with their settings, as Megatron-Bridge does.
+The optimizer is saved as `fully_reshardable`, with a tensor of each state for each weight, so that a run can continue
+in another layout. With LoRA only the adapters are saved, and `run_config.yaml` with their settings, as in
+Megatron-Bridge.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _OURS = {
     *("fp32", "pack", "train_epochs", "transformer_impl", "moe_grouped_gemm"),
     *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "report_to"),
 }
-"""Options that Megatron-LM does not have, or that `Trainee.args` says already."""
+"""Options that Megatron-LM does not have, or that `Trainee.args` already has."""
 _SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -45,7 +46,7 @@ _SIZES = (
 
 
 def lay_beside(trainee: Trainee) -> None:
-    """Copy config, tokenizer and template to the output; rank 0 alone."""
+    """Copy config, tokenizer and template to the output; on rank 0 only."""
     output = trainee.run.output
     for name, file in find_companions(trainee.run.model).files.items():
         (output / name).parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +55,7 @@ def lay_beside(trainee: Trainee) -> None:
 
 
 def save(trainee: Trainee, step: int) -> Path:
-    """Write `iter_<step>` and let the tracker name it; collective. Until then the checkpoint before is the last."""
+    """Write `iter_<step>` and update the tracker; collective. Until then, the previous checkpoint is the last one."""
     import torch
 
     gather_weights(trainee)
@@ -89,7 +90,7 @@ def save(trainee: Trainee, step: int) -> Path:
 
 
 def _note(trainee: Trainee, folder: Path) -> None:
-    """What lies in a checkpoint beside its tensors."""
+    """Write the files of a checkpoint that are not tensors."""
     record = trainee.run.output / RECORD
     if record.is_file():
         shutil.copyfile(record, folder / RECORD)
@@ -98,7 +99,7 @@ def _note(trainee: Trainee, folder: Path) -> None:
 
 
 def _run_config(trainee: Trainee) -> dict[str, Any]:
-    """What Megatron-Bridge notes of an adapter: its settings, its base and the layout."""
+    """Megatron-Bridge's record of an adapter: its settings, its base and the layout."""
     options, layout = trainee.options, trainee.weights.layout
     return {
         "model": {
@@ -119,7 +120,7 @@ def _run_config(trainee: Trainee) -> dict[str, Any]:
 
 
 def _arguments(trainee: Trainee, step: int) -> Any:
-    """The arguments as Megatron-LM stores them."""
+    """The arguments in the form in which Megatron-LM stores them."""
     import torch
 
     options, steps, dtype = trainee.options, trainee.steps, dtype_of(trainee.options)
@@ -152,10 +153,10 @@ def _arguments(trainee: Trainee, step: int) -> Any:
 
 
 def resume(trainee: Trainee) -> int:
-    """Load the last checkpoint of the output, at whatever layout it was saved; the step that it was saved at.
+    """Load the last checkpoint of the output, from any layout. Returns the step at which it was saved.
 
-    0 if there is none. Random states are those of ranks, and come back where the layout is the same. Raises
-    ReshardError where the checkpoint is of another model.
+    Returns 0 if there is none. Random states belong to ranks, and are restored if the layout is the same. Raises
+    ReshardError if the checkpoint is of another model.
     """
     output = trainee.run.output
     step = last_iteration(output)
@@ -192,7 +193,7 @@ def resume(trainee: Trainee) -> int:
 
 
 def _refuse_other_optimizer(folder: Path, stored: dict[str, Any], ours: dict[str, Any]) -> None:
-    """The distributed and the plain optimizer keep their states differently; the plain one knows where experts were."""
+    """Refuse distributed optimizer states for a plain optimizer, and vice versa; plain ones of other expert sharding."""
     name = "use_distributed_optimizer"
     spread = [args["expert_model_parallel_size"] > 1 for args in (stored, ours)]
     if stored[name] != ours[name] or (not ours[name] and spread[0] != spread[1]):

@@ -1,7 +1,7 @@
-"""The weights of a Hugging Face folder as the ranks of a run hold them; nothing here needs torch.
+"""The weights of a Hugging Face folder as sharded over the ranks of a run; nothing here needs torch.
 
-The plan is that of a conversion to Megatron: the family's declaration turned round, and the layout's boxes on top. A
-rank reads the bytes of its own shards and no others, and no converted copy is written.
+The plan is that of a conversion to Megatron: the family's declaration inverted, then sharded by the layout. A rank
+reads only the bytes of its own shards, and no converted copy is written.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from reshard.transfer.memory import shared
 from reshard.transfer.plan import Planned
 
 WINDOW = 4 << 20
-"""Elements that are read at a time for a checksum."""
+"""Elements that are read at once for a checksum."""
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands in all that shares out weights. Ranks with the same hold the same."""
+    """Coordinates of a rank in the groups that shard weights. Ranks with equal coordinates have equal weights."""
 
     tp: int
     pp: int
@@ -54,28 +54,28 @@ class Coordinates(NamedTuple):
     etp: int
 
     def key(self, chunk: int, name: str) -> str:
-        """The name of a shard over all ranks: experts are spread over other ranks than all else."""
+        """A unique name of a shard among all ranks: experts are sharded over other ranks than the rest."""
         where = f"ep{self.ep} etp{self.etp}" if ".experts." in name else f"tp{self.tp}"
         return f"{where} pp{self.pp} chunk{chunk} {name}"
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What each rank holds of a model. `rows` are those of its embedding, padding included."""
+    """The shards of a model on each rank. `rows` are those of its embedding, padding included."""
 
     model: Model
     layout: Layout
     rows: int
     states: RankStates
     nowhere: frozenset[str] = frozenset()
-    """Tensors of Megatron-Core that the hub's model does not have: they stay the zeros that they are."""
+    """Tensors of Megatron-Core that the Hub's model lacks: they stay zero."""
 
     def of(self, at: Coordinates, chunk: int) -> dict[str, Shard]:
-        """The shards of one virtual stage of a rank, by the names of its live model."""
+        """The shards of one virtual stage of a rank, by the names in its live model."""
         return self.states.state(Rank(at.tp, at.pp, at.ep), chunk, at.etp)
 
     def everywhere(self) -> Iterator[Coordinates]:
-        """Each place that holds something else than all others."""
+        """The coordinates of all ranks with different weights."""
         layout = self.layout
         for index in range(layout.stage_ranks):
             for pp in range(layout.pp):
@@ -83,13 +83,13 @@ class Weights:
 
     @property
     def parameters(self) -> int:
-        """Of the whole model, each counted once, without padding of the vocabulary."""
+        """The parameters of the complete model, each counted once, without padding of the vocabulary."""
         binding = self.model.padded(self.model.dims.vocab).binding()
         return sum(int(np.prod(bound.shape)) for bound in binding.native.values())
 
 
 def layout_of(run: Run, options: Options, model: Model) -> Layout:
-    """The layout of a run. Raises ReshardError where the sizes of the model do not divide, or it computes another."""
+    """The layout of a run. Raises ReshardError if it does not divide the model, or if MCore cannot compute it."""
     if model.family.computed_by != MCORE:
         raise ReshardError(
             "train-megatron-lacks-family",
@@ -115,7 +115,7 @@ def layout_of(run: Run, options: Options, model: Model) -> Layout:
 def weights_of(
     folder: Path, run: Run, options: Options, *, transformer_engine: bool, dtype: str | None
 ) -> Weights:
-    """The weights in a Hugging Face folder. Raises ReshardError for all that keeps them from being trained."""
+    """The weights in a Hugging Face folder. Raises ReshardError for everything that prevents their training."""
     checkpoint = open_checkpoint(folder)
     if checkpoint.problems:
         raise ReshardError(checkpoint.problems)
@@ -140,8 +140,10 @@ def weights_of(
 
 
 def _refuse_spread_latent_attention(model: Model, layout: Layout) -> None:
-    """In megatron-core 0.16.1 (`multi_latent_attention.py`), the local spec cuts `linear_kv_down_proj` and gathers its
-    output, whose gradient then lacks what the heads of other ranks add to the rotary part of the key.
+    """Refuse latent attention with tensor parallelism in the local spec.
+
+    In megatron-core 0.16.1 (`multi_latent_attention.py`), it shards `linear_kv_down_proj` and gathers its output, whose
+    gradient then lacks what the heads of other ranks contribute to the rotary part of the key.
     """
     if layout.tp > 1 and model.dims.kv_lora:
         raise ReshardError(
@@ -174,13 +176,13 @@ def _states(tensors: list[Planned], model: Model, layout: Layout, transformer_en
 
 
 def _split_by_local_spec(name: str, gated: bool) -> Split | None:
-    """The local spec cuts the down projections of latent attention, which TransformerEngine's holds whole."""
+    """The local spec shards the down projections of latent attention, TransformerEngine's replicates them."""
     down = name.endswith(("linear_q_down_proj.weight", "linear_kv_down_proj.weight"))
     return Split(0) if down else split_of(name, gated)
 
 
 def adapters_of(folder: Path, base: Weights, *, transformer_engine: bool) -> Weights:
-    """A PEFT adapter in a folder as the ranks hold it that train it on `base`."""
+    """A PEFT adapter in a folder, sharded as on the ranks that train it on `base`."""
     checkpoint = open_checkpoint(folder)
     adapter = adapters.find(checkpoint)
     tensors = []
@@ -194,7 +196,7 @@ def adapters_of(folder: Path, base: Weights, *, transformer_engine: bool) -> Wei
 
 
 def checksums(weights: Weights) -> dict[str, int]:
-    """CRC32s of all shards of all ranks, read from the files that `weights` came from."""
+    """CRC32s of all shards of all ranks, read from the files of `weights`."""
     found: dict[str, int] = {}
     with closing(Files()) as files:
         gatherer = Gatherer(files, None)
@@ -215,7 +217,7 @@ def _checksum(held: Shard, gatherer: Gatherer) -> int:
 
 
 def layer_of(weights: Weights, at: Coordinates, chunk: int, name: str) -> str:
-    """The name of a live module with the number that its layer has in the whole model."""
+    """The name of a live module, with the number of its layer in the complete model."""
     place = place_of(name)
     if place.stack != "decoder" or place.layer is None:
         return name
