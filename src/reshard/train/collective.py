@@ -1,4 +1,4 @@
-"""Ranks meet, and what all of them know after each has said it. Every rank must call these; one alone knows it."""
+"""Collectives that join ranks and exchange values. Every rank must call them; a single rank returns its own values."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def join(backend: str, timeout: timedelta, device: Any = None) -> None:
-    """Join the other ranks, where the launcher's environment says that they meet.
+    """Join the process group, at the address in the launcher's environment.
 
-    torchrun keeps its store when it starts ranks again (torch 2.13, `_create_c10d_store`): what an attempt has written
-    there, such as the addresses of its ranks, is not for the next.
+    torchrun keeps its store when it restarts ranks (torch 2.13, `_create_c10d_store`): what an earlier attempt wrote
+    there, such as the addresses of its ranks, must not be read by the next.
     """
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
@@ -24,7 +24,7 @@ def join(backend: str, timeout: timedelta, device: Any = None) -> None:
 
 
 def highest(*here: int) -> tuple[int, ...]:
-    """The highest value on any rank, of each number."""
+    """The highest value of each number over all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -37,12 +37,12 @@ def highest(*here: int) -> tuple[int, ...]:
 
 
 def anywhere(here: bool) -> bool:
-    """Whether something holds on any rank."""
+    """Whether the value is true on any rank."""
     return bool(highest(int(here))[0])
 
 
 def everyone(mine: Any) -> list[tuple[int, Any]]:
-    """What each rank has, by rank."""
+    """The values of all ranks, with their ranks."""
     import torch.distributed as dist
 
     if not dist.is_initialized():

@@ -1,4 +1,4 @@
-"""Training that has diverged: a loss, a gradient or a weight that is NaN or infinite, seen before it is saved."""
+"""Detects divergence before it is saved: a loss, a gradient or a weight that is NaN or infinite."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from reshard.errors import ReshardError
 from reshard.train.collective import anywhere, everyone
 
 RECORDS = 4
-"""Records of a rank that are named, at most."""
+"""Maximum number of records named per rank."""
 CHARACTERS = 60
-"""Of each of them, from its beginning."""
+"""Maximum number of characters of each, from its beginning."""
 _REMEDY = (
     "lower the learning rate or warm up longer, look for damaged records, and resume from the last checkpoint"
 )
@@ -22,10 +22,10 @@ _REMEDY = (
 
 @dataclass
 class Divergence:
-    """Steps in a row whose loss or gradient norm was not finite. All ranks count the same."""
+    """Consecutive steps whose loss or gradient norm was not finite. All ranks count the same."""
 
     allowed: int
-    """`--nan_steps`: as many in a row stop the run."""
+    """`--nan_steps`: the number of such steps that stops the run."""
     seen: int = 0
 
     def add(self, *, finite: bool) -> None:
@@ -34,7 +34,7 @@ class Divergence:
 
     @property
     def going(self) -> bool:
-        """Whether the last step was such a one: its weights are not saved."""
+        """Whether the last step was not finite: its weights are not saved."""
         return self.seen > 0
 
     @property
@@ -46,9 +46,9 @@ class Divergence:
 def diverged(
     step: int, norm: float | None, rate: float, own: float | None, records: Sequence[str]
 ) -> ReshardError:
-    """What to raise after `step` (from 1), the same on each rank. All ranks must call it.
+    """The error to raise after `step` (from 1), the same on each rank. All ranks must call it.
 
-    `own` is the loss of this rank, None where it computes none; `records` are the beginnings of those it took last.
+    `own` is the loss of this rank, None if it computes none; `records` are the beginnings of its last records.
     """
     losses = [each for each in everyone((own, list(records))) if each[1][0] is not None]
     bad = [each for each in losses if not math.isfinite(each[1][0])] or losses
@@ -64,9 +64,9 @@ def diverged(
 
 
 def assert_finite(step: int, parameters: Iterable[tuple[str, Any]]) -> None:
-    """Refuse to save weights that hold NaN or Inf; `parameters` are this rank's, by name. All ranks must call it.
+    """Raise ReshardError if weights are NaN or infinite; `parameters` are this rank's, by name. All ranks must call it.
 
-    A step can write them though its loss and its gradient were finite. Raises ReshardError.
+    A step can produce such weights even though its loss and gradient were finite.
     """
     wrong = next((name for name, tensor in parameters if not bool(_local(tensor).isfinite().all())), None)
     if not anywhere(wrong is not None):
@@ -81,7 +81,7 @@ def assert_finite(step: int, parameters: Iterable[tuple[str, Any]]) -> None:
 
 
 def _local(parameter: Any) -> Any:
-    """The part of a parameter that lies on this rank."""
+    """This rank's shard of a parameter."""
     from torch.distributed.tensor import DTensor
 
     own = getattr(parameter, "ds_tensor", parameter).detach()
@@ -89,11 +89,11 @@ def _local(parameter: Any) -> Any:
 
 
 def beginnings(tokenizer: Any, sequences: Iterable[Any]) -> list[str]:
-    """How records begin, as a person would look for them."""
+    """The beginnings of records as readable text."""
     return few(tokenizer.decode(ids[: 2 * CHARACTERS], skip_special_tokens=True) for ids in sequences)
 
 
 def few(texts: Iterable[str]) -> list[str]:
-    """The first of some texts, each in short."""
+    """The first of the texts, each shortened."""
     plain = (" ".join(text.split()) for text in islice(texts, RECORDS))
     return [text if len(text) <= CHARACTERS else text[: CHARACTERS - 1] + "…" for text in plain]

@@ -1,6 +1,6 @@
-"""The contract of an engine: what it is called, what it can do, needs and takes, and how it trains.
+"""The interface of an engine: its name, its features, its requirements and options, and how it trains.
 
-All else asks the `Engine` of a run, and knows none by its name. `engines.py` lists them.
+All other code uses the `Engine` of a run, and does not depend on its name. `engines.py` lists the engines.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batches:
-    """The arithmetic of a run: samples of one optimizer step, and how many steps there will be."""
+    """Samples per optimizer step, and the number of steps of a run."""
 
     per_device: int
     accumulation: int
     replicas: int
     steps: int
     length: int
-    """Tokens of a sequence, at most."""
+    """Maximum tokens per sequence."""
 
     @property
     def samples(self) -> int:
@@ -40,7 +40,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class Precision:
-    """What the states of a parameter weigh, in bytes. `recomputation` is whether activations are computed again."""
+    """Bytes per parameter of its states. `recomputation` means that activations are recomputed."""
 
     weights: int
     gradients: int
@@ -51,9 +51,9 @@ class Precision:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run has left when its last step is done. `digests` are CRC32s of the weights as they lay in memory.
+    """What a run records after its last step. `digests` are CRC32s of the weights in memory.
 
-    Under which names, and of which parts, is the engine's own affair: its `check` reads them again.
+    The names and the parts of the weights are up to the engine, whose `check` reads them.
     """
 
     checkpoint: Path
@@ -62,30 +62,30 @@ class Trained:
 
 
 class Monitor(Protocol):
-    """Where an engine reports; only what rank 0 says is written."""
+    """Receives an engine's reports; only those of rank 0 are written."""
 
     def begin(self, steps: int, done: int = 0) -> None:
         """Training starts after step `done`, and ends with step `steps`."""
 
     def step(self, step: int, **metrics: float) -> None:
-        """What a step measured: loss, learning_rate, grad_norm, tokens (of all ranks in this step), memory (bytes)."""
+        """Values of a step: loss, learning_rate, grad_norm, tokens (of all ranks in this step), memory (bytes)."""
 
     def evaluated(self, step: int, **metrics: float) -> None:
-        """What an evaluation after a step measured: eval_loss, and eval_… of whatever else; `seconds` that it took."""
+        """Values of an evaluation after a step: eval_loss, eval_… of others, and its duration in `seconds`."""
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """What the model answered in a step: prompt, completion, and numbers by their names. Some are kept."""
+        """Answers of the model in a step: prompt, completion, and numbers by their names. Some are kept."""
 
     def saved(self, checkpoint: Path) -> None:
         """A checkpoint is complete on disk."""
 
     def note(self, text: str) -> None:
-        """What the user should know."""
+        """A note for the user."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option of an engine, for `reshard train … --options`. `kind` is its type in words."""
+    """An option of an engine, for `reshard train … --options`. `kind` is its type in words."""
 
     name: str
     kind: str
@@ -95,28 +95,28 @@ class Option:
 
 @dataclass(frozen=True)
 class Reading:
-    """How an engine makes sequences of records. `length` is the option that bounds them."""
+    """How an engine makes sequences from records. `length` is the option that limits them."""
 
     length: str
     limit: int | None = None
-    """Tokens of a record that are taken at most; None if it goes on in the next sequence, or nothing bounds it."""
+    """Maximum tokens used of a record; None if it continues in the next sequence, or has no limit."""
     learning: Learning = EVERYTHING
     packed: bool = False
     """Whether several records share a sequence."""
     full: bool = False
-    """Whether each sequence has the greatest length: packed, or padded."""
+    """Whether each sequence has the maximum length: packed, or padded."""
     mixed: bool = False
-    """Whether records to evaluate on may have another shape than those to train on."""
+    """Whether evaluation records may have another shape than training records."""
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """What an engine saves while it trains.
+    """Checkpoints that an engine saves during training.
 
-    `pattern` matches the folders, `name` is that of a step. `last` is the one from which a run goes on, if there is
-    one; `expected` says what is looked for, and `bound` what has to be as it was, by the name of the flag. `interval`
-    is the number of steps between two, None if there is one at the end; `shares` into how many parts the ranks cut
-    weights, and optimizer. `fewer` is what to do where the disk is too small.
+    `pattern` matches the folders, `name` is the name for a step. `last` returns the checkpoint from which a run
+    continues, if any; `expected` describes what is searched for, and `bound` what must not have changed, by flag.
+    `interval` is the number of steps between checkpoints, None if only the last step is saved; `shares` returns over
+    how many ranks weights and optimizer are sharded. `fewer` is the remedy if the disk is too small.
     """
 
     pattern: str
@@ -130,19 +130,19 @@ class Checkpoints:
 
 
 Parts = Mapping[str, int]
-"""Bytes by what they are taken for."""
+"""Bytes by purpose."""
 
 
 @dataclass(frozen=True)
 class Estimates:
-    """What an engine takes of the fullest GPU, and which plans take less.
+    """Estimates of an engine for the fullest GPU, and of plans that need less.
 
-    `parts(run, batches, precision, world_size, gpu=…)` are bytes of what is there all the time, of what a step adds and
-    of what generation adds; it raises ReshardError where they cannot be told. `parallelisms` are other ways to spread
-    the model over so many ranks, with the words that ask for them; `savings` are options that take less memory for the
-    same steps; both begin with what costs least. `smaller_batch` are the options of the smallest batch at a time.
-    `work(run, batches, precision, world_size)` is what a GPU computes and sends in a step, `reserved` the part of a
-    GPU's memory that something beside training takes.
+    `parts(run, batches, precision, world_size, gpu=…)` returns bytes that are always allocated, that a step adds and
+    that generation adds; it raises ReshardError if they cannot be estimated. `parallelisms` are other ways to shard the
+    model over as many ranks, with their flags; `savings` are options that reduce memory for the same steps; both are
+    sorted by cost, cheapest first. `smaller_batch` are the options for the smallest batch. `work(run, batches,
+    precision, world_size)` is the computation and communication of a GPU in a step, `reserved` the share of a GPU's
+    memory for other purposes.
     """
 
     parts: Callable[..., tuple[Parts, Parts, Parts]]
@@ -155,10 +155,10 @@ class Estimates:
 
 @dataclass(frozen=True)
 class Looks:
-    """What an engine looks at before a run starts; each yields problems, and starts nothing.
+    """Checks of an engine before a run starts; each yields problems, and starts nothing.
 
-    `asked` is about the run as it is asked for, and needs nothing that could be missing. `machine(run, options,
-    environment)` is about GPUs and packages, `model` about the folder and its division over the ranks.
+    `asked` checks the requested run, and needs no packages or files. `machine(run, options, environment)` checks GPUs
+    and packages, `model` the folder and its division over the ranks.
     """
 
     asked: Callable[[Run], Iterator[Problem]]
@@ -168,29 +168,28 @@ class Looks:
 
 @dataclass(frozen=True)
 class Engine:
-    """One engine. None of its functions but `train` starts processes or needs a GPU; importing it imports no framework.
+    """An engine. Only `train` starts processes or needs a GPU; importing an engine imports no framework.
 
-    `name` is what users type, `title` what texts call it. `methods` are
-    those of `METHODS` that it trains with. `packages` are those whose versions matter to a run; `requires` says which
-    of them have to be there, with the versions that will do. `leaves` are patterns of what it leaves in the output
-    beside checkpoints, `dtypes` are the options that say in which dtype weights are trained. An engine that `tracks`
-    reports to trackers by itself, one that `dequantizes` starts from a quantized model.
+    `name` is what users type, `title` its name in texts. `methods` are those of `METHODS` that it supports. `packages`
+    are those whose versions matter to a run; `requires` returns the required ones with their versions. `leaves` are
+    patterns of its files in the output besides checkpoints, `dtypes` are the options that set the dtype of training. An
+    engine that `tracks` reports to trackers itself, one that `dequantizes` can start from a quantized model.
 
-    `options` are all options of a run, typed, with what is taken where nothing is said: it raises ReshardError naming
-    every one that is wrong, with the nearest that is right. `known_options` lists them for a method.
+    `options` returns all options of a run, typed and with defaults; it raises ReshardError naming every wrong one, with
+    the nearest valid name. `known_options` lists the options for a method.
 
-    `batches(run, world_size, samples, tokens)` is the arithmetic of a run over so many ranks and samples, which have so
-    many tokens if that is known; it raises ReshardError where it does not come out. `precision` is what a parameter
-    weighs, `evaluation` when a run with data to evaluate on is evaluated, in words; `plan` are the words for how the
-    model is spread over so many ranks. `reading(run, options, record)` is how records like this one are read.
+    `batches(run, world_size, samples, tokens)` computes the steps of a run over these ranks and samples, with their
+    number of tokens if known; it raises ReshardError if they do not divide. `precision` is the bytes per parameter,
+    `evaluation` describes in words when evaluations run; `plan` describes how the model is sharded over the ranks.
+    `reading(run, options, record)` is how records like this one are read.
 
-    `indexed` looks at Megatron's indexed datasets, if the engine reads such: how long the sequences of an epoch are. It
-    raises ReshardError for what is wrong with them.
+    `indexed` checks Megatron's indexed datasets, if the engine reads them, and returns the lengths of an epoch's
+    sequences. It raises ReshardError for their problems.
 
     `warm` imports what `train` needs, and touches no device: it is called on each rank while the run is looked at.
 
     `train` loads, asserts the plan, trains and saves; it is called on each rank, with the launcher's environment set.
-    `check(run, trained, final)` is what differs between the weights in the folder `final` and those that were trained.
+    `check(run, trained, final)` returns differences between the weights in the folder `final` and the trained ones.
     """
 
     name: str
@@ -219,6 +218,6 @@ class Engine:
 
 
 def sizes_in_words(layout: Layout) -> list[str]:
-    """As TP2, PP4: the sizes of a layout that are not 1."""
+    """The sizes of a layout that are not 1, in words: TP2, PP4."""
     sizes = {name.upper(): getattr(layout, name) for name in SIZES}
     return [f"{name}{size}" for name, size in sizes.items() if size > 1]

@@ -1,4 +1,4 @@
-"""The engines that there are: packages with an `ENGINE`, imported when it is needed. A further one is a line here."""
+"""The available engines: packages with an `ENGINE`, imported on first use. To add one, add a line here."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from reshard.train.engine import Engine
 from reshard.train.run import Run
 
 MODULES = {"trl": "reshard.train.trl", "megatron": "reshard.train.megatron"}
-"""By the names that users type."""
+"""Engines by the names that users type."""
 
 
 def engine_named(name: str) -> Engine:
-    """The engine of a name of `MODULES`."""
+    """The engine with a name of `MODULES`."""
     return cast(Engine, import_module(MODULES[name]).ENGINE)
 
 

@@ -1,4 +1,4 @@
-"""The data that a run is evaluated on, as they are before it starts: read like those that it is trained on."""
+"""The evaluation data of a run, before it starts: read like the training data."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from reshard.train.run import Run
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation reads, and when there is one."""
+    """The size of an evaluation, and when it runs."""
 
     records: int
     when: str
-    """As `once an epoch, 8 records at a time`."""
+    """For example `once an epoch, 8 records at a time`."""
     lengths: Lengths | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -30,13 +30,13 @@ class Evaluation:
 
 
 def evaluated(run: Run) -> Run:
-    """The run as if it were trained on the data that it is evaluated on: so they are read."""
+    """The run with its evaluation data as training data: so it is read in the same way."""
     assert run.eval_data is not None
     return replace(run, data=run.eval_data, eval_data=None)
 
 
 def held_out(run: Run) -> Iterator[Problem]:
-    """Files that are trained on and look as if they should not be. Raises ReshardError if a folder has no data."""
+    """Training files that look like evaluation data. Raises ReshardError if a folder has no data."""
     if not run.data.exists():
         return
     apart = run.eval_data.paths if run.eval_data and run.eval_data.exists() else []
@@ -66,7 +66,7 @@ def held_out(run: Run) -> Iterator[Problem]:
 def unlike(
     run: Run, trained: Mapping[str, Any], read: Mapping[str, Any], *, mixed: bool
 ) -> Iterator[Problem]:
-    """Records of another shape than those that are trained on, unless these may be `mixed`; columns that lack."""
+    """Problems for evaluation records of another shape, unless shapes may be `mixed`, and for missing columns."""
     kinds = [kind_of(dict(row)) for row in (trained, read)]
     if not mixed and kinds[0] != kinds[1]:
         yield Problem(

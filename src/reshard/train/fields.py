@@ -1,7 +1,7 @@
-"""Options of an engine as fields of its framework's dataclasses: read from the source, typed, and looked up by name.
+"""Options of an engine as fields of its framework's dataclasses: read from the source, typed, and found by name.
 
-The source says what a live dataclass does not: what each field is for. Nothing is imported, so that all options of a
-framework are listed in a moment, and on a machine where it cannot be imported.
+The source has what a live dataclass lacks: descriptions of fields. Nothing is imported, so all options of a framework
+are listed quickly, even on a machine where it cannot be imported.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 class Untypeable:
-    """The type of a field whose values nobody can type: a function, a module, a type of the framework's own."""
+    """The type of a field that cannot be set as text: a function, a module, or a type of the framework."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a dataclass. `hint` is its type, of what can be typed; `default` as the source has it."""
+    """A field of a dataclass. `hint` is its type, of values that can be typed; `default` as in the source."""
 
     name: str
     hint: Any
@@ -34,10 +34,7 @@ class Field:
 
 
 def fields_of(source: Path, name: str, dtypes: Any = Untypeable) -> dict[str, Field]:
-    """The fields of the dataclass `name` in a file, without those of its bases, by name. Raises OSError, SyntaxError.
-
-    `dtypes` is the type of fields that are a `torch.dtype`.
-    """
+    """The fields of the dataclass `name` in a file, by name, without those of bases. Raises OSError, SyntaxError."""
     tree = ast.parse(source.read_text(encoding="utf-8"))
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
     names = _Names(dtypes)
@@ -50,7 +47,7 @@ def fields_of(source: Path, name: str, dtypes: Any = Untypeable) -> dict[str, Fi
 
 
 class _Names(dict[str, Any]):
-    """What annotations name. A type that is not of Python's own is one that nobody can type."""
+    """The names in annotations. Types that are not Python's own become `Untypeable`."""
 
     def __init__(self, dtypes: Any) -> None:
         known = {each.__name__: each for each in (int, float, bool, str, list, tuple, dict)}
@@ -70,7 +67,7 @@ def _default(value: ast.expr | None) -> str:
 
 
 def _text(node: ast.stmt | None) -> str:
-    """The string that stands behind a field."""
+    """The string that follows a field."""
     if (
         isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)
@@ -81,7 +78,7 @@ def _text(node: ast.stmt | None) -> str:
 
 
 def _members(hint: Any) -> list[Any]:
-    """The types that a value may have, without None, and without those that nobody can type."""
+    """The types that a value may have, without None, and without those that cannot be typed."""
     either = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     return [each for each in either if each is not type(None) and _typeable(each)]
 
@@ -95,12 +92,12 @@ def _typeable(hint: Any) -> bool:
 
 
 def can_be_typed(hint: Any) -> bool:
-    """Whether there is a word for some value."""
+    """Whether some value of the type can be typed."""
     return bool(_members(hint))
 
 
 def is_optional(hint: Any) -> bool:
-    """Whether None is a value."""
+    """Whether None is a valid value."""
     return type(None) in get_args(hint)
 
 
@@ -119,7 +116,7 @@ def kind(hint: Any) -> str:
 
 
 def typed(value: Any, hint: Any) -> Any:
-    """A value, as words of a command line or as it stands in a config file, brought to a type. Raises ValueError."""
+    """A value from the command line or a config file, converted to a type. Raises ValueError."""
     if value is None or (isinstance(value, str) and value.lower() == "none"):
         if is_optional(hint):
             return None
@@ -159,7 +156,7 @@ def _or_error(choices: Collection[Any], value: Any) -> Collection[Any]:
 
 
 def _several(value: Any) -> list[Any]:
-    """What a list is of: words of a command line, words between commas, a list of JSON or YAML."""
+    """The items of a list: words of a command line, words separated by commas, a list in JSON or YAML."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         return list(json_of(value.encode()))
     if isinstance(value, str):
@@ -170,7 +167,7 @@ def _several(value: Any) -> list[Any]:
 
 
 def switch(value: Any) -> bool:
-    """Whether something is switched on. Raises ValueError for what is neither."""
+    """Whether a switch is on. Raises ValueError if the value is neither on nor off."""
     if isinstance(value, bool):
         return value
     if str(value).lower() not in (*_TRUE, *_FALSE):

@@ -1,4 +1,4 @@
-"""Problems of a run that others have found: the doctor, readers of checkpoints, the list of installed packages."""
+"""Problems of a run that others found: the doctor, checkpoint readers, the list of installed packages."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from reshard.doctor.spelling import Usage, spelled
 from reshard.errors import Problem
 
 LONGEST = 160
-"""Characters of a line that a problem shows: a config can be one line."""
+"""Maximum characters of a line in a problem: a config can consist of one line."""
 
 
 def in_short(finding: Finding, severity: str | None = None) -> Problem:
-    """A finding in the options of `reshard train` and the lines of a problem: its first place, its remedy in one."""
+    """A finding as a problem with the options of `reshard train`: its first place, and its remedy in one line."""
     (finding,) = spelled([finding], Usage({"reshard"}))
     where = finding.places[0] if finding.places else Place("")
     lines = (line for line in finding.remedy.en.split("\n") if line and not line.startswith("```"))
@@ -34,7 +34,7 @@ def in_short(finding: Finding, severity: str | None = None) -> Problem:
 
 
 def without_bf16(environment: Environment) -> Iterator[Problem]:
-    """That the GPUs are too old for bfloat16 and flash-attention, if they are."""
+    """A problem if the GPUs are too old for bfloat16 and flash-attention."""
     found = diagnose_environment(environment)
     yield from (in_short(finding, "error") for finding in found if finding.code == "env-no-bf16")
 
@@ -42,7 +42,7 @@ def without_bf16(environment: Environment) -> Iterator[Problem]:
 def lacking(
     floors: Mapping[str, str], installed: Mapping[str, str] | None = None, rule: str | None = None
 ) -> Iterator[Problem]:
-    """Packages that are not there, or too old; `installed` stands for what is installed here."""
+    """Packages that are missing or too old; `installed` replaces what is installed here."""
     for package, floor in floors.items():
         found = _version(package) if installed is None else installed.get(package)
         if found is None or not SpecifierSet(floor).contains(found, prereleases=True):
@@ -64,7 +64,7 @@ def _version(package: str) -> str | None:
 
 
 WITHOUT_THEIR_OWN = ("megatron-core",)
-"""Packages whose requirements pull in CUDA packages that nothing uses."""
+"""Packages whose requirements install CUDA packages that are not needed."""
 
 
 def _install(package: str, floor: str) -> str:
@@ -78,11 +78,11 @@ _ELSEWHERE = (
     (r"if it computes the same as \w+: --family .*", "correct config.json, or train it with --engine trl"),
     (r"; to convert the weights anyway: --family \w+", ", or train it with --engine trl"),
 )
-"""What remedies name that `convert` takes and `train` does not, and what is to be done instead."""
+"""Options of `convert` in remedies that `train` does not have, and their replacements."""
 
 
 def in_training(problem: Problem) -> Problem:
-    """A problem of a checkpoint or a layout, with a remedy that can be typed here."""
+    """A problem of a checkpoint or a layout, with a remedy that works in training."""
     remedy, expected = problem.remedy, problem.expected
     for pattern, instead in _ELSEWHERE:
         remedy = re.sub(pattern, instead, remedy) if remedy else remedy

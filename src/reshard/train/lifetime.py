@@ -1,4 +1,4 @@
-"""No process outlives the one that started it; and which those are that one has started."""
+"""Child processes that end with their parent, and the list of a process's children."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(signum: int = signal.SIGKILL, parent: int | None = None) -> None:
-    """Let the kernel send this process a signal when its parent ends, however that ends. On Linux.
+    """Make the kernel send this process a signal when its parent ends, however that ends. Linux only.
 
-    `parent` is its process id, by which a parent is noticed that has ended already.
+    `parent` is the parent's process id, to detect a parent that has already ended.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signum))
@@ -26,7 +26,7 @@ def end_with_parent(signum: int = signal.SIGKILL, parent: int | None = None) -> 
 
 
 def children(parent: int) -> Iterator[int]:
-    """The processes that a process has started and that are there. On Linux."""
+    """The running child processes of a process. Linux only."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
             words = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

@@ -1,6 +1,6 @@
-"""The methods that a model is trained with: what each learns from, and the numbers by which a run of it is judged.
+"""Training methods: the data that each learns from, and the numbers that show whether training works.
 
-A further one is an entry here, and one of each engine that has it (`trl/methods.py`). Importing this imports nothing.
+To add one, add an entry here, and one in each engine that has it (`trl/methods.py`). Importing this imports nothing.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Measure:
-    """A number that steps measure: its `name` in `metrics.jsonl`, and the `words` for it on the line and in the report.
+    """A value that steps measure: its `name` in `metrics.jsonl`, and the `words` for it in texts and charts.
 
-    An evaluation measures the same as `eval_NAME`.
+    An evaluation measures it as `eval_NAME`.
     """
 
     name: str
@@ -26,11 +26,11 @@ TOKEN_ACCURACY = Measure("mean_token_accuracy", "token accuracy")
 
 @dataclass(frozen=True)
 class Method:
-    """One method. `help` is a line of `reshard train --help`; `shapes` are those of `data.records.SHAPES`.
+    """A method. `help` is a line of `reshard train --help`; `shapes` are some of `data.records.SHAPES`.
 
-    `headline` is what tells whether training works, the most telling first. The line shows all of it that was measured;
-    the report draws it large, and what else was measured small. The loss of some methods says little: GRPO's stays near
-    0 whatever is learned.
+    `headline` are the measures that show whether training works, the most important first. The progress line shows
+    those that were measured; the report draws them large, and others small. The loss of some methods means little:
+    GRPO's stays near 0 however well the model learns.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Method:
     shapes: tuple[str, ...]
     headline: tuple[Measure, ...] = (LOSS,)
     rewarded: bool = False
-    """Whether the data are prompts alone, which the model answers, and `--reward` says how well."""
+    """Whether the data are only prompts, which the model answers, and `--reward` rates the answers."""
 
 
 _CHATS = ("chat", "ShareGPT", "Alpaca")
@@ -95,21 +95,21 @@ METHODS = {
         ),
     )
 }
-"""By the names that users type."""
+"""Methods by the names that users type."""
 
 
 def is_rewarded(method: str) -> bool:
-    """Whether a method has the model answer prompts, and rewards it."""
+    """Whether the model answers prompts and is rewarded for it."""
     return METHODS[method].rewarded
 
 
 def headline(method: str | None) -> tuple[Measure, ...]:
-    """What is looked at first in a run of a method; the loss, if nothing is known of the method."""
+    """The most important measures of a method; the loss if the method is unknown."""
     return METHODS[method].headline if method in METHODS else (LOSS,)
 
 
 def words_for(name: str, method: str | None = None) -> str:
-    """The words for a measured number, by its name in `metrics.jsonl`; the name itself where there are none."""
+    """The words for a measure, by its name in `metrics.jsonl`; the name itself if there are none."""
     known: Iterable[Measure] = (
         *headline(method),
         *COMMON,
@@ -128,4 +128,4 @@ COMMON = (
     Measure("completions/mean_length", "tokens of a completion"),
     TOKEN_ACCURACY,
 )
-"""What steps of several methods measure."""
+"""Measures of several methods."""

@@ -1,4 +1,4 @@
-"""What configs of TRL's scripts say beside options: variables of the environment, and a mixture of datasets.
+"""Entries of TRL's script configs that are not options: environment variables, and a mixture of datasets.
 
 TRL 1.16, `TrlParser.parse_args_and_config` and `trl.scripts.utils.DatasetConfig`.
 """
@@ -16,7 +16,7 @@ from reshard.train.data import SUFFIXES
 from reshard.train.data.mix import Mix, Source
 
 BUILDERS = ("json", "parquet")
-"""Words in the place of a path for files of a kind, which `data_files` names."""
+"""Values of `path` that stand for files of a kind, which `data_files` names."""
 KEYS = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction")
 NOT_READ = {
     "columns": "leave it out; --data-shape chooses the shape where records fit several",
@@ -44,9 +44,9 @@ def set_environment(given: Any, place: str) -> None:
 
 
 def mix_of_datasets(given: Any, place: str, note: Callable[[str], None]) -> Mix:
-    """The data that `datasets:` lists, one after another. Raises ReshardError naming all that is wrong with it.
+    """The data that `datasets:` lists, in order. Raises ReshardError naming all problems.
 
-    `note` is told what is downloaded.
+    `note` is called with a text about each download.
     """
     listed = given if isinstance(given, list) else [given]
     problems = [
@@ -74,7 +74,7 @@ def _wrong(place: str, found: Any, expected: str, remedy: str = "") -> Problem:
 
 
 def _unread(place: str, each: Mapping[str, Any]) -> Iterator[Problem]:
-    """What one dataset says that is not read here."""
+    """Entries of a dataset that are not supported here."""
     for key in each:
         if key not in KEYS:
             yield _wrong(place, key, f"{', '.join(KEYS)}", did_you_mean(str(key), KEYS, "leave it out"))

@@ -1,4 +1,4 @@
-"""What a run will do, as far as it can be told before it starts: a table for people, and a dictionary for `--json`."""
+"""What a run will do, as far as is known before it starts: a table for people, and a dictionary for `--json`."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from reshard.train.run import Run
 
 @dataclass(frozen=True)
 class Room:
-    """What memory there is for each process, what the run takes of it, and what would fit if this does not."""
+    """Memory available to each process, memory that the run needs, and a plan that fits if this one does not."""
 
     needed: Memory
     available: int
     on_cpu: bool
     by_length: dict[int, tuple[int, int]]
-    """Activations at some lengths of a sequence, kept and computed again."""
+    """Activations at some sequence lengths, kept and recomputed."""
     proposal: Proposal | None = None
 
     @property
@@ -51,7 +51,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Preflight:
-    """What was found. A run with `problems` is not to be started; what could not be told is None."""
+    """The findings about a run. With `problems` it cannot start; unknown values are None."""
 
     run: Run
     world_size: int
@@ -59,17 +59,17 @@ class Preflight:
     warnings: list[Problem]
     devices: str
     records: int = 0
-    """Those that an epoch sees, of all sources."""
+    """Records that an epoch uses, from all sources."""
     sources: list[Drawn] = field(default_factory=list)
     lengths: Lengths | None = None
     evaluation: Evaluation | None = None
     batches: Batches | None = None
     precision: Precision | None = None
     final_dtype: str | None = None
-    """What the weights are rounded to in the end; None if they stay as they are trained."""
+    """The dtype to which the final weights are rounded; None if they stay as trained."""
     room: Room | None = None
     plans: Plans | None = None
-    """What fits a machine that is not here, if the run is planned for one."""
+    """The plans that fit another machine, if the run is planned for one."""
     files: list[str] = field(default_factory=list)
     command: list[str] = field(default_factory=list)
 
@@ -96,7 +96,7 @@ class Preflight:
         }
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """What the run will do, as a table of two columns."""
+        """What the run will do, as a table with two columns."""
         run = self.run
         yield "plan", plan_in_words(run, self.world_size)
         yield "devices", self.devices
@@ -130,7 +130,7 @@ class Preflight:
 
 
 def plan_in_words(run: Run, world_size: int) -> str:
-    """As `SFT of LoRA adapters with TRL: FSDP2 on 8 processes`."""
+    """The plan in words: `SFT of LoRA adapters with TRL: FSDP2 on 8 processes`."""
     engine = engine_of(run)
     what = "LoRA adapters" if run.lora else "all weights"
     processes = f"{world_size} process{'es' * (world_size > 1)}"

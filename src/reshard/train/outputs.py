@@ -1,4 +1,4 @@
-"""The folder of a run before it starts: whether it can be written to, and what --overwrite removes."""
+"""The output folder before a run starts: whether it is writable, and what --overwrite removes."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from reshard.train.launching.lock import LOCK
 from reshard.train.run import RECORD, Run
 
 JOBS = "slurm"
-"""Where the logs of jobs of Slurm lie, and what submitit keeps of them. Jobs look into it, so that it stays."""
+"""The folder for logs of Slurm jobs and submitit's files. Jobs read them, so the folder is not removed."""
 MADE = {
     *("final", "merged", "*.unchecked", RECORD, "run-node*.json", "trained.json", "problems.json"),
     *("metrics.jsonl", "report.html", "train*.log", "logs*", "tensorboard", ".failed"),
 }
-"""What a run of any engine leaves in its output."""
+"""Files that a run of any engine writes to its output."""
 
 
 def patterns() -> set[str]:
-    """What runs leave in their output. Files of the model that engines copy beside checkpoints are written over."""
+    """Patterns of the files that runs write to their output. Engines' copies of the model's files are overwritten."""
     engines = [engine_named(name) for name in MODULES]
     return MADE | {pattern for each in engines for pattern in (each.checkpoints.pattern, *each.leaves)}
 
 
 def there(run: Run) -> list[Path]:
-    """What lies in the output, but for jobs of Slurm, and what nodes laid there that start before the first."""
+    """The contents of the output, except those of Slurm jobs, and files of other nodes that start before the first."""
     if not run.output.is_dir():
         return []
     several = run.ranks.nnodes > 1
@@ -36,7 +36,7 @@ def there(run: Run) -> list[Path]:
 
 
 def refused(run: Run, *, overwrite: bool) -> Iterator[Problem]:
-    """Whether a run that begins can have its output."""
+    """Problems of the output for a new run."""
     found = there(run)
     if found and not overwrite:
         is_ours = (run.output / RECORD).is_file()
@@ -57,13 +57,13 @@ def refused(run: Run, *, overwrite: bool) -> Iterator[Problem]:
 
 
 def made(run: Run) -> list[Path]:
-    """What an earlier run has left in the output."""
+    """Files that an earlier run left in the output."""
     mine = set(there(run))
     return [path for pattern in patterns() for path in run.output.glob(pattern) if path in mine]
 
 
 def cleared(run: Run) -> Iterator[Problem]:
-    """Whether what lies in the output is of an earlier run, and nothing of it is what this one reads."""
+    """Problems unless the output is that of an earlier run, and this run reads none of its files."""
     output = run.output
     if not there(run):
         return
@@ -88,7 +88,7 @@ def cleared(run: Run) -> Iterator[Problem]:
 
 
 def unwritable(output: Path) -> Iterator[Problem]:
-    """Whether the output can be made, or be written to."""
+    """Problems if the output cannot be created or written to."""
     place = next(path for path in (output, *output.parents) if path.exists())
     if place != output and not place.is_dir():
         yield Problem(

@@ -1,4 +1,4 @@
-"""What can be wrong with a run before it starts: rules of a machine, a model, an output, in the doctor's words."""
+"""Problems of a run before it starts, about machine, model and output, in the doctor's words."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from reshard.train.findings import in_short, in_training, lacking
 from reshard.train.run import RECORD, Run, read_record
 
 MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-"""Device maps of accelerate that spread a model over devices."""
+"""Device maps of accelerate that distribute a model over devices."""
 HARMLESS = (
     "checkpoint-use-cache",
     "checkpoint-tokenizer-of-5",
@@ -31,16 +31,16 @@ HARMLESS = (
     "checkpoint-lacks",
     "checkpoint-old-gradient-checkpointing",
 )
-"""What the doctor says of a model folder that does not touch training, or that other looks ask for."""
+"""The doctor's findings about a model folder that do not affect training, or that other checks cover."""
 
 
 def packages(run: Run, installed: Mapping[str, str] | None = None) -> Iterator[Problem]:
-    """What the engine needs, and is not there or too old."""
+    """Packages of the engine that are missing or too old."""
     return lacking(engine_of(run).requires(run), installed)
 
 
 def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> Iterator[Problem]:
-    """What of the environment keeps the engine from this run; GPUs that torch cannot use."""
+    """Problems of the environment that prevent this run with the engine; GPUs that torch cannot use."""
     if environment.gpus and "use_cpu" not in run.options and "+cpu" in environment.versions.get("torch", ""):
         yield Problem(
             "torch-without-cuda",
@@ -54,7 +54,7 @@ def machine(run: Run, options: Mapping[str, Any], environment: Environment) -> I
 
 
 def ranks(processes: int, gpus: list[Gpu], *, on_cpu: bool) -> Iterator[Problem]:
-    """More processes on this node than GPUs."""
+    """A problem if this node has more processes than GPUs."""
     if gpus and not on_cpu and processes > len(gpus):
         shows = f"--nproc {processes}, {len(gpus)} GPUs visible"
         values = {"local": processes, "count": len(gpus)}
@@ -64,7 +64,7 @@ def ranks(processes: int, gpus: list[Gpu], *, on_cpu: bool) -> Iterator[Problem]
 
 
 def visible(environment: Environment) -> list[Gpu]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves; by number, or as many as it names."""
+    """The GPUs that CUDA_VISIBLE_DEVICES selects; by index, otherwise as many as it names."""
     told_of = environment.variables.get("CUDA_VISIBLE_DEVICES")
     if told_of is None:
         return list(environment.gpus)
@@ -75,7 +75,7 @@ def visible(environment: Environment) -> list[Gpu]:
 
 
 def model(run: Run) -> Iterator[Problem]:
-    """Whether the folder is one of Hugging Face, its weights are whole, and what else the doctor finds there."""
+    """Problems unless the folder is a Hugging Face one with complete weights; other findings of the doctor about it."""
     try:
         inspection = inspect_checkpoint(run.model)
         found = inspection.checkpoint
@@ -103,7 +103,7 @@ def model(run: Run) -> Iterator[Problem]:
 
 
 def _quantized(run: Run) -> Iterator[Problem]:
-    """A base in fewer bits than it would be trained in."""
+    """A problem if the base has fewer bits than it would be trained in."""
     config = read_object(run.model / CONFIG).get("quantization_config")
     if config and not engine_of(run).dequantizes:
         yield Problem(
@@ -117,7 +117,7 @@ def _quantized(run: Run) -> Iterator[Problem]:
 
 
 def unindexed(run: Run) -> Problem:
-    """Megatron's datasets, for an engine that does not read them."""
+    """The problem that the engine does not read Megatron's datasets."""
     return Problem(
         "indexed-data-unsupported",
         f"the {engine_of(run).title} engine does not read Megatron's indexed datasets",
@@ -132,7 +132,7 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin", "consolidated.safetensors")
 
 
 def _named(folder: Path) -> Iterator[Problem]:
-    """Weights that reshard finds by themselves, and transformers by their usual name or an index only."""
+    """A problem for weight files that reshard finds, but transformers does not, as it needs usual names or an index."""
     names = [path for name in WEIGHTS for path in (folder / name, folder / f"{name}.index.json")]
     if not any(path.is_file() for path in names):
         yield Problem(
@@ -150,12 +150,12 @@ SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 
 
 def template(folder: Path) -> Problem:
-    """What the doctor says of a tokenizer that cannot chat, for data that are chats."""
+    """The doctor's problem for a tokenizer without chat template, if the data are chats."""
     return in_short(told("checkpoint-no-template", [Place(str(folder))]), "error")
 
 
 def output(run: Run, *, overwrite: bool) -> Iterator[Problem]:
-    """Whether the output can be written to; with --resume, whether there is something of this run to go on from."""
+    """Problems if the output cannot be written to; with --resume, if it has nothing from which to continue."""
     if run.resume:
         yield from _resumable(run)
     else:
@@ -229,7 +229,7 @@ def _same_data(run: Run, record: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _differ(digest: str | None, mix: Mix) -> bool:
-    """Whether data have another digest than what was written down; that there are none is said elsewhere."""
+    """Whether the digest of the data differs from the recorded one; missing data is reported elsewhere."""
     try:
         return digest not in (None, data.digest_of(mix))
     except ReshardError:
@@ -237,7 +237,7 @@ def _differ(digest: str | None, mix: Mix) -> bool:
 
 
 def disk(run: Run, needed: int) -> Iterator[Problem]:
-    """Whether the checkpoints and the final model have room, in bytes."""
+    """A problem if the disk has too little space for the checkpoints and the final model."""
     folder = next(path for path in (run.output, *run.output.parents) if path.exists())
     free = shutil.disk_usage(folder).free
     if needed > free:
@@ -252,7 +252,7 @@ def disk(run: Run, needed: int) -> Iterator[Problem]:
 
 
 def config_problems(path: Path) -> list[Problem]:
-    """What the doctor finds in a script or a config that a run is to follow. Raises ReshardError if it is none."""
+    """The doctor's findings about a script or config for a run. Raises ReshardError if the file is neither."""
     findings = diagnose(path)
     # The doctor cannot know whether several processes will run a script; here they will.
     problems = [in_short(each, "error" if each.code == "script-device-map" else None) for each in findings]
@@ -270,7 +270,7 @@ def config_problems(path: Path) -> list[Problem]:
 
 
 def _spreads(content: Any) -> bool:
-    """Whether a device map is anywhere in a config, `model_init_kwargs` and the like included."""
+    """Whether a config has a device map anywhere, including `model_init_kwargs` and similar ones."""
     if isinstance(content, Mapping):
         return content.get("device_map") in MAPS or any(_spreads(value) for value in content.values())
     return isinstance(content, list) and any(_spreads(value) for value in content)

@@ -1,4 +1,4 @@
-"""Whether a run can be started, and what it will do: everything is looked at, and nothing is started."""
+"""Check everything that a run needs, and describe what it will do, without starting anything."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def preflight(
     environment: Environment | None = None,
     machine: Machine | None = None,
 ) -> Preflight:
-    """Look at all that a run depends on, and collect what is wrong with it. Starts nothing, writes nothing.
+    """Check everything on which a run depends, and collect its problems. Starts nothing, writes nothing.
 
-    For a `machine` that is not here, all plans of the run are looked at, and it is wrong only if none of them fits.
+    For another `machine`, all plans of the run are checked, and it is a problem only if none of them fits.
     """
     if machine is None:
         return _Looking(run, environment or look_around()).all(overwrite)
@@ -54,7 +54,7 @@ def preflight(
 
 @dataclass
 class _Looking:
-    """A preflight while it is made. What one look finds wrong does not keep the others from being taken."""
+    """A preflight in progress. Problems of one check do not prevent the others."""
 
     run: Run
     environment: Environment
@@ -103,7 +103,7 @@ class _Looking:
         )
 
     def _model(self, options: dict[str, Any] | None) -> Any:
-        """Look at the folder of the model; its tokenizer, if that can be opened."""
+        """Check the folder of the model. Returns its tokenizer, if that loads."""
         self._take(preconditions.model(self.run))
         if options is not None and not self._broken():
             misfits = list(engine_of(self.run).looks.model(self.run))
@@ -112,12 +112,12 @@ class _Looking:
         try:
             return tokenizer_of(self.run, options or {})
         except ReshardError as error:
-            known = self._broken()  # transformers reads the config for a tokenizer, and trips over the same
+            known = self._broken()  # transformers reads the config too, and fails alike
             self.found += [each for each in error.problems if not (known and each.found)]
             return None
 
     def _broken(self) -> bool:
-        """Whether the folder of the model was found to be wrong, or not to fit the layout."""
+        """Whether the model's folder has problems, or does not fit the layout."""
         folder = str(self.run.model)
         return not self.fits or any(
             (each.file or "").startswith(folder) and each.severity == "error" for each in self.found
@@ -140,7 +140,7 @@ class _Looking:
             return True
 
     def _ranks(self, gpus: list[Any], on_cpu: bool) -> tuple[int, int]:
-        """Processes of this node, and of all."""
+        """The processes on this node, and on all nodes."""
         place = self._try(lambda: place_of(self.run, self.environment.variables))
         if place:
             return place.local_world_size or 1, place.world_size
@@ -150,14 +150,14 @@ class _Looking:
         return processes, processes * self.run.ranks.nnodes
 
     def _sources(self, mix: Mix, tokenizer: Any) -> list[Drawn]:
-        """Read all data of a mix once; what is wrong with records is said when all are read."""
+        """Read all data of a mix once; problems of records are reported after all are read."""
         refuses = tokens.probe(tokenizer) if tokenizer is not None else data.ANY_TEMPLATE
         sources, wrong = drawn_of(mix, self.run.method, refuses, **self.run.reading)
         self.found += wrong
         return sources
 
     def _indexed(self, run: Run, options: dict[str, Any] | None) -> Lengths:
-        """Look at Megatron's indexed datasets; how long the sequences of an epoch are, none if that cannot be told."""
+        """Check Megatron's indexed datasets. Returns the lengths of an epoch's sequences, zeros if unknown."""
         look = engine_of(run).indexed
         if look is None:
             self.found.append(preconditions.unindexed(run))
@@ -170,7 +170,7 @@ class _Looking:
         options: dict[str, Any] | None,
         tokenizer: Any,
     ) -> Preflight:
-        """The data that the run is evaluated on, looked at as those that it is trained on."""
+        """Check the evaluation data in the same way as the training data."""
         run, engine = evaluation.evaluated(self.run), engine_of(self.run)
         if are_indexed(run.data.paths):
             found = self._indexed(run, options)
@@ -307,7 +307,7 @@ def _few(records: int, batches: Batches, reading: Reading) -> Iterator[Problem]:
 
 
 def _longest(run: Run, batches: Batches, lengths: Lengths | None, reading: Reading) -> int:
-    """Tokens of the longest sequence that memory has to hold; of GRPO the prompt and the completion."""
+    """Tokens of the longest sequence that must fit into memory; for GRPO the prompt and the completion."""
     seen = lengths.longest if lengths else 0
     if is_rewarded(run.method):
         return batches.length + seen
@@ -334,7 +334,7 @@ def _too_large(run: Run, room: Room) -> Problem:
 
 
 def _on_disk(run: Run, options: dict[str, Any], needed: Memory, world_size: int, batches: Batches) -> int:
-    """Bytes that checkpoints and final folders take, at most: weights and optimizer of each that is kept."""
+    """Maximum bytes of checkpoints and final folders: weights and optimizer of each one that is kept."""
     parts, kept = needed.parts, engine_of(run).checkpoints
     spread, states = kept.shares(run, world_size)
     weights = parts.get("weights", 0) * spread
@@ -348,7 +348,7 @@ def _on_disk(run: Run, options: dict[str, Any], needed: Memory, world_size: int,
 
 
 def _files(run: Run, batches: Batches | None) -> list[str]:
-    """What will lie in the output, by its name there."""
+    """The names of the files that will be in the output."""
     kept = engine_of(run).checkpoints
     checkpoint = kept.name(batches.steps) if batches else kept.pattern
     names = [RECORD, "train.log", "metrics.jsonl", "report.html", f"{checkpoint}/", "final/"]

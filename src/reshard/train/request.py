@@ -1,4 +1,4 @@
-"""A run as it is asked for: flags, then `--config`, then the record of what is resumed, then what is usual."""
+"""A run from its request: flags, then `--config`, then the record of the run to resume, then defaults."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def run_of(
     config: Path | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Run:
-    """The run that flags (None where not given), further words and a config file ask for. Raises ReshardError.
+    """The run that flags (None if not given), further words and a config file describe. Raises ReshardError.
 
-    A model that is named by its id on the hub is downloaded, unless the local cache has it; `note` is told of it.
+    A model given by its Hub id is downloaded unless it is in the local cache; `note` is called with a text about it.
     """
     told = renamed(read_config(config), str(config)) if config else {}
     mistyped = _mistyped(told)
@@ -43,7 +43,7 @@ def run_of(
         told = {**recorded(Path(flags["output"])), **told}
     typed = renamed(words(rest), "")
     given = {name: value for name, value in told.items() if name in OURS}
-    # Flags with underscores come as words of the engine, whose options are typed so.
+    # Flags with underscores are parsed as words of the engine, whose options have them.
     given |= {name: typed.pop(name) for name in OURS & typed.keys()}
     given |= {name: value for name, value in flags.items() if value not in (None, ())}
     missing = [name for name in NEEDED if not given.get(name)]
@@ -91,7 +91,7 @@ def run_of(
 
 
 def _of_scripts(told: Options, place: str, note: Callable[[str], None]) -> Options:
-    """A config without what TRL's scripts read beside options: `env`, and `datasets`, which become our `data`."""
+    """A config without the entries of TRL's scripts: `env` is applied, and `datasets` becomes our `data`."""
     if "env" in told:
         set_environment(told["env"], place)
     kept = {name: value for name, value in told.items() if name not in ("env", "datasets")}
@@ -114,7 +114,7 @@ def _of_scripts(told: Options, place: str, note: Callable[[str], None]) -> Optio
             rule="records to evaluate on are never drawn from those to train on",
             remedy="leave it out, and give a file of their own with --eval-data",
         )
-    # Data are never held in memory as a whole, whatever `streaming` says.
+    # Data is never completely in memory, whatever `streaming` says.
     kept = {name: value for name, value in kept.items() if name not in ("streaming", "test_split_size")}
     return {**kept, "data": mix_of_datasets(told["datasets"], place, note)}
 
@@ -130,7 +130,7 @@ def _missing(name: str, given: Options) -> Problem:
 
 
 def _downloaded(given: Options, note: Callable[[str], None]) -> Options:
-    """What was given, with the local folder of a model that was named by its id on the hub."""
+    """The given options, with the local folder of a model that was given by its Hub id."""
     typed, revision = str(given["model"]), given.get("model_revision")
     url = _on_hub(typed, None if revision is None else str(revision))
     if url is None:
@@ -141,7 +141,7 @@ def _downloaded(given: Options, note: Callable[[str], None]) -> Options:
 
 
 def _on_hub(typed: str, revision: str | None) -> str | None:
-    """The URL of a model of the hub, if what was typed names one. Raises ReshardError for a revision of a folder."""
+    """The URL of a Hub model, if the argument names one. Raises ReshardError for a revision of a local folder."""
     if not typed.startswith("hf://"):
         from reshard.stores import hub
 
@@ -168,7 +168,7 @@ def _on_hub(typed: str, revision: str | None) -> str | None:
 
 
 def _rewards(given: Any) -> tuple[str, ...]:
-    """One name, or several."""
+    """The rewards, given as one name or several."""
     return (str(given),) if isinstance(given, str) else tuple(str(each) for each in given or ())
 
 
@@ -209,7 +209,7 @@ def read_config(path: Path) -> Options:
 
 
 def recorded(output: Path) -> Options:
-    """What an earlier attempt was asked for, so that `--resume -o OUT` need not say it again; nothing without one."""
+    """The options of an earlier attempt, so that `--resume -o OUT` need not repeat them; empty if there is none."""
     if not (output / RECORD).is_file():
         return {}
     run = Run.read(output)
@@ -221,7 +221,7 @@ def recorded(output: Path) -> Options:
 
 
 def _local(given: Options, split: str, note: Callable[[str], None]) -> Callable[[str], Path]:
-    """What gives the path of data: as it was typed, or the folder of a split of a dataset of the hub."""
+    """A function that returns the path of data: a local path, or the folder of a split of a Hub dataset."""
 
     def path_of(word: str) -> Path:
         from reshard.hub.dataset import dataset_folder, may_be
@@ -236,14 +236,14 @@ def _local(given: Options, split: str, note: Callable[[str], None]) -> Callable[
 
 
 def _recorded_model(folder: Path) -> str:
-    """What names the model of an earlier attempt; on another machine its cache is elsewhere, or has yet to get it."""
+    """The model of an earlier attempt; its Hub URL if the local folder is missing, as on another machine."""
     from reshard.stores.hub import url_of
 
     return str(folder) if folder.is_dir() else url_of(folder)
 
 
 def words(rest: Sequence[str]) -> Options:
-    """Options of an engine as they are typed: `--name value`, `--name=value`, `--name a b`, `--name` for true."""
+    """Options of an engine from the command line: `--name value`, `--name=value`, `--name a b`, `--name` for true."""
     options: Options = {}
     name = None
     for word in rest:
@@ -271,7 +271,7 @@ _CHOICES = {"engine": tuple(MODULES), "parallel": PARALLEL, "data_shape": DATA_S
 
 
 def _mistyped(told: Options) -> list[Problem]:
-    """Choices of a config file that there are not; those of flags are click's to refuse."""
+    """Invalid choices in a config file; click refuses those in flags."""
     return [
         Problem(
             "option-unknown",
@@ -286,7 +286,7 @@ def _mistyped(told: Options) -> list[Problem]:
 
 
 def _switch(given: Mapping[str, Any], name: str, default: bool) -> bool:
-    """A switch of a config file, which may be a word in quotes."""
+    """A switch in a config file, which may be a quoted word."""
     value = given.get(name)
     words = {
         "true": True,
@@ -325,7 +325,7 @@ def _number(given: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def check(run: Run) -> None:
-    """Refuse what cannot be together, all at once. Raises ReshardError."""
+    """Refuse contradictory options, all at once. Raises ReshardError."""
     problems = [problem for rule in _RULES for problem in rule(run)]
     problems += engine_of(run).looks.asked(run)
     if problems:
@@ -333,7 +333,7 @@ def check(run: Run) -> None:
 
 
 def _folders(run: Run) -> Iterator[Problem]:
-    from reshard.formats.not_found import download  # which numpy comes with, and --help needs none
+    from reshard.formats.not_found import download  # which imports numpy, and --help needs none
 
     if (run.model / "config.json").is_file():
         return
@@ -367,7 +367,7 @@ def _data(run: Run) -> Iterator[Problem]:
 
 
 def _weight_of(path: Path) -> str:
-    """What to do about a path that is another one with a colon behind it."""
+    """A hint for a path that consists of an existing path, a colon and a wrong weight."""
     before, colon, weight = str(path).rpartition(":")
     return (
         f"{weight} is not a number: write a weight as in {before}:0.7"

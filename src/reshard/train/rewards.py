@@ -1,4 +1,4 @@
-"""Rewards as they are named: `module:function` or `file.py:function`, and a weight behind it."""
+"""Names of rewards: `module:function` or `file.py:function`, optionally followed by a weight."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class Named:
 
     @property
     def file(self) -> Path:
-        """Where its code lies, if it lies in the folder of the run: a module may be installed instead."""
+        """The file of its code, if it is in the folder of the run; a module may also be installed."""
         return Path(self.source if self.in_file else f"{self.source.replace('.', '/')}.py")
 
     @property
     def in_file(self) -> bool:
-        """Whether it is named by its file."""
+        """Whether the reward is named by its file."""
         return self.source.endswith(".py")
 
 
 def named(text: str) -> Named:
-    """What a `--reward` names. Raises ReshardError."""
+    """The reward that a `--reward` names. Raises ReshardError."""
     source, _, rest = text.partition(":")
     function, _, weight = rest.partition(":")
     if not (source and function.isidentifier()):

@@ -1,4 +1,4 @@
-"""What is to be trained, on what, spread how, and where it goes: a `Run`, which is also the record of itself."""
+"""A `Run`: what is trained, on which data, how it is sharded, and where it is written. It is also its own record."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from reshard.train.data.mix import Mix, mix_of
 
 PARALLEL = ("ddp", "fsdp2", "zero2", "zero3", "tp")
 SIZES = ("tp", "pp", "vpp", "ep", "cp")
-"""The sizes of a layout that a run can be given."""
+"""The sizes of a layout that can be set for a run."""
 RECORD = "run.json"
-"""The name under which a run's record lies in its output, and in each checkpoint of it."""
+"""The name of a run's record in its output, and in each of its checkpoints."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """How many processes there are, and how they find each other. `nproc` is per node; 0 is one for each GPU."""
+    """The processes of a run, and their rendezvous. `nproc` is per node; 0 means one per GPU."""
 
     nproc: int = 0
     nnodes: int = 1
@@ -32,12 +32,12 @@ class Ranks:
     rendezvous: str | None = None
     """HOST:PORT of the first node."""
     max_restarts: int = 0
-    """How often torchrun starts the ranks again after one of them has failed."""
+    """How often torchrun restarts the ranks after one of them failed."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run. `options` are the engine's own, under its own names, as it is to be given them."""
+    """A training run. `options` are the engine's own, under its own names, in the form that it takes."""
 
     method: str
     model: Path
@@ -48,29 +48,29 @@ class Run:
     parallel: str = "ddp"
     """One of `PARALLEL`, for TRL."""
     layout: Layout = field(default_factory=Layout)
-    """Its `SIZES`. What they leave of the ranks is data parallel, and experts are spread over `ep` of those."""
+    """Its `SIZES`. The remaining ranks are data parallel, and experts are sharded over `ep` of these."""
     ranks: Ranks = field(default_factory=Ranks)
     reward: tuple[str, ...] = ()
-    """Each as `rewards.named` reads it, for methods that are rewarded."""
+    """Each in the form that `rewards.named` reads, for methods with rewards."""
     eval_data: Mix | None = None
-    """What the model is evaluated on while it is trained."""
+    """The data on which the model is evaluated during training."""
     data_shape: str | None = None
-    """The shape that is taken of records that fit several."""
+    """The shape to use for records that fit several."""
     system: str | None = None
-    """The system message of chats that have none."""
+    """The system message for chats without one."""
     token_cache: bool = True
-    """Whether the tokens of the data are kept for the next run."""
+    """Whether the tokenized data is cached for the next run."""
     resume: bool = False
     nan_steps: int = 1
-    """Steps in a row whose loss or gradient norm is not finite, after which the run stops."""
+    """Consecutive steps with a loss or gradient norm that is not finite, after which the run stops."""
     save_on_signal: int = signals.SECONDS
-    """Seconds that the step and its checkpoint may take after a signal; 0 ends the run at once."""
+    """Seconds that the step and its checkpoint may take after a signal; 0 ends the run immediately."""
     merge: bool = True
-    """Write the merged model beside the adapter in the end."""
+    """Whether to also write the merged model at the end."""
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Data may be given as one path."""
+        """Convert data given as one path."""
         object.__setattr__(self, "data", mix_of(self.data))
         object.__setattr__(self, "eval_data", self.eval_data and mix_of(self.eval_data))
 
@@ -80,7 +80,7 @@ class Run:
         return {"chosen": self.data_shape, "system": self.system}
 
     def as_dict(self) -> dict[str, Any]:
-        """The content of `run.json` that says what was asked for."""
+        """The requested settings, for `run.json`."""
         content = {**asdict(self), "layout": {name: getattr(self.layout, name) for name in SIZES}}
         content["data"] = self.data.recorded()
         content["eval_data"] = self.eval_data.recorded() if self.eval_data else None
@@ -88,9 +88,9 @@ class Run:
 
     @staticmethod
     def of_dict(content: Mapping[str, Any]) -> Run:
-        """The inverse of `as_dict`; other keys are ignored, so that a record can say more."""
+        """The inverse of `as_dict`; other keys are ignored, so that a record can contain more."""
         known = {each.name: content[each.name] for each in fields(Run) if each.name in content}
-        told = known.get("reward") or ()  # which was one name
+        told = known.get("reward") or ()  # older records have one name
         known["reward"] = (told,) if isinstance(told, str) else tuple(told)
         paths = {name: Path(known[name]) for name in ("model", "output")}
         nested = {"layout": Layout(**known["layout"]), "ranks": Ranks(**known["ranks"])}
@@ -98,13 +98,13 @@ class Run:
 
     @staticmethod
     def read(path: Path) -> Run:
-        """The run whose record lies in a file, or in a folder. Raises ReshardError."""
+        """The run recorded in a file, or in a folder. Raises ReshardError."""
         file = path / RECORD if path.is_dir() else path
         return Run.of_dict(read_record(file))
 
 
 def read_record(file: Path) -> dict[str, Any]:
-    """The content of a `run.json`. Raises ReshardError if there is none, or if it is none."""
+    """The content of a `run.json`. Raises ReshardError if it is missing or invalid."""
     try:
         content = json_of(file.read_bytes())
         Run.of_dict(content)
@@ -129,14 +129,14 @@ def read_record(file: Path) -> dict[str, Any]:
 
 
 def put(path: Path, content: Any) -> None:
-    """Write JSON whole or not at all."""
+    """Write JSON atomically."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(json.dumps(content, indent=2, ensure_ascii=False, default=str), encoding="utf-8")
     partial.replace(path)
 
 
 def conclude(output: Path, outcome: str) -> None:
-    """Write down in the record of the run in `output` how it ended. Raises OSError."""
+    """Record how the run in `output` ended. Raises OSError."""
     file = output / RECORD
     if file.is_file():
         put(file, {**read_record(file), "outcome": outcome})

@@ -1,4 +1,4 @@
-"""A run from its request to its folder: look, launch, finish."""
+"""Run a request completely: preflight, launch, finish."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How far a run came. `status` is that of the command: 0 done, 1 failed, 128 and the signal that ended it."""
+    """How a run ended. `status` is that of the command: 0 done, 1 failed, 128 plus the signal that ended it."""
 
     status: int
     preflight: Preflight | None = None
     finished: Finished | None = None
     submitted: Submitted | None = None
-    """The job, where the run was handed to Slurm."""
+    """The job, if the run was submitted to Slurm."""
 
     def __bool__(self) -> bool:
         """Whether the run, and every check of its output, succeeded."""
@@ -57,11 +57,11 @@ def start(
     language: str = "en",
     on_preflight: Callable[[Preflight], None] = lambda found: None,
 ) -> Outcome:
-    """Train, or be one of the ranks that train, and make the folder at the end.
+    """Train, or be one of the training ranks, and make the final folder.
 
-    Of the processes of a run one speaks for all: it looks before, and finishes after. A dry run can be for a `machine`
-    that is not here. Raises ReshardError with all that forbids the run, and nothing started; also where ranks refuse to
-    go on.
+    One process of a run acts for all: it runs the preflight, and finishes. A dry run can be for another `machine`.
+    Raises ReshardError with everything that prevents the run, before anything is started; also if ranks refuse to
+    continue.
     """
     from reshard.train.engines import engine_of
     from reshard.train.launching import launch
@@ -106,7 +106,7 @@ OF_THIS_MACHINE = (
     "vllm-server-unreachable",
     "vllm-server-on-same-gpus",
 )
-"""What is wrong with a run here, and may be right on the nodes of a job."""
+"""Problems of a run on this machine that may not exist on the nodes of a job."""
 
 
 def submit(
@@ -118,7 +118,7 @@ def submit(
     overwrite: bool = False,
     on_preflight: Callable[[Preflight], None] = lambda found: None,
 ) -> Outcome:
-    """Look, and hand the run to Slurm with the settings of `--slurm`. Raises ReshardError with all that forbids it."""
+    """Check a run, and submit it to Slurm with the settings of `--slurm`. Raises ReshardError for all its problems."""
     from reshard.train.launching import slurm
     from reshard.train.preconditions import config_problems
     from reshard.train.preflight import preflight
@@ -161,7 +161,7 @@ def _through(
 
 
 def clear(run: Run) -> None:
-    """Remove what an earlier run left in the output. Raises ReshardError if none made it, or this run reads it."""
+    """Remove the files of an earlier run. Raises ReshardError if the output is not a run's, or this run reads it."""
     from reshard.train.outputs import cleared, made
 
     problems = list(cleared(run))

@@ -1,4 +1,4 @@
-"""The tokenizer of a model as it is before a run starts: it opens, makes tokens of text, and ends."""
+"""Check the tokenizer of a model before a run starts: it loads, encodes text, and has an end token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reshard.train.run import Run
 
 
 def tokenizer_of(run: Run, options: dict[str, Any]) -> Any:
-    """The tokenizer with its template. Raises ReshardError if there is none, or one that knows nothing."""
+    """The tokenizer with its template. Raises ReshardError if it is missing, or has no vocabulary."""
     remedy = "copy the tokenizer of the base model into the folder"
     if not find_companions(run.model).has_tokenizer:
         raise ReshardError(

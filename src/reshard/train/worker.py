@@ -1,4 +1,4 @@
-"""What each rank runs: `python -m reshard.train.worker RUN.json`, under torchrun, Slurm or `accelerate launch`."""
+"""The program of each rank: `python -m reshard.train.worker RUN.json`, under torchrun, Slurm or `accelerate launch`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from reshard.train.show import trackers
 from reshard.train.show.monitor import Metrics, monitor_of
 
 TRAINED = "trained.json"
-"""What a finished run leaves for `finish.py`: the last checkpoint and the digests of its weights."""
+"""What a finished run writes for `finish.py`: the last checkpoint and the digests of its weights."""
 PROBLEMS = "problems.json"
-"""What the first rank that refuses to go on leaves for the launcher: a list of problems."""
+"""What the first rank that refuses to continue writes for the launcher: a list of problems."""
 REFUSED = 2
-"""The exit status of a rank that refuses to go on."""
+"""The exit status of a rank that refuses to continue."""
 
 
 def work(run: Run, monitor: Metrics) -> None:
-    """One rank's part of a run. Raises what the engine raises, and Stopped after a signal."""
+    """Run one rank. Raises what the engine raises, and Stopped after a signal."""
     try:
         trained = engine_of(run).train(run, monitor)
     except signals.Stopped as stop:
@@ -50,7 +50,7 @@ def first() -> bool:
 
 
 def claim(output: Path, problems: Sequence[Problem]) -> bool:
-    """Whether this rank is the first to refuse; then its problems are written down, and no other's."""
+    """Whether this rank is the first to refuse; if so, it writes its problems for the launcher."""
     partial = output / f".{PROBLEMS}.{os.getpid()}"
     partial.write_text(json.dumps([problem.as_dict() for problem in problems]), encoding="utf-8")
     try:
@@ -63,14 +63,14 @@ def claim(output: Path, problems: Sequence[Problem]) -> bool:
 
 
 def claimed(output: Path) -> list[Problem]:
-    """The problems that a rank has written down; none if no rank refused."""
+    """The problems that a rank has written; none if no rank refused."""
     with suppress(OSError, ValueError, TypeError):
         return [Problem(**each) for each in json.loads((output / PROBLEMS).read_text(encoding="utf-8"))]
     return []
 
 
 def _leave_group() -> None:
-    """End the process group where the engine has left one, so that no rank waits for another at exit."""
+    """Destroy the process group if the engine left one, so that no rank waits for another at exit."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
@@ -78,16 +78,16 @@ def _leave_group() -> None:
 
 
 def main(record: Path) -> None:
-    """Be a rank that torchrun has started. Refusals go to the launcher, all else is a traceback in the log.
+    """Run a rank that torchrun started. Refusals go to the launcher, other errors are tracebacks in the log.
 
-    A rank that a signal has stopped ends with status 0, so that torchrun does not start it again.
+    A rank that a signal stopped ends with status 0, so that torchrun does not restart it.
     """
     end_with_parent()
     torchrun.wait()
     run = Run.read(record)
     if restarted():
         if claimed(run.output):
-            sys.exit(REFUSED)  # what was refused would be refused again
+            sys.exit(REFUSED)  # it would be refused again
         run = replace(run, resume=True)
     try:
         with signals.listening(None):
@@ -101,7 +101,7 @@ def main(record: Path) -> None:
 
 
 def restarted() -> bool:
-    """Whether torchrun has started this rank again, after one of them had failed."""
+    """Whether torchrun has restarted this rank after one had failed."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 

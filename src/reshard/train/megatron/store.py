@@ -193,7 +193,7 @@ def resume(trainee: Trainee) -> int:
 
 
 def _refuse_other_optimizer(folder: Path, stored: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Refuse distributed optimizer states for a plain optimizer, and vice versa; plain ones of other expert sharding."""
+    """Refuse distributed optimizer states for a plain optimizer, and vice versa; plain ones with other experts."""
     name = "use_distributed_optimizer"
     spread = [args["expert_model_parallel_size"] > 1 for args in (stored, ours)]
     if stored[name] != ours[name] or (not ours[name] and spread[0] != spread[1]):
