@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -27,12 +27,19 @@ TESTS = "tests"
 class Environment:
     """`packages` are installed with what they require, `alone` without.
 
-    Both find what lies in the environment that this one lies `on`, and hide it where they have it too.
+    Both find what lies in the environment that this one lies `on`, and hide it where they have it too. `build` holds
+    variables for the builds of what is installed alone.
     """
 
     packages: tuple[str, ...]
     alone: tuple[str, ...] = ()
     on: str = ""
+    build: tuple[str, ...] = field(default=(), repr=False)
+
+    @property
+    def made_of(self) -> str:
+        """What tells an environment that is up to date from one that is not."""
+        return " ".join((str(self), *self.build))
 
 
 ENVIRONMENTS = {
@@ -56,6 +63,8 @@ ENVIRONMENTS = {
         ("hjson", "msgpack", "py-cpuinfo", "einops", "ninja", "setuptools", "wheel"),
         ("deepspeed==0.19.8",),
         on=TESTS,
+        # Built on first use instead, it takes minutes, and a process that is killed leaves its lock to all others.
+        build=("DS_ACCELERATOR=cpu", "DS_BUILD_SHM_COMM=1"),
     ),
     "torchtitan": Environment(
         ("einops", "tyro", "typeguard", "docstring_parser"),
@@ -139,7 +148,7 @@ def python(name: str) -> str:
     with (CACHE / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tests run side by side
         # An installation that was cut short has no such file, and one that is out of date says so.
-        if not ready.exists() or ready.read_text() != str(wanted):
+        if not ready.exists() or ready.read_text() != wanted.made_of:
             subprocess.run([below, "-m", "venv", "--clear", folder], check=True)
             if wanted.on:
                 _lie_on(interpreter, below)
@@ -147,11 +156,12 @@ def python(name: str) -> str:
             if wanted.packages:
                 subprocess.run([*pip, *wanted.packages], check=True)
             if wanted.alone:
-                build = {**os.environ, "DS_BUILD_OPS": "0"}
+                build = {**os.environ, "DS_BUILD_OPS": "0", **dict(each.split("=") for each in wanted.build)}
+                anew = ["--no-cache-dir"] if wanted.build else []  # not a wheel that was built without them
                 subprocess.run(
-                    [*pip, "--no-deps", "--no-build-isolation", *wanted.alone], check=True, env=build
+                    [*pip, *anew, "--no-deps", "--no-build-isolation", *wanted.alone], check=True, env=build
                 )
-            ready.write_text(str(wanted))
+            ready.write_text(wanted.made_of)
     return str(interpreter)
 
 
