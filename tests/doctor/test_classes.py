@@ -249,6 +249,19 @@ CALLS = {
         f"{SITE}/accelerate/commands/config/config_args.py",
     ): ("config-newer", "-U accelerate"),
     "AttributeError: module 'numpy' has no attribute 'typeDict'": ("gone-before", "numpy<"),
+    "TypeError: TrainingArguments.__init__() got an unexpected keyword argument 'learning_rat'": (
+        "argument-misspelled",
+        "Write `learning_rate=`",
+    ),
+    raised(
+        "TypeError: Attention.__init__() got an unexpected keyword argument 'frob'",
+        "return module(",
+        f"{SITE}/megatron/core/transformer/spec_utils.py",
+    ): ("call-unknown", "-U megatron-core"),
+    "AttributeError: /venv/lib/python3.11/site-packages/bitsandbytes/libbitsandbytes_cpu.so: undefined symbol: "
+    "cdequantize_blockwise_fp16_nf4": ("library-for-cpu", "torch.version.cuda"),
+    "AttributeError: /venv/lib/python3.11/site-packages/bitsandbytes/libbitsandbytes_cuda124.so: undefined symbol: "
+    "cgemm_4bit": ("library-of-other-release", "uninstall"),
 }
 
 REFUSALS = {
@@ -266,6 +279,14 @@ REFUSALS = {
     "RuntimeError: only Tensors of floating point and complex dtype can require gradients": (
         "gradient-of-integers",
         "get_peft_model",
+    ),
+    "ValueError: Please specify `target_modules` or `target_parameters` in `peft_config`": (
+        "setting-not-given",
+        "all-linear",
+    ),
+    "ValueError: Blockwise quantization only supports 16/32-bit floats, but got torch.uint8": (
+        "already-quantized",
+        "Quantize once",
     ),
     "ValueError: Cannot flatten integer dtype tensors": ("fsdp-integers", "bnb_4bit_quant_storage"),
     "x.RepositoryNotFoundError: 404 Client Error: Repository Not Found for url: https://huggingface.co/a": (
@@ -291,6 +312,10 @@ PARTS = {
         "assert a, b",
         f"{SITE}/deepspeed/runtime/zero/partitioned_param_coordinator.py",
     ): "set_z3_leaf_modules",
+    "ValueError: [deepspeed] failed to resume from checkpoint out/checkpoint-8": "save_only_model",
+    raised(
+        "AssertionError", "assert len(self.ckpt_list) > 0", f"{SITE}/deepspeed/runtime/state_dict_factory.py"
+    ): ("on its own disk"),
     "RuntimeError: ptrDesc->finalize()": "LD_LIBRARY_PATH",
     "RuntimeError: CUDA error: unspecified launch failure": "dmesg",
     raised("TypeError: not a string", "return _sentencepiece.SentencePieceProcessor_LoadFromFile(self, a)"): (

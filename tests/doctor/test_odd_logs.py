@@ -53,6 +53,50 @@ def test_a_traceback_whose_lines_were_joined_is_not_taken_for_a_clean_log() -> N
     assert found.code == UNKNOWN and found.certainty == "possible"
 
 
+def test_an_assertion_in_somebody_s_own_sentence_is_a_failure() -> None:
+    (found,) = diagnose_text("log", "多机续训时报错assert len(self.frobs) > 0")
+    assert "assert len(self.frobs) > 0" in found.rule.en + found.remedy.en
+
+
+def test_a_title_above_a_traceback_that_is_cut_off_has_its_frames() -> None:
+    cut = 'Traceback (most recent call last):\n[rank2]:   File "/a/megatron/training/initialize.py", line 5, in start\n'
+    found = diagnose_text("log", f"TypeError: frob() got an unexpected keyword argument 'size'\n\n{cut}")[0]
+    assert found.code == "call-unknown" and "initialize.py:5 start" in found.rule.en
+
+
+def test_the_exception_of_a_process_that_spawned_another_is_a_consequence() -> None:
+    spawned = """\
+Traceback (most recent call last):
+  File "/a/train.py", line 9, in <module>
+    mp.spawn(main_worker, nprocs=2)
+torch.multiprocessing.spawn.ProcessRaisedException:
+
+-- Process 1 terminated with the following error:
+KeyError: 'frob'
+"""
+    assert "KeyError: 'frob'" in diagnose_text("log", spawned)[0].rule.en
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("language_model", "multimodal model"),
+        ("_orig_mod", "torch.compile"),
+        ("base_model", "not merged"),
+        ("lm_head", "tied embeddings"),
+        ("layers.0.mlp.down_proj.weight_scale", "quantization scale"),
+    ],
+)
+def test_a_name_that_an_engine_has_no_place_for_says_what_to_do(name: str, way: str) -> None:
+    said = f"ValueError: There is no module or parameter named '{name}' in Qwen3ForCausalLM"
+    assert way in diagnose_text("log", said)[0].remedy.en
+
+
+def test_few_words_are_like_no_entry() -> None:
+    (found,) = diagnose_text("log", "TypeError: no frob")
+    assert "Similar entries" not in found.remedy.en
+
+
 LOAD = """
 import sys
 import torch

@@ -64,6 +64,8 @@ def finding(root: Traceback, log: Log, place: Place) -> Finding | None:
 
 def _of_count(came: int, every: int, heard: set[int], log: Log) -> Text:
     """Who is missing where only numbers are told: those that the log hears nothing of."""
+    if came > every and every and came % every == 0:
+        return words("absent-times", came=came, world=every, times=came // every)
     if came > every:
         return words("absent-more", came=came, world=every)
     silent = [rank for rank in range(min(every, MOST)) if rank not in heard]

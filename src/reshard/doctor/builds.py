@@ -85,7 +85,17 @@ def _undefined(text: str, log: Log) -> Told | None:
         package = _package_of(match["file"])
         way = words("for-one-torch" if package in _FOR_ONE_TORCH else "built-here", package=package)
         return "extension-abi", {**values, "package": package, "way": way}
-    return ("cuda-libraries-mixed", values) if _OF_CUDA.search(symbol) else None
+    if _OF_CUDA.search(symbol):
+        return "cuda-libraries-mixed", values
+    own = re.search(r"(?:site|dist)-packages/(\w+)/", match["file"])
+    if own is None or not text.startswith("AttributeError"):  # what ctypes raises, not an import
+        return None
+    values["package"] = own[1].replace("_", "-")
+    return ("library-for-cpu" if _FOR_CPU.search(match["file"]) else "library-of-other-release"), values
+
+
+_FOR_CPU = re.compile(r"_cpu\.so")
+"""A package's library for machines without a GPU, loaded where none was found."""
 
 
 def _package_of(file: str) -> str:

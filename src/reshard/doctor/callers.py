@@ -15,6 +15,7 @@ from reshard.doctor.pythons import installed_of, place_in_code, update_of
 from reshard.doctor.reading import clipped
 from reshard.doctor.rules import told
 from reshard.doctor.words import words
+from reshard.suggest import closest
 
 Told = tuple[str, dict[str, object]]
 """The id of a rule, and what fills its braces."""
@@ -67,6 +68,8 @@ def _unknown(root: Traceback) -> Told | None:
     match = _UNKNOWN.match(root.said)
     if match is None:
         return None
+    if misspelled := _misspelled(match["function"], match["name"]):
+        return misspelled
     kind, _, method = match["function"].rpartition(".")
     package = installed_of(root) or (_owner_of(kind) if kind else "")
     if not package:
@@ -76,6 +79,22 @@ def _unknown(root: Traceback) -> Told | None:
     if made and method == "__init__" and re.search(r"/config\w*/|config\w*\.py", "".join(root.frames[-1:])):
         return "config-newer", shown
     return "call-unknown", {**shown, "update": words("update-asker", package=package)}
+
+
+def _misspelled(function: str, name: str) -> Told | None:
+    """An argument that no release of a function has, but for one that is spelled almost so."""
+    for own in tables(ROOTS) if "." in function else ():
+        known = own.ever(function)
+        near = closest(name, known, cutoff=ALIKE) if name not in known else []
+        if near:
+            there = own.own_parameter(function, near[0]).there
+            shown = {"function": function, "name": name, "near": near[0], "package": own.package}
+            return "argument-misspelled", {**shown, "since": own.versions[min(there, default=0)]}
+    return None
+
+
+ALIKE = 0.85
+"""How alike an argument has to be to the one that was meant."""
 
 
 def _owner_of(kind: str) -> str:

@@ -90,9 +90,9 @@ _WORKER = rf"CalledProcessError(?!: Command ['\"]?\[?['\"](?!{_STARTS_WORKERS}))
 """Of a command that starts workers, not of a compiler or another tool."""
 _STEP = r"^\w+: [^\n]{0,60}exited with non-zero status \d"
 _CONSEQUENCE = re.compile(
-    rf"ChildFailedError|SignalException|{_WORKER}|KeyboardInterrupt|Connection (?:reset|closed) by peer"
-    r"|Broken pipe|NCCL.{0,500}(?:aborted|remote process exited)|ActorDiedError|RayTaskError"
-    r"|Socket Timeout|DistNetworkError"
+    rf"ChildFailedError|ProcessRaisedException|ProcessExitedException|SignalException|{_WORKER}|KeyboardInterrupt"
+    r"|Connection (?:reset|closed) by peer|Broken pipe|NCCL.{0,500}(?:aborted|remote process exited)|ActorDiedError"
+    r"|RayTaskError|Socket Timeout|DistNetworkError"
 )
 
 
@@ -113,7 +113,11 @@ def loose_failure(lines: Sequence[Line]) -> Traceback | None:
     tracebacks that are cut off, and exit statuses; among several alike the first. Of what processes say that lost
     another one, none counts.
     """
-    after = _after_progress(lines)
+    found = _loose(_after_progress(lines))
+    return found and _with_frames(found, lines)
+
+
+def _loose(after: Sequence[Line]) -> Traceback | None:
     ended = next((at for at, line in enumerate(after) if "ChildFailedError" in line.text), len(after))
     for search in (_exception, _within, _assertion, _logged, _address):
         for at, line in enumerate(after):
@@ -125,6 +129,18 @@ def loose_failure(lines: Sequence[Line]) -> Traceback | None:
     if quoted:
         return _failure(after, quoted[0], *quoted[1])
     return _cut_off(after) or _exit_status(after) or _begun(after) or _unnamed(after) or _last_words(after)
+
+
+def _with_frames(failure: Traceback, lines: Sequence[Line]) -> Traceback:
+    """A failure that somebody wrote above its traceback, as the title of it, with the frames below."""
+    below = [line for line in lines if line.number > failure.end]
+    start = next((at for at, line in enumerate(below) if START in line.text), None)
+    if failure.frames or not failure.exception or failure.exception == CUT_OFF or start is None:
+        return failure
+    shown = below[start:]
+    failure.frames = [frame for line in shown if (frame := frame_of(line.text))]
+    failure.source = source_of(list(shown))
+    return failure
 
 
 def _after_progress(lines: Sequence[Line]) -> Sequence[Line]:
@@ -274,6 +290,9 @@ _PYTHONS_OWN = {
         r"cannot import name ['\"`]|(?<![\w./+@-])[\w./+@-]{1,300}\.so\S{0,40}: undefined symbol: \w"
     ),
     "ModuleNotFoundError": re.compile(r"No module named ['\"`]"),
+    "AssertionError": re.compile(
+        r"(?<![A-Za-z0-9_])assert [\w.\[\]'\"()]{1,80} (?:is(?: not)?|==|!=|<=?|>=?|(?:not )?in) [\w.'\"\[\]()]{1,60}"
+    ),
 }
 """What Python itself says, by the exceptions that people leave out."""
 

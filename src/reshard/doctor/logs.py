@@ -40,7 +40,7 @@ from reshard.doctor.sentences import asks, needs, stated
 from reshard.doctor.shapes import computed, contradict
 from reshard.doctor.spelling import Usage, spelled
 from reshard.doctor.upstream import own_code, search_of
-from reshard.doctor.weightnames import of_names
+from reshard.doctor.weightnames import of_names, way_of
 from reshard.doctor.words import words
 from reshard.errors import ReshardError
 from reshard.shown import shown_lines
@@ -290,7 +290,10 @@ def _with_table(root: Traceback, log: Log) -> str:
 
 def _cure(match: Match, log: Log) -> Text:
     root = first_sign(log)
-    return filled_in(match.entry.cure, root, log) if match.entry.id in BY_KIND and root else match.entry.cure
+    if root and match.entry.id in BY_KIND:
+        return filled_in(match.entry.cure, root, log)
+    way, cure = way_of(root) if root and match.at_root else None, match.entry.cure
+    return Text(f"{way.en}\n{cure.en}", f"{way.zh}\n{cure.zh}") if way else cure
 
 
 def _last_line(root: Traceback, log: Log) -> Place:
@@ -362,6 +365,8 @@ def _quoted(said: str) -> str:
 
 
 _WORD = re.compile(r"[A-Za-z_][A-Za-z_.]{2,}")
+FEWEST = 5
+"""Words of a failure from which on entries are compared with it: fewer are in any message."""
 LIKE = 0.3
 """The share of a failure's words, rare ones counting more, that an entry has to have to come near it."""
 
@@ -370,6 +375,8 @@ def nearest(text: str, entries: Iterable[Entry], count: int = 3) -> list[str]:
     """The ids of entries whose excerpts share most words with a text; rare words count most."""
     known = {entry.id: set(_WORD.findall(entry.excerpt.lower())) for entry in entries}
     asked = set(_WORD.findall(text.lower()))
+    if len(asked) < FEWEST:
+        return []
     weight = {word: 1 / (1 + sum(word in each for each in known.values())) for word in asked}
     total = sum(weight.values())
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 
 from reshard.doctor.finding import Finding, Place, Text
-from reshard.doctor.history.table import Table, tables
+from reshard.doctor.history.table import PACKAGES, Table, tables
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.reading import clipped
 from reshard.doctor.rules import told
@@ -122,8 +122,8 @@ def installed_of(root: Traceback) -> str:
     """The package in which a failure's innermost frame lies; "" for a script and for Python itself."""
     frame = root.frames[-1].replace("\\", "/") if root.frames else ""
     match = _INSTALLED.search(frame)
-    found = match["name"] if match else package_of(frame)
-    return (found or "").partition("/")[0].replace("_", "-")
+    found = (match["name"] if match else package_of(frame) or "").partition("/")[0]
+    return PACKAGES.get(found, found.replace("_", "-"))
 
 
 _INSTALLED = re.compile(r"(?:site|dist)-packages/(?P<name>[A-Za-z]\w*)/")

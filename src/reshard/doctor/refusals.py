@@ -88,9 +88,10 @@ def _schema(said: str, log: Log) -> Told | None:
     if match is None or match["type"] == "extra_forbidden" or "Extra inputs" in match["what"]:
         return None  # a key that is not known: see `arguments.py`
     value = match["value"] or ""
-    given = (
-        words("value-given", value=clipped(value, 120), kind=match["is"] or "?") if value else Text.same("")
-    )
+    given = Text.same("")
+    if value:
+        told_value = words("value-given", value=clipped(value, 120), kind=match["is"] or "?")
+        given = Text(f" {told_value.en}", told_value.zh)
     shown = {
         "field": match["field"],
         "of": match["of"].strip(),
@@ -107,6 +108,27 @@ def _choice(said: str, log: Log) -> Told | None:
     if not match["value"] and "required" in said:
         return "argument-required", {"name": match["name"]}
     return "choice-refused", {**match.groupdict("?")}
+
+
+_GIVE = r"(?:specif(?:y|ied)|provided?|set|pass(?:ed)?|given?)"
+_NOT_GIVEN = tuple(
+    re.compile(pattern)
+    for pattern in (
+        rf"[Pp]lease {_GIVE} (?:(?:the|a|an) )?[`'\"](?P<name>[\w.-]+)[`'\"]"
+        r"(?: (?:in|for|of|to) (?:the )?[`'\"](?P<of>[\w.-]+)[`'\"])?",
+        rf"[`'\"](?P<name>[\w.-]+)[`'\"] (?:must|has to|should|needs to) be {_GIVE}\b(?P<of>)",
+        rf"[Yy]ou (?:must|have to|should|need to) {_GIVE} (?:(?:the|a|an) )?[`'\"](?P<name>[\w.-]+)[`'\"](?P<of>)",
+    )
+)
+
+
+def _not_given(said: str, log: Log) -> Told | None:
+    """A setting without a value, which the message asks for."""
+    match = next((hit for pattern in _NOT_GIVEN if (hit := pattern.search(said))), None)
+    if match is None:
+        return None
+    of = Text(f" of `{match['of']}`", f"（属于 `{match['of']}`）") if match["of"] else Text.same("")
+    return "setting-not-given", {"name": match["name"], "of": of}
 
 
 # ------------------------------------------------------------------------------------------ the hub
@@ -159,7 +181,15 @@ _FLAT = re.compile(
 )
 
 
+_PACKED = re.compile(
+    r"(?:only supports?|[Ee]xpected|must be|support(?:s|ed) (?:only|for))[^\n]{0,80}(?:float|half|bit)[^\n]{0,60}"
+    r"(?:got|found|is) (?:torch\.)?(?P<dtype>u?int8)\b"
+)
+
+
 def _dtypes(said: str, log: Log) -> Told | None:
+    if packed := _PACKED.search(said):
+        return "already-quantized", {"dtype": packed["dtype"]}
     if _FLAT.search(said):
         return "fsdp-integers", {}
     if _GRADIENT.search(said):
@@ -204,5 +234,5 @@ def _cuda(said: str, log: Log) -> Told | None:
 
 
 _ASKED: tuple[Callable[[str, Log], Told | None], ...] = (
-    *(_tiktoken, _generated, _broken_off, _schema, _choice, _python, _cuda, _hub, _dtypes),
+    *(_tiktoken, _generated, _broken_off, _schema, _choice, _python, _cuda, _hub, _dtypes, _not_given),
 )

@@ -7,7 +7,7 @@ from collections import Counter
 from itertools import product
 from typing import NamedTuple
 
-from reshard.doctor.finding import Finding, Place
+from reshard.doctor.finding import Finding, Place, Text
 from reshard.doctor.log import Log, Traceback
 from reshard.doctor.rules import told
 from reshard.doctor.words import words
@@ -77,7 +77,7 @@ def of_names(root: Traceback, log: Log) -> Finding | None:
     if names.missing and not names.unexpected and _LLAMA_CPP.search(log.text):
         kind = "gguf"
     if _ENGINE.search(log.text) and "KeyError" in root.said and names.unexpected and not names.missing:
-        kind, values = _of_engine(names.unexpected[0])
+        kind, values = _of_engine(names.unexpected[0], log)
     elif (
         root.exception == "KeyError"
         and not names.missing
@@ -96,10 +96,42 @@ _ENGINE = re.compile(r"/(?:vllm|sglang)/|\bparams_dict\[")
 _LLAMA_CPP = re.compile(r"llama_model_load|llama_load_model|convert_hf_to_gguf|gguf")
 
 
-def _of_engine(name: str) -> tuple[str, dict[str, object]]:
+_PACKS = re.compile(
+    r"\b[48][ -]?bit\b|\bbnb\b|bitsandbytes|\b(?:awq|gptq)\b|quantization=(?!None)", re.IGNORECASE
+)
+"""What a log of a quantized checkpoint names."""
+
+
+def _of_engine(name: str, log: Log) -> tuple[str, dict[str, object]]:
     """The same for a weight that an inference engine has no parameter for."""
     what = "scale" if _QUANTIZED.search(name) else "adapter" if _ADAPTER.search(name) else "weight"
+    if what == "weight" and _PACKS.search(log.text):
+        what = "packed"
     return "engine", {"what": words(f"engine-{what}"), "way": words(f"engine-{what}-way")}
+
+
+_NO_PLACE = re.compile(r"no module or parameter named ['\"](?P<name>[\w.]+)['\"] in (?P<model>\w+)")
+_PLACES = (
+    ("scale", _QUANTIZED),
+    ("compiled", re.compile(r"^_orig_mod\b")),
+    ("adapter", re.compile(rf"{_ADAPTER.pattern}|^base_model\b")),
+    (
+        "multimodal",
+        re.compile(
+            r"(?:^|\.)(?:language_model|vision\w*|visual|multi_modal_projector|image_\w+|audio_\w+|mm_\w+)\b"
+        ),
+    ),
+    ("head", re.compile(r"^(?:lm_head|embed_out)\b")),
+    ("wrapped", re.compile(r"^(?:module|_fsdp_wrapped_module|actor|policy|pretrained_model)\b")),
+)
+"""What a name is that a model's class has no place for. The first that fits counts."""
+
+
+def way_of(root: Traceback) -> Text | None:
+    """What to do about the one name that an engine's model class has no place for, if the name says it."""
+    match = _NO_PLACE.search(root.said)
+    kind = match and next((kind for kind, pattern in _PLACES if pattern.search(match["name"])), None)
+    return words(f"no-place-{kind}", **match.groupdict()) if match and kind else None
 
 
 def _names(root: Traceback, log: Log) -> Names:
