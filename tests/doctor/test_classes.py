@@ -313,9 +313,6 @@ PARTS = {
         f"{SITE}/deepspeed/runtime/zero/partitioned_param_coordinator.py",
     ): "set_z3_leaf_modules",
     "ValueError: [deepspeed] failed to resume from checkpoint out/checkpoint-8": "save_only_model",
-    raised(
-        "AssertionError", "assert len(self.ckpt_list) > 0", f"{SITE}/deepspeed/runtime/state_dict_factory.py"
-    ): ("on its own disk"),
     "RuntimeError: ptrDesc->finalize()": "LD_LIBRARY_PATH",
     "RuntimeError: CUDA error: unspecified launch failure": "dmesg",
     raised("TypeError: not a string", "return _sentencepiece.SentencePieceProcessor_LoadFromFile(self, a)"): (

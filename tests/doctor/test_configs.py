@@ -131,21 +131,21 @@ def only(found: list[Finding]) -> Finding:
 
 
 @pytest.mark.parametrize("case", TRAPS)
-def test_a_trap_is_found_with_its_line_and_the_mended_line(tmp_path: Path, case: str) -> None:
-    content, identifier, mended = TRAPS[case]
+def test_a_trap_is_found_with_its_line_and_the_fixed_line(tmp_path: Path, case: str) -> None:
+    content, identifier, fixed = TRAPS[case]
     found = only(reshard.diagnose(written(tmp_path, content)))
     lines = content.splitlines()
     assert found.code == identifier
     assert all(place.line and lines[place.line - 1].strip() == place.text for place in found.places)
-    assert [place.mended for place in found.places if place.mended] == [mended] * bool(mended)
+    assert [place.fixed for place in found.places if place.fixed] == [fixed] * bool(fixed)
 
 
 @pytest.mark.parametrize("case", [case for case in TRAPS if TRAPS[case][2]])
-def test_the_mended_lines_mend_the_config(tmp_path: Path, case: str) -> None:
+def test_the_fixed_lines_fix_the_config(tmp_path: Path, case: str) -> None:
     lines = TRAPS[case][0].splitlines()
     for place in only(reshard.diagnose(written(tmp_path, TRAPS[case][0]))).places:
-        if place.mended and place.line:
-            lines[place.line - 1] = lines[place.line - 1].replace(place.text, place.mended)
+        if place.fixed and place.line:
+            lines[place.line - 1] = lines[place.line - 1].replace(place.text, place.fixed)
     assert reshard.diagnose(written(tmp_path, "\n".join(lines))) == []
 
 
@@ -173,18 +173,18 @@ def test_a_sound_config_has_no_finding(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "mended"),
+    ("content", "fixed"),
     [
         ("distributed_type: MULTI_GPU\nmixed_precision: bf16\n", "mixed_precision: fp16"),
         (f"{SFT}finetuning_type: lora\nflash_attn: fa2\n", "flash_attn: sdpa"),
     ],
 )
 def test_what_the_gpus_of_this_machine_lack(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, mended: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, fixed: str
 ) -> None:
     monkeypatch.setattr(configs, "find_gpus", lambda: ([Gpu("Tesla V100", 7.0, 0)], "570"))
     found = only(reshard.diagnose(written(tmp_path, content)))
-    assert found.code == "env-no-bf16" and found.places[0].mended == mended
+    assert found.code == "env-no-bf16" and found.places[0].fixed == fixed
 
 
 @pytest.mark.parametrize(("name", "line"), [("run.yaml", 3), ("run.json", 2)])

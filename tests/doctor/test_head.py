@@ -1,7 +1,7 @@
 """The five failures that the doctor exists for: real runs, each told from its log, its script, and its checkpoint.
 
 The fast tests read the logs beside the scripts; the slow ones make them anew with the frameworks of their time, and go
-on to the cure: the line is mended, or the command typed, and the same run goes through.
+on to the cure: the line is fixed, or the command typed, and the same run goes through.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ CASES = {
         "script-device-map",
         "device_map=None",
     ),
-    "finetune-mended": Told(
+    "finetune-fixed": Told(
         "old-gc-crash",
         None,
         "checkpoint-old-gradient-checkpointing",
@@ -219,13 +219,13 @@ def test_the_run_made_anew_fails_and_is_told_alike(name: str, tmp_path: Path) ->
     assert both[0].code == (CASES[name].script or CASES[name].log) and both[0].certainty == "sure"
 
 
-def mend(script: Path) -> None:
+def fix(script: Path) -> None:
     """Put the lines that the doctor gives in the place of those that it found."""
     lines = script.read_text().splitlines()
     for finding in reshard.diagnose(script):
         for place in finding.places:
-            if place.mended:
-                lines[place.line - 1] = lines[place.line - 1].replace(place.text, place.mended)
+            if place.fixed:
+                lines[place.line - 1] = lines[place.line - 1].replace(place.text, place.fixed)
     script.write_text("\n".join(lines) + "\n")
 
 
@@ -233,7 +233,7 @@ def mend(script: Path) -> None:
 @pytest.mark.parametrize("name", ["export", "grpo"])
 def test_the_run_goes_through_with_the_mended_line(name: str, tmp_path: Path) -> None:
     python = runs.prepared(name, tmp_path)
-    mend(tmp_path / script_of(name).name)
+    fix(tmp_path / script_of(name).name)
     status, log = runs.log_of(name, tmp_path, python)
     (tmp_path / "run.log").write_text(log)
     assert status == 0, log
@@ -242,11 +242,11 @@ def test_the_run_goes_through_with_the_mended_line(name: str, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_training_goes_through_without_the_old_method(tmp_path: Path) -> None:
-    python = runs.prepared("finetune-mended", tmp_path)
+    python = runs.prepared("finetune-fixed", tmp_path)
     for model in (tmp_path / "models").glob("*/modeling_qwen.py"):
         text = model.read_text()
         model.write_text(text[: text.index("    def _set_gradient_checkpointing")])
-    status, log = runs.log_of("finetune-mended", tmp_path, python)
+    status, log = runs.log_of("finetune-fixed", tmp_path, python)
     assert status == 0 and "finished" in log, log
 
 

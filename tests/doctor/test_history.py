@@ -278,12 +278,12 @@ SCRIPTS = {
 
 @pytest.mark.parametrize("case", SCRIPTS)
 def test_a_script_is_told_before_it_runs(case: str, tmp_path: Path) -> None:
-    text, identifier, mended = SCRIPTS[case]
+    text, identifier, fixed = SCRIPTS[case]
     script = tmp_path / "train.py"
     script.write_text(text)
     found = first(script)
     assert found.code == identifier
-    assert found.places[0].mended == mended
+    assert found.places[0].fixed == fixed
 
 
 CONFIGS = {
@@ -316,11 +316,11 @@ CONFIGS = {
 
 @pytest.mark.parametrize("case", CONFIGS)
 def test_a_slip_in_a_config_is_told_with_the_key_that_is_meant(case: str, tmp_path: Path) -> None:
-    name, text, identifier, mended = CONFIGS[case]
+    name, text, identifier, fixed = CONFIGS[case]
     config = tmp_path / name
     config.write_text(text)
     found = [each for each in reshard.diagnose(config) if each.code == identifier]
-    assert [place.mended for each in found for place in each.places] == [mended]
+    assert [place.fixed for each in found for place in each.places] == [fixed]
 
 
 # ----------------------------------------------------------------------------------------- how it is made

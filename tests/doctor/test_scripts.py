@@ -1,4 +1,4 @@
-"""Scripts are diagnosed by reading them: each trap with its line and the mended line, and nothing else."""
+"""Scripts are diagnosed by reading them: each trap with its line and the fixed line, and nothing else."""
 
 from __future__ import annotations
 
@@ -188,22 +188,22 @@ def diagnosed(folder: Path, body: str) -> list[Finding]:
 
 
 @pytest.mark.parametrize("case", TRAPS)
-def test_a_trap_is_found_with_its_line_and_the_mended_line(tmp_path: Path, case: str) -> None:
-    identifier, body, mended = TRAPS[case]
+def test_a_trap_is_found_with_its_line_and_the_fixed_line(tmp_path: Path, case: str) -> None:
+    identifier, body, fixed = TRAPS[case]
     (found,) = [each for each in diagnosed(tmp_path, body) if each.code == identifier]
     lines = body.splitlines()
     assert all(place.line and lines[place.line - 1].strip() == place.text for place in found.places)
-    assert not mended or mended in [place.mended for place in found.places]
+    assert not fixed or fixed in [place.fixed for place in found.places]
 
 
 @pytest.mark.parametrize("case", TRAPS)
-def test_the_mended_lines_mend_the_script(tmp_path: Path, case: str) -> None:
+def test_the_fixed_lines_mend_the_script(tmp_path: Path, case: str) -> None:
     identifier, body, _ = TRAPS[case]
     lines = body.splitlines()
     (found,) = [each for each in diagnosed(tmp_path, body) if each.code == identifier]
-    changes = {place.line: place for place in found.places if place.line and place.mended}
+    changes = {place.line: place for place in found.places if place.line and place.fixed}
     for line, place in changes.items():
-        lines[line - 1] = lines[line - 1].replace(place.text, place.mended)
+        lines[line - 1] = lines[line - 1].replace(place.text, place.fixed)
     assert identifier not in [each.code for each in diagnosed(tmp_path, "\n".join(lines))]
     assert changes
 

@@ -89,7 +89,7 @@ def test_a_script_is_read_by_the_encoding_that_it_declares(tmp_path: Path) -> No
     script = tmp_path / "run.py"
     script.write_bytes(f"# -*- coding: gbk -*-\n# 训练\n{SPREAD}  # 模型\nTrainer(model)\n".encode("gbk"))
     (found,) = reshard.diagnose(script)
-    assert found.code == "script-device-map" and "device_map=None)  # 模型" in found.places[0].mended
+    assert found.code == "script-device-map" and "device_map=None)  # 模型" in found.places[0].fixed
 
 
 # ------------------------------------------------------------------------------------------------ notebooks

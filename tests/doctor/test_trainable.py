@@ -38,9 +38,9 @@ def test_a_dtype_that_the_weights_do_not_have(folder: Path) -> None:
     change(folder / "config.json", dtype=other)
     found = {finding.code: finding for finding in reshard.diagnose(folder)}
     (place,) = found["checkpoint-dtype"].places
-    assert place.line and f'"{other}"' in place.text and place.mended != place.text
+    assert place.line and f'"{other}"' in place.text and place.fixed != place.text
     config = folder / "config.json"
-    config.write_text(config.read_text().replace(place.text, place.mended))
+    config.write_text(config.read_text().replace(place.text, place.fixed))
     assert "checkpoint-dtype" not in [finding.code for finding in reshard.diagnose(folder)]
 
 
@@ -63,7 +63,7 @@ def test_sampling_options_without_sampling_are_those_that_transformers_refuses_t
                 refused = True
             assert bool(found) == refused, (options, sampling)
             if found:
-                path.write_text(path.read_text().replace(found[0].places[0].text, found[0].places[0].mended))
+                path.write_text(path.read_text().replace(found[0].places[0].text, found[0].places[0].fixed))
                 GenerationConfig.from_pretrained(folder).save_pretrained(tmp_path / "saved")
 
 

@@ -24,7 +24,7 @@ from reshard.doctor.words import locale_language as locale_language
 from reshard.shown import escape, escape_lines
 
 LABELS = {
-    "en": {"why": "why", "cure": "cure", "where": "where", "mended": "fixed", "because": "because"}
+    "en": {"why": "why", "cure": "cure", "where": "where", "fixed": "fixed", "because": "because"}
     | {"sources": "sources", "also": "and so", "clean": "nothing wrong found"}
     | {"sure": "sure", "likely": "likely", "possible": "possible", "warning": "warning", "error": "error"}
     | {
@@ -41,7 +41,7 @@ LABELS = {
     }
     | {"hang": "hang", "silent": "silent", "symptom": "symptom"}
     | {"count": "{count} failures; `reshard doctor --explain ID` shows more"},
-    "zh": {"why": "原因", "cure": "解法", "where": "位置", "mended": "改为", "because": "依据"}
+    "zh": {"why": "原因", "cure": "解法", "where": "位置", "fixed": "改为", "because": "依据"}
     | {"sources": "来源", "also": "由此引起", "clean": "没有发现问题"}
     | {"sure": "确定", "likely": "很可能", "possible": "有可能", "warning": "警告", "error": "错误"}
     | {"absent": "未安装", "none": "–", "total": "共 {errors} 个错误、{warnings} 个警告；请先解决第一个"}
@@ -189,8 +189,8 @@ def _print_finding(finding: Finding, language: str) -> None:
         console.print(
             f"[bold]{words['where']}[/] {escape(words.get(str(place), str(place)))}  {escape(place.text)}"
         )
-        if place.mended:
-            console.print(f"[bold]{words['mended']}[/] {escape(place.mended)}")
+        if place.fixed:
+            console.print(f"[bold]{words['fixed']}[/] {escape(place.fixed)}")
     console.print(f"[bold]{words['why']}[/] {escape_lines(finding.rule.of(language))}")
     console.print(f"[bold]{words['cure']}[/]")
     _print_cure(finding.remedy.of(language))

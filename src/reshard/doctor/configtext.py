@@ -1,4 +1,4 @@
-"""The text of a config: its content, and for each key the line it stands in and that line mended."""
+"""The text of a config: its content, and for each key the line it stands in and that line fixed."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ class ConfigText:
         if spot is None or spot.value is None:
             return self.place(key)
         plain = isinstance(value, str) and value.isidentifier() and not self.path.endswith(".json")
-        return self._mended(spot, spot.value, str(value) if plain else json.dumps(value))
+        return self._fixed(spot, spot.value, str(value) if plain else json.dumps(value))
 
     def renamed(self, key: str, name: str) -> Place:
         """The line of a key with another key."""
         spot = self.spots.get(key)
         if spot is None:
             return self.place(key)
-        return self._mended(spot, spot.key, json.dumps(name) if self.path.endswith(".json") else name)
+        return self._fixed(spot, spot.key, json.dumps(name) if self.path.endswith(".json") else name)
 
     def dropped(self, key: str) -> Place:
         """The line of a key made a comment; JSON has none, so there only the line."""
@@ -100,10 +100,10 @@ class ConfigText:
         more = f'{place.text}{comma} "{name}": {json.dumps(value)}' + ("," if not comma else "")
         return Place(place.target, place.line, place.text, more)
 
-    def _mended(self, spot: _Spot, columns: tuple[int, int], by: str) -> Place:
+    def _fixed(self, spot: _Spot, columns: tuple[int, int], by: str) -> Place:
         line = self.lines[spot.line]
-        mended = line[: columns[0]] + by + line[columns[1] :]
-        return Place(self.path, spot.line + 1, line.strip(), mended.strip())
+        fixed = line[: columns[0]] + by + line[columns[1] :]
+        return Place(self.path, spot.line + 1, line.strip(), fixed.strip())
 
 
 def read_config(path: str) -> ConfigText:

@@ -42,12 +42,12 @@ class Text(str):
 
 @dataclass(frozen=True)
 class Place:
-    """Where it shows. `line` counts from 1, `text` is that line, `mended` what it should become."""
+    """Where it shows. `line` counts from 1, `text` is that line, `fixed` what it should become."""
 
     target: str
     line: int | None = None
     text: str = ""
-    mended: str = ""
+    fixed: str = ""
 
     def __str__(self) -> str:
         return self.target if self.line is None else f"{self.target}:{self.line}"

@@ -44,14 +44,14 @@ def grpo_arithmetic(given: Mapping[str, object], spot: Spot) -> Iterator[Finding
     sure = not fitting
     yield told(
         "script-grpo-arithmetic",
-        [spot(*_mended(numbers, batch, numbers.get("steps_per_generation", steps), group))],
+        [spot(*_fixed(numbers, batch, numbers.get("steps_per_generation", steps), group))],
         values,
         severity="error" if sure else "warning",
         certainty="sure" if sure else "possible",
     )
 
 
-def _mended(numbers: Mapping[str, int], batch: int, steps: int, group: int) -> tuple[str, int | None]:
+def _fixed(numbers: Mapping[str, int], batch: int, steps: int, group: int) -> tuple[str, int | None]:
     """The key to change, and the next larger value that fits every number of processes."""
     if "generation_batch_size" in numbers:
         if "steps_per_generation" in numbers:

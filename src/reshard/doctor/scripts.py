@@ -37,7 +37,7 @@ def diagnose_source(source: Source) -> list[Finding]:
 
 
 def _swapped(source: Source, first: Call, second: Call) -> list[Place]:
-    """Two statements of one line each in the other order; without mended lines if they are longer."""
+    """Two statements of one line each in the other order; without fixed lines if they are longer."""
     lines = [source.lines[call.line - 1] for call in (first, second)]
     whole = all(
         call.node.end_lineno == call.line and "(" in line
@@ -244,8 +244,8 @@ def no_set_device(source: Source) -> Iterator[Finding]:
         if "nccl" in str(backend) or (default and "cuda" in source.text):
             line = source.lines[call.line - 1].strip()
             imports = "" if re.search(r"^[ \t]*import .*\bos\b", source.text, re.MULTILINE) else "import os; "
-            mended = f'{imports}torch.cuda.set_device(int(os.environ["LOCAL_RANK"])); {line}'
-            yield told("script-no-set-device", [source.place(call.line, mended * line.startswith(call.name))])
+            fixed = f'{imports}torch.cuda.set_device(int(os.environ["LOCAL_RANK"])); {line}'
+            yield told("script-no-set-device", [source.place(call.line, fixed * line.startswith(call.name))])
             return
 
 

@@ -98,12 +98,12 @@ class Source:
     def lines(self) -> list[str]:
         return self.text.splitlines()
 
-    def place(self, line: int, mended: str = "") -> Place:
+    def place(self, line: int, fixed: str = "") -> Place:
         """A line of the script, with what it should become."""
-        return Place(self.path, line, self.lines[line - 1].strip(), mended.strip())
+        return Place(self.path, line, self.lines[line - 1].strip(), fixed.strip())
 
     def replaced(self, node: ast.expr | ast.keyword, by: str) -> Place:
-        """The line of an expression, mended by writing something else in its place; if it is in one line."""
+        """The line of an expression, fixed by writing something else in its place; if it is in one line."""
         line = self.lines[node.lineno - 1].encode()
         if node.end_lineno != node.lineno:
             return self.place(node.lineno)

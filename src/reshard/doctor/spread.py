@@ -32,14 +32,14 @@ def device_map_findings(source: Source) -> Iterator[Finding]:
         origins = [each for each in _origins(value, source) if forced or not _chosen_by_launch(value, source)]
         sink = _reached(source, source.flow(names), call) if origins else None
         if sink is not None:
-            places += [_mended(source, origin) for origin in origins]
+            places += [_fixed(source, origin) for origin in origins]
             places.append(source.place(sink.line))
     if not places:
         return
     launched = _LAUNCHED.search(source.text)
     yield told(
         "script-device-map",
-        dict.fromkeys(sorted(places, key=lambda place: (not place.mended, place.line or 0))),
+        dict.fromkeys(sorted(places, key=lambda place: (not place.fixed, place.line or 0))),
         severity="error" if launched else "warning",
         certainty="sure" if launched else "likely",
         evidence=[
@@ -125,5 +125,5 @@ def _reached(source: Source, names: set[str], call: Call | None) -> Call | None:
     return None
 
 
-def _mended(source: Source, origin: ast.expr) -> Place:
+def _fixed(source: Source, origin: ast.expr) -> Place:
     return source.replaced(origin, "None")

@@ -79,10 +79,10 @@ def _generation(config: Mapping[str, Any], path: Path) -> Iterator[Finding]:
     if unused:
         explicit = "do_sample" in config
         place = place_of(path, '"do_sample"' if explicit else f'"{unused[0]}"')
-        mended = f'"do_sample": true, {place.text}' if not explicit else place.text.replace("false", "true")
+        fixed = f'"do_sample": true, {place.text}' if not explicit else place.text.replace("false", "true")
         yield told(
             "checkpoint-generation-config",
-            [Place(place.target, place.line, place.text, mended)],
+            [Place(place.target, place.line, place.text, fixed)],
             {"keys": ", ".join(f"{key}={config[key]}" for key in unused)},
         )
 
@@ -94,10 +94,10 @@ def _tokenizer_of_5(config: Mapping[str, Any], path: Path) -> Iterator[Finding]:
     except PackageNotFoundError:
         return
     if config.get("tokenizer_class") == "TokenizersBackend" and installed.startswith("4."):
-        mended = '"tokenizer_class": "PreTrainedTokenizerFast",'
+        fixed = '"tokenizer_class": "PreTrainedTokenizerFast",'
         yield told(
             "checkpoint-tokenizer-of-5",
-            [place_of(path, "TokenizersBackend", mended)],
+            [place_of(path, "TokenizersBackend", fixed)],
             severity="error",
             evidence=[words("installed-here", name="transformers", version=installed)],
         )
@@ -111,10 +111,10 @@ def _small_vocabulary(checkpoint: Checkpoint, tokens: int | None, path: Path) ->
         yield told("checkpoint-tiny-tokenizer", [Place(str(path), None, f"tokens: {tokens}")], {"rows": rows})
 
 
-def place_of(path: Path, word: str, mended: str = "") -> Place:
+def place_of(path: Path, word: str, fixed: str = "") -> Place:
     """The first line of a file with a word, and what it should become."""
     lines = path.read_text(encoding="utf-8").splitlines()
     number = next((i for i, line in enumerate(lines, 1) if word in line), None)
     text = lines[number - 1].strip() if number else word
-    comma = "," if text.endswith(",") and mended and not mended.endswith(",") else ""
-    return Place(str(path), number, text, mended + comma)
+    comma = "," if text.endswith(",") and fixed and not fixed.endswith(",") else ""
+    return Place(str(path), number, text, fixed + comma)

@@ -111,7 +111,7 @@ RUNS = {
         "cat_mixed", (*ACCELERATE, "multi_gpu.py", "train_grpo.py"), _model, "transformers-4.53"
     ),
     "finetune": Run("device_map", (*TORCHRUN, "finetune.py"), _remote_code),
-    "finetune-mended": Run("device_map", (*TORCHRUN, "finetune_mended.py"), _remote_code),
+    "finetune-fixed": Run("device_map", (*TORCHRUN, "finetune_fixed.py"), _remote_code),
     "export-sft": Run("no_tokenizer", _SFT, _QWEN3_MOE),
     "export-sft-4.51": Run("no_tokenizer", _SFT, _QWEN3_MOE, "transformers-4.51"),
     "convert2hf": Run("internlm_tp", _CONVERT, _internlm),

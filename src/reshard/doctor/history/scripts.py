@@ -165,9 +165,9 @@ def _lacks(
     }
     line = source.lines[node.lineno - 1]
     alone = isinstance(node, ast.ImportFrom) and len(node.names) == 1 and node.end_lineno == node.lineno
-    mended = re.sub(r"from \S+ import .*", instead, line) if instead and gone and alone else ""
+    fixed = re.sub(r"from \S+ import .*", instead, line) if instead and gone and alone else ""
     kind = "script-name-gone" if gone else "script-name-later"
-    place = source.place(node.lineno, mended)
+    place = source.place(node.lineno, fixed)
     yield told(kind, [place], values, certainty=sure, evidence=[evidence, read_from(found)])
 
 
