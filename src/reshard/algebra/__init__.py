@@ -1,1 +1,1 @@
-"""The index algebra and the nouns that it is about; nothing here opens a file."""
+"""The index algebra and the types that it works on; nothing here opens a file."""

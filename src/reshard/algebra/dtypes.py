@@ -1,4 +1,4 @@
-"""Element types: one row for each, with its name in every world that reshard touches."""
+"""Element types: one row each, with the name in every program that reshard exchanges files with."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """`name` is torch's (which has none of six bits), `safetensors` the header tag, `storage` torch's legacy class."""
+    """`name` is torch's (which has no 6-bit types), `safetensors` the header tag, `storage` torch's legacy class."""
 
     name: str
     itemsize: int
     safetensors: str
     storage: str | None
     nonfinite: int = 0
-    """For floats: the least bits, without the sign, of an element that is NaN or Inf; 0 where nobody asks."""
+    """For floats: the smallest bit pattern, without the sign, of a NaN or Inf element; 0 if never needed."""
     bits: int | None = None
-    """Of an element that is smaller than a byte. An item is a byte then, as in torch; safetensors counts elements."""
+    """Bits of an element smaller than a byte. An item is then a byte, as in torch; safetensors counts elements."""
 
     def __str__(self) -> str:
         return self.name
 
     def __hash__(self) -> int:
-        return hash(self.name)  # of each tensor, several times
+        return hash(self.name)  # called several times for each tensor
 
     def elements(self, items: int) -> int:
-        """How many elements so many items hold."""
+        """How many elements this number of items contains."""
         return items * 8 // self.bits if self.bits else items
 
     def items(self, elements: int) -> int:
-        """How many items hold so many elements. Raises ValueError if they do not fill their bytes."""
+        """How many items contain this number of elements. Raises ValueError if they do not fill their bytes."""
         count, rest = divmod(elements * self.bits, 8) if self.bits else (elements, 0)
         if rest:
             raise ValueError(f"{elements} elements of {self.bits} bits do not fill their bytes")
@@ -67,6 +67,6 @@ ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "fl
 
 
 def dtype(name: str) -> DType:
-    """The dtype called `name` ("bfloat16", "torch.bfloat16", "bf16"). Raises KeyError if there is none."""
+    """The dtype called `name` ("bfloat16", "torch.bfloat16", "bf16"). Raises KeyError for an unknown name."""
     short = name.removeprefix("torch.")
     return BY_NAME[ALIASES.get(short, short)]

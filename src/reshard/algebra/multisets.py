@@ -1,9 +1,10 @@
-"""Which bytes of a storage are used, and how often: multisets of positions that add up in any order.
+"""Which bytes of a storage are used, and how often: multisets of positions that can be added in any order.
 
-A multiset of positions x is kept as its size and as the sum of r^x modulo a prime, for one random r. Two different
-multisets of positions below n have the same sum for fewer than n of the 2^127 possible r (a polynomial of degree n has
-no more roots), so equal sums prove equal multisets, but for a chance below 2^-70. The sum of a strided piece is a
-product of geometric series: one costs as much for one element as for a billion, and nothing else is kept of it.
+A multiset of positions x is represented by its size and by the sum of r^x modulo a prime, for one random r. Two
+different multisets of positions below n have the same sum for fewer than n of the 2^127 possible r (a polynomial of
+degree n has no more roots), so equal sums prove equal multisets, with an error probability below 2^-70. The sum of a
+strided piece is a product of geometric series: one costs as much for one element as for a billion, and no more is
+stored of it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ BASE = secrets.randbelow(PRIME - (1 << 64)) + (1 << 63)
 
 
 class Multiset(NamedTuple):
-    """`numel` positions, and the sum of the powers of `BASE` that they stand for."""
+    """`numel` positions, and the sum of `BASE` raised to each of them."""
 
     numel: int = 0
     total: int = 0
@@ -28,11 +29,11 @@ class Multiset(NamedTuple):
         return Multiset(self.numel + other.numel, (self.total + other.total) % PRIME)
 
     def minus(self, other: Multiset) -> Multiset:
-        """The positions that are left without those of `other`, which are among them."""
+        """The positions left after removing those of `other`, all of which must be there."""
         return Multiset(self.numel - other.numel, (self.total - other.total) % PRIME)
 
     def times(self, factor: int) -> Multiset:
-        """Each position so many times."""
+        """Each position, `factor` times."""
         return Multiset(self.numel * factor, self.total * factor % PRIME)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Where the bytes of a tensor lie on disk, without reading one of them."""
+"""Where the bytes of a tensor are on disk; nothing is read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from reshard.algebra.dtypes import DType
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """`nbytes` bytes of the file `path` from `offset`; `crc32` where the container recorded one."""
+    """`nbytes` bytes of the file `path` from `offset`; `crc32` if the container recorded one."""
 
     path: str
     offset: int
@@ -20,7 +20,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A strided tensor in a storage: `start` and `strides` count elements, row-major axes first."""
+    """A strided tensor in a storage: `start` and `strides` count elements, and axes are in row-major order."""
 
     storage: Storage
     dtype: DType

@@ -1,4 +1,4 @@
-"""Tensors as views, and what is at the bottom of a view: bytes of a file, or elements that are computed."""
+"""Tensors as views, and the sources of views: bytes of a file, or computed elements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reshard.algebra.views import Piece, View
 
 
 class Cells(NamedTuple):
-    """The elements of a storage, read as `dtype`: the source at the bottom of a view."""
+    """The elements of a storage, read as `dtype`: a source of views."""
 
     storage: Storage
     dtype: DType
@@ -25,8 +25,8 @@ class Cells(NamedTuple):
 class Computed(ABC):
     """Elements that are computed from others, such as the sum of a weight and an adapter: a source like `Cells`.
 
-    It is the one thing that is not re-indexing. `inputs` are all it reads, so that plan and audit see through it, and
-    `room` is what it takes, so that memory is bounded before any is taken.
+    This is the only operation besides re-indexing. `inputs` are everything it reads, so that plan and audit can follow
+    it, and `room` is the memory it needs, so that memory is limited before any is allocated.
     """
 
     dtype: DType
@@ -34,36 +34,36 @@ class Computed(ABC):
 
     @abstractmethod
     def values(self, begin: int, end: int, read: Read) -> np.ndarray[Any, Any]:
-        """Raw elements `begin` to `end`, in row-major order. `read(tensor, begin, end)` gives those of an input."""
+        """Raw elements `begin` to `end`, in row-major order. `read(tensor, begin, end)` returns those of an input."""
 
     @abstractmethod
     def room(self, count: int) -> int:
-        """Bytes at most of the arrays that computing `count` elements side by side takes.
+        """Most bytes of the arrays needed to compute `count` contiguous elements.
 
-        What is read for them counts, and so does the result; what computing the inputs takes does not.
+        The data read and the result count; what computing the inputs needs does not.
         """
 
     @property
     def few(self) -> int:
-        """Elements of which it does not pay to compute fewer at a time: a block that is computed as a whole, if any."""
+        """The least elements worth computing at a time: those of one block, if blocks are computed as a whole."""
         return FEW
 
     @cached_property
     def least(self) -> int:
-        """Bytes without which nothing can be computed: room for `few` elements, and for those that they are made of."""
+        """The least bytes for computing anything: room for `few` elements, and for computing their inputs."""
         return self.room(self.few) + max(least_room(tensor.view) for tensor in self.inputs)
 
     def runs(self, begin: int, count: int, step: int, length: int, read: Read) -> np.ndarray[Any, Any]:
         """Raw elements of `count` runs of `length`, each `step` after the one before: some columns of a matrix.
 
-        A source overrides it if it need not compute what lies between.
+        Override this if a source need not compute the elements between the runs.
         """
         span = self.values(begin, begin + (count - 1) * step + length, read)
         strides = (step * span.itemsize, span.itemsize)
         return as_strided(span, (count, length), strides).flatten()
 
     def room_of_runs(self, count: int, step: int, length: int) -> int:
-        """What `room` says, of `count` runs: a source that overrides `runs` needs less."""
+        """The `room` of `count` runs: a source that overrides `runs` needs less."""
         return self.room((count - 1) * step + length) + count * length * self.dtype.itemsize
 
 
@@ -74,7 +74,7 @@ Source = Cells | Computed
 
 
 class Tensor(NamedTuple):
-    """A whole tensor of a checkpoint, as a view over `Cells`."""
+    """A complete tensor of a checkpoint, as a view over `Cells`."""
 
     dtype: DType
     view: View
@@ -89,29 +89,29 @@ class Tensor(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """How many numbers it holds: more than its items where these are packed."""
+        """The number of elements: more than its items if these are packed."""
         return self.dtype.elements(self.view.numel)
 
     @property
     def file(self) -> str:
-        """The file that holds its first elements, for messages."""
+        """The file with its first elements, for messages."""
         return self.file_of(0)
 
     def file_of(self, element: int) -> str:
-        """The file that holds an element, in row-major order."""
+        """The file with an element, counted in row-major order."""
         view = View((1,), self.view.window(element, element + 1))
         return next((cells.storage.path for cells in cells_of(view)), "?")
 
     @staticmethod
     def stored(stored: StoredTensor) -> Tensor:
-        """The tensor that lies in one strided piece of one file."""
+        """A tensor that is one strided piece of one file."""
         cells = Cells(stored.storage, stored.dtype)
         view = View.of(cells, *stored.shape, start=stored.start, strides=stored.strides)
         return Tensor(stored.dtype, view)
 
 
 def cells_of(view: View) -> Iterator[Cells]:
-    """Everything that is read for a view, those inputs included that its elements are computed from."""
+    """Everything that is read for a view, including the inputs of computed elements."""
     for piece in view.pieces:
         yield from cells_under(piece)
 
@@ -126,7 +126,7 @@ def cells_under(piece: Piece) -> Iterator[Cells]:
 
 
 def least_room(view: View) -> int:
-    """Bytes without which the elements of a view cannot be computed; 0 if all of them are stored."""
+    """The least bytes for computing the elements of a view; 0 if all of them are stored."""
     sources = (piece.source for piece in view.pieces)
     return max((source.least for source in sources if isinstance(source, Computed)), default=0)
 
@@ -135,9 +135,9 @@ Read = Callable[[Tensor, int, int], "np.ndarray[Any, Any]"]
 
 
 class Replica(NamedTuple):
-    """Two places that hold the same elements by some rule, and so must be equal; `remedy` if they are not.
+    """Two places that store the same elements by some rule, and so must be equal; `remedy` applies if they are not.
 
-    Both have one dtype. What a place stores in another one, such as fp32 masters, is rounded to it.
+    Both have the same dtype. A copy stored in another dtype, such as fp32 masters, is rounded to it.
     """
 
     tensor: str

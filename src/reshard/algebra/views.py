@@ -1,13 +1,13 @@
-"""The index algebra: tensors that know where each of their elements lies.
+"""The index algebra: tensors that know where each of their elements is stored.
 
 A `View` is a shape and a list of `Piece`s. A piece is a strided bijection between some elements of a
 source and some elements of the view, both counted in row-major *linear* order. Reshaping is therefore
-free, concatenation appends pieces, and slicing, permuting, cutting into shards, and looking through a
-view at what lies below it are all one operation: two strided runs meet in the linear space that they
-share (`_meet`). Every piece can be read in either direction, which is why a rule that is declared once
+free, concatenation appends pieces, and slicing, permuting, cutting into shards, and composing a view
+with the views of its sources are all one operation: two strided runs meet in the linear space that they
+share (`_meet`). Every piece can be read in either direction, so a rule that is declared once
 serves import and export.
 
-There is no I/O here, and no element is ever touched: sources are any hashable names.
+There is no I/O here, and no element is ever read: sources are any hashable names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Piece(NamedTuple):
     """Elements `start + Σ i·source_stride` of `source` are elements `at + Σ i·target_stride` of the view.
 
     Axes are ordered by falling target stride, and nested: one step of an axis is at least as long as
-    everything inside it, on either side. An axis of one element is left out.
+    everything inside it, on both sides. Axes of one element are left out.
     """
 
     source: Hashable
@@ -40,16 +40,16 @@ class Piece(NamedTuple):
 
     @property
     def end(self) -> int:
-        """One past the last element of the view that this piece reaches."""
+        """One past the last element of the view that this piece covers."""
         return self.at + 1 + sum((count - 1) * target for count, _, target in self.axes)
 
     @property
     def source_end(self) -> int:
-        """One past the last element of the source that this piece reaches."""
+        """One past the last element of the source that this piece covers."""
         return self.start + 1 + sum((count - 1) * source for count, source, _ in self.axes)
 
     def swapped(self, source: Hashable) -> Piece:
-        """The same bijection seen from the other side: `source` names what was the view."""
+        """The inverse bijection: `source` names the former view."""
         axes = sorted(((n, target, step) for n, step, target in self.axes), key=_by_target)
         return Piece(source, self.at, self.start, tuple(axes))
 
@@ -68,7 +68,7 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _span(axes: Sequence[Axis]) -> int:
-    """How far a run reaches in the shared space, which is the middle entry of its axes."""
+    """The extent of a run in the shared space, which is the middle entry of its axes."""
     reach = 1
     for count, mid, _ in axes:
         reach += (count - 1) * mid
@@ -78,9 +78,9 @@ def _span(axes: Sequence[Axis]) -> int:
 def _meet(
     a: int, a_axes: tuple[Axis, ...], x: int, b: int, b_axes: tuple[Axis, ...], y: int, done: tuple[Axis, ...]
 ) -> Iterator[tuple[int, int, tuple[Axis, ...]]]:
-    """Yield what two strided runs have in common, as (x, y, axes of (count, x stride, y stride)).
+    """Yield the intersection of two strided runs, as (x, y, axes of (count, x stride, y stride)).
 
-    Run A covers `a + Σ i·mid` of a shared linear space and stands for `x + Σ i·out` elsewhere; run B
+    Run A covers `a + Σ i·mid` of a shared linear space and maps to `x + Σ i·out` elsewhere; run B
     likewise with `b` and `y`. Axes are (count, mid stride, out stride), nested, outermost first. The run
     whose outermost step is longer is walked cell by cell; the other one is cut so that it takes the same
     steps, until both step together and only the distance between them matters.
@@ -102,7 +102,7 @@ def _meet(
         m, _, y_step = b_axes[0]
         b_inner = b_axes[1:]
         gap = b - a
-        # A's cell i meets B's cell j only if i - j is one of at most two neighbouring numbers.
+        # A's cell i meets B's cell j only if i - j is one of at most two adjacent numbers.
         first = (gap - _span(a_inner)) // step + 1
         last = -((-gap - _span(b_inner)) // step) - 1
         for ahead in range(first, last + 1):
@@ -140,7 +140,7 @@ def _meet(
 
 
 def _merged(axes: Iterable[Axis]) -> tuple[Axis, ...]:
-    """Leave out axes of one element and merge neighbours that together are one axis."""
+    """Drop axes of one element, and merge adjacent axes that form one axis."""
     merged: list[Axis] = []
     for axis in axes:
         if axis[0] == 1:
@@ -156,7 +156,7 @@ def _merged(axes: Iterable[Axis]) -> tuple[Axis, ...]:
 
 @lru_cache(maxsize=4096)  # the layers of a model repeat the same few shapes
 def _whole(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> tuple[Axis, ...] | None:
-    """The axes of a whole tensor; None if it is empty."""
+    """The axes of a complete tensor; None if it is empty."""
     mine = row_major(shape)
     return _merged(zip(shape, strides or mine, mine, strict=True)) if prod(shape) else None
 
@@ -168,7 +168,7 @@ def _tidy(axes: Iterable[Axis]) -> tuple[Axis, ...]:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor of `shape` whose elements lie where `pieces` say. Elements that no piece reaches are gaps."""
+    """A tensor of `shape` whose elements come from `pieces`. Elements that no piece covers are gaps."""
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
@@ -184,18 +184,18 @@ class View:
         return prod(self.shape)
 
     def reshape(self, *shape: int) -> View:
-        """The same elements in the same linear order under another shape."""
+        """The same elements in the same linear order with another shape."""
         if prod(shape) != self.numel:
             raise ValueError(f"cannot reshape {list(self.shape)} to {list(shape)}")
         return View(tuple(shape), self.pieces)
 
     def split(self, axis: int, *sizes: int) -> View:
-        """Split one axis into several, whose sizes multiply to its own."""
+        """Split one axis into several whose sizes multiply to its size."""
         axis %= len(self.shape)
         return self.reshape(*self.shape[:axis], *sizes, *self.shape[axis + 1 :])
 
     def merge(self, axis: int, count: int = 2) -> View:
-        """Merge `count` neighbouring axes into one: the inverse of `split`."""
+        """Merge `count` adjacent axes into one: the inverse of `split`."""
         axis %= len(self.shape)
         merged = prod(self.shape[axis : axis + count])
         return self.reshape(*self.shape[:axis], merged, *self.shape[axis + count :])
@@ -207,7 +207,7 @@ class View:
         return self._placed(shape, [0] * len(shape), self.shape, [stride[i] for i in range(len(order))])
 
     def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> View:
-        """Basic indexing with integers and slices of step one, as numpy reads it."""
+        """Basic indexing with integers and slices of step one, as in numpy."""
         index = index if isinstance(index, tuple) else (index,)
         low, size, keep = [], [], []
         for axis, extent in enumerate(self.shape):
@@ -232,7 +232,7 @@ class View:
         return self[tuple(slice(begin, begin + n) for begin, n in zip(low, size, strict=True))]
 
     def unstacked(self) -> Iterator[View]:
-        """The parts along the first axis. Each meets only those pieces that reach it: there may be thousands."""
+        """The parts along the first axis. Each uses only the pieces that overlap it: there may be thousands."""
         size = prod(self.shape[1:])
         reaching: list[list[Piece]] = [[] for _ in range(self.shape[0])]
         for piece in self.pieces:
@@ -242,7 +242,7 @@ class View:
             yield View(self.shape, tuple(pieces))[index]
 
     def window(self, begin: int, end: int) -> tuple[Piece, ...]:
-        """The pieces of the linear elements `begin` to `end`, counted from `begin`."""
+        """The pieces of the linear elements `begin` to `end`, with offsets relative to `begin`."""
         flat = View((self.numel,), self.pieces)
         return flat[begin:end].pieces
 
@@ -254,7 +254,7 @@ class View:
         strides: Sequence[int],
         offset: int = 0,
     ) -> View:
-        """Put the box from `low` of `size` at `strides` (from `offset`) of a new tensor of `shape`."""
+        """Place the box of `size` at `low` at `strides` (from `offset`) of a new tensor of `shape`."""
         old = row_major(self.shape)
         first = sum(at * step for at, step in zip(low, old, strict=True))
         if not prod(size):
@@ -268,10 +268,10 @@ class View:
         return View(tuple(shape), tuple(pieces))
 
     def through(self, below: Callable[[Hashable], View]) -> View:
-        """Look through this view: replace each source by the view `below(source)` of what lies under it."""
+        """Compose this view with those of its sources: replace each source by the view `below(source)`."""
         pieces = []
         for piece in self.pieces:
-            upper = piece.swapped(None)  # ordered by what is now the shared space
+            upper = piece.swapped(None)  # ordered by the space that is now shared
             run = tuple((n, target, source) for n, source, target in upper.axes)
             end = piece.source_end
             for under in below(piece.source).pieces:
@@ -284,12 +284,12 @@ class View:
         return View(self.shape, tuple(pieces))
 
     def renamed(self, name: Callable[[Hashable], Hashable]) -> View:
-        """The same view over sources of other names."""
+        """The same view with renamed sources."""
         return View(self.shape, tuple(piece._replace(source=name(piece.source)) for piece in self.pieces))
 
 
 def concat(views: Sequence[View], axis: int = 0) -> View:
-    """Join views along an axis; all other axes agree."""
+    """Join views along an axis; all other axes must be equal."""
     first = views[0]
     axis %= len(first.shape)
     total = sum(view.shape[axis] for view in views)
@@ -307,7 +307,7 @@ def concat(views: Sequence[View], axis: int = 0) -> View:
 
 
 def assemble(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], View]]) -> View:
-    """A tensor of `shape` from parts that lie at given offsets in it."""
+    """A tensor of `shape` from parts at given offsets in it."""
     strides = row_major(shape)
     pieces: list[Piece] = []
     for low, part in boxes:
@@ -317,7 +317,7 @@ def assemble(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], View]]) 
 
 
 def overlaps(view: View) -> tuple[Piece, Piece] | None:
-    """Two pieces that claim the same element of the view, or None."""
+    """Two pieces that cover the same element of the view, or None."""
     ordered = sorted(view.pieces, key=lambda piece: piece.at)
     open_pieces: list[Piece] = []
     for piece in ordered:
@@ -332,5 +332,5 @@ def overlaps(view: View) -> tuple[Piece, Piece] | None:
 
 
 def covered(view: View) -> int:
-    """How many elements of the view have a piece, provided that none `overlaps`."""
+    """The number of elements that pieces cover, provided that none `overlaps`."""
     return sum(piece.numel for piece in view.pieces)
