@@ -1,8 +1,8 @@
-"""Where checkpoints lie: on disks, in object stores, behind web servers and on the hub.
+"""Where checkpoints are stored: on disks, in object stores, on web servers and on the hub.
 
-`source_path` turns what somebody typed into a path, and `as_path` what was kept as a string. A local one is a
+`source_path` turns what a user typed into a path, `as_path` a stored string. A local path is a
 `pathlib.Path`; a URL is a `StorePath`, which answers the same questions from one listing of the store. `open_file`
-opens either for positioned reads. Nothing above this package has to know which one it has.
+opens either for positioned reads. No module above this package needs to know which one it has.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What people type to name something in a store, and what of it may be shown.
+"""What users type to name something in a store, and which part of it may be shown.
 
-A URL can carry a password or a signature that lets whoever reads it into the store. They go to the package that opens
-it and nowhere else: paths, messages and records have the URL without them.
+A URL can contain a password or a signature that gives access to the store. These are passed to the package that opens
+it and to nothing else: paths, messages and records contain the URL without them.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _URL = re.compile(rf"({'|'.join(PROTOCOLS)})://")
 
 
 def is_url(text: str) -> bool:
-    """Whether a text begins as the URL of a store does."""
+    """Whether a text begins like the URL of a store."""
     return _URL.match(text) is not None
 
 
 class Address(NamedTuple):
-    """A URL taken apart: what may be shown of it, and the rest."""
+    """A parsed URL: the part that may be shown, and the rest."""
 
     scheme: str
     shown: str
@@ -51,9 +51,9 @@ class Address(NamedTuple):
 
 
 def parsed(url: str) -> Address:
-    """The parts of a URL of a store.
+    """The parts of a store's URL.
 
-    Only web servers have queries, and users before the host: elsewhere `?`, `#` and `@` may stand in names.
+    Only web servers have queries, and users before the host: elsewhere `?`, `#` and `@` may be part of names.
     Raises ReshardError if the URL names nothing.
     """
     scheme, _, rest = url.partition("://")
@@ -75,7 +75,7 @@ def parsed(url: str) -> Address:
 
 
 def _of_the_hub(split: SplitResult) -> str | None:
-    """`Org/Model`, or `Org/Model@revision`, if a URL is that of a model's page."""
+    """`Org/Model`, or `Org/Model@revision`, if the URL is that of a model's page."""
     hosts = {"huggingface.co", "hf.co", urlsplit(os.environ.get("HF_ENDPOINT", "")).netloc}
     if not split.netloc or split.netloc not in hosts:
         return None
@@ -86,7 +86,7 @@ def _of_the_hub(split: SplitResult) -> str | None:
 
 
 def _nothing(scheme: str, found: str) -> ReshardError:
-    """The error for a URL that cannot be used; it does not quote it, as it may have a password in it."""
+    """The error for a URL that cannot be used; it does not quote the URL, which may contain a password."""
     return ReshardError(
         "url-incomplete",
         f"a URL of {scheme}:// names nothing",
@@ -97,6 +97,6 @@ def _nothing(scheme: str, found: str) -> ReshardError:
 
 
 def without_secrets(text: str) -> str:
-    """A text, which may quote URLs, without what lets somebody into a store."""
+    """The text, which may quote URLs, without their passwords and signatures."""
     text = re.sub(r"([a-z][a-z0-9+.-]*://)[^\s/@'\"]+@", r"\1", text)
     return re.sub(r"([a-z][a-z0-9+.-]*://[^\s?'\"]+)\?[^\s'\"<>)]*", r"\1", text)

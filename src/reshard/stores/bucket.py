@@ -1,4 +1,4 @@
-"""Objects below a URL of a store that can be written to: listed, put, read and removed, one call for each."""
+"""Objects below the URL of a writable store: list, put, read and remove them, with one call each."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from reshard.stores.path import StorePath
 from reshard.stores.store import Entry
 
 WRITABLE = ("s3", "gs", "oss", "az")
-"""The kinds of stores that take objects."""
+"""The kinds of stores that objects can be written to."""
 
 SMALLEST, LARGEST, PARTS = 5 << 20, 64 << 20, 9_000
-"""Bytes of a part that is not the last of its file, and parts of a file: S3 allows 10,000 of at least 5 MiB."""
+"""Part sizes in bytes, and parts per file: S3 allows 10,000 of at least 5 MiB (the last one may be smaller)."""
 
 PAGE = 1000
-"""Objects that are removed in one request."""
+"""Objects removed in one request."""
 
 
 class StoppedError(Exception):
-    """The run ends before an upload does."""
+    """The run ended before an upload did."""
 
 
 class Bucket:
     """All objects whose URL begins with `url` and a slash, by the rest of their names.
 
-    Nothing is remembered: each call asks the store. Raises ReshardError for what it refuses, with an OSError as the
-    cause if the same call may succeed another time.
+    Nothing is cached: each call asks the store. Raises ReshardError for what it refuses, with an OSError as the
+    cause if the same call may succeed later.
     """
 
     def __init__(self, path: StorePath) -> None:
@@ -47,31 +47,33 @@ class Bucket:
         self._store = there
 
     def listing(self) -> dict[str, Entry]:
-        """What is there."""
+        """All objects, by name."""
         with asked(self.url, "list"):
             found = self._store._find(self.url, deep=True)
         below = len(self.url) + 1
         return {url[below:]: entry for url, entry in found.items() if url.startswith(self.url + "/")}
 
     def look(self, name: str) -> Entry | None:
-        """One of them, or None."""
+        """One object, or None."""
         with asked(self.url, "read"), suppress(FileNotFoundError):
             return entry_of(retried(lambda: self._fs.info(self._key(name))))
         return None
 
     def read(self, name: str) -> bytes | None:
-        """The content of a small object; None if there is none."""
+        """The content of a small object; None if it does not exist."""
         with asked(self.url, "read"), suppress(FileNotFoundError):
             return bytes(retried(lambda: self._fs.cat_file(self._key(name))))
         return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Put a small object, whatever was there."""
+        """Write a small object, and replace an existing one."""
         with asked(self.url, "write"):
             retried(lambda: self._fs.pipe_file(self._key(name), content))
 
     def create(self, name: str, content: bytes) -> bool:
-        """Put a small object where none is; False if there is one. Stores that cannot tell in one step overwrite it."""
+        """Create a small object; False if it exists. Stores without an atomic create may overwrite one created
+        meanwhile.
+        """
         able = signature(getattr(self._fs, "_pipe_file", self._fs.pipe_file)).parameters
         if "mode" not in able and self.look(name):
             return False
@@ -89,7 +91,7 @@ class Bucket:
         on_bytes: Callable[[int], None],
         is_stopped: Callable[[], bool],
     ) -> None:
-        """Upload a file, in parts one after another if it is large, holding `memory` bytes. Raises StoppedError."""
+        """Upload a file, a large one in sequential parts, using `memory` bytes. Raises StoppedError."""
         able = signature(getattr(self._fs, "_put_file", self._fs.put_file)).parameters
         wanted = {"max_concurrency": 1, "chunksize": part_size(file.stat().st_size, memory)}
         how = {key: value for key, value in wanted.items() if key in able}
@@ -103,23 +105,23 @@ class Bucket:
             retried(once)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove objects that are there."""
+        """Remove existing objects."""
         keys = [self._key(name) for name in names]
         for begin in range(0, len(keys), PAGE):
             with asked(self.url, "remove"):
                 self._fs.rm(keys[begin : begin + PAGE])
 
     def forget(self) -> None:
-        """Let paths below the URL be looked up anew: they answer from a listing."""
+        """Make paths below the URL list the store again."""
         self._store.refresh()
 
     def forget_parts(self, names: Collection[str]) -> None:
-        """Remove the parts of uploads of these objects that never came to their end, which S3 keeps, and bills."""
+        """Remove the parts of unfinished uploads of these objects, which S3 keeps and bills."""
         call = getattr(self._fs, "call_s3", None)
         if call is None:
             return
         bucket, prefix, _ = self._fs.split_path(self._key(""))
-        with suppress(ReshardError), asked(self.url, "list"):  # not everybody may
+        with suppress(ReshardError), asked(self.url, "list"):  # not every user may do this
             for each in call("list_multipart_uploads", Bucket=bucket, Prefix=prefix).get("Uploads") or ():
                 if each["Key"].removeprefix(f"{prefix.rstrip('/')}/") in names:
                     call("abort_multipart_upload", Bucket=bucket, Key=each["Key"], UploadId=each["UploadId"])
@@ -133,14 +135,16 @@ class Bucket:
 
 
 def part_size(nbytes: int, memory: int) -> int:
-    """Bytes of one part of a file of `nbytes`, where two parts may be in memory: what S3 and Google's storage allow."""
+    """Bytes of one part of a file of `nbytes`, with two parts in memory, within the limits of S3 and Google Cloud
+    Storage.
+    """
     fitting = min(LARGEST, memory // 2) >> 20 << 20
     needed = -(-nbytes // PARTS >> 20) << 20
     return max(SMALLEST, fitting, needed)
 
 
 def _passed(on_bytes: Callable[[int], None], is_stopped: Callable[[], bool]) -> Any:
-    """What fsspec tells how much it has sent; it ends an upload when the run is stopped."""
+    """A callback for fsspec that counts the bytes sent, and ends the upload when the run is stopped."""
     from fsspec.callbacks import Callback
 
     class Passed(Callback):  # type: ignore[misc]
@@ -153,7 +157,7 @@ def _passed(on_bytes: Callable[[int], None], is_stopped: Callable[[], bool]) -> 
             on_bytes(inc)
 
         def rewind(self) -> None:
-            """What was sent is lost."""
+            """Subtract what was sent: it is lost."""
             if self.sent:
                 on_bytes(-self.sent)
             self.sent = 0
@@ -163,7 +167,7 @@ def _passed(on_bytes: Callable[[int], None], is_stopped: Callable[[], bool]) -> 
 
 @contextmanager
 def asked(url: str, what: str) -> Iterator[None]:
-    """Raise ReshardError for what a store, its package or the network refuses."""
+    """Raise ReshardError for anything that a store, its package or the network refuses."""
     kind = PROTOCOLS[url.partition("://")[0]]
     try:
         yield
@@ -212,7 +216,7 @@ def _passing() -> OSError:
 
 
 def read_only(url: str) -> ReshardError:
-    """The error for a URL at which nothing can be written."""
+    """The error for a URL that cannot be written to."""
     is_hub = url.startswith("hf://")
     return ReshardError(
         "store-not-writable",

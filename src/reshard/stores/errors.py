@@ -1,4 +1,4 @@
-"""What the packages of stores raise, in the words of reshard."""
+"""Errors of the packages that open stores, translated to those of reshard."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ SIGN_IN = {
 
 TRIES = 5
 WAIT = 0.5
-"""Seconds before the second try, twice as many before each that follows, and as much again by chance."""
+"""Seconds before the second try, doubled before each further one, plus a random extra of up to as much again."""
 
 DENIED = {401, 403}
 PASSING = {408, 425, 429, 500, 502, 503, 504}
-"""Answers of HTTP that another try may not get."""
+"""HTTP statuses after which another try may succeed."""
 
 _NETWORK = {
     "aiohttp",
@@ -50,7 +50,7 @@ _NETWORK = {
     "httpcore",
     "httpcore2",
     "httpx",
-    "httpx2",  # of huggingface_hub since version 2
+    "httpx2",  # used by huggingface_hub since version 2
     "oss2",
     "requests",
     "urllib3",
@@ -58,7 +58,7 @@ _NETWORK = {
 
 
 def status_of(error: BaseException) -> int | None:
-    """The status of HTTP that an error carries, or the error of a package that it was made of."""
+    """The HTTP status of an error, or of the package's error that caused it."""
     seen: BaseException | None = error
     while seen is not None:
         response = getattr(seen, "response", None)
@@ -70,17 +70,17 @@ def status_of(error: BaseException) -> int | None:
             if isinstance(value, int) and 100 <= value < 600:
                 return value
         if _package(seen) in _NETWORK:
-            break  # what it was caused by are parts of an answer
+            break  # its causes are about parts of a response
         seen = seen.__cause__
     return None
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether the same request may succeed if it is tried again."""
+    """Whether a repeated request may succeed."""
     if isinstance(error, PermissionError | FileNotFoundError | ImportError | ReshardError):
         return False
     if "Credential" in type(error).__name__ or type(error).__name__ == "EndpointConnectionError":
-        return False  # botocore has tried again by itself
+        return False  # botocore has retried already
     if (status := status_of(error)) is not None:
         return status in PASSING
     return isinstance(error, OSError | TimeoutError | EOFError) or _package(error) in _NETWORK
@@ -90,7 +90,7 @@ T = TypeVar("T")
 
 
 def retried(ask: Callable[[], T]) -> T:
-    """What `ask` returns, asked again after a pause where an error may pass. Raises the last error."""
+    """What `ask` returns, retried after a pause if an error may pass. Raises the last error."""
     pauses = [WAIT * 2**attempt for attempt in range(TRIES - 1)]
     while True:
         try:
@@ -107,7 +107,7 @@ def _package(error: BaseException) -> str:
 
 @contextmanager
 def translated(url: str) -> Iterator[None]:
-    """Raise FileNotFoundError for what is not there, and ReshardError where a store does not answer otherwise."""
+    """Raise FileNotFoundError for a missing file, and ReshardError if a store fails to answer in another way."""
     kind = PROTOCOLS[url.partition("://")[0]]
     try:
         yield
@@ -144,11 +144,11 @@ def translated(url: str) -> Iterator[None]:
 
 
 LONGEST = 300
-"""Characters that are quoted of an error: some have the whole answer in them."""
+"""Characters of an error that are quoted: some contain the complete response."""
 
 
 def words_of(error: Exception) -> str:
-    """The kind of an error and its words, without secrets."""
+    """The type and text of an error, without secrets."""
     return without_secrets(f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST])
 
 

@@ -1,4 +1,4 @@
-"""Files open for positioned reads, wherever they lie, and what tells one state of a file from another."""
+"""Files open for positioned reads, local or remote, and stamps that distinguish their states."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _KINDS = {
 
 
 class Stamp(NamedTuple):
-    """What tells one state of a file from another, as far as the system keeps it.
+    """What distinguishes states of a file, as far as the system records it.
 
-    `modified` is in nanoseconds, 0 if it is not known. `identity` is the inode of a local file; in a store it is the
+    `modified` is in nanoseconds, 0 if unknown. `identity` is the inode of a local file; in a store it is the
     version, ETag or commit.
     """
 
@@ -34,7 +34,7 @@ class Stamp(NamedTuple):
     identity: int | str
 
     def as_dict(self) -> dict[str, int | str]:
-        """What a record says of a file that was read."""
+        """The entry of a file in a record of what was read."""
         modified = datetime.fromtimestamp(self.modified / 1e9, timezone.utc).isoformat()
         known: dict[str, int | str] = {"modified": modified} if self.modified else {}
         version = {"version": self.identity} if isinstance(self.identity, str) and self.identity else {}
@@ -48,7 +48,7 @@ class Stamp(NamedTuple):
 
 
 class File(Protocol):
-    """A file open for reading at any place, from several threads."""
+    """A file open for reading at any offset, from several threads."""
 
     @property
     def size(self) -> int:
@@ -58,10 +58,10 @@ class File(Protocol):
         """The state of the file."""
 
     def read(self, at: int, count: int) -> bytes:
-        """Bytes `at` to `at + count`, or fewer where the file ends before. Raises OSError."""
+        """Bytes `at` to `at + count`, or fewer if the file ends before. Raises OSError."""
 
     def fill(self, parts: Iterable[tuple[int, memoryview]]) -> int | None:
-        """Fill memory from the offset beside it. Where the file ends too soon, return the end that was looked for.
+        """Fill each buffer from its offset in the file. If the file ends too early, return the end that was expected.
 
         Raises OSError.
         """
@@ -77,13 +77,13 @@ class File(Protocol):
 
 
 class LocalFile:
-    """A file of a file system.
+    """A file of a local file system.
 
-    It is read and not mapped: a page of a mapping that cannot be read kills the process.
+    It is read, not mapped: a mapped page that cannot be read kills the process.
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Open a regular file. Anything else is not even opened, and never waited for: raises ReshardError."""
+        """Open a regular file. Anything else is not opened, so it cannot block: raises ReshardError."""
         kind = stat.S_IFMT(Path(path).stat().st_mode)
         if kind != stat.S_IFREG:
             raise ReshardError(
@@ -102,7 +102,7 @@ class LocalFile:
         return self.stamp().size
 
     def stamp(self) -> Stamp:
-        """The stamp of the open file: opening it is what makes a file server look."""
+        """The stamp of the open file: opening it makes a file server check its state."""
         try:
             status = os.fstat(self._descriptor)
         except OSError as error:
@@ -135,7 +135,7 @@ class LocalFile:
         return None
 
     def _named(self, error: OSError) -> OSError:
-        """The same error with the name of the file: the system tells none where it is handed a descriptor."""
+        """The same error with the file's name: the system omits it for a descriptor."""
         return OSError(error.errno, error.strerror, self._path)
 
     def close(self) -> None:
@@ -151,15 +151,15 @@ class LocalFile:
 
 
 def open_file(path: str | Path) -> File:
-    """Open a file of a disk or a store. Raises OSError, and ReshardError for what is not a regular file."""
+    """Open a file on a disk or in a store. Raises OSError, and ReshardError for anything but a regular file."""
     place = as_path(path)
     return place.opened() if isinstance(place, StorePath) else LocalFile(place)
 
 
 def _read_into(descriptor: int, out: memoryview, offset: int) -> int:
-    """Fill memory from byte `offset` of a file on. Returns the number of bytes that the system gave at once."""
+    """Fill `out` from byte `offset` of a file. Returns the bytes read by this one call."""
     if hasattr(os, "preadv"):
         return os.preadv(descriptor, (out,), offset)
-    content = os.pread(descriptor, len(out), offset)  # Python on macOS before 11
+    content = os.pread(descriptor, len(out), offset)  # macOS before 11 has no preadv
     out[: len(content)] = content
     return len(content)

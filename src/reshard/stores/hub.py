@@ -1,4 +1,4 @@
-"""Repositories of the Hugging Face Hub, at one commit, from the local cache where it has the file."""
+"""Repositories of the Hugging Face Hub, at one commit, from the local cache for files that it has."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from reshard.stores.store import Entry, Store
 ID = re.compile(r"[\w.-]+/[\w.-]+")
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
 OTHERS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.ot", "*.gguf", "*.onnx", "*.onnx_data")
-"""The same weights for other programs, which need not be there beside safetensors."""
+"""The same weights for other programs, not needed in addition to safetensors."""
 TWICE = ("original/*", "consolidated*")
-"""Where Llama and Mistral have their weights once more, under their makers' names."""
+"""Where Llama and Mistral store the same weights again, under their makers' names."""
 _SNAPSHOT = re.compile(r"/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})/?$")
 TIMEOUT = 60
-"""Seconds without a byte after which a request has failed."""
+"""Seconds without data after which a request fails."""
 
 
 class HubStore(Store):
-    """A repository. A branch or a tag is looked up once, so that all bytes are of one commit."""
+    """A repository. A branch or tag is resolved once, so that all bytes belong to one commit."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -34,11 +34,11 @@ class HubStore(Store):
         self.revision = unquote(self.revision)  # refs/pr/1 is typed as refs%2Fpr%2F1
 
     def refresh(self) -> None:
-        """A commit does not change."""
+        """Do nothing: a commit does not change."""
 
     @cached_property
     def commit(self) -> str:
-        """The commit that the revision names. Raises ReshardError if there is none."""
+        """The commit of the revision. Raises ReshardError if it does not exist."""
         with translated(self.url):
             from huggingface_hub import HfApi, constants
             from huggingface_hub.errors import (
@@ -69,7 +69,7 @@ class HubStore(Store):
         return ReshardError("hub-not-found", f"the hub has no {what}", file=self.url, remedy=remedy)
 
     def download_command(self) -> str:
-        """What brings the model into the local cache."""
+        """The command that downloads the model to the local cache."""
         return f"hf download {self.name}" + (f" --revision {self.revision}" if self.revision else "")
 
     def listed(self) -> list[str]:
@@ -86,7 +86,7 @@ class HubStore(Store):
 
     @cached_property
     def _files(self) -> dict[str, Entry]:
-        """All files of the commit, by their path in it."""
+        """All files of the commit, by path."""
         from huggingface_hub import HfApi, constants
 
         if constants.HF_HUB_OFFLINE and (folder := cached(self.name, self.commit)):
@@ -144,7 +144,7 @@ class HubStore(Store):
 
 
 def cached(name: str, revision: str = "") -> Path | None:
-    """The folder of the local cache with a repository at a revision, if its weights are there."""
+    """The folder in the local cache for a repository at a revision, if its weights are there."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -157,19 +157,19 @@ def cached(name: str, revision: str = "") -> Path | None:
 
 
 def url_of(folder: Path) -> str:
-    """The URL, with the commit, of a model whose files lie in a folder of the local cache; its path if in another."""
+    """The URL, with the commit, of a model in a folder of the local cache; the path of any other folder."""
     found = _SNAPSHOT.search(str(folder))
     return f"hf://{found[1]}/{found[2]}@{found[3]}" if found else str(folder)
 
 
 def name_of(folder: Path) -> str:
-    """The id of such a model on the hub, by which others can load it too; the path of another folder."""
+    """The hub id of such a model, with which others can load it too; the path of any other folder."""
     found = _SNAPSHOT.search(str(folder))
     return f"{found[1]}/{found[2]}" if found else str(folder)
 
 
 def may_have(typed: str) -> bool:
-    """Whether what was typed, which is no local path, should be looked for on the hub, or in its local cache."""
+    """Whether what was typed, if it is not a local path, should be looked up on the hub or in its local cache."""
     if not ID.fullmatch(typed) or Path(typed).parent.exists() or Path(typed).is_symlink():
         return False
     try:

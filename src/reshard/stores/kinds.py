@@ -1,4 +1,4 @@
-"""The kinds of stores: how each is listed and read, by the package that knows it."""
+"""The kinds of stores: how each is listed and read, through its package."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from reshard.stores.errors import retried, translated
 from reshard.stores.store import FOLDER, Entry, Store
 
 IDENTITIES = ("ETag", "etag", "generation", "md5Hash", "content_md5", "VersionId")
-"""Where the packages keep what changes with the bytes of a file, the surest first."""
+"""Keys of the packages for values that change with the bytes of a file, the most reliable first."""
 TIMES = ("LastModified", "last_modified", "updated", "mtime")
 
 
 def make(place: Address) -> Store:
-    """The store that a URL is in."""
+    """The store that contains an address."""
     from reshard.stores.hub import HubStore
     from reshard.stores.web import WebStore
 
@@ -69,7 +69,7 @@ class ObjectStore(Store):
 
 
 def entry_of(info: dict[str, Any]) -> Entry:
-    """What the package of a store says of a file."""
+    """The entry of a file, from what the store's package reports."""
     if info.get("type") == "directory":
         return FOLDER
     identity = next((str(info[key]).strip('"') for key in IDENTITIES if info.get(key)), "")

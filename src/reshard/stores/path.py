@@ -1,8 +1,8 @@
-"""Paths of stores, which answer as `pathlib.Path` does.
+"""Paths in stores, which behave like `pathlib.Path`.
 
-A `StorePath` is a `Path` whose text is a URL, so that readers, which ask what is where, need not know the difference.
-All that a path asks of the system is asked of the store instead. A path is nothing but its text, and the store is found
-by it: so paths can be joined, compared, pickled and kept as strings like any other.
+A `StorePath` is a `Path` whose text is a URL, so readers need not know the difference.
+Whatever a path asks the system, it asks the store instead. A path consists only of its text, which also determines the
+store: so paths can be joined, compared, pickled and stored as strings like any other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StorePath(PosixPath):
         return f"{scheme}//{'/'.join(rest)}" if scheme.endswith(":") else "/".join([scheme, *rest])
 
     def opened(self) -> RemoteFile:
-        """The file, open for reading. Raises OSError if there is none."""
+        """The file, open for reading. Raises OSError if it does not exist."""
         from reshard.stores.remote import RemoteFile
 
         return RemoteFile(str(self), self._status())
@@ -128,7 +128,7 @@ class StorePath(PosixPath):
 
     @property
     def parent(self) -> StorePath:
-        """The folder that something is in, up to the bucket, server or repository, which is in nothing."""
+        """The parent folder; a bucket, server or repository is its own parent."""
         return self if len(self.parts) <= self._top() else type(self)(*self.parts[:-1])
 
     @property
@@ -140,7 +140,7 @@ class StorePath(PosixPath):
 
 
 class _Raw(io.RawIOBase):
-    """A remote file as the `io` of Python reads it."""
+    """A remote file as Python's `io` reads it."""
 
     def __init__(self, file: RemoteFile) -> None:
         super().__init__()
@@ -164,12 +164,12 @@ class _Raw(io.RawIOBase):
 
 
 def is_remote(path: str | PathLike[str]) -> bool:
-    """Whether a path, or the text of one, is the URL of something in a store."""
+    """Whether a path, or its text, is the URL of something in a store."""
     return isinstance(path, StorePath) or address.is_url(os.fspath(path))
 
 
 def typed_path(typed: str | PathLike[str]) -> Path:
-    """The path that somebody typed. Below a URL all is listed anew, by the first question about it."""
+    """The path that a user typed. For a URL, the next question about anything below it lists the store again."""
     if isinstance(typed, Path):
         return typed
     text = os.fspath(typed)
@@ -177,7 +177,7 @@ def typed_path(typed: str | PathLike[str]) -> Path:
 
 
 def source_path(typed: str | PathLike[str]) -> Path:
-    """The same of a source, which may be named by the id of a model on the hub, if that is no local path."""
+    """The same for a source, which may also be a model id on the hub if no such local path exists."""
     if isinstance(typed, str) and not address.is_url(typed) and not Path(typed).exists():
         from reshard.stores import hub
 
@@ -186,14 +186,14 @@ def source_path(typed: str | PathLike[str]) -> Path:
 
 
 def as_path(kept: str | PathLike[str]) -> Path:
-    """The path that was kept as a string, local or in a store."""
+    """The path, local or in a store, of a stored string."""
     if isinstance(kept, Path):
         return kept
     return StorePath(kept) if is_remote(kept) else Path(kept)
 
 
 def realpath(path: Path) -> Path:
-    """`path` with links followed, as far as it is there. Stores have no links."""
+    """`path` with links followed, as far as it exists. Stores have no links."""
     if isinstance(path, StorePath):
         return path
-    return Path(os.path.realpath(path))  # where links lead in a circle, resolve() raises RuntimeError
+    return Path(os.path.realpath(path))  # for circular links, resolve() raises RuntimeError

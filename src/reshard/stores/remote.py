@@ -1,8 +1,8 @@
-"""Files of stores, read in ranges: few requests, large and side by side, tried again when the network fails.
+"""Files of stores, read in ranges: few, large and parallel requests, retried when the network fails.
 
-A request costs a round trip, which is longer than reading a megabyte takes. So parts that lie near each other are one
-request, what is larger than a request is several at once, and small reads at either end of a file, which is where
-headers are, are served from one.
+A request costs a round trip, which takes longer than reading a megabyte. So nearby parts share one request, parts
+larger than a request are fetched by several in parallel, and small reads at either end of a file, where headers are,
+share one.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from reshard.stores.files import Stamp
 from reshard.stores.path import is_remote
 
 GAP = 1 << 20
-"""Unused bytes between two parts from which two requests are cheaper than one across."""
+"""Two parts with more unused bytes than this between them are read in separate requests."""
 
 REQUEST = 8 << 20
-"""Bytes of one request, at most."""
+"""Most bytes of one request."""
 
 CONNECTIONS = 16
-"""Requests under way at a time, at most."""
+"""Most requests at a time."""
 
 AHEAD = 64 << 10
-"""Bytes that a small read takes at least, because headers are read in several steps."""
+"""Least bytes of a small read, since headers are read in several steps."""
 
 KEPT = 8
-"""Small reads of which a file keeps the bytes."""
+"""Number of small reads whose bytes a file keeps."""
 
 HEADS = 64 << 20
-"""Bytes of the beginnings of files that are kept for whoever opens them, at most."""
+"""Most bytes of file beginnings that are kept for when the files are opened."""
 
 T = TypeVar("T")
 
 Part = tuple[int, memoryview]
-"""Where bytes lie in a file, and the memory that they are put into."""
+"""An offset in a file, and the memory to fill from there."""
 
 Range = tuple[str, int, int]
-"""A file, and where bytes of it begin and end."""
+"""A file, and the begin and end of a range of its bytes."""
 
 _pools: dict[int, ThreadPoolExecutor] = {}
 _lock = Lock()
@@ -59,7 +59,7 @@ class RemoteFile:
         self._url, self._entry = url, entry
         self._store = store.at(url)
         self._kept = list(self._store.heads.get(url, ()))
-        """Bytes that have come already, with where they begin: headers are read in several steps."""
+        """Bytes received already, with their offsets: headers are read in several steps."""
 
     @property
     def size(self) -> int:
@@ -103,7 +103,7 @@ class RemoteFile:
         return None
 
     def filling(self, parts: Iterable[Part]) -> list[Callable[[], object]]:
-        """What to call to fill memory that lies in the file: a function for each request."""
+        """Functions that fill the memory of `parts`, all of which are inside the file: one for each request."""
         return [partial(self._fill, group) for group in _grouped(sorted(parts, key=itemgetter(0)))]
 
     def _fill(self, group: _Group) -> None:
@@ -142,7 +142,7 @@ class _Group(NamedTuple):
 
 
 def _grouped(parts: Iterable[Part]) -> Iterator[_Group]:
-    """Parts that one request fetches: where it begins and ends, and those in it. What is longer is cut."""
+    """Parts grouped by request, each group with its begin and end. Longer parts are cut."""
     begin, end, members = 0, 0, list[Part]()
     for offset, out in _cut(parts):
         reach = max(end, offset + len(out))
@@ -164,7 +164,7 @@ def _cut(parts: Iterable[Part]) -> Iterator[Part]:
 
 
 def fetch_heads(paths: Iterable[Path]) -> None:
-    """Get the beginning of each file that is in a store, many at a time, for whoever opens it next."""
+    """Fetch the beginning of each file that is in a store, many at a time, for when it is opened."""
     urls = [str(path) for path in paths if is_remote(path)]
 
     def fetch(url: str) -> None:
@@ -184,9 +184,9 @@ def _side_by_side(requests: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def fetch_ahead(ranges: Iterable[Range]) -> None:
-    """Get many small ranges of files in stores at once, to be read as they are here, one after another and once.
+    """Fetch many small ranges of files in stores at once. Each is then read once, with exactly these bounds.
 
-    A range that is not in its file is left to whoever reads it. Files on disks are left alone.
+    A range outside of its file is left to its reader. Files on disks are ignored.
     """
     wanted: dict[str, set[Range]] = {}
     for each in ranges:
@@ -209,7 +209,7 @@ def fetch_ahead(ranges: Iterable[Range]) -> None:
 
 
 def pool() -> ThreadPoolExecutor:
-    """The threads that wait for stores, in this process: a fork has none of those of its parent."""
+    """The threads of this process that wait for stores: a fork has none of its parent's."""
     with _lock:
         if os.getpid() not in _pools:
             _pools[os.getpid()] = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="reshard-store")

@@ -1,7 +1,7 @@
-"""What lies in a store, asked once: one listing below each URL that was typed answers all that readers ask of paths.
+"""The content of a store, asked once: one listing below each typed URL answers everything that readers ask of paths.
 
-Stores charge a round trip, and money, for each question, and readers ask hundreds: is there a `model.safetensors`, an
-index, a `.metadata`. A listing also is one state of the store, to which all answers belong.
+Each question costs a round trip, and money, and readers ask hundreds: is there a `model.safetensors`, an
+index, a `.metadata`. A listing is also one state of the store, so all answers are consistent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from reshard.stores.address import Address, parsed
 
 
 class Entry(NamedTuple):
-    """What a store says of a file or a folder; `modified` is in nanoseconds, 0 if unknown."""
+    """A file or folder as a store reports it; `modified` is in nanoseconds, 0 if unknown."""
 
     size: int = 0
     modified: int = 0
@@ -28,7 +28,7 @@ FOLDER = Entry(is_folder=True)
 
 
 class Store(ABC):
-    """One bucket, repository or web server. `url` is what all paths in it begin with."""
+    """One bucket, repository or web server. All paths in it begin with `url`."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -36,18 +36,18 @@ class Store(ABC):
         self._outside: dict[str, Entry | None] = {}
         self._lock = RLock()
         self.heads: dict[str, list[tuple[int, bytes]]] = {}
-        """The first bytes of files, kept until they are read anew."""
+        """The first bytes of files, kept until the store is listed again."""
         self.ahead: dict[tuple[str, int, int], bytes] = {}
-        """Bytes that were fetched before they are read, by file, begin and end. Reading them takes them away."""
+        """Bytes fetched before they are read, by file, begin and end. Reading them removes them."""
 
     def begin(self, typed: Address) -> None:
-        """Have all below a URL that was typed listed by the next question about it, whatever was known."""
+        """Make the next question about anything below a typed URL list it, whatever was known."""
         with self._lock:
             self._listed[typed.shown] = None
             self._forget()
 
     def refresh(self) -> None:
-        """Forget what was listed, so that the next answers are of the state by then."""
+        """Forget what was listed, so that later answers reflect the state at that time."""
         with self._lock:
             self._listed = dict.fromkeys(self._listed)
             self._forget()
@@ -69,14 +69,14 @@ class Store(ABC):
             return self._outside[url]
 
     def children(self, url: str) -> list[str]:
-        """The names in the folder `url`, in order."""
+        """The names in the folder `url`, sorted."""
         with self._lock:
             if listing := self._listing(url):
                 return sorted(listing.children.get(url, ()))
             return sorted({each[len(url) + 1 :].split("/")[0] for each in self._find(url, deep=False)})
 
     def _listing(self, url: str) -> Listing | None:
-        """The listing that covers `url`, made now if it is not there yet."""
+        """The listing that covers `url`, made now if necessary; None if no typed URL does."""
         for root in self._listed:
             if url == root or url.startswith(root + "/"):
                 found = self._listed[root]
@@ -87,11 +87,11 @@ class Store(ABC):
 
     @abstractmethod
     def _find(self, root: str, *, deep: bool) -> dict[str, Entry]:
-        """All files at or below `root`, by URL; without `deep` what lies in the folder itself, folders too."""
+        """All files at or below `root`, by URL; without `deep`, the files and folders directly in it."""
 
     @abstractmethod
     def _look(self, url: str) -> Entry | None:
-        """What lies at a single URL."""
+        """The entry at a single URL; None if there is nothing."""
 
     @abstractmethod
     def fetch(self, url: str, begin: int, end: int) -> bytes:
@@ -99,7 +99,7 @@ class Store(ABC):
 
 
 class Listing:
-    """Files below one URL, and the folders that their names make."""
+    """Files below one URL, and the folders implied by their names."""
 
     def __init__(self, root: str, files: dict[str, Entry]) -> None:
         self.entries = dict(files)
@@ -117,7 +117,7 @@ _lock = RLock()
 
 
 def connect(typed: str) -> str:
-    """Have what lies below a URL listed when it is asked for. Returns what may be shown of the URL."""
+    """Have everything below a typed URL listed when it is next asked for. Returns the URL as it may be shown."""
     from reshard.stores.kinds import make
 
     place = parsed(typed)
@@ -131,7 +131,7 @@ def connect(typed: str) -> str:
 
 
 def at(url: str) -> Store:
-    """The store that a path is in."""
+    """The store that contains a path."""
     with _lock:
         found = _known(url)
         if found is None:
@@ -143,7 +143,7 @@ def at(url: str) -> Store:
 
 
 def refresh(urls: Iterable[str]) -> None:
-    """Have the stores of some paths tell their state as it is now."""
+    """Make the stores of some paths report their present state from now on."""
     for each in {id(found): found for found in map(at, urls)}.values():
         each.refresh()
 

@@ -1,9 +1,9 @@
-"""Plain web servers, which have no listings: what lies there is found out by asking for it.
+"""Plain web servers, which have no listings: files are found by requesting them.
 
-A server that shows folders as pages of links, as nginx and `python -m http.server` do, is read by them. Elsewhere a
-folder has the files that its `reshard.json` or its index of weights names, and those that checkpoints usually have.
-Each is asked for its beginning, which tells its size, its state, and whether the server reads ranges at all. A HEAD
-would not do: the signature of a URL that was made for a GET does not hold for it.
+A server that shows folders as pages of links, as nginx and `python -m http.server` do, is read through these pages.
+Otherwise a folder has the files that its `reshard.json` or its index of weights names, and those that checkpoints
+usually have. The beginning of each is requested, which shows its size, its state, and whether the server supports
+ranges. A HEAD would not do: the signature of a URL that was made for a GET is not valid for it.
 """
 
 from __future__ import annotations
@@ -50,33 +50,33 @@ KNOWN = (
     "common.pt",
     "latest_checkpointed_iteration.txt",
 )
-"""What a folder is asked for that shows no links and has none of the files that name others."""
+"""The files requested in a folder that shows no links and has none of the files that name others."""
 
 BEGUN = (".json", ".jinja", ".txt", ".safetensors")
-"""Files that are read from their beginning by whoever finds them: the first request for them brings it along."""
+"""Files that are read from their beginning once found: the first request for them fetches it too."""
 
 DEPTH = 3
-"""How many folders of links are followed, one inside the other."""
+"""Levels of nested folders whose links are followed."""
 
 PATIENCE = 60
-"""Seconds without a byte after which a request has failed."""
+"""Seconds without data after which a request fails."""
 
 
 class Answer(NamedTuple):
-    """The bytes that came, and the headers."""
+    """The bytes received, and the headers."""
 
     content: bytes
     headers: Mapping[str, str]
 
 
 class WebStore(Store):
-    """A web server. What a URL has beside its path, a user or a query, goes with requests for that URL alone."""
+    """A web server. The user and query of a typed URL are sent only with requests at or below that URL."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self._typed: dict[str, Address] = {}
         self._seen: set[str] = set()
-        """What was there before the state of now was asked for."""
+        """The files that existed before the last `refresh`."""
 
     def begin(self, typed: Address) -> None:
         self._typed[typed.shown] = typed
@@ -104,7 +104,7 @@ class WebStore(Store):
             )
 
     def _whole(self, url: str) -> str:
-        """A URL as it is asked for, with what is never shown."""
+        """The complete URL of a request, with the parts that are never shown."""
         root = next((each for each in self._typed if url == each or url.startswith(each + "/")), None)
         scheme, _, rest = url.partition("://")
         typed = self._typed[root] if root else None
@@ -125,16 +125,16 @@ class WebStore(Store):
     async def _asked(self, url: str, begin: int, end: int) -> Answer:
         session = await self.fs.set_session()
         whole = self.fs.encode_url(self._whole(url))
-        # A server that compresses what it sends counts other bytes than those of the file.
+        # If a server compresses its answers, their offsets are not those of the file.
         headers = {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
         async with session.get(whole, headers=headers) as response:
             if response.status == 404:
                 raise FileNotFoundError(url)
-            if response.status == 416:  # there is nothing from there on: an empty file
+            if response.status == 416:  # nothing from this byte on: an empty file
                 return Answer(b"", dict(response.headers))
             response.raise_for_status()
             if response.status != 206 and response.content_type == "text/html":
-                raise FileNotFoundError(url)  # a folder, or a page in place of what is missing
+                raise FileNotFoundError(url)  # a folder, or a page in place of a missing file
             if response.status != 206:
                 raise ReshardError(
                     "server-without-ranges",
@@ -147,7 +147,7 @@ class WebStore(Store):
             return Answer(await response.read(), dict(response.headers))
 
     def _look(self, url: str, most: int = 1) -> Entry | None:
-        """What lies at a URL, of which the first `most` bytes come along and are kept if there are several."""
+        """The entry at a URL. Its first `most` bytes are fetched too, and kept if there is more than one."""
         with translated(url):
             try:
                 answer = retried(lambda: self._ask(url, 0, most))
@@ -158,7 +158,7 @@ class WebStore(Store):
                 return None
             except Exception as error:
                 if status_of(error) in DENIED and not self._is_typed(url):
-                    return None  # a signature or a password is for what was typed alone
+                    return None  # a signature or a password is valid only for what was typed
                 raise
 
     def _is_typed(self, url: str) -> bool:
@@ -183,7 +183,7 @@ class WebStore(Store):
         return {**found, **self._present(more - found.keys())}
 
     def _named(self, url: str) -> set[str]:
-        """The files beside it that a file names: those of a record, or the shards of an index."""
+        """The sibling files that a file names: those of a record, or the shards of an index."""
         name = url.rpartition("/")[2]
         if name not in (*INDEXES, "reshard.json"):
             return set()
@@ -196,10 +196,10 @@ class WebStore(Store):
                 files = content["files"] if name == "reshard.json" else content["weight_map"].values()
                 return {str(each) for each in files}
             except (AttributeError, LookupError, TypeError, ValueError):
-                return set()  # whoever reads it says what is wrong with it
+                return set()  # whoever reads it reports what is wrong
 
     def _links(self, root: str, depth: int) -> set[str]:
-        """The files that the pages of a folder link to, if it has any."""
+        """The files that the pages of a folder link to; empty if it has none."""
         pages, files, seen = [root], set(), set()
         for _ in range(depth):
             for page in pages:
@@ -217,7 +217,7 @@ class WebStore(Store):
         return files
 
     def _present(self, urls: Iterable[str]) -> dict[str, Entry]:
-        """Those that are there. Raises ReshardError if the server refuses all of them."""
+        """The entries that exist. Raises ReshardError if the server refuses all of them."""
         asked = list(urls)
         most = min(AHEAD, HEADS // max(1, len(asked)))
         found, refused = dict[str, Entry](), list[ReshardError]()
@@ -234,13 +234,13 @@ class WebStore(Store):
         try:
             return self._look(url, most if url.endswith(BEGUN) else 1)
         except ReshardError as error:
-            if status_of(error) in DENIED:  # as stores do that must not tell whether something is there
+            if status_of(error) in DENIED:  # as stores answer that must not show what exists
                 return error
             raise
 
 
 def _entry(headers: Mapping[str, str]) -> Entry:
-    """What the answer to a request for the first byte says of the file."""
+    """The entry of a file, from the answer to a request for its first byte."""
     told = {key.lower(): value for key, value in headers.items()}
     size = told.get("content-range", "").rpartition("/")[2]
     if not size.isdecimal():
