@@ -1,1 +1,1 @@
-"""Uploading what was converted to the Hugging Face Hub, with a model card that says what it was made from."""
+"""Upload the output of conversions to the Hugging Face Hub, with a model card that describes its origin."""

@@ -1,4 +1,4 @@
-"""The model card of an upload: YAML for the hub, and in words what the weights were made from."""
+"""The model card of an upload: YAML for the hub, and a description of what the weights were made from."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from reshard.transfer.sources import read_source
 
 README = "README.md"
 SIGNED = "<!-- written by reshard convert --push-to-hub -->"
-"""In each card that reshard writes: any other card is somebody's own, and stays."""
+"""In each card that reshard writes; any other card belongs to somebody else and is kept."""
 
 PROJECT = "https://github.com/reshard/reshard"
 LICENSE = ("license", "license_name", "license_link")
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-"""`Org/Name`, as the hub calls a repository."""
+"""`Org/Name`, the hub's name of a repository."""
 _CACHED = re.compile(r"models--([^/]+)--([^/]+)")
-"""The folder of a repository in the cache of huggingface_hub."""
+"""The folder of a repository in huggingface_hub's cache."""
 
 
 def model_card(plan: Plan, options: Options, repository: str) -> bytes:
-    """The README.md of a repository (`Org/Name`) for what a plan writes. It names no path of this machine."""
+    """The README.md of a repository (`Org/Name`) for the output of a plan. It contains no path of this machine."""
     about = yaml.safe_dump(_metadata(plan, options), sort_keys=False, allow_unicode=True)
     parts = [
         f"---\n{about}---",
@@ -54,7 +54,7 @@ reshard verify model
 
 
 def _metadata(plan: Plan, options: Options) -> dict[str, Any]:
-    """What the hub reads of a card. What is not known is left out."""
+    """What the hub reads from a card. Unknown values are left out."""
     is_adapter = plan.target == peft.NAME
     folders = _folders(plan)
     found: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers"}
@@ -72,14 +72,14 @@ def _metadata(plan: Plan, options: Options) -> dict[str, Any]:
 
 
 def _folders(plan: Plan) -> list[Path]:
-    """Where the config and the tokenizer came from, the base before the source."""
+    """The folders of the config and the tokenizer, the base before the source."""
     named = [path if path.is_dir() else path.parent for path in reversed(plan.sources.named)]
     configs = (path.parent for path in plan.sources.paths if path.name == companions.CONFIG)
     return list(dict.fromkeys([*named, *configs]))
 
 
 def _base(plan: Plan, folders: Iterable[Path]) -> str | None:
-    """The hub's name of the model that this one was made from, where a file or the hub's cache tells."""
+    """The hub's name of the model that this one was made from, if a file or the hub's cache has it."""
     for folder in folders:
         for told in (*_cached(folder), *_said(folder)):
             if _ID.fullmatch(told) and not Path(told).exists():
@@ -93,7 +93,7 @@ def _cached(folder: Path) -> list[str]:
 
 
 def _said(folder: Path) -> list[str]:
-    """What files in a folder call the base."""
+    """The names of the base in the files of a folder."""
     said = [hint.value for hint in find_hints([folder]) if hint.kind == BASE]
     keys = {companions.CONFIG: "_name_or_path", "adapter_config.json": "base_model_name_or_path"}
     for file, key in keys.items():
@@ -103,7 +103,7 @@ def _said(folder: Path) -> list[str]:
 
 
 def _front_matter(path: Path) -> Mapping[str, Any]:
-    """The YAML at the head of a model card; nothing if there is none that can be read."""
+    """The YAML at the head of a model card; empty if there is none that can be read."""
     if not path.is_file():
         return {}
     try:
@@ -129,7 +129,7 @@ def _origin(plan: Plan) -> str:
 
 
 def _table(plan: Plan, options: Options) -> str:
-    """What the output is, and what was done to it that is more than another order of the same elements."""
+    """What the output is, and how it was changed beyond reordering elements."""
     facts = plan.facts
     rows = {
         "Family": f"`{facts['family']}`" if facts["family"] else "",
@@ -145,6 +145,6 @@ def _table(plan: Plan, options: Options) -> str:
 
 
 def _changes(options: Options) -> list[str]:
-    """The flags by which weights are not those of the source."""
+    """The options that make the weights differ from the source's."""
     given = {"--dtype": options.dtype, "--quantize": options.quantize}
     return [f"{flag} {value}" for flag, value in given.items() if value] + ["--merge"] * options.merge

@@ -1,7 +1,6 @@
-"""Datasets of the Hugging Face Hub as folders of this machine, with the files of one split.
+"""Datasets of the Hugging Face Hub as local folders with the files of one split.
 
-Which files those are, the library `datasets` says: it knows the configurations in README.md, and the names by which
-splits are known.
+The library `datasets` determines these files: it knows the configurations in README.md, and the names of splits.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ PREFIX = "hf://datasets/"
 CARDS = ("README.md", ".huggingface.yaml")
 """Where a dataset's configurations are declared."""
 FOLDER = "reshard"
-"""Where beside the hub's cache the folders lie, with links into it."""
+"""Where the folders are, next to the hub's cache, with links into it."""
 _ID = re.compile(r"[\w.-]+/[\w.-]+(@[^/]+)?")
 Note = Callable[[str], None]
 
 
 def may_be(typed: str, suffixes: tuple[str, ...]) -> bool:
-    """Whether what was typed, which is no local path, may name a dataset. Files end in `suffixes`."""
+    """Whether what was typed, if it is not a local path, may name a dataset. Data files end in `suffixes`."""
     if typed.startswith(PREFIX):
         return True
     return bool(_ID.fullmatch(typed)) and not typed.endswith(suffixes) and not Path(typed).parent.exists()
 
 
 def dataset_folder(typed: str, split: str, config: str | None = None, note: Note = lambda text: None) -> Path:
-    """The folder with the files of a split. Downloads what is not there.
+    """The folder with the files of a split. Downloads what is missing.
 
-    `typed` is `Org/Set`, or `hf://datasets/Org/Set@revision`. `note` is told what is downloaded. Raises ReshardError if
-    the hub has no such dataset, configuration or split, or cannot be asked while the local cache lacks it.
+    `typed` is `Org/Set`, or `hf://datasets/Org/Set@revision`. `note` receives what is downloaded. Raises ReshardError
+    if the hub has no such dataset, configuration or split, or if it cannot be asked and the local cache lacks it.
     """
     from huggingface_hub import constants, snapshot_download
 
@@ -98,14 +97,14 @@ def _explained(url: str, name: str, revision: str) -> Iterator[None]:
 
 
 def _listed(name: str, commit: str) -> list[str]:
-    """The paths of all files of a dataset at a commit. huggingface_hub keeps them beside what it downloads."""
+    """The paths of all files of a dataset at a commit. huggingface_hub keeps them next to what it downloads."""
     from huggingface_hub import get_cached_repo_tree
 
     return [each.path for each in get_cached_repo_tree(name, repo_type="dataset", revision=commit)]
 
 
 def _outline(place: Path, folder: Path, files: list[str]) -> None:
-    """Make files with the names of all of a dataset, which are empty but for its cards."""
+    """Create empty files with the names of all files of a dataset; only its cards have content."""
     for file in files:
         inside = PurePosixPath(file)
         if inside.is_absolute() or ".." in inside.parts:
@@ -123,7 +122,7 @@ def _splits(place: Path, url: str, config: str | None) -> Mapping[str, Any]:
         found = load_dataset_builder(str(place), config).config.data_files
     except (
         Exception
-    ) as error:  # ValueError for configurations, its own for files, and what cards make it raise
+    ) as error:  # ValueError for configurations, its own errors for files, and whatever cards cause
         said = " ".join(str(error).split()).replace(str(place), url)
         raise ReshardError(
             "hub-dataset-unreadable",
@@ -136,7 +135,7 @@ def _splits(place: Path, url: str, config: str | None) -> Mapping[str, Any]:
 
 
 def _chosen(url: str, splits: Mapping[str, Any], split: str, place: Path) -> list[str]:
-    """The files of a split by their paths in the dataset. Raises ReshardError if there is no such split."""
+    """The files of a split, by their paths in the dataset. Raises ReshardError if there is no such split."""
     if split in splits:
         return [os.path.relpath(file, place) for file in splits[split]]
     raise ReshardError(
@@ -151,7 +150,7 @@ def _chosen(url: str, splits: Mapping[str, Any], split: str, place: Path) -> lis
 
 
 def _linked(folder: Path, files: list[str], place: Path) -> Path:
-    """A folder with links to the files of a split, and nothing else. Several processes may make it at once."""
+    """A folder with only links to the files of a split. Several processes may create it at once."""
     for file in files:
         link = place / file
         link.parent.mkdir(parents=True, exist_ok=True)

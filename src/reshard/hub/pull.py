@@ -1,4 +1,4 @@
-"""Models of the Hugging Face Hub as folders of this machine: in the local cache, or downloaded into it."""
+"""Models of the Hugging Face Hub as local folders: in the local cache, or downloaded to it."""
 
 from __future__ import annotations
 
@@ -22,23 +22,27 @@ def typed_url(typed: str, revision: str | None = None) -> str:
 
 
 def model_folder(url: str, note: Callable[[str], None] = lambda text: None) -> Path:
-    """The folder of a model `hf://Org/Model@revision` in the local cache. Downloads what is not there.
+    """The folder of a model `hf://Org/Model@revision` in the local cache. Downloads what is missing.
 
-    `note` is told what is downloaded. Raises ReshardError if the hub has no such model, lets this user not have it,
-    or cannot be asked while the local cache lacks it.
+    `note` receives what is downloaded. Raises ReshardError if the hub has no such model, denies access to it,
+    or cannot be asked and the local cache lacks it.
     """
     store = HubStore(url)
     return _here(store) or _downloaded(store, note)
 
 
 def here(folder: Path) -> Path:
-    """A folder that was trained from; where it lay in the cache of another machine, this one's. Raises ReshardError."""
+    """The folder of the model that training started from: if another machine's cache had it, this one's. Raises
+    ReshardError.
+    """
     url = url_of(folder)
     return folder if folder.is_dir() or not url.startswith("hf://") else model_folder(url)
 
 
 def _downloaded(store: HubStore, note: Callable[[str], None]) -> Path:
-    """The folder of a revision, with what it lacked. By its name, so that the cache knows it by that as well."""
+    """The folder of a revision, after downloading what it lacks. Asks by revision, so the cache knows it by that name
+    too.
+    """
     from huggingface_hub import snapshot_download
 
     with translated(store.url):
@@ -53,9 +57,10 @@ def _downloaded(store: HubStore, note: Callable[[str], None]) -> Path:
 
 
 def _here(store: HubStore) -> Path | None:
-    """The folder in the local cache, if it has to do: without a network, and for a commit, which does not change.
+    """The folder in the local cache, if it must or may be used: without a network, or for a commit, which does not
+    change.
 
-    Raises ReshardError if the hub has no such model, or cannot be asked and the cache lacks it.
+    Raises ReshardError if the hub has no such model, or if it cannot be asked and the cache lacks it.
     """
     from huggingface_hub import constants
 
@@ -79,7 +84,7 @@ def _here(store: HubStore) -> Path | None:
 
 
 def _skipped(store: HubStore) -> list[str]:
-    """Patterns of files that hold the same weights once more."""
+    """Patterns of files that contain the same weights again."""
     names = [PurePosixPath(path) for path in store.listed()]
     at_top = [path for path in names if len(path.parts) == 1 and path.suffix == SAFE]
     if not at_top:

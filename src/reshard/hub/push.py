@@ -1,6 +1,6 @@
 """Upload the files of a conversion to a repository of the Hugging Face Hub, in one commit: all of them or none.
 
-What is in the way is found before anything is converted: no login, no right to write, files of others in the
+Obstacles are found before anything is converted: no login, no permission to write, other files in the
 repository. Credentials are those of huggingface_hub (`hf auth login`, HF_TOKEN), and no message shows one.
 """
 
@@ -28,30 +28,30 @@ from reshard.version import __version__
 
 NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}")
 KEPT = (README, ".gitattributes", ".gitignore", "LICENSE")
-"""What may lie in a repository beside an upload: it says nothing of the weights, or is somebody's own card."""
+"""Files that may be in a repository besides an upload: they do not describe the weights, or are the user's own card."""
 
 OnUpload = Callable[[str, int], None]
-"""Hears the address of the repository and the bytes of its files, before they are uploaded."""
+"""Callback that receives the address of the repository and the bytes of its files, before the upload."""
 
 
 @dataclass(frozen=True)
 class Push:
-    """Where to upload: `Org/Name`, or `Name` of the user who is logged in; made private if it is new."""
+    """Where to upload: `Org/Name`, or `Name` of the logged-in user; `private` applies to a new repository."""
 
     repository: str
     private: bool = False
     overwrite: bool = False
 
     def begun(self, plan: Plan, digest: str) -> Upload:
-        """The upload of what a plan of this digest writes. Raises ReshardError for all that is in the way."""
+        """The upload of the output of a plan with this digest. Raises ReshardError for every obstacle."""
         return Upload(self, plan, digest)
 
 
 class Upload:
-    """A repository that may be written to. Raises ReshardError for all that is in the way."""
+    """A repository that can be written to. Raises ReshardError for every obstacle."""
 
     def __init__(self, push: Push, plan: Plan, digest: str) -> None:
-        """`digest` is that of the plan: what lies in the repository with the same one may be uploaded again."""
+        """`digest` is that of the plan: files in the repository with the same digest may be uploaded again."""
         self._push, self._plan, self._digest = push, plan, digest
         _refuse_others(push, plan)
         self._api = _client()
@@ -61,17 +61,17 @@ class Upload:
 
     @property
     def url(self) -> str:
-        """Where a browser shows it."""
+        """The address for a browser."""
         return f"{self._api.endpoint}/{self.name}"
 
     def create(self) -> None:
-        """Make the repository if there is none."""
+        """Create the repository if it does not exist."""
         if self._state is None:
             with _understood(self.name):
                 self._api.create_repo(self.name, private=self._push.private or None, exist_ok=True)
 
     def _look(self) -> Any:
-        """The repository as it is, None if there is none."""
+        """The present state of the repository; None if it does not exist."""
         from huggingface_hub.errors import RepositoryNotFoundError
 
         try:
@@ -92,7 +92,7 @@ class Upload:
         return found
 
     def _obsolete(self, found: Any) -> list[str]:
-        """The files of an older upload that would be left over. Raises ReshardError if others are in the way."""
+        """The files of an older upload that would be left over. Raises ReshardError if other files are in the way."""
         there = {file.rfilename for file in found.siblings}
         ours = {file.path for file in self._plan.files}
         record = self._record() if RECORD in there else {}
@@ -121,7 +121,7 @@ class Upload:
         return sorted((old & there) - ours)
 
     def _record(self) -> dict[str, Any]:
-        """What `reshard.json` in the repository says; nothing if it is none of ours."""
+        """The content of `reshard.json` in the repository; empty if it is not ours."""
         try:
             found = json_of(self._content(RECORD))
         except ValueError:
@@ -133,7 +133,7 @@ class Upload:
             return Path(self._api.hf_hub_download(self.name, name, local_dir=folder)).read_bytes()
 
     def send(self, folder: Path, options: Options, on_upload: OnUpload) -> None:
-        """Upload all files of the plan, which lie in `folder`, and the model card, unless somebody wrote another."""
+        """Upload all files of the plan from `folder`, and the model card, unless the repository has another's."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         names = sorted(file.path for file in self._plan.files)
@@ -154,14 +154,14 @@ class Upload:
             )
 
     def _is_ours(self, found: Any) -> bool:
-        """Whether the card of the repository is one of ours, or there is none."""
+        """Whether the card of the repository is ours, or there is none."""
         if README not in {file.rfilename for file in found.siblings}:
             return True
         return SIGNED.encode() in self._content(README)
 
 
 def _refuse_others(push: Push, plan: Plan) -> None:
-    """Raise ReshardError for what the hub has no place for."""
+    """Raise ReshardError for names and formats that the hub cannot store."""
     if not NAME.fullmatch(push.repository):
         raise ReshardError(
             "repository-name-malformed",
@@ -191,18 +191,18 @@ def _client() -> Any:
             remedy=install_command("huggingface_hub"),
         ) from None
     for handler in logging.getLogger("huggingface_hub").handlers:
-        handler.addFilter(_unsigned)  # its warnings quote addresses to which anybody could upload
+        handler.addFilter(_unsigned)  # its warnings quote addresses that let anybody upload
     return HfApi(library_name="reshard", library_version=__version__)
 
 
 def _unsigned(record: logging.LogRecord) -> bool:
-    """Take signatures out of a line of a log, which stays."""
+    """Remove signatures from a log record, and keep the record."""
     record.msg, record.args = _without_secrets(record.getMessage()), ()
     return True
 
 
 def _writable(api: Any, push: Push) -> str:
-    """The full name of the repository, after a look at who is logged in."""
+    """The full name of the repository, after checking the logged-in user."""
     user = api.whoami()
     if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
         raise ReshardError(
@@ -247,7 +247,7 @@ REMEDIES = {
 
 @contextmanager
 def _understood(repository: str, folder: Path | None = None) -> Iterator[None]:
-    """Say in plain words what the hub, its client or the network refused. What lies in `folder` is complete."""
+    """Explain what the hub, its client or the network refused. The files in `folder` are complete."""
     try:
         yield
     except (ReshardError, MemoryError):
@@ -261,7 +261,7 @@ def _understood(repository: str, folder: Path | None = None) -> Iterator[None]:
 
 
 def _words(error: BaseException) -> tuple[str, str, str]:
-    """The code, what happened, and what to do about it. The cause of an error may tell more than the error."""
+    """The code, message and remedy of an error. The cause of an error may say more than the error."""
     from huggingface_hub.errors import LocalTokenNotFoundError, OfflineModeIsEnabled
 
     chain = [error, *filter(None, (error.__cause__, error.__context__))]
@@ -289,11 +289,11 @@ def _words(error: BaseException) -> tuple[str, str, str]:
 
 
 def _told(error: Exception) -> str:
-    """The words of an error and of what caused it, in a line."""
+    """The text of an error and its causes, on one line."""
     cause = f", because of {_told(error.__cause__)}" if isinstance(error.__cause__, Exception) else ""
     return _without_secrets(" ".join(said(error).split()) + cause)
 
 
 def _without_secrets(text: str) -> str:
-    """A text with no addresses that are signed."""
+    """The text without the signatures of URLs."""
     return re.sub(r"(https?://[^\s?]+)\?\S+", r"\1?…", text)
